@@ -1,19 +1,19 @@
-"""Runs in each rank.
+"""The code that runs in each rank.
 
 ::
 
-    entrypoint         a rank from its first line to its report, and the pipe to its launcher
+    entrypoint         a rank from start to exit, its reports, and the pipe from its launcher
     environment        variables, streams and device of the rank
-    session            the state of the rank that its launcher made
-    context            `RankContext`, what the user's function sees
+    session            the rank's membership in its launch
+    context            `RankContext`, which the user's function receives
     collectives        reduce, gather and broadcast
     process_group      `init_process_group` under a deadline, and its end
     store_sync         barriers and messages over the store
     torch_hooks        every private name of torch, guarded
-    whereabouts        where the rank is, told while it goes on
-    pending_exception  exceptions that are being handled when a rank begins to wait
+    whereabouts        where the rank is, read while it keeps running
+    pending_exception  exceptions that a rank is handling when it begins to wait
     stop_agreement     all ranks stop at the same call of `stop_requested`
     script             the script, module or program of `ddpsafe run`
-    preload            what the fork server loads once
-    join/              ranks that another launcher has started
+    preload            what the fork server imports once for all ranks
+    join/              joining a group in ranks that another launcher started
 """

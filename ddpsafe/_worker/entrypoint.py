@@ -1,4 +1,4 @@
-"""The first and the last lines of a rank: prepare, call the user's function, report, leave."""
+"""A rank from start to exit: prepare the process, call the user's function, report, exit."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Tell whether the exception says that memory ran out, on the host or on a GPU."""
+    """Return whether the exception means that the host or a GPU ran out of memory."""
     if isinstance(exc, MemoryError) or type(exc).__name__ == "OutOfMemoryError":
         return True
-    # torch's allocator of host memory, CUDA's own errors and NCCL's have no class for it.
+    # torch's host allocator, CUDA and NCCL have no exception class for it.
     return isinstance(exc, RuntimeError) and find_kind(line_of(exc, MAX_MESSAGE)) == "out-of-memory"
 
 
 def describe_memory() -> str:
-    """Say what this process holds, on the host and on its GPU if it uses one."""
+    """Return a text with the memory of this process, on the host and on its GPU if it uses one."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
@@ -95,10 +95,10 @@ def describe_memory() -> str:
 
 
 def find_living_threads() -> LivingThreads:
-    """Name each thread that Python waits for at its end, with its place.
+    """Return the threads that Python joins at exit, each with the line it is at.
 
-    Without one it is the main thread that has not come to the end, as in a function that is
-    registered with `atexit`.
+    If there are none, the main thread itself has not finished: a function that is registered with
+    `atexit` may still run.
     """
     main = threading.main_thread()
     kept = [each for each in threading.enumerate() if each is not main and not each.daemon]
@@ -114,7 +114,10 @@ def find_living_threads() -> LivingThreads:
 
 
 def _place_of(thread: threading.Thread, frames: dict[int, FrameType], *, is_main: bool) -> str:
-    """Return the innermost line that a thread is at: one of the user's, of the main thread only such."""
+    """Return the innermost line of the user's code; in a thread without any, the innermost line.
+
+    For the main thread, which then runs only library code, return an empty text instead.
+    """
     frame = frames.get(thread.ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else []
     files = find_own_files(each.filename for each in stack)
@@ -124,18 +127,24 @@ def _place_of(thread: threading.Thread, frames: dict[int, FrameType], *, is_main
 
 
 _MAX_EXCEPTION_BYTES = 1 << 20
+# From this size on, a result goes through shared memory instead of the pipe.
 _LARGE_RESULT_BYTES = 1 << 20
+# How long a user's `__str__` may delay the position that the launcher has asked for.
 _DESCRIBE_S = 0.2
 
 
 class Reporter:
-    """What this rank tells its launcher, and at which phase it is."""
+    """Sends this rank's reports to its launcher.
+
+    Attributes:
+        phase: The phase that the rank is in.
+    """
 
     def __init__(self, sender: Sender, log: str, shared_fd: int) -> None:
-        """Start in the phase every process starts in.
+        """Start in the phase "starting".
 
         Args:
-            sender: The pipe.
+            sender: The pipe to the launcher.
             log: The file of the rank's stderr.
             shared_fd: See `Inheritance.shared`.
         """
@@ -143,20 +152,24 @@ class Reporter:
         self._log = log
         self._shared_fd = shared_fd
         self._has_shared = Claim(shared_fd)
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self.phase: Phase = "starting"
 
     def is_here(self) -> bool:
-        """Tell whether this process is the rank, and not a fork of it."""
+        """Return whether this process is the rank rather than a fork of it."""
         return self._sender.is_here()
 
     def enter(self, phase: Phase) -> None:
-        """Say that a phase begins."""
+        """Report that a phase begins."""
         self.phase = phase
         self._sender.send(Entered(phase=phase))
 
     def returned(self, value: object, *, stop_calls: int) -> None:
-        """Say that the user's function returned; raises where the value cannot travel."""
+        """Report that the user's function returned.
+
+        Raises:
+            CannotTravelError: The returned value cannot be pickled.
+        """
         exited_at = value.where if isinstance(value, ScriptExit) else ""
         result = None if exited_at else value
         try:
@@ -174,23 +187,21 @@ class Reporter:
         self._sender.send(
             Returned(
                 payload=None if is_shared else bytes(pickled),
-                position=position(asks_events=False),
+                position=read_position(asks_events=False),
                 stop_calls=stop_calls,
                 exited_at=exited_at,
             )
         )
-        self._write_down_if_lost(
-            "the function has returned, but the pipe to the launcher is closed"
-        )
+        self._log_if_unsent("the function has returned, but the pipe to the launcher is closed")
         self.phase = "leaving"
 
     def raised(self, exc: BaseException, *, final: bool, is_caught: bool = False) -> None:
-        """Say that an exception is on its way, once in flight and once when it is final."""
-        if not final and id(exc) in self._told:
+        """Report an exception: once while it is in flight, and again when it is final."""
+        if not final and id(exc) in self._reported:
             return
-        # Before the work of describing it, during which others fail too.
+        # Taken first: describing the exception takes time, in which other ranks fail because of it.
         at_ns, wall_ns = time.monotonic_ns(), time.time_ns()
-        self._told.add(id(exc))
+        self._reported.add(id(exc))
         # The traceback begins at the user's function.
         tb = exc.__traceback__
         while tb is not None and tb.tb_frame.f_globals.get("__name__") == __name__:
@@ -199,7 +210,7 @@ class Reporter:
             exc.with_traceback(tb) if tb is not None else exc,
             phase=self.phase,
             pickled=_exception_bytes,
-            position=position(asks_events=final),
+            position=read_position(asks_events=final),
             final=final,
             held=describe_memory() if is_out_of_memory(exc) else "",
             at_ns=at_ns,
@@ -207,14 +218,12 @@ class Reporter:
         )
         self._sender.send(replace(raised, is_caught=is_caught))
         if final:
-            self._write_down_if_lost(raised.traceback)
+            self._log_if_unsent(raised.traceback)
 
-    def _write_down_if_lost(self, text: str) -> None:
-        """Append to the rank's log what the pipe does not take any more, and mark that it is there.
-
-        The log is opened by its name, for the script may have closed file descriptor 2 as well.
-        """
+    def _log_if_unsent(self, text: str) -> None:
+        """If the script closed the pipe, append the text to the rank's log and mark the log."""
         if self._sender.is_lost:
+            # The log is opened by name: the script may have closed file descriptor 2 as well.
             with (
                 contextlib.suppress(OSError),
                 open(  # noqa: PTH123 - a file descriptor
@@ -227,34 +236,34 @@ class Reporter:
                 file.write(f"{text.rstrip()}\n")
                 unreported_mark(self._log).touch()
 
-    def position(self, *, asks_events: bool = False) -> None:
-        """Say where this rank is in the sequence of collectives."""
-        self._sender.send(position(asks_events=asks_events))
+    def position(self) -> None:
+        """Report where this rank is in the sequence of collectives."""
+        self._sender.send(read_position(asks_events=False))
 
     def whereabouts(self) -> None:
-        """Say where this rank is and what its threads do, while it goes on."""
+        """Report where this rank is and what its threads do, while it keeps running."""
         from ddpsafe._worker.whereabouts import read_whereabouts
 
         self._sender.send(read_whereabouts())
 
     def position_after(self, show_stacks: Callable[[], None]) -> None:
-        """Show the stacks, and then say in full where this rank is: the attempt is over by now.
+        """Dump the stacks, then report where this rank is; the attempt is over by now.
 
-        An exception that the main thread has on its way is reported before.
+        If the main thread has an exception in flight, it is reported before the position.
         """
         show_stacks()
-        # In a thread of its own: a user's __str__ may hang, and this one watches the launcher.
+        # In its own thread: a user's __str__ may hang, and this thread watches the launcher.
         describing = BoundedCall(self._pending_exception, name="ddpsafe-exception")
         done = describing.wait(_DESCRIBE_S)
         handling = ""
         if done:
-            with contextlib.suppress(Exception):  # the position must be told in any case
+            with contextlib.suppress(Exception):  # the position must be sent in any case
                 handling = describing.result()
-        self._sender.send(replace(position(asks_events=True), handling=handling))
+        self._sender.send(replace(read_position(asks_events=True), handling=handling))
 
     def _pending_exception(self) -> str:
-        """Report what the main thread has on its way; return what it handles and goes on, in a line."""
-        # Exceptions themselves from 3.12 on, `sys.exc_info()` of each thread before.
+        """Report the main thread's exception in flight; return a line about one that it only handles."""
+        # From Python 3.12 on the values are exceptions; before, they are `sys.exc_info()` tuples.
         threads: dict[int, Any] = sys._current_exceptions()  # noqa: SLF001 - documented, in spite of its name
         current = threads.get(threading.main_thread().ident or 0)
         exc = current[1] if isinstance(current, tuple) else current
@@ -268,18 +277,16 @@ class Reporter:
         return ""
 
     def checkpoint_folder(self, path: str) -> None:
-        """Say where the rank keeps checkpoints."""
+        """Report where the rank keeps checkpoints."""
         self._sender.send(CheckpointFolder(path=path))
 
     def living_threads(self) -> None:
-        """Say which threads keep this process alive."""
+        """Report which threads keep this process alive."""
         self._sender.send(find_living_threads())
 
     def exception_in_flight(self) -> BaseException | None:
-        """Report an exception that the user's ``except`` or ``finally`` is at; return it.
-
-        One of a fork is not the rank's: it is not reported, so nothing has to be taken back.
-        """
+        """Report the exception that the user's ``except`` or ``finally`` is handling; return it."""
+        # An exception of a fork is not the rank's: it is not reported, so nothing is withdrawn.
         exc = sys.exc_info()[1] if self.is_here() else None
         if exc is None:
             return None
@@ -290,13 +297,13 @@ class Reporter:
         return exc
 
     def recovered(self) -> None:
-        """Say that the rank goes on in spite of the exception it has reported."""
-        self._told.clear()
+        """Report that the rank continues despite the exception that it reported."""
+        self._reported.clear()
         self._sender.send(Recovered())
 
 
-def position(*, asks_events: bool) -> Position:
-    """Return where the rank is in each group; nowhere where torch is not loaded yet."""
+def read_position(*, asks_events: bool) -> Position:
+    """Return where the rank is in each process group; empty if torch is not loaded yet."""
     from ddpsafe._worker.torch_hooks import read_recorders
 
     try:
@@ -307,15 +314,15 @@ def position(*, asks_events: bool) -> Position:
             arrivals=arrivals,
             point_to_point=point_to_point_in(main),
         )
-    except Exception:  # noqa: BLE001 - evidence beside the report must never cost the report
+    except Exception:  # noqa: BLE001 - losing the position must not cost the report
         return Position(collectives=())
 
 
 def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
-    """Be one rank; the target of its process.
+    """Run one rank; the target function of its process.
 
     Args:
-        spec: Everything but the user's own function and arguments.
+        spec: Everything except the user's function and its arguments.
         inheritance: Pipes and files shared with the launcher.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPIPE])  # see `broken_pipes_raise`
@@ -330,7 +337,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         inheritance.lifeline.fd,
         launcher_pid=spec.launcher_pid,
         is_child=spec.inherited_env is None,
-        on_words={
+        on_message={
             ALL_STARTED: since_start.release,
             ASK_POSITION: reporter.position,
             ASK_WHEREABOUTS: reporter.whereabouts,
@@ -358,14 +365,14 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         _drop_signal_handlers()
         if reporter.is_here():
             reporter.raised(exc, final=True)
-        elif exit_code_of(exc) is None:  # a fork's own, which is reported nowhere else
-            with contextlib.suppress(Exception):  # its text, or a stream that is closed
+        elif exit_code_of(exc) is None:  # a fork's own error, which nobody else reports
+            with contextlib.suppress(Exception):  # its __str__ raises, or stderr is closed
                 traceback.print_exception(exc)
         _flush()
         code = exit_code_of(exc)
         os._exit(1 if code is None else code)
     if not reporter.is_here():
-        # The user's function has forked off this process and let it return: the rank is another.
+        # The user's function forked, and this is the child: the parent is the rank.
         _flush()
         os._exit(0)
     from ddpsafe._worker import session
@@ -381,7 +388,7 @@ def _run_user_code(
 ) -> object:
     from ddpsafe._worker import session
 
-    pending_exception.tell(reporter)
+    pending_exception.report_to(reporter)
     name_rank(spec.world, spec.attempt)
     with out_of_collections(after_script=spec.style != "run"):
         session.install_hooks(spec, since_start)  # imports torch
@@ -389,12 +396,13 @@ def _run_user_code(
     environment.count_steps(
         inheritance.shared.fd,
         after_step=pending_exception.after_step,
-        tell_folder=reporter.checkpoint_folder,
+        report_folder=reporter.checkpoint_folder,
     )
-    # What unpickling the arguments does on "cuda" is done on the rank's GPU, not on the first one.
-    # In spawn style the script may still choose its GPUs, or fork, as with mp.spawn.
+    # Before unpickling: arguments that go to "cuda" must land on the rank's GPU, not on GPU 0.
+    # In spawn style CUDA stays uninitialised: as under mp.spawn, the function may choose its GPUs
+    # or fork.
     device = environment.use_device(spec.device, is_current=spec.style == "launch")
-    # Mapped, for all ranks share the file's offset, and one read ends at 2 GiB.
+    # Mapped, not read: all ranks share the file's offset, and a single read ends at 2 GiB.
     data = payload.map_file(inheritance.call.fd)
     os.close(inheritance.call.fd)
     fn, args, kwargs = cast("Call", payload.loads(data, inheritance.handles))
@@ -405,24 +413,24 @@ def _run_user_code(
     if spec.style == "launch":
         return fn(context, *args, **kwargs)
     value = fn(spec.world.local_rank, *args, **kwargs)
-    # mp.spawn drops the value too, which therefore need not be picklable.
+    # mp.spawn drops the returned value too, so it need not be picklable.
     return value if isinstance(value, ScriptExit) else None
 
 
 def _write_result(pickled: payload.Pickled, fd: int) -> bool:
-    """Write a large result to the shared memory, past the pipe; tell whether it is there."""
+    """Write a large result to the shared memory; return whether that worked."""
     try:
         with open(fd, "r+b", closefd=False) as file:
             file.seek(RESULT_OFFSET)
             file.writelines(pickled.chunks())
             file.truncate()
-    except OSError:  # a limit of the rank's own (ulimit -f)
+    except OSError:  # such as a file size limit of the rank (ulimit -f)
         return False
     return True
 
 
 def _exception_bytes(exc: BaseException) -> bytes | None:
-    """Pickle an exception if its reader will be able to load it."""
+    """Return the pickled exception, or ``None`` if it is too large or the launcher could not load it."""
     try:
         data = bytes(payload.dumps_result(exc))
         if len(data) > _MAX_EXCEPTION_BYTES or not isinstance(payload.loads(data), type(exc)):
@@ -433,26 +441,26 @@ def _exception_bytes(exc: BaseException) -> bytes | None:
 
 
 def _frames_above(frame: FrameType | None) -> set[FrameType]:
-    """Return the frames of a thread, from its innermost one."""
+    """Return the frames of a thread, given its innermost one."""
     return {each for each, _ in traceback.walk_stack(frame)}
 
 
 def _is_ours(exc: BaseException) -> bool:
-    """Tell whether this module handles the exception, which is being reported then."""
+    """Return whether this module handles the exception, and so is reporting it already."""
     tb = exc.__traceback__
     return tb is not None and tb.tb_frame.f_globals.get("__name__") == __name__
 
 
 def _drop_signal_handlers() -> None:
-    """Let no handler of the script raise while its failure is told.
+    """Remove the script's signal handlers, so that none raises while its failure is reported.
 
-    torch's for SIGCHLD does so for each worker of a DataLoader that dies, in whatever line this is.
+    torch's SIGCHLD handler raises whenever a DataLoader worker dies, at whatever line this is.
     """
     try:
         for signum in filter(lambda each: callable(signal.getsignal(each)), signal.valid_signals()):
             is_child = signum == signal.SIGCHLD
             signal.signal(signum, signal.SIG_DFL if is_child else signal.SIG_IGN)
-    except BaseException:  # noqa: BLE001 - raised by one of them just now, and gone with it
+    except BaseException:  # noqa: BLE001 - one of them raised just now: remove the rest
         _drop_signal_handlers()
 
 
@@ -472,63 +480,63 @@ def _tie_to_launcher(
     *,
     launcher_pid: int,
     is_child: bool,
-    on_words: Mapping[bytes, Callable[[], None]],
+    on_message: Mapping[bytes, Callable[[], None]],
     on_agreement: Callable[[int], None],
 ) -> None:
-    """End this process, and what it started, when the launcher is gone.
+    """Make this process, and what it started, end when the launcher exits.
 
-    There are three ways to notice, because each has a blind spot. The kernel's parent-death signal
-    reaches a rank that holds the GIL or hangs in C++, but it is bound to the thread that started the
-    rank, and other forked processes do not matter to it. The pipe is seen wherever Python still runs,
-    also under the forkserver. The parent check covers the moment between the start and both. (The
-    launcher's reaper process covers what descends from the rank.)
+    There are three ways to notice the exit, because each has a blind spot. The kernel's parent-death
+    signal reaches a rank that holds the GIL or hangs in C++, even if another process inherited the
+    pipe's write end and keeps it open; but it is bound to the thread that started the rank. The pipe
+    works wherever Python still runs, also under the forkserver. The check of the parent covers the
+    moment before both are set up. (The launcher's reaper process ends the rank's descendants.)
 
     Args:
         pipe_fd: Read end of a pipe that only the launcher can write to.
-        launcher_pid: The launcher.
-        is_child: Whether it is our direct parent (not so under the forkserver).
-        on_words: What to call, in a thread, when the launcher says a word such as `ASK_POSITION`.
-            `ALL_STARTED` is taken as said, too, once no word can come any more.
-        on_agreement: Called in that thread with the call of `stop_requested` that says so.
+        launcher_pid: Process id of the launcher.
+        is_child: Whether the launcher is the direct parent; under the forkserver it is not.
+        on_message: What to call, in a thread, for each message such as `ASK_POSITION`. The function
+            for `ALL_STARTED` is also called once no more messages can arrive.
+        on_agreement: Called in that thread with the number of the call of `stop_requested` from
+            which on the answer is yes.
     """
-    listeners = {
-        **on_words,
+    handlers = {
+        **on_message,
         STOP_AT: lambda: on_agreement(*CALL_NUMBER.unpack(os.read(pipe_fd, CALL_NUMBER.size))),
     }
-    # A session of its own: the launcher can end all of it, and the terminal's Ctrl-C goes to the
-    # launcher alone, which then ends the ranks in order.
+    # Its own session: the launcher can end all of it at once, and Ctrl-C in the terminal reaches only
+    # the launcher, which then ends the ranks in order.
     with contextlib.suppress(PermissionError):
         os.setsid()
     set_death_signal(signal.SIGKILL)
     if is_child and os.getppid() != launcher_pid:
         _end_session()
     threading.Thread(
-        target=_listen, args=(pipe_fd, listeners), name="ddpsafe-lifeline", daemon=True
+        target=_watch_lifeline, args=(pipe_fd, handlers), name="ddpsafe-lifeline", daemon=True
     ).start()
 
 
 def set_death_signal(signum: int) -> None:
-    """Have the kernel send this process a signal when its parent's thread ends; 0 for none."""
+    """Have the kernel send this process a signal when its parent's thread ends; 0 turns that off."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum))
 
 
-def _listen(pipe_fd: int, listeners: Mapping[bytes, Callable[[], None]]) -> None:
-    """Do what the launcher says until it is gone, or the script has closed the pipe.
-
-    The number may be a file of the script's by then; the end of the launcher is left to the kernel.
-    """
+def _watch_lifeline(pipe_fd: int, handlers: Mapping[bytes, Callable[[], None]]) -> None:
+    """Handle the launcher's messages until it exits or the script closes the pipe."""
+    # After the script has closed the pipe, the descriptor may be one of the script's own files. Only
+    # the kernel's signal then notices that the launcher exits.
     claim = Claim(pipe_fd)
     while claim.holds():
         try:
-            word = os.read(pipe_fd, 1)
+            message = os.read(pipe_fd, 1)
         except OSError:  # closed just now
             break
-        if not word:
+        if not message:
             _end_session()
-        with contextlib.suppress(Exception):  # no answer is an answer too
-            listeners[word]()
-    listeners[ALL_STARTED]()
+        with contextlib.suppress(Exception):  # the launcher copes with a missing reply
+            handlers[message]()
+    handlers[ALL_STARTED]()
 
 
 def _end_session() -> None:

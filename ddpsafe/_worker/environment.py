@@ -1,4 +1,4 @@
-"""What a rank finds around it: directory, variables, output, threads, device, seeds."""
+"""The environment of a rank: directory, variables, output, threads, device, seeds."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
     from ddpsafe._wire.spec import LogFiles, RankSpec
 
-# torch's own rendezvous would turn every private store into a client of an agent that is not
-# there (pytorch #191989), so it must never be inherited.
+# With it, torch's own rendezvous would make every store a client of an agent that does not exist
+# (pytorch #191989).
 _NEVER_INHERITED: Final = ("TORCHELASTIC_USE_AGENT_STORE",)
 
 
 def capture_output(logs: LogFiles) -> None:
-    """Send file descriptors 1 and 2 to files: what C++ prints is caught too.
+    """Redirect file descriptors 1 and 2 to files, which also captures what C++ prints.
 
     Raises:
-        PreflightError: A file cannot be opened, or is not where the launcher made its directory.
+        PreflightError: A file cannot be opened, or the directory is not the one that the launcher made.
     """
     for fd, path in ((1, logs.stdout), (2, logs.stderr)):
         target = _open_to_append(path, logs)
-        if target != fd:  # the caller may have closed the descriptor: then it is taken already
+        if target != fd:  # equal if the caller had closed the descriptor: open() reuses its number
             os.dup2(target, fd)
             os.close(target)
     sys.stdout = _line_buffered(sys.stdout, 1)
@@ -47,13 +47,13 @@ def _open_to_append(path: str, logs: LogFiles) -> int:
         return open_log(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, owner_uid=logs.owner_uid)
     except OSError as exc:
         what = f"the log {path} cannot be opened: {exc.strerror or exc}."
-        cause = "the attempt's directory was removed, or another user put something in its place."
+        cause = "the attempt's directory was removed, or another user replaced it."
         fix = "pass run_dir= with a directory that only you can write to."
         raise PreflightError(Explanation(what, cause=cause, fix=fix)) from exc
 
 
 def _line_buffered(stream: TextIO | None, fd: int) -> TextIO:
-    """Return the stream, or a new one where Python found the descriptor closed at its start."""
+    """Return the stream with line buffering; a new one if Python started with the descriptor closed."""
     if not isinstance(stream, io.TextIOWrapper):
         return open(fd, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)
     stream.reconfigure(line_buffering=True)
@@ -61,7 +61,7 @@ def _line_buffered(stream: TextIO | None, fd: int) -> TextIO:
 
 
 class Stacks:
-    """Where every thread is, for a launcher that asks."""
+    """The stacks of this rank's threads, written to a file when the launcher asks for them."""
 
     def __init__(self, logs: LogFiles) -> None:
         """Write nothing yet."""
@@ -70,10 +70,8 @@ class Stacks:
         self._claim: Claim | None = None
 
     def follow_signal(self) -> None:
-        """Show the main thread's stack on a signal: that works while the GIL is held, too.
-
-        The other threads run meanwhile, and to read their frames then has crashed ranks.
-        """
+        """Dump the main thread's stack on a signal, which works even while the GIL is held."""
+        # Of the main thread only: the others keep running, and reading their frames has crashed ranks.
         fd = _open_to_append(self._logs.stacks, self._logs)
         self._file = open(fd, "a", encoding="utf-8")  # noqa: SIM115, PTH123 - open while the rank lives
         self._claim = Claim(self._file.fileno())
@@ -81,14 +79,14 @@ class Stacks:
         faulthandler.enable()
 
     def show_all(self) -> None:
-        """Show the stacks of all threads; the caller holds the GIL, so none of them moves."""
+        """Dump the stacks of all threads; the caller holds the GIL, so their frames do not change."""
         if self._file is not None and self._claim is not None and self._claim.holds():
             self._file.truncate(0)
             faulthandler.dump_traceback(self._file, all_threads=True)
 
 
 def apply_environment(spec: RankSpec) -> None:
-    """Set directory and variables as the caller has them, then those of this rank."""
+    """Set the caller's directory and variables, then the variables of this rank."""
     os.chdir(spec.cwd)
     if spec.inherited_env is not None:
         os.environ.clear()
@@ -102,14 +100,14 @@ def apply_environment(spec: RankSpec) -> None:
 
 
 def borrow(variables: Mapping[str, str]) -> None:
-    """Set variables for as long as the process group lives; see `give_back`."""
+    """Set variables until `give_back`, for as long as the process group exists."""
     for name, text in variables.items():
         _borrowed.setdefault(name, os.environ.get(name))
         os.environ[name] = text
 
 
 def give_back() -> None:
-    """Set what was borrowed to what it was before."""
+    """Restore the variables that `borrow` set."""
     for name, text in _borrowed.items():
         if text is None:
             os.environ.pop(name, None)
@@ -122,12 +120,12 @@ _borrowed: dict[str, str | None] = {}
 
 
 def name_semaphores(launch_id: str) -> None:
-    """Let the launcher recognise the semaphores of this rank and of the processes it starts."""
+    """Name the semaphores of this rank and its child processes so that the launcher recognises them."""
     _stdlib_private.name_semaphores(semaphore_prefix(launch_id))
 
 
 def use_start_method(name: str | None) -> None:
-    """Set how `multiprocessing` starts processes here, which it has just made "spawn" or "forkserver".
+    """Set how `multiprocessing` starts processes here; the start of this rank has changed it.
 
     Args:
         name: See `RankSpec.child_start_method`.
@@ -136,18 +134,16 @@ def use_start_method(name: str | None) -> None:
 
 
 def restore_interrupt() -> None:
-    """Let SIGINT raise KeyboardInterrupt, as Python starts with; the forkserver ignores it."""
+    """Let SIGINT raise KeyboardInterrupt again, Python's default; the fork server ignores SIGINT."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def use_threads(num_threads: int | None) -> None:
-    """Limit intra-op threads, so that N ranks do not start N times all cores.
-
-    torch reads OMP_NUM_THREADS when it is loaded, which the script or the forkserver may have done
-    before the rank's variables were set.
-    """
-    told = os.environ.get("OMP_NUM_THREADS", "").strip()
-    chosen = told if num_threads is None else str(num_threads)
+    """Limit intra-op threads, so that N ranks do not each start a thread for every core."""
+    # torch reads OMP_NUM_THREADS when it is imported. The script or the fork server may have done
+    # that before the rank's variables were set.
+    from_env = os.environ.get("OMP_NUM_THREADS", "").strip()
+    chosen = from_env if num_threads is None else str(num_threads)
     if not chosen.isdecimal() or int(chosen) < 1:
         return
     import torch
@@ -156,20 +152,20 @@ def use_threads(num_threads: int | None) -> None:
 
 
 def count_steps(
-    fd: int, *, after_step: Callable[[], None], tell_folder: Callable[[str], None]
+    fd: int, *, after_step: Callable[[], None], report_folder: Callable[[str], None]
 ) -> None:
-    """Count optimizer steps where the launcher can read them: its sign that the rank gets on.
+    """Count optimizer steps where the launcher can read them: they show that the rank makes progress.
 
     Args:
         fd: The rank's shared memory; see `Inheritance`.
-        after_step: Called after each of them too.
-        tell_folder: Tells the launcher where checkpoints are.
+        after_step: Called after each step.
+        report_folder: Reports to the launcher where checkpoints are.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    global _counter, _tell_folder  # noqa: PLW0603 - one process is one rank
+    global _counter, _report_folder  # noqa: PLW0603 - one process is one rank
     _counter = counter = StepCounter(fd)
-    _tell_folder = tell_folder
+    _report_folder = report_folder
     rank_pid = os.getpid()
 
     def count(*_: object) -> None:
@@ -181,29 +177,29 @@ def count_steps(
 
 
 _counter: StepCounter | None = None
-_tell_folder: Callable[[str], None] | None = None
+_report_folder: Callable[[str], None] | None = None
 
 
 def note_checkpoint(step: int, *, is_new: bool) -> None:
-    """Let the launcher know how far the rank has come: a retry that comes no further is stopped."""
+    """Note a checkpoint for the launcher, which stops retrying if attempts get no further."""
     if _counter is not None:
         _counter.note_checkpoint(step, is_new=is_new)
 
 
 def note_checkpoint_folder(path: str) -> None:
-    """Let the launcher know where checkpoints are: a node that comes later has to see that folder."""
-    if _tell_folder is not None:
-        _tell_folder(path)
+    """Report where checkpoints are: a node that joins later must see the same folder."""
+    if _report_folder is not None:
+        _report_folder(path)
 
 
 def note_saving() -> None:
-    """Let the launcher know that the rank saves: that may take longer than its steps do."""
+    """Note for the launcher that the rank is saving, which may take longer than its steps."""
     if _counter is not None:
         _counter.note_saving()
 
 
 def use_device(name: str, *, is_current: bool = True) -> torch.device:
-    """Make the rank's device the current one, which initialises CUDA; or only name it."""
+    """Return the rank's device and, with `is_current`, make it current, which initialises CUDA."""
     import torch
 
     device = torch.device(name)
@@ -213,11 +209,11 @@ def use_device(name: str, *, is_current: bool = True) -> torch.device:
 
 
 RUN_SEED = "_DDPSAFE_SEED"
-"""The variable that tells `ddpsafe.data`, DataLoader workers included, the seed of the run."""
+"""The variable with the seed of the run, for `ddpsafe.data` and its DataLoader workers."""
 
 
 def seed_run(seed: int) -> None:
-    """Seed this rank with the seed of the launch, which orders and workers of the data follow."""
+    """Seed this rank with the launch's seed, and let `ddpsafe.data` derive orders and workers from it."""
     os.environ[RUN_SEED] = str(seed)
     seed_all(seed)
 
@@ -225,9 +221,9 @@ def seed_run(seed: int) -> None:
 def seed_all(seed: int) -> None:
     """Seed the generators of this rank.
 
-    torch is seeded the same on every rank, so that models and splits agree; ``random`` and numpy
-    are seeded by rank, so that data augmentation differs. Seeds set in the process that called
-    `launch` do not reach the ranks.
+    torch gets the same seed on every rank, so that models and splits agree. ``random`` and numpy get
+    a seed for each rank, so that data augmentation differs. Seeds that you set in the process that
+    calls `launch` do not reach the ranks.
 
     Args:
         seed: Base seed, 0 <= seed < 2**63.
@@ -245,4 +241,4 @@ def seed_all(seed: int) -> None:
         import numpy as np
 
         state = np.random.SeedSequence([seed, rank]).generate_state(4)
-        np.random.seed(state)  # noqa: NPY002 - the global generator is what scripts use
+        np.random.seed(state)  # noqa: NPY002 - scripts use the global generator

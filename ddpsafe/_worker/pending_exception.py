@@ -1,15 +1,15 @@
-"""Exceptions on their way while their rank waits for others, who may wait for it elsewhere.
+"""Reports exceptions in flight: a rank handles one while it waits for the others.
 
 ``except: dist.barrier()`` and ``finally: dist.barrier()`` hide an error until a timeout: the
 exception has not left the user's function, and the others are in another collective. So it is
-reported before the wait, and withdrawn when the wait ends well, since a barrier in an ``except``
-block may be meant.
+reported before the wait, and withdrawn if the wait succeeds, since a barrier in an ``except`` block
+may be intended.
 
-Nothing tells when a destroy in an ``except`` block "ends well": the script may be leaving, or about
-to begin again. So what is reported there is withdrawn at the first sign that the script goes on.
+After a destroy of the process group in an ``except`` block, the script may exit or start over. So
+that report is withdrawn at the first sign that the script continues.
 
-A script may run as a whole inside ``except ImportError:``. Once it has met the others there a few
-times, it is not told again: each report costs the time to read torch's flight recorder.
+A whole script may run inside ``except ImportError:``. After a few waits there, its exception is not
+reported again: each report costs the time to read torch's flight recorder.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ if TYPE_CHECKING:
 
 
 class ExceptionReporter(Protocol):
-    """What reports to the launcher."""
+    """Reports to the launcher."""
 
     def exception_in_flight(self) -> BaseException | None:
         """Report the exception that this thread is handling; return it."""
 
     def recovered(self) -> None:
-        """Take back what was reported."""
+        """Withdraw the report."""
 
 
 _reporter: ExceptionReporter | None = None
-# Thread and id of the exception: holding it would hold the tensors of its frames.
+# Thread and id of the exception. A reference to it would keep the tensors of its frames alive.
 _open_report: tuple[int, int] | None = None
 
 
-def tell(reporter: ExceptionReporter) -> None:
-    """Report to `reporter` from now on."""
+def report_to(reporter: ExceptionReporter) -> None:
+    """Use this reporter from now on."""
     global _reporter  # noqa: PLW0603 - one process is one rank
     _reporter = reporter
 
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Be around a wait for other ranks."""
+    """Enclose a wait for other ranks: report an exception in flight before, withdraw it after."""
     exc = None
     handled = sys.exc_info()[1]
-    # The rank may have continued its work in the ``except`` block that it is in.
+    # The rank may do its normal work inside an ``except`` block.
     if _reporter is not None and (handled is None or not has_continued(handled)):
         exc = _reporter.exception_in_flight()
     yield
@@ -61,15 +61,15 @@ def waiting() -> Iterator[None]:
 
 
 def leaving_group() -> None:
-    """Report an exception at whose handling the script destroys its process group."""
+    """Report the exception that the script handles while it destroys its process group."""
     global _open_report  # noqa: PLW0603 - one process is one rank
     exc = None if _reporter is None else _reporter.exception_in_flight()
     if exc is not None:
         _open_report = (threading.get_ident(), id(exc))
 
 
-def going_on() -> None:
-    """Withdraw that report: the ranks have met for another group."""
+def withdraw_report() -> None:
+    """Withdraw the report of `leaving_group`: the script continues."""
     global _open_report  # noqa: PLW0603 - one process is one rank
     if _reporter is not None and _open_report is not None:
         _open_report = None
@@ -77,8 +77,8 @@ def going_on() -> None:
 
 
 def after_step() -> None:
-    """Withdraw it where an optimizer steps after the exception was handled, not while it is."""
+    """Withdraw the report of `leaving_group` if an optimizer steps outside of the ``except`` block."""
     if _open_report is not None:
         thread, exc = _open_report
         if threading.get_ident() == thread and id(sys.exc_info()[1]) != exc:
-            going_on()
+            withdraw_report()

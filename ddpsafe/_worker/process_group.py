@@ -1,4 +1,4 @@
-"""Opening a process group in bounded time with an explanation, and closing it without a hang."""
+"""Opens a process group within a deadline, and closes it without a hang."""
 
 from __future__ import annotations
 
@@ -42,20 +42,21 @@ def open_group(
 ) -> None:
     """Make the default process group.
 
-    First every rank says that it is there: a backend that waits for a missing rank does not name it
-    and may take five times its timeout.
+    All ranks meet at a barrier first: a backend does not name the rank that it waits for, and may
+    take five times its timeout.
 
     Args:
-        store: Where the ranks find each other; fresh for this group.
-        control: Line to the other ranks; ``None`` in a world of one.
+        store: The store of this group; no other group has used it.
+        control: Barriers over the store; ``None`` in a world of one.
         world: This rank's place.
-        backend: Backend for torch.
-        device: This rank's device; handed to NCCL so that it connects here and now.
+        backend: torch's backend.
+        device: This rank's device. With NCCL, the ranks connect right here instead of at the first
+            collective.
         rendezvous: When to give up.
         collective: Timeout of the group's collectives.
 
     Raises:
-        RendezvousTimeoutError: Some ranks did not come; it names them.
+        RendezvousTimeoutError: Some ranks did not join; the error names them.
         RuntimeError: The backend could not connect the ranks.
     """
     import torch.distributed as dist
@@ -74,28 +75,28 @@ def open_group(
 
 
 def wait_for_everyone(control: Control | None, world: World, *, deadline: Deadline) -> None:
-    """Wait until every rank is about to make the group; what came before it is then over.
+    """Wait until every rank is about to make the group; then start over with collectives and reports.
 
     Raises:
-        RendezvousTimeoutError: Some ranks did not come; it names them.
+        RendezvousTimeoutError: Some ranks did not join; the error names them.
     """
     missing = [] if control is None else control.barrier("join", deadline=deadline)
     if missing:
         raise not_joined(world, missing, deadline)
     forget_collectives()
-    pending_exception.going_on()
+    pending_exception.withdraw_report()
 
 
 def not_joined(world: World, missing: list[int], deadline: Deadline) -> RendezvousTimeoutError:
-    """Word the error of a rank that waited for others to join."""
+    """Return the error of a rank that waited for others to join."""
     waited_s = deadline.waited_s()
     names = ranks_text(missing)
     what = f"{world} waited {waited_s:.1f} s to start, but {names} did not join."
     verb = "was" if len(missing) == 1 else "were"
-    cause = f"{names} {verb} never started, died while importing, or cannot reach the store."
+    cause = f"{names} {verb} never started, died during imports, or cannot reach the store."
     fix = (
-        f"look at the log of {names}; check that as many processes were started as "
-        "world_size says; raise timeouts.rendezvous if its start takes longer."
+        f"look at the log of {names}; check that {world.world_size} processes were started; "
+        "raise timeouts.rendezvous if starting them takes longer."
     )
     return RendezvousTimeoutError(
         Explanation(what, cause=cause, fix=fix),
@@ -108,18 +109,19 @@ def not_joined(world: World, missing: list[int], deadline: Deadline) -> Rendezvo
 def close_group(
     control: Control | None, *, deadline: Deadline, is_supervised: bool = True
 ) -> list[int]:
-    """Leave the group on the good path, without a collective.
+    """Wait for all ranks at the end of a successful job, then close the group; without a collective.
 
     Args:
-        control: Line to the other ranks; ``None`` in a world of one.
+        control: Barriers over the store; ``None`` in a world of one.
         deadline: How long to wait for ranks that still work.
-        is_supervised: Whether a launcher of ddpsafe ends this process if it hangs.
+        is_supervised: Whether ddpsafe's launcher ends this process if it hangs.
 
     Returns:
-        The ranks that had not come to the end by then; the group is then left as it is.
+        The ranks that had not finished by the deadline; if there are any, the group stays open.
 
     Raises:
-        CollectiveTimeoutError: torch had not closed the group by then, where no launcher would end it.
+        CollectiveTimeoutError: torch did not close the group by the deadline, and there is no
+            launcher to end this process.
     """
     import torch
     import torch.distributed as dist
@@ -127,27 +129,27 @@ def close_group(
     missing = [] if control is None else control.barrier("leave", deadline=deadline, is_last=True)
     if missing or not dist.is_initialized():
         return missing
-    # DDP's reducer must be gone and gloo's thread quiet before the group's destructor runs, or
-    # the two can deadlock over the GIL (pytorch #56297, #190489).
+    # Before the group's destructor runs, DDP's reducer must be freed and gloo's thread idle, or the two
+    # can deadlock over the GIL (pytorch #56297, #190489).
     gc.collect()
-    if not is_safe_destroy(dist.destroy_process_group):  # that one waits by itself
+    if not is_safe_destroy(dist.destroy_process_group):  # the safe one waits by itself
         time.sleep(DRAIN_S)
     if is_supervised or control is None:
         dist.destroy_process_group()
         return []
-    # With NCCL it waits for whatever is queued, without a limit of its own.
+    # With NCCL, destroy_process_group waits for all queued work, without a timeout.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch
 
     def destroy() -> None:
-        if device is not None:  # each thread has a current device of its own
+        if device is not None:  # the current device is per thread
             torch.cuda.set_device(device)
         dist.destroy_process_group()
 
     closing = BoundedCall(destroy, name="ddpsafe-destroy")
     if not closing.wait(deadline.remaining_s()):
         waited_s = deadline.waited_s()
-        what = f"torch.distributed.destroy_process_group() has not ended after {waited_s:.1f} s."
-        cause = "a collective was started that not all ranks have taken part in."
+        what = f"torch.distributed.destroy_process_group() did not return within {waited_s:.1f} s."
+        cause = "a collective was started in which not all ranks take part."
         fix = "wait for the results of asynchronous collectives on every rank before the end."
         raise CollectiveTimeoutError(Explanation(what, cause=cause, fix=fix), waited_s=waited_s)
     closing.result()

@@ -1,4 +1,4 @@
-"""What a rank of ``ddpsafe run`` runs: the user's script, module or program."""
+"""The function that a rank of ``ddpsafe run`` calls: it runs the user's script, module or program."""
 
 from __future__ import annotations
 
@@ -21,21 +21,16 @@ if TYPE_CHECKING:
 Kind = Literal["script", "module", "program"]
 
 
-def run_script(
-    rank: int,
-    target: str,
-    arguments: Sequence[str],
-    kind: Kind,
-) -> ScriptExit | None:
-    """Be one rank: run the script from its first line, as ``python script.py`` would.
+def run_script(rank: int, target: str, arguments: Sequence[str], kind: Kind) -> ScriptExit | None:
+    """Run the script in this rank, as ``python script.py`` would.
 
     Returns:
-        Where the script called ``sys.exit(0)``, if it did: that is how a rank ends that the others
-        may still wait for.
+        Where the script called ``sys.exit(0)``, if it did: the other ranks may still wait for a rank
+        that exits so.
     """
     del rank  # the script reads RANK
     if kind == "program":
-        # It runs to its end, and this process ends as it does.
+        # This process ends as the program does: by the same signal or exit code.
         code = subprocess.run([target, *arguments], check=False).returncode  # noqa: S603 - the user's own
         if code < 0:
             with contextlib.suppress(OSError):  # SIGKILL has no handler
@@ -57,7 +52,7 @@ def run_script(
             raise
         return ScriptExit(where=where_of(end.__traceback__))
     except PreemptedError:
-        # `launch` in the script has done what this launcher had asked for, which tells by itself
+        # `launch` in the script has stopped at this launcher's request. This launcher itself reports
         # that all ranks have stopped.
         return None
     return None

@@ -1,7 +1,7 @@
-"""Where this rank is, told while it goes on: its collectives, its groups, what its threads do.
+"""Where this rank is while it keeps running: its collectives, its groups, what its threads do.
 
-It is read in the thread that listens to the launcher. The main thread is not interrupted, and no
-signal is sent to it: what it waits in could end early by that.
+The lifeline's thread reads this. The main thread is not interrupted by a signal: that could end early
+what it waits for.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ddpsafe._worker.torch_hooks import read_groups, read_recorders
 if TYPE_CHECKING:
     from types import FrameType
 
-_MOST_FRAMES: Final = 64
+_MAX_FRAMES: Final = 64
 _ENTRYPOINT: Final = "ddpsafe/_worker/entrypoint.py"
-_OWN_THREADS: Final = "ddpsafe"
+_OWN_THREADS: Final = "ddpsafe"  # how the names of ddpsafe's threads begin
 
-# Python's innermost call while C++ waits for the end of a collective: nothing else is done there.
+# The innermost Python functions while C++ waits for a collective; they do nothing else for long.
 _WAITS: Final = {
     "torch/distributed/distributed_c10d.py": frozenset(
         (
@@ -51,7 +51,7 @@ _WAITS: Final = {
 
 
 def read_whereabouts() -> Whereabouts:
-    """Return where this rank is; nowhere where torch is not loaded yet."""
+    """Return where this rank is; without collectives if torch is not loaded yet."""
     frames = sys._current_frames()  # noqa: SLF001 - documented, in spite of its name
     main = threading.main_thread()
     mine = frames.get(main.ident or 0)
@@ -70,7 +70,7 @@ def read_whereabouts() -> Whereabouts:
         point_to_point=point_to_point_in(mine),
     )
     newest = position.newest()
-    # Another thread may yet call a collective, or let the main thread go on in another way.
+    # Another thread of the user's code may call a collective, or otherwise let the main thread continue.
     own = {
         package_of(file) for file in find_own_files(at.file for at in reversed(stack.frames))
     } - {""}
@@ -97,11 +97,9 @@ def read_whereabouts() -> Whereabouts:
 
 def _read_stack(frame: FrameType | None) -> tuple[Frame, ...]:
     found: list[Frame] = []
-    while frame is not None and len(found) < _MOST_FRAMES:
+    while frame is not None and len(found) < _MAX_FRAMES:
         code = frame.f_code
-        if code.co_filename.endswith(
-            _ENTRYPOINT
-        ):  # who calls the user's function is of no interest
+        if code.co_filename.endswith(_ENTRYPOINT):  # it calls the user's function
             break
         found.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name))
         frame = frame.f_back
@@ -109,9 +107,9 @@ def _read_stack(frame: FrameType | None) -> tuple[Frame, ...]:
 
 
 def _find_wait(stack: ThreadStack, position: Position, thread_id: int) -> Collective | None:
-    """Return the collective that the main thread waits in: the last one that it has entered.
+    """Return the collective that the main thread waits in: the last one that it entered.
 
-    None where another thread has entered collectives as well, which may follow any other order.
+    Return None if another thread has entered collectives too: their order may be any.
     """
     top = stack.frames[0] if stack.frames else None
     if top is None or not any(
@@ -125,7 +123,7 @@ def _find_wait(stack: ThreadStack, position: Position, thread_id: int) -> Collec
 
 
 def _is_evaluating(frame: FrameType | None) -> bool:
-    """Tell whether the innermost function of the user's with a module has it in ``eval()`` mode."""
+    """Return whether the innermost user function that has a module in a local has it in ``eval()`` mode."""
     torch = sys.modules.get("torch")
     if frame is None or torch is None:
         return False
