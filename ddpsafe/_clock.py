@@ -1,4 +1,4 @@
-"""Deadlines, and calls that end with one."""
+"""Deadlines, the clocks that they use, and calls with a time limit."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_S: Final = 0.001
 _LONGEST_PAUSE_S: Final = 0.1
+_PAUSE_GROWTH: Final = 1.5
 _SUSPENDED_S: Final = 1.0
-"""A wait that takes so much longer than asked for was not all a wait: this process was stopped."""
+"""If a wait takes this much longer than requested, the process was suspended."""
 
 
 class AwakeClock:
-    """Monotonic time without that in which this process was suspended.
+    """Monotonic time, minus the time for which this process was suspended.
 
-    Ctrl-Z, SIGSTOP and a frozen virtual machine stop a process and not the clock. What others did
-    meanwhile has not been seen, so none of that time may be held against them.
+    Ctrl-Z, SIGSTOP and a frozen virtual machine stop a process, but not the clock. The process did not
+    see what others did in that time, so it must not count towards their deadlines.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -34,24 +35,21 @@ class AwakeClock:
         self._was_suspended = False
 
     def __call__(self) -> float:
-        """Return a reading in seconds, for `Deadline`.
-
-        A process can be stopped between two waits as well, just before it looks at its deadlines.
-        """
-        self._look(0)
+        """Return a reading in seconds, for `Deadline`."""
+        self._advance(0)  # the process may have been suspended after its last wait
         return self._last_s - self._suspended_s
 
     def note_wait(self, asked_s: float) -> bool:
-        """Note the end of a wait; tell whether this process was suspended since the one before.
+        """Note the end of a wait; return whether this process was suspended since the previous one.
 
         Args:
-            asked_s: How long the wait might have taken, in seconds.
+            asked_s: The longest time that the wait could have taken, in seconds.
         """
-        self._look(asked_s)
+        self._advance(asked_s)
         was_suspended, self._was_suspended = self._was_suspended, False
         return was_suspended
 
-    def _look(self, asked_s: float) -> None:
+    def _advance(self, asked_s: float) -> None:
         now_s = self._now()
         late_s = now_s - self._last_s - asked_s
         self._last_s = now_s
@@ -61,14 +59,14 @@ class AwakeClock:
 
 
 class HeldClock:
-    """Time that does not begin before it is released: what others have to do first counts against no one."""
+    """A clock that stands still until it is released: time before that counts for no deadline."""
 
     def __init__(self) -> None:
         """Stand still."""
         self._released_s: float | None = None
 
     def release(self) -> None:
-        """Let time begin; only the first call counts."""
+        """Start the clock; only the first call counts."""
         if self._released_s is None:
             self._released_s = time.monotonic()
 
@@ -101,7 +99,7 @@ class Deadline:
         return cls(started_s=now, ends_s=ends, clock=clock)
 
     def remaining_s(self) -> float:
-        """Seconds left, never negative; infinity where there is no end."""
+        """Seconds left, never negative; infinity if this never expires."""
         return max(0.0, self.ends_s - self.clock())
 
     def waited_s(self) -> float:
@@ -109,7 +107,7 @@ class Deadline:
         return self.clock() - self.started_s
 
     def expired(self) -> bool:
-        """Tell whether waiting is over."""
+        """Return whether the deadline has passed."""
         return self.clock() >= self.ends_s
 
     def earlier(self, other: Deadline) -> Deadline:
@@ -117,16 +115,15 @@ class Deadline:
         return self if self.ends_s <= other.ends_s else other
 
     def pauses_s(self) -> Iterator[float]:
-        """Yield how long to sleep before the next look, longer each time, until this expires.
+        """Yield how long to sleep before the next poll, longer each time, until this expires.
 
-        The last is 0: there is always a look when the time is up.
-
-        What comes soon is seen soon, and a long wait costs its peers little.
+        The last pause is 0, for a final poll when the time is up. Pauses start short, to notice a quick
+        result at once, and grow, because in a long wait each poll costs the peers time.
         """
         pause_s = _FIRST_PAUSE_S
         while not self.expired():
             yield min(pause_s, self.remaining_s())
-            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+            pause_s = min(pause_s * _PAUSE_GROWTH, _LONGEST_PAUSE_S)
         yield 0.0
 
 
@@ -134,18 +131,18 @@ T = TypeVar("T")
 
 
 class BoundedCall(Generic[T]):
-    """One call in a daemon thread of its own, waited for no longer than the caller likes.
+    """A call in its own daemon thread, so that the caller can stop waiting for it.
 
-    ``stat`` on a dead network mount and ``getaddrinfo`` without a name server cannot be
-    interrupted. The thread stays with such a call; the caller goes on. It ends with the call, and
-    a process does not wait for it at exit.
+    ``stat`` on a dead network mount and ``getaddrinfo`` without a name server cannot be interrupted.
+    The caller continues, and the thread stays with the call until that returns. The process does not
+    wait for the thread at exit.
     """
 
     def __init__(self, function: Callable[[], T], *, name: str) -> None:
         """Start the call.
 
         Args:
-            function: What to call; it must be harmless after the wait for it was given up.
+            function: What to call; it must do no harm after the caller has given up.
             name: Name of the thread, for stack dumps.
         """
         self._function = function
@@ -157,20 +154,20 @@ class BoundedCall(Generic[T]):
     def _run(self) -> None:
         try:
             self._outcome.append(self._function())
-        except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
+        except BaseException as error:  # noqa: BLE001 - `result` raises it
             self._error = error
 
     def wait(self, limit_s: float) -> bool:
-        """Wait for the end of the call, at most `limit_s` seconds; tell whether it came."""
+        """Wait for at most `limit_s` seconds; return whether the call has ended."""
         limit_s = min(limit_s, threading.TIMEOUT_MAX)
         clock = AwakeClock()
         self._thread.join(limit_s)
         while self._thread.is_alive() and clock.note_wait(limit_s):
-            self._thread.join(limit_s)  # it was suspended with this one
+            self._thread.join(limit_s)  # the call was suspended too
         return not self._thread.is_alive()
 
     def result(self) -> T:
-        """Return what the call returned, or raise what it raised; only once it has ended."""
+        """Return what the call returned, or raise what it raised; valid once it has ended."""
         if self._error is not None:
             raise self._error
         return self._outcome[0]

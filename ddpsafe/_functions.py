@@ -1,4 +1,4 @@
-"""`RankContext`'s methods as functions of the package, for code that has no ``ctx`` at hand."""
+"""`RankContext`'s methods as functions of the package, for code without a ``ctx``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def is_main() -> bool:
-    """Tell whether this is rank 0 of the job; true outside of any rank."""
+    """Return whether this is rank 0 of the job; true in a process that is not a rank."""
     return current().is_main
 
 
@@ -77,7 +77,7 @@ def print(  # noqa: A001 - ctx.print
     file: TextIO | None = None,
     flush: bool = True,
 ) -> None:
-    """Print on rank 0 only; same arguments as Python's ``print``, but flushes by default."""
+    """Print on rank 0 only. Takes the arguments of Python's ``print``, but flushes by default."""
     current().print(*values, sep=sep, end=end, file=file, flush=flush)
 
 

@@ -1,4 +1,4 @@
-"""Garbage collections, kept away from what a process has loaded for good."""
+"""Keeps garbage collections away from modules that stay loaded."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def out_of_collections(*, after_script: bool = False) -> Iterator[None]:
-    """Keep what is loaded by the end of the block out of garbage collections: it stays for good.
+    """Exclude everything that exists at the end of the block from garbage collections.
 
-    Each full one would look through all of torch, 0.1 s; an import of torch alone leads to several.
+    A full collection traverses all of torch, which takes 0.1 s. The import of torch alone triggers
+    several.
 
     Args:
-        after_script: Whether code of the user's has run in this process before. What that has made
-            may be garbage, or become it, so full collections after the block look at everything.
+        after_script: Whether the user's code has run in this process before. Its objects may be or
+            become garbage, so full collections after the block still cover everything.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -27,8 +28,8 @@ def out_of_collections(*, after_script: bool = False) -> Iterator[None]:
     finally:
         if not after_script:
             gc.freeze()
-        elif not gc.get_freeze_count():  # else the fork server has frozen torch
+        elif not gc.get_freeze_count():  # otherwise the fork server has frozen torch already
             gc.freeze()
-            gc.unfreeze()  # into the oldest generation: only full ones look there
+            gc.unfreeze()  # moves all into the oldest generation, which only full collections cover
         if was_enabled:
             gc.enable()

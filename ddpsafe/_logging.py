@@ -1,7 +1,7 @@
-"""What a log record says of a launch: rank, attempt and node as fields, and lines of JSON.
+"""Log records with rank, attempt and node as fields, and output as lines of JSON.
 
-ddpsafe's own records have the fields wherever they are made. In a rank every record has them, those
-of the script and of its libraries too.
+ddpsafe's own records have the fields in every process. In a rank all records have them, including those
+of the script and its libraries.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class RecordFields:
 
     Attributes:
         rank: The rank, or ``None`` in the launcher.
-        local_rank: The same among those of its node.
-        world_size: Number of ranks, as far as it is known.
+        local_rank: The rank's number on its node.
+        world_size: Number of ranks, if known.
         attempt: The attempt, counted from 1.
-        node_rank: The node, as far as it is known.
+        node_rank: The node, if known.
     """
 
     rank: int | None = None
@@ -48,7 +48,7 @@ _is_wrapped = False
 
 
 def current_fields() -> RecordFields:
-    """Return what a record made here and now has."""
+    """Return the fields of a record that is made now, in this context."""
     return _of_launch.get() or _of_rank or RecordFields()
 
 
@@ -61,16 +61,14 @@ def get_logger(name: str) -> logging.Logger:
 
 def _add_fields(record: logging.LogRecord) -> bool:
     for field, value in asdict(current_fields()).items():
-        record.__dict__.setdefault(field, value)  # what `extra` says wins
+        record.__dict__.setdefault(field, value)  # fields of `extra` win
     return True
 
 
 def name_rank(world: World, attempt: int) -> None:
-    """Give every record of this process, which is a rank, its place.
-
-    A record factory would do so, too, but then Python refuses ``extra={"rank": …}``, which
-    distributed scripts pass.
-    """
+    """Add the fields to every record of this process, which is a rank."""
+    # Not by a record factory: with one, Python refuses ``extra={"rank": …}``, which distributed
+    # scripts pass.
     global _of_rank, _is_wrapped  # noqa: PLW0603 - one process is one rank
     _of_rank = RecordFields(
         rank=world.rank,
@@ -94,7 +92,7 @@ def name_rank(world: World, attempt: int) -> None:
 
 @contextlib.contextmanager
 def launch_fields(node_rank: int | None) -> Iterator[None]:
-    """Have records of a launch say its node while the context is open; see `note_attempt`."""
+    """Add a launch's node to its records while the context is open; see `note_attempt`."""
     token = _of_launch.set(RecordFields(node_rank=node_rank))
     try:
         yield
@@ -103,7 +101,7 @@ def launch_fields(node_rank: int | None) -> Iterator[None]:
 
 
 def note_attempt(number: int, *, world_size: int, node_rank: int) -> None:
-    """Have records of the launch that is open here say its attempt from now on."""
+    """Add the attempt to records of the current launch from now on."""
     fields = _of_launch.get()
     if fields is not None:
         _of_launch.set(replace(fields, attempt=number, world_size=world_size, node_rank=node_rank))
@@ -115,13 +113,13 @@ HOSTNAME: Final = socket.gethostname()
 
 
 _consoles: Final[list[tuple[object, bool]]] = []
-"""A token of each scope that is open, and whether it has lines of JSON; the latest last."""
+"""For each open scope, a token and whether it writes lines of JSON; the newest last."""
 
 
 @contextlib.contextmanager
 def json_scope(*, on: bool) -> Iterator[None]:
-    """Have what ddpsafe itself says be lines of JSON, or text, while the context is open."""
-    scope = (object(), on)  # equal to no other one: launches of several threads end in any order
+    """Make ddpsafe's own output lines of JSON, or text, while the context is open."""
+    scope = (object(), on)  # unique: launches in several threads end in any order
     _consoles.append(scope)
     try:
         yield
@@ -130,13 +128,13 @@ def json_scope(*, on: bool) -> Iterator[None]:
 
 
 def is_json() -> bool:
-    """Tell whether what ddpsafe itself says has to be lines of JSON."""
+    """Return whether ddpsafe's own output must be lines of JSON."""
     return any(on for _, on in _consoles[-1:])
 
 
 def json_line(level: str, message: str, fields: RecordFields, **more: object) -> str:
-    """Return one object, without the end of the line; the names of its first keys are promised."""
-    told: dict[str, object] = {
+    """Return one JSON object without a line end; the seven keys written here are a public promise."""
+    content: dict[str, object] = {
         "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "level": level,
         "message": message,
@@ -146,11 +144,11 @@ def json_line(level: str, message: str, fields: RecordFields, **more: object) ->
         "host": HOSTNAME,
         **more,
     }
-    return json.dumps(told, default=str)
+    return json.dumps(content, default=str)
 
 
 def json_of_record(record: logging.LogRecord) -> str:
-    """Return a record as one object."""
+    """Return a record as one JSON object."""
     facts: Mapping[str, Any] = record.__dict__
     fields = RecordFields(
         rank=facts.get("rank"), attempt=facts.get("attempt"), node_rank=facts.get("node_rank")
@@ -162,7 +160,7 @@ def json_of_record(record: logging.LogRecord) -> str:
 
 
 def json_of_error(error: DDPSafeError) -> str:
-    """Return an error as one object: its text, its class, its kind and its exit code as fields."""
+    """Return an error as one JSON object, with its class, kind and exit code as fields."""
     fields = RecordFields(
         rank=getattr(error, "rank", None),
         attempt=getattr(error, "attempt", None),

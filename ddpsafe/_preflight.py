@@ -1,7 +1,7 @@
-"""The preflight: what the doctor would say, before the user's function runs in any rank.
+"""The preflight: checks of the doctor before the user's function runs in any rank.
 
-On a host that is about to start ranks, in a rank that another launcher has started, and between the
-launchers of several nodes.
+It runs on a host that is about to start ranks, in a rank that another launcher started, and between
+the launchers of several nodes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _NOTHING: Final = "nothing was started"
 
 
 def require_ready_to_launch(config: LaunchConfig, *, nproc: int, backend: str) -> None:
-    """Examine this host before a launch starts its ranks.
+    """Check this host before a launch starts its ranks.
 
     Args:
-        config: What was asked for; its `preflight` says how much is looked at.
-        nproc: Ranks that will be started.
-        backend: Backend they will use, "auto" decided.
+        config: The launch's configuration; its `preflight` selects the checks.
+        nproc: Number of ranks that will be started.
+        backend: Their backend; not "auto".
 
     Raises:
-        PreflightError: Something was found that will break the launch.
+        PreflightError: A check found something that will break the launch.
     """
     require_room(nproc)  # before the checks, which open files too
     if config.preflight == "off":
@@ -43,19 +43,19 @@ def require_ready_to_launch(config: LaunchConfig, *, nproc: int, backend: str) -
 
 
 def require_ready_to_join(config: LaunchConfig, world: World) -> None:
-    """Examine this host in a rank that another launcher has started.
+    """Check this host in a rank that another launcher started.
 
-    Every rank does the cheap checks, so that all of them fail; with ``preflight="full"`` the first
-    rank of each node does those that take longer. The way to the other nodes is examined when the
-    ranks have met.
+    Every rank runs the cheap checks, so that all ranks fail together. With ``preflight="full"`` the
+    first rank of each node also runs the long ones. Connections to other nodes are checked later, once
+    the ranks have met at the store.
 
     Args:
-        config: What was asked for.
+        config: The configuration.
         world: This rank's place.
 
     Raises:
-        ConfigError: The launcher does not say where the ranks meet.
-        PreflightError: Something was found that will break the job.
+        ConfigError: The launcher's variables do not say where the ranks meet.
+        PreflightError: A check found something that will break the job.
     """
     if config.preflight == "off":
         return
@@ -69,7 +69,7 @@ def require_ready_to_join(config: LaunchConfig, world: World) -> None:
     is_full = config.preflight == "full" and is_first
     if is_full and world.nnodes > 1:
         endpoint = find_endpoint(world, os.environ)
-        is_full = not has_met(endpoint)  # a second launch: its own store is at that port
+        is_full = not has_met(endpoint)  # after that, the port is taken by the job's own store
         asked = LaunchConfig.resolve(
             asked,
             nnodes=world.nnodes,
@@ -83,17 +83,18 @@ def require_ready_to_join(config: LaunchConfig, world: World) -> None:
 def require_ready_between_nodes(
     store: Store, config: LaunchConfig, *, nnodes: int, node_rank: int, backend: str
 ) -> None:
-    """Examine the connections between the nodes of a launch, before any of them starts its ranks.
+    """Check the connections between the nodes of a launch, before any node starts its ranks.
 
     Args:
-        store: Where their launchers have met, with keys that nothing else uses.
-        config: What was asked for.
-        nnodes: How many nodes there are.
-        node_rank: Which of them this is.
-        backend: Backend they will use, "auto" decided.
+        store: The store of the launchers, with a prefix that nothing else uses.
+        config: The launch's configuration.
+        nnodes: Number of nodes.
+        node_rank: This node.
+        backend: The ranks' backend; not "auto".
 
     Raises:
-        PreflightError: Something was found that will break the job; the same on every node.
+        PreflightError: A check found something that will break the job; the same error on every
+            node.
     """
     from ddpsafe.doctor._examine import examine_nodes
     from ddpsafe.doctor._findings import require_healthy

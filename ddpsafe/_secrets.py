@@ -1,4 +1,4 @@
-"""Secrets of the environment: recognised, taken out of what is shown, and kept from programs of the user's."""
+"""Secrets in the environment: recognised, masked in output, and kept from the user's programs."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from dataclasses import dataclass
 from typing import Final
 
 JOB_SECRET: Final = "DDPSAFE_JOB_SECRET"  # noqa: S105 - the name of a variable
-"""The variable with what only the launchers, or the attached ranks, of one job know."""
+"""The variable with the secret of one job, known to its launchers or attached ranks only."""
 
 DOCTOR_SECRET: Final = "DDPSAFE_DOCTOR_SECRET"  # noqa: S105 - the name of a variable
-"""The variable with what only the doctors of one check know."""
+"""The variable with the secret of one check, known to its doctors only."""
 
 OWN_SECRETS: Final = (JOB_SECRET, DOCTOR_SECRET)
-"""What programs that the user's code starts have no use for, and so must not inherit."""
+"""Programs that the user's code starts do not need these, so they must not inherit them."""
 
 _environment = threading.RLock()
 _taken: dict[str, str] = {}
 
 
 def find_own_secret(name: str) -> str:
-    """Return one of `OWN_SECRETS`, also after `take_own_secrets`; empty where there is none."""
+    """Return one of `OWN_SECRETS`, also after `take_own_secrets`; empty if it is not set."""
     with _environment:
         return os.environ.get(name) or _taken.get(name, "")
 
 
 def take_own_secrets() -> None:
-    """Take `OWN_SECRETS` out of the environment of this process, which knows them from now on."""
+    """Move `OWN_SECRETS` from the environment into a variable of this process."""
     with _environment:
         for name in OWN_SECRETS:
             text = os.environ.pop(name, None)
@@ -40,11 +40,9 @@ def take_own_secrets() -> None:
 
 @contextlib.contextmanager
 def withheld_own_secrets() -> Iterator[None]:
-    """Keep `OWN_SECRETS` from a process that is started meanwhile.
-
-    `multiprocessing` hands on the environment as it is. The script that a rank imports first may
-    start programs, so it is too late to remove them in the rank.
-    """
+    """Keep `OWN_SECRETS` out of the environment of processes that are started in the block."""
+    # A rank cannot remove them itself in time: it imports the user's script first, which may start
+    # programs. `multiprocessing` always passes the whole environment on.
     with _environment:
         kept = {name: os.environ.pop(name) for name in OWN_SECRETS if name in os.environ}
         try:
@@ -62,7 +60,7 @@ _SECRET_NAME: Final = re.compile(
     re.IGNORECASE,
 )
 _NO_SECRET_NAME: Final = re.compile(r"_(PATH|FILE|DIR|SOCK)$|^TOKENIZERS_|^XAUTHORITY$")
-"""Where a secret lies is none; its directory may stand in a line to copy."""
+"""The path of a secret is not secret; its directory may be part of a command to copy."""
 
 _NAMED: Final = (
     r"account_?key|shared_?access_?(?:key|signature)|access_?key|api[_-]?key|client_?secret|secret"
@@ -78,9 +76,9 @@ _PARTS: Final = [
     (rf"(\b(?:{_NAMED})[\"']?\s*[=:]\s*[\"']?)(?!\*\*\*)[^\s;&,\"'}}]+", r"\1***"),
     (r"(\bauthorization[\"']?\s*[=:]\s*[\"']?(?:\w+\s+)?)(?!\*\*\*)[^\s,\"']+", r"\1***"),
     (r"(\bbearer\s+)[\w.~+/=-]{8,}", r"\1***"),
-    # User and password of a URL, slashes and at signs included; a port is none: http://host:80/.
+    # User and password of a URL, which may contain "/" and "@"; but not a port, as in http://host:80/.
     (r"(?<=://)[^\s/@:]*:(?!\d+(?:/|\Z))[^\s\"'<>]*(?=@)|(?<=://)[^\s/@:]{8,}(?=@)", "***"),
-    # What shows by its shape that it is one.
+    # Secrets that are recognised by their format.
     (r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", "***"),
     (r"\b(?:gh[pousr]_|github_pat_|hf_|sk-|glpat-|xox[abprs]-)[\w-]{16,}", "***"),
     (r"\b(?:AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)", "***"),
@@ -88,25 +86,25 @@ _PARTS: Final = [
 _PATTERNS: Final = [
     (re.compile(pattern, re.IGNORECASE | re.DOTALL), shown) for pattern, shown in _PARTS
 ]
-"""What is a secret inside of a text, and what is shown instead, in this order."""
+"""Patterns of secrets inside a text, each with its replacement; applied in this order."""
 
-_SHORTEST_SECRET: Final = 6
-"""Shorter values are words such as "1" or "none", and would be struck out of innocent text."""
+_MIN_SECRET_CHARS: Final = 6
+"""Shorter values, such as "1" or "none", also occur in text that is not secret."""
 
 
 def is_secret_name(name: str) -> bool:
-    """Tell whether a variable of this name probably holds a secret."""
+    """Return whether a variable of this name probably holds a secret."""
     looks_secret = _SECRET_NAME.search(name) is not None
     return looks_secret and _NO_SECRET_NAME.search(name) is None
 
 
 def hide_value(name: str, value: str) -> str:
-    """Return a variable's value as it may be shown."""
+    """Return a variable's value for display, masked if it is secret."""
     return HIDDEN if is_secret_name(name) else hide_parts(value)
 
 
 def hide_parts(text: str) -> str:
-    """Return a text without what shows by its form that it is a secret."""
+    """Return a text with everything masked that is recognised as a secret by its format."""
     for pattern, shown in _PATTERNS:
         text = pattern.sub(shown, text)
     return text
@@ -114,10 +112,10 @@ def hide_parts(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Strikes the secrets of one environment out of texts.
+    """Masks the secrets of one environment in texts.
 
     Attributes:
-        secrets: The values to hide, the longest first: one may contain another.
+        secrets: The values to mask, the longest first, because one may contain another.
     """
 
     secrets: tuple[str, ...]
@@ -127,17 +125,17 @@ class Mask:
         """Collect the values of all variables whose names look secret."""
         found = {value for name, value in env.items() if is_secret_name(name)}
         found.update(_taken.values())
-        long = [value for value in found if len(value) >= _SHORTEST_SECRET]
+        long = [value for value in found if len(value) >= _MIN_SECRET_CHARS]
         return cls(tuple(sorted(long, key=len, reverse=True)))
 
     def text(self, text: str) -> str:
-        """Return `text` without the secrets, passwords in URLs and values of secret options."""
+        """Return `text` with secrets, passwords in URLs and values of secret options masked."""
         for secret in self.secrets:
             text = text.replace(secret, HIDDEN)
         return hide_parts(text)
 
     def value(self, value: object) -> object:
-        """Do the same throughout a JSON-like value."""
+        """Mask all texts in a JSON-like value."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):

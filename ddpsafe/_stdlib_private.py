@@ -1,7 +1,7 @@
-"""The private names of the standard library that ddpsafe touches, all of them, each with its reason.
+"""All private names of the standard library that ddpsafe uses, each with its reason.
 
-Nothing else in the package may use one, as with torch's in `_worker.torch_hooks`. Where a Python
-renames one, the convenience behind it is lost and nothing else; a test uses each of them.
+No other module may use one; for torch's, see `_worker.torch_hooks`. If a version of Python renames one,
+ddpsafe loses the feature behind it and nothing else. A test uses each of them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,15 @@ if TYPE_CHECKING:
 
 
 def is_importing_main() -> bool:
-    """Tell whether `multiprocessing` is importing the main script of the parent here.
-
-    It sets the mark for its own check, which comes too late to tell who launched.
-    """
+    """Return whether `multiprocessing` is importing the parent's main script in this process."""
+    # It sets the attribute for its own check, which comes too late to say which call launched.
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 
 def helpers_folder() -> Path | None:
-    """Return the folder of the forkserver's socket, if `multiprocessing` has made one in this process.
-
-    The public function makes one. What it has made in a process that this one was forked from, or
-    started by, is that one's: only there is it registered to be removed.
-    """
+    """Return the folder of the fork server's socket, if `multiprocessing` made one in this process."""
+    # The public function would make one. A folder that this process inherited from its parent belongs
+    # to the parent: only there a finalizer is registered that removes it.
     folder = _config().get("tempdir")
     for each in [*getattr(multiprocessing.util, "_finalizer_registry", {}).values()]:
         is_own = getattr(each, "_pid", None) == os.getpid()
@@ -44,7 +40,7 @@ def helpers_folder() -> Path | None:
 
 
 def name_semaphores(prefix: str) -> None:
-    """Let the names of semaphores that are made here, and in processes started here, begin so."""
+    """Set how the names of semaphores begin, in this process and in those that it starts."""
     _config()["semprefix"] = prefix
 
 
@@ -54,35 +50,35 @@ def _config() -> dict[str, Any]:
 
 
 def forget_child(process: BaseProcess) -> None:
-    """Keep the interpreter from joining a process at its exit: no signal ends that one."""
+    """Keep the interpreter from joining a child at exit: one that no signal can end."""
     getattr(multiprocessing.process, "_children", set()).discard(process)
 
 
 def end_as_interpreter() -> None:
-    """Join the threads and run what `atexit` has, in the interpreter's order, before `os._exit`."""
+    """Before `os._exit`, join the threads and run `atexit` functions, in the interpreter's order."""
     with contextlib.suppress(Exception):
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
         atexit._run_exitfuncs()  # noqa: SLF001
 
 
 def has_started(executor: Executor) -> bool:
-    """Tell whether an executor has threads or processes, which a fork loses or shares."""
+    """Return whether an executor has started threads or processes, which a fork would lose or share."""
     threads: set[threading.Thread] = getattr(executor, "_threads", set())
     return any(thread.is_alive() for thread in threads) or bool(getattr(executor, "_processes", 0))
 
 
 def is_fed(pool: object) -> bool:
-    """Tell whether a `multiprocessing.Pool` has not been ended: the thread that feeds it lives."""
+    """Return whether a `multiprocessing.Pool` is open: its worker handler thread is alive."""
     feeder = getattr(pool, "_worker_handler", None)
     return feeder is not None and bool(feeder.is_alive())
 
 
 def serves_forks(part: object) -> bool:
-    """Tell whether a lock of `multiprocessing` was made for forked processes: it has no name then."""
+    """Return whether a lock of `multiprocessing` was made for forked processes: it has no name."""
     return getattr(getattr(part, "_semlock", None), "name", "") is None
 
 
 def options_of(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the options that a parser knows, in all their spellings."""
+    """Return all option strings of a parser."""
     actions: list[argparse.Action] = getattr(parser, "_actions", [])
     return [each for action in actions for each in action.option_strings]
