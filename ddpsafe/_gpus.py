@@ -1,8 +1,8 @@
 """The GPUs of this host, and which rank gets which.
 
-The launcher counts them before it starts ranks, without a CUDA context of its own. Ranks of another
-launcher tell each other what they see, because each may be shown other GPUs: all of the host's
-(torchrun), one each (``srun --gpus-per-task=1``, Kubernetes), or some that another rank has too.
+The launcher counts them before it starts ranks, without a CUDA context of its own. Ranks that another
+launcher started exchange the GPUs that they see, because these may differ: all of the host's
+(torchrun), one for each rank (``srun --gpus-per-task=1``, Kubernetes), or some that ranks share.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ if TYPE_CHECKING:
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 SHARING: Final = "_DDPSAFE_TEST_RANKS_SHARE_GPUS"
-"""For ddpsafe's own tests: ranks may share a GPU, which NCCL takes only from different "hosts"."""
+"""For ddpsafe's own tests: ranks may share a GPU, which NCCL allows only on different "hosts"."""
 
 _HIDES_ALL: Final = ("", "-1", "NoDevFiles")
-"""Values that show no GPU; Slurm sets the last."""
+"""Values that hide all GPUs; Slurm sets the last one."""
 
 _DRIVER: Final = Path("/proc/driver/nvidia")
-_DRIVER_ANSWER_S: Final = 5.0
-_LOOK_S: Final = 0.2
+_DRIVER_LIMIT_S: Final = 5.0  # on a broken GPU the driver may never reply
+_POLL_S: Final = 0.2
 _KERNEL_LOG: Final = Path("/dev/kmsg")
 _XID: Final = re.compile(r"NVRM: Xid \((?P<device>[^)]*)\): (?P<what>\d+\b.*)")
-_MOST_RECORDS: Final = 100_000
+_MAX_RECORDS: Final = 100_000
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisibleGpus:
-    """What one rank is asked for, and which GPUs it sees.
+    """The GPUs that one rank sees, and the backend requested for it.
 
     Attributes:
         rank: The rank.
         host: Its host.
-        local_rank: Its index on its host.
+        local_rank: Its number on its host.
         local_world_size: Number of ranks on its host.
-        backend: The backend that it was asked for, or ``auto``.
-        uuids: What identifies each GPU that it sees, in CUDA's order; the same for the same GPU.
+        backend: The requested backend, or ``auto``.
+        uuids: An identifier for each GPU that it sees, in CUDA's order; equal for the same GPU.
     """
 
     rank: int
@@ -71,16 +71,16 @@ class VisibleGpus:
 
     @classmethod
     def here(cls, world: World, backend: str) -> VisibleGpus:
-        """Look at this process; CUDA is asked only where the rank may use it."""
+        """Return what this process sees; CUDA is queried only if the rank may use it."""
         host = socket.gethostname()
         uuids = []
         if backend == "auto" or uses_gpus(backend):
             import torch
 
             shown = os.environ.get(VISIBLE, "all")
-            for index in range(torch.cuda.device_count()):  # which makes no context
+            for index in range(torch.cuda.device_count()):  # creates no context
                 uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-                # A build that does not tell it: as exact as what the process was shown.
+                # Without a UUID in this build, the index among the visible GPUs has to do.
                 uuids.append(f"GPU {index} of {shown} on {host}" if uuid is None else f"GPU-{uuid}")
         return cls(
             rank=world.rank,
@@ -94,7 +94,7 @@ class VisibleGpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What the ranks use, agreed over all of them.
+    """The backend and the GPUs that all ranks have agreed on.
 
     Attributes:
         backend: The backend of their group.
@@ -106,31 +106,31 @@ class Assignment:
 
 
 def uses_gpus(backend: str) -> bool:
-    """Tell whether a backend, ``cpu:gloo,cuda:nccl`` for one, is for tensors on GPUs."""
+    """Return whether a backend, such as ``cpu:gloo,cuda:nccl``, handles tensors on GPUs."""
     return "nccl" in backend or "cuda" in backend
 
 
 def are_shared() -> bool:
-    """Tell whether ddpsafe's own tests let ranks share a GPU."""
+    """Return whether ranks may share a GPU, in ddpsafe's own tests."""
     return SHARING in os.environ
 
 
 def assign(ranks: Sequence[VisibleGpus]) -> Assignment:
-    """Give each rank a GPU of its own, or all of them the CPU.
+    """Assign each rank its own GPU, or all ranks the CPU.
 
     Args:
-        ranks: What every rank of the job sees, by rank.
+        ranks: The GPUs that every rank of the job sees, ordered by rank.
 
     Raises:
-        ConfigError: The ranks are asked for different backends, only some of them see GPUs, or
-            two of them would use one GPU.
+        ConfigError: Different backends are requested, only some ranks see GPUs, or two ranks would
+            share a GPU.
     """
     by_backend: dict[str, list[int]] = {}
     for each in ranks:
         by_backend.setdefault(each.backend, []).append(each.rank)
     if len(by_backend) > 1:
         parts = [f"{ranks_text(each)} with {name!r}" for name, each in by_backend.items()]
-        what = f"the ranks would make one group with different backends: {'; '.join(parts)}."
+        what = f"the ranks request different backends for one group: {'; '.join(parts)}."
         cause = "the backend is set on some hosts only, or the script chooses it rank by rank."
         fix = "pass the same backend= on every rank (or DDPSAFE_BACKEND on every host)."
         raise ConfigError(Explanation(what, cause=cause, fix=fix))
@@ -166,7 +166,9 @@ def assign(ranks: Sequence[VisibleGpus]) -> Assignment:
                 f"{len(there)} ranks on {host} need {len(there)} GPUs, but see {gpus}: "
                 f"{ranks_text([each.rank for each in sharing])} would share {uuid}."
             )
-            cause = f"more ranks than GPUs, a wrong LOCAL_RANK, or a {VISIBLE} that is the same for all."
+            cause = (
+                f"more ranks than GPUs, a wrong LOCAL_RANK, or the same {VISIBLE} for all ranks."
+            )
             fix = (
                 f"start {gpus} ranks there, or show each rank a GPU of its own "
                 f"(srun --gpus-per-task=1, {VISIBLE}), or use backend='gloo' to train on the CPU."
@@ -176,10 +178,11 @@ def assign(ranks: Sequence[VisibleGpus]) -> Assignment:
 
 
 def _index(rank: VisibleGpus) -> int:
-    """Return the index that torchrun's convention gives a rank, or 0 where it was shown its own."""
+    """Return the index of a rank's GPU, by torchrun's convention: the local rank."""
     seen = len(rank.uuids)
     if are_shared():
         return rank.local_rank % seen
+    # A rank that sees fewer GPUs than its host has ranks was shown its own.
     return rank.local_rank if seen >= rank.local_world_size else 0
 
 
@@ -187,7 +190,7 @@ def count_visible(env: Mapping[str, str]) -> int:
     """Count the GPUs that a rank sees, without initialising CUDA in this process.
 
     Args:
-        env: Variables that the rank gets on top of those of this process.
+        env: Variables of the rank, in addition to those of this process.
     """
     named = env.get(VISIBLE)
     if "torch" not in sys.modules:
@@ -198,7 +201,7 @@ def count_visible(env: Mapping[str, str]) -> int:
 
     seen = torch.cuda.device_count()
     if named is not None and named != os.environ.get(VISIBLE):
-        # Hidden from this process, they would still be seen by the rank.
+        # GPUs that are hidden from this process may be visible to the rank.
         may_see = torch.version.hip is not None or (
             torch.version.cuda is not None and may_have_driver()
         )
@@ -210,27 +213,27 @@ def count_visible(env: Mapping[str, str]) -> int:
 
 
 def sees_none(build: Mapping[str, Any], visible: str | None, *, has_driver: bool) -> bool:
-    """Tell whether a torch would surely see no GPU, without the second or more that its import takes.
+    """Return whether torch certainly sees no GPU, without importing it: that takes a second or more.
 
     Args:
-        build: What it says of itself, see `read_build`.
-        visible: ``CUDA_VISIBLE_DEVICES``, where it is set.
-        has_driver: Whether there may be a driver of NVIDIA.
+        build: The facts of torch's build; see `read_build`.
+        visible: ``CUDA_VISIBLE_DEVICES``, if it is set.
+        has_driver: Whether NVIDIA's driver may be installed.
     """
     if not {"__version__", "cuda", "hip"} <= build.keys():
         return False
     made_for = [name for name in ("cuda", "hip", "rocm", "xpu") if build.get(name) is not None]
     if not made_for:
         return True
-    # Other makers of GPUs build torch with a CUDA of their own, with its own driver and variables.
-    # PyTorch's wheels, which are for NVIDIA's, have a version such as 2.13.0+cu130.
+    # Other vendors build torch with their own CUDA, driver and variables. PyTorch's wheels for NVIDIA
+    # have a version such as 2.13.0+cu130.
     if made_for != ["cuda"] or not re.search(r"\+cu\d+$", build["__version__"]):
         return False
     return not has_driver or (visible is not None and visible.strip() in _HIDES_ALL)
 
 
 def read_build() -> dict[str, Any]:
-    """Return what the torch that would be imported says of its build; nothing where it does not."""
+    """Return the contents of torch's ``version.py`` without importing torch; empty if not found."""
     with contextlib.suppress(Exception):
         found = importlib.util.find_spec("torch")
         if found is not None and found.submodule_search_locations:
@@ -242,11 +245,9 @@ def read_build() -> dict[str, Any]:
 
 
 def may_have_driver() -> bool:
-    """Tell whether there is something of NVIDIA's driver: a device, its module or its library.
-
-    Devices may be made only once a library asks for them, and the library may lie where only torch
-    finds it.
-    """
+    """Return whether any part of NVIDIA's driver is present: a device, its module or its library."""
+    # Each alone may be missing: devices may be created only when a library needs them, and the library
+    # may be where only torch finds it.
     if any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists() or _DRIVER.exists():
         return True
     try:
@@ -257,14 +258,15 @@ def may_have_driver() -> bool:
 
 
 def count_named(text: str, *, present: int | None) -> int:
-    """Count the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` shows, as torch reads it.
+    """Count the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` selects, by torch's rules.
 
-    Names, where it begins with one, else the numbers that the entries begin with. The first entry that
-    is wrong ends the list, and one that stands there twice empties it.
+    If the value begins with a name (GPU-…, MIG-…), all entries are names. Otherwise they are numbers,
+    and text after a number is ignored. The first invalid entry ends the list, and a duplicate empties
+    it.
 
     Args:
         text: The value.
-        present: How many GPUs the host has; ``None`` where that is not known.
+        present: Number of GPUs of the host; ``None`` if unknown.
     """
     prefix = next((each for each in ("GPU-", "MIG-") if text.startswith(each)), None)
     entries: list[str | int] = []
@@ -282,7 +284,7 @@ def count_named(text: str, *, present: int | None) -> int:
 
 
 def count_present() -> int | None:
-    """Return how many GPUs the driver has found, ``CUDA_VISIBLE_DEVICES`` aside, where that is known."""
+    """Return how many GPUs the driver has found, visible or not; ``None`` if unknown."""
     try:
         return len(list((_DRIVER / "gpus").iterdir())) or None
     except OSError:
@@ -290,14 +292,14 @@ def count_present() -> int | None:
 
 
 def is_split(visible: str | None) -> bool:
-    """Tell whether CUDA would show a process one MIG instance, whatever NVML counts."""
+    """Return whether CUDA shows a process a single MIG instance, even if NVML counts more."""
     if visible:
         return visible.startswith("MIG-")
     return any(_DRIVER.glob("capabilities/gpu*/mig/gi*"))
 
 
 def find_lost() -> int:
-    """Return how many GPUs the driver has and torch does not see though no variable hides them."""
+    """Return how many of the driver's GPUs torch does not see although no variable hides them."""
     import torch
 
     if VISIBLE in os.environ or is_split(None):
@@ -309,17 +311,17 @@ def find_lost() -> int:
 def nccl_variables(
     given: Mapping[str, str], torch_version: str, *, debug_file: str | None, folder: str | None
 ) -> dict[str, str]:
-    """Return the settings of NCCL and its watchdog that the user has not set.
+    """Return settings for NCCL and its watchdog, except those that the user has set.
 
     Args:
-        given: The variables that the rank has so far; they win.
+        given: Variables of the rank, which take precedence.
         torch_version: ``torch.__version__``.
-        debug_file: What NCCL writes if ``NCCL_DEBUG`` asks it to; ``None`` leaves it on stdout.
-        folder: Where the ranks' recorder dumps go; ``None`` leaves them to torch.
+        debug_file: File for the output of ``NCCL_DEBUG``; ``None`` leaves it on stdout.
+        folder: Folder for the ranks' flight recorder dumps; ``None`` leaves the choice to torch.
     """
     version = tuple(int(part) for part in re.findall(r"\d+", torch_version)[:3])
-    # The watchdog waits four times this between its message and the abort, 60 s by default: as
-    # long as a rank whose collective has timed out would still keep the others waiting.
+    # The watchdog waits four times this, 60 s by default, between its message and the abort. For that
+    # long a rank whose collective timed out would keep the others waiting.
     wanted = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000"}
     if version < (2, 7, 1):
         # device_id= selects NCCL's non-blocking mode there, which hangs with NCCL 2.26
@@ -331,8 +333,8 @@ def nccl_variables(
         wanted["NCCL_DEBUG_FILE"] = debug_file
     dumps = ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
     if folder is not None and not any(name in given for name in dumps):
-        # Else in /tmp or ~/.cache, shared by all jobs of the host. torch appends the rank. The
-        # second name is the older one, of which newer versions warn.
+        # torch's default is in /tmp or ~/.cache, which all jobs of the host share. torch appends the
+        # rank. The second variable is the older one, for which newer versions warn.
         wanted |= dict.fromkeys(
             dumps[: 1 if version >= (2, 10) else 2], f"{folder}/nccl_trace_rank_"
         )
@@ -340,67 +342,69 @@ def nccl_variables(
 
 
 def wait_for_memory(pids: Collection[int], deadline: Deadline) -> bool:
-    """Wait until the driver lists none of these processes any more, where it can be asked.
+    """Wait until the driver lists none of these processes any more, if it can be queried.
 
-    A killed process is gone before the driver has given back much memory, or memory that others
-    had mapped; the next attempt would run out of it.
+    A killed process disappears before the driver has freed all its memory, if that is much or mapped
+    by other processes. The next attempt would run out of memory.
 
     Returns:
-        Whether it lists none.
+        Whether the driver lists none of them.
     """
     while pids and find_users(pids):
         if deadline.expired():
             return False
-        time.sleep(min(_LOOK_S, deadline.remaining_s()))
+        time.sleep(min(_POLL_S, deadline.remaining_s()))
     return True
 
 
 def read_errors(within_s: float) -> list[str]:
-    """Say which GPUs of this host have errors that only a reset or a repair removes.
+    """Return lines about GPUs of this host with errors that need a reset or a repair.
 
     Args:
-        within_s: How far back the kernel's log is read for Xid errors, in seconds.
+        within_s: How far back to read the kernel's log for Xid errors, in seconds.
     """
 
     def memory_errors(nvml: Any) -> list[str]:
         found = []
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            said = []
-            with contextlib.suppress(Exception):  # not every GPU counts
+            errors = []
+            with contextlib.suppress(Exception):  # not every GPU counts errors
                 kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
                 count = int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since))
-                said += [f"{count} uncorrectable ECC errors since the last reset"] if count else []
+                errors += (
+                    [f"{count} uncorrectable ECC errors since the last reset"] if count else []
+                )
             with contextlib.suppress(Exception):
                 _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
-                said += ["a row waits for a reset to be remapped"] if is_pending else []
-                said += ["a row could not be remapped"] if has_failed else []
-            if said:
-                found.append(f"the driver says of GPU {index}: {'; '.join(said)}")
+                errors += ["a row waits for a reset to be remapped"] if is_pending else []
+                errors += ["a row could not be remapped"] if has_failed else []
+            if errors:
+                found.append(f"the driver says of GPU {index}: {'; '.join(errors)}")
         return found
 
-    return _read_xids(within_s) + (_ask_driver(memory_errors) or [])
+    return _read_xids(within_s) + (_query_driver(memory_errors) or [])
 
 
 def _read_xids(within_s: float, log: Path = _KERNEL_LOG) -> list[str]:
-    """Return the Xid errors that the driver has written to the kernel's log of late.
+    """Return the Xid errors that the driver has written to the kernel's log within that time.
 
     A record is ``priority,sequence,microseconds since boot,flags;message`` (the kernel's
-    Documentation/ABI/testing/dev-kmsg); one that was overwritten while it was read is EPIPE.
+    Documentation/ABI/testing/dev-kmsg).
     """
     oldest_us = (time.monotonic() - within_s) * 1e6
     found = []
     try:
         fd = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # most containers, and users without the right
+    except OSError:  # in most containers, and for users without permission
         return []
     try:
-        for _ in range(_MOST_RECORDS):
+        for _ in range(_MAX_RECORDS):
             try:
                 record = os.read(fd, 8192)
-            except BrokenPipeError:
+            except BrokenPipeError:  # the record was overwritten
                 continue
-            except OSError:  # EAGAIN: this was the last one
+            except OSError:  # EAGAIN: no more records
                 break
             head, _, message = record.decode(errors="replace").partition(";")
             match = _XID.search(message)
@@ -415,16 +419,16 @@ def _read_xids(within_s: float, log: Path = _KERNEL_LOG) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReading:
-    """How a GPU runs, as the driver says; ``None`` where it does not say.
+    """The state of a GPU as the driver reports it; ``None`` for what it does not report.
 
     Attributes:
-        index: The driver's number of it.
-        sm_mhz: The clock of its processors.
-        max_sm_mhz: The highest that they can have.
-        slowdowns: The driver's bits of what holds that clock down.
+        index: The driver's number of the GPU.
+        sm_mhz: Clock of its processors.
+        max_sm_mhz: Highest clock of its processors.
+        slowdowns: The driver's bit mask of reasons that reduce the clock.
         celsius: Its temperature.
-        used_bytes: Memory that is in use, by whomever.
-        total_bytes: Memory that it has.
+        used_bytes: Memory in use, by all processes.
+        total_bytes: Its memory.
     """
 
     index: int
@@ -437,17 +441,17 @@ class GpuReading:
 
     @property
     def slowed_by(self) -> list[str]:
-        """What holds its clock down, in words."""
+        """What reduces its clock, in words."""
         bits = self.slowdowns or 0
         return list(dict.fromkeys(text for bit, text in _SLOWDOWNS if bits & bit))
 
     @property
     def is_throttled(self) -> bool:
-        """Whether something is wrong with it: a power limit and set clocks are usual."""
+        """Whether something is wrong with it; a power limit and fixed clocks are normal."""
         return bool((self.slowdowns or 0) & _THROTTLED)
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Return the state in one line."""
         parts = []
         if self.sm_mhz is not None:
             of = "" if self.max_sm_mhz is None else f" of {self.max_sm_mhz}"
@@ -460,7 +464,7 @@ class GpuReading:
             parts.append(
                 f"{self.used_bytes / _GIB:.1f} of {self.total_bytes / _GIB:.1f} GiB in use"
             )
-        return f"GPU {self.index}: {', '.join(parts) or 'the driver says nothing of it'}"
+        return f"GPU {self.index}: {', '.join(parts) or 'the driver reports nothing about it'}"
 
 
 _GIB: Final = 1 << 30
@@ -480,11 +484,11 @@ _THROTTLED: Final = 0x08 | 0x20 | 0x40 | 0x80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUse:
-    """What one process uses.
+    """The GPUs and memory that one process uses.
 
     Attributes:
-        memory_bytes: Its memory, over all GPUs.
-        gpus: The GPUs that it is on.
+        memory_bytes: Its memory on all GPUs together.
+        gpus: The GPUs that it uses.
     """
 
     memory_bytes: int
@@ -492,7 +496,7 @@ class GpuUse:
 
 
 def read_use() -> dict[int, GpuUse]:
-    """Return what each process uses of this host's GPUs; nothing where nvidia-ml-py is missing."""
+    """Return each process's use of this host's GPUs; empty if nvidia-ml-py is missing."""
 
     def read(nvml: Any) -> dict[int, GpuUse]:
         used: dict[int, int] = {}
@@ -510,60 +514,58 @@ def read_use() -> dict[int, GpuUse]:
             for pid, size in used.items()
         }
 
-    return _ask_driver(read) or {}
+    return _query_driver(read) or {}
 
 
 def _read_gpu(nvml: Any, index: int, handle: Any) -> GpuReading:
-    def asked(question: Callable[[], T]) -> T | None:
-        with contextlib.suppress(Exception):  # not every GPU and driver answers each
-            return question()
+    def find(query: Callable[[], T]) -> T | None:
+        with contextlib.suppress(Exception):  # not every GPU and driver supports every query
+            return query()
         return None
 
-    memory = asked(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-    # The second name is the older one.
-    slowdowns = asked(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
+    memory = find(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    # The second function is the older name.
+    slowdowns = find(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
     if slowdowns is None:
-        slowdowns = asked(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))
+        slowdowns = find(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))
     return GpuReading(
         index=index,
-        sm_mhz=asked(lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
-        max_sm_mhz=asked(lambda: int(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))),
+        sm_mhz=find(lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
+        max_sm_mhz=find(lambda: int(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))),
         slowdowns=slowdowns,
-        celsius=asked(
-            lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-        ),
+        celsius=find(lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
         used_bytes=None if memory is None else int(memory.used),
         total_bytes=None if memory is None else int(memory.total),
     )
 
 
 def find_users(pids: Collection[int]) -> set[int]:
-    """Return which of these processes the driver lists on a GPU; none where it cannot be asked."""
+    """Return which of these processes the driver lists on a GPU; empty if it cannot be queried."""
 
     def list_all(nvml: Any) -> set[int]:
         handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
         listed = map(nvml.nvmlDeviceGetComputeRunningProcesses, handles)
         return {process.pid for processes in listed for process in processes}
 
-    return (_ask_driver(list_all) or set()) & set(pids)
+    return (_query_driver(list_all) or set()) & set(pids)
 
 
-def _ask_driver(question: Callable[[Any], T]) -> T | None:
-    """Ask the driver, which may never answer where a GPU is broken: the launch goes on then."""
+def _query_driver(query: Callable[[Any], T]) -> T | None:
+    """Query the driver; return ``None`` if it fails or does not reply, so that the launch continues."""
 
-    def ask() -> T:
+    def run() -> T:
         with open_driver() as nvml:
-            return question(nvml)
+            return query(nvml)
 
-    call = BoundedCall(ask, name="ddpsafe-driver")
+    call = BoundedCall(run, name="ddpsafe-driver")
     with contextlib.suppress(Exception):
-        return call.result() if call.wait(_DRIVER_ANSWER_S) else None
+        return call.result() if call.wait(_DRIVER_LIMIT_S) else None
     return None
 
 
 @contextlib.contextmanager
 def open_driver() -> Iterator[Any]:
-    """Open the driver's own library, as a module of nvidia-ml-py; raises where there is none."""
+    """Open the driver's library through nvidia-ml-py; raises if either is missing."""
     import pynvml
 
     pynvml.nvmlInit()

@@ -299,7 +299,7 @@ def reading(clocks: dict[str, int | None], used_gib: int | None = 72) -> GpuRead
         (reading({**LIMITED, "slowdowns": 0x01}), "1755 of 1980 MHz, 66 °C, 72.0 of 80.0 GiB in use"),
         (reading({**HOT, "slowdowns": 0x60}), "1200 of 1980 MHz, slowed by heat, 91 °C, 72.0 of 80.0 GiB in use"),
         (reading({**SILENT, "sm_mhz": 900}), "900 MHz, 72.0 of 80.0 GiB in use"),
-        (reading(SILENT, None), "the driver says nothing of it"),
+        (reading(SILENT, None), "the driver reports nothing about it"),
     ],
 )  # fmt: skip
 def test_a_gpu_is_told_in_a_line(gpu: GpuReading, text: str) -> None:

@@ -105,7 +105,7 @@ def test_a_driver_that_never_answers_is_not_waited_for(monkeypatch: pytest.Monke
     driver = Driver([7])
     monkeypatch.setattr(driver, "nvmlInit", asked.wait)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    monkeypatch.setattr(_gpus, "_DRIVER_ANSWER_S", 0.2)
+    monkeypatch.setattr(_gpus, "_DRIVER_LIMIT_S", 0.2)
     try:
         assert _gpus.wait_for_memory([7], Deadline.after(timedelta(seconds=60)))
         assert _gpus.read_errors(within_s=0) == []
