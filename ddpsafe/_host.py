@@ -1,4 +1,4 @@
-"""Facts of this machine: interfaces and their addresses, cores, mounts, the boot; stores on its ports."""
+"""Facts about this machine: cores, mounts, network interfaces, limits; and torch's TCP store on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def boot_id() -> str:
-    """Return what the kernel drew when it started; the host's name where it does not say."""
+    """Return the kernel's random id of this boot, or the host name if there is none."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -42,7 +42,7 @@ def count_cores() -> int:
 
 
 def port_range() -> range | None:
-    """Return the ports that this system hands out to whoever asks for any; None if it is unknown."""
+    """Return the range of ports that the system assigns by itself, or None if it is unknown."""
     with contextlib.suppress(OSError, ValueError):
         first, last = map(int, PORT_RANGE.read_text(encoding="ascii").split())
         return range(first, last + 1)
@@ -55,13 +55,12 @@ _ESCAPE: Final = re.compile(rb"\\([0-7]{3})")
 
 
 def list_mount_points() -> set[Path] | None:
-    """Return the mount points that this process sees, or None where the system does not tell.
+    """Return the mount points that this process sees, or None if the system does not list them.
 
-    It tells a mount from the empty directory that it belongs on.
-
-    Reads the kernel's table rather than comparing device numbers, as `os.path.ismount` does: a
-    bind mount, as containers use for data, has the device number of what it was bound from.
+    They distinguish a mounted file system from its mount point's empty directory.
     """
+    # From the kernel's table: `os.path.ismount` compares device numbers, and a bind mount, which
+    # containers use for data, has the number of its source.
     try:
         lines = _MOUNTS.read_bytes().splitlines()
     except OSError:
@@ -73,7 +72,7 @@ def list_mount_points() -> set[Path] | None:
 
 
 def find_mount_point(path: Path) -> Path:
-    """Return the mount point of the file system that `path` lies on, links followed."""
+    """Return the mount point of the file system of `path`, after resolving links."""
     real = path.resolve()
     points = list_mount_points()
     for candidate in (real, *real.parents):
@@ -83,42 +82,41 @@ def find_mount_point(path: Path) -> Path:
 
 
 def is_directory_gone() -> bool:
-    """Tell whether the current directory of this process has been removed."""
+    """Return whether this process's current directory has been removed."""
     try:
-        os.getcwd()  # noqa: PTH109 - asked for its error only
+        os.getcwd()  # noqa: PTH109 - called for its error only
     except FileNotFoundError:
         return True
     return False
 
 
 def is_directory_foreign() -> bool:
-    """Tell whether another user may have put files into the current directory.
+    """Return whether another user may have put files into the current directory.
 
-    The rule is git's, of ``safe.directory`` (CVE-2022-24765): owner and mode decide. Python puts
-    the current directory first on the path of `python -c`, which is how `multiprocessing` starts
-    its processes. Where there is none, nothing may be looked for in it either.
+    Owner and mode decide, as for git's ``safe.directory`` (CVE-2022-24765). It matters because
+    `multiprocessing` starts processes with `python -c`, which imports from the current directory first.
     """
     try:
         found = Path().stat()
     except OSError:
-        return True
+        return True  # the directory was removed: do not import from it either
     return not is_owner_trusted(found) or others_may_write(found)
 
 
 def is_owner_trusted(status: os.stat_result) -> bool:
-    """Tell whether a file is of this user or of root."""
+    """Return whether a file belongs to this user or to root."""
     return not hasattr(os, "geteuid") or status.st_uid in {0, os.geteuid()}
 
 
 def others_may_write(status: os.stat_result) -> bool:
-    """Tell whether its mode lets other users write to a file, or into a directory."""
+    """Return whether the mode of a file or directory lets other users write to it."""
     others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not hasattr(os, "geteuid"):  # Windows
         return False
     if others != stat.S_IWGRP:
         return bool(others)
-    # Most distributions make a group for each user alone; under their umask of 002 every file may
-    # be written by its group.
+    # Most distributions give each user a private group. With their umask of 002, every file is writable
+    # for its group.
     import grp
     import pwd
 
@@ -132,21 +130,21 @@ def others_may_write(status: os.stat_result) -> bool:
 
 
 LIBRARY_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-"""What gloo, NCCL and TensorPipe read the name of their interface from."""
+"""The variables from which gloo, NCCL and TensorPipe read the name of their interface."""
 
 _DISCARD_PORT: Final = 9
-_SOMEWHERE: Final = "198.51.100.1"
-"""An address that RFC 5737 reserves for documentation; only the route to it is asked for."""
+_ANY_REMOTE: Final = "198.51.100.1"
+"""An address that RFC 5737 reserves for documentation; only the route to it is looked up."""
 
 
 _TO_CONTAINERS: Final = re.compile(
     "docker|veth|virbr|cni|flannel|cali|podman|lxc|lxd|nerdctl|vmnet|vboxnet|weave|cilium|kube-"
     "|antrea|nodelocaldns|br-[0-9a-f]{12}$"
 )
-"""Starts of the names of interfaces that lead to containers or guests of this host only; Docker names
-the bridges of its networks br- and twelve figures, where other bridges may be the host's own network."""
+"""How the names of interfaces begin that lead only to containers or guests of this host. Docker names
+the bridges of its networks br- and twelve hex digits; other bridges may be the host's own network."""
 _OVERLAYS: Final = ("tun", "tap", "wg", "tailscale", "zt", "ppp")
-"""Starts of the names of tunnels: they join hosts, slower than the network below them."""
+"""How the names of tunnels begin: they connect hosts, but slower than the network below them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +153,9 @@ class Interface:
 
     Attributes:
         name: As ``ip link`` shows it.
-        networks: Its addresses with their networks, in the kernel's order; link-local ones are
-            left out: other hosts cannot connect to them by name.
-        mtu_bytes: The largest packet it sends.
+        networks: Its addresses with their networks, in the kernel's order. Link-local addresses are
+            left out, because other hosts cannot connect to them by name.
+        mtu_bytes: Size of the largest packet that it sends.
         is_running: Whether it is up and has a carrier.
     """
 
@@ -178,28 +176,28 @@ class Interface:
 
     @property
     def is_loopback(self) -> bool:
-        """Tell whether it leads to this host alone."""
+        """Whether it leads only to this host."""
         return self.name == "lo" or any(each.ip.is_loopback for each in self.networks)
 
     @property
     def is_candidate(self) -> bool:
-        """Tell whether ranks of several hosts could talk on it."""
+        """Whether ranks on several hosts could communicate through it."""
         usable = self.is_running and bool(self.networks) and not self.is_loopback
         return usable and not leads_to_containers(self.name)
 
 
 def leads_to_containers(name: str) -> bool:
-    """Tell by its name whether an interface leads to containers of this host only."""
+    """Return whether an interface, by its name, leads only to containers of this host."""
     return _TO_CONTAINERS.match(name) is not None
 
 
 def is_overlay(name: str) -> bool:
-    """Tell by its name whether an interface is a tunnel over another network."""
+    """Return whether an interface, by its name, is a tunnel over another network."""
     return name.startswith(_OVERLAYS)
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether an address, as numbers, belongs to this host and to no other."""
+    """Return whether a numeric address is a loopback address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -207,32 +205,32 @@ def is_loopback(address: str) -> bool:
 
 
 def look_up_name(address: str) -> str:
-    """Return the name that an address has, as torch's store looks it up for every client.
+    """Return the name of an address; torch's store does the same lookup for every client.
 
     Raises:
-        OSError: It has none, or there is no such family of addresses.
+        OSError: The address has no name, or its family is not supported.
     """
-    return socket.gethostbyaddr(address)[0]  # getnameinfo would hold the GIL of Python 3.10
+    return socket.gethostbyaddr(address)[0]  # getnameinfo holds the GIL in Python 3.10
 
 
 def plain_host(text: str) -> str:
-    """Return a host as sockets take it: without the brackets that endpoints put an IPv6 address in."""
+    """Return a host as sockets expect it: without an endpoint's brackets around an IPv6 address."""
     inner = text[1:-1]
     return inner if text[:1] == "[" and text[-1:] == "]" and ":" in inner else text
 
 
 def show_endpoint(host: str, port: int | str) -> str:
-    """Return host and port as one text; brackets keep the port of an IPv6 address apart."""
+    """Return host and port as one text, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def list_names() -> list[str]:
-    """Return the names of this host's interfaces, in the order of the kernel's numbers."""
+    """Return the names of this host's interfaces, ordered by the kernel's index."""
     return [name for _, name in socket.if_nameindex()]
 
 
 def list_interfaces() -> list[Interface]:
-    """Return the interfaces of this host, in the order of the kernel's numbers."""
+    """Return the interfaces of this host, ordered by the kernel's index."""
     import psutil
 
     states = psutil.net_if_stats()
@@ -268,7 +266,7 @@ def _with_prefix(
 
 
 def expand_nccl(value: str, names: Iterable[str]) -> list[str]:
-    """Return the interfaces that a value of ``NCCL_SOCKET_IFNAME`` selects out of `names`."""
+    """Return those of `names` that a value of ``NCCL_SOCKET_IFNAME`` selects."""
     excluded = value.startswith("^")
     value = value.removeprefix("^")
     exact = value.startswith("=")
@@ -281,19 +279,17 @@ def expand_nccl(value: str, names: Iterable[str]) -> list[str]:
 
 
 def find_address_towards(addresses: Iterable[str]) -> str | None:
-    """Return the own address from which this host would talk to the first reachable of others.
-
-    Nothing is sent: connecting a UDP socket only asks the kernel for the route.
+    """Return this host's address from which it would connect to another host.
 
     Args:
-        addresses: Addresses of the other host, as numbers. One of this host's own, or none with
-            a route, stands for "anywhere": then the default route decides, else the first
-            interface that is up, those of containers last.
+        addresses: Numeric addresses of the other host. The first one with a route that does not end on
+            loopback decides, else the default route, else the first interface that is up, those of
+            containers last.
 
     Returns:
-        The address as numbers, never loopback; None where this host has no other.
+        The numeric address, never loopback; None if this host has no other.
     """
-    for address in (*addresses, _SOMEWHERE):
+    for address in (*addresses, _ANY_REMOTE):
         with contextlib.suppress(OSError):  # no route, or no such family here
             own = source_address(address)
             if not is_loopback(own):
@@ -304,14 +300,14 @@ def find_address_towards(addresses: Iterable[str]) -> str | None:
 
 
 def source_address(target: str, port: int = _DISCARD_PORT) -> str:
-    """Return the own address from which packets to `target` leave; nothing is sent.
+    """Return this host's address from which packets to `target` are sent.
 
     Raises:
         OSError: There is no route to it.
     """
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((target, port))
+        probe.connect((target, port))  # sends nothing: UDP only looks up the route
         return str(probe.getsockname()[0])
 
 
@@ -321,17 +317,15 @@ def find_interface_of(address: str) -> Interface | None:
 
 
 def as_setting(variable: str, value: str) -> str:
-    """Return the assignment to copy into a shell; zsh would expand a ``=`` that begins a value."""
+    """Return an assignment to paste into a shell; quoted for zsh too, which expands a leading ``=``."""
     quoted = shlex.quote(value)
     quoted = f"'{value}'" if value.startswith("=") and quoted == value else quoted
     return f"{variable}={quoted}"
 
 
 def interface_variables(name: str) -> dict[str, str]:
-    """Return the variables that keep gloo, NCCL and TensorPipe on one interface.
-
-    NCCL takes prefixes: without ``=``, eth1 would stand for eth10 as well.
-    """
+    """Return the variables that keep gloo, NCCL and TensorPipe on one interface."""
+    # NCCL matches prefixes: without "=", eth1 would select eth10 too.
     return dict(zip(LIBRARY_VARIABLES, (name, f"={name}", name), strict=True))
 
 
@@ -342,13 +336,13 @@ def open_tcp_store(
     listening: socket.socket | None = None,
     timeout: timedelta = timedelta(seconds=5),
 ) -> TCPStore:
-    """Open a store of torch: its server at a socket that listens already, or a client.
+    """Open torch's TCP store: a server on a socket that already listens, or a client.
 
     Args:
-        host: Where it is.
-        port: Its port.
-        listening: The server's socket; torch closes it, sooner or later where it fails.
-        timeout: How long each of its calls may take.
+        host: Host of the server.
+        port: Port of the server.
+        listening: The server's socket, which torch closes; if the server fails, at some later time.
+        timeout: How long each call of the store may take.
     """
     from torch.distributed import TCPStore
 
@@ -364,30 +358,30 @@ def open_tcp_store(
 
 
 def serves_by_libuv() -> bool:
-    """Tell whether a store's server is libuv's, torch's default; up to 2.7 that takes no socket."""
+    """Return whether stores use libuv, torch's default, which accepts a socket since torch 2.8."""
     import torch
     from torch.torch_version import TorchVersion
 
     return bool(TorchVersion(torch.__version__) >= "2.8")
 
 
-# Limits that a container or a scheduler sets through control groups, version 1 and 2.
+# Limits that a container or scheduler sets through control groups, versions 1 and 2.
 
 _GROUPS_OF_PROCESS: Final = Path("/proc/self/cgroup")
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _UNLIMITED: Final = 1 << 60
-"""Version 1 writes "no limit" as the largest multiple of a page."""
+"""For "no limit", version 1 shows the largest multiple of the page size."""
 _MEMBERSHIP_FIELDS: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The tightest limits on this process, of its own group and those above.
+    """The tightest limits on this process, from its own group and all groups above.
 
     Attributes:
-        memory_bytes: Limit of memory; ``None`` where there is none.
-        memory_left_bytes: What is left of the tightest one, page cache counted as left.
-        cores: Cores' worth of time; ``None`` where there is no limit.
+        memory_bytes: Memory limit; ``None`` for no limit.
+        memory_left_bytes: Least memory left under any of these limits; page cache counts as left.
+        cores: Limit of CPU time, in cores; ``None`` for no limit.
         processes_left: Processes and threads that may still be started; ``None`` for no limit.
     """
 
@@ -398,13 +392,13 @@ class Limits:
 
 
 def read_limits(*, membership: Path = _GROUPS_OF_PROCESS, root: Path = _CGROUPS) -> Limits:
-    """Read the limits of this process; what cannot be read counts as no limit.
+    """Read the limits of this process; an unreadable limit counts as none.
 
     Args:
-        membership: Where the kernel lists the groups of the process.
+        membership: File in which the kernel lists the groups of the process.
         root: Where the hierarchies are mounted.
     """
-    groups: list[tuple[str, str]] = []  # controllers, which version 2 does not name, and path
+    groups: list[tuple[str, str]] = []  # controllers (empty in version 2) and path
     with contextlib.suppress(OSError):
         for line in membership.read_text(encoding="utf-8", errors="replace").splitlines():
             parts = line.split(":", 2)
@@ -426,7 +420,7 @@ def read_limits(*, membership: Path = _GROUPS_OF_PROCESS, root: Path = _CGROUPS)
 
 
 def _levels(groups: list[tuple[str, str]], controller: str, root: Path) -> Iterator[Path]:
-    """Yield the directories of a controller that bind this process, its own first."""
+    """Yield the directories of a controller that limit this process, its own group first."""
     for controllers, path in groups:
         if not controllers:
             base = root if (root / "cgroup.controllers").exists() else root / "unified"
@@ -437,7 +431,7 @@ def _levels(groups: list[tuple[str, str]], controller: str, root: Path) -> Itera
         else:
             continue
         own = base / path.lstrip("/")
-        # In a container the path is the host's, and what is mounted is already the own group.
+        # In a container the path may be the host's, while the root is already the container's group.
         own = own if own.exists() and ".." not in path else base
         yield from (level for level in (own, *own.parents) if level.is_relative_to(base))
 
@@ -475,5 +469,5 @@ def _cores_of(group: Path) -> float | None:
 
 
 def whole_cores(cores: float) -> int:
-    """Return how many threads such a share can keep busy."""
+    """Return how many threads this much CPU time can keep busy."""
     return max(1, math.floor(cores))

@@ -1,4 +1,4 @@
-"""Who am I in the job: the ranks and sizes, and how each launcher spells them."""
+"""This process's place in the job: ranks and sizes, read from the variables of each launcher."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class World:
 
     @classmethod
     def alone(cls) -> World:
-        """Return the world of a process that nothing launched."""
+        """Return the world of a process that no launcher started."""
         return cls(
             rank=0,
             world_size=1,
@@ -52,11 +52,11 @@ class World:
         )
 
     def __str__(self) -> str:
-        """Name the rank the way every message does."""
+        """Return the rank as every message names it."""
         return f"rank {self.rank} (world_size {self.world_size})"
 
     def as_env(self) -> dict[str, str]:
-        """Spell the world in the variables that torch and every framework read."""
+        """Return the world as the variables that torch and other frameworks read."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -78,19 +78,19 @@ _QUEUE_VARIABLES: Final = ("PBS_JOBID", "LSB_JOBID")
 
 
 def job_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that tell one job from another, and are the same for all its ranks."""
-    # "none" is torchrun's default of --rdzv-id.
+    """Return the variables that identify the job: they are the same in all its ranks."""
+    # torchrun's --rdzv-id is "none" by default.
     return {name: env[name] for name in _JOB_VARIABLES if env.get(name, "none") != "none"}
 
 
 def queue_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the ids that a queue gave to this process; mpirun need not carry them to other nodes."""
+    """Return the batch system's job ids; mpirun may not pass them on to other nodes."""
     return {name: env[name] for name in _QUEUE_VARIABLES if name in env}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dialect:
-    """The variables in which one launcher tells a process its place."""
+    """The variables with which one launcher gives a process its place."""
 
     started_by: StartedBy
     marker: str
@@ -102,9 +102,9 @@ class _Dialect:
     nnodes: str | None
 
 
-# The first dialect whose marker is set wins: torchrun inside srun is torchrun's.
-# Slurm is trusted only inside a step: a batch script without srun also sees SLURM_PROCID=0 and
-# SLURM_NTASKS=4, though it is one process (measured with Slurm 22.05).
+# The first dialect whose marker is set wins: a rank of torchrun inside srun is torchrun's.
+# Slurm's variables count only inside a step: a batch script without srun also sees SLURM_PROCID=0 and
+# SLURM_NTASKS=4, although it is a single process (measured with Slurm 22.05).
 _BY_HAND: Final = _Dialect(
     started_by="environment",
     marker="RANK",
@@ -160,7 +160,7 @@ _DIALECTS: Final = (
     ),
 )
 
-# A step that Slurm opens for the batch script or for an interactive shell is one process of the job.
+# Step ids that Slurm uses for the batch script and for interactive shells: one process each.
 _SLURM_SHELL_STEPS: Final = frozenset({"4294967291", "4294967292", "4294967290"})
 _TASKS: Final = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
@@ -171,18 +171,18 @@ def require_int(env: Mapping[str, str], name: str, *, because: str) -> int:
     Args:
         env: The environment.
         name: The variable.
-        because: What else is set, that makes this one necessary.
+        because: The variable that is set, and needs this one.
 
     Returns:
         Its value.
 
     Raises:
-        ConfigError: It is missing or no integer. A missing rank is never taken for 0.
+        ConfigError: It is missing or not an integer. A missing rank never counts as 0.
     """
     text = env.get(name)
     if text is None:
         what = f"{name} is not set, but {because} is."
-        cause = f"a stray {because} in the shell, or a launcher that sets only some variables."
+        cause = f"a leftover {because} in the shell, or a launcher that sets only some variables."
         fix = f"set {name} too, or `unset {because}` to run without a launcher."
         raise ConfigError(Explanation(what, cause=cause, fix=fix))
     try:
@@ -200,13 +200,13 @@ def find_world(env: Mapping[str, str]) -> World | None:
         env: The environment, usually ``os.environ``.
 
     Returns:
-        The world of this rank, or ``None`` where no launcher started the process.
+        The world of this rank, or ``None`` if no launcher started the process.
 
     Raises:
         ConfigError: The variables contradict each other or are incomplete.
     """
     env = trimmed(env)
-    # A node's variables without a rank's are for a torchrun that did not start this process.
+    # A node's variables alone are meant for a torchrun that did not start this process.
     by_rank = any(
         dialect.marker in env and not _is_shell_step(dialect, env)
         for dialect in _DIALECTS
@@ -214,37 +214,37 @@ def find_world(env: Mapping[str, str]) -> World | None:
     )
     if not by_rank and "LOCAL_RANK" not in env and any(n in env for n in _NODE_VARIABLES):
         return _node_as_rank(env)
-    # A pod of an Indexed Job of Kubernetes has its index, where the manifest gives WORLD_SIZE alone.
+    # In an Indexed Job of Kubernetes, a pod knows its index; the manifest may set only WORLD_SIZE.
     index = env.get("JOB_COMPLETION_INDEX")
     if index is not None and "RANK" not in env and env.get("WORLD_SIZE", "1") != "1":
         env = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **env, "RANK": index}
     for dialect in _DIALECTS:
         if dialect.marker in env and not _is_shell_step(dialect, env):
-            # What a pod's RANK and WORLD_SIZE leave out: pods are hosts, each with one rank.
+            # If a pod has only RANK and WORLD_SIZE, each pod is a host with one rank.
             by_pod = "KUBERNETES_SERVICE_HOST" in env and not is_loopback(
                 env.get("MASTER_ADDR", "")
             )
-            is_told = "LOCAL_RANK" in env or "LOCAL_WORLD_SIZE" in env
-            if dialect is _BY_HAND and by_pod and not is_told:
+            has_local = "LOCAL_RANK" in env or "LOCAL_WORLD_SIZE" in env
+            if dialect is _BY_HAND and by_pod and not has_local:
                 env = {**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             return _read(dialect, env)
     return None
 
 
 def trimmed(env: Mapping[str, str]) -> Mapping[str, str]:
-    """Return variables without the blanks around them: a file or a manifest leaves ends of lines."""
+    """Return variables without surrounding whitespace: those from files may end in newlines."""
     return {name: text.strip() for name, text in env.items()}
 
 
 def read_nnodes(name: str, text: str) -> tuple[int, int]:
-    """Read what torchrun calls nnodes, ``N`` or ``MIN:MAX``, as the fewest and the most nodes.
+    """Parse torchrun's nnodes, ``N`` or ``MIN:MAX``; return the minimum and the maximum.
 
     Args:
-        name: The option or the variable that says it.
+        name: The option or variable that has it.
         text: Its value.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: It has neither form.
     """
     found = _NNODES.fullmatch(text)
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
@@ -257,16 +257,19 @@ def read_nnodes(name: str, text: str) -> tuple[int, int]:
 
 _NNODES: Final = re.compile(r"\s*([0-9]{1,9})\s*(?::\s*([0-9]{1,9})\s*)?")
 
-# torchrun takes its options from PET_<OPTION>. PyTorchJob, Kubeflow Trainer, Volcano and PAI set them
-# in each pod, some with a RANK and WORLD_SIZE that count pods: they describe a node, not a rank.
+# torchrun reads its options from PET_<OPTION>. PyTorchJob, Kubeflow Trainer, Volcano and PAI set these
+# in each pod, some with a RANK and WORLD_SIZE that count pods. They describe a node, not a rank.
 _NODE_VARIABLES: Final = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK")
 
 
 def _node_as_rank(env: Mapping[str, str]) -> World | None:
-    """Return the world of a node's variables where each node has one rank, else refuse them.
+    """Return the world that a node's variables describe if each node has one rank.
 
     Returns:
-        ``None`` where there is one node: a launch can start its ranks.
+        The world, or ``None`` if there is a single node: a launch can start its ranks.
+
+    Raises:
+        ConfigError: The nodes have several ranks, or variables are missing or contradict each other.
     """
     nnodes, nproc = env.get("PET_NNODES", "1"), env.get("PET_NPROC_PER_NODE", "1")
     if nnodes in {"1", "1:1"}:
@@ -287,13 +290,13 @@ def _node_as_rank(env: Mapping[str, str]) -> World | None:
             for name in (*_NODE_VARIABLES, "RANK", "WORLD_SIZE")
             if name in env
         )
-        what = f"{shown} are for torchrun, which has not started this process."
+        what = f"{shown} are meant for torchrun, which did not start this process."
         cause = (
             "a pod of Kubernetes (PyTorchJob, Kubeflow Trainer, Volcano, …) that runs "
             "`python script.py`: the variables describe the pod, not its ranks."
         )
         fix = (
-            "run `torchrun script.py` in the pod, which reads PET_*; or ask for one rank in each "
+            "run `torchrun script.py` in the pod, which reads PET_*; or request one rank for each "
             "pod (PET_NPROC_PER_NODE=1); or unset PET_* for a job in this pod alone."
         )
         raise ConfigError(Explanation(what, cause=cause, fix=fix))
@@ -302,7 +305,7 @@ def _node_as_rank(env: Mapping[str, str]) -> World | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host, as written, is this very machine."""
+    """Return whether a host, as written, is a name or address of loopback."""
     return plain_host(host) in {"localhost", "::1"} or host.startswith("127.")
 
 
@@ -327,7 +330,7 @@ def _read(dialect: _Dialect, env: Mapping[str, str]) -> World:
     else:
         local_rank = rank % max(1, local_world_size)
     _check_range("the local rank", local_rank, "the local world size", local_world_size)
-    # Where nothing says how ranks lie on nodes, these are filled evenly.
+    # Unless a variable says otherwise, nodes are filled one after the other.
     node_rank = rank // local_world_size
     if dialect.node_rank is not None and dialect.node_rank in env:
         node_rank = require_int(env, dialect.node_rank, because=dialect.rank)
@@ -347,7 +350,7 @@ def _read(dialect: _Dialect, env: Mapping[str, str]) -> World:
 
 
 def _slurm_tasks_here(env: Mapping[str, str], world_size: int) -> int:
-    """Count this node's tasks; the format is ``2,1(x2)``: two, then one on two nodes."""
+    """Return the number of tasks of this node; ``2,1(x2)`` means two, then one on each of two nodes."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE", str(world_size))
     node = require_int({"SLURM_NODEID": "0", **env}, "SLURM_NODEID", because="SLURM_STEP_ID")
     first = 0
@@ -358,7 +361,7 @@ def _slurm_tasks_here(env: Mapping[str, str], world_size: int) -> int:
         first = last
     what = f"SLURM_STEP_TASKS_PER_NODE={text!r} does not say how many tasks node {node} has."
     fix = "start the script with srun, or `unset SLURM_STEP_ID` to run without Slurm."
-    raise ConfigError(Explanation(what, cause="variables changed by hand.", fix=fix))
+    raise ConfigError(Explanation(what, cause="the variables were changed by hand.", fix=fix))
 
 
 def _check_range(name: str, value: int, size_name: str, size: int) -> None:
@@ -371,17 +374,17 @@ def _check_range(name: str, value: int, size_name: str, size: int) -> None:
 
 _HOST_PARTS: Final = re.compile(r"([^,\[\]]+)|\[([^\[\]]*)\]")
 _HOST_RANGE: Final = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-_MOST_HOSTS: Final = 100_000
+_MAX_HOSTS: Final = 100_000
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Spell out a list of hosts as Slurm writes it, in the order of ``scontrol show hostnames``.
+    """Expand Slurm's host list, in the order of ``scontrol show hostnames``.
 
-    ``gpu[01-03,7],m5`` is gpu01, gpu02, gpu03, gpu7 and m5; in ``rack[1-2]n[01-02]`` the last
-    number counts fastest.
+    ``gpu[01-03,7],m5`` is gpu01, gpu02, gpu03, gpu7 and m5. In ``rack[1-2]n[01-02]`` the last number
+    varies fastest.
 
     Raises:
-        ValueError: It is not such a list, or names more than 100,000 hosts.
+        ValueError: The text is not a host list, or names more than 100,000 hosts.
     """
     hosts: list[str] = []
     names, start = [""], 0
@@ -392,24 +395,24 @@ def expand_hosts(text: str) -> list[str]:
             continue
         part = _HOST_PARTS.match(text, start)
         if part is None:
-            raise ValueError(f"{text!r} is not a list of hosts: a bracket has no other half")
+            raise ValueError(f"{text!r} is not a list of hosts: it has an unmatched bracket")
         endings = [part[1]] if part[1] else list(_host_numbers(part[2]))
-        if len(names) * len(endings) + len(hosts) > _MOST_HOSTS:
-            raise ValueError(f"a list of more than {_MOST_HOSTS} hosts")
+        if len(names) * len(endings) + len(hosts) > _MAX_HOSTS:
+            raise ValueError(f"a list of more than {_MAX_HOSTS} hosts")
         names = [name + ending for name in names for ending in endings]
         start = part.end()
     hosts += names
     if "" in hosts:
-        raise ValueError(f"{text!r} is not a list of hosts: a name in it is empty")
+        raise ValueError(f"{text!r} is not a list of hosts: it has an empty name")
     return hosts
 
 
 def _host_numbers(text: str) -> Iterator[str]:
-    """Yield what stands for a bracket; numbers keep the zeros that the first one begins with."""
+    """Yield the numbers of a bracket, padded with zeros to the width of each range's first number."""
     for item in text.split(","):
         found = _HOST_RANGE.fullmatch(item)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-        if not found or not 0 <= last - first < _MOST_HOSTS:
+        if not found or not 0 <= last - first < _MAX_HOSTS:
             raise ValueError(f"[{text}] is not a list of numbers and ranges")
         for number in range(first, last + 1):
             yield f"{number:0{len(found[1])}d}"
@@ -417,15 +420,15 @@ def _host_numbers(text: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlace:
-    """One node's place among those of a job, where each has one process that starts its ranks.
+    """A node's place in a job in which one process on each node starts the ranks.
 
     Attributes:
-        nnodes: Number of nodes, the most there may be.
-        min_nodes: The fewest to start with; ``None`` for all.
-        node_rank: This node; ``None`` where nothing says it.
-        endpoint: Where the nodes meet; ``None`` where nothing says it.
-        job: Name of the job; ``None`` where nothing says it.
-        said_by: Who says so, for a note.
+        nnodes: Number of nodes, or its maximum.
+        min_nodes: Minimum number of nodes to start with; ``None`` for all.
+        node_rank: This node; ``None`` if unknown.
+        endpoint: Address of the rendezvous; ``None`` if unknown.
+        job: Name of the job; ``None`` if unknown.
+        said_by: Source of these facts, for a note to the user.
     """
 
     nnodes: int
@@ -437,16 +440,16 @@ class NodePlace:
 
 
 _TORCHRUN_PORT: Final = 29500
-"""What torchrun takes for MASTER_PORT by default."""
+"""torchrun's default for MASTER_PORT."""
 _NODE_PORTS: Final = range(30_000, 32_768)
-"""Below the ports that Linux gives out by itself; a Slurm job takes one by its number."""
+"""Below the ports that Linux assigns by itself. A Slurm job and step map to one of them."""
 
 
 def find_node_place(env: Mapping[str, str]) -> NodePlace | None:
-    """Read that this process is the only one on each of several nodes, and where they meet.
+    """Return this node's place if a launcher started one process on each of several nodes.
 
     Returns:
-        The place, or ``None`` where there is one node, or each node has several processes.
+        The place, or ``None`` if there is one node, or several processes on each node.
 
     Raises:
         ConfigError: The variables contradict each other or are incomplete.
@@ -482,8 +485,8 @@ def _slurm_node(env: Mapping[str, str]) -> NodePlace | None:
         try:
             first = expand_hosts(env.get("SLURM_STEP_NODELIST", ""))[0]
         except (ValueError, IndexError) as exc:
-            what = f"SLURM_STEP_NODELIST does not say which node is the first: {exc}."
-            fix = "write --rdzv-endpoint HOST:PORT, the host being that of node 0."
+            what = f"SLURM_STEP_NODELIST does not name the first node: {exc}."
+            fix = "write --rdzv-endpoint HOST:PORT, with the host of node 0."
             raise ConfigError(Explanation(what, fix=fix)) from exc
         number = int(job) * 7 + int(step) if (job + step).isdecimal() else 0
         endpoint = f"{first}:{_NODE_PORTS[number % len(_NODE_PORTS)]}"
@@ -522,9 +525,7 @@ def _master(env: Mapping[str, str]) -> str | None:
 
 
 def loopback_interfaces() -> dict[str, str]:
-    """Return variables that keep gloo and NCCL on loopback, where no other host can reach them.
-
-    NCCL takes prefixes: without ``=``, lo would stand for every name that begins with it.
-    """
+    """Return variables that keep gloo and NCCL on loopback, where no other host can reach them."""
+    # NCCL matches prefixes: without "=", lo would select every name that begins with it.
     name = "lo0" if sys.platform == "darwin" else "lo"
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
