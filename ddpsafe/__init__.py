@@ -1,7 +1,7 @@
 """Hardened launch helpers for PyTorch DistributedDataParallel.
 
-Importing this package imports neither torch nor pydantic: each name is loaded when it is first
-used, so that command-line help and the spawned ranks start at once.
+Importing this package imports neither torch nor pydantic. Each name is loaded when it is first used, so
+that command-line help and ranks start quickly.
 """
 
 # ruff: noqa: I001 - one block for each module
@@ -130,7 +130,7 @@ _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in name
 __all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - the keys are strings
 
 
-# What starts or joins ranks needs the kernel interfaces of Linux; the rest does not ask.
+# Starting and joining ranks needs kernel interfaces of Linux; the other modules do not.
 _ON_LINUX: Final = ("ddpsafe._launch", "ddpsafe._functions", "ddpsafe._worker")
 _POSIX: Final = {"fcntl", "resource", "termios", "pwd", "grp", "signal", "os", "socket", "select"}
 
@@ -150,7 +150,7 @@ def __getattr__(name: str) -> object:
 
 
 def _load(home: str) -> ModuleType:
-    """Import a module; where the system lacks what it is made of, say that in one sentence."""
+    """Import a module; on a system that it cannot run on, raise an `ImportError` with advice."""
     advice = (
         f"ddpsafe starts ranks on Linux only, and this is {sys.platform}: "
         "use WSL 2 on Windows, or a Linux container."

@@ -1,8 +1,8 @@
-"""Run one test of a pytest session in every rank: the half of `ddpsafe.testing` that ranks run.
+"""Runs one test of a pytest session in a rank: the part of `ddpsafe.testing` that ranks run.
 
-The fork server of the ranks collects the session's tests once, so that each rank it forks finds the
-test, its module with rewritten assertions and all plugins in memory. A rank that was started in
-another way collects by itself, which takes longer and gives the same.
+The fork server of the ranks collects the session's tests once. A rank that it forks then has the test,
+its module with rewritten assertions and all plugins in memory. A rank that is started in another way
+collects the tests itself, which takes longer.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from ddpsafe._worker.context import RankContext
 
 COLLECTION_VARIABLE: Final = "DDPSAFE_TESTING_COLLECTION"
-"""Where the fork server finds the file of its `Collection`."""
+"""The variable with the path of the fork server's `Collection` file."""
 
-# They act on a session or on a terminal, of which the caller has the real one; what they define
-# (options, markers) stays known.
-_OF_CALLER: Final = (
+# Plugins that act on a session or a terminal, which only the caller really has. Ranks unregister them;
+# their options and markers stay known.
+_CALLER_PLUGINS: Final = (
     "timeout",
     "xdist",
     "_cov",
@@ -48,14 +48,14 @@ _OF_CALLER: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collection:
-    """What a process needs to collect the tests that its caller has collected.
+    """What a process needs to collect the same tests as its caller.
 
     Attributes:
         options: The options of the caller's session.
         arguments: Files with the tests.
-        rootdir: Where the session was started.
-        sys_path: Where the caller's modules come from.
-        coverage: Settings of a coverage measurement that the caller is making; empty without.
+        rootdir: Directory in which the session was started.
+        sys_path: The caller's ``sys.path``.
+        coverage: Settings of the caller's coverage measurement; empty without one.
         caller: Process id of the caller, which is the fork server's parent.
     """
 
@@ -68,7 +68,7 @@ class Collection:
 
     @classmethod
     def read(cls, file: str) -> Collection:
-        """Read what the caller has written."""
+        """Read the file that the caller wrote."""
         collection: Collection = pickle.loads(Path(file).read_bytes())  # noqa: S301 - the caller's
         return collection
 
@@ -78,11 +78,11 @@ class TestJob:
     """One test to run.
 
     Attributes:
-        nodeid: Its name in the session.
+        nodeid: Its id in the session.
         collection: The file of the `Collection`.
-        reports: Folder into which each rank writes what became of the test.
-        tmp_path: The folder that all ranks get as `tmp_path`.
-        terminal: Streams for a debugger of rank 0, in and out; empty without ``--pdb``.
+        reports: Folder to which each rank writes its reports of the test.
+        tmp_path: The `tmp_path` of all ranks.
+        terminal: Input and output of a debugger in rank 0; empty without ``--pdb``.
     """
 
     __test__ = False  # not a class of tests
@@ -99,18 +99,16 @@ class TestJob:
 
 
 def run_test(ctx: RankContext, job: TestJob) -> None:
-    """Run a test in this rank; raises what the test raised."""
+    """Run a test in this rank; raise what the test raised."""
     collected = _collect(job.collection)
     item = next((each for each in collected.session.items if each.nodeid == job.nodeid), None)
     if item is None:
         msg = f"{job.nodeid} is not among the tests that this rank has collected"
         raise pytest.UsageError(msg)
-    # Folders that `tmp_path_factory` makes here are removed with the test's.
+    # Folders of `tmp_path_factory` are made here, to be removed with the test's own.
     os.environ["PYTEST_DEBUG_TEMPROOT"] = job.reports
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # what is printed before a rank is ended by force is shown
+    # Line-buffered, so that the output of a rank that is killed is not lost.
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     run = collected.rank
@@ -135,7 +133,7 @@ class _Rank:
         self.failure: BaseException | None = None
 
     def begin(self, ctx: RankContext, job: TestJob) -> None:
-        """Say which rank it is, and which test."""
+        """Set the rank and the test."""
         self._ctx = ctx
         self._job = job
 
@@ -154,18 +152,19 @@ class _Rank:
         report = yield
         if call.excinfo is not None and self.failure is None:
             is_skip = call.excinfo.errisinstance(pytest.skip.Exception)
-            if report.failed or not is_skip:  # also what is expected to fail ends the others' waits
+            # An expected failure too must end the waits of the other ranks.
+            if report.failed or not is_skip:
                 self._fail(call.excinfo.value)
-        elif report.failed and self.failure is None:  # passed, and was expected to fail
+        elif report.failed and self.failure is None:  # it passed, but was expected to fail
             self._fail(AssertionError(str(report.longrepr)))
         return report
 
     def _fail(self, exc: BaseException) -> None:
-        """Keep the failure, and report it before fixtures are torn down, which may wait for others."""
+        """Keep the failure, and report it before fixtures are torn down: they may wait for others."""
         self.failure = exc
         self.write(is_last=True)
         try:
-            raise exc  # noqa: TRY301 - what is being handled is what is reported
+            raise exc  # noqa: TRY301 - `leaving_group` reports the exception that is being handled
         except BaseException:  # noqa: BLE001 - raised again at the end of the test
             pending_exception.leaving_group()
 
@@ -190,16 +189,16 @@ class _Rank:
             debugger.interaction(None, call.excinfo.tb)
 
     def write(self, *, is_last: bool = False) -> None:
-        """Write down what became of the test up to here, whole or not at all."""
+        """Write the reports so far, atomically."""
         path = self._job.report_of(self._ctx.rank)
         part = path.with_suffix(".part")
-        told: dict[str, object] = {"reports": self._reports}
+        content: dict[str, object] = {"reports": self._reports}
         if is_last:
             sys.stdout.flush()
             sys.stderr.flush()
-            # What the rank writes later is its launcher's account of the same failure.
-            told |= {"out": os.fstat(1).st_size, "err": os.fstat(2).st_size}
-        part.write_text(json.dumps(told, default=str), encoding="utf-8")
+            # Later output of the rank only repeats the failure: it is not shown.
+            content |= {"out": os.fstat(1).st_size, "err": os.fstat(2).st_size}
+        part.write_text(json.dumps(content, default=str), encoding="utf-8")
         part.replace(path)
 
 
@@ -212,7 +211,7 @@ class _Collected:
 
 @functools.cache
 def _collect(file: str) -> _Collected:
-    """Collect the tests as the caller has, once in this process."""
+    """Collect the same tests as the caller, once in this process."""
     collection = Collection.read(file)
     os.chdir(collection.rootdir)
     sys.path[:] = collection.sys_path
@@ -221,11 +220,11 @@ def _collect(file: str) -> _Collected:
 
     config = Config.fromdictargs(dict(collection.options), list(collection.arguments))
     config.args = list(collection.arguments)
-    config._do_configure()  # noqa: SLF001 - there is no public way to a session that stays
-    for name in _OF_CALLER:
+    config._do_configure()  # noqa: SLF001 - there is no public way to keep a session open
+    for name in _CALLER_PLUGINS:
         if config.pluginmanager.has_plugin(name):
             config.pluginmanager.unregister(name=name)
-    # Late: pytest rewrites assertions of a plugin that it is the first to import.
+    # Imported late: pytest rewrites assertions only in plugins that it is the first to import.
     from ddpsafe.testing import _RANK_PLUGIN
 
     rank = _Rank(config)
@@ -237,13 +236,13 @@ def _collect(file: str) -> _Collected:
 
 
 def _measure(settings: Mapping[str, Any]) -> Any:
-    """Measure coverage as the caller does, into a file beside the caller's."""
+    """Measure coverage as the caller does, into a data file next to the caller's."""
     if not settings:
         return None
-    import coverage  # type: ignore[import-not-found, unused-ignore]  # where the user measures with it
+    import coverage  # type: ignore[import-not-found, unused-ignore]  # only if the user measures with it
 
     running = coverage.Coverage.current()
-    if running is not None:  # coverage's own start-up hook has begun
+    if running is not None:  # started by coverage's own start-up hook
         return running
     measured = coverage.Coverage(config_file=False, data_suffix=True)
     for name, value in settings.items():
@@ -252,18 +251,19 @@ def _measure(settings: Mapping[str, Any]) -> Any:
     return measured
 
 
-if COLLECTION_VARIABLE in os.environ:  # in the fork server: what is loaded here, ranks find loaded
-    # The server sees only when it has loaded everything that its pytest was killed.
+if COLLECTION_VARIABLE in os.environ:  # this is the fork server: collect for all ranks
+    # Until all imports are done, the server itself would not notice that its pytest was killed.
     set_death_signal(signal.SIGKILL)
     if os.getppid() != Collection.read(os.environ[COLLECTION_VARIABLE]).caller:
         os._exit(1)
-    # A test module that cannot be collected is reported in the rank, whose output is read.
+    # A rank collects again and reports the error: its output is shown, the server's is not.
     with contextlib.suppress(Exception, pytest.skip.Exception, SystemExit):
         _collect(os.environ[COLLECTION_VARIABLE])
-    # The signal is of a thread, which may end before the next test; from here on a pipe tells.
+    # The signal is bound to the thread that started the server, which may end before the next test.
+    # From here on, the server notices its pytest's end by a pipe.
     set_death_signal(0)
     if threading.active_count() > 1:
         names = [each.name for each in threading.enumerate()]
         sys.stderr.write(
-            f"ddpsafe.testing: importing the tests starts threads, which ranks lack: {names}\n"
+            f"ddpsafe.testing: importing the tests started threads, which forked ranks lack: {names}\n"
         )

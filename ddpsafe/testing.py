@@ -1,4 +1,4 @@
-"""A pytest plugin: a test that is marked with ``ddp`` runs in every rank of a small world.
+"""A pytest plugin: a test with the marker ``ddp`` runs in every rank of a small world.
 
 ::
 
@@ -13,10 +13,10 @@
 The plugin is loaded by its entry point as soon as ddpsafe is installed, or with
 ``-p ddpsafe.testing``.
 
-Each test gets ranks of its own, forked from a server that has torch and the test modules loaded,
-with the process group up. The body of the test and its fixtures run in each rank; `tmp_path` is the
-same folder in all of them. A failure is shown as pytest shows it, for the rank that failed first; a
-rank that crashes or hangs costs its test only.
+Each test gets its own ranks with a process group. They are forked from a server that has imported torch
+and the test modules. The test function and its fixtures run in each rank, with the same `tmp_path`. A
+failure is shown as pytest shows it, for the rank that failed first. A crash or hang of a rank fails only
+its test.
 """
 
 from __future__ import annotations
@@ -45,27 +45,25 @@ if TYPE_CHECKING:
 __all__ = ["ddp_context"]
 
 _MARKER: Final = (
-    "ddp(nproc=2, *, backend='gloo', timeout=120, **fields): run the test in `nproc` ranks, with the "
-    "process group up. A sequence for `nproc` or `backend` runs the test with each. `timeout` is in "
-    "seconds and holds for the whole test; `fields` are fields of ddpsafe.LaunchConfig, such as `env`."
+    "ddp(nproc=2, *, backend='gloo', timeout=120, **fields): run the test in `nproc` ranks with a "
+    "process group. A sequence for `nproc` or `backend` runs the test once for each value. `timeout` is "
+    "for the whole test, in seconds; `fields` are fields of ddpsafe.LaunchConfig, such as `env`."
 )
 _TIMEOUT_S: Final = 120.0
 _DAY_S: Final = 86_400.0  # while a debugger waits for input
 _PARAMETERS: Final = {"nproc": "ddp_nproc", "backend": "ddp_backend"}
-_RANK_PLUGIN: Final = "ddpsafe-rank"  # by which a session knows that it is a rank's
+_RANK_PLUGIN: Final = "ddpsafe-rank"  # registered in the sessions of ranks only
 _MAX_OUTPUT_CHARS: Final = 100_000
 
 _outcome_key: Final = pytest.StashKey["_Outcome"]()
 _server_key: Final = pytest.StashKey["_Server"]()
-_began_key: Final = pytest.StashKey[float]()
+_start_key: Final = pytest.StashKey[float]()
 
 
 @pytest.fixture
 def ddp_context() -> RankContext:
-    """The `ddpsafe.RankContext` of the rank that the test runs in.
-
-    A test that is not marked with ``ddp`` fails by it.
-    """
+    """The `ddpsafe.RankContext` of this rank; fails in a test without the marker ``ddp``."""
+    # In a rank, another fixture of this name replaces this one.
     pytest.fail(
         "ddp_context needs ranks: mark the test with @pytest.mark.ddp(nproc=2)", pytrace=False
     )
@@ -73,7 +71,7 @@ def ddp_context() -> RankContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """How a test is to be run: its marker, and what it is parametrized with."""
+    """How to run a test, from its marker and parameters."""
 
     nproc: int
     backend: str
@@ -83,36 +81,44 @@ class _Call:
 
 @dataclass(slots=True)
 class _Outcome:
-    """What became of one test; `found` is the report that stands for it, see `find_report`."""
+    """The outcome of one test in its ranks.
+
+    Attributes:
+        world_size: Number of ranks.
+        error: The error of the launch, if it failed.
+        found: The report that stands for the test, see `find_report`.
+        from_ranks: What each rank wrote about the test, by rank.
+        output: Title and text of each rank's output.
+    """
 
     world_size: int
     error: BaseException | None = None
     found: tuple[int, pytest.TestReport] | None = None
-    told: dict[int, dict[str, Any]] = field(default_factory=dict)
+    from_ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
     output: list[tuple[str, str]] = field(default_factory=list)
 
     def find_report(self, config: pytest.Config) -> tuple[int, pytest.TestReport] | None:
         """Return the rank whose report stands for the test, and that report."""
-        first = getattr(self.error, "rank", None)
-        ranks = sorted(self.told, key=lambda rank: (rank != first, rank))
+        blamed = getattr(self.error, "rank", None)
+        ranks = sorted(self.from_ranks, key=lambda rank: (rank != blamed, rank))
         from_data = config.hook.pytest_report_from_serializable
-        told = [
-            # a copy, for pytest makes the data into objects where they are
+        reports = [
+            # A copy, because pytest converts the data in place.
             (rank, from_data(config=config, data=copy.deepcopy(data)))
             for rank in ranks
-            for data in self.told[rank]["reports"]
+            for data in self.from_ranks[rank]["reports"]
         ]
-        for rank, report in told:
+        for rank, report in reports:
             if report.failed or hasattr(report, "wasxfail"):
                 return rank, report
         if self.error is not None:
-            return None  # crashed, or hung: the launcher's own words
-        skipped = [(rank, report) for rank, report in told if report.skipped]
+            return None  # a crash or a hang: the launcher's error is shown
+        skipped = [(rank, report) for rank, report in reports if report.skipped]
         if skipped:
             rank, report = skipped[0]
-            report.longrepr = tuple(report.longrepr)  # which JSON has made a list
+            report.longrepr = tuple(report.longrepr)  # JSON made it a list
             return rank, report
-        return next(((rank, report) for rank, report in told if report.when == "call"), None)
+        return next(((rank, report) for rank, report in reports if report.when == "call"), None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -121,7 +127,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test with each value that its marker names."""
+    """Run a test once for each value of a sequence in its marker."""
     marker = metafunc.definition.get_closest_marker("ddp")
     if marker is None:
         return
@@ -135,10 +141,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave the fixtures to the ranks, all but the folder that they share."""
+    """Leave all fixtures to the ranks, except the folder that they share."""
     if not _runs_ranks(item):
         return
-    item.stash[_began_key] = time.monotonic()
+    item.stash[_start_key] = time.monotonic()
     call = _call_of(item)
     if "nccl" in call.backend:
         import torch
@@ -159,23 +165,26 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if server is None:
         server = _Server(config)
         server.start(pyfuncitem)
-        config.stash[_server_key] = server  # not before: the next test would use what is not there
+        config.stash[_server_key] = server  # only once it has started: the next test uses it
     call = _call_of(pyfuncitem)
     outcome = pyfuncitem.stash[_outcome_key] = _Outcome(world_size=call.nproc)
     server.run(pyfuncitem, call, outcome)
     skipped = {
         rank
-        for rank, told in outcome.told.items()
-        if any(each["outcome"] == "skipped" and "wasxfail" not in each for each in told["reports"])
+        for rank, written in outcome.from_ranks.items()
+        if any(
+            each["outcome"] == "skipped" and "wasxfail" not in each for each in written["reports"]
+        )
     }
     outcome.found = outcome.find_report(config)
     if outcome.error is not None and outcome.found is None:
-        raise outcome.error  # a crash or a hang: the launch's own words
+        raise outcome.error  # a crash or a hang
     if outcome.error is None and skipped and len(skipped) < call.nproc:
         from ddpsafe._errors import ranks_text
 
-        words = f"{ranks_text(sorted(skipped))} (world_size {call.nproc}) skipped the test, the others ran it"
-        outcome.error, outcome.found = pytest.fail.Exception(words, pytrace=False), None
+        names = ranks_text(sorted(skipped))
+        text = f"{names} (world_size {call.nproc}) skipped the test, the others ran it"
+        outcome.error, outcome.found = pytest.fail.Exception(text, pytrace=False), None
         raise outcome.error
     return True
 
@@ -184,7 +193,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Report what the ranks said, first the one that failed first."""
+    """Replace the report of the call by that of the rank that failed first."""
     report = yield
     outcome = item.stash.get(_outcome_key, None)
     if call.when != "call" or outcome is None:
@@ -194,7 +203,7 @@ def pytest_runtest_makereport(
             from ddpsafe import AttemptTimeoutError
 
             report.longrepr = str(outcome.error)
-            if isinstance(outcome.error, AttemptTimeoutError):  # not set by the name in the message
+            if isinstance(outcome.error, AttemptTimeoutError):  # the message names another option
                 report.longrepr += (
                     "\n  timeouts.attempt is the limit of this test: set it with "
                     "@pytest.mark.ddp(timeout=…), or with pytest-timeout."
@@ -206,15 +215,15 @@ def pytest_runtest_makereport(
     theirs.sections = [(f"{name} of rank {rank}", text) for name, text in theirs.sections]
     theirs.sections += outcome.output
     if theirs.failed:
-        # pytest's own report says which rank it is of, and what became of the others.
+        # Add to pytest's report which rank it is from, and the outcomes of the other ranks.
         title = f"rank {rank} (world_size {outcome.world_size})"
         failure: Any = theirs.longrepr
         crash = getattr(failure, "reprcrash", None)
         if crash is not None:
             crash.message = f"{title}: {crash.message}"
         notes = [title]
-        for other, told in sorted(outcome.told.items()):
-            states = [each["outcome"] for each in told["reports"] if each["outcome"] != "passed"]
+        for other, written in sorted(outcome.from_ranks.items()):
+            states = [each["outcome"] for each in written["reports"] if each["outcome"] != "passed"]
             if other != rank:
                 notes.append(f"rank {other}: {states[0] if states else 'ended with the first one'}")
         if hasattr(failure, "addsection"):
@@ -225,14 +234,14 @@ def pytest_runtest_makereport(
 
 
 def _runs_ranks(item: pytest.Item) -> bool:
-    """Tell whether this process hands the test to ranks: it is marked, and this is not a rank."""
+    """Return whether this process runs the test in ranks: it has the marker, and this is not a rank."""
     if item.get_closest_marker("ddp") is None:
         return False
     return not item.config.pluginmanager.has_plugin(_RANK_PLUGIN)
 
 
 def _call_of(item: pytest.Item) -> _Call:
-    """Read the marker and the parameters of a test; fails it where it cannot run in ranks."""
+    """Read the marker and the parameters of a test; fail the test if it cannot run in ranks."""
     marker = item.get_closest_marker("ddp")
     if marker is None:
         pytest.fail(f"{item.nodeid} is not marked with ddp", pytrace=False)
@@ -259,13 +268,11 @@ def _call_of(item: pytest.Item) -> _Call:
         pytest.fail(f"{item.nodeid}: ddp has no {near[0]}; write ddp(timeout=30)", pytrace=False)
     nproc = values.pop("nproc")
     if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
-        pytest.fail(
-            f"{item.nodeid}: nproc is a number of ranks from 1, not {nproc!r}", pytrace=False
-        )
+        pytest.fail(f"{item.nodeid}: nproc must be an integer >= 1, not {nproc!r}", pytrace=False)
     backend, timeout = values.pop("backend"), values.pop("timeout")
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         pytest.fail(
-            f"{item.nodeid}: timeout is a number of seconds above 0, not {timeout!r}",
+            f"{item.nodeid}: timeout must be a number of seconds > 0, not {timeout!r}",
             pytrace=False,
         )
     seconds = _timeout_of(item) if timeout is None else float(timeout)
@@ -275,8 +282,8 @@ def _call_of(item: pytest.Item) -> _Call:
 def _timeout_of(item: pytest.Item) -> float:
     """Return the seconds that a test has left: a little less than pytest-timeout gives it.
 
-    So the launch ends first, and tells where each rank was. Its time began with the fixtures, and the
-    first test's with the import of torch.
+    So the launch ends first, and its error shows where each rank was. pytest-timeout's time began with
+    the fixtures; for the first test, it includes the import of torch.
     """
     marker = item.get_closest_marker("timeout")
     given: Any = None
@@ -291,8 +298,8 @@ def _timeout_of(item: pytest.Item) -> float:
     if seconds <= 0:
         return _TIMEOUT_S
     now_s = time.monotonic()
-    spent_s = now_s - item.stash.get(_began_key, now_s)
-    # The rest is for what a launch does before its clock starts, and for the stacks at its end.
+    spent_s = now_s - item.stash.get(_start_key, now_s)
+    # The margin is for what a launch does before its clock starts, and for the stacks at its end.
     return max(1.0, seconds - min(5.0, seconds / 4) - spent_s)
 
 
@@ -300,12 +307,12 @@ class _Server:
     """The fork server of this session's ranks, which ends with this process."""
 
     def __init__(self, config: pytest.Config) -> None:
-        """Nothing is started before the first test."""
+        """Start nothing before the first test."""
         self._config = config
         self._collection = ""
 
     def run(self, item: pytest.Function, call: _Call, outcome: _Outcome) -> None:
-        """Run a test in ranks, and read what became of it."""
+        """Run a test in ranks, and read their reports and output."""
         from ddpsafe import DDPSafeError, launch
         from ddpsafe._rank_tests import TestJob, run_test
 
@@ -315,7 +322,7 @@ class _Server:
             if debugs and capture is not None:
                 capture.suspend_global_capture(in_=True)
                 stack.callback(capture.resume_global_capture)
-            # Beside the test's own folder, so that logs stay as long as pytest keeps that one.
+            # Next to the test's own folder, so that pytest keeps the logs as long as that one.
             shared = cast("Path", item.funcargs["tmp_path"])
             files = shared.with_name(f"{shared.name}-ranks")
             files.mkdir()
@@ -346,28 +353,24 @@ class _Server:
             except DDPSafeError as error:
                 outcome.error = error
             run_dir = Path(str(fields["run_dir"]))
-            # Of the ranks that have left a file: where nothing could be started, none has.
-            left = (*files.glob("rank-*.json"), *run_dir.glob("*/rank-*.out"))
-            numbers = {path.stem.removeprefix("rank-") for path in left}
+            # Only ranks that wrote a file: if none could be started, there are none.
+            written = (*files.glob("rank-*.json"), *run_dir.glob("*/rank-*.out"))
+            numbers = {path.stem.removeprefix("rank-") for path in written}
             started = sorted(int(n) for n in numbers if n.isdecimal() and int(n) < call.nproc)
             for rank in started:
                 with contextlib.suppress(FileNotFoundError):
-                    outcome.told[rank] = json.loads(job.report_of(rank).read_text(encoding="utf-8"))
-            # What each rank has written in its test stands in sections of the report.
+                    outcome.from_ranks[rank] = json.loads(job.report_of(rank).read_text("utf-8"))
+            # The output of each rank in the test becomes sections of the report.
             for rank in started:
                 for suffix, name in (("out", "stdout"), ("err", "stderr")):
                     for path in run_dir.glob(f"*/rank-{rank}.{suffix}"):
-                        output = path.read_bytes()[: outcome.told.get(rank, {}).get(suffix)]
+                        output = path.read_bytes()[: outcome.from_ranks.get(rank, {}).get(suffix)]
                         text = output.decode("utf-8", "replace")[-_MAX_OUTPUT_CHARS:]
                         if text.strip():
                             outcome.output.append((f"Captured {name} of rank {rank}", text))
 
     def start(self, item: pytest.Function) -> None:
-        """Start the fork server, and wait until it has collected the files that have tests for ranks.
-
-        What it reads lies in pytest's own folder, which pytest removes sooner or later, also where
-        this session is killed.
-        """
+        """Start the fork server, and wait until it has collected the files with tests for ranks."""
         from multiprocessing import forkserver
 
         from ddpsafe._rank_tests import COLLECTION_VARIABLE, Collection
@@ -379,8 +382,9 @@ class _Server:
             **_PLAIN_OPTIONS,
             "plugins": [*self._config.option.plugins, "no:terminal", "no:faulthandler"],
         }
-        options.pop("file_or_dir", None)  # the arguments below; argparse warns of an empty one
-        # A user's `filterwarnings = error` would end the ranks' session: ddpsafe is imported there.
+        options.pop("file_or_dir", None)  # passed as arguments; argparse warns of an empty option
+        # ddpsafe is imported before the ranks' session, for which pytest warns. A user's
+        # `filterwarnings = error` would end the session.
         options["pythonwarnings"] = [
             *(self._config.option.pythonwarnings or ()),
             "ignore:Module already imported:pytest.PytestAssertRewriteWarning",
@@ -395,6 +399,7 @@ class _Server:
             coverage=_find_coverage(),
             caller=os.getpid(),
         )
+        # In pytest's own folder, which a later session removes even if this one is killed.
         path = factory.getbasetemp() / "ddpsafe-collection"
         path.write_bytes(pickle.dumps(collection))
         self._collection = str(path)
@@ -405,15 +410,15 @@ class _Server:
                 ["ddpsafe._worker.preload", "torch", "ddpsafe._rank_tests"]
             )
             forkserver.ensure_running()
-            with contextlib.suppress(OSError, EOFError):  # the launch says what is wrong
-                first = context.Process(target=int)  # which is forked when all is imported
+            with contextlib.suppress(OSError, EOFError):  # the launch will report what is wrong
+                first = context.Process(target=int)  # forked only once all is imported
                 first.start()
                 first.join()
         finally:
             del os.environ[COLLECTION_VARIABLE]
 
 
-# A rank runs one test: what selects, orders, repeats or debugs tests is the caller's.
+# A rank runs one test, so options that select, order, repeat or debug tests are only for the caller.
 _PLAIN_OPTIONS: Final[Mapping[str, Any]] = {
     "basetemp": None,
     "capture": "no",
@@ -442,13 +447,13 @@ _PLAIN_OPTIONS: Final[Mapping[str, Any]] = {
 def _travels(value: object) -> bool:
     try:
         pickle.dumps(value)
-    except Exception:  # noqa: BLE001 - any object may be an option of any plugin
+    except Exception:  # noqa: BLE001 - an option of a plugin may be any object
         return False
     return True
 
 
 def _find_coverage() -> dict[str, Any]:
-    """Return the settings of a coverage measurement of this process, empty without one."""
+    """Return the settings of this process's coverage measurement; empty without one."""
     coverage: Any = sys.modules.get("coverage")
     running = None if coverage is None else coverage.Coverage.current()
     if running is None:

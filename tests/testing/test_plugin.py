@@ -206,8 +206,8 @@ _ROWS = (
     ("name_of_another_launcher", "ERROR", "ddp has no nprocs; write ddp(nproc=2)"),
     ("wrong_backend", "FAILED", "problem"),
     ("misspelled_limit", "ERROR", "ddp has no timout; write ddp(timeout=30)"),
-    ("limit_that_is_no_number", "ERROR", "timeout is a number of seconds above 0, not 'abc'"),
-    ("no_world", "ERROR", "nproc is a number of ranks from 1, not []"),
+    ("limit_that_is_no_number", "ERROR", "timeout must be a number of seconds > 0, not 'abc'"),
+    ("no_world", "ERROR", "nproc must be an integer >= 1, not []"),
     ("more_ranks_than_a_host_has_room_for", "FAILED", "problem"),
     ("of_unittest", "ERROR", "not of a TestCase"),
 )
