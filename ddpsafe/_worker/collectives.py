@@ -340,6 +340,6 @@ def _explained_pickling(obj: object, call: str) -> Iterator[None]:
             raise
         path, reason = culprit
         what = f"{call}: {path} cannot be pickled ({clip(str(reason), _SHOWN_CHARS)})."
-        cause = "objects are pickled to send them to other ranks; lambdas, open files and locks cannot be."
+        cause = "objects are sent to other ranks as pickles; lambdas, open files and locks cannot."
         fix = "pass plain data: numbers, strings, tensors, and dicts or lists of them."
         raise ConfigError(Explanation(what, cause=cause, fix=fix)) from exc

@@ -262,7 +262,7 @@ class Reporter:
         self._sender.send(replace(read_position(asks_events=True), handling=handling))
 
     def _pending_exception(self) -> str:
-        """Report the main thread's exception in flight; return a line about one that it only handles."""
+        """Report the main thread's exception in flight; return a line on one that it only handles."""
         # From Python 3.12 on the values are exceptions; before, they are `sys.exc_info()` tuples.
         threads: dict[int, Any] = sys._current_exceptions()  # noqa: SLF001 - documented, in spite of its name
         current = threads.get(threading.main_thread().ident or 0)
@@ -430,7 +430,7 @@ def _write_result(pickled: payload.Pickled, fd: int) -> bool:
 
 
 def _exception_bytes(exc: BaseException) -> bytes | None:
-    """Return the pickled exception, or ``None`` if it is too large or the launcher could not load it."""
+    """Return the pickled exception; ``None`` if it is too large or does not survive the trip."""
     try:
         data = bytes(payload.dumps_result(exc))
         if len(data) > _MAX_EXCEPTION_BYTES or not isinstance(payload.loads(data), type(exc)):

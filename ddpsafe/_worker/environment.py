@@ -213,7 +213,7 @@ RUN_SEED = "_DDPSAFE_SEED"
 
 
 def seed_run(seed: int) -> None:
-    """Seed this rank with the launch's seed, and let `ddpsafe.data` derive orders and workers from it."""
+    """Seed this rank with the launch's seed, and pass the seed on to `ddpsafe.data`."""
     os.environ[RUN_SEED] = str(seed)
     seed_all(seed)
 

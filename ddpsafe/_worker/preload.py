@@ -37,8 +37,8 @@ def _end_at_once() -> None:
 # in the ranks.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-# Schedulers often send a request to stop to a process group or to all processes of a job. Ranks die with
-# the server that forked them, so the server ignores it and lives until they have saved.
+# Schedulers often signal a whole process group, or all processes of a job, to make it stop. Ranks die
+# with the server that forked them, so the server ignores these signals until the ranks have saved.
 # The signals are blocked too: one that reaches a rank between its fork and `_restore_signals` is then
 # delivered there, while an ignored one would be lost.
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1)

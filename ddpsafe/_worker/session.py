@@ -108,10 +108,11 @@ def join(
     """Connect to the launcher's store and, in ``launch`` style, make the process group."""
     control = None
     if spec.world.world_size > 1:
-        place = spec.store_place
-        store: Keys = FolderStore(Path(spec.store_dir, "control"))
-        if place is not None:
-            store = _client(place, "control")
+        store: Keys
+        if spec.store_place is None:
+            store = FolderStore(Path(spec.store_dir, "control"))
+        else:
+            store = _client(spec.store_place, "control")
         control = Control(store, rank=spec.world.rank, world_size=spec.world.world_size)
     if spec.style == "launch":
         on_phase("joining")
@@ -130,7 +131,7 @@ def join(
 
 
 def rendezvous_deadline(spec: RankSpec) -> Deadline:
-    """Return the deadline of a rendezvous that begins now, or when the launcher has started all ranks."""
+    """Return the deadline of a rendezvous; time counts once the launcher has started all ranks."""
     return Deadline.after(spec.timeouts.rendezvous, clock=_since_start)
 
 

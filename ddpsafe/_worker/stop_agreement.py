@@ -260,7 +260,7 @@ class StopBoard:
             return [0]
 
     def leave(self) -> None:
-        """Stop polling, and promise if that is still open, so that the others do not wait for this rank."""
+        """Stop polling, and promise now if not done, so that the others do not wait for this rank."""
         self._end_reading()
         # Bounded: if the store's host is down, the client would wait for it.
         BoundedCall(self._promise, name="ddpsafe-stop").wait(_LEAVE_LIMIT_S)

@@ -42,7 +42,7 @@ class Keys(Protocol):
         """Return whether all the keys are set."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key if it has the expected value (empty: if it is not set); return its value after that."""
+        """Set a key if it has the expected value, empty for not set; return its value afterwards."""
 
     def delete_key(self, key: str, /) -> bool:
         """Remove a key; return whether it was set."""
@@ -109,7 +109,7 @@ class FolderStore:
 
 
 class SignedKeys:
-    """Keys of a store to which others can write too: a value without a valid signature counts as not set.
+    """Signed keys, for a store to which others can write: an unsigned value counts as not set.
 
     This rejects forged values. It does not protect the store itself: others can still remove keys.
 
@@ -145,7 +145,7 @@ class SignedKeys:
         return self._store.check(keys) and all(self._find(key) is not None for key in keys)
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key if it has the expected value (empty: if it is not set); return its value after that."""
+        """Set a key if it has the expected value, empty for not set; return its value afterwards."""
         signed = self._sign(key, desired)
         known = self._sign(key, expected) if expected else b""
         for _ in range(self._MAX_TRIES):  # an unsigned value counts as not set: replace it

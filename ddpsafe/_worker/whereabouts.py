@@ -70,7 +70,7 @@ def read_whereabouts() -> Whereabouts:
         point_to_point=point_to_point_in(mine),
     )
     newest = position.newest()
-    # Another thread of the user's code may call a collective, or otherwise let the main thread continue.
+    # Another thread may call a collective, or let the main thread continue in another way.
     own = {
         package_of(file) for file in find_own_files(at.file for at in reversed(stack.frames))
     } - {""}
@@ -123,7 +123,7 @@ def _find_wait(stack: ThreadStack, position: Position, thread_id: int) -> Collec
 
 
 def _is_evaluating(frame: FrameType | None) -> bool:
-    """Return whether the innermost user function that has a module in a local has it in ``eval()`` mode."""
+    """Return whether the innermost user function with a module has it in ``eval()`` mode."""
     torch = sys.modules.get("torch")
     if frame is None or torch is None:
         return False
