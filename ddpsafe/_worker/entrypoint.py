@@ -365,7 +365,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         _drop_signal_handlers()
         if reporter.is_here():
             reporter.raised(exc, final=True)
-        elif exit_code_of(exc) is None:  # a fork's own error, which nobody else reports
+        elif exit_code_of(exc) is None:  # a fork's own error: no other process reports it
             with contextlib.suppress(Exception):  # its __str__ raises, or stderr is closed
                 traceback.print_exception(exc)
         _flush()
