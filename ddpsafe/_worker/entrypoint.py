@@ -114,9 +114,9 @@ def find_living_threads() -> LivingThreads:
 
 
 def _place_of(thread: threading.Thread, frames: dict[int, FrameType], *, is_main: bool) -> str:
-    """Return the innermost line of the user's code; in a thread without any, the innermost line.
+    """Return the innermost line of the user's code, if the thread runs any.
 
-    For the main thread, which then runs only library code, return an empty text instead.
+    Otherwise return its innermost line of any code, but an empty text for the main thread.
     """
     frame = frames.get(thread.ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else []
@@ -179,11 +179,15 @@ class Reporter:
             where = culprit[0] if culprit else "the returned value"
             msg = f"the function's result cannot be sent to the launcher: {where}: {exc}"
             raise payload.CannotTravelError(msg) from exc
-        is_shared = (
-            pickled.nbytes() >= _LARGE_RESULT_BYTES
-            and self._has_shared.holds()  # the script may have closed all descriptors
-            and _write_result(pickled, self._shared_fd)
-        )
+        is_shared = False
+        # The script may have closed all descriptors, or have a file size limit (ulimit -f).
+        if pickled.nbytes() >= _LARGE_RESULT_BYTES and self._has_shared.holds():
+            with contextlib.suppress(OSError):
+                with open(self._shared_fd, "r+b", closefd=False) as file:
+                    file.seek(RESULT_OFFSET)
+                    file.writelines(pickled.chunks())
+                    file.truncate()
+                is_shared = True
         self._sender.send(
             Returned(
                 payload=None if is_shared else bytes(pickled),
@@ -267,8 +271,11 @@ class Reporter:
         threads: dict[int, Any] = sys._current_exceptions()  # noqa: SLF001 - documented, in spite of its name
         current = threads.get(threading.main_thread().ident or 0)
         exc = current[1] if isinstance(current, tuple) else current
-        if not isinstance(exc, BaseException) or _is_ours(exc):
+        if not isinstance(exc, BaseException):
             return ""
+        tb = exc.__traceback__
+        if tb is not None and tb.tb_frame.f_globals.get("__name__") == __name__:
+            return ""  # this module handles it, and so is reporting it already
         main = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - as above
         leaving = find_on_its_way(exc, _frames_above(main))
         if leaving is None:
@@ -417,18 +424,6 @@ def _run_user_code(
     return value if isinstance(value, ScriptExit) else None
 
 
-def _write_result(pickled: payload.Pickled, fd: int) -> bool:
-    """Write a large result to the shared memory; return whether that worked."""
-    try:
-        with open(fd, "r+b", closefd=False) as file:
-            file.seek(RESULT_OFFSET)
-            file.writelines(pickled.chunks())
-            file.truncate()
-    except OSError:  # such as a file size limit of the rank (ulimit -f)
-        return False
-    return True
-
-
 def _exception_bytes(exc: BaseException) -> bytes | None:
     """Return the pickled exception; ``None`` if it is too large or does not survive the trip."""
     try:
@@ -443,12 +438,6 @@ def _exception_bytes(exc: BaseException) -> bytes | None:
 def _frames_above(frame: FrameType | None) -> set[FrameType]:
     """Return the frames of a thread, given its innermost one."""
     return {each for each, _ in traceback.walk_stack(frame)}
-
-
-def _is_ours(exc: BaseException) -> bool:
-    """Return whether this module handles the exception, and so is reporting it already."""
-    tb = exc.__traceback__
-    return tb is not None and tb.tb_frame.f_globals.get("__name__") == __name__
 
 
 def _drop_signal_handlers() -> None:

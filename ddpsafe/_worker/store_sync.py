@@ -226,6 +226,7 @@ class Control:
         Returns:
             The ranks that did not arrive in time, the same list on every rank.
         """
+        ranks = range(self._world_size)
         try:
             barrier = self.arrive(name)
             # The last rank to arrive, or the first to give up, sets the list of missing ranks.
@@ -236,22 +237,20 @@ class Control:
             if not self.is_set(result):
                 departed = None if is_last else self.departure()
                 if departed is None:
-                    absent = [
-                        rank
-                        for rank in range(self._world_size)
-                        if not self._has_arrived(barrier, rank)
-                    ]
+                    absent = [rank for rank in ranks if not self._has_arrived(barrier, rank)]
                 else:  # only the rank that failed: others may still be on their way
                     absent = [departed.rank]
                 self.store.compare_set(result, "", json.dumps(absent))
             missing: list[int] = json.loads(self.store.get(result))
-            if is_last:  # read first: the store's server may exit right after `_confirm_result`
+            if is_last:  # read now: the store's server may exit once all have read the result
                 departure = self.departure()
                 self.failed_peer = None
                 if departure is not None and departure.rank != self._rank and departure.is_failure:
                     self.failed_peer = departure
             if missing or is_last:
-                self._confirm_result(barrier)
+                self.store.set(f"{barrier}/seen/{self._rank}", "yes")
+                arrived = (rank for rank in ranks if self._has_arrived(barrier, rank))
+                self._wait_until_seen(barrier, arrived)
         except RuntimeError:
             if not self._served_by_rank_zero or self._rank == 0:
                 raise
@@ -306,13 +305,6 @@ class Control:
 
     def _has_arrived(self, barrier: str, rank: int) -> bool:
         return self.is_set(f"{barrier}/{rank}")
-
-    def _confirm_result(self, barrier: str) -> None:
-        """Confirm that this rank has read the result; rank 0 waits until all that arrived have."""
-        self.store.set(f"{barrier}/seen/{self._rank}", "yes")
-        self._wait_until_seen(
-            barrier, (rank for rank in range(self._world_size) if self._has_arrived(barrier, rank))
-        )
 
     def _wait_until_seen(
         self,
