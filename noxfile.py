@@ -1,9 +1,8 @@
-"""What can be done with this repository: ``nox -l`` lists it, ``nox -s NAME`` does it.
+"""The tasks of this repository: ``nox -l`` lists them, ``nox -s NAME`` runs one.
 
-Every session installs the tested versions and no others: with ``constraints.txt``, and what tests and
-releases are made with by hash.
-A session runs on the Python that runs nox; ``nox -P 3.12 -s tests`` takes another one.
-What stands after ``--`` goes to the session's tool: ``nox -s tests -- -k retry``.
+Every session installs the versions in ``constraints.txt``; those for tests and releases are also locked by hash.
+A session runs on the Python that runs nox; ``nox -P 3.12 -s tests`` uses another one.
+Arguments after ``--`` go to the session's tool: ``nox -s tests -- -k retry``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ TESTS_LOCK = ROOT / "tests" / "requirements.txt"
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and formatting; ``-- --fix`` repairs what can be repaired."""
+    """Check style and formatting; ``-- --fix`` fixes what can be fixed."""
     _install(session, "ruff")
     session.run("ruff", "check", *session.posargs, ".")
     session.run("ruff", "format", *([] if "--fix" in session.posargs else ["--check"]), ".")
@@ -35,31 +34,31 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check the types of the package and of the usage samples in tests/typing."""
-    # mypy reads the code as Python 3.10 would run it, and there TOML is read with tomli.
+    # mypy checks the code for Python 3.10, where ddpsafe reads TOML with tomli.
     _install(session, ".[examples]", "mypy", "pytest", "types-psutil", "tomli")
     session.run("mypy", *session.posargs)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Build the wheel, install it, and run the tests against what was installed."""
+    """Build the wheel, install it, and run the tests against the installed package."""
     _run_tests(session)
 
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Run what ``tests`` leaves out: long loops, and further combinations of what it shows."""
+    """Run what ``tests`` leaves out: long loops, and more combinations."""
     _run_tests(session, "-m", "soak")
 
 
 def _run_tests(session: nox.Session, *options: str) -> None:
     find_version = "import sys; print(sys.version_info >= (3, 11))"
     if "True" in str(session.run("python", "-c", find_version, silent=True)):
-        # By hash, but torch, whose build for CPUs or for CUDA each machine gets from its own index.
+        # Locked by hash, except torch: each machine gets its build for CPU or CUDA from its own index.
         _install(session, "torch")
         session.install("--no-deps", "--require-hashes", "-r", str(TESTS_LOCK))
         session.install("--force-reinstall", "--no-deps", str(_build_wheel(session)))
-    else:  # some locked versions have left Python 3.10 behind
+    else:  # some locked versions do not support Python 3.10
         _install_wheel(session, extras="test,examples")
     _pytest(session, "pytest", *options, *session.posargs)
 
@@ -70,16 +69,16 @@ def _pytest(session: nox.Session, command: str, *options: str) -> None:
         arguments.append(str(ROOT / "tests"))
     workers: list[str] = []
     if not any(argument.startswith(("-n", "--numprocesses")) for argument in arguments):
-        # Most tests wait for processes of theirs, so more run at a time than there are cores.
+        # Most tests wait for processes that they started, so more run at a time than there are cores.
         workers = ["-n", "10", "--dist", "worksteal"]
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
-    # From an empty folder, neither the tests nor a process they start can import the checkout;
-    # --installed makes pytest refuse to run if they could.
+    # In an empty folder, neither the tests nor their processes can import the checkout;
+    # --installed makes pytest refuse to run if they can.
     session.chdir(_folder(session, "empty"))
     configured = [command, "-c", str(ROOT / "pyproject.toml"), "--installed"]
     is_external = command != "pytest"
     if workers:
-        # Compile the tests with their asserts once: all workers would, at the same time.
+        # pytest rewrites asserts and compiles each test file. Do so once, before all workers do at the same time.
         collect = [*arguments, "--collect-only", "-qq"]
         session.run(*configured, *collect, external=is_external, silent=True)
     session.run(*configured, *arguments, *workers, external=is_external)
@@ -94,16 +93,16 @@ CELLS = {
     "newest": ("3.13", "highest", ""),
     "python-3.14": ("3.14", "highest", ""),
 }
-"""Of the matrix: a Python, how uv chooses the versions of dependencies, and a torch."""
+"""The cells of the matrix: Python version, how uv chooses the dependencies, torch version."""
 
 
 @nox.session(venv_backend="none")
 @nox.parametrize("cell", [nox.param(cell, id=cell) for cell in CELLS])
 def matrix(session: nox.Session, cell: str) -> None:
-    """Look at every promise with other versions; needs uv, and 3 to 6 GB of wheels for each cell.
+    """Smoke-test every promise with other versions; needs uv, and 3 to 6 GB of wheels per cell.
 
     ``nox -s "matrix(lowest)"`` runs one cell. Each prints a line for docs/reference/versions.md.
-    ``-- --suite`` runs the tests as well, with pytest's options after it.
+    ``-- --suite`` also runs the tests; options after it go to pytest.
     """
     python, resolution, torch = CELLS[cell]
     folder = _folder(session, cell)
@@ -113,7 +112,7 @@ def matrix(session: nox.Session, cell: str) -> None:
     build = ["uv", "build", "--quiet", "--wheel", "--out-dir", str(folder), str(ROOT)]
     session.run(*build, external=True)
     (wheel,) = folder.glob("*.whl")
-    # The environment of the lowest versions is ddpsafe's alone: no tool of the tests raises one.
+    # Install ddpsafe's own dependencies first, so that no test tool raises a lowest version.
     listed = ["--requirements", str(ROOT / "pyproject.toml")]
     session.run(*uv, "--resolution", resolution, f"torch{torch}", *listed, external=True)
     session.run(*uv, "--no-deps", str(wheel), external=True)
@@ -138,7 +137,7 @@ def docs(session: nox.Session) -> None:
     built = ROOT / "docs" / "_build" / "html"
     release = nox.project.load_toml(ROOT / "pyproject.toml")["project"]["version"]
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", str(built / release))
-    # The folders of other versions stay; the front page is that of the version built last.
+    # Folders of other versions stay; the front page leads to the version that was built last.
     front = f'<!doctype html><meta http-equiv="refresh" content="0; url={release}/index.html">\n'
     (built / "index.html").write_text(front, encoding="utf-8")
     tests = str(ROOT / "tests" / "docs")
@@ -149,14 +148,14 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build what is published, twice, compare and check it, and write the bill of materials."""
+    """Build the release files twice, compare and check them, and write the bill of materials."""
     session.install("--require-hashes", "-r", str(BUILD_LOCK))
     session.run("python", str(ROOT / ".github" / "build.py"), str(ROOT / "dist"))
 
 
 @nox.session(venv_backend="none")
 def lock(session: nox.Session) -> None:
-    """Write the files with hashes again, from constraints.txt; needs uv."""
+    """Regenerate the lock files from constraints.txt; needs uv."""
     without_torch = _folder(session, "lock") / "excludes.txt"
     without_torch.write_text("torch\n", encoding="utf-8")
     tests = ["--universal", "--python-version", "3.11", "--excludes", str(without_torch)]
@@ -175,7 +174,7 @@ def lock(session: nox.Session) -> None:
 def frameworks(session: nox.Session) -> None:
     """Run the recipes of docs/how-to/frameworks.md, and check templates against their schemas."""
     _install_wheel(session, extras="test,frameworks")
-    # SageMaker's API is data of botocore's; what botocore runs with, in versions of years ago, is not
+    # SageMaker's API is a data file in botocore. Its dependencies, pinned to years-old versions, are not
     # needed to read it.
     session.install("--no-deps", "botocore==1.43.117", "jmespath==1.1.0")
     tests = [
@@ -190,7 +189,7 @@ def frameworks(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run every benchmark, or those named after ``--``."""
+    """Run every benchmark, or those given after ``--``."""
     _install_wheel(session, extras="examples")
     for script in session.posargs or sorted(str(path) for path in ROOT.glob("benchmarks/*.py")):
         session.run("python", script)
@@ -219,18 +218,18 @@ def _build_wheel(session: nox.Session) -> Path:
 def _install_wheel(session: nox.Session, *, extras: str) -> None:
     wheel = _build_wheel(session)
     _install(session, f"ddpsafe[{extras}] @ {wheel.as_uri()}")
-    # The version number is the same from one edit to the next, so pip would keep the old files.
+    # The version number does not change between edits, so pip would keep the old files.
     session.install("--force-reinstall", "--no-deps", str(wheel))
 
 
 def _folder(session: nox.Session, name: str) -> Path:
-    folder = ROOT / session.cache_dir / session.name / name  # also after a chdir
+    folder = ROOT / session.cache_dir / session.name / name  # absolute, since sessions call chdir
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def _absolute(argument: str) -> str:
-    """Anchor a test's path in the checkout; leave every other argument alone."""
+    """Make a test's path absolute; leave every other argument alone."""
     path = argument.partition("::")[0]
     is_path = not path.startswith("-") and (ROOT / path).exists()
     return str(ROOT / argument) if is_path else argument
