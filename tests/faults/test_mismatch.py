@@ -30,7 +30,7 @@ def test_another_collective(tmp_path: Path, ranks: int, culprit: int) -> None:
         **BY_TIMEOUT,
     )
     require_hang(error, culprit)
-    assert "entered another collective than the others" in str(error)
+    assert "entered a different collective than the others" in str(error)
     assert "all_gather number 2 " in str(error)
     assert "all_reduce number 2 " in str(error)
     names = require_places(error, range(ranks))

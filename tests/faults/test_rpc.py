@@ -35,5 +35,5 @@ def test_a_rank_that_hangs_in_a_call(tmp_path: Path) -> None:
         within_s=RPC_S + HANG_S,
     )
     require_hang(error, 1)
-    assert "was executing a call of another rank at " in str(error)
+    assert "was executing an RPC call from another rank at " in str(error)
     assert " in hang, " in str(error)

@@ -947,7 +947,7 @@ IN_FLIGHT: Final = [
         "error-out-of-place",
         RAISED,
         "user-error",
-        says=("label 7", "still handled it at t.py:9 in upload"),
+        says=("label 7", "was still handling it at t.py:9 in upload"),
     ),
     row(
         "hangs in its finally, and the recorder is off",
@@ -1300,7 +1300,7 @@ PLACES: Final = [
         "mismatch",
         HUNG,
         "hang",
-        says=("entered another collective than the others", "all_gather number 2"),
+        says=("entered a different collective than the others", "all_gather number 2"),
     ),
     row(
         "came apart earlier: the number of the hindmost decides",
@@ -1488,7 +1488,7 @@ LATE_RANKS: Final = [
         "late",
         HUNG,
         "hang",
-        says=("came 1.9 s after the others to all_reduce number 2",),
+        says=("entered all_reduce number 2 of shape [8] 1.9 s after the others",),
     ),
     row(
         "comes after the others have given up and still waits there",
@@ -1510,8 +1510,8 @@ LATE_RANKS: Final = [
         HUNG,
         "hang",
         says=(
-            "came 1.6 s after the first rank to all_reduce number 2",
-            "; rank 1 came 1.1 s after it",
+            "entered all_reduce number 2 of shape [8] 1.6 s after the first rank",
+            "; rank 1 entered it 1.1 s after the first rank",
         ),
         facts=(("missing_ranks", (2, 1)),),
     ),
@@ -1674,7 +1674,7 @@ POINT_TO_POINT: Final = [
         "in-rpc",
         HUNG,
         "hang",
-        says=("was executing a call of another rank at t.py:9 in load",),
+        says=("was executing an RPC call from another rank at t.py:9 in load",),
     ),
     row(
         "is killed after a connection of the script's own to it broke",
@@ -1973,7 +1973,7 @@ def conclude_first(rows: list[Row], folder: Path) -> ddpsafe.LaunchError:
 
 def test_the_page_has_the_table_of_rules() -> None:
     """What docs/explanation/how-a-launch-works.md says of the rules is what the code has."""
-    lines = ["| rule | what is seen of a rank | why it is the root cause |", "|---|---|---|"]
+    lines = ["| rule | the rank … | why it is the root cause |", "|---|---|---|"]
     lines += [f"| `{rule.name}` | {rule.sign} | {rule.why} |" for rule in RULES]
     page = Path(__file__).parents[2] / "docs" / "explanation" / "how-a-launch-works.md"
     assert "\n".join(lines) in page.read_text(encoding="utf-8"), "\n".join(lines)

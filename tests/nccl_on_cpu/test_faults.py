@@ -102,7 +102,7 @@ def test_other_collective_under_one_number_is_named(tmp_path: Path) -> None:
     error = fails(tmp_path, words, "abort")
     assert isinstance(error, ddpsafe.CollectiveTimeoutError)
     assert error.missing_ranks == (1,)
-    assert "entered another collective" in str(error)
+    assert "entered a different collective" in str(error)
 
 
 def test_rank_that_raises_is_named_though_the_others_abort(tmp_path: Path) -> None:

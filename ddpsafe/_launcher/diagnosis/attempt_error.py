@@ -1,4 +1,4 @@
-"""The error of a failed attempt: its class, its text with cause and advice, its facts."""
+"""Make the error of a failed attempt: its class, its message with cause and advice, its facts."""
 
 from __future__ import annotations
 
@@ -56,16 +56,17 @@ if TYPE_CHECKING:
     from ddpsafe._wire.messages import Raised, RankOutcome
 
 _MAX_MESSAGE: Final = 1_000
+_MAX_NATIVE_TEXT: Final = 400
 _LOG_MARGIN_S: Final = 60.0
-"""The kernel's log is read from so long before the attempt: a GPU may fail before a rank notices."""
-_MAX_LINE: Final = 400
+"""The kernel's log is read from this long before the attempt: a GPU may fail before a rank notices."""
 _UNKNOWN_CODE: Final = 255
-"""What `multiprocessing` says of a process whose fork server has gone."""
+"""The exit code that `multiprocessing` gives for a process whose fork server has exited."""
 
-_LAST_LINES: Final = 8
-_LAST_COMPLAINT: Final = 4
+_STDERR_LINES: Final = 8
+_TRACEBACK_LINES: Final = 4
+_STDERR_WIDTH: Final = 160
 _SHOWN_RANKS: Final = 16
-_WIDTH: Final = 100
+_SUMMARY_WIDTH: Final = 100
 _FRAME: Final = re.compile(r'^\s*File "(?P<file>.+)", line \d+ in ')
 
 _BY_KIND: Final[dict[FailureKind, Advice]] = {
@@ -78,8 +79,8 @@ _BY_KIND: Final[dict[FailureKind, Advice]] = {
         "lower the batch size, num_workers or prefetch_factor, or raise the memory limit.",
     ),
     "network": (
-        "a connection that this rank had opened itself broke; that may pass.",
-        'see which address it talked to; RetryPolicy(on={"network"}) tries again.',
+        "a connection that this rank had opened itself broke; that may be temporary.",
+        'see which address it connected to; RetryPolicy(on={"network"}) tries again.',
     ),
     "startup-network": (
         "the ranks could not be connected.",
@@ -95,7 +96,7 @@ _BY_KIND: Final[dict[FailureKind, Advice]] = {
     ),
     "hang": (
         "a collective timed out: a rank did not take part in it, or took part in another one.",
-        "compare where the ranks were; call the same collectives, in the same order, everywhere.",
+        "compare where the ranks were; call the same collectives in the same order on every rank.",
     ),
     "unpicklable": (
         "the value cannot be sent to another process.",
@@ -125,14 +126,14 @@ _BY_SIGNAL: Final[dict[int, Advice]] = {
         "enlarge it (docker run --shm-size=8g, or an emptyDir of medium Memory).",
     ),
     int(signal.SIGABRT): (
-        "native code gave up: a failed assertion, or collectives of different sizes under gloo.",
+        "native code aborted: a failed assertion, or collectives of different sizes under gloo.",
         "read the end of the log below; compare the shapes that the ranks pass.",
     ),
 }
 
 _ON_THE_GPU: Final[Advice] = (
     "a kernel failed on the GPU: an index out of range, a bug in a kernel, or the GPU itself.",
-    "CUDA_LAUNCH_BLOCKING=1 shows the line; look for an Xid in dmesg if it is another one each time.",
+    "CUDA_LAUNCH_BLOCKING=1 shows the line; if the line changes from run to run, look for an Xid in dmesg.",
 )
 
 _BY_TOPIC: Final[dict[Topic, Advice]] = {
@@ -143,7 +144,7 @@ _BY_TOPIC: Final[dict[Topic, Advice]] = {
     ),
     "worker-exit": (
         "code in a DataLoader worker called sys.exit() or os._exit(), or the worker could not start.",
-        "read what the worker wrote; num_workers=0 shows an error of the dataset itself.",
+        "read the worker's output; num_workers=0 shows an error of the dataset itself.",
     ),
 }
 
@@ -153,8 +154,8 @@ _INTERRUPTED: Final[Advice] = (
 )
 
 _RECURSION: Final[Advice] = (
-    "endless recursion: the stack at the crash is one function, or a few, again and again.",
-    "end the recursion of the function in the log below, or make it a loop.",
+    "endless recursion: the stack at the crash repeats one function, or a few.",
+    "give the function in the log below an end to its recursion, or make it a loop.",
 )
 
 _IN_A_CYCLE: Final[Advice] = (
@@ -163,7 +164,7 @@ _IN_A_CYCLE: Final[Advice] = (
 )
 
 _KILLED_FOR_MEMORY: Final[Advice] = (
-    "the kernel's out-of-memory killer: the cgroup counts a kill during this attempt.",
+    "the kernel's out-of-memory killer: the cgroup counted a kill during this attempt.",
     "lower num_workers or the batch size, or raise the limit; dmesg on {host} names the process.",
 )
 
@@ -173,8 +174,8 @@ _OTHER_SIGNAL: Final[Advice] = (
 )
 
 _IN_KERNEL: Final[Advice] = (
-    "a disk, a mount or a device on {host} does not answer. Until it does, not even SIGKILL ends it.",
-    "look at dmesg and the mount on {host}; keep the data where it answers.",
+    "a disk, mount or device on {host} does not respond; until it does, not even SIGKILL ends the rank.",
+    "look at dmesg and the mounts on {host}; move the data to storage that responds.",
 )
 
 _DOING: Final = {
@@ -188,16 +189,16 @@ _DOING: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedAttempt:
-    """What is known about an attempt that did not end well, in the forms that errors need.
+    """What is known about a failed attempt, with the phrases that its errors share.
 
     Attributes:
         outcomes: What became of each rank, by rank.
-        ending: Why the watch ended.
+        ending: Why the launcher stopped watching the ranks.
         attempt: The attempt, counted from 1.
-        retry: Which failures get another attempt, and how many.
+        retry: Which failures are retried, and how often.
         run_dir: Where the logs are.
-        oom_kills: Processes that the kernel killed for memory during the attempt.
-        timeouts: The deadlines it had.
+        oom_kills: How many processes the kernel killed for memory during the attempt.
+        timeouts: The timeouts that the attempt had.
         nnodes: Number of nodes.
     """
 
@@ -211,17 +212,14 @@ class EndedAttempt:
     nnodes: int = 1
 
     def when(self, kind: FailureKind) -> str:
-        """Say at which attempt and after how long it ended.
-
-        The number of attempts is told only where a failure of that kind gets more than one: of one
-        that is never retried, "attempt 1 of 3" reads as if two more came.
-        """
-        counts = self.retry.attempts > 1 and (self.attempt > 1 or kind in self.retry.on)
-        number = f"attempt {self.attempt}" + (f" of {self.retry.attempts}" if counts else "")
+        """Return which attempt it was and after how long it ended."""
+        # If this kind is never retried, "attempt 1 of 3" would promise two more attempts.
+        shows_total = self.retry.attempts > 1 and (self.attempt > 1 or kind in self.retry.on)
+        number = f"attempt {self.attempt}" + (f" of {self.retry.attempts}" if shows_total else "")
         return f"{number}, after {self.ending.waited_s:.1f} s"
 
     def limit(self, field: str) -> str:
-        """Name a timeout with its value, as it is written in a configuration."""
+        """Return a timeout with its value, as in a configuration."""
         value = getattr(self.timeouts, field)
         if value == "auto":
             longest = self.ending.progress
@@ -233,7 +231,7 @@ class EndedAttempt:
         return f"timeouts.{field} ({show_duration(value)})"
 
     def name(self, outcome: RankOutcome) -> str:
-        """Name a rank with the number of ranks, and with its node if there are several."""
+        """Return a rank's name with the world size, and with its node if there are several."""
         size = f"world_size {len(self.outcomes)}"
         if self.nnodes == 1:
             return f"rank {outcome.rank} ({size})"
@@ -241,18 +239,18 @@ class EndedAttempt:
         return f"rank {outcome.rank} ({at}, {size})"
 
     def place(self, outcome: RankOutcome, kind: FailureKind) -> str:
-        """Say where a rank was, what it did, and when it was over."""
+        """Return on which host a rank was, in which phase, and when the attempt ended."""
         return f"on {outcome.hostname} while {_DOING[outcome.phase]}, {self.when(kind)}"
 
     def log_of(self, outcome: RankOutcome) -> Path | str:
-        """Return where to read on: what the rank wrote, or the report on all ranks if it is silent."""
-        if outcome.said is not None:  # on another host
+        """Return the rank's log, or the run directory if the rank wrote nothing."""
+        if outcome.said is not None:  # its log is on another host
             return f"{outcome.hostname}:{outcome.stderr or self.run_dir}"
         log = Path(outcome.stderr) if outcome.stderr else None
         return log if log is not None and log.exists() and log.stat().st_size else self.run_dir
 
     def facts(self) -> dict[str, Any]:
-        """Return what every `LaunchError` carries."""
+        """Return the attributes of every `LaunchError`."""
         return {
             "attempt": self.attempt,
             "attempts": self.retry.attempts,
@@ -261,7 +259,7 @@ class EndedAttempt:
         }
 
     def rank_facts(self, root: RankOutcome) -> dict[str, Any]:
-        """Return what every `RankFailedError` carries."""
+        """Return the attributes of every `RankFailedError`."""
         return {
             **self.facts(),
             "rank": root.rank,
@@ -272,7 +270,7 @@ class EndedAttempt:
         }
 
     def timeout_facts(self, missing: Iterable[RankOutcome], waited_s: float) -> dict[str, Any]:
-        """Return what every `LaunchTimeoutError` carries."""
+        """Return the attributes of every `LaunchTimeoutError`."""
         stacks = {rank: where(outcome) for rank, outcome in self.outcomes.items()}
         return {
             **self.facts(),
@@ -283,7 +281,7 @@ class EndedAttempt:
 
 
 def conclude(ended: EndedAttempt) -> LaunchError:
-    """Turn a failed attempt into the error to raise, with its cause attached."""
+    """Return the error to raise for a failed attempt, with the rank's exception as its cause."""
     if ended.ending.reason == "rendezvous":
         return _not_all_joined(ended)
     cause = find_root_cause(
@@ -293,7 +291,7 @@ def conclude(ended: EndedAttempt) -> LaunchError:
         return _too_long(ended, cause)
     conclusion = cause.conclusion
     if conclusion.is_start_likelier and _find_early(ended):
-        return _not_all_joined(ended)  # a rank's own clock ran out a moment before ours
+        return _not_all_joined(ended)  # a rank's own timeout ended just before the launcher's
     proof = ended.ending.proof
     has_broken = conclusion.error is RankFailedError and conclusion.blames != "nothing"
     if proof is not None and not has_broken:
@@ -302,13 +300,13 @@ def conclude(ended: EndedAttempt) -> LaunchError:
 
 
 def unloadable(ended: EndedAttempt, rank: int, exc: Exception) -> RankFailedError:
-    """Return the error of an attempt that ended well, but for a value that cannot be loaded."""
+    """Return the error of an attempt in which only the loading of a returned value failed."""
     root = ended.outcomes[rank]
     message = Explanation(
         f"what {ended.name(root)} returned on {root.hostname}, {ended.when('unpicklable')}, "
         "cannot be loaded here: "
         f"{type(exc).__name__}: {clip(str(exc), _MAX_MESSAGE)}",
-        cause="it holds something that exists in the rank only, such as a process group.",
+        cause="it contains something that exists only in the rank, such as a process group.",
         fix="return plain data: numbers, strings, tensors, state dicts.",
         logs=ended.run_dir,
     )
@@ -320,10 +318,10 @@ def _broke(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         return _killed(ended, cause)
     if cause.root.raised is not None and cause.root.raised.exit_code is None:
         raised = cause.root.raised
-        # No rank is hanging, so this exception counts even though a peer's failure triggered it.
-        return _raised(
-            ended, cause, replace(raised, origin="own") if raised.wraps_peer_error else raised
-        )
+        if raised.wraps_peer_error:
+            # No rank hangs, so this exception counts even though a peer's failure triggered it.
+            raised = replace(raised, origin="own")
+        return _raised(ended, cause, raised)
     return _exited(ended, cause)
 
 
@@ -334,24 +332,26 @@ def _raised(ended: EndedAttempt, cause: RootCause, raised: Raised) -> LaunchErro
     if topic is not None:
         likely, fix = _BY_TOPIC[topic]
     text = raised.message
-    if raised.explanation is not None:  # an error of ddpsafe's own brings its advice along
+    if raised.explanation is not None:  # an error of ddpsafe has its own advice
         text = "\n".join([raised.explanation.what, *raised.explanation.details])
         likely, fix = raised.explanation.cause or likely, raised.explanation.fix or fix
-    at = [f"at {raised.where}"] if raised.where else []
+    details = [f"at {raised.where}"] if raised.where else []
     if not raised.final and root.stack and root.in_collective is False:
-        at.append(f"still handled it at {root.stack}, in an except or a finally")
-    at += [raised.dead_worker] if raised.dead_worker else []
-    at += [f"held: {raised.held}"] if raised.held else []
-    at += _gpus.read_errors(ended.ending.waited_s + _LOG_MARGIN_S) if kind == "hardware" else []
-    at += (
-        [f"on top of it, in an except or a finally: {raised.hidden_by}"] if raised.hidden_by else []
-    )
-    said = f": {clip(text, _MAX_MESSAGE)}" if text else "."
+        details.append(f"was still handling it at {root.stack}, in an except or a finally")
+    if raised.dead_worker:
+        details.append(raised.dead_worker)
+    if raised.held:
+        details.append(f"held: {raised.held}")
+    if kind == "hardware":
+        details += _gpus.read_errors(ended.ending.waited_s + _LOG_MARGIN_S)
+    if raised.hidden_by:
+        details.append(f"on top of it, in an except or a finally: {raised.hidden_by}")
+    shown = f": {clip(text, _MAX_MESSAGE)}" if text else "."
     message = Explanation(
-        f"{ended.name(root)} raised {raised.type_name} {ended.place(root, kind)}{said}",
+        f"{ended.name(root)} raised {raised.type_name} {ended.place(root, kind)}{shown}",
         cause=likely,
         fix=fix,
-        details=[*at, *others(ended.outcomes.values(), cause)],
+        details=[*details, *others(ended.outcomes.values(), cause)],
         logs=ended.log_of(root),
     )
     error = RankRaisedError(message, **ended.rank_facts(root), kind=kind)
@@ -370,69 +370,62 @@ def _killed(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         likely, fix = _RECURSION
     how = f"killed by {root.signal_name}"
     if root.native is not None:
-        how, number = f"ended by native code ({root.native.text[:_MAX_LINE]})", signal.SIGABRT
+        how, number = (
+            f"ended by native code ({root.native.text[:_MAX_NATIVE_TEXT]})",
+            signal.SIGABRT,
+        )
         if root.native.kind is not None:
             kind = root.native.kind
             likely, fix = _BY_KIND[kind]
             if kind == "user-error":
                 likely, fix = _ON_THE_GPU
+    details = [*last_output(root), *others(ended.outcomes.values(), cause)]
+    if number == signal.SIGABRT:  # gloo aborts if the ranks pass different shapes
+        details += positions([out for out in ended.outcomes.values() if out.position is not None])
     message = Explanation(
         f"{ended.name(root)} was {how} {ended.place(root, kind)}.",
         cause=likely,
         fix=fix.format(host=root.hostname),
-        details=[
-            *last_output(root),
-            *others(ended.outcomes.values(), cause),
-            *_shapes(ended, number),
-        ],
+        details=details,
         logs=ended.log_of(root),
     )
     return RankKilledError(message, **ended.rank_facts(root), exit_code=128 + number, kind=kind)
 
 
-def _shapes(ended: EndedAttempt, signum: int) -> list[str]:
-    """Show the collectives of the others where gloo may have aborted over their shapes."""
-    if signum != signal.SIGABRT:
-        return []
-    return positions([out for out in ended.outcomes.values() if out.position is not None])
-
-
 def _exited(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     root, raised = cause.root, cause.root.raised
     code = root.exit_code or 0
-    called = "sys.exit() or os._exit() was called in the rank"
+    likely = "sys.exit() or os._exit() was called in the rank"
     fix = "return from the function to end a rank with success; raise an exception to report a failure."
     if raised is not None and raised.exit_code is not None:
         code = raised.exit_code
-        called = f"{raised.type_name} was raised at {raised.where or 'an unknown line'}"
+        likely = f"{raised.type_name} was raised at {raised.where or 'an unknown line'}"
         if not raised.message.isdigit() and raised.message:
-            called += f": {clip(raised.message, _MAX_MESSAGE)}"
+            likely += f": {clip(raised.message, _MAX_MESSAGE)}"
         if raised.handled:
-            called += f", while it handled {raised.handled}"
-            fix = "fix that line; let the exception through, and its traceback is shown."
+            likely += f", while it handled {raised.handled}"
+            fix = "fix that line; if you let the exception through, its traceback is shown."
     elif root.exit_code is None:
         message = Explanation(
             f"{ended.name(root)} ended before its function returned, "
             f"{ended.place(root, 'user-error')}; its exit status is unknown.",
-            cause="a handler of SIGCHLD, or an os.wait(), in the launching program collected the exit "
-            "status before ddpsafe could.",
-            fix="let it wait for its own children only: os.waitpid(pid, …).",
+            cause="a SIGCHLD handler or an os.wait() in the launching program collected the exit status "
+            "before ddpsafe could.",
+            fix="let it wait only for its own children: os.waitpid(pid, …).",
             details=[*last_output(root), *others(ended.outcomes.values(), cause)],
             logs=ended.log_of(root),
         )
         return RankExitedError(message, **ended.rank_facts(root), exit_code=1)
     elif root.phase == "starting":
-        called = "the script failed while the new process imported it; its output stands above"
-        fix = "fix what the traceback above says; a rank imports the script from its first line."
+        likely = "the script failed while the new process imported it; its output is above"
+        fix = "fix the error in the traceback above; a rank imports the script from its first line."
     elif root.stderr is not None and unreported_mark(root.stderr).exists():
         what = "the error below" if code else "the function returned"
-        called = f"{what}; the script had closed the pipe on which it is reported (os.closerange?)"
-        fix = (
-            "close only what the script has opened, and fix the line of the error if there is one."
-        )
+        likely = f"{what}; the script had closed the pipe on which it is reported (os.closerange?)"
+        fix = "close only what the script has opened, and fix the error below if there is one."
     elif code == _UNKNOWN_CODE:
-        called += ", or Python's fork server was killed, and with it the exit status of its ranks"
-    likely = f"{called}."
+        likely += ", or Python's fork server was killed, so the exit codes of its ranks are lost"
+    likely += "."
     if code == 128 + signal.SIGINT and raised is not None and not raised.handled:
         likely, fix = _INTERRUPTED
         at = f" at {raised.where}" if raised.where else ""
@@ -453,7 +446,7 @@ def _exited(ended: EndedAttempt, cause: RootCause) -> LaunchError:
 
 
 def _returned(ended: EndedAttempt, cause: RootCause) -> LaunchError:
-    """Return the error of a rank that returned while others waited for it."""
+    """Return the error of a rank that returned while others still waited for it."""
     root = cause.root
     waiting = [outcome.rank for outcome in ended.outcomes.values() if outcome.status != "returned"]
     likely, fix = cause.conclusion.advice
@@ -473,22 +466,21 @@ def _returned(ended: EndedAttempt, cause: RootCause) -> LaunchError:
 
 
 def _kept_waiting(ended: EndedAttempt, cause: RootCause) -> LaunchError:
-    """Return the error of a wait that timed out, or will: it names whom the others waited for."""
+    """Return the error of a wait that timed out or never ends; it names the rank waited for."""
     outcomes, conclusion = ended.outcomes.values(), cause.conclusion
-    # A barrier and a rendezvous that timed out have errors of their own.
     cls: type[LaunchTimeoutError] = next(
         (
             own
             for own in (RendezvousTimeoutError, BarrierTimeoutError)
-            if any(_has_timed_out(outcome, own) for outcome in outcomes)
+            if any(_has_raised(outcome, own) for outcome in outcomes)
         ),
         CollectiveTimeoutError,
     )
     if conclusion.blames == "nothing":
-        waited = [out.raised for out in outcomes if _has_timed_out(out, BarrierTimeoutError)]
-        told = [raised.explanation for raised in waited if raised and raised.explanation]
-        if told:
-            return _not_all_came(ended, told)
+        at_barriers = [out.raised for out in outcomes if _has_raised(out, BarrierTimeoutError)]
+        texts = [raised.explanation for raised in at_barriers if raised and raised.explanation]
+        if texts:
+            return _waited_at_barriers(ended, texts)
     if conclusion.blames == "gpu":
         return _stuck_on_gpu(ended, cause, cls)
     root = cause.root
@@ -506,7 +498,9 @@ def _kept_waiting(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     awaited = ""
     if goal is not None:
         awaited = f"; {ranks_text(waiting)} {_were(waiting)} waiting for it in {goal}"
-    awaited += "".join(f"; rank {rank} came {late[rank]:.1f} s after it" for rank in also_late)
+    awaited += "".join(
+        f"; rank {rank} entered it {late[rank]:.1f} s after the first rank" for rank in also_late
+    )
     kind: FailureKind = (
         _kind_of_join(ended) if cls is RendezvousTimeoutError else conclusion.kind or "hang"
     )
@@ -531,12 +525,16 @@ _MAKERS: Final[dict[type[LaunchError], Callable[[EndedAttempt, RootCause], Launc
 
 
 def _proved(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> LaunchError:
-    """Return the error of ranks that wait for ever: the proof stands before where the ranks were."""
+    """Return the error of a proven deadlock: the proof, then where the ranks were."""
+    proof_lines = [
+        "this is a deadlock, so ddpsafe did not wait for a timeout:",
+        *(f"| {each}" for each in proof.lines()),
+    ]
     if proof.reason != "cycle":
-        has_left = cause.conclusion.error is RankLeftEarlyError
-        error = (_returned if has_left else _kept_waiting)(ended, cause)
-        told = error.explanation
-        error.explanation = replace(told, details=(*_told(proof), *told.details))
+        has_returned = cause.conclusion.error is RankLeftEarlyError
+        error = (_returned if has_returned else _kept_waiting)(ended, cause)
+        found = error.explanation
+        error.explanation = replace(found, details=(*proof_lines, *found.details))
         return error
     likely, fix = _IN_A_CYCLE
     message = Explanation(
@@ -544,19 +542,12 @@ def _proved(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> LaunchErr
         f"collectives of different groups, {ended.when('hang')}.",
         cause=likely,
         fix=fix,
-        details=[*_told(proof), *positions(ended.outcomes.values())],
+        details=[*proof_lines, *positions(ended.outcomes.values())],
         logs=ended.run_dir,
     )
     missing = [ended.outcomes[rank] for rank in proof.ranks]
     facts = ended.timeout_facts(missing, ended.ending.waited_s)
     return CollectiveTimeoutError(message, **facts, kind="hang")
-
-
-def _told(proof: Deadlock) -> list[str]:
-    return [
-        "this is a deadlock, so ddpsafe did not wait for a timeout:",
-        *(f"| {each}" for each in proof.lines()),
-    ]
 
 
 def _were(ranks: list[int]) -> str:
@@ -566,16 +557,17 @@ def _were(ranks: list[int]) -> str:
 def _stuck_on_gpu(
     ended: EndedAttempt, cause: RootCause, cls: type[LaunchTimeoutError]
 ) -> LaunchError:
-    """Return the error of a collective that all its ranks have queued, and that does not end."""
+    """Return the error of a collective that all its ranks have queued but that does not end."""
     stuck = find_stuck_on_gpu(cause.evidence)
-    at = {out.rank: each for out, each in stuck}  # they may have queued another group's since
+    # Not the newest of each rank, which may have queued collectives of another group since.
+    at = {out.rank: each for out, each in stuck}
     started = [rank for rank, each in at.items() if each.state == "started"]
     queued = [rank for rank in at if rank not in started]
     details = [
         *positions(ended.outcomes.values()),
         *_gpus.read_errors(ended.ending.waited_s + _LOG_MARGIN_S),
     ]
-    if started and queued:  # told with TORCH_NCCL_ENABLE_TIMING=1 only
+    if started and queued:  # known only with TORCH_NCCL_ENABLE_TIMING=1
         details = [f"on the GPU of {ranks_text(queued)} it has not even started", *details]
     likely, fix = cause.conclusion.advice
     does = cause.conclusion.did.format(newest=stuck[0][1])
@@ -589,9 +581,9 @@ def _stuck_on_gpu(
     return cls(message, **ended.timeout_facts([], ended.ending.waited_s), kind="hang")
 
 
-def _not_all_came(ended: EndedAttempt, told: list[Explanation]) -> LaunchError:
-    """Say at which barriers the ranks waited; none of them is known to hang."""
-    first, *others = told
+def _waited_at_barriers(ended: EndedAttempt, texts: list[Explanation]) -> LaunchError:
+    """Return the error of ranks that timed out at barriers while none is known to hang."""
+    first, *others = texts
     message = Explanation(
         f"{first.what} ({ended.when('hang')})",
         cause=first.cause,
@@ -602,13 +594,12 @@ def _not_all_came(ended: EndedAttempt, told: list[Explanation]) -> LaunchError:
         ],
         logs=ended.run_dir,
     )
-    away = [out for out in ended.outcomes.values() if not _has_timed_out(out, BarrierTimeoutError)]
-    facts = ended.timeout_facts(away, ended.ending.waited_s)
+    absent = [out for out in ended.outcomes.values() if not _has_raised(out, BarrierTimeoutError)]
+    facts = ended.timeout_facts(absent, ended.ending.waited_s)
     return BarrierTimeoutError(message, **facts, kind="hang")
 
 
-def _has_timed_out(outcome: RankOutcome, cls: type[LaunchTimeoutError]) -> bool:
-    """Tell whether a rank raised that error of ddpsafe's."""
+def _has_raised(outcome: RankOutcome, cls: type[LaunchTimeoutError]) -> bool:
     return outcome.raised is not None and outcome.raised.setting == cls.setting
 
 
@@ -620,17 +611,17 @@ def _advice_on_hang(cause: RootCause) -> Advice:
 
 
 def _not_all_joined(ended: EndedAttempt) -> LaunchError:
-    """Return the error of ranks that never joined."""
-    early = _find_early(ended)
-    # Ranks that have come wait in "joining" for the others: they are not the missing ones.
-    missing = early or [out for out in ended.outcomes.values() if out.phase == "joining"]
+    """Return the error of ranks that did not join."""
+    # Ranks that wait for these are in "joining" too, so they are named only if no rank is earlier.
+    missing = _find_early(ended) or [
+        out for out in ended.outcomes.values() if out.phase == "joining"
+    ]
     names = ranks_text(outcome.rank for outcome in missing)
     message = Explanation(
         f"{names} (world_size {len(ended.outcomes)}) did not join within "
         f"{ended.limit('rendezvous')}, {ended.when(_kind_of_join(ended))}.",
         cause="slow imports, work at the top of the script, or a rank that hangs before it joins.",
-        fix="move heavy work below the main guard or into the function, or raise "
-        "timeouts.rendezvous.",
+        fix="move heavy work below the main guard or into the function, or raise timeouts.rendezvous.",
         details=[f"rank {out.rank} was {_DOING[out.phase]} {where(out)}" for out in missing],
         logs=ended.run_dir,
     )
@@ -639,18 +630,19 @@ def _not_all_joined(ended: EndedAttempt) -> LaunchError:
 
 
 def _kind_of_join(ended: EndedAttempt) -> FailureKind:
-    """Tell a start that failed from a function that has begun, which must not run twice unasked."""
-    begun = any(outcome.phase in ("running", "leaving") for outcome in ended.outcomes.values())
-    return "hang" if begun else "startup-network"
+    """Return the kind of a join that failed."""
+    # Startup kinds are retried by default, which is safe only before the function has run.
+    has_run = any(outcome.phase in ("running", "leaving") for outcome in ended.outcomes.values())
+    return "hang" if has_run else "startup-network"
 
 
 def _find_early(ended: EndedAttempt) -> list[RankOutcome]:
-    """Return the ranks that had not come as far as to join."""
+    """Return the ranks that had not yet begun to join."""
     return [out for out in ended.outcomes.values() if out.phase in ("starting", "loading")]
 
 
 def _too_long(ended: EndedAttempt, cause: RootCause) -> LaunchError:
-    """Return the error of an attempt that took too long, or made no step for too long."""
+    """Return the error of an attempt that exceeded `timeouts.attempt` or `timeouts.progress`."""
     running = [
         outcome for outcome in ended.outcomes.values() if outcome.status in ("running", "stopped")
     ]
@@ -663,8 +655,8 @@ def _too_long(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         _advice_on_hang(cause)
         if blames_one
         else (
-            "the work takes longer than the deadline, or a rank hangs.",
-            f"see where the ranks were; raise timeouts.{setting} if they were at work.",
+            "the work takes longer than the timeout, or a rank hangs.",
+            f"see where the ranks were; if they were busy, raise timeouts.{setting}.",
         )
     )
     message = Explanation(
@@ -683,14 +675,14 @@ def _too_long(ended: EndedAttempt, cause: RootCause) -> LaunchError:
 
 
 def where(outcome: RankOutcome) -> str:
-    """Say where a rank was: the line that raised, or the line it was at when it was asked."""
+    """Return where a rank was: the line that raised, or the line it was at when it was asked."""
     if outcome.raised is None or outcome.state == psutil.STATUS_STOPPED:
         return outcome.stack
     return outcome.raised.where
 
 
 def others(outcomes: Iterable[RankOutcome], cause: RootCause) -> list[str]:
-    """Name the ranks that failed because of the one that broke, or beside it."""
+    """Return a line for each rank that failed because of the one that broke, or was stopped."""
     because = f"failed because of rank {cause.root.rank}"
     lines = [
         f"rank {out.rank} {'also failed' if is_own_fault(out) else because}: {first_line(out)}"
@@ -705,18 +697,18 @@ def others(outcomes: Iterable[RankOutcome], cause: RootCause) -> list[str]:
 
 
 def first_line(outcome: RankOutcome) -> str:
-    """Say in a line how a rank failed."""
+    """Return in one line how a rank failed."""
     raised = outcome.raised
     if raised is None and outcome.native is not None:
-        return outcome.native.text[:_WIDTH]
+        return outcome.native.text[:_SUMMARY_WIDTH]
     if raised is None:
         return outcome.status if outcome.signal_name is None else f"killed by {outcome.signal_name}"
     text = without_source(f"{raised.type_name}: {raised.message}".splitlines()[0])
-    return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
+    return text if len(text) <= _SUMMARY_WIDTH else text[: _SUMMARY_WIDTH - 1] + "…"
 
 
 def positions(outcomes: Iterable[RankOutcome]) -> list[str]:
-    """Say of each rank where it was, in the code and in the sequence of collectives."""
+    """Return a line for each rank: where it was in the code and in the sequence of collectives."""
     lines = []
     for outcome in list(outcomes)[:_SHOWN_RANKS]:
         parts = [f"rank {outcome.rank}"]
@@ -749,25 +741,25 @@ def positions(outcomes: Iterable[RankOutcome]) -> list[str]:
 
 
 def _relation(outcome: RankOutcome, *, done: bool) -> str:
-    """Say how a rank stands to its last collective; torch marks one that failed as done too."""
+    """Return whether a rank was in its last collective, after it, or failed in it."""
     if outcome.status == "returned":
         return "after"
     if outcome.raised is not None and outcome.raised.hidden_by:
         return "in"
-    if is_peer_origin(outcome.origin):
+    if is_peer_origin(outcome.origin):  # before `done`: torch marks a failed collective as done too
         return "timed out in" if outcome.origin == "timeout" else "lost a peer in"
     return "after" if done else "in"
 
 
 def last_output(outcome: RankOutcome) -> list[str]:
-    """Show the last lines a rank wrote to stderr, when nothing else says why it ended.
+    """Return the last lines that a rank wrote to stderr, if nothing else shows why it ended.
 
-    Of the stacks that faulthandler writes at a crash only the user's lines are shown.
+    Of the stacks that faulthandler writes at a crash, only the user's lines are kept.
     """
     if outcome.stderr is None or outcome.raised is not None:
         return []
-    said, _, stacks = outcome.error_text().partition(CRASH)
-    lines = said.splitlines()[-_LAST_LINES:]
+    output, _, stacks = outcome.error_text().partition(CRASH)
+    lines = output.splitlines()[-_STDERR_LINES:]
     frames = [
         (found["file"], line) for line in stacks.splitlines() if (found := _FRAME.match(line))
     ]
@@ -775,16 +767,18 @@ def last_output(outcome: RankOutcome) -> list[str]:
     lines += [line for file, line in frames if file in own]
     if not lines:
         return []
-    return ["last lines of its stderr:", *(f"| {line.rstrip()[:160]}" for line in lines)]
+    return ["last lines of its stderr:", *(f"| {line.rstrip()[:_STDERR_WIDTH]}" for line in lines)]
 
 
 def last_traceback(outcome: RankOutcome) -> list[str]:
-    """Show the end of a traceback that a rank has printed, as of a thread that died, if it hangs."""
+    """Return the end of a traceback that a hanging rank has printed, for example from a thread."""
     if outcome.stderr is None or outcome.raised is not None:
         return []
     _, mark, trace = outcome.error_text().rpartition("Traceback (most recent call last):")
-    lines = [line for line in trace.splitlines() if line.strip()][-_LAST_COMPLAINT:]
-    return ["it has printed a traceback:", *(f"| {line[:160]}" for line in lines)] if mark else []
+    if not mark:
+        return []
+    lines = [line for line in trace.splitlines() if line.strip()][-_TRACEBACK_LINES:]
+    return ["it has printed a traceback:", *(f"| {line[:_STDERR_WIDTH]}" for line in lines)]
 
 
 # ---- the rank's own exception ----
@@ -796,12 +790,12 @@ class RemoteTraceback(Exception):  # noqa: N818 - shown as text above the error 
     __module__ = "ddpsafe"
 
     def __str__(self) -> str:
-        """Show it as Python shows a traceback."""
+        """Return the text as Python shows a traceback."""
         return name_cells(f"\n{self.args[0]}")
 
 
 def original_of(raised: Raised) -> BaseException:
-    """Return the rank's own exception where it could travel, its traceback above it."""
+    """Return the rank's exception with its traceback as cause; only the traceback if it cannot be loaded."""
     remote = RemoteTraceback(raised.traceback)
     if raised.payload is None:
         return remote
