@@ -1,22 +1,22 @@
-"""Every error ddpsafe raises, the `Explanation` that each carries, and the kinds of failure.
+"""Every error that ddpsafe raises, the `Explanation` that each carries, and the kinds of failure.
 
 ::
 
     DDPSafeError                               .explanation (what, cause, fix, details, logs)
       ConfigError (also ValueError)            before anything started; the config is wrong
-      PreflightError                           before an attempt; the machine is wrong
+      PreflightError                           before an attempt; the machine is not ready for it
       MismatchError (also ValueError)          in a rank: the ranks passed different things
       LaunchError                              after the start
         RankFailedError
           RankRaisedError | RankExitedError | RankKilledError | RankLeftEarlyError
         PreemptedError                         the ranks stopped because they were asked to
-        NodeLostError                          a node of several is gone
+        NodeLostError                          one of several nodes was lost
         LaunchTimeoutError (also TimeoutError)
           RendezvousTimeoutError | CollectiveTimeoutError | BarrierTimeoutError
           ProgressTimeoutError | AttemptTimeoutError
 
-One class per phase, facts as attributes: nothing has to parse a message, and ddpsafe does not.
-Every error pickles, with its cause and its facts where they pickle.
+There is one class per phase, and facts are attributes, so nothing has to parse a message. Every error
+can be pickled, together with its cause and those facts that can be pickled.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ FailureKind = Literal[
     "out-of-memory",
     "hardware",
 ]
-"""What sort of failure it was, which is what a retry is decided by."""
+"""What kind of failure it was. The retry policy decides by it."""
 
 FAILURE_KINDS: Final[frozenset[str]] = frozenset(get_args(FailureKind))
 
 STARTUP_KINDS: Final[frozenset[FailureKind]] = frozenset({"startup-network", "port", "mount"})
-"""Failures from before the user's function ran: trying again repeats nothing."""
+"""Failures before the user's function ran, so a retry runs nothing twice."""
 
 Origin = Literal["own", "peer-lost", "timeout", "mismatch"]
-"""Where an error of a rank comes from: the rank itself, the loss of a peer, a wait for one that timed
-out, or ranks that met with different collectives, keys or shapes."""
+"""Where the error of a rank comes from: the rank itself, the loss of a peer, a wait for a peer that timed
+out, or ranks that called different collectives, or one with different keys or shapes."""
 
 NO_RETRY_EXIT_CODE: Final = 78
 """Exit status that tells a scheduler not to requeue: EX_CONFIG of sysexits.h."""
@@ -75,14 +75,14 @@ TRY_AGAIN_EXIT_CODE: Final = 75
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What an error says, as data; ``str()`` renders it, and nothing reads it back from the text.
+    """What an error says, as data; ``str()`` renders it, and nothing parses that text.
 
     Attributes:
         what: What happened and where: rank, host, attempt, after how long.
-        cause: The likely cause; empty where there is none to give.
-        fix: What to do about it, to copy where possible.
+        cause: The likely cause; empty if none is known.
+        fix: What to do about it; a line to copy if possible.
         details: Further lines: the ranks that failed because of it, stacks, …
-        logs: Where to read on.
+        logs: Where to look next.
     """
 
     what: str
@@ -92,7 +92,7 @@ class Explanation:
     logs: Path | str | None = None
 
     def __str__(self) -> str:
-        """One line for each answer, the details below."""
+        """Render one line for each field, the details below them."""
         lines = [self.what]
         if self.cause:
             lines.append(f"  Likely cause: {self.cause}")
@@ -105,10 +105,10 @@ class Explanation:
 
 
 def name_cells(text: str) -> str:
-    """Write ``Cell In[5]`` where a text has the file that a notebook compiled its cell 5 from.
+    """Replace the file names of notebook cells with ``Cell In[5]``, as IPython shows them.
 
-    Such a file is never written, and its name changes with the kernel; IPython itself shows the
-    number of the cell. Elsewhere than in a notebook the text stays as it is.
+    Such a file does not exist, and its name changes with the kernel. Outside a notebook the text is
+    returned unchanged.
     """
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
@@ -120,12 +120,12 @@ def name_cells(text: str) -> str:
         label = name_of(found[0])
         return found[0] if label is None else " ".join(label)
 
-    # The pid is that of the kernel, which is where the launcher runs.
+    # ipykernel names the files after the pid of the kernel, and the launcher runs in the kernel.
     return re.sub(rf"[^\s\"']*/ipykernel_{os.getpid()}/\d+\.py", named, text)
 
 
 def signal_name(number: int) -> str:
-    """Name a signal in a message: ``SIGKILL``, or ``signal 35`` where it has no name."""
+    """Return a signal's name for a message: ``SIGKILL``, or ``signal 35`` if it has none."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -133,7 +133,7 @@ def signal_name(number: int) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Name ranks in a message: ``rank 1``, ``ranks 0, 2 and 3``."""
+    """Return ranks for a message: ``rank 1``, ``ranks 0, 2 and 3``."""
     names = [str(rank) for rank in ranks]
     if len(names) < 2:  # noqa: PLR2004 - a single one
         return f"rank {''.join(names)}"
@@ -144,15 +144,15 @@ class DDPSafeError(Exception):
     """Base of every error of ddpsafe: ``except ddpsafe.DDPSafeError`` catches them all.
 
     Attributes:
-        explanation: What happened, the likely cause, what to do, as data. ``str()`` renders it.
-        exit_code: The status a script ends with when the error is not caught: the rank's own
-            code, 128 + signal for a rank that was killed, 78 where a retry cannot help, else 1.
-        kind: What sort of failure it is, for the retry policy.
+        explanation: What happened, the likely cause and what to do, as data. ``str()`` renders it.
+        exit_code: The exit code of a script that does not catch the error: the rank's own code,
+            128 + signal for a rank that was killed, 75 if the job should be started again, 78 if a
+            retry cannot help, else 1.
+        kind: What kind of failure it is, for the retry policy.
         origin: Where the error comes from, if a rank raises it: ``"own"`` unless another rank is
             the reason.
-        previous_attempts: Where the error ended a retry, the errors of the attempts before,
-            oldest first.
-        shown_as_json: Whether it is a line of JSON if it is not caught: its launch had
+        previous_attempts: The errors of the earlier attempts, oldest first, if there were any.
+        shown_as_json: Whether an uncaught error is printed as a line of JSON, because its launch had
             ``console="json"``.
     """
 
@@ -163,7 +163,7 @@ class DDPSafeError(Exception):
     shown_as_json: bool = False
 
     def __init__(self, explanation: Explanation | str) -> None:
-        """Keep the explanation; a plain text is one that says only what happened."""
+        """Keep the explanation; a plain text becomes one that has only `what`."""
         if isinstance(explanation, str):
             explanation = Explanation(explanation)
         super().__init__(str(explanation))
@@ -174,15 +174,15 @@ class DDPSafeError(Exception):
         return str(self.explanation)
 
     def add_details(self, *lines: str) -> None:
-        """Say more, below what is said already."""
+        """Append lines to the details."""
         details = (*self.explanation.details, *lines)
         self.explanation = replace(self.explanation, details=details)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle by facts: keyword-only arguments do not survive the default protocol."""
+        """Pickle the attributes, because the default protocol loses keyword-only arguments."""
         facts = dict(self.__dict__)
-        is_circle = causes_of(self)[-1].__cause__ is not None  # would be pickled for ever
-        cause = None if is_circle else portable(self.__cause__)
+        is_cycle = causes_of(self)[-1].__cause__ is not None  # pickling it would not end
+        cause = None if is_cycle else portable(self.__cause__)
         return (rebuild, (type(self), self.args, facts, cause))
 
 
@@ -192,7 +192,7 @@ def rebuild(
     facts: dict[str, object],
     cause: BaseException | None,
 ) -> E:
-    """Make an error again from its facts, in the process that unpickles it."""
+    """Make an error from its attributes, in the process that unpickles it."""
     error = cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(facts)
@@ -201,32 +201,32 @@ def rebuild(
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
-    """Return an error and, one after the other, what they were raised from; it may be its own cause."""
+    """Return an error and its chain of causes, up to one that would repeat."""
     chain = [error]
-    # By identity: two exceptions that are dataclasses may be equal, and a user's __eq__ may raise.
+    # Compared by identity: exceptions that are dataclasses may be equal, and a user's __eq__ may raise.
     while (cause := chain[-1].__cause__) is not None and all(cause is not each for each in chain):
         chain.append(cause)
     return chain
 
 
 def portable(exc: BaseException | None) -> BaseException | None:
-    """Return an exception if it survives pickling; Python itself drops every cause."""
+    """Return an exception if it survives pickling, else ``None``."""
     try:
         pickle.loads(pickle.dumps(exc))  # noqa: S301 - bytes that this line has made
-    except Exception:  # noqa: BLE001 - a user's exception may refuse in any way
+    except Exception:  # noqa: BLE001 - a user's exception may raise anything
         return None
     return exc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigProblem:
-    """One thing that is wrong with a configuration, as data; ``str()`` renders it.
+    """One problem of a configuration, as data; ``str()`` renders it.
 
     Attributes:
         field: The field, e.g. ``timeouts.collective``.
-        given: The value as it may be shown: short, and without secrets.
+        given: The value, shortened and without secrets.
         why: Why it is wrong, as a clause.
-        write: What to write instead, to copy where possible.
+        write: What to write instead; a line to copy if possible.
         source: The variable or the file that the value came from; empty for an argument.
         is_guess: Whether `write` is a guess at what was meant.
     """
@@ -239,7 +239,7 @@ class ConfigProblem:
     is_guess: bool = False
 
     def __str__(self) -> str:
-        """Two lines: what is wrong, and what to write where the value came from."""
+        """Render two lines: what is wrong, and what to write instead and where."""
         came_from = f" from {self.source}" if self.source else ""
         place = " there:" if self.source else ""
         advice = f"Did you mean {self.write}?" if self.is_guess else f"Write{place} {self.write}."
@@ -250,8 +250,7 @@ class ConfigError(DDPSafeError, ValueError):
     """The configuration or a call is wrong; nothing was started with it.
 
     Attributes:
-        problems: The problems of the configuration, all of them at once; empty where it is not a
-            field of the configuration that is wrong.
+        problems: All problems of the configuration; empty if no field of it is wrong.
     """
 
     exit_code = NO_RETRY_EXIT_CODE
@@ -259,26 +258,26 @@ class ConfigError(DDPSafeError, ValueError):
     def __init__(
         self, explanation: Explanation | str, *, problems: Sequence[ConfigProblem] = ()
     ) -> None:
-        """Keep the explanation and the problems one by one."""
+        """Keep the explanation and the problems."""
         super().__init__(explanation)
         self.problems: tuple[ConfigProblem, ...] = tuple(problems)
 
 
 class MismatchError(DDPSafeError, ValueError):
-    """The ranks met in one collective with different keys or shapes."""
+    """The ranks called one collective with different keys or shapes."""
 
     kind: FailureKind = "user-error"
     origin = "mismatch"
 
 
 class PreflightError(DDPSafeError):
-    """The machine or the network is not as an attempt needs it, and the attempt did not begin.
+    """The machine or the network cannot run an attempt, so the attempt did not begin.
 
-    A retry may have made other attempts before: they are in `previous_attempts`.
+    Earlier attempts may have run; their errors are in `previous_attempts`.
 
     Attributes:
-        report: What was checked and found; ``None`` where no doctor looked, or another rank has it.
-        kind: What sort of failure it is, for the retry policy.
+        report: What was checked and found; ``None`` if no check ran, or another rank has the report.
+        kind: What kind of failure it is, for the retry policy.
     """
 
     def __init__(
@@ -288,7 +287,7 @@ class PreflightError(DDPSafeError):
         report: object = None,
         kind: FailureKind = "config",
     ) -> None:
-        """Keep the text and the report behind it."""
+        """Keep the explanation and the report behind it."""
         super().__init__(explanation)
         self.report = report
         self.kind = kind
@@ -296,7 +295,7 @@ class PreflightError(DDPSafeError):
 
 
 class LaunchFacts(TypedDict, total=False):
-    """What every `LaunchError` takes beside its explanation."""
+    """The arguments of every `LaunchError` besides its explanation."""
 
     attempt: int
     attempts: int
@@ -312,17 +311,17 @@ class LaunchError(DDPSafeError):
         attempt: The attempt that failed, counted from 1.
         attempts: How many attempts the retry policy allowed.
         outcomes: What became of each rank, by rank.
-        run_dir: Where logs and reports of the launch lie; ``None`` inside a rank.
-        kind: What sort of failure it was, for the retry policy.
-        is_of_retried_type: Whether the rank's exception is of a type in `RetryPolicy.on`, where the
-            rank is on another node and the exception itself is not ``__cause__``.
+        run_dir: Where the logs and reports of the launch are; ``None`` inside a rank.
+        kind: What kind of failure it was, for the retry policy.
+        is_of_retried_type: Whether the rank's exception is of a type in `RetryPolicy.on`; set if the
+            rank is on another node, so that the exception is not available as ``__cause__``.
     """
 
     kind: FailureKind = "user-error"
     is_of_retried_type: bool = False
 
     def __init__(self, explanation: Explanation | str, **facts: Unpack[LaunchFacts]) -> None:
-        """Keep the facts of the launch beside the text."""
+        """Keep the explanation and the facts of the launch."""
         super().__init__(explanation)
         self.attempt = facts.get("attempt", 1)
         self.attempts = facts.get("attempts", 1)
@@ -334,11 +333,11 @@ class LaunchError(DDPSafeError):
 class PreemptedError(LaunchError):
     """The job was asked to stop, and its ranks have saved and returned.
 
-    No failure, but no end of the training either, so the code after `launch` must not run.
+    This is no failure, but the training is not finished either, so the code after `launch` must not run.
 
     Attributes:
         values: What each rank returned, by rank.
-        unfinished_ranks: Ranks that did not return within ``timeouts.stop`` and were ended.
+        unfinished_ranks: The ranks that did not return within ``timeouts.stop`` and were ended.
     """
 
     exit_code = TRY_AGAIN_EXIT_CODE
@@ -359,13 +358,13 @@ class PreemptedError(LaunchError):
 
 
 class NodeLostError(LaunchError):
-    """A node of several is gone: its host, its network, or its launcher.
+    """One of several nodes was lost: its host, its network or its launcher failed.
 
     Attributes:
         node_rank: The node.
         hostname: Its host.
         ranks: Its ranks.
-        why: What is known of it, as a clause.
+        why: What is known about the loss, as a clause.
     """
 
     exit_code = TRY_AGAIN_EXIT_CODE
@@ -394,11 +393,11 @@ class RankFailedError(LaunchError):
     """One rank broke; the others failed because of it.
 
     Attributes:
-        rank: The rank that broke, its local rank, and where it ran.
-        local_rank: Its index on its host.
+        rank: The rank that broke.
+        local_rank: Its local rank.
         hostname: Its host.
         pid: Its process id; ``None`` if it never started.
-        log_path: What it wrote to stderr.
+        log_path: The log of its stderr.
     """
 
     def __init__(
@@ -424,7 +423,7 @@ class RankFailedError(LaunchError):
 
 
 class RankRaisedError(RankFailedError):
-    """The user's function raised; the exception is ``__cause__`` where it could travel."""
+    """The user's function raised; ``__cause__`` is that exception, if it could be pickled."""
 
 
 class RankExitedError(RankFailedError):
@@ -432,7 +431,7 @@ class RankExitedError(RankFailedError):
 
 
 class RankKilledError(RankFailedError):
-    """The rank was ended by a signal."""
+    """A signal ended the rank."""
 
     @property
     def signal(self) -> int:
@@ -445,13 +444,13 @@ class RankLeftEarlyError(RankFailedError):
 
 
 class LaunchTimeoutError(LaunchError, TimeoutError):
-    """A deadline of `Timeouts` passed.
+    """A timeout of `Timeouts` ran out.
 
     Attributes:
-        setting: The field of `Timeouts` whose deadline it was, e.g. ``"collective"``.
-        waited_s: How long was waited, in seconds.
-        missing_ranks: The ranks that did not come.
-        stacks: Where each rank was, by rank, as text; empty where unknown.
+        setting: The field of `Timeouts` that it was, e.g. ``"collective"``.
+        waited_s: How long the wait was, in seconds.
+        missing_ranks: The ranks that others waited for, or that did not finish in time.
+        stacks: Where each rank was, as text, by rank; without ranks whose place is unknown.
     """
 
     kind: FailureKind = "hang"
@@ -467,7 +466,7 @@ class LaunchTimeoutError(LaunchError, TimeoutError):
         stacks: Mapping[int, str] | None = None,
         **facts: Unpack[LaunchFacts],
     ) -> None:
-        """Keep who was missing and where the others were."""
+        """Keep which ranks were missing and where all ranks were."""
         super().__init__(explanation, **facts)
         self.waited_s = waited_s
         self.missing_ranks = tuple(missing_ranks)
@@ -506,4 +505,4 @@ class AttemptTimeoutError(LaunchTimeoutError):
 
 for _cls in [value for value in globals().values() if isinstance(value, type)]:
     if issubclass(_cls, DDPSafeError):
-        _cls.__module__ = "ddpsafe"  # the name to import it by, as a traceback should show it
+        _cls.__module__ = "ddpsafe"  # a traceback then shows the name to import it by
