@@ -1,11 +1,11 @@
-"""What a rank reports while it lives, what it is asked, and what the launcher concludes about it."""
+"""The messages that a rank sends to its launcher, and the outcome that the launcher makes from them."""
 
 from __future__ import annotations
 
 import contextlib
 import pickle
 import re
-from collections.abc import Mapping  # noqa: TC003 - read by pydantic, where nodes tell each other
+from collections.abc import Mapping  # noqa: TC003 - pydantic reads it for messages between nodes
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
@@ -44,9 +44,9 @@ class LivingThreads:
     """The answer to `ASK_THREADS`.
 
     Attributes:
-        places: Each thread that keeps the process alive, and where it is; none where only the main
-            thread is left, at what is registered with `atexit`.
-        main: The line of the user's that the main thread is at then, if it is at one.
+        places: Each thread that keeps the process alive, and where it is; empty if only the main
+            thread is left, which then runs what is registered with `atexit`.
+        main: The user's line that the main thread is at then, if any.
     """
 
     places: tuple[str, ...]
@@ -55,7 +55,7 @@ class LivingThreads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFolder:
-    """The rank keeps checkpoints in a folder that the ranks of all nodes have to see.
+    """The rank keeps checkpoints in a folder that the ranks of all nodes must be able to see.
 
     Attributes:
         path: The folder.
@@ -66,41 +66,41 @@ class CheckpointFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptsStop:
-    """The user's function has called `stop_requested`, so asking it to stop has a point."""
+    """The user's function has called `stop_requested`, so a request to stop will have an effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedToStop:
-    """The rank itself has been sent a signal that asks it to stop."""
+    """The rank itself has received a signal that asks it to stop."""
 
     signal_name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopPromise:
-    """The rank answers no call of `stop_requested` from that number on before it knows more."""
+    """The rank answers no call of `stop_requested` from this number on until it knows the agreed step."""
 
     call: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stops:
-    """A call of `stop_requested` has been answered with yes."""
+    """A call of `stop_requested` has returned True."""
 
 
 StopMessage = AcceptsStop | AskedToStop | StopPromise | Stops
 
 Phase = Literal["starting", "loading", "joining", "running", "leaving"]
-"""Process started > unpickling > rendezvous > the user's function > after its report."""
+"""In order: process started, unpickling, rendezvous, the user's function, after its report."""
 
-_OF_MANY_SIZES: Final = re.compile(r":(?:gather|scatter|all_?to_?all)")
+_MAY_DIFFER_IN_SIZE: Final = re.compile(r":(?:gather|scatter|all_?to_?all)")
 
 CollectiveState = Literal["queued", "started", "completed"]
-"""``queued``: the call has returned, and the GPU comes to it. ``started``: it runs, or waits for
-other ranks; what gloo has entered is that at once."""
+"""``queued``: the call has returned, but the GPU has not started it. ``started``: it runs or waits for
+other ranks. A collective of gloo is ``started`` as soon as it is entered."""
 
 UNKNOWN_COLLECTIVE: Final = "nccl:collective"
-"""Stands for one whose name NCCL's counters do not tell."""
+"""The name of a collective that is known only from NCCL's counters, which have no names."""
 
 MAIN_GROUP: Final = "default_pg"
 """What torch calls the group of all ranks."""
@@ -115,15 +115,15 @@ class Collective:
 
     Attributes:
         group: ``default_pg``, or the name of another group, which is the same on all its ranks.
-        number: Its count in that group, from 1; equal numbers belong together.
-        name: What it does, e.g. ``gloo:all_reduce``.
+        number: Its number in that group, from 1; ranks count the same collective with the same number.
+        name: Backend and operation, e.g. ``gloo:all_reduce``.
         sizes: Shapes of its inputs, e.g. ``[[3, 4]]`` for one.
-        state: How far it is. NCCL's calls return as soon as they are queued for the GPU, and so a
-            rank may have queued many that wait for one.
-        entered_ns: When it was entered, on the wall clock; torch notes no other.
-        numel: Number of elements of its inputs; 0 where that is not known.
-        timeout_s: How long its ranks wait in it; 0 where that is not known.
-        thread_id: Which thread of the rank entered it; 0 where that is not known.
+        state: How far it is. NCCL's calls return as soon as they are queued for the GPU, so a rank
+            may have queued many behind one that waits.
+        entered_ns: When it was entered, on the wall clock; torch records no other.
+        numel: Number of elements of its inputs; 0 if unknown.
+        timeout_s: Its timeout; 0 if unknown.
+        thread_id: The thread of the rank that entered it; 0 if unknown.
     """
 
     group: str
@@ -143,34 +143,31 @@ class Collective:
 
     @property
     def has_one_size(self) -> bool:
-        """Whether every rank has to bring the same shapes, the source of a scatter included."""
-        return _OF_MANY_SIZES.search(self.name) is None
+        """Whether every rank has to pass the same shapes, the source of a scatter included."""
+        return _MAY_DIFFER_IN_SIZE.search(self.name) is None
 
     @property
     def is_queued_ahead(self) -> bool:
-        """Whether its backend returns before it has ended, so that a rank may be ahead of its GPU."""
+        """Whether the call returns before the collective ends, so that a rank may be ahead of its GPU."""
         return self.name.startswith("nccl:")
 
     @property
     def is_of_watchdog(self) -> bool:
-        """Whether NCCL's watchdog named it, which says ALLREDUCE where recorders say all_reduce."""
+        """Whether the name is from NCCL's watchdog, which writes ALLREDUCE, not all_reduce."""
         return self.name.partition(":")[2].isupper()
 
     def may_pair_with(self, other: Collective) -> bool:
-        """Tell whether the two may be one collective of two ranks, as far as is known of both.
-
-        The names of the watchdog and those of the recorders cannot be compared.
-        """
+        """Return whether two ranks may have made the same call, as far as both calls are known."""
         if UNKNOWN_COLLECTIVE in (self.name, other.name):
             return True
-        if self.is_of_watchdog != other.is_of_watchdog:
+        if self.is_of_watchdog != other.is_of_watchdog:  # their names cannot be compared
             return True
         sizes_fit = self.sizes == other.sizes or not self.has_one_size
         return self.name == other.name and sizes_fit
 
     def __str__(self) -> str:
-        """Name it as a reader would look for it."""
-        shapes = self.sizes[1:-1]  # of a list of lists
+        """Return its name, number, group and shapes for a message."""
+        shapes = self.sizes[1:-1]  # without the outer brackets
         of = f" of shape{'s' * (shapes.count('[') > 1)} {shapes}" if shapes else ""
         group = "" if self.group == MAIN_GROUP else f" of group {self.group!r}"
         return f"{self.name.partition(':')[2] or self.name} number {self.number}{group}{of}"
@@ -186,9 +183,10 @@ class Position:
 
     Attributes:
         collectives: The last few of each group, in the order in which they were entered.
-        handling: What the main thread handles in an ``except`` block that goes on, in a line.
+        handling: The exception, in one line, that the main thread handles in an ``except`` block after
+            which the program continues.
         point_to_point: Which send or receive the main thread is in.
-        arrivals: The moments at which it entered the last collectives of the group of all ranks.
+        arrivals: When it entered the last collectives of the group of all ranks.
     """
 
     collectives: tuple[Collective, ...]
@@ -205,18 +203,18 @@ class Position:
         )
 
     def reached(self, group: str) -> Collective | None:
-        """Return the collective in that group that the rank is at.
+        """Return the collective in that group that the rank is in, or the last that it entered.
 
-        Under NCCL that is the first that has not ended, which the GPU waits in; what is queued
-        behind it is nowhere yet.
+        Under NCCL that is the first that has not ended, because the GPU waits in it and has not
+        started those queued behind it.
         """
         first, last = self.first_incomplete(group), self.in_group(group)
         return first if first is not None and first.is_queued_ahead else last
 
     def newest(self) -> Collective | None:
-        """Return the collective that the rank is at, in whichever group.
+        """Return the collective that the rank is in, or the last that it entered, in any group.
 
-        Where the GPU waits, it is the oldest that it waits in; else the last that was entered.
+        If the GPU waits in collectives, that is the oldest of these.
         """
         groups = {each.group for each in self.collectives}
         waiting = [
@@ -226,7 +224,7 @@ class Position:
         ]
         if waiting:
             return min(waiting, key=lambda each: (each.entered_ns, each.group != MAIN_GROUP))
-        # Of those entered at one time, which old versions of torch do not note, that of all ranks.
+        # Old versions of torch do not record the time; then prefer the group of all ranks.
         return max(
             self.collectives,
             key=lambda each: (each.entered_ns, each.group == MAIN_GROUP, each.number),
@@ -234,7 +232,7 @@ class Position:
         )
 
     def first_incomplete(self, group: str) -> Collective | None:
-        """Return the first collective in that group that has not ended: the GPU is at that one."""
+        """Return the first collective in that group that has not ended: the one the GPU is in."""
         return min(
             (each for each in self.collectives if each.group == group and not each.done),
             key=lambda each: each.number,
@@ -242,7 +240,7 @@ class Position:
         )
 
     def numbered(self, group: str, number: int) -> Collective | None:
-        """Return the collective of that number in that group, if it is among the last few."""
+        """Return the collective with that number in that group, if it is among the last few."""
         wanted = (group, number)
         return next(
             (each for each in self.collectives if (each.group, each.number) == wanted), None
@@ -257,13 +255,13 @@ class Frame(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        """Show it as a place to look at."""
+        """Return the place as ``file:line in function``."""
         return f"{self.file}:{self.line} in {self.function}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadStack:
-    """What one thread of a rank does, the innermost call first."""
+    """The stack of one thread of a rank, the innermost call first."""
 
     name: str
     frames: tuple[Frame, ...]
@@ -271,16 +269,16 @@ class ThreadStack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whereabouts:
-    """The answer to `ASK_WHEREABOUTS`: where a rank is that goes on afterwards.
+    """The answer to `ASK_WHEREABOUTS`: where a rank is that continues afterwards.
 
     Attributes:
-        position: Where it is in the sequence of collectives, as far as NCCL need not be asked.
+        position: Where it is in the sequence of collectives, as far as this is known without NCCL.
         groups: The ranks of each process group that it is in, by the name as in `Collective.group`.
-        threads: What its threads do, the main thread first; ddpsafe's own are left out.
-        waits_in: The collective that its main thread waits in, if it is known to wait for its end
-            and that no other thread of the rank can do anything about it.
+        threads: The stacks of its threads, the main thread first; ddpsafe's own are left out.
+        waits_in: The collective that its main thread waits in, if that wait certainly lasts until the
+            collective ends and no other thread of the rank can do anything about it.
         completed: How many collectives with the operation and the shapes of the newest one had ended.
-        is_evaluating: Whether the code around it has a module in ``eval()`` mode at work.
+        is_evaluating: Whether the code around it runs a module in ``eval()`` mode.
     """
 
     position: Position
@@ -292,7 +290,7 @@ class Whereabouts:
 
 
 def last_in_main(position: Position | None) -> Collective | None:
-    """Return the last collective in the group of all ranks, where that is known."""
+    """Return the last collective in the group of all ranks, if known."""
     return None if position is None else position.in_group(MAIN_GROUP)
 
 
@@ -308,10 +306,10 @@ class Returned:
     """The user's function returned; sent before any teardown.
 
     Attributes:
-        payload: The pickled value; ``None`` where it is large: see `Inheritance.shared`.
-        position: Where the rank was by then.
+        payload: The pickled value; ``None`` if it is large: see `Inheritance.shared`.
+        position: Where the rank was then.
         stop_calls: How often it had called `stop_requested`.
-        exited_at: The line of the ``sys.exit(0)`` by which a script under ``ddpsafe run`` ended.
+        exited_at: The line of the ``sys.exit(0)`` that ended a script under ``ddpsafe run``.
     """
 
     payload: bytes | None
@@ -325,7 +323,7 @@ class ScriptExit:
     """What a rank's function returns for a script that called ``sys.exit(0)``.
 
     Attributes:
-        where: The line that did.
+        where: The line of that call.
     """
 
     where: str
@@ -339,26 +337,26 @@ class Raised:
         type_name: Qualified name of the exception's type.
         message: ``str()`` of the exception, shortened.
         traceback: The formatted traceback with its chain, shortened.
-        payload: The pickled exception, or ``None`` where it cannot travel.
-        phase: Where the rank was.
-        where: File, line and function of the innermost frame that is the user's.
+        payload: The pickled exception, or ``None`` if it cannot be pickled.
+        phase: The phase that the rank was in.
+        where: File, line and function of the innermost frame in the user's code.
         position: Where the rank was in the sequence of collectives.
-        at_ns: Monotonic clock of the host; comparable between the ranks of one host.
-        wall_ns: The same moment on the wall clock, as `Collective.entered_ns`; 0 where unknown.
-        exit_code: Set when the exception was a request to exit.
-        final: False where the exception was only seen in flight, at a teardown or a barrier, or when
+        at_ns: When, on the host's monotonic clock, which its ranks share.
+        wall_ns: The same moment on the wall clock, as `Collective.entered_ns`; 0 if unknown.
+        exit_code: The exit code, if the exception was a request to exit.
+        final: False if the exception was only seen in flight: at a teardown, at a barrier, or when
             the rank was asked where it is.
         is_caught: Whether it was then in an ``except`` block after which the program continues.
-        held: What the rank's memory held, where it ran out of it.
-        origin: Where the exception comes from, as far as this rank can tell.
-        explanation: What an error of ddpsafe's own says, as data.
-        kind: The kind of failure, where the exception's class tells it.
-        setting: The field of `Timeouts` whose deadline passed, if it says that.
+        held: What the rank's memory contained, if it ran out of memory.
+        origin: Where the exception comes from, as far as this rank knows.
+        explanation: What it says, as data, if it is an error of ddpsafe.
+        kind: The kind of failure, if the exception's class shows it.
+        setting: The field of `Timeouts` that ran out, if it is a `LaunchTimeoutError`.
         wraps_peer_error: Whether it was raised while a peer error was handled.
         point_to_point: Which send or receive it came from.
-        hidden_by: The peer error that was raised on top of it and left in its place, in a line.
-        handled: What was being handled when the rank asked to exit, in a line.
-        dead_worker: Which worker of torch's DataLoader it comes from, and how that ended.
+        hidden_by: The peer error, in one line, that was raised on top of it and left the function.
+        handled: The exception, in one line, that was being handled when the rank asked to exit.
+        dead_worker: Which worker of torch's DataLoader it comes from, and how that worker ended.
     """
 
     type_name: str
@@ -386,15 +384,15 @@ class Raised:
 
     @property
     def is_peer_error(self) -> bool:
-        """Whether the rank failed because of another one: it lost it, or waited for it too long."""
+        """Whether the rank failed because it lost another one or waited for it too long."""
         return is_peer_origin(self.origin)
 
     @property
     def is_certain(self) -> bool:
-        """Whether this ended the rank by its own doing.
+        """Whether it certainly ended the rank and is the rank's own fault.
 
-        What was seen in flight may have been handled; one that came in a wait for ranks that were
-        elsewhere may be theirs.
+        An exception that was seen in flight may have been handled. One raised in a wait for ranks that
+        were elsewhere may be their fault.
         """
         return self.final and not self.hidden_by and self.origin != "mismatch"
 
@@ -411,14 +409,14 @@ class Raised:
         final: bool = True,
         held: str = "",
     ) -> Raised:
-        """Describe an exception in plain text; never raises itself."""
+        """Describe an exception as plain data; never raises."""
         facts = read_chain(exc)
         shown = facts.shown
         name, message = type_name_of(shown), clip(text_of(shown), MAX_MESSAGE)
         code = exit_code_of(shown)
         handled = None if code is None else shown.__cause__
         dead_worker = ""
-        with contextlib.suppress(Exception):  # private names of torch
+        with contextlib.suppress(Exception):  # reads private names of torch
             dead_worker = dead_worker_of(shown)
         if code is not None and not shown.__suppress_context__:
             handled = shown.__context__
@@ -452,29 +450,29 @@ class Raised:
 
 
 def is_peer_origin(origin: Origin) -> bool:
-    """Tell whether a failure of that origin follows from another rank's."""
+    """Return whether a failure of that origin follows from another rank's failure."""
     return origin in ("peer-lost", "timeout")
 
 
 def _kind_of(exc: BaseException) -> FailureKind | None:
-    """Return the kind that the class of an exception tells; the texts of others are read later."""
+    """Return the kind that the class of an exception shows; texts are matched by the launcher."""
     if isinstance(exc, pickle.PicklingError):
         return "unpicklable"
     if not isinstance(exc, DDPSafeError):
         return None
-    # "config" says that nothing was started, which is not so in a rank.
+    # "config" means that nothing was started, which is never true in a rank.
     return "user-error" if exc.kind == "config" else exc.kind
 
 
 def in_a_line(exc: BaseException) -> str:
-    """Name an exception with the line that raised it."""
+    """Return an exception's type, text and place in one line."""
     where = where_of(exc.__traceback__)
     return " ".join(line_of(exc, _MAX_LINE).split()) + (f" at {where}" if where else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """The exception that was seen in flight did not end the rank."""
+    """The exception that was last seen in flight did not end the rank."""
 
 
 Message = (
@@ -491,8 +489,8 @@ Message = (
 
 
 Status = Literal["returned", "raised", "exited", "killed", "stopped", "running"]
-"""``stopped``: ended by the launcher, so it says nothing about the rank itself. A rank that is suspended by
-SIGSTOP is told by `RankOutcome.state` instead."""
+"""``stopped``: ended by the launcher, so it shows nothing about the rank itself. `RankOutcome.state` shows
+whether a rank was suspended by SIGSTOP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -502,7 +500,7 @@ class NativeError:
     Attributes:
         origin: Whether it blames another rank, and how.
         text: The line.
-        kind: The kind of a failure of its own, where the text tells it.
+        kind: The kind of failure, if the rank itself failed and the text shows it.
     """
 
     origin: Origin
@@ -519,26 +517,26 @@ class RankOutcome:
         local_rank: Its index on its host.
         pid: Its process id; ``None`` if it never started.
         hostname: Its host.
-        status: In a word.
-        phase: How far it came.
-        exit_code: Exit status as `multiprocessing` gives it (negative: a signal).
-        raised: What it raised, if it did.
-        native: What native code wrote before it ended the process, if that blames another rank.
+        status: How it ended.
+        phase: The last phase that it entered.
+        exit_code: Exit code as `multiprocessing` gives it (negative: a signal).
+        raised: What it raised, if anything.
+        native: What native code wrote before it ended the process, if anything.
         ended_ns: When the launcher saw its end (monotonic).
-        position: Where it was in the sequence of collectives, where that is known.
-        state: What the system said of the process before it was ended, as psutil names it: ``stopped`` is
-            suspended (SIGSTOP), not the `status` of that name.
-        stack: Where its main thread was before it was ended: the user's innermost line.
-        in_collective: Whether that line waited in a collective; ``None`` where unknown.
-        progress: How far it had come: steps of its optimizers, and checkpoints.
+        position: Where it was in the sequence of collectives, if known.
+        state: The process state before it was ended, as psutil names it: ``stopped`` means suspended
+            (SIGSTOP), unlike the `status` of that name.
+        stack: The user's innermost line that its main thread was at before it was ended.
+        in_collective: Whether that line waited in a collective; ``None`` if unknown.
+        progress: Its optimizer steps and checkpoints.
         point_to_point: Which send or receive it waited in, e.g. ``recv``.
-        in_rpc: Whether that line is of a thread that executes a call of another rank (RPC).
+        in_rpc: Whether `stack` is of a thread that executes a call from another rank (RPC).
         began_ns: When each phase began (monotonic), for its launcher's report.
-        exited_at: The line of the ``sys.exit(0)`` by which it returned, if it did so.
+        exited_at: The line of the ``sys.exit(0)`` that ended it, if one did.
         stdout: Its log of file descriptor 1.
         stderr: Its log of file descriptor 2.
         node_rank: Its node.
-        said: The end of its stderr, where that log is on another host than the reader; else ``None``.
+        said: The end of its stderr, if that log is on another host; else ``None``.
     """
 
     rank: int
@@ -566,39 +564,39 @@ class RankOutcome:
     said: str | None = None
 
     def error_text(self) -> str:
-        """Return what it wrote to stderr, or the end of it."""
+        """Return what it wrote to stderr, or the last part of it."""
         if self.said is not None:
             return self.said
         return "" if self.stderr is None else read_log(self.stderr)
 
     @property
     def origin(self) -> Origin:
-        """Where its failure comes from, as far as the rank itself could tell."""
+        """Where its failure comes from, as far as the rank itself knew."""
         if self.raised is not None:
             return self.raised.origin
         return "own" if self.native is None else self.native.origin
 
     @property
     def steps(self) -> int:
-        """How many steps its optimizers had made."""
+        """How many optimizer steps it had made."""
         return self.progress.steps
 
     @property
     def sends_or_receives(self) -> str:
-        """Which send or receive it waits in, or did until that failed; empty where it is in none."""
-        told = self._told_point_to_point
-        if told is not None:
-            return str(told)
+        """Which send or receive it waited in, at last or when that failed; empty if in none."""
+        reported = self._reported_point_to_point
+        if reported is not None:
+            return str(reported)
         return self.point_to_point if self.raised is None else ""
 
     @property
     def awaited_sender(self) -> int | None:
-        """The rank that it waits to receive from, or did until that failed, where that is known."""
-        told = self._told_point_to_point
-        return None if told is None else told.sender
+        """The rank that it waited to receive from, at last or when that failed, if known."""
+        reported = self._reported_point_to_point
+        return None if reported is None else reported.sender
 
     @property
-    def _told_point_to_point(self) -> PointToPoint | None:
+    def _reported_point_to_point(self) -> PointToPoint | None:
         if self.raised is not None:
             return self.raised.point_to_point
         return None if self.position is None else self.position.point_to_point
