@@ -1,10 +1,10 @@
-"""The facts of an exception: which one of its chain says why a rank failed, whose line it is from, its text.
+"""The facts of an exception: which one of its chain explains the failure, its line, text and exit code.
 
-Nothing here raises an exception itself, and nothing is sent: `messages` does that.
+Nothing here raises or sends anything; `messages` sends these facts.
 
-What leaves the user's function is often not what went wrong. ``except Exception: sys.exit(1)`` and
-``raise RuntimeError("epoch 3") from exc`` wrap what another rank's end has caused here; a collective
-in a ``finally`` hides the rank's own error behind such a peer error.
+The exception that leaves the user's function is often not what went wrong. ``except Exception:
+sys.exit(1)`` and ``raise RuntimeError("epoch 3") from exc`` may wrap an error that another rank's end
+caused. A collective in a ``finally`` may hide the rank's own error behind such a peer error.
 """
 
 from __future__ import annotations
@@ -34,30 +34,31 @@ if TYPE_CHECKING:
 
     from ddpsafe._errors import Origin
 
-_CUT: Final = " […] "
-_WAITS: Final = 3
-_TRY: Final = (ast.Try, getattr(ast, "TryStar", ast.Try))  # except* is of Python 3.11
-_DEEPEST: Final = 4
-_MOST_HANDLED: Final = 20
-_GROUP: Final[Any] = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
+_ELLIPSIS: Final = " […] "
+# A `finally` may wait for the others once or twice while an exception passes through it.
+_WAITS_TO_CONTINUE: Final = 3
+_TRY: Final = (ast.Try, getattr(ast, "TryStar", ast.Try))  # except* is new in Python 3.11
+_MAX_GROUP_DEPTH: Final = 4
+_MAX_HANDLED: Final = 20
+_GROUP: Final[Any] = getattr(builtins, "BaseExceptionGroup", ())  # new in Python 3.11
 
 MAX_MESSAGE: Final = 4_000
-"""So many characters of an exception's text are looked at and shown."""
+"""How many characters of an exception's text are matched and shown."""
 
 
 def clip(text: str, limit: int) -> str:
-    """Shorten text from its middle: the head says what it is, the tail how it ended."""
+    """Shorten text in its middle: the head shows what it is, the tail how it ended."""
     if len(text) <= limit:
         return text
-    half = (limit - len(_CUT)) // 2
-    return text[:half] + _CUT + text[-half:]
+    half = (limit - len(_ELLIPSIS)) // 2
+    return text[:half] + _ELLIPSIS + text[-half:]
 
 
 def where_of(tb: TracebackType | None) -> str:
-    """Name the innermost line of a traceback that belongs to the user.
+    """Return the innermost line of a traceback that is in the user's code.
 
     Returns:
-        ``path:line in function``, or nothing where every frame is a library's.
+        ``path:line in function``, or an empty string if every frame is a library's.
     """
     frames = traceback.extract_tb(tb)
     own = find_own_files(frame.filename for frame in frames)
@@ -66,17 +67,18 @@ def where_of(tb: TracebackType | None) -> str:
 
 
 _DATALOADER: Final = "torch/utils/data/dataloader.py"
-_POINT_TO_POINT: Final = {"send": "to", "isend": "to", "recv": "from", "irecv": "from"}
+_PREPOSITIONS: Final = {"send": "to", "isend": "to", "recv": "from", "irecv": "from"}
 
 
 class PointToPoint(NamedTuple):
-    """A call of torch's that sends to one rank or receives from one.
+    """A call of torch that sends to one rank or receives from one.
 
-    torch's flight recorder has none of gloo's, so that a rank seems to be in its last collective.
+    torch's flight recorder does not record these for gloo, so by the recorder alone a rank seems to be in its
+    last collective.
 
     Attributes:
         call: The function, e.g. ``recv``.
-        peer: The other rank; ``None`` where that is not known, or may be any.
+        peer: The other rank; ``None`` if it is unknown or may be any rank.
     """
 
     call: str
@@ -84,17 +86,17 @@ class PointToPoint(NamedTuple):
 
     @property
     def sender(self) -> int | None:
-        """The rank that something is received from."""
-        return self.peer if _POINT_TO_POINT[self.call] == "from" else None
+        """The peer, if the call receives."""
+        return self.peer if _PREPOSITIONS[self.call] == "from" else None
 
     def __str__(self) -> str:
-        """Name it as a reader would look for it."""
-        to = "" if self.peer is None else f" {_POINT_TO_POINT[self.call]} rank {self.peer}"
-        return f"{self.call}{to}"
+        """Return the call and its peer for a message."""
+        peer = "" if self.peer is None else f" {_PREPOSITIONS[self.call]} rank {self.peer}"
+        return f"{self.call}{peer}"
 
 
 def point_to_point_of(tb: TracebackType | None) -> PointToPoint | None:
-    """Return the send or the receive of torch that a traceback comes from."""
+    """Return the send or receive of torch that a traceback comes from."""
     found = None
     while tb is not None:
         found = _read_point_to_point(tb.tb_frame) or found
@@ -103,7 +105,7 @@ def point_to_point_of(tb: TracebackType | None) -> PointToPoint | None:
 
 
 def point_to_point_in(frame: FrameType | None) -> PointToPoint | None:
-    """Return the send or the receive of torch that a thread is in.
+    """Return the send or receive of torch that a thread is in.
 
     Args:
         frame: Its innermost frame.
@@ -123,22 +125,22 @@ def _read_point_to_point(frame: FrameType) -> PointToPoint | None:
     peer, group = names.get("dst", names.get("src")), names.get("group")
     if peer is None:
         peer = names.get("group_dst", names.get("group_src"))
-        if peer is not None and group is not None:  # it is counted in that group
+        if peer is not None and group is not None:  # it is a rank of that group
             try:
                 peer = frame.f_globals["get_global_rank"](group, peer)
-            except Exception:  # noqa: BLE001 - a function of torch's may change
+            except Exception:  # noqa: BLE001 - this function of torch may change
                 peer = None
     return PointToPoint(code.co_name, peer if isinstance(peer, int) else None)
 
 
-_WORKER_ENDS_S: Final = 0.5
-"""How long the end of a worker may follow the end of its connection."""
+_WORKER_EXIT_WAIT_S: Final = 0.5
+"""A dying worker closes its connection first; its exit code is waited for this long."""
 
 
 def dead_worker_of(exc: BaseException) -> str:
-    """Say which worker of torch's DataLoader has died, and how, if the exception comes from one.
+    """Return which worker of torch's DataLoader died and how, if the exception comes from one.
 
-    torch says "exited unexpectedly", or that a connection was reset: neither tells the signal.
+    torch itself reports "exited unexpectedly" or a reset connection, without the signal.
     """
     tb = None if isinstance(exc, DDPSafeError) else exc.__traceback__
     workers: Sequence[BaseProcess] = ()
@@ -148,7 +150,7 @@ def dead_worker_of(exc: BaseException) -> str:
             workers = getattr(frame.f_locals.get("self"), "_workers", None) or ()
         tb = tb.tb_next
     if workers and isinstance(exc, (ConnectionError, EOFError)):
-        connection.wait([each.sentinel for each in workers], _WORKER_ENDS_S)
+        connection.wait([each.sentinel for each in workers], _WORKER_EXIT_WAIT_S)
     for number, worker in enumerate(workers):
         code = worker.exitcode
         if code:
@@ -158,21 +160,21 @@ def dead_worker_of(exc: BaseException) -> str:
 
 
 def is_point_to_point(function: str) -> bool:
-    """Tell whether a function of torch's is a send or a receive."""
-    return function in _POINT_TO_POINT
+    """Return whether a function of torch is a send or a receive."""
+    return function in _PREPOSITIONS
 
 
 def is_library(filename: str) -> bool:
-    """Tell whether a file belongs to Python, to an installed package or to ddpsafe."""
-    # The fork server is a "<string>".
+    """Return whether a file belongs to Python, to an installed package or to ddpsafe."""
+    # The code of the fork server is in "<string>".
     return filename.startswith(("<string>", *_OWN)) or bool(package_of(filename))
 
 
 def find_own_files(files: Iterable[str]) -> frozenset[str]:
     """Return which files of a stack are the user's.
 
-    A project that is installed lies among the libraries: where no file lies elsewhere, it is the
-    package that was called first.
+    The user's project may be installed beside the libraries. If no file is outside of them, the package
+    that was called first is taken for it.
 
     Args:
         files: The file of each call, the outermost first.
@@ -187,34 +189,34 @@ def find_own_files(files: Iterable[str]) -> frozenset[str]:
 
 
 def is_internal(filename: str) -> bool:
-    """Tell whether a file is Python's, ddpsafe's, or of a package that ddpsafe calls through.
+    """Return whether a file is Python's, ddpsafe's, or in a package that ddpsafe calls through.
 
-    Of the other packages that are installed one may be the user's project.
+    Any other installed package may be the user's project.
     """
     package = package_of(filename)
     return package in _CALLED_THROUGH if package else filename.startswith(_OWN)
 
 
 def package_of(filename: str) -> str:
-    """Return the name of the installed package that a file belongs to; empty where it is none's."""
+    """Return the name of the installed package that a file belongs to; empty if it is in none."""
     found = _INSTALLED.search(filename)
     return found[1] if found else ""
 
 
-# Debian's Python, and so NVIDIA's containers, install into dist-packages.
+# Debian's Python, and so that of NVIDIA's containers, installs into dist-packages.
 _INSTALLED: Final = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 _CALLED_THROUGH: Final = frozenset(
     ("cloudpickle", "ddpsafe", "psutil", "pydantic", "pydantic_settings", "tenacity", "torch")
 )
 _OWN: Final = (
     "<frozen",
-    os.path.join(Path(__file__).parents[1], ""),  # noqa: PTH118 - with the separator at its end
+    os.path.join(Path(__file__).parents[1], ""),  # noqa: PTH118 - keeps the separator at the end
     os.path.join(sysconfig.get_path("stdlib"), ""),  # noqa: PTH118 - as above
 )
 
 
 def type_name_of(exc: BaseException) -> str:
-    """Return the qualified name of its type, as a traceback shows it."""
+    """Return the qualified name of an exception's type, as a traceback shows it."""
     cls = type(exc)
     if cls.__module__ in ("builtins", "__main__", "__mp_main__"):
         return cls.__qualname__
@@ -222,7 +224,7 @@ def type_name_of(exc: BaseException) -> str:
 
 
 def text_of(exc: BaseException) -> str:
-    """Return ``str()`` of an exception, whatever its own ``__str__`` does."""
+    """Return ``str()`` of an exception, even if its ``__str__`` raises."""
     try:
         return str(exc)
     except BaseException as broken:  # noqa: BLE001 - a user's __str__ may raise anything
@@ -230,7 +232,7 @@ def text_of(exc: BaseException) -> str:
 
 
 def line_of(exc: BaseException, limit: int) -> str:
-    """Return its type and at most so many characters of its text, as a traceback ends."""
+    """Return an exception's type and shortened text, like the last line of a traceback."""
     return f"{type_name_of(exc)}: {clip(text_of(exc), limit)}"
 
 
@@ -243,11 +245,7 @@ def traceback_of(exc: BaseException) -> str:
 
 
 def exit_code_of(exc: BaseException) -> int | None:
-    """Return the code an exception asks to exit with; ``None`` where it does not ask.
-
-    The system keeps eight bits of it. A code that is an error stays one: ``sys.exit(256)``, which
-    is what ``sys.exit(os.system(…))`` comes to, would else be a success.
-    """
+    """Return the exit code that an exception requests; ``None`` if it requests no exit."""
     if isinstance(exc, KeyboardInterrupt):
         return 128 + signal.SIGINT
     if not isinstance(exc, SystemExit):
@@ -256,6 +254,7 @@ def exit_code_of(exc: BaseException) -> int | None:
         return 0
     if not isinstance(exc.code, int):
         return 1
+    # The kernel keeps eight bits. ``sys.exit(os.system(…))`` may exit with 256, which must not become 0.
     return exc.code & 0xFF or int(exc.code != 0)
 
 
@@ -264,10 +263,11 @@ class ChainFacts:
     """What a chain of exceptions means.
 
     Attributes:
-        shown: The exception to show: the one that left, or the own error that an echo hides.
-        origin: Where the failure comes from; another rank only where the whole chain says so.
+        shown: The exception to show: the one that left the function, or the rank's own error that a
+            peer error hides.
+        origin: Where the failure comes from; another rank only if the whole chain shows that.
         wraps_peer_error: Whether `shown` was raised while a peer error was handled.
-        hidden_by: The peer error that hides `shown`, which may have been handled before it.
+        hidden_by: The peer error that was raised on top of `shown` and hides it.
     """
 
     shown: BaseException
@@ -277,17 +277,14 @@ class ChainFacts:
 
 
 def note_wait(exc: BaseException) -> None:
-    """Count that the rank has waited for the others while it handled an exception."""
-    with contextlib.suppress(Exception):  # it may have no room for a name more
+    """Count one wait of the rank for the others while it handles an exception."""
+    with contextlib.suppress(Exception):  # its class may allow no further attribute
         exc._ddpsafe_waits = _count_waits(exc) + 1  # type: ignore[attr-defined]  # noqa: SLF001 - a mark that ddpsafe sets
 
 
 def has_continued(exc: BaseException) -> bool:
-    """Tell whether the rank continues its work while it handles an exception.
-
-    A ``finally`` may wait for the others once or twice as well, with an exception on its way out.
-    """
-    return _count_waits(exc) >= _WAITS
+    """Return whether the rank has continued its work while it handles an exception."""
+    return _count_waits(exc) >= _WAITS_TO_CONTINUE
 
 
 def _count_waits(exc: BaseException) -> int:
@@ -295,23 +292,22 @@ def _count_waits(exc: BaseException) -> int:
 
 
 def find_on_its_way(exc: BaseException, running: Collection[FrameType]) -> BaseException | None:
-    """Return the exception that is on its way out of the program, of all that a thread handles.
+    """Return the exception that is about to leave the program, of all that a thread handles.
 
-    That is not the innermost one where a cleanup in a ``finally`` handles another, as one that
-    waits before it tries an upload again; or where it is in a generator, which is left by a
-    `GeneratorExit`.
+    It is not always the innermost one. A cleanup in a ``finally`` may handle another one meanwhile, such
+    as an upload that it retries, and a generator is left by a `GeneratorExit`.
 
     Args:
         exc: The innermost exception that the thread handles.
-        running: The frames in which the thread is.
+        running: The frames that the thread is in.
     """
     passed: Counter[FrameType] = Counter()
     each: BaseException | None = exc
-    for _ in range(_MOST_HANDLED):
+    for _ in range(_MAX_HANDLED):
         if each is None:
             break
         tb = each.__traceback__
-        # A frame that has returned handled its error, which became the context of another there.
+        # If the frame has returned, it handled this one, which is only the context of a later exception.
         is_over = passed and (tb is None or tb.tb_frame not in running)
         if not is_over and not isinstance(each, GeneratorExit):
             if tb is None or not _is_caught(tb.tb_frame, passed):
@@ -322,17 +318,17 @@ def find_on_its_way(exc: BaseException, running: Collection[FrameType]) -> BaseE
 
 
 def _is_caught(frame: FrameType, passed: Counter[FrameType]) -> bool:
-    """Tell whether an exception is in an ``except`` block after which the program continues.
+    """Return whether an exception is in an ``except`` block after which the program continues.
 
-    Else it is on its way out: in a ``finally``, at the end of a ``with``, or in an ``except`` block
-    whose last statement raises or exits. Python itself does not tell the difference, so the source
-    of the function that handles it is read; without that it counts as on its way.
+    Otherwise it is about to leave: it is in a ``finally``, at the end of a ``with``, or in an ``except``
+    block whose last statement raises or exits. Python does not expose the difference, so this reads the
+    source of the function that handles it. Without a source, the innermost exception counts as about to leave.
 
     Args:
         frame: The function that handles it.
-        passed: How many exceptions that were raised while this one was handled each frame handles.
+        passed: How many exceptions raised while this one was handled each frame handles.
     """
-    # linecache has the cells of a notebook too.
+    # linecache also knows the cells of a notebook.
     source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
     try:
         tree = ast.parse(source)
@@ -343,7 +339,7 @@ def _is_caught(frame: FrameType, passed: Counter[FrameType]) -> bool:
         if isinstance(node, _TRY):
             blocks += [(each.body, not _leaves(each.body[-1])) for each in node.handlers]
             blocks += [(node.finalbody, False)] if node.finalbody else []
-        elif passed and isinstance(node, (ast.With, ast.AsyncWith)):  # its end has this line too
+        elif passed and isinstance(node, (ast.With, ast.AsyncWith)):  # its exit has this line too
             blocks.append(([item.context_expr for item in node.items], False))
     around = [
         (block[0].lineno, is_caught)
@@ -352,13 +348,13 @@ def _is_caught(frame: FrameType, passed: Counter[FrameType]) -> bool:
     ]
     around.sort(key=lambda each: each[0], reverse=True)
     inner = passed[frame]
-    if len(around) <= inner:  # of those that are passed, one is handled in no block any more
+    if len(around) <= inner:  # one of the passed exceptions is no longer handled in any block
         return bool(passed)
     return around[inner][1]
 
 
 def _leaves(statement: ast.stmt) -> bool:
-    """Tell whether a statement raises, or calls a function that ends the process."""
+    """Return whether a statement raises or calls a function that ends the process."""
     if isinstance(statement, ast.Raise):
         return True
     if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
@@ -369,17 +365,14 @@ def _leaves(statement: ast.stmt) -> bool:
 
 
 def read_chain(exc: BaseException) -> ChainFacts:
-    """Find what says why the rank failed, from the exception that left its function.
-
-    An exception that cannot be read, since its class plays tricks, is what is shown.
-    """
-    with contextlib.suppress(Exception):
+    """Find which exception explains why the rank failed, given the one that left its function."""
+    with contextlib.suppress(Exception):  # the user's class may break any attribute that is read
         return _read(exc)
     return ChainFacts(shown=exc)
 
 
 def _read(exc: BaseException, depth: int = 0) -> ChainFacts:
-    # The exception, what it was raised from or while handling, and so on.
+    # The exception, then the one that it was raised from or while handling, and so on.
     chain: list[BaseException] = []
     seen: set[int] = set()
     at: object = exc
@@ -390,9 +383,9 @@ def _read(exc: BaseException, depth: int = 0) -> ChainFacts:
     for number in reversed(range(len(chain))):
         outer, inner = chain[number], chain[number + 1 : number + 2]
         origin = _origin_of(outer, depth)
-        # A script that raises "from None" has decided that what lies beneath does not matter.
-        looks_beneath = isinstance(outer, DDPSafeError) or not outer.__suppress_context__
-        if inner and origin != "own" and looks_beneath:
+        # A script that raises "from None" has decided that the context does not matter.
+        has_context = isinstance(outer, DDPSafeError) or not outer.__suppress_context__
+        if inner and origin != "own" and has_context:
             return ChainFacts(shown=inner[0], hidden_by=outer, origin=_origin_of(inner[0], depth))
         if origin in ("peer-lost", "timeout"):
             return ChainFacts(shown=exc, origin=origin, wraps_peer_error=outer is not exc)
@@ -400,22 +393,22 @@ def _read(exc: BaseException, depth: int = 0) -> ChainFacts:
 
 
 def _origin_of(exc: BaseException, depth: int) -> Origin:
-    """Tell where one exception, taken by itself, comes from.
+    """Return where one exception comes from, without regard to its chain.
 
-    ddpsafe's own errors carry their origin. torch's are known by their text, and only where torch
-    raised them: the user's own connections break with the same words. A group of exceptions comes
-    from another rank if all of them do.
+    ddpsafe's own errors carry their origin. torch's errors are recognized by their text, but only if torch
+    raised them, because the user's own connections fail with the same texts. A group of exceptions comes
+    from another rank only if all of its members do.
     """
     if isinstance(exc, DDPSafeError):
         return exc.origin
     if isinstance(exc, _GROUP):
-        if depth == _DEEPEST:
+        if depth == _MAX_GROUP_DEPTH:
             return "own"
         origins = [_read(each, depth + 1).origin for each in exc.exceptions]
         return "own" if "own" in origins or "mismatch" in origins else origins[0]
     if not isinstance(exc, RuntimeError):
         return "own"
-    # Its type, its text or the file of the line that raised it says that torch did.
+    # torch raised it if its type, its text or the file that raised it is torch's.
     line, file, tb = line_of(exc, MAX_MESSAGE), "", exc.__traceback__
     while tb is not None:
         file, tb = tb.tb_frame.f_code.co_filename, tb.tb_next
