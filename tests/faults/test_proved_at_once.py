@@ -94,7 +94,7 @@ def test_a_stopped_rank(tmp_path: Path, program: Callable[..., None]) -> None:
         ddpsafe.CollectiveTimeoutError, program, within_s=PROVED_S + 1
     )
     require_hang(error, 1)
-    assert "rank 1 is stopped and does nothing until it is continued." in str(error)
+    assert "rank 1 is stopped and does nothing until it is resumed." in str(error)
     assert {each.status for each in error.outcomes.values()} == {"stopped"}, error.outcomes
     assert "stopped (SIGSTOP), at" in str(error)
     assert "after broadcast" not in str(error)

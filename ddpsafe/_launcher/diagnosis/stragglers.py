@@ -1,9 +1,9 @@
-"""Who makes the others wait, and for how long, as long as a run makes progress.
+"""Find which ranks make the others wait, and for how long, while a run makes progress.
 
-Known from the times at which ranks entered collectives; a rank that hangs is found by `root_cause`.
-torch's flight recorder notes those anyway, so a step costs nothing more. A rank that comes last to a
-collective makes all others wait from the moment at which the last of them came. Of collectives that
-are under way at the same time, as the buckets of DDP are, the time is counted once.
+The times at which ranks entered collectives show it; `root_cause` finds a rank that hangs. torch's
+flight recorder has these times anyway, so a step costs nothing more. A rank that enters a collective
+last makes all others wait from the moment at which the last of them entered it. If several collectives
+are under way at once, like the buckets of DDP, the time is counted once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOTABLE: Final = 0.1
-"""A share of the time from which a rank or a node is worth a line."""
+"""The share of the time that others have to wait for a rank or a node before it is reported."""
 
-_FEWEST: Final = 12
-_LEAST_WINDOW_S: Final = 1.0
+_MIN_COLLECTIVES: Final = 12
+_MIN_WINDOW_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,10 @@ class Straggler:
 
     Attributes:
         ranks: The ranks.
-        node_rank: The node, where it is all of it; else ``None``.
+        node_rank: The node, if `ranks` are all of its ranks; else ``None``.
         waited_s: How long all others waited for it.
-        window_s: In which time.
-        collectives: In how many collectives.
+        window_s: The time in which they waited that long.
+        collectives: How many collectives that time has.
     """
 
     ranks: tuple[int, ...]
@@ -48,11 +48,11 @@ class Straggler:
 
     @property
     def share(self) -> float:
-        """The part of the time that the others waited for it."""
+        """The share of the time that the others waited for it."""
         return self.waited_s / self.window_s
 
     def __str__(self) -> str:
-        """Say it in a sentence."""
+        """Return a sentence for the log."""
         who = ranks_text(self.ranks)
         if self.node_rank is not None:
             who = f"node {self.node_rank} ({who})"
@@ -62,7 +62,7 @@ class Straggler:
         )
 
     def as_json(self) -> dict[str, object]:
-        """Return what ``ddpsafe status --json`` prints of it."""
+        """Return what ``ddpsafe status --json`` prints about it."""
         return {
             "ranks": list(self.ranks),
             "node_rank": self.node_rank,
@@ -76,18 +76,17 @@ class Straggler:
 def find_stragglers(
     arrivals: Mapping[int, Sequence[Arrival]], nodes: Mapping[int, int]
 ) -> list[Straggler]:
-    """Return the ranks and nodes that cost the others a tenth of the time, the worst first.
+    """Return the ranks and nodes for which others wait at least `NOTABLE` of the time, the worst first.
 
     Args:
         arrivals: When each rank entered its last collectives.
-        nodes: The node of each rank. Clocks of nodes differ: of what a node is late by, the least
-            over all collectives is taken for that, so a constant delay of a node is not seen.
+        nodes: The node of each rank.
     """
     times = {rank: dict(each) for rank, each in arrivals.items()}
     if len(times) < 2 or len(times) < len(nodes):  # noqa: PLR2004 - one waits for another
         return []
     numbers = sorted(set.intersection(*(set(each) for each in times.values())))
-    if len(numbers) < _FEWEST:
+    if len(numbers) < _MIN_COLLECTIVES:
         return []
     by_node: dict[int, list[int]] = {}
     for rank in sorted(times):
@@ -96,23 +95,25 @@ def find_stragglers(
     for node, ranks in by_node.items():
         others = [rank for rank in times if rank not in ranks]
         if others:
-            waits = [_late(times, ranks, others, number) for number in numbers]
+            waits = [_wait(times, ranks, others, number) for number in numbers]
+            # Clocks of nodes differ. The smallest delay counts as that difference, so a constant delay
+            # of a node is not seen.
             offset = min(end - start for start, end in waits)
-            late = [(start, end - max(0, offset)) for start, end in waits]
-            found.append(_straggler(ranks, node, late, times, numbers))
+            waits = [(start, end - max(0, offset)) for start, end in waits]
+            found.append(_straggler(ranks, node, waits, times, numbers))
         for rank in ranks:
-            near = [other for other in ranks if other != rank]
-            if near:
-                late = [_late(times, [rank], near, number) for number in numbers]
-                found.append(_straggler([rank], None, late, times, numbers))
-    notable = [each for each in found if each.window_s >= _LEAST_WINDOW_S and each.share >= NOTABLE]
+            others_of_node = [other for other in ranks if other != rank]
+            if others_of_node:
+                waits = [_wait(times, [rank], others_of_node, number) for number in numbers]
+                found.append(_straggler([rank], None, waits, times, numbers))
+    notable = [each for each in found if each.window_s >= _MIN_WINDOW_S and each.share >= NOTABLE]
     return sorted(notable, key=lambda each: -each.share)
 
 
-def _late(
+def _wait(
     times: Mapping[int, Mapping[int, int]], ranks: Iterable[int], others: Iterable[int], number: int
 ) -> tuple[int, int]:
-    """Return from when to when the others waited for these ranks; the end is first if they did not."""
+    """Return the start and end of the others' wait for these ranks; the end is earlier if they had none."""
     return max(times[rank][number] for rank in others), max(times[rank][number] for rank in ranks)
 
 
@@ -138,7 +139,7 @@ def _straggler(
 
 
 def find_stragglers_of(outcomes: Mapping[int, RankOutcome]) -> list[Straggler]:
-    """Return them from what the ranks reported at their end."""
+    """Return the stragglers of an attempt from what its ranks reported at their end."""
     return find_stragglers(
         {
             rank: () if outcome.position is None else outcome.position.arrivals
@@ -149,6 +150,6 @@ def find_stragglers_of(outcomes: Mapping[int, RankOutcome]) -> list[Straggler]:
 
 
 def log_stragglers(outcomes: Mapping[int, RankOutcome]) -> None:
-    """Say at the end of a launch who cost the others more than a tenth of the time."""
+    """Log the stragglers of a launch, at its end."""
     for each in find_stragglers_of(outcomes):
         logger.info("%s", each)

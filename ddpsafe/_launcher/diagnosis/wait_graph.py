@@ -1,16 +1,16 @@
-"""Which ranks wait for each other, and whether that can still end: a proof, or nothing.
+"""Find which ranks wait for each other, and prove that these waits never end.
 
-A rank that waits in a collective goes on only when the collective has ended, and most collectives
-end only when every rank of their group has entered them. So a rank waits for ever if a rank that it
-needs has left, is stopped, or waits for ever itself. `find_deadlock` looks for the largest set of
-ranks of which that is true, by leaving out, again and again, every rank that may still go on; what
-remains is a deadlock. Ranks of which too little is known may always go on.
+A rank that waits in a collective continues only when the collective has ended, and most collectives
+end only when every rank of their group has entered them. So a rank waits forever if a rank that it
+needs has returned, is stopped, or waits forever itself. `find_deadlock` finds the largest set of
+such ranks: it repeatedly removes every rank that may still continue, and what remains is a deadlock.
+A rank about which too little is known may always continue.
 
-The ranks have to be seen at one instant. Each is asked twice, all of them a second time after all
-have answered the first time. Numbers of collectives only grow: a rank that is where it was has been
-there all the while, and so at one instant together with all others; see `unchanged`.
+The ranks have to be seen at one instant, so each is asked twice, the second time after all have
+answered once. Numbers of collectives only grow. A rank that is in the same place in both answers was
+there all the time between, so there is an instant at which all such ranks were; see `unchanged`.
 
-Pure logic: tests/launcher/test_wait_graph.py has the table, and runs random programs.
+This is pure logic: tests/launcher/test_wait_graph.py has the table, and runs random programs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._wire.messages import Collective, Whereabouts
 
-# What one rank may call where another one calls the plain form, and both end well.
+# Ranks may mix these variants of a collective with its plain form, and both end well.
 _VARIANTS: Final = ("_base", "_into_tensor", "_tensor", "_coalesced", "_single")
 _FROM_OR_TO_ONE: Final = ("broadcast", "reduce", "gather", "scatter", "send", "recv")
 
@@ -34,13 +34,13 @@ Reason = Literal["mismatch", "cycle", "left", "stopped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
-    """What is known of one rank.
+    """What is known about one rank.
 
     Attributes:
         rank: The rank.
-        at: Its answer; ``None`` where it has given none.
-        is_asleep: Whether its main thread has not run between the two questions.
-        has_left: Whether its function has returned: it enters no further collective.
+        at: Its answer; ``None`` if it has given none.
+        is_asleep: Whether its main thread did not run between the two questions.
+        has_left: Whether its function has returned, so that it enters no further collective.
         is_stopped: Whether its process is stopped (SIGSTOP).
         entered: The number of the last collective that it has entered, by group.
     """
@@ -53,18 +53,18 @@ class RankView:
     entered: Mapping[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Look through its collectives once: each rank is compared with every other."""
+        """Compute `entered` once, because each rank is compared with every other."""
         object.__setattr__(self, "entered", {} if self.at is None else _last_numbers(self.at))
 
     @property
     def blocked_in(self) -> Collective | None:
-        """The collective that its main thread cannot leave before that has ended."""
+        """The collective that its main thread cannot leave before it ends."""
         if self.has_left or self.is_stopped or self.at is None or not self.is_asleep:
             return None
         return self.at.waits_in
 
     def incomplete(self) -> list[Collective]:
-        """Return the collectives that have not ended, of backends that do not run ahead."""
+        """Return the collectives that have not ended, without those queued for a GPU."""
         if self.at is None:
             return []
         return [
@@ -75,7 +75,7 @@ class RankView:
 
 
 class Wait(NamedTuple):
-    """That a rank waits in a collective for others, of which none will come."""
+    """A rank that waits in a collective for ranks that will never enter it."""
 
     rank: int
     collective: Collective
@@ -84,14 +84,14 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlock:
-    """The proof that ranks wait for ever.
+    """The proof that ranks wait forever.
 
     Attributes:
         reason: Why.
-        ranks: Those that are the reason: the ones in different collectives, in the cycle, or the
-            one that has left or is stopped.
-        waits: Who waits for whom.
-        calls: Which collective each rank is in, where they differ under one number.
+        ranks: The ranks that cause it: those whose collective differs, those in the cycle, or the
+            one that has returned or is stopped.
+        waits: Which ranks wait for which.
+        calls: Which collective each rank is in, if they differ under one number.
     """
 
     reason: Reason
@@ -100,7 +100,7 @@ class Deadlock:
     calls: tuple[tuple[int, Collective], ...] = ()
 
     def lines(self) -> list[str]:
-        """Say it, a line for each step."""
+        """Return the proof, a line for each step."""
         if self.reason == "mismatch":
             texts: dict[str, list[int]] = {}
             for rank, collective in self.calls:
@@ -110,22 +110,22 @@ class Deadlock:
                     f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} in {text}"
                     for text, ranks in texts.items()
                 ],
-                "waiting longer cannot resolve this: the ranks can never go on.",
+                "waiting longer cannot resolve this: the ranks can never continue.",
             ]
         found = [
             f"rank {rank} waits in {collective} for {ranks_text(awaited)}"
             for rank, collective, awaited in self.waits
         ]
         last = {
-            "cycle": "each waits for the next, and the last for the first: none of them can go on.",
+            "cycle": "each waits for the next, and the last for the first: none of them can continue.",
             "left": f"{ranks_text(self.ranks)} has returned and enters no further collective.",
-            "stopped": f"{ranks_text(self.ranks)} is stopped and does nothing until it is continued.",
+            "stopped": f"{ranks_text(self.ranks)} is stopped and does nothing until it is resumed.",
         }
         return [*found, last[self.reason]]
 
 
 def unchanged(before: Whereabouts | None, now: Whereabouts | None) -> Whereabouts | None:
-    """Return the later answer if the rank has been in the same place all the time between the two."""
+    """Return the later answer if the rank was in the same place all the time between the two."""
     if before is None or now is None or before is now:
         return None
     if before.waits_in is None or now.waits_in is None:
@@ -148,31 +148,30 @@ def _last_numbers(at: Whereabouts) -> dict[str, int]:
 
 
 def find_deadlock(views: Mapping[int, RankView]) -> Deadlock | None:
-    """Return the proof that ranks wait for ever, if there is one.
+    """Return the proof that ranks wait forever, if there is one.
 
     Args:
-        views: What is known of the ranks, all at one instant, by rank; one that is not in it is
-            taken for one that works.
+        views: What is known about the ranks, all at one instant, by rank; a rank that is missing
+            counts as busy.
     """
     members = _members(views)
     mismatch = _find_mismatch(views, members)
     if mismatch is not None:
         return mismatch
-    # Leave out, again and again, every rank that may still go on.
-    gone = {view.rank for view in views.values() if view.has_left or view.is_stopped}
+    # Repeatedly remove every rank that may still continue; the others are stuck.
+    inactive = {view.rank for view in views.values() if view.has_left or view.is_stopped}
     stuck = {view.rank for view in views.values() if view.blocked_in is not None}
-    stuck -= gone
     while True:
-        waits = {rank: _endless(views, members, rank, gone | stuck) for rank in stuck}
-        freed = {rank for rank, wait in waits.items() if wait is None}
-        if not freed:
+        waits = {rank: _find_endless(views, members, rank, inactive | stuck) for rank in stuck}
+        free = {rank for rank, wait in waits.items() if wait is None}
+        if not free:
             break
-        stuck -= freed
+        stuck -= free
     found = {rank: wait for rank, wait in waits.items() if wait is not None}
     stopped = _find_stopped(views, members, found)
     if stopped is not None:
         return stopped
-    return _follow(views, found) if found else None
+    return _find_cycle_or_left(views, found)
 
 
 def _members(views: Mapping[int, RankView]) -> dict[str, tuple[int, ...]]:
@@ -186,52 +185,51 @@ def _members(views: Mapping[int, RankView]) -> dict[str, tuple[int, ...]]:
 def _find_mismatch(
     views: Mapping[int, RankView], members: Mapping[str, tuple[int, ...]]
 ) -> Deadlock | None:
-    """Look at the hindmost collective of each group: whether all its ranks are in it, in different ones."""
+    """Find a group whose ranks have all entered its lowest current number, in different collectives."""
     for group, ranks in members.items():
         known = [
             views[rank].entered[group]
             for rank in ranks
             if rank in views and group in views[rank].entered
         ]
-        if len(known) < len(ranks):  # one has not come, or nothing is known of it
+        if len(known) < len(ranks):  # a rank has entered nothing, or is unknown
             continue
         calls = [
             (rank, at.position.numbered(group, min(known)))
             for rank in ranks
             if (at := views[rank].at) is not None
         ]
-        there = [(rank, each) for rank, each in calls if each is not None]
-        if len(there) < len(ranks) or any(each.is_queued_ahead for _, each in there):
+        entered = [(rank, each) for rank, each in calls if each is not None]
+        if len(entered) < len(ranks) or any(each.is_queued_ahead for _, each in entered):
             continue
-        # Those whose rank stays in them, or has left them under way and sleeps elsewhere.
-        held = [
+        # Collectives that need all ranks, and that a rank cannot leave before they end.
+        blocking = [
             each
-            for rank, each in there
+            for rank, each in entered
             if not each.done
             and not _is_for_one(each)
             and (inside := views[rank].blocked_in) is not None
             and _place(inside) == _place(each)
         ]
-        # Whether one of them cannot be what another rank is in; where unsure, it may.
-        families = {_family(each) for _, each in there}
-        sized = {_comparable_size(each) for _, each in there} - {0}
-        is_other_size = any(sized - {size} for each in held if (size := _comparable_size(each)))
-        if held and (len(families) > 1 or is_other_size):
-            groups: dict[tuple[str, int], list[int]] = {}
-            for rank, each in there:
-                groups.setdefault(
-                    (_family(each), each.numel if each.has_one_size else 0), []
-                ).append(rank)
-            fewest = min(len(ranks) for ranks in groups.values())
+        # They never end if another rank is certainly in a different collective, or in one of another size.
+        families = {_family(each) for _, each in entered}
+        sizes = {_comparable_size(each) for _, each in entered} - {0}
+        is_other_size = any(sizes - {size} for each in blocking if (size := _comparable_size(each)))
+        if blocking and (len(families) > 1 or is_other_size):
+            ranks_of: dict[tuple[str, int], list[int]] = {}
+            for rank, each in entered:
+                call = (_family(each), each.numel if each.has_one_size else 0)
+                ranks_of.setdefault(call, []).append(rank)
+            fewest = min(len(callers) for callers in ranks_of.values())
             rarest = tuple(
-                rank for ranks in groups.values() if len(ranks) == fewest for rank in ranks
+                rank for callers in ranks_of.values() if len(callers) == fewest for rank in callers
             )
-            return Deadlock(reason="mismatch", ranks=rarest, calls=tuple(there))
+            return Deadlock(reason="mismatch", ranks=rarest, calls=tuple(entered))
     return None
 
 
 def _comparable_size(collective: Collective) -> int:
-    """Return the size that all ranks have to bring, 0 where that is not known or has been done."""
+    """Return the size that all ranks have to pass; 0 if it is unknown or the collective has ended."""
     is_known = not collective.done and collective.has_one_size
     return collective.numel if is_known else 0
 
@@ -244,21 +242,21 @@ def _family(collective: Collective) -> str:
 
 
 def _is_for_one(collective: Collective) -> bool:
-    """Tell whether one rank gives or takes all, so that a wait in it may need that one only."""
+    """Return whether one rank sends to or receives from all, so that a wait may need that one only."""
     return _family(collective) in _FROM_OR_TO_ONE
 
 
-def _endless(
+def _find_endless(
     views: Mapping[int, RankView],
     members: Mapping[str, tuple[int, ...]],
     rank: int,
-    dead: set[int],
+    inactive: set[int],
 ) -> Wait | None:
-    """Return the wait of a blocked rank if ranks that never come are needed for its end."""
+    """Return the wait of a blocked rank if it needs ranks that never enter the collective."""
     collective = views[rank].blocked_in
-    assert collective is not None  # noqa: S101 - only such ranks are looked at
+    assert collective is not None  # noqa: S101 - the caller passes only such ranks
     others = [each for each in members.get(collective.group, ()) if each != rank]
-    # Who has not entered it, or cannot take part because it is stopped.
+    # Ranks that have not entered it, or are stopped and so take no part in it.
     awaited = [
         each
         for each in others
@@ -268,7 +266,7 @@ def _endless(
             or (view.at is not None and view.entered.get(collective.group, 0) < collective.number)
         )
     ]
-    never = tuple(each for each in awaited if each in dead)
+    never = tuple(each for each in awaited if each in inactive)
     if not never or (_is_for_one(collective) and len(never) < len(others)):
         return None
     return Wait(rank, collective, never)
@@ -279,10 +277,7 @@ def _find_stopped(
     members: Mapping[str, tuple[int, ...]],
     found: Mapping[int, Wait],
 ) -> Deadlock | None:
-    """Tell whether a rank is stopped and all others wait for it.
-
-    Who sleeps with a collective under way that needs it counts too, wherever its Python is.
-    """
+    """Find a stopped rank that all others wait for."""
     for culprit in views.values():
         if not culprit.is_stopped:
             continue
@@ -293,22 +288,25 @@ def _find_stopped(
             if view.rank in found and culprit.rank in found[view.rank].awaited:
                 waits.append(found[view.rank])
                 continue
-            needed = [
+            # A rank that sleeps elsewhere waits too, if a collective that it has under way needs the culprit.
+            unfinished = [
                 each
                 for each in view.incomplete()
                 if culprit.rank in members.get(each.group, ()) and view.is_asleep
             ]
-            if not needed:
+            if not unfinished:
                 break
-            waits.append(Wait(view.rank, needed[0], (culprit.rank,)))
+            waits.append(Wait(view.rank, unfinished[0], (culprit.rank,)))
         else:
             if waits:
                 return Deadlock(reason="stopped", ranks=(culprit.rank,), waits=tuple(waits))
     return None
 
 
-def _follow(views: Mapping[int, RankView], waits: Mapping[int, Wait]) -> Deadlock | None:
-    """Go from wait to wait until a rank has left, or one is met again."""
+def _find_cycle_or_left(
+    views: Mapping[int, RankView], waits: Mapping[int, Wait]
+) -> Deadlock | None:
+    """Follow the waits until they reach a rank that has returned, or a rank for the second time."""
     for first in sorted(waits):
         path: list[int] = []
         rank = first
@@ -323,4 +321,4 @@ def _follow(views: Mapping[int, RankView], waits: Mapping[int, Wait]) -> Deadloc
             return Deadlock(reason="cycle", ranks=tuple(cycle), waits=tuple(narrowed))
         if views[rank].has_left:
             return Deadlock(reason="left", ranks=(rank,), waits=tuple(waits[each] for each in path))
-    return None  # all wait for a rank that is stopped, and may be continued, beside one at work
+    return None  # they wait for a stopped rank, which may be resumed while another rank is busy
