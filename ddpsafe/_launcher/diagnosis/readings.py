@@ -1,4 +1,7 @@
-"""What each rank tells, asked before it is ended or written as it crashed; and kills for memory."""
+"""Read where each rank is: from its answers and stacks before it is ended, or from what it wrote at a crash.
+
+Also counts how many processes the kernel has killed for memory.
+"""
 
 from __future__ import annotations
 
@@ -32,36 +35,36 @@ if TYPE_CHECKING:
 
     from ddpsafe._launcher.processes.rank_process import Worker
 
-_ANSWER: Final = timedelta(seconds=0.8)
-_ALL_THREADS: Final = timedelta(seconds=0.4)
-_STOP: Final = timedelta(seconds=0.5)
-_WITHOUT_CPU: Final = {
-    "",
+_ANSWER_TIMEOUT: Final = timedelta(seconds=0.8)
+_ALL_STACKS_TIMEOUT: Final = timedelta(seconds=0.4)
+_SUSPEND_TIMEOUT: Final = timedelta(seconds=0.5)
+_NOT_RUNNING: Final = {
+    "",  # there is no such process
     psutil.STATUS_STOPPED,
     psutil.STATUS_TRACING_STOP,
     psutil.STATUS_ZOMBIE,
 }
 _POLL_S: Final = 0.02
 _FRAME: Final = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
-_CAUGHT: Final = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
+_CAUGHT_SIGNALS: Final = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
 _BACKWARD: Final = re.compile(r"/torch/(?:autograd|nn/parallel)/")
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-_MEMBERSHIPS: Final = Path("/proc/self/cgroup")
-_COUNT: Final = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+_OWN_CGROUPS: Final = Path("/proc/self/cgroup")
+_OOM_KILLS: Final = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _COLLECTIVES: Final = "distributed_c10d.py"
 _RPC: Final = "/torch/distributed/rpc/"
 _RPC_CALLEE: Final = "/torch/distributed/rpc/internal.py"
-_MOST_FRAMES: Final = 100
-_FEW_FUNCTIONS: Final = 5
+_MAX_DUMPED_FRAMES: Final = 100  # faulthandler writes no more of a thread
+_MAX_RECURSIVE_FUNCTIONS: Final = 5
 _RUN_RANK: Final = re.compile(r'_worker/entrypoint\.py", line \d+ in run_rank$', re.MULTILINE)
-"""The outermost frame of the main thread of a rank; a dump is complete for it with this line."""
+"""The outermost frame of the main thread of a rank, so the last line of its stack in a dump."""
 
 _DATALOADER: Final = "torch/utils/data/dataloader.py"
 _WORKER_LOOP: Final = "torch/utils/data/_utils/worker.py"
 _QUEUES: Final = "multiprocessing/queues.py"
 
 CRASH: Final = "Fatal Python error:"
-"""How faulthandler begins what it writes at a crash."""
+"""The beginning of what faulthandler writes at a crash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +72,10 @@ class StackReading:
     """Where a rank is in the code, read from a dump of its stacks.
 
     Attributes:
-        stack: The innermost line that is the user's (``path:line in function``); empty if unknown.
-        in_collective: Whether the thread waits in a collective; ``None`` where unknown.
-        point_to_point: The send or the receive that it waits in.
-        in_rpc: Whether the line is of a thread that executes a call of another rank.
+        stack: The user's innermost line (``path:line in function``); empty if unknown.
+        in_collective: Whether the thread waits in a collective; ``None`` if unknown.
+        point_to_point: The send or receive that it waits in.
+        in_rpc: Whether the line is of a thread that executes a call from another rank (RPC).
     """
 
     stack: str = ""
@@ -83,10 +86,10 @@ class StackReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReading:
-    """What was found out about a rank when it was asked, or from what it wrote as it crashed.
+    """What was found out about a rank, by asking it or from what it wrote at a crash.
 
     Attributes:
-        state: What the system says of the process.
+        state: The state of its process, as psutil names it.
         place: Where it is in the code.
         position: Where it is in the sequence of collectives; ``None`` if it has not answered.
         native: What native code wrote before it ended the process.
@@ -99,15 +102,15 @@ class RankReading:
 
 
 def collect(workers: Sequence[Worker]) -> dict[int, RankReading]:
-    """Learn state, stack and position of every rank that is alive, within a second or three.
+    """Read state, stack and position of every rank that is alive, within one to three seconds.
 
-    The main thread's stack comes from faulthandler, which answers while the GIL is held too; the
-    position comes from a thread, which does not; a suspended process answers neither until it is
-    continued, and is suspended again at once. All ranks are left suspended then: what the one has sent
-    by then could let the others come to the end of their function. `Worker.end` continues them.
+    The main thread's stack comes from faulthandler, which needs no GIL. The position comes from a thread,
+    which does. A suspended process does neither until it is resumed, and it is suspended again as soon as
+    it has answered. In that case all ranks are left suspended, because what it sent meanwhile could let
+    the others finish their function; `Worker.end` resumes them.
 
     Returns:
-        What was read, by rank; nothing of a rank that ended without a crash.
+        What was read, by rank, without ranks that ended without a crash.
     """
     asked = [worker for worker in workers if worker.alive and worker.returned is None]
     states = {worker.rank: _state(worker) for worker in asked}
@@ -115,12 +118,14 @@ def collect(workers: Sequence[Worker]) -> dict[int, RankReading]:
     running = [worker for worker in asked if worker not in stopped]
     found = _question(running, states)
     if stopped:
-        for worker in running:  # else they go on as soon as the one that they wait for does
+        for (
+            worker
+        ) in running:  # otherwise they continue as soon as the rank that they wait for does
             worker.signal(signal.SIGSTOP)
-        # The main threads take the signal, and until then other threads may run.
-        deadline = Deadline.after(_STOP)
+        # The main thread takes the signal; until then, the other threads may run.
+        deadline = Deadline.after(_SUSPEND_TIMEOUT)
         for worker in running:
-            while not deadline.expired() and _state(worker) not in _WITHOUT_CPU:
+            while not deadline.expired() and _state(worker) not in _NOT_RUNNING:
                 wait([], _POLL_S)
         for worker in stopped:
             worker.was_stopped = True
@@ -145,21 +150,23 @@ def _state(worker: Worker) -> str:
 
 
 def continue_suspended(workers: Sequence[Worker]) -> None:
-    """Continue the ranks that `collect` has left suspended, but not those that were so before."""
+    """Resume the ranks that `collect` has suspended, but not those that were suspended before."""
     for worker in workers:
         if not worker.was_stopped:
             worker.signal(signal.SIGCONT)
 
 
 def _complete(worker: Worker, reading: RankReading) -> RankReading:
-    """Return where a rank is, where its own answer does not tell."""
+    """Complete the reading of a rank with what its own answer does not show."""
     position, place = reading.position, reading.place
     serves = read_rpc(_dump_of(worker))
     if serves is not None:
         place = serves
-    elif not place.stack:  # its main thread is in the kernel and takes no signal
+    elif (
+        not place.stack
+    ):  # its main thread is in the kernel, so only the other threads' dump has it
         place = read_stack(_dump_of(worker))
-    # A rank seems to have called exec where its pipe is closed and its handlers are gone.
+    # If its pipe is closed and its signal handlers are gone, it has probably called exec.
     is_cut_off = worker.alive and worker.receiver.closed
     if not place.stack and is_cut_off and not _catches_stacks_signal(worker):
         name = "another program"
@@ -167,14 +174,14 @@ def _complete(worker: Worker, reading: RankReading) -> RankReading:
             name = psutil.Process(worker.pid).name()
         place = StackReading(stack=f"exec of {name}", in_collective=False)
     waits_for = name_awaited_loader_workers(worker, _main_thread(_dump_of(worker)))
-    # The text of the watchdog says where it is, where the recorder does not.
+    # NCCL's watchdog may have written the position that the recorder does not have.
     if reading.native is not None and (position is None or not position.collectives):
         position = read_position(worker.error_text(), position)
-    # NCCL has not ended what the rank has queued: Python may be anywhere meanwhile.
-    at = None if position is None else position.newest()
-    is_queued = at is not None and at.is_queued_ahead and not at.done
+    # While the GPU is in a collective that the rank has queued, its Python code may be anywhere.
+    newest = None if position is None else position.newest()
+    is_queued = newest is not None and newest.is_queued_ahead and not newest.done
     if worker.was_stopped and not place.in_collective and not is_queued:
-        position = None  # a collective that it has entered since it was continued to be asked
+        position = None  # it may have entered a collective after it was resumed to be asked
     place = replace(
         place,
         stack=place.stack + waits_for,
@@ -187,42 +194,43 @@ def _question(asked: Sequence[Worker], states: Mapping[int, str]) -> dict[int, R
     known = {worker.rank: worker.position for worker in asked}
     for worker in asked:
         _ask(worker)
-    _await_answers(asked, known, Deadline.after(_ANSWER))
+    _await_answers(asked, known, Deadline.after(_ANSWER_TIMEOUT))
     for worker in asked:
         if worker.was_stopped:
             worker.signal(signal.SIGSTOP)
     places = {worker.rank: read_stack(_dump_of(worker)) for worker in asked}
-    # Those that can answer write down all their threads, for the report.
-    able = [
-        each for each in asked if _position_now(each, known) is not None and not each.was_stopped
+    # Ranks that answer also write the stacks of all their threads, for the report.
+    answering = [
+        each for each in asked if _new_position(each, known) is not None and not each.was_stopped
     ]
-    before = {worker.rank: worker.position for worker in able}
-    for worker in able:
+    before = {worker.rank: worker.position for worker in answering}
+    for worker in answering:
         worker.ask_stacks()
-    _await_answers(able, before, Deadline.after(_ALL_THREADS))
+    _await_answers(answering, before, Deadline.after(_ALL_STACKS_TIMEOUT))
     return {
         worker.rank: RankReading(
             state=states[worker.rank],
             place=places[worker.rank],
-            position=_position_now(worker, known),
+            position=_new_position(worker, known),
             native=worker.native,
         )
         for worker in asked
     }
 
 
-def _position_now(worker: Worker, known: Mapping[int, Position | None]) -> Position | None:
-    """Return its position, but no old answer: that would make a rank look behind that is not."""
+def _new_position(worker: Worker, known: Mapping[int, Position | None]) -> Position | None:
+    """Return a rank's position unless it is an old answer, by which the rank could look behind."""
     is_old = worker.raised is None and worker.position is known[worker.rank]
     return None if is_old else worker.position
 
 
 def _ask(worker: Worker) -> None:
-    # A live watch may have asked the rank, or its DataLoader workers, before: their stacks go.
+    # The live watch may have asked the rank or its DataLoader workers before: remove those stacks.
     with contextlib.suppress(OSError):  # the run directory may have been removed
         os.close(open_log(worker.spec.logs.stacks, os.O_WRONLY | os.O_TRUNC))
     worker.ask_position()
-    # Before it has our handler the signal would end it; without our file it would write elsewhere.
+    # Without ddpsafe's handler the signal would end the process; without its file faulthandler would write
+    # to whatever has that descriptor now.
     if worker.phase != "starting" and _catches_stacks_signal(worker) and _holds_stacks(worker):
         _ask_stacks(worker)
     if worker.was_stopped:
@@ -233,7 +241,7 @@ def _await_answers(
     asked: Sequence[Worker], known: Mapping[int, Position | None], deadline: Deadline
 ) -> None:
     while not deadline.expired():
-        # Its stacks never will be read where the run directory was removed.
+        # If the run directory was removed, there will be no stacks to wait for.
         silent = [
             each
             for each in asked
@@ -251,10 +259,10 @@ def _await_answers(
 
 
 def _ask_stacks(worker: Worker) -> None:
-    """Send the signal to the main thread, which then dumps before it does anything else.
+    """Send the signal to the main thread, which then writes its stack before it does anything else.
 
-    Of a suspended process that is continued, any thread could take a signal sent to the process, while
-    the main thread moves on.
+    If it were sent to a suspended process, any thread could take it after SIGCONT while the main thread
+    continues.
     """
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30
     if tgkill is None or worker.pid is None or worker.exitcode is not None:
@@ -264,10 +272,10 @@ def _ask_stacks(worker: Worker) -> None:
 
 
 def ask_for_stacks(worker: Worker) -> int:
-    """Let a rank that does not answer show its main thread's stack by a signal, if that is safe.
+    """Make a rank that does not answer write its main thread's stack, by a signal, if that is safe.
 
     Returns:
-        How long the file of its stacks was before.
+        The length of its stacks file before that.
     """
     before = len(_dump_of(worker))
     if worker.alive and _catches_stacks_signal(worker) and _holds_stacks(worker):
@@ -276,16 +284,16 @@ def ask_for_stacks(worker: Worker) -> int:
 
 
 def read_new_stack(worker: Worker, before: int) -> list[Frame]:
-    """Return what its main thread has shown since, the innermost call first."""
+    """Return the stack that its main thread has written since, the innermost call first."""
     return _main_thread(_dump_of(worker)[before:])
 
 
 def name_awaited_loader_workers(worker: Worker, frames: Sequence[Frame]) -> str:
-    """Say for which workers the rank waits, to go behind its own line; nothing outside a DataLoader.
+    """Return a suffix for the rank's line that names the DataLoader workers that it waits for.
 
     Args:
         worker: The rank.
-        frames: What its main thread does.
+        frames: The stack of its main thread; the suffix is empty if it is not in a DataLoader.
     """
     if not any(frame.file.endswith(_DATALOADER) for frame in frames):
         return ""
@@ -293,24 +301,24 @@ def name_awaited_loader_workers(worker: Worker, frames: Sequence[Frame]) -> str:
 
 
 class LoaderWorker(NamedTuple):
-    """A DataLoader worker that reads or collates, and what it does, the innermost call first."""
+    """A DataLoader worker that loads or collates, with its stack, the innermost call first."""
 
     name: str
     pid: int
     frames: tuple[Frame, ...]
 
     def __str__(self) -> str:
-        """Name it with the innermost line that is the user's."""
+        """Return its name, pid and the user's innermost line."""
         return f"{self.name} (pid {self.pid}) at {_line_of(self.frames)}"
 
 
 def find_busy_loader_workers(worker: Worker) -> list[LoaderWorker]:
-    """Ask each DataLoader worker of a rank what it does; who waits for an index is left out.
+    """Ask each DataLoader worker of a rank for its stack; leave out those that wait for an index.
 
-    A forked worker has inherited the rank's handler and the file that it writes to. The workers are
-    asked one after another, so that it is known whose answer each is.
+    A forked worker has inherited the rank's signal handler and the file that it writes to. The workers
+    are asked one after another, because they all write to that one file.
     """
-    deadline = Deadline.after(_ANSWER)
+    deadline = Deadline.after(_ANSWER_TIMEOUT)
     found = []
     with contextlib.suppress(psutil.Error, OSError):  # a worker may end at any moment
         for child in psutil.Process(worker.pid).children():
@@ -326,15 +334,15 @@ def find_busy_loader_workers(worker: Worker) -> list[LoaderWorker]:
             ends = [i for i, each in enumerate(frames) if each.file.endswith(_WORKER_LOOP)]
             inner = frames[: ends[0]] if ends else []
             if not inner or any(each.file.endswith(_QUEUES) for each in inner):
-                continue  # no worker of a DataLoader, or one that waits for an index
+                continue  # it is no DataLoader worker, or waits for an index
             found.append(LoaderWorker(child.name(), child.pid, tuple(inner)))
     return found
 
 
 def _catches_stacks_signal(worker: Worker, pid: int | None = None) -> bool:
-    """Tell whether the rank still has our handler: a program that replaced it by exec has none.
+    """Return whether the process has ddpsafe's signal handler; true if the system does not show it.
 
-    Nor has one that has set all signals to their defaults. Where the system does not say, it has.
+    It has none after exec, or if the script has reset all signals.
     """
     try:
         status = Path(f"/proc/{pid or worker.pid}/status").read_text(
@@ -342,20 +350,20 @@ def _catches_stacks_signal(worker: Worker, pid: int | None = None) -> bool:
         )
     except OSError:
         return True
-    caught = _CAUGHT.search(status)
+    caught = _CAUGHT_SIGNALS.search(status)
     return caught is None or bool(int(caught[1], 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
 def _holds_stacks(worker: Worker, pid: int | None = None) -> bool:
-    """Tell whether the rank still has the file open: faulthandler writes to its number blindly."""
+    """Return whether the process still has the stacks file open; faulthandler itself does not check."""
     path = os.path.realpath(worker.spec.logs.stacks)
     try:
         links = list(Path(f"/proc/{pid or worker.pid}/fd").iterdir())
-    except OSError:  # the system does not say
+    except OSError:  # the system does not show it
         return True
     for link in links:
-        with contextlib.suppress(OSError):  # closed meanwhile
-            target = os.readlink(link)  # noqa: PTH115 - as the system says it, "(deleted)" included
+        with contextlib.suppress(OSError):  # it has been closed since
+            target = os.readlink(link)  # noqa: PTH115 - verbatim, with "(deleted)" at its end
             if target.startswith(path):
                 return True
     return False
@@ -375,19 +383,19 @@ def read_stack(dump: str) -> StackReading:
 
 
 def read_frames(frames: Sequence[Frame]) -> StackReading:
-    """Read where a thread is, of its calls, the innermost first."""
+    """Read where a thread is from its stack, the innermost call first."""
     if not frames:
         return StackReading()
     where = _line_of(frames)
-    if _BACKWARD.search(frames[0].file):  # it computes, or waits for a bucket of gradients
+    if _BACKWARD.search(frames[0].file):  # it computes or waits for a bucket of gradients: unknown
         return StackReading(stack=where)
     calls = [frame.function for frame in frames if _COLLECTIVES in frame.file]
-    waits_for_one = next((name for name in calls if is_point_to_point(name)), "")
-    return StackReading(stack=where, in_collective=bool(calls), point_to_point=waits_for_one)
+    point_to_point = next((name for name in calls if is_point_to_point(name)), "")
+    return StackReading(stack=where, in_collective=bool(calls), point_to_point=point_to_point)
 
 
 def read_rpc(dump: str) -> StackReading | None:
-    """Read where a call of another rank (RPC) is executed, if the main thread only waits for RPCs."""
+    """Read where a call from another rank is executed, if the main thread only waits for RPC."""
     main = _main_thread(dump)
     if not any(_RPC in frame.file for frame in main):
         return None
@@ -405,12 +413,12 @@ def read_rpc(dump: str) -> StackReading | None:
 
 
 def _line_of(frames: Sequence[Frame]) -> str:
-    """Name the innermost line that is the user's, else the innermost one."""
+    """Return the user's innermost line, or the innermost line if none is the user's."""
     return str((_own_frames(frames) or frames)[0])
 
 
 def _own_frames(frames: Sequence[Frame]) -> list[Frame]:
-    """Return the user's of a thread's calls, the innermost first as those are."""
+    """Return the frames of a stack that are in the user's code, in the same order."""
     own = find_own_files(frame.file for frame in reversed(frames))
     return [frame for frame in frames if frame.file in own]
 
@@ -422,18 +430,15 @@ def read_crash(text: str) -> StackReading:
 
 
 def is_endless_recursion(text: str) -> bool:
-    """Tell whether a process crashed because Python functions called each other without an end.
-
-    faulthandler writes at most 100 frames; it is as many, of very few functions.
-    """
+    """Return whether a process crashed of endless recursion: a full dump of very few functions."""
     _, _, dump = text.partition(CRASH)
     frames = _main_thread(dump) or max(map(_frames_of, _threads_of(dump)), key=len, default=[])
     functions = {(frame.file, frame.function) for frame in frames}
-    return len(frames) >= _MOST_FRAMES and len(functions) <= _FEW_FUNCTIONS
+    return len(frames) >= _MAX_DUMPED_FRAMES and len(functions) <= _MAX_RECURSIVE_FUNCTIONS
 
 
 def read_native_error(stderr: str) -> NativeError | None:
-    """Find what native code wrote before it ended the process."""
+    """Find the error that native code wrote before it ended the process."""
     found = find_native_text(stderr)
     if found is None:
         return None
@@ -441,16 +446,16 @@ def read_native_error(stderr: str) -> NativeError | None:
 
 
 def read_position(stderr: str, known: Position | None) -> Position | None:
-    """Return where a rank is by its watchdog's words, beside what is known of other groups.
+    """Return where a rank was, according to NCCL's watchdog, else as known before.
 
-    The recorder of a rank that has ended cannot be asked any more.
+    This is for a rank that has ended, whose flight recorder can no longer be read.
     """
-    told = {place.group: place for place in read_places(stderr)}
-    if not told:
+    places = {place.group: place for place in read_places(stderr)}
+    if not places:
         return known
     others = () if known is None else known.collectives
-    collectives = [each for each in others if each.group not in told]
-    for place in told.values():
+    collectives = [each for each in others if each.group not in places]
+    for place in places.values():
         numbers = {place.completed, place.number, max(place.number, place.queued)} - {0}
         collectives += [
             Collective(
@@ -461,7 +466,7 @@ def read_position(stderr: str, known: Position | None) -> Position | None:
                 else UNKNOWN_COLLECTIVE,
                 sizes=f"[[{place.numel}]]" if place.numel and number == place.number else "",
                 state="completed" if number <= place.completed else "queued",
-                entered_ns=number,  # the watchdog tells no time; their order is enough
+                entered_ns=number,  # the watchdog writes no times; the order is enough
             )
             for number in sorted(numbers)
         ]
@@ -469,7 +474,7 @@ def read_position(stderr: str, known: Position | None) -> Position | None:
 
 
 def _main_thread(dump: str) -> list[Frame]:
-    """Return the frames of the thread that runs the rank, from the last dump in the text."""
+    """Return the stack of the thread that runs the rank, from the last dump in the text."""
     threads = _threads_of(dump)
     mine = [thread for thread in threads if _RUN_RANK.search(thread)]
     return _frames_of(mine[-1]) if mine else []
@@ -485,16 +490,13 @@ def _frames_of(thread: str) -> list[Frame]:
 
 
 def count_oom_kills() -> int:
-    """Return how many processes of this cgroup the kernel has killed for memory.
+    """Return how many processes of this cgroup the kernel has killed for memory; 0 if unknown.
 
-    Both versions of cgroups count them (``memory.events``, ``memory.oom_control``); the number
-    before and after an attempt tells a SIGKILL of the kernel from one of a person.
-
-    Returns:
-        The count; 0 where nothing counts.
+    The counts before and after an attempt distinguish a SIGKILL from the kernel from any other. cgroup v2
+    has the count in ``memory.events``, v1 in ``memory.oom_control``.
     """
     try:
-        lines = _MEMBERSHIPS.read_text(encoding="utf-8").splitlines()
+        lines = _OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
     kills = 0
@@ -508,6 +510,6 @@ def count_oom_kills() -> int:
         else:
             continue
         with contextlib.suppress(OSError):
-            match = _COUNT.search(file.read_text(encoding="utf-8"))
+            match = _OOM_KILLS.search(file.read_text(encoding="utf-8"))
             kills += int(match[1]) if match else 0
     return kills
