@@ -162,9 +162,8 @@ def _complete(worker: Worker, reading: RankReading) -> RankReading:
     serves = read_rpc(_dump_of(worker))
     if serves is not None:
         place = serves
-    elif (
-        not place.stack
-    ):  # its main thread is in the kernel, so only the other threads' dump has it
+    elif not place.stack:
+        # In the kernel, its main thread takes no signal, but another thread may have written its stack since.
         place = read_stack(_dump_of(worker))
     # If its pipe is closed and its signal handlers are gone, it has probably called exec.
     is_cut_off = worker.alive and worker.receiver.closed
