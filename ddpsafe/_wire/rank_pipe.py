@@ -1,7 +1,7 @@
-"""One-way pipe from a rank to its launcher, which can never block the launcher.
+"""The one-way pipe from a rank to its launcher, which can never block the launcher, and shared memory.
 
 `multiprocessing.Connection.recv` waits for the whole message, so a rank that is stopped in the
-middle of a large result would stop its launcher too. Here the launcher reads what is there.
+middle of a large result would stop its launcher too. Here the launcher reads only what has arrived.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _NO_CHECKPOINT: Final = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a rank has come in one attempt.
+    """The steps and checkpoints of a rank in one attempt.
 
     Attributes:
-        steps: Optimizer steps of this attempt.
-        saves: Checkpoints that it has saved in this attempt.
-        checkpoint: Step number of the last one that it has restored or saved; ``None`` without one.
-        steps_at_checkpoint: What `steps` was by then.
-        last_ns: When it made the last step (monotonic); 0 before the first.
+        steps: Optimizer steps in this attempt.
+        saves: Checkpoints saved in this attempt.
+        checkpoint: Step number of the last checkpoint restored or saved; ``None`` if there is none.
+        steps_at_checkpoint: What `steps` was at that checkpoint.
+        last_ns: When it made its last step (monotonic); 0 before the first.
         longest_ns: The longest time between two steps so far.
-        saving: Whether it is in a save of a `Checkpointer`, and has made no step since that began.
+        saving: Whether it has begun to save with a `Checkpointer`, and has made no step since.
     """
 
     steps: int = 0
@@ -55,7 +55,7 @@ class Progress:
 
     @property
     def steps_since_checkpoint(self) -> int:
-        """Optimizer steps behind the last checkpoint."""
+        """Optimizer steps since the last checkpoint."""
         return self.steps - self.steps_at_checkpoint
 
 
@@ -63,18 +63,18 @@ class StepCounter:
     """The progress of one rank, in memory that both processes map.
 
     Args:
-        fd: The rank's shared memory, which begins with `EMPTY`; mapped here, closed by its owner.
+        fd: The rank's shared memory, which begins with `EMPTY`; its owner closes it.
     """
 
     EMPTY: Final = _NUMBERS.pack(0, 0, _NO_CHECKPOINT, 0, 0, 0, 0)
-    """What a new file has to contain."""
+    """The bytes that a new file must begin with."""
 
     def __init__(self, fd: int) -> None:
         """Map the file."""
         self._memory = mmap.mmap(fd, _NUMBERS.size)
 
     def count(self) -> None:
-        """Count one optimizer step; costs a fraction of a microsecond."""
+        """Count one optimizer step; this takes a fraction of a microsecond."""
         steps, saves, checkpoint, at, last_ns, longest_ns, _ = _NUMBERS.unpack_from(self._memory)
         now_ns = time.monotonic_ns()
         if last_ns and now_ns - last_ns > longest_ns:
@@ -87,12 +87,12 @@ class StepCounter:
         _NUMBERS.pack_into(self._memory, 0, *numbers, 1)
 
     def note_checkpoint(self, step: int, *, is_new: bool) -> None:
-        """Note that the rank goes on from a checkpoint: it has restored it, or saved a new one."""
+        """Note that the rank continues from a checkpoint that it has restored, or saved if `is_new`."""
         steps, saves, _, _, *times, _ = _NUMBERS.unpack_from(self._memory)
         _NUMBERS.pack_into(self._memory, 0, steps, saves + is_new, step, steps, *times, 0)
 
     def read(self) -> Progress:
-        """Return how far the rank has come."""
+        """Return the rank's progress."""
         numbers = _NUMBERS.unpack_from(self._memory)
         steps, saves, checkpoint, steps_at_checkpoint, last_ns, longest_ns, saving = numbers
         return Progress(
@@ -106,19 +106,17 @@ class StepCounter:
         )
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the memory."""
         self._memory.close()
 
 
 RESULT_OFFSET: Final = mmap.ALLOCATIONGRANULARITY
-"""Where the result begins in a rank's shared memory: the first place that can be mapped by itself."""
+"""Where the result begins in a rank's shared memory: the first offset that can be mapped by itself."""
 
 
 def open_memory() -> IO[bytes]:
-    """Open memory that processes can inherit and map, as a file without a name.
-
-    Writing 1 GB to a temporary file takes four times as long, and a slow disk decides.
-    """
+    """Open memory that processes can inherit and map, as a file without a name."""
+    # Writing 1 GB to a temporary file takes four times as long, and longer on a slow disk.
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("ddpsafe"), "w+b")  # noqa: PTH123 - a file descriptor
     return tempfile.TemporaryFile(prefix="ddpsafe-")
@@ -135,25 +133,26 @@ ASK_STOP: Final = b"!"
 STOP_AT: Final = b"="
 END_NOW: Final = b"."
 ALL_STARTED: Final = b"+"
-"""What the launcher may say to a rank, on the pipe that otherwise only ends with it."""
+"""Requests of the launcher to a rank, on the lifeline."""
 
 CALL_NUMBER: Final = struct.Struct("<Q")
-"""Follows `STOP_AT`: the call of `stop_requested` from which on the answer is yes."""
+"""Follows `STOP_AT`: the call of `stop_requested` from which on the answer is True."""
 
 
 class Claim:
-    """Tells whether a descriptor is still the same: a script may close all, and then reuse the number.
+    """Checks that a descriptor number still refers to the same pipe or file.
 
-    Writing to the number by then would be writing to the script's own file.
+    A script may close all descriptors and open a file that gets the same number. Writing to it would then
+    write into the script's own file.
     """
 
     def __init__(self, fd: int) -> None:
-        """Remember what the number stands for now."""
+        """Remember what the number refers to now."""
         self._fd = fd
         self._identity = _identity_of(fd)
 
     def holds(self) -> bool:
-        """Tell whether the number still stands for the same pipe or file."""
+        """Return whether the number still refers to the same pipe or file."""
         try:
             return _identity_of(self._fd) == self._identity
         except OSError:
@@ -166,36 +165,36 @@ def _identity_of(fd: int) -> tuple[int, int]:
 
 
 class InheritedFd:
-    """A file descriptor on its way into a process that is being started."""
+    """A file descriptor that a process being started inherits."""
 
     def __init__(self, fd: int) -> None:
-        """Name the descriptor; its owner closes it."""
+        """Keep the descriptor; its owner closes it."""
         self.fd = fd
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Hand a duplicate to the process being started; works only then."""
+        """Pass a duplicate to the process being started; works only then."""
         return (_adopt, (reduction.DupFd(self.fd),))
 
 
 def _adopt(duplicate: Any) -> InheritedFd:
     fd = duplicate.detach()
-    # It has come as inheritable. Programs that the rank starts, or becomes, have no use for it,
-    # and the launcher sees the end of the rank's reports.
+    # It arrives inheritable. A program that the rank starts or becomes must not keep it open, or the
+    # launcher would not see the end of the rank's reports.
     os.set_inheritable(fd, False)  # noqa: FBT003 - its signature
     return InheritedFd(fd)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inheritance:
-    """What a rank inherits beside its `RankSpec`.
+    """What a rank inherits besides its `RankSpec`.
 
     Attributes:
-        report: Where it writes to the launcher.
-        lifeline: Ends with the launcher; carries words such as `ASK_POSITION`.
+        report: The pipe on which it sends messages to the launcher.
+        lifeline: The pipe that ends with the launcher; it carries requests such as `ASK_POSITION`.
         call: A file with the pickled call.
-        shared: Memory without a name that the launcher maps too: the rank's `StepCounter`, and from
-            `RESULT_OFFSET` on its result, where that is large.
-        handles: What the call needs beside its bytes.
+        shared: Memory that the launcher maps too: the rank's `StepCounter`, and from `RESULT_OFFSET` on
+            its result, if that is large.
+        handles: Objects that the pickled call refers to and that must be inherited.
     """
 
     report: InheritedFd
@@ -206,17 +205,17 @@ class Inheritance:
 
 
 class Sender:
-    """The rank's end. Threads may share it; what the rank forks has no part in it.
+    """The rank's end of the pipe. Threads may share it; a fork of the rank sends nothing.
 
-    A fork inherits the pipe and everything that writes to it. What became of a helper, or what it
-    does, is not what became of the rank.
+    A fork inherits the pipe and all code that sends on it, but what happens to a helper process must not
+    be taken for what happened to the rank.
 
     Attributes:
-        is_lost: Whether the script has closed the pipe, so that a message could not be sent.
+        is_lost: Whether a message could not be sent because the script has closed the pipe.
     """
 
     def __init__(self, fd: int) -> None:
-        """Own the descriptor."""
+        """Take over the descriptor."""
         self._fd = fd
         self._claim = Claim(fd)
         self._pid = os.getpid()
@@ -225,14 +224,13 @@ class Sender:
         self.is_lost = False
 
     def is_here(self) -> bool:
-        """Tell whether this process is the rank, and not a fork of it."""
+        """Return whether this process is the rank and not a fork of it."""
         return os.getpid() == self._pid
 
     def send(self, message: Message) -> None:
         """Write one message.
 
-        A launcher that has gone does not raise here: the lifeline ends the rank. Nothing can follow a
-        message that was cut short: it would be taken for the missing part.
+        This does not raise if the launcher has exited, because the lifeline then ends the rank.
         """
         if not self.is_here():  # before the lock, which another thread may have held at the fork
             return
@@ -241,12 +239,17 @@ class Sender:
             self.is_lost = self.is_lost or not self._claim.holds()
             if self._is_cut or self.is_lost:
                 return
-            self._is_cut = True  # a signal handler of the user's may raise in the middle of it
+            # The user's signal handler may raise in the middle of the write. Nothing may follow a message
+            # that was cut short: it would be read as the missing part.
+            self._is_cut = True
             try:
                 self._write(_HEADER.pack(len(body)) + body)
             except OSError as exc:
-                self.is_lost = exc.errno == errno.EBADF  # closed just now
-                if exc.errno not in (errno.EPIPE, errno.EBADF):  # a handler's own: TimeoutError
+                self.is_lost = exc.errno == errno.EBADF  # closed since the check above
+                if exc.errno not in (
+                    errno.EPIPE,
+                    errno.EBADF,
+                ):  # a signal handler's, e.g. TimeoutError
                     raise
             else:
                 self._is_cut = False
@@ -258,10 +261,10 @@ class Sender:
 
 
 class Receiver:
-    """The launcher's end; `fileno` makes it usable in a wait."""
+    """The launcher's end of the pipe; `fileno` makes it usable in `multiprocessing.connection.wait`."""
 
     def __init__(self, fd: int) -> None:
-        """Own the descriptor and make it non-blocking."""
+        """Take over the descriptor and make it non-blocking."""
         os.set_blocking(fd, False)
         self._fd = fd
         self._buffer = bytearray()
@@ -275,7 +278,7 @@ class Receiver:
         """Read what has arrived, without waiting.
 
         Returns:
-            The messages that are complete; the rest is kept for the next call.
+            The complete messages; the rest is kept for the next call.
         """
         self._fill()
         messages: list[Message] = []
