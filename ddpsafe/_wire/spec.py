@@ -1,4 +1,4 @@
-"""What one rank needs to know, complete before its process starts."""
+"""What the launcher passes to a rank when it starts its process, and the log files that both use."""
 
 from __future__ import annotations
 
@@ -24,51 +24,52 @@ STACKS_SIGNAL: Final = int(signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") el
 _READ_BYTES: Final = 1 << 20
 
 MARKER: Final = "DDPSAFE_LAUNCH_ID"
-"""The variable that a rank's processes have, and by which they are found again."""
+"""The environment variable by which a rank's processes are found."""
 
 
 SAFE_PATH: Final = ("PYTHONSAFEPATH", "ddpsafe")
-"""The variable, and a value of ddpsafe's own, that makes Python 3.11 and later import nothing from the
-current directory; a rank removes it from its environment, for programs that the script starts."""
+"""A variable that makes Python 3.11 and later import nothing from the current directory, with a value of
+ddpsafe's own. A rank removes it, so that programs that the script starts do not inherit it."""
 
 
 def make_launch_id() -> str:
-    """Return a new launch's id: a digest of its temporary directory, and a random part.
+    """Return the id of a new launch: a digest of its temporary directory, and a random part.
 
-    The first tells the launches of one run of tests from those of another on the same host.
+    The digest distinguishes the launches of one test run from those of another on the same host.
     """
     try:
         folder = tempfile.gettempdir()
-    except OSError:  # there is none, or no descriptor left to try one: said before anything starts
+    except (
+        OSError
+    ):  # no directory, or no free descriptor to test one: reported before anything starts
         folder = ""
     place = hashlib.sha256(folder.encode(errors="surrogateescape")).hexdigest()
     return f"{place[:8]}{secrets.token_hex(12)}"
 
 
 def semaphore_prefix(launch_id: str) -> str:
-    """Return how the names of a launch's semaphores begin.
-
-    Every user of the host can read the names, so they do not show the random part of the id.
-    """
+    """Return the prefix of the names of a launch's semaphores."""
+    # Every user of the host can read these names, so they must not show the random part of the id.
     digest = hashlib.sha256(launch_id.encode()).hexdigest()
     return f"/ddpsafe-{launch_id[:8]}-{digest[:8]}"
 
 
 CallStyle = Literal["launch", "spawn", "run"]
-"""``launch`` calls ``fn(ctx, *args)`` with the group up; ``spawn`` calls ``fn(rank, *args)``, and the
-script makes its group itself; ``run`` is ``spawn`` of a whole script, as torchrun starts it."""
+"""``launch`` calls ``fn(ctx, *args)`` after it has made the process group. ``spawn`` calls
+``fn(rank, *args)``, and the script makes its group itself. ``run`` does the same with a whole script, as
+torchrun does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimeouts:
-    """The deadlines a rank keeps by itself; the launcher keeps the others.
+    """The timeouts that a rank enforces itself; the launcher enforces the others.
 
     Attributes:
-        rendezvous: For each step of joining: to reach the store, to meet the others, to make the group.
+        rendezvous: For each step of joining: reaching the store, meeting the others, making the group.
         collective: Timeout of the process group.
         barrier: How long a rank waits for the others at a named barrier.
-        chosen: Names of those that the user has set. Where a script makes its group itself, the
-            others give way to its own timeouts and to torch's defaults.
+        chosen: Names of the timeouts that the user has set. If a script makes its group itself, its own
+            timeouts and torch's defaults take precedence over the others.
     """
 
     rendezvous: timedelta
@@ -79,15 +80,15 @@ class RankTimeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFiles:
-    """Where one rank's output, its stack dumps and what NCCL_DEBUG shows go.
+    """The files for one rank's output, its stack dumps and what NCCL_DEBUG shows.
 
     Attributes:
         stdout: File for file descriptor 1.
         stderr: File for file descriptor 2.
         stacks: File for stack dumps.
         nccl: File for what NCCL_DEBUG shows.
-        owner_uid: Who owns the directory that they are in: the user of the launcher, unless the file
-            system gives all files another owner.
+        owner_uid: The owner of their directory: the user of the launcher, unless the file system gives
+            all files another owner.
     """
 
     stdout: str
@@ -98,30 +99,30 @@ class LogFiles:
 
 
 def unreported_mark(stderr: Path | str) -> Path:
-    """Return the file that a rank makes beside its log when it could not send its last report."""
+    """Return the file that a rank creates beside its log if it could not send its last report."""
     return Path(stderr).with_suffix(".unreported")
 
 
 def open_log(path: Path | str, flags: int, *, owner_uid: int | None = None) -> int:
-    """Open a file of an attempt's directory, private if it is new; return the file descriptor.
+    """Open a file in an attempt's directory, private if it is new; return the file descriptor.
 
-    Who may write to a directory above can put a link in the place of the attempt's directory, and
-    have a rank write to, or the launcher show, any file of the user's. So no link is followed.
+    No link is followed. Otherwise somebody who may write to a directory above could replace the attempt's
+    directory by a link, and so make a rank overwrite, or the launcher show, any file of the user.
 
     Args:
         path: The file.
         flags: As for `os.open`.
-        owner_uid: Who has to own the directory; ``None`` for any user.
+        owner_uid: The required owner of the directory; ``None`` for any user.
 
     Raises:
-        OSError: It cannot be opened, a link is in its place, or the directory is another user's.
+        OSError: It cannot be opened, is a link, or its directory is a link or another user's.
     """
     parent, name = os.path.split(path)
     folder = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if owner_uid is not None and os.fstat(folder).st_uid != owner_uid:
             raise PermissionError(errno.EPERM, "another user owns it", parent)
-        # Without O_NONBLOCK a pipe in the file's place would be waited for.
+        # Without O_NONBLOCK, opening would block if a named pipe is in the file's place.
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         file = os.open(name, flags, 0o600, dir_fd=folder)
     finally:
@@ -134,10 +135,8 @@ def open_log(path: Path | str, flags: int, *, owner_uid: int | None = None) -> i
 
 
 def read_log(path: Path | str) -> str:
-    """Return the last of a rank's file, as far as it is text; nothing where it does not exist.
-
-    A rank may have written gigabytes. What it says of its end stands in the last megabyte.
-    """
+    """Return the last megabyte of a rank's file as text; an empty string if it cannot be read."""
+    # A rank may have written gigabytes; what it wrote about its end is in the last megabyte.
     try:
         with open(open_log(path, os.O_RDONLY), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _READ_BYTES))
@@ -153,7 +152,7 @@ class StorePlace:
     Attributes:
         host: Its address.
         port: Its port.
-        key: Random; begins the keys of this attempt.
+        key: The random prefix of this attempt's keys.
     """
 
     host: str
@@ -163,26 +162,26 @@ class StorePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
-    """Everything the launcher tells one rank.
+    """Everything that the launcher passes to one rank, complete before its process starts.
 
     Attributes:
-        world: The rank's place.
+        world: The rank, its local rank and its node, with their totals.
         attempt: This attempt, counted from 1.
         launch_id: Marks the processes of this launch.
         launcher_pid: The process whose death ends this one.
         store_dir: The private folder in which the ranks of this attempt meet.
-        store_place: Where they meet in its place, if they are on several nodes.
+        store_place: The store at which they meet instead, if they are on several nodes.
         backend: Backend of the process group, e.g. ``gloo`` or ``cpu:gloo,cuda:nccl``.
-        asked_backend: What the launch was asked for: ``auto``, or a backend for scripts that name none.
+        asked_backend: The configured backend: ``auto``, or a backend for scripts that name none.
         device: The rank's device, e.g. ``cuda:0``.
         timeouts: See `RankTimeouts`.
         style: How the user's function is called.
-        env: Variables to set.
-        inherited_env: The caller's whole environment, where the start method does not carry it.
+        env: Environment variables to set.
+        inherited_env: The caller's whole environment, if the start method does not pass it on.
         cwd: The caller's working directory.
         seed: Base seed; ``None`` leaves the generators alone.
-        child_start_method: How processes that the rank starts through `multiprocessing` are started
-            unless it says otherwise; ``None`` for Python's default.
+        child_start_method: The default start method for processes that the rank starts through
+            `multiprocessing`; ``None`` for Python's default.
         num_threads: Intra-op threads of the rank; ``None`` leaves the choice to the user.
         logs: See `LogFiles`.
         run_dir: The run directory.
