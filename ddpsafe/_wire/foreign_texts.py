@@ -1,9 +1,9 @@
-"""Texts of torch, gloo, NCCL, CUDA and Python that tell where a failure comes from, or its kind.
+"""Texts of torch, gloo, NCCL, CUDA and Python that show where a failure comes from, or its kind.
 
-gloo raises plain RuntimeError and NCCL mostly too, so the text is all there is. This is the only
-module that knows texts of others, and no text of ddpsafe's own is ever matched: its errors carry
-their origin and kind as data. Each row names where it was seen; a test produces the gloo ones with
-the installed torch.
+gloo raises plain RuntimeError, and NCCL mostly does too, so the text is the only information. This is the
+only module that matches texts of errors. ddpsafe's own texts are never matched, because its errors carry
+their origin and kind as data. Each row names where it was seen; a test produces the gloo ones with the
+installed torch.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from ddpsafe._errors import FailureKind, Origin
 
 PeerOrigin = Literal["peer-lost", "timeout"]
-"""The origins (`Origin`) that blame another rank: it was lost, or a wait for it timed out."""
+"""The origins (see `Origin`) that blame another rank: it was lost, or a wait for it timed out."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerText:
-    """A text that one rank shows because another one broke.
+    """A text of an error that a rank raises because another one broke.
 
     Attributes:
-        pattern: Matches "TypeName: message", in either case of letters.
-        origin: The peer was lost, or a wait for it timed out.
-        seen: Versions whose output showed it.
+        pattern: Matches "TypeName: message", ignoring case.
+        origin: Whether the peer was lost or a wait for it timed out.
+        seen: The versions in whose output it was seen.
     """
 
     pattern: re.Pattern[str]
@@ -36,12 +36,12 @@ class PeerText:
 
 @dataclass(frozen=True, slots=True)
 class KindText:
-    """A text that tells the kind of a failure.
+    """A text of an error that shows the kind of a failure.
 
     Attributes:
-        pattern: Matches "TypeName: message", in either case of letters.
+        pattern: Matches "TypeName: message", ignoring case.
         kind: The kind.
-        seen: Versions whose output showed it.
+        seen: The versions in whose output it was seen.
     """
 
     pattern: re.Pattern[str]
@@ -59,7 +59,7 @@ def _kind(pattern: str, kind: FailureKind, seen: str) -> KindText:
 
 PEER_TEXTS: Final = (
     _peer(r"Connection closed by peer", "peer-lost", "2.13 gloo"),
-    # Not a plain ConnectionResetError of Python's: that is a DataLoader's worker, or the user's own.
+    # Not Python's ConnectionResetError: that comes from a DataLoader worker or from the user's code.
     _peer(r"^(?!Connection\w*Error).*Connection reset by peer", "peer-lost", "2.13 gloo"),
     _peer(r"(?:write|writev|send).*Broken pipe", "peer-lost", "2.13 gloo"),
     _peer(r"connectFullMesh failed", "peer-lost", "2.13 gloo"),
@@ -81,7 +81,7 @@ PEER_TEXTS: Final = (
     _peer(r"RPCErr:\d+:RPC ran for more than set timeout", "timeout", "2.13 rpc"),
     _peer(r"this error originated at tensorpipe", "peer-lost", "2.13 rpc"),
 )
-"""Exceptions that blame another rank, the first match wins."""
+"""Exceptions that blame another rank; the first match wins."""
 
 NATIVE_TEXTS: Final = tuple(
     re.compile(pattern)
@@ -96,8 +96,8 @@ NATIVE_TEXTS: Final = tuple(
 )
 """What native code, such as NCCL's watchdog, writes to stderr before it ends the process.
 
-The first that is found decides: an error of NCCL comes before the timeouts that follow from it.
-``error`` is an exception's text, ``stuck`` says that the watchdog itself waits. torch 2.6 to 2.13.
+The first pattern that matches decides, because an error of NCCL leads to timeouts. ``error`` is the text
+of an exception; ``stuck`` means that the watchdog itself hangs. Seen in torch 2.6 to 2.13.
 """
 
 _ENDING: Final = re.compile(
@@ -123,12 +123,12 @@ _WORK: Final = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeText:
-    """What native code said before it ended its process.
+    """An error that native code wrote before it ended its process.
 
     Attributes:
-        line: The line that says it.
+        line: The line with the error.
         origin: Where the failure comes from.
-        kind: Its kind, where it is the rank's own and that is known.
+        kind: Its kind, if it is the rank's own failure and the kind is known.
     """
 
     line: str
@@ -138,15 +138,15 @@ class NativeText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchdogPlace:
-    """Where NCCL's watchdog says that its rank is in one process group.
+    """Where a rank is in one process group, according to NCCL's watchdog.
 
     Attributes:
         group: ``default_pg``, or the group's name.
         number: The first collective that has not ended.
         queued: The last one that is queued.
         completed: The last one that has ended; 0 for none.
-        operation: What the first one is, e.g. ``ALLREDUCE``, if that is told.
-        numel: Its number of elements, if that is told.
+        operation: The operation of the first one, e.g. ``ALLREDUCE``; empty if unknown.
+        numel: Its number of elements; empty if unknown.
     """
 
     group: str
@@ -160,7 +160,7 @@ class WatchdogPlace:
 _WORKER_EXIT: Final = re.compile(
     r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code \d"
 )
-"""torch 2.6 to 2.13; for a signal it says "is killed by signal"."""
+"""Seen in torch 2.6 to 2.13; a worker that a signal ended is reported as "is killed by signal"."""
 
 KIND_TEXTS: Final = (
     _kind(r"^[\w.]+: DataLoader worker \(pid", "killed", "2.13 torch"),
@@ -181,7 +181,7 @@ KIND_TEXTS: Final = (
         "CUDA 11 to 13, NVML",
     ),
     _kind(r"EADDRINUSE|Address already in use", "port", "2.13 store, Linux"),
-    # A TimeoutError of a socket's: those of futures and of asyncio are the same class.
+    # Only the TimeoutError of a socket; futures and asyncio raise the same class.
     _kind(
         r"^TimeoutError: (?:\[Errno \d+\]|_ssl\.c|timed out$|The \w+ operation timed out)",
         "network",
@@ -194,12 +194,12 @@ KIND_TEXTS: Final = (
         "Python 3.11, Linux",
     ),
 )
-"""What kind of failure an exception is, the first match wins."""
+"""What kind of failure an exception is; the first match wins."""
 
-_ABORTED_FOR: Final = "Original reason for failure was:"
+_ABORT_REASON: Final = "Original reason for failure was:"
 
 _FULL_DISK: Final = re.compile(
-    # torch.save: the writer of the archive notices that less was written than it asked for.
+    # torch.save: its archive writer notices that less was written than requested.
     r"inline_container\.cc.*(?:unexpected pos|file write)|PytorchStreamWriter failed writing"
     r"|No space left on device|Disk quota exceeded|\bFile too large",
     re.IGNORECASE | re.DOTALL,
@@ -213,17 +213,15 @@ _GLOO_SOURCE: Final = re.compile(r"\[\S*/gloo/\S+:\d+\] ")
 
 
 def find_peer_text(line: str) -> PeerText | None:
-    """Return the row that an exception, as "TypeName: message", matches first.
-
-    An aborted communicator of NCCL tells behind it why it was aborted, which may be the rank's own doing.
-    """
-    _, reason, why = line.partition(_ABORTED_FOR)
-    text = why if reason and why.strip() else line
+    """Return the first row that an exception, as "TypeName: message", matches."""
+    # An aborted NCCL communicator appends why it was aborted, which may be the rank's own fault.
+    _, _, reason = line.partition(_ABORT_REASON)
+    text = reason if reason.strip() else line
     return next((row for row in PEER_TEXTS if row.pattern.search(text)), None)
 
 
 def find_native_text(stderr: str) -> NativeText | None:
-    """Return what native code said, in what a rank wrote to stderr, before it ended the process."""
+    """Return the error that native code wrote to a rank's stderr before it ended the process."""
     found = next((match for row in NATIVE_TEXTS if (match := row.search(stderr))), None)
     if found is None:
         return None
@@ -242,22 +240,20 @@ def find_native_text(stderr: str) -> NativeText | None:
 
 
 def says_that_it_ends(chunk: bytes) -> bool:
-    """Tell whether NCCL's watchdog has said that it is about to end its process.
-
-    Only with the prefix of torch's own log: a script may print the same words.
-    """
+    """Return whether NCCL's watchdog has reported that it is about to end its process."""
+    # The pattern needs the prefix of torch's log, because a script may print the same words.
     return _ENDING.search(chunk) is not None
 
 
 def read_places(stderr: str) -> list[WatchdogPlace]:
-    """Return where the watchdog says that its rank is, once for each group."""
+    """Return where the rank is in each group, according to NCCL's watchdog."""
     works = {match["number"]: match for match in _WORK.finditer(stderr)}
     places: dict[str, WatchdogPlace] = {}
     for match in _STATUS.finditer(stderr):
-        told = match["number"] is not None
-        completed = max(0, int(match["completed"] if told else match["completed_by_now"]))
-        queued = max(0, int(match["queued"] if told else match["queued_by_now"]))
-        number = int(match["number"]) if told else min(completed + 1, queued)
+        has_number = match["number"] is not None
+        completed = max(0, int(match["completed"] if has_number else match["completed_by_now"]))
+        queued = max(0, int(match["queued"] if has_number else match["queued_by_now"]))
+        number = int(match["number"]) if has_number else min(completed + 1, queued)
         work = works.get(str(number))
         is_main = match["name"] == "default_pg" or (match["id"], match["guid"]) == ("0", "0")
         place = WatchdogPlace(
@@ -273,25 +269,25 @@ def read_places(stderr: str) -> list[WatchdogPlace]:
 
 
 def find_kind(line: str) -> FailureKind | None:
-    """Return the kind that an exception, as "TypeName: message", matches first."""
+    """Return the kind of the first row that an exception, as "TypeName: message", matches."""
     return next((row.kind for row in KIND_TEXTS if row.pattern.search(line)), None)
 
 
 def is_full_disk(line: str) -> bool:
-    """Tell whether a file could not be written for lack of room: a disk, a quota, a limit on sizes."""
+    """Return whether a file could not be written because of a full disk, a quota or a size limit."""
     return _FULL_DISK.search(line) is not None
 
 
 def says_worker_exited(traceback: str) -> bool:
-    """Tell whether torch says of a DataLoader worker that it ended with an exit code of its own."""
+    """Return whether torch reports that a DataLoader worker exited with an exit code."""
     return _WORKER_EXIT.search(traceback) is not None
 
 
 def is_of_a_backend(line: str, file: str) -> bool:
-    """Tell whether a RuntimeError is torch's: by its text, or by the file that raised it."""
+    """Return whether torch raised a RuntimeError, judged by its text or the file that raised it."""
     return _OF_A_BACKEND.search(line) is not None or _OF_TORCH.search(file) is not None
 
 
 def without_source(line: str) -> str:
-    """Return a line of gloo's without the place in gloo's source code."""
+    """Return a line of gloo without its place in gloo's source code."""
     return _GLOO_SOURCE.sub("", line)
