@@ -1,11 +1,11 @@
-"""Pickling of what the user hands over: functions, arguments, results, exceptions.
+"""Pickling of the user's functions, arguments, results and exceptions.
 
-What can be imported by name travels by name; what cannot (notebook cells, closures, lambdas)
-travels by value. Objects that only a process being started can inherit (queues, locks, shared
-tensors) travel beside the bytes, as `multiprocessing` itself would send them.
+What can be imported is pickled by name; what cannot (notebook cells, closures, lambdas) is pickled by
+value. Objects that only a process being started can inherit (queues, locks, shared tensors) are passed
+beside the bytes, as `multiprocessing` itself would pass them.
 
-Large arrays and tensors are not copied into the pickle (PEP 574). They are written behind it, and
-who maps the file has them in place: ranks share the pages until one of them writes.
+Large arrays and tensors are not copied into the pickle (PEP 574). They are written beside it, and a
+process that maps the file uses them in place: ranks share the pages until one of them writes.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ if TYPE_CHECKING:
 
 _INHERITED_MODULES: Final = ("multiprocessing.", "torch.multiprocessing.")
 _CTYPES: Final = (ctypes.Array, ctypes.Structure, ctypes.Union, *ctypes.c_int.__bases__)
-_MOST_SHARED: Final = 200
-_SEARCHED_LEVELS: Final = 64
-"""Deeper, the search would meet Python's recursion limit, and the path would be too long to read."""
+_MAX_SHARED_TENSORS: Final = 200
+_MAX_SEARCH_DEPTH: Final = 64
+"""A deeper search would exceed Python's recursion limit, and its path would be too long to read."""
 
 _LARGE_BYTES: Final = 1 << 20
-"""From here on memory is worth a place of its own; smaller tensors stay resizable."""
+"""Memory of this size or more is written beside the pickle; smaller tensors stay resizable."""
 _ALIGNMENT: Final = 64
 _SPAN: Final = struct.Struct("<QQ")
-"""Where a buffer begins, and its length; at the end of the whole, those of the stream and the table."""
+"""Offset and length of a buffer; the last one has the offset of the table and its number of entries."""
 
 _handles: ContextVar[tuple[object, ...]] = ContextVar("ddpsafe_handles")
 
 
 class CannotTravelError(pickle.PicklingError):
-    """An object that would lose its meaning in another process."""
+    """An object has no meaning in another process."""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
-    """cloudpickle, but by name where possible, and strict about what must stay."""
+    """cloudpickle, but by name where possible, and strict about what must stay in its process."""
 
     def __init__(
         self, file: io.BytesIO, handles: list[object] | None, *, shares_tensors: bool = False
@@ -84,22 +84,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
                 msg = "it serves forked processes only; make it with multiprocessing.get_context('spawn')"
                 raise CannotTravelError(msg)
         if self._shares_tensors and self._handles is not None and _is_tensor(obj):
-            # A tensor of the CPU moves into shared memory, as with torch's own pickler.
-            plain = obj.layout is sys.modules["torch"].strided and obj.device.type == "cpu"
-            if plain and len(self._handles) < _MOST_SHARED and obj.untyped_storage().nbytes():
+            # A CPU tensor moves into shared memory, as with torch's own pickler.
+            is_plain = obj.layout is sys.modules["torch"].strided and obj.device.type == "cpu"
+            has_room = len(self._handles) < _MAX_SHARED_TENSORS
+            if is_plain and has_room and obj.untyped_storage().nbytes():
                 obj.share_memory_()
         if self._handles is not None and _is_inherited_only(obj):
             self._handles.append(obj)
             return (_handle, (len(self._handles) - 1,))
         if _lives_in_importable_main(obj):
-            return obj.__qualname__  # a string reduces to "import it by this name"
+            return obj.__qualname__  # pickle reads a string as "import it by this name"
         torch = sys.modules.get("torch")
         if torch is not None:
             if isinstance(obj, torch.storage.TypedStorage) and _is_large(obj._untyped_storage):  # noqa: SLF001 - as torch's own reducers
                 return (_typed_storage, (obj._untyped_storage, obj.dtype))  # noqa: SLF001
             if isinstance(obj, torch.UntypedStorage) and _is_large(obj):
                 memory: Any = (ctypes.c_char * obj.nbytes()).from_address(obj.data_ptr())
-                memory.owner = obj  # which lives as long as its memory is used
+                memory.owner = obj  # keeps it alive as long as its memory is used
                 return (_untyped_storage, (pickle.PickleBuffer(memory),))
         return super().reducer_override(obj)
 
@@ -109,7 +110,7 @@ def _is_large(storage: Any) -> bool:
 
 
 def _untyped_storage(memory: Any) -> object:
-    torch: Any = importlib.import_module("torch")  # whoever sent it has it
+    torch: Any = importlib.import_module("torch")  # the process that pickled it has torch
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
@@ -119,7 +120,7 @@ def _typed_storage(untyped: Any, dtype: Any) -> object:
 
 
 class _ResultPickler(_Pickler):
-    """For what a rank sends back: its device memory dies with it, so tensors move to the CPU."""
+    """For results of a rank: its device memory ends with it, so its tensors move to the CPU."""
 
     def reducer_override(self, obj: Any) -> object:
         if type(obj).__name__ == "DistributedDataParallel":
@@ -132,12 +133,12 @@ class _ResultPickler(_Pickler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pickled:
-    """A pickle, and the memory that it needs and is not in it; ``bytes()`` of it is for `loads`.
+    """A pickle and the large memory that is not in it; `loads` reads its ``bytes()``.
 
     Attributes:
         stream: The pickle.
         buffers: Memory of the objects themselves, which must not change until it is written.
-        handles: Objects that have to be inherited beside all that.
+        handles: Objects that must be inherited besides.
     """
 
     stream: memoryview
@@ -158,7 +159,7 @@ class Pickled:
         yield _SPAN.pack(end, len(spans))
 
     def nbytes(self) -> int:
-        """Return how much memory it takes, but for the few bytes of its table."""
+        """Return how much memory it takes, without padding and table."""
         return sum(part.nbytes for part in (*self.buffers, self.stream))
 
     def __bytes__(self) -> bytes:
@@ -166,14 +167,14 @@ class Pickled:
 
 
 def dumps_call(call: object, *, shares_tensors: bool = False) -> Pickled:
-    """Pickle what a rank shall run.
+    """Pickle what a rank is to run.
 
     Args:
         call: The function and its arguments.
-        shares_tensors: Whether the ranks get the memory of tensors on the CPU, not copies of it.
+        shares_tensors: Whether the ranks share the memory of CPU tensors instead of copying it.
 
     Raises:
-        Exception: Whatever the objects raise; `find_unpicklable` then says where.
+        Exception: Whatever the objects raise; `find_unpicklable` then finds where.
     """
     handles: list[object] = []
     file = io.BytesIO()
@@ -185,7 +186,7 @@ def dumps_call(call: object, *, shares_tensors: bool = False) -> Pickled:
 
 
 def dumps_result(value: object) -> Pickled:
-    """Pickle what a rank sends back; device tensors arrive on the CPU."""
+    """Pickle the result of a rank; device tensors are moved to the CPU."""
     file = io.BytesIO()
     pickler = _ResultPickler(file, None)
     pickler.dump(value)
@@ -193,12 +194,12 @@ def dumps_result(value: object) -> Pickled:
 
 
 def loads(data: bytes | mmap.mmap, handles: tuple[object, ...] = ()) -> object:
-    """Unpickle what our own launcher or our own child has written.
+    """Unpickle what this process's launcher or child has written.
 
     Args:
-        data: All of it. Large arrays and tensors stay where they are in a mapping that can be
-            written to, and keep it open.
-        handles: What was inherited beside it.
+        data: All of the bytes. Large arrays and tensors of a writable mapping are used in place and
+            keep it open.
+        handles: The objects that were inherited.
     """
     view = memoryview(data)
     table, count = _SPAN.unpack(view[-_SPAN.size :])
@@ -211,7 +212,7 @@ def loads(data: bytes | mmap.mmap, handles: tuple[object, ...] = ()) -> object:
 
 
 def map_file(fd: int, offset: int = 0) -> mmap.mmap:
-    """Map a file for `loads`; what is written to the memory stays in this process."""
+    """Map a file for `loads`; writes to the memory stay in this process."""
     return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY, offset=offset)
 
 
@@ -235,11 +236,11 @@ def _is_tensor(obj: object) -> bool:
 
 def _is_inherited_only(obj: Any) -> bool:
     if _is_tensor(obj):
-        # A sparse tensor has no storage to ask; its parts are asked when they are pickled.
+        # A sparse tensor has no storage of its own; its parts are checked when they are pickled.
         return obj.layout is sys.modules["torch"].strided and bool(obj.is_shared())
     if isinstance(obj, (type, types.FunctionType, BaseException)):
         return False
-    # RawValue and RawArray are plain ctypes objects that hold on to their shared memory.
+    # RawValue and RawArray are plain ctypes objects that refer to their shared memory.
     holder = vars(obj).get("_wrapper") if isinstance(obj, _CTYPES) else None
     return any(type(part).__module__.startswith(_INHERITED_MODULES) for part in (obj, holder))
 
@@ -261,7 +262,7 @@ def _lives_in_importable_main(obj: Any) -> bool:
 
 
 def main_is_importable() -> bool:
-    """Tell whether a new process will import the main script, as `multiprocessing` decides it."""
+    """Return whether a new process will import the main script; decides as `multiprocessing` does."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:
@@ -273,7 +274,7 @@ def main_is_importable() -> bool:
 
 @functools.cache
 def _defined_under_guard(script: str) -> frozenset[str]:
-    """Find what the script defines under ``if __name__ == "__main__":``, so not when imported."""
+    """Find what a script defines under ``if __name__ == "__main__":``, so only if it is not imported."""
     try:
         tree = ast.parse(Path(script).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
@@ -293,17 +294,17 @@ def find_unpicklable(
 
     Args:
         obj: The object.
-        path: How the reader gets to it, e.g. ``args[1]``.
-        dumps: What pickles it; `dumps_call` by default.
+        path: The path to it in the message, e.g. ``args[1]``.
+        dumps: The function that pickles it; `dumps_call` by default.
 
     Returns:
-        The path to the culprit and what its pickling raised, or ``None`` if all is well.
+        The path to that part and what its pickling raised, or ``None`` if the object can be pickled.
     """
     dumps = dumps or dumps_call
     exc = _failure(obj, dumps)
     if exc is None:
         return None
-    return _find(obj, path, exc, dumps, fails={}, levels=_SEARCHED_LEVELS) or (path, exc)
+    return _find(obj, path, exc, dumps, fails={}, levels=_MAX_SEARCH_DEPTH) or (path, exc)
 
 
 def _find(
@@ -315,7 +316,7 @@ def _find(
     fails: dict[int, bool],
     levels: int,
 ) -> tuple[str, BaseException] | None:
-    """Search an object that fails; `fails` knows of every object met so far whether it does."""
+    """Search the parts of an object that fails; `fails` records which objects seen so far do."""
     fails[id(obj)] = True
     parts = list(_parts(obj)) if levels else []
     for name, part in parts:
@@ -327,7 +328,7 @@ def _find(
             culprit = _find(part, path + name, found, dumps, fails=fails, levels=levels - 1)
             if culprit is not None:
                 return culprit
-    # With a part that fails and was met before (a child that knows its parent), look elsewhere.
+    # If a failing part was seen before (a child that refers to its parent), the culprit is elsewhere.
     return None if any(fails[id(part)] for _, part in parts) else (path, exc)
 
 
@@ -340,10 +341,10 @@ def _failure(obj: object, dumps: Callable[[object], object]) -> BaseException | 
 
 
 def _parts(obj: object) -> Iterator[tuple[str, object]]:
-    """Yield what is inside, as far as a user's ``__repr__`` and ``__getattr__`` let us look."""
-    with suppress(Exception):
+    """Yield the parts of an object, each with its step of the path."""
+    with suppress(Exception):  # a user's __repr__ or __getattr__ may raise anything
         if type(obj).__module__.startswith(_INHERITED_MODULES):
-            return  # it travels as a whole
+            return  # it is inherited as a whole
         if isinstance(obj, dict):
             yield from ((f"[{key!r}]", value) for key, value in obj.items())
             yield from ((f" key {key!r}", key) for key in obj)
