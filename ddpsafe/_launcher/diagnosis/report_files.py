@@ -1,6 +1,6 @@
-"""The report of a failed attempt, in its log directory: for a reader, and for a program.
+"""Write the report of a failed attempt into its log directory: one for readers and one for programs.
 
-Of an attempt in which no rank failed only ``ranks.json`` is left there.
+For an attempt in which no rank failed, only ``ranks.json`` is written.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from ddpsafe._wire.messages import RankOutcome
 
 SCHEMA: Final = 1
-"""Raised when a field of the JSON changes its meaning; new fields do not raise it."""
+"""Incremented when a field of the JSON changes its meaning, not for new fields."""
 
 RANKS: Final = "ranks.json"
-"""The file of an attempt in which no rank failed: what a page of it shows."""
+"""The file of an attempt in which no rank failed, for its report page."""
 
 _RULE: Final = "=" * 78
 
@@ -36,11 +36,11 @@ def write_report(error: LaunchError, folder: Path) -> None:
     """Write ``report.txt`` and ``report.json``, each whole or not at all.
 
     Args:
-        error: The attempt's failure.
+        error: The error of the attempt.
         folder: The directory of the attempt.
 
     Raises:
-        OSError: It cannot be written to.
+        OSError: A file cannot be written.
     """
     facts: dict[str, Any] = {
         "schema": SCHEMA,
@@ -70,7 +70,7 @@ def write_ranks(outcomes: Mapping[int, RankOutcome], folder: Path) -> None:
     """Write ``ranks.json`` of an attempt in which no rank failed, whole or not at all.
 
     Raises:
-        OSError: It cannot be written to.
+        OSError: A file cannot be written.
     """
     facts = {
         "schema": SCHEMA,
@@ -137,9 +137,9 @@ def _facts_of_ranks(outcomes: Mapping[int, RankOutcome]) -> dict[str, Any]:
 def _timeline(outcome: RankOutcome, start_ns: int) -> dict[str, float]:
     """Return when a rank's phases began, in seconds since the first rank of the attempt was started.
 
-    ``waiting`` is when it entered the collective that it did not leave, ``step`` its last step.
+    ``waiting`` is when it entered the collective that did not end, ``step`` when it made its last step.
     """
-    if not outcome.began_ns:  # a rank of another host, whose clock is another one
+    if not outcome.began_ns:  # the rank is on another host, with another clock
         return {}
     now_ns, wall_ns = time.monotonic_ns(), time.time_ns()
     moments: dict[str, int] = {name: at_ns for name, at_ns in outcome.began_ns.items()}  # noqa: C416 - its keys are any text here

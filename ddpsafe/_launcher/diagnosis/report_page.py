@@ -1,9 +1,9 @@
-"""The reports of all attempts of a run as one HTML file, the cause first. It loads and runs nothing.
+"""Write the reports of all attempts of a run as one HTML page, the cause first.
 
-It is made from what lies in the run directory, ``report.json`` and the ranks' logs of each attempt
-(``ranks.json`` of one in which no rank failed), so that
-it can be made again later, or on another machine. Scripts and libraries have a part in what is in
-there: the template escapes all of it, and the page forbids the browser to run or to load anything.
+The page is made only from the run directory: ``report.json`` (``ranks.json`` if no rank failed) and the
+ranks' logs of each attempt. So it can be made later or on another machine. Those files contain text of
+scripts and libraries, so the template escapes all of it, and the page forbids the browser to run or load
+anything.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ if TYPE_CHECKING:
 PAGE: Final = "report.html"
 
 _PHASES: Final = {
-    "starting": ("start", "starting: a new process imports the script"),
+    "starting": ("start", "starting: the new process imports the script"),
     "loading": ("load", "loading the function and its arguments"),
     "joining": ("join", "joining the process group"),
-    "running": ("run", "in the function"),
+    "running": ("run", "running the function"),
     "waiting": ("wait", "waiting for other ranks in a collective"),
-    "leaving": ("leave", "returned, and leaving"),
+    "leaving": ("leave", "leaving after the function returned"),
 }
-"""Phase to the word in its bar, as not every eye and printer tells colours, and to its meaning."""
+"""Each phase's word in its bar, because not everybody can tell the colours apart, and its meaning."""
 
-_WIDTH: Final = 860
-_LEFT: Final = 70
-_ROW: Final = 24
-_LETTER: Final = 8
+_WIDTH_PX: Final = 860
+_LABEL_PX: Final = 70
+_ROW_PX: Final = 24
+_LETTER_PX: Final = 8
 _TICKS: Final = 5
-_LAST_BYTES: Final = 8_192
-_LAST_LINES: Final = 25
-_MOST_STACK: Final = 60_000
-_MOST_ATTEMPTS: Final = 50
-_MOST_RANKS: Final = 256
-_CONTROL: Final = re.compile(
+_OUTPUT_BYTES: Final = 8_192
+_OUTPUT_LINES: Final = 25
+_STACKS_BYTES: Final = 60_000
+_MAX_ATTEMPTS: Final = 50
+_MAX_RANKS: Final = 256
+# Control characters, and marks that change the direction of text.
+_UNSAFE: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
 
@@ -87,7 +88,7 @@ _TEMPLATE: Final = """\
 <p class="dim">{{ summary | shown }}</p>
 {% if legend %}<h2>Timeline</h2>
 <p>{% for word, meaning in legend %}<b>{{ word }}</b>: {{ meaning }}{{ "; " if not loop.last }}{% endfor %}.
-The thick line is a rank's end, the small one its last step.</p>{% endif %}
+The thick line is a rank's end, the thin one its last step.</p>{% endif %}
 {% for each in attempts %}
 <h2>Attempt {{ each.number }}</h2>
 {% if not loop.first %}<p>{{ each.report.what | shown }}</p>{% endif %}
@@ -98,11 +99,11 @@ The thick line is a rank's end, the small one its last step.</p>{% endif %}
 <line class="end" x1="{{ row.end_x }}" x2="{{ row.end_x }}" y1="{{ row.y }}" y2="{{ row.y + 22 }}"/>
 {% endfor %}{% for tick in each.chart.ticks %}<text x="{{ tick.x }}" y="{{ each.chart.height - 4 }}">{{ tick.label }}</text>{% endfor %}</svg></div>{% endif %}
 {% for late in each.report.stragglers or [] %}<p>Before that, {{ late.text | shown }}.</p>
-{% endfor %}<div class="scroll"><table><tr><th>rank</th><th>host</th><th>end</th><th>steps</th><th>where it was</th><th>collective</th></tr>
+{% endfor %}<div class="scroll"><table><tr><th>rank</th><th>host</th><th>status</th><th>steps</th><th>where it was</th><th>collective</th></tr>
 {% for rank in each.ranks %}<tr><td>{{ rank.rank }}</td><td>{{ rank.hostname | shown }}</td><td>{{ rank.status | shown }}{% if rank.signal %} ({{ rank.signal | shown }}){% endif %}</td><td>{{ rank.steps }}</td><td>{{ rank.where | shown }}</td><td>{{ rank.last | shown }}</td></tr>
 {% endfor %}</table></div>
 {% for rank in each.ranks %}{% if rank.raised or rank.output or rank.stacks %}
-<details{% if rank.rank == each.report.rank or rank.rank in (each.report.missing_ranks or []) %} open{% endif %}><summary>rank {{ rank.rank }}: what it raised, wrote and did</summary>
+<details{% if rank.rank == each.report.rank or rank.rank in (each.report.missing_ranks or []) %} open{% endif %}><summary>rank {{ rank.rank }}: exception, output and stacks</summary>
 {% if rank.raised %}<pre>{{ rank.raised.traceback | shown }}</pre>{% endif %}
 {% if rank.output %}<p>Last lines of its stderr:</p><pre>{{ rank.output | shown }}</pre>{% endif %}
 {% if rank.stacks %}<p>All threads, the last call first:</p><pre>{{ rank.stacks | shown }}</pre>{% endif %}
@@ -115,7 +116,7 @@ def write_page(run_dir: Path) -> Path:
     """Write ``report.html`` of a run directory, whole or not at all; return its path.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     path = run_dir / PAGE
     temporary = path.with_name(f".{PAGE}.{os.getpid()}")
@@ -130,7 +131,7 @@ def write_page(run_dir: Path) -> Path:
 
 
 def draw(run_dir: Path) -> str:
-    """Return the page of a run directory: the newest attempt first."""
+    """Return the page of a run directory, the newest attempt first."""
     import jinja2
     from markupsafe import Markup
 
@@ -151,13 +152,13 @@ def draw(run_dir: Path) -> str:
         summary=f"{failed}, {newest.get('written_at', '')} {run_dir}",
         attempts=attempts,
         legend=[_PHASES[phase] for phase in _PHASES if phase in seen],
-        style=Markup(_STYLE),  # noqa: S704 - the constant above,
+        style=Markup(_STYLE),  # noqa: S704 - the constant above
     )
 
 
 def _shown(text: object) -> str:
-    """Return a text without what would hide or reorder other text."""
-    return _CONTROL.sub("�", "" if text is None else str(text))
+    """Return a text without characters that would hide or reorder other text."""
+    return _UNSAFE.sub("�", "" if text is None else str(text))
 
 
 def _reports(run_dir: Path) -> list[Path]:
@@ -167,7 +168,7 @@ def _reports(run_dir: Path) -> list[Path]:
         for path in run_dir.glob(f"attempt-*/{name}")
         if _number(path)
     }
-    return [found[number] for number in sorted(found, reverse=True)][:_MOST_ATTEMPTS]
+    return [found[number] for number in sorted(found, reverse=True)][:_MAX_ATTEMPTS]
 
 
 def _number(path: Path) -> int:
@@ -181,7 +182,7 @@ def _attempt(path: Path) -> dict[str, Any]:
         read = json.loads(path.read_text(encoding="utf-8"))
         report = read if isinstance(read, dict) else {}
     report.setdefault("what", report.get("message", f"{path} cannot be read"))
-    ranks = [each for each in report.get("ranks", []) if isinstance(each, dict)][:_MOST_RANKS]
+    ranks = [each for each in report.get("ranks", []) if isinstance(each, dict)][:_MAX_RANKS]
     return {
         "number": _number(path),
         "has_failed": path.name != RANKS,
@@ -193,15 +194,15 @@ def _attempt(path: Path) -> dict[str, Any]:
 
 def _rank(facts: Facts, folder: Path) -> dict[str, Any]:
     stem = folder / f"rank-{facts.get('rank')}"
-    output = _tail(stem.with_suffix(".err"), _LAST_BYTES)
+    output = _tail(stem.with_suffix(".err"), _OUTPUT_BYTES)
     collectives = facts.get("collectives") or []
     last = collectives[-1] if collectives else None
     return {
         **facts,
         "last": last
         and f"{'after' if last['done'] else 'in'} {last['name']} number {last['number']}",
-        "output": "\n".join(output.splitlines()[-_LAST_LINES:]),
-        "stacks": _tail(stem.with_suffix(".stacks"), _MOST_STACK).strip(),
+        "output": "\n".join(output.splitlines()[-_OUTPUT_LINES:]),
+        "stacks": _tail(stem.with_suffix(".stacks"), _STACKS_BYTES).strip(),
     }
 
 
@@ -215,13 +216,13 @@ def _tail(path: Path, size: int) -> str:
 
 
 def _chart(ranks: Sequence[Facts]) -> dict[str, Any]:
-    """Return where everything of an attempt's timeline stands."""
+    """Return the coordinates of an attempt's timeline."""
     timelines = [each["timeline_s"] for each in ranks if each.get("timeline_s")]
     lasts_s: float = max([1e-3, *(line.get("end", 0.0) for line in timelines)])
-    scale = (_WIDTH - _LEFT) / lasts_s
+    scale = (_WIDTH_PX - _LABEL_PX) / lasts_s
 
     def x(moment_s: float) -> float:
-        return float(round(_LEFT + min(max(moment_s, 0.0), lasts_s) * scale, 1))
+        return float(round(_LABEL_PX + min(max(moment_s, 0.0), lasts_s) * scale, 1))
 
     rows: list[dict[str, Any]] = []
     for facts in ranks:
@@ -239,13 +240,13 @@ def _chart(ranks: Sequence[Facts]) -> dict[str, Any]:
                     "phase": phase,
                     "x": x(from_s),
                     "width": width,
-                    "word": word if width > _LETTER * len(word) else "",
+                    "word": word if width > _LETTER_PX * len(word) else "",
                     "title": f"{_PHASES[phase][1]}: {from_s:.1f} s to {after[0]:.1f} s",
                 }
             )
         rows.append(
             {
-                "y": len(rows) * _ROW,
+                "y": len(rows) * _ROW_PX,
                 "label": f"rank {facts.get('rank')}",
                 "bars": bars,
                 "step_x": x(line["step"]) if "step" in line else None,
@@ -254,8 +255,8 @@ def _chart(ranks: Sequence[Facts]) -> dict[str, Any]:
         )
     ticks = [lasts_s * number / _TICKS for number in range(_TICKS + 1)] if rows else []
     return {
-        "width": _WIDTH + 50,
-        "height": len(rows) * _ROW + 22,
+        "width": _WIDTH_PX + 50,
+        "height": len(rows) * _ROW_PX + 22,
         "rows": rows,
         "ticks": [{"x": x(each), "label": f"{each:.1f} s"} for each in ticks],
     }
