@@ -269,7 +269,7 @@ class ThreadStack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whereabouts:
-    """The answer to `ASK_WHEREABOUTS`: where a rank is that continues afterwards.
+    """The answer to `ASK_WHEREABOUTS`: where a rank is, while it continues to run.
 
     Attributes:
         position: Where it is in the sequence of collectives, as far as this is known without NCCL.
@@ -583,7 +583,7 @@ class RankOutcome:
 
     @property
     def sends_or_receives(self) -> str:
-        """Which send or receive it waited in, at last or when that failed; empty if in none."""
+        """Which send or receive it was in when it was asked, or failed in; empty if none."""
         reported = self._reported_point_to_point
         if reported is not None:
             return str(reported)
@@ -591,7 +591,7 @@ class RankOutcome:
 
     @property
     def awaited_sender(self) -> int | None:
-        """The rank that it waited to receive from, at last or when that failed, if known."""
+        """The rank that it was receiving from when it was asked, or failed to receive from, if known."""
         reported = self._reported_point_to_point
         return None if reported is None else reported.sender
 

@@ -283,20 +283,20 @@ class EndedAttempt:
 def conclude(ended: EndedAttempt) -> LaunchError:
     """Return the error to raise for a failed attempt, with the rank's exception as its cause."""
     if ended.ending.reason == "rendezvous":
-        return _not_all_joined(ended)
+        return _join_error(ended)
     cause = find_root_cause(
         ended.outcomes, is_stuck_with_error=ended.ending.reason == "stuck-with-error"
     )
     if ended.ending.reason in ("attempt", "progress"):
-        return _too_long(ended, cause)
+        return _too_long_error(ended, cause)
     conclusion = cause.conclusion
     if conclusion.is_start_likelier and _find_early(ended):
-        return _not_all_joined(ended)  # a rank's own timeout ended just before the launcher's
+        return _join_error(ended)  # a rank's timeout ended just before the launcher's
     proof = ended.ending.proof
     has_broken = conclusion.error is RankFailedError and conclusion.blames != "nothing"
     if proof is not None and not has_broken:
-        return _proved(ended, cause, proof)
-    return _MAKERS[conclusion.error](ended, cause)
+        return _deadlock_error(ended, cause, proof)
+    return _ERROR_OF[conclusion.error](ended, cause)
 
 
 def unloadable(ended: EndedAttempt, rank: int, exc: Exception) -> RankFailedError:
@@ -313,19 +313,19 @@ def unloadable(ended: EndedAttempt, rank: int, exc: Exception) -> RankFailedErro
     return RankFailedError(message, **ended.rank_facts(root), kind="unpicklable")
 
 
-def _broke(ended: EndedAttempt, cause: RootCause) -> LaunchError:
+def _failed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     if cause.root.status == "killed" or cause.root.native is not None:
-        return _killed(ended, cause)
+        return _killed_error(ended, cause)
     if cause.root.raised is not None and cause.root.raised.exit_code is None:
         raised = cause.root.raised
         if raised.wraps_peer_error:
             # No rank hangs, so this exception counts even though a peer's failure triggered it.
             raised = replace(raised, origin="own")
-        return _raised(ended, cause, raised)
-    return _exited(ended, cause)
+        return _raised_error(ended, cause, raised)
+    return _exited_error(ended, cause)
 
 
-def _raised(ended: EndedAttempt, cause: RootCause, raised: Raised) -> LaunchError:
+def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> LaunchError:
     root, kind = cause.root, kind_of(raised)
     topic = find_topic(raised)
     likely, fix = _BY_KIND.get(kind, _BY_KIND["user-error"])
@@ -351,7 +351,7 @@ def _raised(ended: EndedAttempt, cause: RootCause, raised: Raised) -> LaunchErro
         f"{ended.name(root)} raised {raised.type_name} {ended.place(root, kind)}{shown}",
         cause=likely,
         fix=fix,
-        details=[*details, *others(ended.outcomes.values(), cause)],
+        details=[*details, *other_ranks(ended.outcomes.values(), cause)],
         logs=ended.log_of(root),
     )
     error = RankRaisedError(message, **ended.rank_facts(root), kind=kind)
@@ -359,7 +359,7 @@ def _raised(ended: EndedAttempt, cause: RootCause, raised: Raised) -> LaunchErro
     return error
 
 
-def _killed(ended: EndedAttempt, cause: RootCause) -> LaunchError:
+def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     root = cause.root
     number = -(root.exit_code or 0)
     kind: FailureKind = "killed"
@@ -379,7 +379,7 @@ def _killed(ended: EndedAttempt, cause: RootCause) -> LaunchError:
             likely, fix = _BY_KIND[kind]
             if kind == "user-error":
                 likely, fix = _ON_THE_GPU
-    details = [*last_output(root), *others(ended.outcomes.values(), cause)]
+    details = [*last_output(root), *other_ranks(ended.outcomes.values(), cause)]
     if number == signal.SIGABRT:  # gloo aborts if the ranks pass different shapes
         details += positions([out for out in ended.outcomes.values() if out.position is not None])
     message = Explanation(
@@ -392,7 +392,7 @@ def _killed(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     return RankKilledError(message, **ended.rank_facts(root), exit_code=128 + number, kind=kind)
 
 
-def _exited(ended: EndedAttempt, cause: RootCause) -> LaunchError:
+def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     root, raised = cause.root, cause.root.raised
     code = root.exit_code or 0
     likely = "sys.exit() or os._exit() was called in the rank"
@@ -412,7 +412,7 @@ def _exited(ended: EndedAttempt, cause: RootCause) -> LaunchError:
             cause="a SIGCHLD handler or an os.wait() in the launching program collected the exit status "
             "before ddpsafe could.",
             fix="let it wait only for its own children: os.waitpid(pid, …).",
-            details=[*last_output(root), *others(ended.outcomes.values(), cause)],
+            details=[*last_output(root), *other_ranks(ended.outcomes.values(), cause)],
             logs=ended.log_of(root),
         )
         return RankExitedError(message, **ended.rank_facts(root), exit_code=1)
@@ -435,7 +435,7 @@ def _exited(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         f"{ended.place(root, 'user-error')}.",
         cause=likely,
         fix=fix,
-        details=[*last_output(root), *others(ended.outcomes.values(), cause)],
+        details=[*last_output(root), *other_ranks(ended.outcomes.values(), cause)],
         logs=ended.log_of(root),
     )
     cls = RankLeftEarlyError if code == 0 else RankExitedError
@@ -445,7 +445,7 @@ def _exited(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     return error
 
 
-def _returned(ended: EndedAttempt, cause: RootCause) -> LaunchError:
+def _returned_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     """Return the error of a rank that returned while others still waited for it."""
     root = cause.root
     waiting = [outcome.rank for outcome in ended.outcomes.values() if outcome.status != "returned"]
@@ -465,9 +465,10 @@ def _returned(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     return RankLeftEarlyError(message, **ended.rank_facts(root), kind=kind)
 
 
-def _kept_waiting(ended: EndedAttempt, cause: RootCause) -> LaunchError:
+def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     """Return the error of a wait that timed out or never ends; it names the rank waited for."""
     outcomes, conclusion = ended.outcomes.values(), cause.conclusion
+    # Timeouts of ddpsafe's own rendezvous and barrier have classes of their own.
     cls: type[LaunchTimeoutError] = next(
         (
             own
@@ -480,9 +481,9 @@ def _kept_waiting(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         at_barriers = [out.raised for out in outcomes if _has_raised(out, BarrierTimeoutError)]
         texts = [raised.explanation for raised in at_barriers if raised and raised.explanation]
         if texts:
-            return _waited_at_barriers(ended, texts)
+            return _barrier_error(ended, texts)
     if conclusion.blames == "gpu":
-        return _stuck_on_gpu(ended, cause, cls)
+        return _stuck_gpu_error(ended, cause, cls)
     root = cause.root
     likely, fix = _advice_on_hang(cause)
     at = f" at {where(root)}" if where(root) else ""
@@ -517,14 +518,14 @@ def _kept_waiting(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     return cls(message, **facts, kind=kind)
 
 
-_MAKERS: Final[dict[type[LaunchError], Callable[[EndedAttempt, RootCause], LaunchError]]] = {
-    RankFailedError: _broke,
-    RankLeftEarlyError: _returned,
-    LaunchTimeoutError: _kept_waiting,
+_ERROR_OF: Final[dict[type[LaunchError], Callable[[EndedAttempt, RootCause], LaunchError]]] = {
+    RankFailedError: _failed_error,
+    RankLeftEarlyError: _returned_error,
+    LaunchTimeoutError: _wait_error,
 }
 
 
-def _proved(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> LaunchError:
+def _deadlock_error(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> LaunchError:
     """Return the error of a proven deadlock: the proof, then where the ranks were."""
     proof_lines = [
         "this is a deadlock, so ddpsafe did not wait for a timeout:",
@@ -532,7 +533,7 @@ def _proved(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> LaunchErr
     ]
     if proof.reason != "cycle":
         has_returned = cause.conclusion.error is RankLeftEarlyError
-        error = (_returned if has_returned else _kept_waiting)(ended, cause)
+        error = (_returned_error if has_returned else _wait_error)(ended, cause)
         found = error.explanation
         error.explanation = replace(found, details=(*proof_lines, *found.details))
         return error
@@ -554,7 +555,7 @@ def _were(ranks: list[int]) -> str:
     return "was" if len(ranks) == 1 else "were"
 
 
-def _stuck_on_gpu(
+def _stuck_gpu_error(
     ended: EndedAttempt, cause: RootCause, cls: type[LaunchTimeoutError]
 ) -> LaunchError:
     """Return the error of a collective that all its ranks have queued but that does not end."""
@@ -581,7 +582,7 @@ def _stuck_on_gpu(
     return cls(message, **ended.timeout_facts([], ended.ending.waited_s), kind="hang")
 
 
-def _waited_at_barriers(ended: EndedAttempt, texts: list[Explanation]) -> LaunchError:
+def _barrier_error(ended: EndedAttempt, texts: list[Explanation]) -> LaunchError:
     """Return the error of ranks that timed out at barriers while none is known to hang."""
     first, *others = texts
     message = Explanation(
@@ -610,7 +611,7 @@ def _advice_on_hang(cause: RootCause) -> Advice:
     return _IN_KERNEL if in_kernel else cause.conclusion.advice
 
 
-def _not_all_joined(ended: EndedAttempt) -> LaunchError:
+def _join_error(ended: EndedAttempt) -> LaunchError:
     """Return the error of ranks that did not join."""
     # Ranks that wait for these are in "joining" too, so they are named only if no rank is earlier.
     missing = _find_early(ended) or [
@@ -641,7 +642,7 @@ def _find_early(ended: EndedAttempt) -> list[RankOutcome]:
     return [out for out in ended.outcomes.values() if out.phase in ("starting", "loading")]
 
 
-def _too_long(ended: EndedAttempt, cause: RootCause) -> LaunchError:
+def _too_long_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     """Return the error of an attempt that exceeded `timeouts.attempt` or `timeouts.progress`."""
     running = [
         outcome for outcome in ended.outcomes.values() if outcome.status in ("running", "stopped")
@@ -681,7 +682,7 @@ def where(outcome: RankOutcome) -> str:
     return outcome.raised.where
 
 
-def others(outcomes: Iterable[RankOutcome], cause: RootCause) -> list[str]:
+def other_ranks(outcomes: Iterable[RankOutcome], cause: RootCause) -> list[str]:
     """Return a line for each rank that failed because of the one that broke, or was stopped."""
     because = f"failed because of rank {cause.root.rank}"
     lines = [

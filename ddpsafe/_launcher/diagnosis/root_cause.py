@@ -610,7 +610,7 @@ def is_own_fault(outcome: RankOutcome) -> bool:
 
 
 def is_waiting(outcome: RankOutcome) -> bool:
-    """Return whether a rank was waiting for others, at last or when that wait failed."""
+    """Return whether a rank was waiting for others when it was asked, or failed in such a wait."""
     if outcome.raised is not None or outcome.native is not None:
         return is_peer_origin(outcome.origin)
     return bool(outcome.in_collective)
