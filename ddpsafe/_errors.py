@@ -333,7 +333,7 @@ class LaunchError(DDPSafeError):
 class PreemptedError(LaunchError):
     """The job was asked to stop, and its ranks have saved and returned.
 
-    This is no failure, but the training is not finished either, so the code after `launch` must not run.
+    This is not a failure, but the training is not finished either, so the code after `launch` must not run.
 
     Attributes:
         values: What each rank returned, by rank.

@@ -284,7 +284,7 @@ def says_worker_exited(traceback: str) -> bool:
 
 
 def is_of_a_backend(line: str, file: str) -> bool:
-    """Return whether torch raised a RuntimeError, judged by its text or the file that raised it."""
+    """Return whether torch raised a RuntimeError, by its text or by the file that raised it."""
     return _OF_A_BACKEND.search(line) is not None or _OF_TORCH.search(file) is not None
 
 

@@ -65,7 +65,7 @@ class RankTimeouts:
     """The timeouts that a rank enforces itself; the launcher enforces the others.
 
     Attributes:
-        rendezvous: For each step of joining: reaching the store, meeting the others, making the group.
+        rendezvous: For each step of joining: reaching the store, waiting for the others, making the group.
         collective: Timeout of the process group.
         barrier: How long a rank waits for the others at a named barrier.
         chosen: Names of the timeouts that the user has set. If a script makes its group itself, its own
@@ -106,7 +106,7 @@ def unreported_mark(stderr: Path | str) -> Path:
 def open_log(path: Path | str, flags: int, *, owner_uid: int | None = None) -> int:
     """Open a file in an attempt's directory, private if it is new; return the file descriptor.
 
-    No link is followed. Otherwise somebody who may write to a directory above could replace the attempt's
+    No link is followed. Otherwise a user who may write to a directory above could replace the attempt's
     directory by a link, and so make a rank overwrite, or the launcher show, any file of the user.
 
     Args:

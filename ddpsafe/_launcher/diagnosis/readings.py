@@ -333,7 +333,7 @@ def find_busy_loader_workers(worker: Worker) -> list[LoaderWorker]:
             ends = [i for i, each in enumerate(frames) if each.file.endswith(_WORKER_LOOP)]
             inner = frames[: ends[0]] if ends else []
             if not inner or any(each.file.endswith(_QUEUES) for each in inner):
-                continue  # it is no DataLoader worker, or waits for an index
+                continue  # not a DataLoader worker, or one that waits for an index
             found.append(LoaderWorker(child.name(), child.pid, tuple(inner)))
     return found
 

@@ -33,7 +33,7 @@ _PHASES: Final = {
     "waiting": ("wait", "waiting for other ranks in a collective"),
     "leaving": ("leave", "leaving after the function returned"),
 }
-"""Each phase's word in its bar, because not everybody can tell the colours apart, and its meaning."""
+"""Each phase's word in its bar, because not every reader and printer shows the colours, and its meaning."""
 
 _WIDTH_PX: Final = 860
 _LABEL_PX: Final = 70
