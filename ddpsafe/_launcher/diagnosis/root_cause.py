@@ -284,11 +284,6 @@ def _suspended(evidence: Evidence) -> Ranks:
     return [out for out in evidence.ranks if out.state == psutil.STATUS_STOPPED]
 
 
-def _in_rpc(evidence: Evidence) -> Ranks:
-    wait_failed = any(is_peer_origin(out.origin) for out in evidence.ranks)
-    return [out for out in evidence.ranks if out.in_rpc] if wait_failed else ()
-
-
 def _elsewhere(evidence: Evidence) -> Ranks:
     is_awaited = any(out.in_collective or out.raised is not None for out in evidence.ranks)
     return [out for out in evidence.ranks if out.in_collective is False] if is_awaited else ()
@@ -412,7 +407,11 @@ RULES: Final = (
         name="in-rpc",
         sign="executes an RPC call from another rank, while the wait of some rank failed",
         why="its main thread waits for all RPC calls to finish, and this one takes long",
-        find=_in_rpc,
+        find=lambda evidence: [
+            out
+            for out in evidence.ranks
+            if out.in_rpc and any(is_peer_origin(each.origin) for each in evidence.ranks)
+        ],
         by_place=True,
     ),
     Rule(
