@@ -1,4 +1,4 @@
-"""`launch` and `spawn`: the story in one screen."""
+"""`launch` and `spawn`: plan a launch, run its attempts, return the result or raise the error."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ddpsafe._wire.spec import CallStyle
     from ddpsafe._worker.context import RankContext
 
-__tracebackhide__ = True  # pytest shows the line of the caller, not these
+__tracebackhide__ = True  # pytest shows the caller's line, not the frames of this file
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,13 +57,13 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchResult(Generic[R]):
-    """The result of a launch that succeeded.
+    """The result of a successful launch.
 
     Attributes:
-        values: What each rank returned, by rank. In a rank that another launcher started, only
-            this rank's own.
+        values: The return value of each rank, by rank. In a rank that another launcher started,
+            only that rank's own value.
         attempts: How many attempts it took.
-        run_dir: The run directory; ``None`` where it was temporary and has been removed.
+        run_dir: The run directory; ``None`` if it was temporary and has been removed.
     """
 
     values: dict[int, R]
@@ -80,37 +80,37 @@ def launch(
     on_retry: OnRetry | None = None,
     **fields: Unpack[LaunchFields],
 ) -> LaunchResult[R]:
-    """Run ``fn(ctx, *args, **kwargs)`` in every rank, with the process group up.
+    """Run ``fn(ctx, *args, **kwargs)`` in every rank, with the process group initialized.
 
-    Replaces ``mp.spawn``, ``setup()`` and ``cleanup()``. In a process that torchrun, Slurm or MPI
-    has started as a rank already, nothing is spawned: `fn` runs here, in that rank.
+    Replaces ``mp.spawn``, ``setup()`` and ``cleanup()``. If torchrun, Slurm or MPI has already
+    started this process as a rank, nothing is spawned: `fn` runs here, as that rank.
 
     Args:
         fn: The function. One that cannot be imported by name (a notebook's, a closure, a lambda)
-            travels by value.
+            is pickled by value.
         args: Its positional arguments after the context.
         kwargs: Its keyword arguments.
-        config: The configuration; without one it is read from environment and file.
-        on_retry: Called with a failure that `RetryPolicy` tries again; what it returns takes the
-            place of `args` (a smaller batch after running out of memory), ``None`` keeps them.
-            An exception ends the launch, with the failure as its cause.
-        **fields: Fields of `LaunchConfig` that win over it: `nproc_per_node`, `backend`,
+        config: The configuration; by default it is read from the environment and the file.
+        on_retry: Called with each failure that `RetryPolicy` retries. Its return value replaces
+            `args` (a smaller batch after running out of memory); ``None`` keeps them. If it raises,
+            the launch ends with that exception, whose cause is the failure.
+        **fields: Fields of `LaunchConfig` that override `config`: `nproc_per_node`, `backend`,
             `start_method`, `timeouts`, `retry`, `data_paths`, `run_dir`, `env`, `preflight`, `seed`,
-            `console`, and of several nodes `nnodes`, `node_rank`, `rendezvous`.
-            ``help(ddpsafe.LaunchConfig)`` says what each means.
+            `console`, and for several nodes `nnodes`, `node_rank`, `rendezvous`.
+            ``help(ddpsafe.LaunchConfig)`` describes each of them.
 
     Returns:
         What the ranks returned.
 
     Raises:
-        ConfigError: The call or its configuration is wrong, or the arguments that `on_retry`
-            returned; nothing was started with them.
-        PreflightError: The machine is not ready for the first attempt, or for another one after
-            a failure; that attempt did not begin.
-        RankFailedError: A rank failed; its own exception is ``__cause__`` where it could travel.
+        ConfigError: The call, its configuration, or the arguments that `on_retry` returned are
+            wrong; nothing was started with them.
+        PreflightError: The machine is not ready for the first attempt, or for a retry; that
+            attempt did not begin.
+        RankFailedError: A rank failed; ``__cause__`` is its own exception if that could be pickled.
         LaunchTimeoutError: A deadline passed.
-        PreemptedError: The job was asked to stop, `RankContext.stop_requested` said so, and the
-            ranks have returned.
+        PreemptedError: The job was asked to stop, `RankContext.stop_requested` returned true, and
+            the ranks have returned.
     """
     try:
         resolved = LaunchConfig.resolve(config, **fields)
@@ -138,32 +138,32 @@ def spawn(
 ) -> SpawnHandle | None:
     """Run ``fn(rank, *args)`` in `nprocs` processes; a drop-in for ``torch.multiprocessing.spawn``.
 
-    The function may keep its own ``setup()`` and ``cleanup()``, also with a hard-coded port: its
-    ``init_process_group`` meets at a store of this launch.
+    The function may keep its own ``setup()`` and ``cleanup()``, even with a hard-coded port: its
+    ``init_process_group`` uses the store of this launch.
 
     Args:
-        fn: The function; its return value is dropped.
+        fn: The function; its return value is discarded.
         args: Its arguments after the rank.
-        nprocs: Number of ranks. It wins over `LaunchConfig.nproc_per_node`, also where it is left
-            out: the variable ``DDPSAFE_NPROC_PER_NODE`` and the file say nothing here.
-        join: Wait for them; otherwise return a handle.
-        daemon: Make them daemonic processes, which may not have children of their own.
-        start_method: ``spawn`` or ``forkserver``. It wins over `LaunchConfig.start_method`, its
+        nprocs: Number of ranks. It overrides `LaunchConfig.nproc_per_node`, the variable
+            ``DDPSAFE_NPROC_PER_NODE`` and the file, even where it is omitted.
+        join: Wait for the ranks; otherwise return a handle.
+        daemon: Make the ranks daemonic processes, which may not have children of their own.
+        start_method: ``spawn`` or ``forkserver``. It overrides `LaunchConfig.start_method`, its
             variable and the file, as `nprocs` does.
-        config: As in `launch`, but for the two fields above.
+        config: As in `launch`, except for the two fields above.
         on_retry: As in `launch`.
-        **fields: As in `launch`, but for the two fields above: `backend`, `timeouts`, `retry`,
-            `data_paths`, `run_dir`, `env`, `preflight`, `seed`, `console`, and of several nodes
+        **fields: As in `launch`, except for the two fields above: `backend`, `timeouts`, `retry`,
+            `data_paths`, `run_dir`, `env`, `preflight`, `seed`, `console`, and for several nodes
             `nnodes`, `node_rank`, `rendezvous`.
 
     Returns:
-        ``None``, or the handle with ``join=False``.
+        ``None``, or a handle with ``join=False``.
 
     Raises:
         ConfigError: As in `launch`.
         PreflightError: As in `launch`.
-        RankFailedError: As in `launch`; it is torch's ``ProcessRaisedException`` or
-            ``ProcessExitedException``, too, with their attributes.
+        RankFailedError: As in `launch`; it is also torch's ``ProcessRaisedException`` or
+            ``ProcessExitedException``, with their attributes.
         LaunchTimeoutError: As in `launch`.
         PreemptedError: As in `launch`.
     """
@@ -189,18 +189,18 @@ def spawn(
 
 
 def run_processes(fn: Callable[..., object], args: Sequence[Any], config: LaunchConfig) -> None:
-    """Run ``fn(rank, *args)`` in each rank, which is a program of its own: for ``ddpsafe run``.
+    """Run ``fn(rank, *args)`` in each rank, for ``ddpsafe run``: each rank is a program of its own.
 
     Raises:
         DDPSafeError: As in `launch`.
     """
-    with out_of_collections():  # this process is ddpsafe's own
+    with out_of_collections():  # may freeze all objects: this process runs none of the user's code
         plan = _ready_plan(config, style="run")
     _run_plan(plan, Calls(fn, args, {}, None, style="run"))
 
 
 def _ready_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -> LaunchPlan:
-    """Plan a launch, on a machine that is ready for it."""
+    """Plan a launch and check that the machine is ready for it."""
     with shown_log(config.console), interrupts_kept():
         plan = make_plan(config, style=style, daemon=daemon)
         require_ready_to_launch(config, nproc=plan.nproc, backend=plan.backend)
@@ -235,7 +235,7 @@ def _run_plan(
         )
 
     folder = ""
-    if plan.config.nnodes > 1:  # the run directory may be shared: each node has its folder there
+    if plan.config.nnodes > 1:  # nodes may share the run directory, so each has a folder in it
         rank = "" if plan.config.node_rank is None else f"{plan.config.node_rank}-"
         folder = f"node-{rank}{socket.gethostname()}"
     try:
@@ -247,7 +247,7 @@ def _run_plan(
             open_run_directory(plan.config.run_dir, node=folder) as directory,
         ):
             if plan.config.nnodes > 1:
-                from ddpsafe._launcher.nodes.rounds import NodeLaunch  # it loads torch
+                from ddpsafe._launcher.nodes.rounds import NodeLaunch  # imports torch
 
                 nodes = NodeLaunch(
                     plan,
@@ -279,7 +279,8 @@ def _run_here(
     if world is not None:
         require_ready_to_join(config, world)
     with attached.process_group(config=config) as context:
-        # A launch inside of a rank does not get the ranks that it asks for: each asks once.
+        # A launch inside a rank does not get the ranks that it asks for. Where another launcher
+        # started the ranks, all of them make this call, so only rank 0 warns.
         if context.world.rank == 0 or context.world.started_by == "ddpsafe":
             given = {
                 "nproc_per_node": context.world.local_world_size,
@@ -289,12 +290,12 @@ def _run_here(
                 asked = getattr(config, name)
                 if name in config.model_fields_set and isinstance(asked, int) and asked != count:
                     text = Explanation(
-                        f"launch({name}={asked}) runs in a rank, which has {name}={count}: it starts no "
+                        f"launch({name}={asked}) runs in a rank of a job with {name}={count}: it starts no "
                         f"processes, and the function runs once in each of the {context.world.world_size} ranks "
-                        "of the job around it.",
-                        cause="a launch in a process that is a rank already, by its variables or because "
-                        "ddpsafe started it, joins that job.",
-                        fix=f"ask the outer launcher for the ranks and leave {name} out here; or start the "
+                        "of that job.",
+                        cause="this process is already a rank, by its variables or because ddpsafe started "
+                        "it, so the launch joins that job.",
+                        fix=f"ask the outer launcher for the ranks and omit {name} here, or start the "
                         "inner job in a process without RANK, WORLD_SIZE and the like.",
                     )
                     warnings.warn(str(text), RuntimeWarning, stacklevel=3)

@@ -516,7 +516,7 @@ def test_a_launch_inside_a_rank_runs_in_that_rank() -> None:
     values = ddpsafe.launch(programs.launch_again, **TWO).values
     for rank, (pid, inner, total, warned) in values.items():
         assert warned.startswith(
-            "launch(nproc_per_node=7) runs in a rank, which has nproc_per_node=2"
+            "launch(nproc_per_node=7) runs in a rank of a job with nproc_per_node=2"
         )
         assert inner == {rank: pid}
         assert total == 2.0 + rank

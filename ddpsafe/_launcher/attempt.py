@@ -1,4 +1,4 @@
-"""One attempt: a fresh store, all ranks, a watch, an end, what it came to."""
+"""One attempt: make a fresh store, start the ranks, watch them, end them, return or raise the result."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ if TYPE_CHECKING:
 
 
 _CAUSE: Final = (
-    "a scheduler takes the machine back (preemption, time limit, drained node), or the signal was sent "
-    "by hand."
+    "a scheduler is taking the machine back (preemption, time limit, drained node), or the signal was "
+    "sent by hand."
 )
 
 
 def conclude_stop(
     ended: EndedAttempt, request: StopRequest, values: Mapping[int, object], *, keeps_logs: bool
 ) -> PreemptedError:
-    """Say who has stopped, who has not, and how the job goes on.
+    """Return the error that names the ranks that stopped or did not, and how to continue the job.
 
     Args:
-        ended: What is known of the attempt.
-        request: The request.
+        ended: What is known about the attempt.
+        request: The request to stop.
         values: What ranks returned, by rank.
-        keeps_logs: Whether the run directory stays.
+        keeps_logs: Whether the run directory is kept.
     """
     late = sorted(set(ended.outcomes) - set(values))
     ranks = f"{ranks_text(late or ended.outcomes)} (world_size {len(ended.outcomes)})"
@@ -110,23 +110,23 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
     Args:
         number: The attempt, counted from 1.
         plan: What to start.
-        call: What the ranks run.
-        run_rank: What their processes run.
+        call: The user's function and arguments, pickled.
+        run_rank: The function that each rank's process runs.
         directory: Where the logs go.
-        on_start: Told the workers once all have been started, and how to interrupt them.
-        grace_period: How long the other ranks may go on once one has failed, in seconds; asked by
-            then.
-        cancelled: Set when the launcher is to stop.
-        learned: How long attempts before went without a step; this one adds to it.
+        on_start: Called with the workers and the inbox that interrupts them, once all have started.
+        grace_period: Returns how many seconds the other ranks may keep running after one has
+            failed; called when that happens. ``None`` means ``timeouts.grace``.
+        cancelled: Set here when the launcher has received a signal: no further attempt is wanted.
+        learned: How long earlier attempts went without a step; this attempt adds to it.
 
     Returns:
         What each rank returned, by rank.
 
     Raises:
         LaunchError: A rank failed, or a deadline passed.
-        PreemptedError: The ranks have stopped because they were asked to.
+        PreemptedError: The ranks stopped because they were asked to.
         PreflightError: The ranks could not be started.
-        Interrupted: The launcher is to stop; all ranks have ended.
+        Interrupted: The launcher has to stop; all ranks have ended.
     """
     oom_kills_before = readings.count_oom_kills()
     with ExitStack() as stack:
@@ -145,7 +145,7 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
             given_s = grace_period() if ending.reason == "failed" else None
             if given_s is None:
                 end(workers)
-            else:  # as torch's: they may end by themselves, then by SIGTERM
+            else:  # as torch's join(grace_period=…): once to end by themselves, again after SIGTERM
                 readings.continue_suspended(workers)
                 shutdown.await_ends(workers, Deadline.after(timedelta(seconds=given_s)))
                 end(workers, grace=timedelta(seconds=given_s))
@@ -159,7 +159,7 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
             timeouts=timeouts,
         )
     if inbox.received is not None:
-        cancelled.set()  # whatever the result, another attempt is not wanted
+        cancelled.set()  # no further attempt, whatever the result of this one
     return conclude(ended, workers, watch.stop_request, inbox.received, directory)
 
 
@@ -172,17 +172,17 @@ def started_ranks(
     run_rank: RunRank,
     directory: RunDirectory,
 ) -> Iterator[tuple[list[Worker], Callable[..., None]]]:
-    """Start the ranks of this node for one attempt; leaving ends what is left of them.
+    """Start the ranks of this node for one attempt; leaving the context ends those still running.
 
     Args:
-        number: The attempt, counted from 1.
-        plan: What to start.
-        call: What the ranks run.
-        run_rank: What their processes run.
-        directory: Where the logs go.
+        number: As in `run_attempt`.
+        plan: As in `run_attempt`.
+        call: As in `run_attempt`.
+        run_rank: As in `run_attempt`.
+        directory: As in `run_attempt`.
 
     Yields:
-        The ranks, and what ends them.
+        The ranks, and the function that ends them.
 
     Raises:
         PreflightError: They could not be started.
@@ -195,8 +195,10 @@ def started_ranks(
     with ExitStack() as stack:
         reaper = stack.enter_context(running_reaper(plan.launch_id))
         if config.start_method == "forkserver":
-            with suppress(OSError):  # told of where the server is started
-                get_temp_dir()  # now, or the start would make it, and be killed before it is known
+            # The fork server makes its folder when it starts. Make it now, so that the reaper knows it
+            # even if this process is killed during that start; an error is reported by the start.
+            with suppress(OSError):
+                get_temp_dir()
         for folder in (helpers_folder(), None if directory.is_kept else directory.path):
             if folder is not None:
                 reaper.remove_later(folder)
@@ -220,10 +222,8 @@ def started_ranks(
 
 
 def ask_where(workers: Sequence[Worker]) -> None:
-    """Ask the ranks that are alive where they are, before they are ended; it may leave them suspended.
-
-    What is asked for may come before the news of an end, as to a launcher that was stopped.
-    """
+    """Ask the ranks that are alive where they are, before they are ended; may leave them suspended."""
+    # A rank may have died unnoticed, as while the launcher was suspended, or may die while it is asked.
     shutdown.note_ends(workers)
     found = readings.collect(workers)
     for worker in workers:
@@ -241,21 +241,21 @@ def conclude(
     others: Sequence[RankState] = (),
     details: Sequence[str] = (),
 ) -> dict[int, object]:
-    """Return what the ranks of this node returned, or raise what the attempt came to.
+    """Return what the ranks of this node returned, or raise the attempt's error.
 
     Args:
-        ended: What is known of the attempt, on all its nodes.
+        ended: What is known about the attempt, on all its nodes.
         workers: The ranks of this node.
         request: The request to stop, if there was one.
-        received: The signal that a launcher has received.
+        received: The signal that this launcher, or another node's, received.
         directory: Where the report of a failure goes.
         others: The ranks of other nodes.
-        details: What else to say of a failure.
+        details: Lines to add to the error of a failure.
 
     Raises:
         LaunchError: A rank failed, or a deadline passed.
-        PreemptedError: The ranks have stopped because they were asked to.
-        Interrupted: The launcher is to stop.
+        PreemptedError: The ranks stopped because they were asked to.
+        Interrupted: The launcher has to stop.
     """
     reason = ended.ending.reason
     ranks: list[RankState] = [*workers, *others]
@@ -272,7 +272,8 @@ def conclude(
     directory.note_tracebacks(ended.outcomes.values())
     error = attempt_error.conclude(ended)
     error.add_details(*details)
-    # A SIGTERM that the launcher has received went to the ranks too, as a cgroup's or scancel --full's.
+    # The launcher received a SIGTERM too: it was sent to all processes, as a cgroup or scancel --full
+    # does. So it is a request to the job, and not the failure of a rank.
     is_by_sigterm = isinstance(error, RankKilledError) and error.signal == signal.SIGTERM
     order = received if is_by_sigterm else None
     directory.report(ended.attempt, error, is_kept=order is None)
@@ -304,7 +305,7 @@ def values_of(
 
 
 def _load(value: bytes | mmap | None) -> object:
-    """Load what a rank returned; a ``sys.exit()`` of its class must not end the launcher."""
+    """Load what a rank returned; a ``sys.exit()`` in its unpickling must not end the launcher."""
     if value is None:
         msg = "the shared memory that holds it could not be mapped"
         raise payload.CannotTravelError(msg)
@@ -320,7 +321,7 @@ def _specs(
 ) -> list[RankSpec]:
     config = plan.config
     own_environment = None
-    if config.start_method == "forkserver":
+    if config.start_method == "forkserver":  # its environment is of when the server was started
         own_environment = {
             name: text for name, text in os.environ.items() if name not in OWN_SECRETS
         }
@@ -342,7 +343,7 @@ def _specs(
                 **rank_env(plan, world, store.master_port, directory.logs(number, world)),
             },
             inherited_env=own_environment,
-            cwd=os.getcwd(),  # noqa: PTH109 - plain text crosses to the rank
+            cwd=os.getcwd(),  # noqa: PTH109 - a plain string is sent to the rank
             seed=config.seed,
             child_start_method=plan.child_start_method,
             num_threads=plan.num_threads,

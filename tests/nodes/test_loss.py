@@ -307,7 +307,7 @@ def test_a_signal_that_comes_while_ranks_end_counts_on_all_nodes(
         network, [Case(name="job", what="linger", rank=0, fields=fields)], tmp_path, nproc=[1, 1]
     )
     scripts.wait_until(
-        lambda: "did not end within 5 s (timeouts.shutdown)" in launchers[0].err,
+        lambda: "did not exit within 5 s (timeouts.shutdown)" in launchers[0].err,
         otherwise=lambda: [(launcher.err, launcher.lines) for launcher in launchers],
         within_s=30,
     )

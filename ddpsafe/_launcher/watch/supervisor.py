@@ -1,4 +1,4 @@
-"""Watches the ranks of one attempt: first failure wins, every wait has an end."""
+"""Watches the ranks of one attempt until it ends, with a deadline for every wait."""
 
 from __future__ import annotations
 
@@ -33,36 +33,37 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_IDLE_S: Final = 1.0
-"""How long to wait at most: what a wait takes beyond that is time in which it was suspended."""
-# How long evidence may take to arrive after the first failure: the rank that broke often
-# reports after the ranks that failed because of it. Longer while only such ranks have reported.
+# Waits are short so that `AwakeClock` can tell: one that takes much longer means a suspended launcher.
+_LONGEST_WAIT_S: Final = 1.0
+# How long to wait for more evidence after the first failure: the rank that broke often reports
+# after the ranks that failed because of it. Wait longer while only such ranks have reported.
 _SETTLE: Final = timedelta(seconds=0.3)
-_SETTLE_SECONDARY: Final = timedelta(seconds=1)
-# When ranks that have returned and do not end are asked what they wait for, and how soon it is said.
-_FIRST_QUESTION: Final = timedelta(seconds=3)
-_ANSWER: Final = timedelta(seconds=0.5)
-_NEXT_QUESTION: Final = timedelta(seconds=30)
+_SETTLE_PEER_ERRORS: Final = timedelta(seconds=1)
+# Ranks that have returned but do not exit are asked, after the first time and then again and again,
+# which threads keep them alive; the warning comes once they have had the time to answer.
+_ASK_THREADS_AFTER: Final = timedelta(seconds=3)
+_ASK_THREADS_AGAIN_AFTER: Final = timedelta(seconds=30)
+_THREADS_ANSWER: Final = timedelta(seconds=0.5)
 
 
 class Peers(Protocol):
-    """The ranks of other nodes, as node 0's launcher watches them."""
+    """The ranks of other nodes, as seen by node 0's launcher."""
 
     @property
     def ranks(self) -> Sequence[RankState]:
         """Return the ranks of all other nodes."""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there is news of them."""
+        """Return a descriptor that is readable when their launchers have sent something."""
 
     def take_news(self) -> None:
-        """Read the news."""
+        """Read what their launchers have sent."""
 
     def has_lost_node(self) -> bool:
-        """Tell whether a node is gone, or could not start its ranks."""
+        """Return whether a node is lost, or could not start its ranks."""
 
     def let_leave(self) -> None:
-        """Tell their launchers that all ranks have returned."""
+        """Notify their launchers that all ranks have returned."""
 
 
 EndReason = Literal[
@@ -78,9 +79,10 @@ EndReason = Literal[
     "signal",
     "lost",
 ]
-"""``deadlock``: ranks are proved to wait for ever. ``lost``: one of several nodes is gone.
-``overdue``: asked to stop, and not all ranks have. ``left``: a rank has returned and the others are in a collective that needs it.
-``stuck-with-error``: a rank waits for the others while its exception is on the way."""
+"""``deadlock``: ranks are proved to wait for ever. ``lost``: one of several nodes is lost.
+``overdue``: not all ranks stopped in time after a request to stop.
+``left``: a rank has returned, and another one waits in a collective that needs it.
+``stuck-with-error``: a rank with an exception in flight waits for the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +91,9 @@ class Ending:
 
     Attributes:
         reason: See `EndReason`.
-        waited_s: How long the attempt had taken, in seconds.
-        proof: Why the ranks wait for ever, where that is the reason.
-        progress: How long they were allowed to make no step by then.
+        waited_s: How long the attempt had run, in seconds.
+        proof: The deadlock, if that is the reason.
+        progress: The limit for the time without progress when the watch ended.
     """
 
     reason: EndReason
@@ -101,17 +103,14 @@ class Ending:
 
 
 class Watch:
-    """One attempt under watch.
-
-    Its limits are measured by an `AwakeClock`, `timeouts.attempt` excepted: that one bounds what the
-    attempt may take of the user's own time.
+    """Watches one attempt.
 
     Args:
         workers: The ranks of this node.
         timeouts: The launcher's deadlines.
         inbox: Signals to the launcher.
         peers: The ranks of other nodes, if there are any.
-        learned: What attempts before have learned, for ``timeouts.progress="auto"``.
+        learned: What earlier attempts have learned, for ``timeouts.progress="auto"``.
     """
 
     def __init__(
@@ -124,26 +123,27 @@ class Watch:
         learned: LearnedGaps | None = None,
     ) -> None:
         """Start the clocks."""
-        self._own, self._peers = workers, peers
-        ranks: Sequence[RankState] = [*workers, *(() if peers is None else peers.ranks)]
-        self._workers = ranks
+        self._workers, self._peers = workers, peers
+        others = () if peers is None else peers.ranks
+        ranks: Sequence[RankState] = [*workers, *others]
+        self._ranks = ranks
         self._timeouts = timeouts
         self._inbox = inbox
         self._clock = AwakeClock()
         self._rendezvous = Deadline.after(timeouts.rendezvous, clock=self._clock)
+        # By the monotonic clock: this one limits the user's own time, a suspended launcher's included.
         self._attempt = Deadline.after(timeouts.attempt)
         self.stop_request = StopRequest(ranks, inbox, limit=timeouts.stop, clock=self._clock)
         self._sequence = SequenceWatch(ranks)
         self._flight = FlightWatch(ranks)
         self._stderr = StderrWatch(workers)
         self._progress = ProgressWatch(ranks, timeouts.progress, learned=learned)
-        others = () if peers is None else peers.ranks
         self._live = LiveWatch(workers, clock=self._clock, others=others)
 
     def until_end(self) -> Ending:
-        """Wait until the attempt has ended, well or not.
+        """Wait until the attempt has ended, successfully or not.
 
-        Ranks may still run when it returns; ending them is the caller's.
+        Ranks may still be running when it returns; the caller ends them.
         """
         watches = (self._sequence, self._flight, self._progress, self._stderr, self._live)
         try:
@@ -156,11 +156,10 @@ class Watch:
         finally:
             self._live.close()
         if reason == "failed":
-            # Wait a moment for the reports of other ranks: what is blamed may come second.
             settle = Deadline.after(_SETTLE, clock=self._clock)
-            longer = Deadline.after(_SETTLE_SECONDARY, clock=self._clock)
-            while any(worker.alive for worker in self._workers):
-                failed = [worker for worker in self._workers if has_failed(worker)]
+            longer = Deadline.after(_SETTLE_PEER_ERRORS, clock=self._clock)
+            while any(rank.alive for rank in self._ranks):
+                failed = [rank for rank in self._ranks if has_failed(rank)]
                 deadline = longer if all(map(_blames_a_peer, failed)) else settle
                 if deadline.expired():
                     break
@@ -170,7 +169,7 @@ class Watch:
             if self._peers is not None:
                 self._peers.let_leave()
             let_ranks_leave(
-                self._own,
+                self._workers,
                 self._timeouts.shutdown,
                 clock=self._clock,
                 wait=self._wait,
@@ -184,14 +183,13 @@ class Watch:
         )
 
     def _find_reason(self) -> EndReason | None:
-        """Return the first reason to end the watch, the most telling one first."""
-        workers = self._workers
+        """Return the reason to end the watch, if there is one; of several, the one that explains most."""
         self._stderr.look()
         reasons: tuple[tuple[EndReason, Callable[[], bool]], ...] = (
             ("signal", self.stop_request.must_end),
-            ("failed", lambda: any(map(has_failed, workers))),
+            ("failed", lambda: any(map(has_failed, self._ranks))),
             ("lost", lambda: self._peers is not None and self._peers.has_lost_node()),
-            ("done", lambda: all(worker.returned is not None for worker in workers)),
+            ("done", lambda: all(rank.returned is not None for rank in self._ranks)),
             ("stuck-with-error", self._flight.stuck),
             ("left", self._sequence.somebody_left),
             ("deadlock", self._live.is_deadlocked),
@@ -203,18 +201,19 @@ class Watch:
         return next((reason for reason, holds in reasons if holds()), None)
 
     def _have_all_joined(self) -> bool:
-        return all(worker.joined for worker in self._workers)
+        return all(rank.joined for rank in self._ranks)
 
     def _wait(self, limit_s: float) -> None:
-        """Wait for news of a rank or a signal, and take it; at most `limit_s` seconds."""
-        alive = [worker for worker in self._own if worker.alive]
+        """Wait up to `limit_s` seconds for a rank's report or end, or a signal, and take note of it."""
+        alive = [worker for worker in self._workers if worker.alive]
         handles = [self._inbox.fileno(), *(worker.end_handle() for worker in alive)]
         handles += self._live.handles()
         handles += [worker.receiver.fileno() for worker in alive if not worker.receiver.closed]
         handles += [] if self._peers is None else [self._peers.fileno()]
-        limit_s = min(limit_s, _IDLE_S)
+        limit_s = min(limit_s, _LONGEST_WAIT_S)
         ready = wait(handles, limit_s)
         if self._clock.note_wait(limit_s):
+            # This process was suspended: what it knows of the ranks is old.
             self._progress.restart()
             ready = wait(handles, 0)
         seen_ns = time.monotonic_ns()
@@ -236,29 +235,29 @@ def let_ranks_leave(
     is_over: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Give ranks that have returned the time to end by themselves; the result stands.
+    """Give ranks that have returned the time to exit by themselves; the result stands.
 
-    They are named every now and then, with what keeps them.
+    From time to time a warning names those still alive, and what keeps them alive.
 
     Args:
         workers: The ranks of this node.
         shutdown: ``timeouts.shutdown``.
-        wait: Waits for news of the ranks, at most so many seconds, and takes it.
-        is_over: Tells whether they have to be ended now.
-        clock: What the limit is measured by.
+        wait: Waits up to so many seconds for reports and ends of the ranks, and takes note of them.
+        is_over: Returns whether the ranks have to be ended now.
+        clock: The clock for the limit.
     """
     limit = Deadline.after(shutdown, clock=clock)
-    next_look = Deadline.after(_FIRST_QUESTION, clock=clock)
+    next_step = Deadline.after(_ASK_THREADS_AFTER, clock=clock)
     has_asked = False
     while (alive := [each for each in workers if each.alive]) and not limit.expired():
         if is_over():
             return
-        if next_look.expired():
+        if next_step.expired():
             for worker in alive:
                 if has_asked:
                     logger.warning(
-                        "rank %d has returned, but its process (pid %s) has not ended after "
-                        "%.0f s%s; it is ended in %.0f s (timeouts.shutdown)",
+                        "rank %d has returned, but its process (pid %s) has not exited after "
+                        "%.0f s%s; it will be ended in %.0f s (timeouts.shutdown)",
                         worker.rank,
                         worker.pid,
                         limit.waited_s(),
@@ -267,13 +266,14 @@ def let_ranks_leave(
                     )
                 else:
                     worker.ask_threads()
-            next_look = Deadline.after(_NEXT_QUESTION if has_asked else _ANSWER, clock=clock)
+            pause = _ASK_THREADS_AGAIN_AFTER if has_asked else _THREADS_ANSWER
+            next_step = Deadline.after(pause, clock=clock)
             has_asked = not has_asked
-        wait(limit.earlier(next_look).remaining_s())
+        wait(limit.earlier(next_step).remaining_s())
     for worker in alive:
         logger.warning(
-            "rank %d has returned, but its process did not end within %g s (timeouts.shutdown), "
-            "so it is ended now%s; what it returned stands",
+            "rank %d has returned, but its process did not exit within %g s (timeouts.shutdown), "
+            "so it is ended now%s; its return value is kept",
             worker.rank,
             shutdown.total_seconds(),
             _kept_by(worker),
@@ -281,7 +281,7 @@ def let_ranks_leave(
 
 
 def _kept_by(worker: Worker) -> str:
-    """Say what a rank that has returned waits for, as far as it has answered."""
+    """Return what keeps the process of a rank that has returned alive, if the rank has answered."""
     living = worker.living_threads
     if living is None:
         return ""
@@ -292,14 +292,14 @@ def _kept_by(worker: Worker) -> str:
 
 
 def has_failed(worker: RankState) -> bool:
-    """Tell whether a rank has reported a failure, or ended without any report."""
+    """Return whether a rank has reported a failure, or ended without any report."""
     if worker.returned is not None:
         return False
     return worker.failed or worker.native is not None or not worker.alive
 
 
 def _blames_a_peer(worker: RankState) -> bool:
-    """Tell whether all that a failed rank has said so far is that another one failed."""
+    """Return whether a failed rank has so far reported only that another rank failed."""
     if worker.raised is not None:
         return worker.raised.is_peer_error
     return worker.native is not None and is_peer_origin(worker.native.origin)
