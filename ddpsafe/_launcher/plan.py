@@ -1,4 +1,4 @@
-"""`LaunchConfig` to `LaunchPlan`: what was asked for, as it is on this machine."""
+"""From `LaunchConfig` to `LaunchPlan`: check the call, and decide every "auto" for this machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def require_may_have_children() -> None:
-    """Refuse a launch from a process in which Python starts no other process, or none that can run.
+    """Refuse a launch from a process that cannot start ranks.
 
     Raises:
         ConfigError: This process is daemonic, or its start method is not one of Python's own.
@@ -46,23 +46,23 @@ def require_may_have_children() -> None:
     if process.daemon:
         raise ConfigError(
             Explanation(
-                f"{process.name} is a daemonic process, which may not have children: no rank can "
-                "be started from it.",
-                cause="it is a worker of multiprocessing.Pool, of a DataLoader or of Dask, or was started "
+                f"{process.name} is a daemonic process, which may not have children: it cannot "
+                "start any ranks.",
+                cause="it is a worker of multiprocessing.Pool, a DataLoader or Dask, or was started "
                 "with daemon=True.",
                 fix="launch from the main process, start this one with daemon=False, or use "
-                "concurrent.futures.ProcessPoolExecutor in place of the Pool; in a worker of Dask set "
+                "concurrent.futures.ProcessPoolExecutor instead of the Pool; in a Dask worker set "
                 "distributed.worker.daemon: False.",
             )
         )
 
     method = multiprocessing.get_start_method(allow_none=True)
     if method not in (None, "fork", "spawn", "forkserver"):
-        # A new process takes over the name of the method, and would end at "cannot find context".
+        # A new process inherits the name of the method, and would fail with "cannot find context".
         raise ConfigError(
             Explanation(
                 f"the start method of {process.name} is {method!r}, which a new process does not "
-                "know: no rank can be started from it.",
+                "know: it cannot start any ranks.",
                 cause="it is a worker of joblib or loky, or a library has added a start method.",
                 fix="call multiprocessing.set_start_method('spawn', force=True) before the launch.",
             )
@@ -70,14 +70,14 @@ def require_may_have_children() -> None:
 
 
 def require_main_guard() -> None:
-    """Refuse a launch that every new process would repeat while it imports the script.
+    """Refuse a launch that every rank would repeat while it imports the script.
 
     Raises:
-        ConfigError: The call stands at the top level of the main script, outside any ``if``; or
-            this process is itself importing the main script of its parent.
+        ConfigError: The call is at the top level of the main script, outside any ``if``, or this
+            process is a rank that is importing its parent's main script.
     """
     if is_importing_main():
-        raise _missing("launch() was called while a rank was importing the script.")
+        raise _missing_guard("launch() was called while a rank was importing the script.")
     if not main_is_importable():
         return
     main = vars(sys.modules["__main__"])
@@ -92,21 +92,21 @@ def require_main_guard() -> None:
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
-        return  # there is no source to read
+        return  # no source to check
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     around = [node for node in statements if node.lineno <= line <= (node.end_lineno or line)]
     if around and not any(isinstance(node, ast.If) for node in around):
-        raise _missing(f"{path}:{line} launches at the top level of the script.")
+        raise _missing_guard(f"{path}:{line} launches at the top level of the script.")
 
 
-def _missing(what: str) -> ConfigError:
-    cause = "every rank imports the script, and would launch again while it does."
+def _missing_guard(what: str) -> ConfigError:
+    cause = "every rank imports the script, and would launch again during the import."
     fix = 'put the call under  if __name__ == "__main__":  at the end of the script.'
     return ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 class Calls:
-    """The call that ranks make, which a retry may change; pickled before any process starts."""
+    """The call that the ranks make, pickled before any process starts; a retry may change it."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Calls:
         self.current = self._pickled(args)
 
     def change(self, failure: DDPSafeError) -> bool:
-        """Ask for other arguments; tell whether there are any."""
+        """Call `on_retry` and take over the arguments that it returns; return whether there are any."""
         args = None if self._on_retry is None else self._on_retry(failure)
         if args is not None:
             changed = self._pickled(args)
@@ -131,23 +131,23 @@ class Calls:
         return args is not None
 
     def close(self) -> None:
-        """Remove the file that ranks read it from."""
+        """Remove the file that the ranks read the call from."""
         self.current.close()
 
     def _pickled(self, args: Sequence[Any]) -> CallFile:
         _require_call(self._fn, args)
         try:
-            # Scripts for torch's spawn may write to a tensor and read it in the caller.
+            # Scripts for mp.spawn may write to a tensor in a rank and read it in the caller.
             parts = (self._fn, tuple(args), dict(self._kwargs))
             call = CallFile(payload.dumps_call(parts, shares_tensors=self._style == "spawn"))
         except Exception as exc:
             name = getattr(self._fn, "__qualname__", repr(self._fn))
-            within = ((args, "args"), (self._kwargs, "kwargs"), (self._fn, name))
-            found = (payload.find_unpicklable(part, path) for part, path in within)
+            named = ((args, "args"), (self._kwargs, "kwargs"), (self._fn, name))
+            found = (payload.find_unpicklable(part, path) for part, path in named)
             path, why = next(filter(None, found), (name, exc))
             what = f"{path} cannot be sent to another process: {why}"
             cause = "open files, locks, sockets, generators and GPU tensors belong to one process."
-            fix = "pass what it is made from (a path, a seed) and make it inside the function."
+            fix = "pass what it is made from (a path, a seed) and create it inside the function."
             raise ConfigError(Explanation(what, cause=cause, fix=fix)) from exc
         _require_fitting(self._fn, args, self._kwargs, self._style)
         return call
@@ -160,22 +160,22 @@ def _require_call(fn: object, args: object) -> None:
         raise ConfigError(Explanation(what, cause=cause, fix="write launch(train, args=(…,))."))
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
         what = f"args={args!r} is not a tuple of the function's arguments."
-        cause = "a single argument was passed by itself."
+        cause = "a single argument was passed without a tuple around it."
         raise ConfigError(Explanation(what, cause=cause, fix="write args=(value,) with a comma."))
 
 
 def _require_fitting(
     fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], style: CallStyle
 ) -> None:
-    """Refuse arguments that the function cannot take, the context or rank in front included."""
+    """Refuse arguments that do not fit the function; the context or the rank is the first of them."""
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
         what = f"{getattr(fn, '__qualname__', repr(fn))} is an async function or a generator."
-        cause = "calling it only makes an object; nothing of its body would run."
-        fix = "pass a plain function; inside, asyncio.run(…) or a loop runs the other one."
+        cause = "calling it only creates an object; its body would not run."
+        fix = "pass a plain function that runs this one with asyncio.run(…) or a loop."
         raise ConfigError(Explanation(what, cause=cause, fix=fix))
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # a builtin that does not say
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     try:
         signature.bind(None, *args, **kwargs)
@@ -186,13 +186,14 @@ def _require_fitting(
         cause = f"{style} passes {first} first, then args."
         fix = f"add a first parameter for {first}, check args=…, or use ddpsafe.{other}."
         raise ConfigError(Explanation(what, cause=cause, fix=fix)) from None
-    # `if rank == 0:` of a context is False on every rank, and nothing would be saved.
+    # A context passed as the rank would not fail: `if rank == 0:` is false on every rank, so that
+    # nothing would be saved.
     first_parameter = next(iter(signature.parameters.values()), None)
     if first_parameter is not None and _takes_the_other(first_parameter, style):
         name = getattr(fn, "__qualname__", repr(fn))
         passed, taken = ("context", "rank") if style == "launch" else ("rank", "context")
         other = "spawn" if style == "launch" else "launch"
-        what = f"{name}{signature} takes a {taken} first, and {style} passes the {passed}."
+        what = f"{name}{signature} takes a {taken} first, but {style} passes the {passed}."
         cause = f"the function was written for {'mp.spawn' if style == 'launch' else 'launch'}."
         fix = f"call ddpsafe.{other}, or take the {passed} first"
         fix += ": def fn(ctx, …), with ctx.rank inside." if style == "launch" else "."
@@ -200,9 +201,9 @@ def _require_fitting(
 
 
 def _takes_the_other(first: inspect.Parameter, style: CallStyle) -> bool:
-    """Tell from its annotation, or its name without one, that a function is for `spawn`, not `launch`.
+    """Return whether a function's first parameter is a rank where `style` passes a context, or vice versa.
 
-    Or for `launch`, and not for `spawn`.
+    Its annotation decides, or its name if it has none.
     """
     names, annotations = (
         (("rank", "local_rank"), ("int",)) if style == "launch" else (("ctx",), ("RankContext",))
@@ -218,11 +219,11 @@ LOOPBACK: Final = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesPlace:
-    """Where the ranks of several nodes meet in one round.
+    """The store and addresses for the ranks of several nodes in one round.
 
     Attributes:
         store: The store.
-        master_port: A port that node 0's launcher keeps free beside it.
+        master_port: A port that node 0's launcher reserves for code that opens MASTER_PORT itself.
         interfaces: Variables that keep gloo and NCCL on this node's interface to the others.
     """
 
@@ -233,21 +234,21 @@ class NodesPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """One launch on one node, every "auto" decided.
+    """One launch on one node, with every "auto" decided.
 
     Attributes:
-        config: What was asked for.
+        config: The user's configuration.
         style: How the user's function is called.
         worlds: The ranks of this node to start, by local rank.
-        backend: Backend for torch.
+        backend: The backend, as torch spells it.
         devices: Each rank's device, by local rank.
         child_start_method: See `RankSpec`.
-        num_threads: Intra-op threads of each rank; ``None`` leaves the user's choice.
+        num_threads: Intra-op threads of each rank; ``None`` keeps the user's choice.
         console: Whose output the console shows.
         launch_id: Marks the processes of this launch.
-        timeouts: The deadlines that ranks keep by themselves.
-        daemon: Whether the ranks are daemonic processes, as ``mp.spawn(daemon=…)`` means it.
-        place: Where the ranks meet, if they are on several nodes.
+        timeouts: The deadlines that the ranks themselves enforce.
+        daemon: Whether the ranks are daemonic processes, as in ``mp.spawn(daemon=…)``.
+        place: The store and addresses, if the ranks are on several nodes.
     """
 
     config: LaunchConfig
@@ -273,19 +274,19 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
     """Decide every "auto" and refuse what this machine cannot do.
 
     Args:
-        config: What was asked for.
+        config: The user's configuration.
         style: How the user's function is called.
         daemon: See `LaunchPlan`.
 
     Raises:
-        ConfigError: A backend that torch does not know, or GPUs that are not there.
+        ConfigError: torch does not know the backend, or the GPUs do not exist.
     """
     gpus = _gpus.count_visible(config.env)
     nproc = _resolve_nproc(config, gpus)
     backend = config.backend
     if backend == "auto":
         backend = "nccl" if gpus and config.nproc_per_node != "cpu" else "gloo"
-    if style == "launch":  # else the script makes its group, and names the backend
+    if style == "launch":  # else the script creates its process group, and chooses the backend
         _require_usable(backend, nproc, gpus, env=config.env)
     console = config.console
     if console == "auto":
@@ -293,11 +294,12 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
     num_threads = None
     if "OMP_NUM_THREADS" not in os.environ and "OMP_NUM_THREADS" not in config.env:
         num_threads = max(1, count_cores() // nproc)
-    # Python makes a spawned process start its own children by "spawn", too. Ranks of torchrun are
-    # programs of their own, which start them as the script says or as Python does by default: by
+    # In a spawned process Python starts children by "spawn" as well. Ranks of torchrun are programs of
+    # their own: they start DataLoader workers as the script says, or by Python's default, which is
     # "fork" up to Python 3.13. Scripts without a main guard, with a lambda as collate_fn or with a
-    # dataset of a notebook work only so, and short epochs are 45 times as fast. Scripts for
-    # `torch.multiprocessing.spawn` know "spawn" and may have CUDA tensors in their workers.
+    # notebook's dataset work only that way, and short epochs are 45 times as fast. So `launch` and
+    # `run` do the same. Scripts for `torch.multiprocessing.spawn` are written for "spawn", and may
+    # have CUDA tensors in their workers.
     child_start_method = multiprocessing.get_start_method(allow_none=True)
     if style == "spawn":
         child_start_method = config.start_method
@@ -333,19 +335,14 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
 
 
 def _beyond_attempt(limit: timedelta, attempt: timedelta | None) -> timedelta:
-    """Return a limit that a rank keeps; where it is the attempt's, later than the launcher ends it.
-
-    A wait that began with the attempt would end with it, and either could be what is reported.
-    """
+    """Return a rank's own limit, extended if it would not expire before `timeouts.attempt` does."""
+    # Else a wait that began with the attempt would expire together with it, and which of the two is
+    # reported would be chance.
     return limit if attempt is None or limit < attempt else limit + timedelta(minutes=1)
 
 
 def rank_env(plan: LaunchPlan, world: World, master_port: int, logs: LogFiles) -> dict[str, str]:
-    """Return the variables one rank gets on top of the caller's.
-
-    Under ``spawn`` a variable that the caller has set stays: ``RANK`` may be the node's rank
-    in scripts that compute their own from it.
-    """
+    """Return the variables that one rank gets in addition to the caller's."""
     interfaces = loopback_interfaces() if plan.place is None else plan.place.interfaces
     given = {
         **world.as_env(),
@@ -356,10 +353,12 @@ def rank_env(plan: LaunchPlan, world: World, master_port: int, logs: LogFiles) -
     if plan.num_threads is not None:
         given["OMP_NUM_THREADS"] = str(plan.num_threads)
     if plan.style == "run" and "backend" in plan.config.model_fields_set:
-        # For launch() in the script, and what it starts.
+        # For a launch() in the script, and in processes that it starts.
         given["DDPSAFE_BACKEND"] = plan.config.backend
     kept = set(interfaces)
     if plan.style == "spawn":
+        # A variable that the caller has set stays: RANK may be the node's rank in scripts that compute
+        # the rank from it.
         kept |= set(given)
     ours = {name: value for name, value in given.items() if name not in kept & set(os.environ)}
     given = {**ours, **plan.config.env, MARKER: plan.launch_id}
@@ -412,9 +411,9 @@ def _require_usable(backend: str, nproc: int, gpus: int, *, env: dict[str, str])
         what = f"{nproc} ranks with nccl need {nproc} GPUs, but this machine shows {gpus}."
         cause = "nccl refuses two ranks on one GPU"
         if _gpus.is_split(visible):
-            cause += ", and CUDA shows a process one MIG instance only"
+            cause += ", and CUDA shows a process only one MIG instance"
         cause += "." if visible is None else f"; {_gpus.VISIBLE}={visible!r} hides others."
-        fix = f'nproc_per_node={gpus}, or backend="gloo" to train on the CPU.'
+        fix = f'set nproc_per_node={gpus}, or backend="gloo" to train on the CPU.'
         raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
@@ -429,7 +428,7 @@ def _refuse_gpu(asked: str, instead: str) -> None:
 
 
 def _device(rank: int, nproc: int, backend: str, gpus: int, style: CallStyle) -> str:
-    """Name a rank's GPU; under ``spawn`` and ``run`` the one that it has unless the script takes another."""
+    """Return a rank's device; under ``spawn`` and ``run`` the GPU it has unless the script picks another."""
     if gpus and (_gpus.are_shared() or (style == "launch" and "nccl" not in backend)):
         rank %= gpus
     if style != "launch":

@@ -1,4 +1,4 @@
-"""Whether a failure deserves another attempt, and when: tenacity around whole attempts."""
+"""Whether and when a failed attempt is retried: tenacity around whole attempts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 logger = get_logger(__name__)
-_MENTIONED: Final = 3
+_LISTED_FAILURES: Final = 3
 _LOOK_EVERY_S: Final = 0.1
-_MAX_DOUBLINGS: Final = 60
+_MAX_DOUBLINGS: Final = 60  # beyond any sensible pause; 2.0 ** 1024 is an OverflowError
 
 
 def run_attempts(
@@ -42,23 +42,23 @@ def run_attempts(
     change: Callable[[DDPSafeError], bool] = lambda _: False,
     cancelled: Event | None = None,
 ) -> R:
-    """Run attempts until one ends well or the policy gives up.
+    """Run attempts until one succeeds or the policy gives up.
 
     Args:
-        policy: How often, after which failures, with which pauses.
-        run_attempt: Runs the attempt of that number, counted from 1.
-        change: Called with a failure that is tried again; tells whether the next attempt differs.
-            What it raises goes on, with that failure as its cause.
-        cancelled: Ends a pause, and lets no further attempt begin. A signal that would end this
-            process does so, too.
+        policy: How often to retry, after which failures, with which pauses.
+        run_attempt: Runs the attempt with that number, counted from 1.
+        change: Called with each failure that is retried; returns whether it changed the arguments.
+            If it raises, that exception ends the launch, with the failure as its cause.
+        cancelled: Ends a pause, and prevents further attempts. A signal that would end this
+            process does the same.
 
     Returns:
-        What the good attempt returned.
+        What the successful attempt returned.
 
     Raises:
-        DDPSafeError: The last attempt's own error, or one of `change`; with the errors of the
-            attempts before in `previous_attempts`.
-        Interrupted: A signal came in a pause, or it was cancelled there.
+        DDPSafeError: The error of the last attempt, or of `change`; `previous_attempts` has the
+            errors of earlier attempts.
+        Interrupted: A signal arrived in a pause, or the launch was cancelled in one.
     """
     earlier: list[DDPSafeError] = []
     cancelled = cancelled or Event()
@@ -77,11 +77,10 @@ def run_attempts(
             state.next_action.sleep,
             error.explanation.what,
         )
-        if _ask(change, error):
+        if _call_change(change, error):
             progress.forget()
         elif error.kind == "hardware":
-            # The next attempt would take the same GPU.
-            _say_why_not(
+            _add_why_not(
                 error, "the same device would be used again, and on_retry changed nothing."
             )
             raise error
@@ -94,7 +93,7 @@ def run_attempts(
         ),
         sleep=lambda seconds: _pause(timedelta(seconds=seconds), cancelled),
         wait=lambda state: progress.pause_s() + jitter(state),
-        retry=tenacity.retry_if_exception(lambda exc: _deserves_another(exc, policy)),
+        retry=tenacity.retry_if_exception(lambda exc: _is_retried(exc, policy)),
         before_sleep=prepare,
         reraise=True,
     )
@@ -110,13 +109,15 @@ def run_attempts(
     try:
         return retrying(attempt)
     except DDPSafeError as error:
-        # `change` may raise the failure that it was called with.
+        # `error` is in `earlier` where `change` has raised the failure that it was called with.
         error.previous_attempts = tuple(each for each in earlier if each is not error)
         if not isinstance(error, LaunchError):
-            # This error knows of no attempt: it says which have failed before, and where to read.
+            # Unlike a LaunchError, it does not name earlier attempts and their logs by itself.
             failures = [each for each in error.previous_attempts if isinstance(each, LaunchError)]
             if failures:
-                lines = [f"Before that, {each.explanation.what}" for each in failures[-_MENTIONED:]]
+                lines = [
+                    f"Before that, {each.explanation.what}" for each in failures[-_LISTED_FAILURES:]
+                ]
                 error.add_details(*lines, f"Logs: {failures[-1].run_dir}")
         if len(earlier) + 1 < policy.attempts and not cancelled.is_set():
             _explain_refusal(error, policy)
@@ -124,7 +125,7 @@ def run_attempts(
 
 
 def _pause(wait: timedelta, cancelled: Event) -> None:
-    """Wait for the next attempt, and keep a signal that comes meanwhile until all is cleaned up."""
+    """Wait for the next attempt; a signal that arrives ends the wait, and is acted on by the caller."""
     deadline = Deadline.after(wait)
     with open_inbox() as inbox:
         while inbox.received is None and not deadline.expired():
@@ -135,11 +136,11 @@ def _pause(wait: timedelta, cancelled: Event) -> None:
 
 
 _Reached = tuple[int, int]
-"""The last checkpoint, -1 without one, and the optimizer steps behind it: how far an attempt came."""
+"""How far an attempt got: its last checkpoint, -1 without one, and the optimizer steps after it."""
 
 
 class _Progress(stop_base):
-    """Which attempts came further than those before: decides about the pauses and about giving up."""
+    """Tracks which attempts got further than earlier ones; sets the pauses, and when to give up."""
 
     def __init__(self, policy: RetryPolicy) -> None:
         self.policy = policy
@@ -147,45 +148,47 @@ class _Progress(stop_base):
         self.forget()
 
     def forget(self) -> None:
-        """Forget the attempts so far: the next one is made with other arguments."""
-        self._row = 0
+        """Forget the attempts so far: the next one has other arguments."""
+        self._without_progress = 0
         self._best: _Reached | None = None
 
     def note(self, error: DDPSafeError) -> None:
-        """Compare a failed attempt with those before it."""
+        """Compare a failed attempt with earlier ones."""
         reached = _reached(error)
-        # Scripts that resume by themselves do not say where: each step of theirs may be a new one.
-        is_counted = reached is not None and reached[0] >= 0
-        if reached is not None and (self._best is None or reached > self._best or not is_counted):
-            self._best, self._row, self._doublings = reached, 0, 0
+        # A script that resumes without `Checkpointer` does not report where, so any step may be new.
+        is_comparable = reached is not None and reached[0] >= 0
+        if reached is not None and (
+            self._best is None or reached > self._best or not is_comparable
+        ):
+            self._best, self._without_progress, self._doublings = reached, 0, 0
             return
-        self._row = self._row + 1 if _has_begun(error) else 0
+        self._without_progress = self._without_progress + 1 if _has_begun(error) else 0
         self._doublings += 1
 
     def pause_s(self) -> float:
-        """Return how long to wait before the next attempt, in seconds: short again after progress."""
+        """Return how long to wait before the next attempt, in seconds; progress makes it short again."""
         initial_s = self.policy.backoff_initial.total_seconds()
         longest_s = self.policy.backoff_max.total_seconds()
         doublings = max(0, self._doublings - 1)
         return min(longest_s, initial_s * 2.0 ** min(doublings, _MAX_DOUBLINGS))
 
     def __call__(self, retry_state: tenacity.RetryCallState) -> bool:
-        longest_row = self.policy.no_progress
-        if longest_row is None or self._row < longest_row:
+        limit = self.policy.no_progress
+        if limit is None or self._without_progress < limit:
             return False
-        why = f"{self._row} attempts in a row made no optimizer step"
+        why = f"{self._without_progress} attempts in a row made no optimizer step"
         if self._best is not None and self._best[0] >= 0:
             checkpoint, steps = self._best
             why = (
-                f"{self._row} attempts in a row came no further than one before: checkpoint "
-                f"{checkpoint} and {steps} optimizer step{'s' * (steps != 1)}"
+                f"{self._without_progress} attempts in a row got no further than an earlier one: "
+                f"checkpoint {checkpoint} and {steps} optimizer step{'s' * (steps != 1)}"
             )
-        _say_why_not(_error_of(retry_state), f"{why} (RetryPolicy.no_progress).")
+        _add_why_not(_error_of(retry_state), f"{why} (RetryPolicy.no_progress).")
         return True
 
 
 def _reached(error: DDPSafeError) -> _Reached | None:
-    """Return how far the foremost rank came; ``None`` if no rank made a step or saved a checkpoint."""
+    """Return how far the foremost rank got; ``None`` if no rank made a step or saved a checkpoint."""
     outcomes = error.outcomes.values() if isinstance(error, LaunchError) else ()
     ranks = [each.progress for each in outcomes]
     if not any(each.steps or each.saves for each in ranks):
@@ -197,27 +200,29 @@ def _reached(error: DDPSafeError) -> _Reached | None:
 
 
 def _explain_refusal(error: DDPSafeError, policy: RetryPolicy) -> None:
-    """Tell a reader who has asked for retries that this failure is none of those they are for."""
+    """If the user has asked for retries, add to the error why it is not retried."""
     has_asked = policy.model_fields_set & {"attempts", "on"}
     is_failure = isinstance(error, (LaunchError, PreflightError))
-    if not has_asked or not is_failure or _deserves_another(error, policy):
+    if not has_asked or not is_failure or _is_retried(error, policy):
         return
     if error.kind in policy.on:
-        _say_why_not(error, f"the function had begun, and {error.kind!r} is for what fails before.")
+        _add_why_not(
+            error, f"the function had begun, and {error.kind!r} covers only failures before that."
+        )
     elif error.kind not in DETERMINISTIC:
-        _say_why_not(error, f"RetryPolicy.on does not name the kind {error.kind!r}.")
+        _add_why_not(error, f"RetryPolicy.on does not name the kind {error.kind!r}.")
     elif error.kind == "user-error":
-        _say_why_not(
+        _add_why_not(
             error, "RetryPolicy.on lists neither this exception type nor a base class of it."
         )
 
 
-def _say_why_not(error: DDPSafeError, why: str) -> None:
+def _add_why_not(error: DDPSafeError, why: str) -> None:
     error.add_details(f"Not retried: {why}")
 
 
-def _ask(change: Callable[[DDPSafeError], bool], failure: DDPSafeError) -> bool:
-    """Call `change`; what it raises gets the failure as the first of its causes."""
+def _call_change(change: Callable[[DDPSafeError], bool], failure: DDPSafeError) -> bool:
+    """Call `change`; an exception that it raises gets the failure as the first of its causes."""
     try:
         return change(failure)
     except Exception as exc:
@@ -228,7 +233,7 @@ def _ask(change: Callable[[DDPSafeError], bool], failure: DDPSafeError) -> bool:
 
 
 def _has_begun(error: DDPSafeError) -> bool:
-    """Tell whether the user's function ran on some rank."""
+    """Return whether the user's function began on any rank."""
     outcomes = error.outcomes.values() if isinstance(error, LaunchError) else ()
     return any(outcome.phase in ("running", "leaving") for outcome in outcomes)
 
@@ -240,11 +245,11 @@ def _error_of(state: tenacity.RetryCallState) -> DDPSafeError:
     return error
 
 
-def _deserves_another(exc: BaseException, policy: RetryPolicy) -> bool:
+def _is_retried(exc: BaseException, policy: RetryPolicy) -> bool:
     if not isinstance(exc, (LaunchError, PreflightError)):
         return False
     if exc.kind in STARTUP_KINDS and _has_begun(exc):
         return False
     types = tuple(entry for entry in policy.on if isinstance(entry, type))
-    is_retried = isinstance(exc, LaunchError) and exc.is_of_retried_type
-    return is_retried or exc.kind in policy.on or isinstance(exc.__cause__, types)
+    is_listed_type = isinstance(exc, LaunchError) and exc.is_of_retried_type
+    return is_listed_type or exc.kind in policy.on or isinstance(exc.__cause__, types)

@@ -207,7 +207,7 @@ def assert_close(ours: Any, theirs: Any) -> None:
 def test_retries_that_never_get_on_stop(tmp_path: Path) -> None:
     """A checkpoint that kills whoever loads it does not use up a hundred attempts."""
     retry = ddpsafe.RetryPolicy(on={"killed"}, attempts=100, **SOON)
-    with pytest.raises(ddpsafe.RankKilledError, match="2 attempts in a row came no further"):
+    with pytest.raises(ddpsafe.RankKilledError, match="2 attempts in a row got no further"):
         programs.run_ranks(
             programs.never_get_on, tmp_path / "c", ranks=1, retry=retry, run_dir=tmp_path / "run"
         )

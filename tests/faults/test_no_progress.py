@@ -154,7 +154,7 @@ class Seen(RankState):
 
     def __init__(self) -> None:
         """It starts."""
-        super().__init__(say=lambda _: None)
+        super().__init__(send=lambda _: None)
         self.steps = 0
 
     def progress(self) -> Progress:

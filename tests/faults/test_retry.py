@@ -288,5 +288,7 @@ def test_a_rank_that_dies_at_the_same_step_behind_a_checkpoint_ends_the_loop(
         retry=RetryPolicy(attempts=9, on={"killed"}, **SOON),
     )
     assert attempts_of(tmp_path) == [1, 2, 3]
-    said = "2 attempts in a row came no further than one before: checkpoint 6 and 1 optimizer step"
+    said = (
+        "2 attempts in a row got no further than an earlier one: checkpoint 6 and 1 optimizer step"
+    )
     assert said in str(error)

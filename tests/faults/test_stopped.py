@@ -52,7 +52,7 @@ def test_in_an_unported_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "told_to_end", "status"),
+    ("exit_code", "is_being_ended", "status"),
     [
         (-signal.SIGKILL, False, "killed"),
         (-signal.SIGKILL, True, "stopped"),
@@ -62,7 +62,7 @@ def test_in_an_unported_script(tmp_path: Path) -> None:
     ],
 )
 def test_a_suspended_rank_that_is_killed_was_killed(
-    *, exit_code: int | None, told_to_end: bool, status: str
+    *, exit_code: int | None, is_being_ended: bool, status: str
 ) -> None:
     """As by the kernel, for memory; what else it does once it is continued to be asked is ddpsafe's doing."""
     state: Any = SimpleNamespace(
@@ -72,7 +72,7 @@ def test_a_suspended_rank_that_is_killed_was_killed(
         alive=exit_code is None,
         crashed=exit_code == -signal.SIGSEGV,
         exitcode=exit_code,
-        told_to_end=told_to_end,
+        is_being_ended=is_being_ended,
         was_stopped=True,
     )
     assert Worker._status(state) == status

@@ -185,7 +185,7 @@ def test_a_thing_of_one_process_is_refused_and_nothing_starts(stuck: object, run
     assert first.startswith("args[1]['model'][1]")
     assert "cannot be sent to another process: " in first
     assert "belong to one process" in cause
-    assert "make it inside the function" in fix
+    assert "create it inside the function" in fix
     assert caught.value.__cause__ is not None
     assert not run_dir.exists()
 

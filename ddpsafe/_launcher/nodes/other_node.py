@@ -277,7 +277,7 @@ class Participant:
             self._silence.heard(0)
             if isinstance(event, RankWord) and event.rank in by_rank:
                 with contextlib.suppress(ValueError, OSError):
-                    by_rank[event.rank].say(bytes.fromhex(event.word))
+                    by_rank[event.rank].send(bytes.fromhex(event.word))
             elif isinstance(event, Collect):
                 self._wants_evidence = True
             elif isinstance(event, Leave):

@@ -1,4 +1,4 @@
-"""One rank as the launcher sees it: its process, its reports, its end."""
+"""One rank as the launcher sees it: its process, what it has reported, how it ended."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ logger = get_logger(__name__)
 
 
 class StopState:
-    """The launcher's side of it, for one rank.
+    """The launcher's side of the agreement to stop, for one rank.
 
     Attributes:
         accepts: Whether the rank accepts a request to stop: its function calls `stop_requested`.
         asked_by: The signal that asked the rank itself to stop.
-        is_stopping: Whether its function has been told to stop.
-        promise: The first call of `stop_requested` that it has not answered; ``None`` if unknown yet.
+        is_stopping: Whether `stop_requested` has returned true in its function.
+        promise: The first call of `stop_requested` that it has not answered; ``None`` if not known yet.
     """
 
-    def __init__(self, say: Callable[[bytes], None]) -> None:
-        """Talk through `say`, which drops the bytes if the rank has gone."""
-        self._say = say
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        """Use `send` for messages to the rank; it drops them if the rank has exited."""
+        self._send = send
         self._has_returned = False
         self.accepts = False
         self.asked_by: str | None = None
@@ -81,7 +81,7 @@ class StopState:
         self.promise: int | None = None
 
     def note(self, message: StopMessage) -> None:
-        """Take a message of the rank."""
+        """Record a message from the rank."""
         if isinstance(message, AcceptsStop):
             self.accepts = True
         elif isinstance(message, AskedToStop):
@@ -92,50 +92,52 @@ class StopState:
             self.promise = message.call
 
     def note_return(self, calls: int) -> None:
-        """Take note that its function has returned, after so many calls: there will be no more."""
+        """Record that its function has returned after so many calls: it makes no more of them."""
         self._has_returned = True
         self.promise = calls + 1
 
     def ask(self) -> None:
-        """Tell it that the job has been asked to stop; see `RankContext.stop_requested`."""
-        self._say(ASK_STOP)
+        """Notify it that the job has been asked to stop; see `RankContext.stop_requested`."""
+        self._send(ASK_STOP)
 
     def stop_at(self, call: int) -> None:
-        """Tell it the call of `stop_requested` from which on the answer is yes."""
-        self._say(STOP_AT + CALL_NUMBER.pack(call))
+        """Send it the number of the call from which on `stop_requested` returns true."""
+        self._send(STOP_AT + CALL_NUMBER.pack(call))
 
     def announce_end(self) -> None:
-        """Tell it that the SIGTERM to come is not a request to stop at a step."""
-        self._say(END_NOW)
+        """Notify it that the next SIGTERM is not a request to stop at a step."""
+        self._send(END_NOW)
 
 
-_POLL_S = 0.5
+_REAP_S = 0.5
+# Signals that a program's own fault raises, as distinct from those that another process sends.
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
 class RankState:
-    """What is known of one rank: what it has reported, and what was found out about it.
+    """What is known about one rank: what it has reported, and what the launcher has found out.
 
     The rank may be a process of this launcher (`Worker`) or of another node's.
 
     Attributes:
         phase: The last phase it reported.
-        began_ns: When each phase began, as far as it was reported (monotonic).
-        returned: Its report of success, if it came.
+        began_ns: When each reported phase began (monotonic).
+        returned: Its report of success, once received.
         raised: Its report of an exception, in flight or final.
         failed: Whether an exception ended its function.
         ended_ns: When its end was seen (monotonic).
-        position: The last it said about where it is in the sequence of collectives.
-        whereabouts: The last it said about where it is while the others go on.
-        reading: What was found out about it when the ranks were asked where they are.
+        position: Its last report of where it is in the sequence of collectives.
+        whereabouts: Its last answer to `ask_whereabouts`.
+        reading: What was found out about it when the attempt ended and the ranks were asked.
         native: What native code wrote before it ended the process.
-        living_threads: What keeps its process alive, when it was asked.
-        stop: What is said about stopping by itself.
+        living_threads: Its last answer to `ask_threads`.
+        checkpoint_folders: Its checkpoint folders, which the ranks of all nodes have to see.
+        stop: The state of a request to stop.
     """
 
-    def __init__(self, say: Callable[[bytes], None]) -> None:
-        """Know nothing yet; `say` sends the rank what it is asked, and drops it if the rank has gone."""
-        self._say = say
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        """Know nothing yet; `send` sends bytes to the rank, and drops them if it has exited."""
+        self._send = send
         self.phase: Phase = "starting"
         self.began_ns: dict[Phase, int] = {"starting": time.monotonic_ns()}
         self.returned: Returned | None = None
@@ -149,7 +151,7 @@ class RankState:
         self.native: NativeError | None = None
         self.living_threads: LivingThreads | None = None
         self.checkpoint_folders: set[str] = set()
-        self.stop = StopState(say)
+        self.stop = StopState(send)
 
     @property
     def rank(self) -> int:
@@ -158,24 +160,24 @@ class RankState:
 
     @property
     def alive(self) -> bool:
-        """Whether its end has not been seen yet, and is still waited for."""
+        """Whether the launcher still waits for its end."""
         return self.ended_ns is None
 
     @property
     def joined(self) -> bool:
-        """Whether it got as far as the user's function."""
+        """Whether it has reached the user's function."""
         return self.phase in ("running", "leaving")
 
     def progress(self) -> Progress:
-        """Return how far it has come."""
+        """Return its progress so far."""
         raise NotImplementedError
 
     def outcome(self) -> RankOutcome:
-        """Return what is known of it now."""
+        """Return its outcome as it is known now."""
         raise NotImplementedError
 
     def take(self, message: Message) -> None:
-        """Take note of what the rank has sent."""
+        """Record a message from the rank."""
         if isinstance(message, Entered):
             self.phase = message.phase
             self.began_ns[message.phase] = time.monotonic_ns()
@@ -196,9 +198,10 @@ class RankState:
             self.raised = self.raised if self.failed else None
         elif not isinstance(message, Raised):
             self.stop.note(message)
-        # Once ranks were being ended, all that is lost is our doing.
+        # Later errors are the launcher's doing: it was ending the ranks by then.
         elif self._teardown_ns is None or message.at_ns <= self._teardown_ns:
-            # The first one counts, or the one that ended the rank, unless that is only a peer error.
+            # Keep the first exception. The one that ended the rank replaces it, unless it is only a
+            # peer error and the first is not.
             self.failed = self.failed or message.final
             earlier = self.raised
             hides = earlier is not None and not earlier.is_peer_error and message.is_peer_error
@@ -206,47 +209,50 @@ class RankState:
                 self.raised, self.position = message, message.position
 
     def note_reading(self, reading: RankReading | None) -> None:
-        """Take note of what was found out when it was asked; ``None`` for nothing."""
+        """Record what was found out when the rank was asked; ``None`` for nothing."""
         if reading is not None:
             self.reading = reading
             self.position, self.native = reading.position, reading.native
 
     def note_native(self, found: NativeError | None) -> None:
-        """Take note of what native code wrote before it ended the process."""
+        """Record what native code wrote before it ended the process."""
         self.native = found
 
-    def tell_all_started(self) -> None:
-        """Tell it that the others have been started, and can be waited for."""
-        self._say(ALL_STARTED)
+    def announce_all_started(self) -> None:
+        """Notify it that all other ranks have been started, so it can wait for them."""
+        self._send(ALL_STARTED)
+
+    # A rank answers each of these with a report; one that holds the GIL cannot answer.
 
     def ask_position(self) -> None:
-        """Ask where it is; the answer is a report. A rank that holds the GIL cannot answer."""
-        self._say(ASK_POSITION)
+        """Ask where it is in the sequence of collectives."""
+        self._send(ASK_POSITION)
 
     def ask_whereabouts(self) -> None:
-        """Ask where it is and what its threads do, while it goes on; the answer is a report."""
-        self._say(ASK_WHEREABOUTS)
+        """Ask where it is and what its threads do, while it continues to run."""
+        self._send(ASK_WHEREABOUTS)
 
     def ask_stacks(self) -> None:
-        """Ask it to write down what all its threads do, and then where it is."""
-        self._say(ASK_STACKS)
+        """Ask it to write the stacks of all its threads to a file, and then where it is."""
+        self._send(ASK_STACKS)
 
     def ask_threads(self) -> None:
-        """Ask what keeps its process alive; the answer is a report."""
-        self._say(ASK_THREADS)
+        """Ask which threads keep its process alive."""
+        self._send(ASK_THREADS)
 
 
 class Worker(RankState):
-    """One rank as its launcher sees it.
+    """One rank that is a process of this launcher.
 
     Attributes:
-        spec: What it was told.
-        told_to_end: Whether the launcher has begun to end it.
-        was_stopped: Whether it was found stopped: what it does once it is continued to be asked where it
-            is, is our doing.
+        spec: What the process was started with.
+        is_being_ended: Whether the launcher has begun to end it.
+        was_stopped: Whether it was found stopped. The launcher continues such a rank to ask where it
+            is, so what it does from then on is the launcher's doing.
         is_swept: Whether it has been ended with everything it started.
-        result: What its function returned, pickled, once it has; ``None`` if it cannot be read.
-        relay: Told each message of the rank, where another node's launcher watches it.
+        result: The pickled return value of its function; ``None`` before it has returned, or if the
+            value cannot be read.
+        relay: Called with each message of the rank if another node's launcher watches it.
     """
 
     def __init__(
@@ -259,18 +265,18 @@ class Worker(RankState):
         shared: IO[bytes],
         protect: Callable[[RankIdentity], None],
     ) -> None:
-        """Own the process, both pipes' ends and the shared memory; see `Inheritance`.
+        """Own the process, the launcher's ends of both pipes, and the shared memory; see `Inheritance`.
 
-        `protect` is told how the process can be recognised, when it starts and when it has ended.
+        `protect` is called with the identity of the process when it starts and when it has ended.
         """
-        super().__init__(self.say)
+        super().__init__(self.send)
         self.spec = spec
         self._shared = shared
         self._steps = StepCounter(shared.fileno())
         self._lifeline_fd = lifeline_fd
         os.set_blocking(lifeline_fd, False)
         self.receiver = Receiver(report_fd)
-        self.told_to_end = False
+        self.is_being_ended = False
         self.was_stopped = False
         self.is_swept = False
         self.result: bytes | mmap | None = None
@@ -295,7 +301,7 @@ class Worker(RankState):
         return self._process.pid
 
     def lend_process(self) -> BaseProcess:
-        """Return the `multiprocessing` process, whose exit status can be read ever after."""
+        """Return the `multiprocessing` process; `close` then leaves it open, for its exit status."""
         self._is_lent = True
         return self._process
 
@@ -306,15 +312,13 @@ class Worker(RankState):
 
     @property
     def alive(self) -> bool:
-        """Whether its end has not been seen yet, and is still waited for."""
+        """Whether the launcher still waits for its end."""
         return self.ended_ns is None and not self._is_abandoned
 
     def end_handle(self) -> int:
-        """Return a descriptor that becomes readable when the process ends.
-
-        The sentinel of `multiprocessing` is a pipe, which a forked DataLoader worker keeps open
-        beyond the rank's death; a pidfd is not fooled.
-        """
+        """Return a descriptor that becomes readable when the process ends."""
+        # The sentinel of `multiprocessing` is a pipe, which a forked DataLoader worker keeps open
+        # after the rank has died. A pidfd depends on the rank's own process only.
         return self._process.sentinel if self._pidfd is None else self._pidfd
 
     def take_reports(self) -> None:
@@ -324,7 +328,7 @@ class Worker(RankState):
                 continue
             self.take(message)
             if isinstance(message, Returned):
-                # What it returned is in the message, or mapped where it is large.
+                # A large value is not in the message but in the shared memory.
                 if message.payload is not None:
                     self.result = message.payload
                 else:
@@ -334,13 +338,13 @@ class Worker(RankState):
                 self.relay(message)
 
     def note_teardown(self, at_ns: int) -> None:
-        """Record that ranks are being ended from now on (monotonic)."""
+        """Record that the launcher ends the ranks from `at_ns` on (monotonic)."""
         self.take_reports()
         self._teardown_ns = at_ns
 
     @property
     def crashed(self) -> bool:
-        """Whether a signal that a program brings upon itself ended it."""
+        """Whether one of `_CRASHES` ended it."""
         return self.exitcode is not None and -self.exitcode in _CRASHES
 
     def error_text(self) -> str:
@@ -348,34 +352,35 @@ class Worker(RankState):
         return read_log(self.spec.logs.stderr)
 
     def progress(self) -> Progress:
-        """Return how far it has come."""
+        """Return its progress so far."""
         return self._steps.read()
 
-    def say(self, word: bytes) -> None:
-        """Send the rank a word of `_wire.rank_pipe`, unless it does not listen any more."""
+    def send(self, data: bytes) -> None:
+        """Send the rank one of the messages of `_wire.rank_pipe`, unless it no longer reads them."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._lifeline_fd, word)
+            os.write(self._lifeline_fd, data)
 
     def note_end(self, seen_ns: int) -> None:
-        """Record that the process has ended, with the last it had to say.
+        """Record that the process has ended, and read its last reports.
 
         Args:
-            seen_ns: When that was seen (monotonic): the same for all that was seen at one look.
+            seen_ns: When that was seen (monotonic): the same for all ends seen at one look.
         """
         if self.identity is not None and self.ended_ns is None:
-            self.identity = self.identity.ended()  # before it is reaped, and its pid used again
+            # Before it is reaped: after that another process may get its pid.
+            self.identity = self.identity.ended()
             self._protect(self.identity)
-        self._process.join(_POLL_S)
+        self._process.join(_REAP_S)
         self.take_reports()
         self.ended_ns = seen_ns
 
     def abandon(self) -> None:
-        """Wait no more for a process that nothing ends; nor may the interpreter when it exits."""
+        """Stop waiting for a process that nothing ends; nor does the interpreter wait for it at exit."""
         self._is_abandoned = True
         forget_child(self._process)
 
     def outcome(self) -> RankOutcome:
-        """Say what became of it."""
+        """Return its outcome as it is known now."""
         logs = self.spec.logs
         status = self._status()
         outcome = RankOutcome(
@@ -412,13 +417,14 @@ class Worker(RankState):
     def _status(self) -> Status:
         if self.returned is not None:
             return "returned"
-        # It may have been killed while an exception was in flight, which may be handled.
+        # A rank may be killed while it handles an exception that would not have ended it.
         by_a_signal = self.exitcode is not None and self.exitcode < 0 and not self.crashed
-        was_killed = by_a_signal and not self.failed and not self.told_to_end
+        was_killed = by_a_signal and not self.failed and not self.is_being_ended
         if self.raised is not None and not was_killed:
             return "raised"
-        # Of what ends a process, SIGKILL alone does so while it is suspended.
-        if self.told_to_end or (self.was_stopped and self.exitcode != -signal.SIGKILL):
+        # Only SIGKILL ends a suspended process. The launcher sets `is_being_ended` before it sends that,
+        # so here another process, or the kernel when it ran out of memory, has sent it.
+        if self.is_being_ended or (self.was_stopped and self.exitcode != -signal.SIGKILL):
             return "stopped"
         if self.alive:
             return "running"
@@ -430,26 +436,26 @@ class Worker(RankState):
             try:
                 if self._pidfd is None:
                     os.kill(self.pid, signum)
-                else:  # what a fork server has reaped leaves its pid to another process
+                else:  # once a fork server has reaped the rank, its pid may be another process's
                     signal.pidfd_send_signal(self._pidfd, signum)
             except ProcessLookupError:
                 pass
-            except PermissionError:  # it has become another user's by exec; the others still end
+            except PermissionError:  # it has exec'd a program of another user; still end the others
                 logger.warning(
-                    "no permission to signal rank %d (pid %d): it is another user's process by now, and "
-                    "may go on",
+                    "no permission to signal rank %d (pid %d): it now runs as another user, and may "
+                    "keep running",
                     self.rank,
                     self.pid,
                 )
 
     def end(self, signum: int) -> None:
-        """Send the signal that is to end it, if its end has not been seen."""
+        """Send the signal that is to end it, unless its end has been seen."""
         if self.alive:
-            self.told_to_end = True
+            self.is_being_ended = True
             if self.stop.accepts and signum == signal.SIGTERM:
                 self.stop.announce_end()
             self.signal(signum)
-            self.signal(signal.SIGCONT)  # a suspended process takes nothing but SIGKILL
+            self.signal(signal.SIGCONT)  # a suspended process reacts to nothing but SIGKILL
 
     def note_swept(self) -> None:
         """Record that it has been ended with everything it started."""
@@ -465,5 +471,5 @@ class Worker(RankState):
             os.close(self._pidfd)
             self._pidfd = None
         if not self._is_lent:
-            with contextlib.suppress(ValueError):  # still running, in spite of SIGKILL
+            with contextlib.suppress(ValueError):  # still running, despite SIGKILL
                 self._process.close()

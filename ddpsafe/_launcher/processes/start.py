@@ -182,7 +182,7 @@ def started_workers(
                     )
                 )
         for worker in workers:
-            worker.tell_all_started()
+            worker.announce_all_started()
         yield workers
 
 

@@ -1,12 +1,12 @@
-"""Whether a running job makes progress: proofs of a deadlock, and warnings of a long wait.
+"""Whether a running job makes progress: proofs of a deadlock, and warnings about a long wait.
 
-Nothing here costs a healthy step anything. Steps are counted in memory that launcher and rank map,
-and whether a rank's main thread runs at all is read from ``/proc``. Only where main threads sleep
-for seconds are those ranks asked where they are: they do nothing else meanwhile. If that proves a
-deadlock, twice in a row, nothing is waited for any more.
+A healthy step pays nothing for it. Steps are counted in memory that launcher and rank share, and
+``/proc`` shows whether a rank's main thread runs at all. Only ranks whose main threads have slept
+for seconds are asked where they are, since they have nothing else to do. If their answers prove a
+deadlock, twice in a row, the attempt ends without waiting for a timeout.
 
-Where there is no proof, and no step for much longer than ever before in this run, all ranks are
-asked once, then ever more rarely, and a warning says who waits for whom.
+If there is no proof, but no step for much longer than ever before in this run, all ranks are asked
+once, then less and less often, and a warning names the ranks that wait and what they wait for.
 """
 
 from __future__ import annotations
@@ -47,41 +47,46 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSettings:
-    """How patient the live watch is.
+    """The time limits of `LiveWatch`.
 
     Attributes:
-        look_s: How often it looks at counters and at ``/proc``.
+        look_s: How often it looks at step counters and at ``/proc``.
         sleep_s: How long main threads have to sleep before those ranks are asked.
-        quiet_s: The least time without a step before a warning.
-        first_s: That time before steps are known, and where the rank that is waited for is known to
-            be at something slow: a checkpoint, an evaluation, a compilation.
-        longer: By which factor it has to exceed the longest time between steps so far.
-        answer_s: How long an answer may take.
+        quiet_s: The shortest time without a step that leads to a warning.
+        first_s: The same before the length of a step is known, or while the rank that the others
+            wait for is in something known to be slow: a checkpoint, an evaluation, a compilation.
+        step_factor: The time without a step also has to be so many times the longest step so far.
+        answer_s: How long a rank may take to answer.
     """
 
     look_s: float = 0.5
     sleep_s: float = 2.0
     quiet_s: float = 30.0
     first_s: float = 300.0
-    longer: float = 2.0
+    step_factor: float = 2.0
     answer_s: float = 1.0
 
 
 SETTINGS = LiveSettings()
-"""What launches of this process use; tests replace it to take seconds."""
+"""What launches of this process use; tests replace it with shorter times."""
 
-_ROUND_S: Final = 0.05
-_MOST_PATIENT_S: Final = 15.0
-_INNOCENT: Final = 1.5
+_LOOK_FOR_ANSWERS_S: Final = 0.05
+# A rank that was asked, and then ran again after all, was in an ordinary wait: from then on main
+# threads have to sleep longer than that wait before they are asked, up to a limit.
+_ORDINARY_WAIT_FACTOR: Final = 1.5
+_LONGEST_SLEEP_S: Final = 15.0
+# Shorter stops do not count: a debugger's, or that of a laptop whose lid is shut for a moment.
 _STOPPED_S: Final = 3.0
-_TORCHS_TIMEOUTS_S: Final = (600.0, 1800.0)
-_RARER: Final = 2.0
+# torch's default timeouts of a collective: NCCL's, and that of all other backends.
+_TORCH_TIMEOUTS_S: Final = (600.0, 1800.0)
+_PAUSE_FACTOR: Final = 2.0
+# From when on the length of a step is taken as known: after so many steps, after so many collectives
+# like the newest one, or after so many in all. The first ones include compilation and slow data.
 _KNOWN_STEPS: Final = 2
 _KNOWN_COLLECTIVES: Final = 3
 _MANY_COLLECTIVES: Final = 200
-_BUSY_SHARE: Final = 0.5
 _SHOWN_RANKS: Final = 4
-_SLOW: Final = (
+_SLOW_FILES: Final = (
     "/ddpsafe/checkpoint/",
     "/torch/serialization.py",
     "/torch/distributed/checkpoint/",
@@ -89,25 +94,23 @@ _SLOW: Final = (
     "/torch/_inductor/",
     "/torch/utils/cpp_extension.py",
 )
-"""Files of which a call may be on the stack for minutes while all is well."""
+"""A call into one of these may take minutes while all is well."""
 
 
 class Activity(NamedTuple):
-    """What the system says of a rank's main thread.
+    """What ``/proc`` shows of a rank's main thread.
 
     Attributes:
         state: Its state, as ``ps`` shows it.
-        ran: What grows whenever it runs at all; ``None`` where the system does not say.
-        cpu_s: How long it has run.
+        ran: Counters that grow whenever it runs at all; ``None`` if unknown.
     """
 
     state: str = ""
     ran: tuple[int, ...] | None = None
-    cpu_s: float = 0.0
 
 
 def read_activity(pid: int | None) -> Activity:
-    """Read it, in 20 microseconds; an empty one where the system does not say."""
+    """Read the activity of a process's main thread, in 20 microseconds; an empty one if unknown."""
     task = f"/proc/{pid}/task/{pid}"
     try:
         with open(f"{task}/stat", "rb") as file:  # noqa: PTH123 - once a second for each rank
@@ -116,29 +119,24 @@ def read_activity(pid: int | None) -> Activity:
             spent_ns, _, slices = map(int, file.read().split())
     except (OSError, ValueError, IndexError):
         return Activity()
-    return Activity(state=state, ran=(spent_ns, slices), cpu_s=spent_ns / 1e9)
+    return Activity(state=state, ran=(spent_ns, slices))
 
 
-class _Sleeper:
-    """How long the main thread of one rank has slept, or been stopped."""
+class _MainThread:
+    """How long the main thread of one rank has been asleep or stopped."""
 
     def __init__(self, worker: Worker, now_s: float) -> None:
         self.worker = worker
         self.now = Activity()
         self.since_s = now_s
         self.stopped_since_s: float | None = None
-        self.busy = 0.0
-        self._looked_s = now_s
 
     def look(self, now_s: float) -> float:
-        """Look again; return how long it had slept before it ran again, else 0."""
+        """Look again; if it has run since, return how long it had slept before that, else 0."""
         before, self.now = self.now, read_activity(self.worker.pid)
         slept_s = 0.0
         if self.now.ran is None or self.now.ran != before.ran or self.now.state not in ("S", "D"):
             slept_s, self.since_s = now_s - self.since_s, now_s
-        if now_s > self._looked_s:
-            share = (self.now.cpu_s - before.cpu_s) / (now_s - self._looked_s)
-            self.busy, self._looked_s = share, now_s
         if self.now.state != "T":
             self.stopped_since_s = None
         elif self.stopped_since_s is None:
@@ -146,12 +144,12 @@ class _Sleeper:
         return slept_s
 
     def is_stopped(self, now_s: float) -> bool:
-        """Tell whether it has been stopped for long enough to be meant."""
+        """Return whether it has been stopped for at least `_STOPPED_S`."""
         return self.stopped_since_s is not None and now_s - self.stopped_since_s >= _STOPPED_S
 
 
 class _Inquiry:
-    """One question to some ranks, and their answers."""
+    """Asks some ranks where they are, once, and collects their answers."""
 
     def __init__(self, workers: Sequence[RankState], *, ends_s: float) -> None:
         self._known = {worker.rank: worker.whereabouts for worker in workers}
@@ -161,7 +159,7 @@ class _Inquiry:
             worker.ask_whereabouts()
 
     def answers(self) -> dict[int, Whereabouts]:
-        """Return the answers that have come."""
+        """Return the answers received so far, by rank."""
         return {
             worker.rank: worker.whereabouts
             for worker in self.workers
@@ -169,17 +167,17 @@ class _Inquiry:
         }
 
     def is_over(self, now_s: float) -> bool:
-        """Tell whether all have answered, or the time is up."""
+        """Return whether all have answered, or the time is up."""
         return len(self.answers()) == len(self.workers) or now_s >= self.ends_s
 
 
 class DeadlockWatch:
-    """Notices a deadlock that no time can end; see `wait_graph`."""
+    """Notices ranks that are proved to wait for ever; see `wait_graph`."""
 
     def __init__(self, workers: Sequence[Worker], settings: LiveSettings, *, now_s: float) -> None:
-        """Ask no rank before main threads sleep."""
+        """Start with every main thread taken as awake."""
         self._settings = settings
-        self._sleepers = {worker.rank: _Sleeper(worker, now_s) for worker in workers}
+        self._threads = {worker.rank: _MainThread(worker, now_s) for worker in workers}
         self._sleep_s = settings.sleep_s
         self._asked: set[int] = set()
         self._next_s = 0.0
@@ -190,20 +188,20 @@ class DeadlockWatch:
 
     @property
     def is_asking(self) -> bool:
-        """Whether answers are awaited."""
+        """Whether ranks have been asked and may still answer."""
         return self._inquiry is not None
 
-    def activity(self, rank: int) -> _Sleeper:
-        """Return what is known of a rank's main thread."""
-        return self._sleepers[rank]
+    def state(self, rank: int) -> str:
+        """Return the state of a rank's main thread at the last look, as ``ps`` shows it."""
+        return self._threads[rank].now.state
 
     def read_states(self, now_s: float) -> None:
-        """Read whether the ranks sleep or are stopped, where no proof is looked for."""
-        for sleeper in self._sleepers.values():
-            sleeper.look(now_s)
+        """Look at the main threads only, without a search for a proof."""
+        for thread in self._threads.values():
+            thread.look(now_s)
 
     def look(self, now_s: float) -> Deadlock | None:
-        """Go on with the question that is asked, or ask one if it is time; return a proof."""
+        """Continue with the ranks that were asked, or ask if it is time to; return a proof if found."""
         if self._inquiry is not None:
             if not self._inquiry.is_over(now_s):
                 return None
@@ -211,51 +209,53 @@ class DeadlockWatch:
             if self._first is None:
                 if find_deadlock(self._views(answers, now_s)) is not None:
                     self._first = answers
-                    self._ask([self._sleepers[rank].worker for rank in answers], now_s)
+                    self._ask([self._threads[rank].worker for rank in answers], now_s)
                 return None
+            # Only what has not changed between the two answers was true at one instant.
             first, self._first = self._first, None
             same = {rank: unchanged(first.get(rank), now) for rank, now in answers.items()}
             return find_deadlock(
                 self._views({rank: at for rank, at in same.items() if at is not None}, now_s)
             )
-        for rank, sleeper in self._sleepers.items():
-            slept_s = sleeper.look(now_s)
-            if slept_s > self._sleep_s and rank in self._asked:  # it was a wait like any other
-                self._sleep_s = min(_MOST_PATIENT_S, slept_s * _INNOCENT)
+        for rank, thread in self._threads.items():
+            slept_s = thread.look(now_s)
+            if slept_s > self._sleep_s and rank in self._asked:  # it was an ordinary wait
+                self._sleep_s = min(_LONGEST_SLEEP_S, slept_s * _ORDINARY_WAIT_FACTOR)
             if slept_s:
                 self._asked.discard(rank)
         asleep = [
             each.worker
-            for each in self._sleepers.values()
+            for each in self._threads.values()
             if each.worker.alive
             and each.worker.joined
             and each.worker.returned is None
             and now_s - each.since_s >= self._sleep_s
         ]
-        gone = [
+        out_of_action = [
             each
-            for each in self._sleepers.values()
+            for each in self._threads.values()
             if each.worker.returned is not None or each.is_stopped(now_s)
         ]
-        if not asleep or len(asleep) + len(gone) < 2:  # noqa: PLR2004 - one waits for another
+        if not asleep or len(asleep) + len(out_of_action) < 2:  # noqa: PLR2004 - one waits for another
             return None
         ranks = {worker.rank for worker in asleep}
         if ranks <= self._asked and now_s < self._next_s:
             return None
-        self._pause_s = self._settings.sleep_s if ranks - self._asked else self._pause_s * _RARER
+        is_new = bool(ranks - self._asked)
+        self._pause_s = self._settings.sleep_s if is_new else self._pause_s * _PAUSE_FACTOR
         self._next_s = now_s + self._pause_s
         self._asked = ranks
         self._ask(asleep, now_s)
         return None
 
     def _ask(self, workers: Sequence[Worker], now_s: float) -> None:
-        self._ran = {each.rank: self._sleepers[each.rank].now.ran for each in workers}
+        self._ran = {each.rank: self._threads[each.rank].now.ran for each in workers}
         self._inquiry = _Inquiry(workers, ends_s=now_s + self._settings.answer_s)
 
     def _views(self, answers: dict[int, Whereabouts], now_s: float) -> dict[int, RankView]:
-        # Where the user has said how long a collective may take, a stop may be meant.
-        defaults = {0.0, *_TORCHS_TIMEOUTS_S}
-        timeouts = next(iter(self._sleepers.values())).worker.spec.timeouts
+        # If the user has set a timeout for collectives, a stopped rank gets that time to be continued.
+        defaults = {0.0, *_TORCH_TIMEOUTS_S}
+        timeouts = next(iter(self._threads.values())).worker.spec.timeouts
         if "collective" not in timeouts.chosen:
             defaults.add(timeouts.collective.total_seconds())
         is_bounded = any(
@@ -265,33 +265,33 @@ class DeadlockWatch:
             if not each.done
         )
         views = {}
-        for rank, sleeper in self._sleepers.items():
-            worker, at = sleeper.worker, answers.get(rank)
+        for rank, thread in self._threads.items():
+            worker, at = thread.worker, answers.get(rank)
             if worker.returned is not None:
                 at = Whereabouts(position=worker.returned.position)
-            sleeper.look(now_s)
+            thread.look(now_s)
             views[rank] = RankView(
                 rank=rank,
                 at=at,
-                is_asleep=rank in self._ran and sleeper.now.ran == self._ran[rank],
+                is_asleep=rank in self._ran and thread.now.ran == self._ran[rank],
                 has_left=worker.returned is not None,
-                is_stopped=sleeper.is_stopped(now_s) and not is_bounded,
+                is_stopped=thread.is_stopped(now_s) and not is_bounded,
             )
         return views
 
 
 class LiveWatch:
-    """All of it for one attempt.
+    """The deadlock proofs, the warnings, and the answers to ``ddpsafe status`` of one attempt.
 
     Args:
         workers: The ranks of this host.
-        clock: What says how late it is.
-        others: The ranks of other hosts: they are shown in the status. What proves a deadlock is
-            read from ``/proc``, and what ranks of one host know proves nothing of a job on several.
+        clock: Returns the time in seconds.
+        others: The ranks of other hosts. They appear in the status only: a proof needs ``/proc``, and
+            the ranks of one host prove nothing about a job on several.
 
     Attributes:
-        proof: The deadlock that was found.
-        longest_s: The longest time between two steps of this run so far.
+        proof: The deadlock, once one has been found.
+        longest_s: The longest time between two steps in this run so far.
     """
 
     def __init__(
@@ -322,28 +322,28 @@ class LiveWatch:
         self._wants_stacks = False
 
     def handles(self) -> list[int]:
-        """Return what becomes readable when another process asks for the status."""
+        """Return the descriptors that become readable when another process asks for the status."""
         return [] if self._socket is None else self._socket.handles()
 
     def close(self) -> None:
-        """Answer no process any more."""
+        """Stop answering other processes."""
         if self._socket is not None:
             self._socket.close()
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
         if not self._workers:
-            return math.inf  # it never looks
+            return math.inf
         if self._deadlocks.is_asking or self._inquiry is not None:
-            return _ROUND_S
+            return _LOOK_FOR_ANSWERS_S
         return max(0.0, self._next_look_s - self._clock())
 
     def is_deadlocked(self) -> bool:
-        """Look if it is time to; tell whether the ranks are proved to wait for ever."""
+        """Look if it is time to; return whether the ranks are proved to wait for ever."""
         now_s = self._clock()
         if not self._workers:
             return False
-        # Who asks for the status has the ranks asked; more than one get the same answer.
+        # A request for the status asks the ranks, too; requests that come before the answer share it.
         wants_stacks = None if self._socket is None else self._socket.accept()
         if wants_stacks is not None:
             self._wants_stacks |= wants_stacks
@@ -381,20 +381,20 @@ class LiveWatch:
 
     def _limit_s(self, *, is_slow: bool) -> float:
         least_s = self._settings.first_s if is_slow else self._settings.quiet_s
-        return max(least_s, self._settings.longer * self.longest_s)
+        return max(least_s, self._settings.step_factor * self.longest_s)
 
     def _is_late(self, now_s: float) -> bool:
         if self._others or now_s < self._next_warning_s:
             return False
         if all(worker.returned is not None for worker in self._workers):
             return False
-        # Imports and the preparation of data take what they take: before all have joined it is patient.
+        # Imports and the preparation of data may take minutes.
         has_joined = all(worker.joined for worker in self._workers)
         return now_s - self._moved_s >= self._limit_s(is_slow=not has_joined)
 
     def _ask(self, now_s: float) -> None:
         self._next_warning_s = now_s + self._pause_s
-        self._pause_s *= _RARER
+        self._pause_s *= _PAUSE_FACTOR
         self._is_to_warn = True
         self._start_inquiry(now_s)
 
@@ -406,10 +406,10 @@ class LiveWatch:
         self._inquiry = _Inquiry(asked, ends_s=now_s + self._settings.answer_s)
 
     def _end_inquiry(self, inquiry: _Inquiry, now_s: float) -> None:
-        """Warn once the answers are there; who does not answer is asked for its stack by a signal.
+        """Warn once the answers are in; first get the stack of each rank that did not answer.
 
-        That works while the GIL is held. A rank that answers is not signalled: a call that it waits
-        in might end early.
+        A signal asks for a stack, which works while the GIL is held. A rank that answers gets no
+        signal, since that might end the call that it waits in early.
         """
         if not inquiry.is_over(now_s):
             return
@@ -471,7 +471,7 @@ class LiveWatch:
     def _facts_of(
         self, worker: Worker, at: Whereabouts | None, stack: list[Frame] | None
     ) -> dict[str, object]:
-        """Return what is known of a rank of this host: more than of another one's."""
+        """Return what is known about a rank of this host: `_shared_facts` and more."""
         made = worker.progress()
         frames = at.threads[0].frames if at is not None and at.threads else stack or ()
         outcome = self._outcome(worker, at, frames)
@@ -482,14 +482,14 @@ class LiveWatch:
         return {
             **self._shared_facts(worker, outcome, at),
             "pid": worker.pid,
-            "state": outcome.state or self._deadlocks.activity(worker.rank).now.state,
+            "state": outcome.state or self._deadlocks.state(worker.rank),
             "last_step_s": round((time.monotonic_ns() - made.last_ns) / 1e9, 3)
             if made.last_ns
             else None,
-            "threads": _told_threads(threads or [("MainThread", tuple(stack or ()))])
+            "threads": _threads_as_json(threads or [("MainThread", tuple(stack or ()))])
             if self._wants_stacks
             else [],
-            "loader_workers": _told_threads(
+            "loader_workers": _threads_as_json(
                 [(f"{each.name} (pid {each.pid})", each.frames) for each in loader_workers]
             ),
         }
@@ -497,7 +497,7 @@ class LiveWatch:
     def _shared_facts(
         self, rank: RankState, outcome: RankOutcome, at: Whereabouts | None
     ) -> dict[str, object]:
-        """Return what is known of a rank of any host."""
+        """Return what is known about a rank of any host."""
         made = rank.progress()
         threads = [] if at is None else at.threads
         return {
@@ -511,11 +511,11 @@ class LiveWatch:
             "steps": made.steps,
             "steps_per_s": round(self._rates.of(rank.rank), 3),
             "saves": made.saves,
-            "last_step_s": None,  # of another host it is told on that one's clock
+            "last_step_s": None,  # for a rank of another host it is on that host's clock
             "collective": _collective_of(at),
             "where": outcome.stack,
             "in_collective": outcome.in_collective,
-            "threads": _told_threads([(each.name, each.frames) for each in threads])
+            "threads": _threads_as_json([(each.name, each.frames) for each in threads])
             if self._wants_stacks
             else [],
             "loader_workers": [],
@@ -534,8 +534,8 @@ class LiveWatch:
             )
             for worker in self._workers
         }
-        # Collectives show progress where steps are not counted. Only one that is new does: on the
-        # clock of this launcher the same one is entered at another time at each look.
+        # Collectives show progress where steps are not counted. Only new ones count: converted from the
+        # wall clock, the time at which the same one was entered differs a little at each look.
         last_ns = self._collectives.last_entered_ns(each.position for each in outcomes.values())
         if last_ns:
             entered_s = now_s - max(0.0, time.time_ns() - last_ns) / 1e9
@@ -546,7 +546,7 @@ class LiveWatch:
         culprits = [cause.root.rank] if goal is not None else list(frames)
         is_slow = not self._has_begun(answers, goal) or any(
             (rank in answers and answers[rank].is_evaluating)
-            or any(part in frame.file for frame in frames.get(rank, ()) for part in _SLOW)
+            or any(part in frame.file for frame in frames.get(rank, ()) for part in _SLOW_FILES)
             for rank in culprits
         )
         if now_s - self._moved_s < self._limit_s(is_slow=is_slow):
@@ -589,12 +589,12 @@ class LiveWatch:
     def _outcome(
         self, worker: Worker, at: Whereabouts | None, frames: Sequence[Frame]
     ) -> RankOutcome:
-        """Return what the diagnosis would be told of the rank if the attempt ended now."""
+        """Return the outcome that the diagnosis would get if the attempt ended now."""
         reading = read_frames(frames)
         outcome = worker.outcome()
         if outcome.status == "returned":
             return outcome
-        is_stopped = self._deadlocks.activity(worker.rank).now.state == "T"
+        is_stopped = self._deadlocks.state(worker.rank) == "T"
         return replace(
             outcome,
             position=None if at is None else at.position,
@@ -605,7 +605,7 @@ class LiveWatch:
         )
 
     def _has_begun(self, answers: dict[int, Whereabouts], goal: Collective | None) -> bool:
-        """Tell whether steps are known, or what the ranks wait in has been done before."""
+        """Return whether the length of a step is known, or of the collective that the ranks wait in."""
         if any(worker.progress().steps >= _KNOWN_STEPS for worker in self._workers):
             return True
         if goal is not None and goal.number > _MANY_COLLECTIVES:
@@ -626,7 +626,7 @@ def _collective_of(at: Whereabouts | None) -> dict[str, object] | None:
     }
 
 
-def _told_threads(threads: Sequence[tuple[str, Sequence[Frame]]]) -> list[dict[str, object]]:
+def _threads_as_json(threads: Sequence[tuple[str, Sequence[Frame]]]) -> list[dict[str, object]]:
     return [{"name": name, "frames": [list(frame) for frame in calls]} for name, calls in threads]
 
 
@@ -635,5 +635,5 @@ def _place_of(outcome: RankOutcome) -> str:
         return "done: its function has returned"
     stopped = "stopped" if outcome.state == psutil.STATUS_STOPPED else ""
     if not outcome.stack:
-        return stopped or "silent: it holds the GIL, or is not running Python"
+        return stopped or "not answering: it holds the GIL, or is not running Python"
     return f"{stopped} at {outcome.stack}".lstrip()
