@@ -2,12 +2,12 @@
 
 Each module imports only those before it::
 
-    hang_detection  who waits too long, who has left, who makes no step
-    status_socket   what a running launch tells another process of its user
-    live            whether a job that still runs gets on
+    hang_detection  ranks that wait too long, have returned too early, or make no step
+    status_socket   the status of a running launch, for other processes of the same user
+    live            whether a running job makes progress
     streams         writes to the caller's streams, which never block
     signals         SIGINT, SIGTERM and SIGHUP as events of the wait
-    console         what the ranks print, on the caller's console
+    console         the output of the ranks, on the caller's console
     preemption      a request to stop, agreed by all ranks
     supervisor      the one wait loop, and why it ended
 """

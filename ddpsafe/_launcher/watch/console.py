@@ -1,7 +1,7 @@
 """What the user sees while ranks run: their output, and a line while they start.
 
-A thread of its own shows it. A console that is not read (a pager, a stalled ssh) would stop the
-watch of the ranks as well, and with it every deadline.
+A separate thread writes it. Else a console that nobody reads (a pager, a stalled ssh) would block the
+watch of the ranks, and with it every deadline.
 """
 
 from __future__ import annotations
@@ -35,33 +35,34 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.watch.signals import SignalInbox
 
 _TICK_S: Final = 0.1
+# The line of the start appears only after so long without output. Ranks that write are running, even
+# if their reports have not been read yet.
 _QUIET: Final = timedelta(seconds=1)
-_WIPE: Final = "\r\x1b[2K"
-"""Wipes the line that the terminal's cursor is in."""
+_WIPE_LINE: Final = "\r\x1b[2K"
 _UP: Final = "\x1b[1A"
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _CODES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _MOST_ROWS: Final = 8
 _PLAIN_EVERY_S: Final = 30.0
-# How long a reader may pause after the end of ranks that failed, or that were asked to stop.
+# How long a reader may pause once ranks have failed, or have stopped on request.
 _PAUSE: Final = timedelta(seconds=2)
 
 
 Form = Literal["raw", "plain", "tagged", "json"]
-"""How the output of a rank is shown: as it is, or by lines, with what around each."""
+"""How the output of a rank is shown: unchanged, or line by line as such, with its rank, or as JSON."""
 
 
 class _Tail:
-    """Copies what a file gains to a stream of the launcher.
+    """Copies what is appended to a file to a stream of the launcher.
 
-    Where lines of several ranks are shown, a line that is drawn again and again, as a progress bar
-    is, counts as one: it is shown once it has ended, as it was then.
+    Where the output is shown line by line, a line that is redrawn again and again, such as a progress
+    bar, counts as one line: it is shown in its last form, once it has ended.
 
     Attributes:
-        drawn: Such a line that has not ended, as it is now.
-        pieces: How many pieces the stream has taken.
-        given_up: Set when the rest is not to be shown any more.
-        hides_cursor: Whether the terminal was told to hide its cursor, and not yet to show it.
+        drawn: A redrawn line that has not ended, in its current form.
+        pieces: How many pieces the stream has accepted.
+        given_up: Set when the rest is not to be shown.
+        hides_cursor: Whether the rank has hidden the terminal's cursor and not shown it again.
     """
 
     def __init__(self, worker: Worker, path: str, stream: TextIO, *, name: str, form: Form) -> None:
@@ -81,7 +82,7 @@ class _Tail:
         self.hides_cursor = False
 
     def take(self, *, final: bool) -> str:
-        """Return what is new; on the last call also a line without an end."""
+        """Return the new output that is ready to be shown; on the last call also an unfinished line."""
         text = self._pending + self._decoder.decode(self._read(), final)
         self._pending = ""
         if self._form == "raw":
@@ -91,18 +92,18 @@ class _Tail:
             return text
         *lines, rest = text.split("\n")
         if final:
-            # A bar that was cleared leaves nothing to show.
+            # Of a progress bar that was cleared, nothing is shown.
             lines, rest = [*lines, rest] if as_drawn(rest).strip() else lines, ""
         self.drawn = as_drawn(rest) if "\r" in rest else ""
-        # An epoch may redraw its bar a hundred thousand times before it ends.
         self._pending = rest
         if self.drawn:
-            # What follows a return at the end is drawn over it, as ``print(…, end="\\r")`` means.
+            # Keep the current form only: an epoch may redraw its bar a hundred thousand times. A carriage
+            # return at the end stays, so that what follows is drawn over it: ``print(…, end="\\r")``.
             self._pending = f"\r{self.drawn}" + ("\r" if rest.endswith("\r") else "")
         return "".join(self._as_line(line) for line in lines)
 
     def take_drawn(self, now_s: float) -> str:
-        """Return a line that is being redrawn, every half minute: a log shows no other."""
+        """Return a line that is being redrawn, every `_PLAIN_EVERY_S`, for a stream without rows."""
         if not self.drawn.strip():
             self._next_drawn_s = now_s + _PLAIN_EVERY_S
             return ""
@@ -112,11 +113,11 @@ class _Tail:
         return self._as_line(self.drawn)
 
     def as_row(self) -> str:
-        """Return the line that is being redrawn as it is shown at the end of a terminal."""
+        """Return the line that is being redrawn, as a row at the bottom of the terminal."""
         return self._tag() + _CODES.sub("", self.drawn) if self.drawn.strip() else ""
 
     def show(self, text: str) -> None:
-        """Write it, as far as the stream takes it."""
+        """Write the text, until the reader is given up."""
         if self.given_up.is_set():
             return
         for _ in pour(self._stream, text):
@@ -136,7 +137,7 @@ class _Tail:
         fields = RecordFields(
             rank=self._world.rank, attempt=self._attempt, node_rank=self._world.node_rank
         )
-        # What a rank writes has no level that ddpsafe knows; the name of its stream tells more.
+        # A rank's output has no log level; the name of its stream says more.
         return json_line("INFO", line, fields, stream=self._name) + "\n"
 
     def _read(self) -> bytes:
@@ -144,19 +145,19 @@ class _Tail:
             with open(open_log(self._path, os.O_RDONLY), "rb") as file:  # noqa: PTH123 - a file descriptor
                 file.seek(self._offset)
                 data = file.read()
-        except OSError:  # not there yet, or removed while running
+        except OSError:  # not created yet, or removed while running
             return b""
         self._offset += len(data)
         return data
 
 
 def as_drawn(line: str) -> str:
-    """Return a line with carriage returns as a terminal shows it, roughly: what was drawn last."""
+    """Return what a terminal shows of a line with carriage returns, roughly: what was drawn last."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 
 class Console:
-    """The view of one attempt."""
+    """Shows the output of one attempt's ranks."""
 
     def __init__(
         self,
@@ -166,7 +167,7 @@ class Console:
         inbox: SignalInbox,
         limit: timedelta | None,
     ) -> None:
-        """Choose the outputs to copy, and begin.
+        """Choose the outputs to copy, and start the thread.
 
         Args:
             workers: The ranks.
@@ -181,13 +182,13 @@ class Console:
         self._next_line_s = _PLAIN_EVERY_S
         self._quiet = Deadline.after(_QUIET)
         self._is_mid_line = False
-        # The user silences what ddpsafe says by the level of its logger, this line too.
+        # The level of ddpsafe's logger silences the line of the start, too.
         self._is_silent = show == "none" or not logger.isEnabledFor(logging.WARNING)
         self._is_json = show == "json"
         self._has_rows = is_drawn_on(sys.stderr) and not self._is_json
         self._rows: list[str] = []
-        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._saying = threading.Lock()
+        self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._is_closed_lock = threading.Lock()
         self._is_closed = False
         self._tails = [tail for worker in workers for tail in _tails(worker, show)]
         self._ended = threading.Event()
@@ -196,26 +197,26 @@ class Console:
         _open_consoles.append(self)
 
     def say(self, text: str) -> None:
-        """Show a line of ddpsafe's on stderr, between those of the ranks, or after the last of them."""
-        with self._saying:
+        """Show a message of ddpsafe's on stderr, between the lines of the ranks or after them."""
+        with self._is_closed_lock:
             if not self._is_closed:
-                self._said.put(text)
+                self._messages.put(text)
                 return
         write_line(text)
 
     def finish(self) -> None:
-        """Have the rest copied; a reader that keeps the launcher waiting gets no more of it."""
+        """Wait until the rest has been copied, or give up on a reader that pauses for too long."""
         _open_consoles.remove(self)
         self._ended.set()
         pieces = self._pieces()
-        clock = AwakeClock()  # this thread is suspended with the one that shows the rest
+        clock = AwakeClock()  # while this process is suspended, its console thread cannot write
         pause = Deadline.after(_PAUSE, clock=clock)
         while self._thread.is_alive() and not pause.expired():
             self._thread.join(_TICK_S)
             clock.note_wait(_TICK_S)
             if is_order(self._inbox.received) or self._attempt.expired():
                 continue
-            # After a success the logs may be removed unread: only the reader is waited for.
+            # After a success, wait for the reader without limit: the logs may be removed afterwards.
             has_succeeded = all(
                 worker.returned is not None and not worker.stop.is_stopping
                 for worker in self._workers
@@ -224,11 +225,11 @@ class Console:
                 pieces, pause = self._pieces(), Deadline.after(_PAUSE, clock=clock)
         for tail in self._tails:
             tail.given_up.set()
-        # A line that came after the thread's last look is shown here, and later ones by who says them.
-        with self._saying:
+        # Messages that came after the thread's last look are shown here. Later ones are written by `say`.
+        with self._is_closed_lock:
             self._is_closed = True
         if not self._thread.is_alive():
-            for text in self._take_said():
+            for text in self._take_messages():
                 write_line(f"\n{text}" if self._is_mid_line else text)
                 self._is_mid_line = False
         else:
@@ -242,20 +243,19 @@ class Console:
             self._refresh()
         self._refresh(final=True)
         for tail in self._tails:
-            if tail.hides_cursor:  # the rank ended before it could show it again
+            if tail.hides_cursor:  # the rank ended before it showed the cursor again
                 tail.show(_SHOW_CURSOR)
 
     def _refresh(self, *, final: bool = False) -> None:
-        """Copy what is new; keep lines that are redrawn, and the one of the start, below it."""
+        """Copy new output; keep redrawn lines, and the line of the start, as rows below it."""
         news = [(tail, text) for tail in self._tails if (text := tail.take(final=final))]
-        said = self._take_said()
+        messages = self._take_messages()
         now_s = time.monotonic()
         rows = [row for tail in self._tails if (row := tail.as_row())] if not final else []
         if not self._has_rows:
             news += [(tail, text) for tail in self._tails if (text := tail.take_drawn(now_s))]
         starting = not final and not all(worker.joined for worker in self._workers)
         if news:
-            # The ranks run by now, though this process may not have read all their reports.
             self._quiet = Deadline.after(_QUIET)
         elif starting and not self._is_silent and self._quiet.expired() and sys.stderr is not None:
             rows += self._starting_row()
@@ -264,15 +264,15 @@ class Console:
             rows = [row[: columns - 1] for row in rows[: min(_MOST_ROWS, lines - 1)]]
         else:
             rows = []
-        if news or said or rows != self._rows:
-            # The rows go from the terminal, whose cursor is behind the last one.
+        if news or messages or rows != self._rows:
+            # Wipe the rows, from the last one up: the cursor is at its end.
             if self._rows:
-                list(pour(sys.stderr, _WIPE + (_UP + _WIPE) * (len(self._rows) - 1)))
+                list(pour(sys.stderr, _WIPE_LINE + (_UP + _WIPE_LINE) * (len(self._rows) - 1)))
             self._rows = []
         for tail, text in news:
             tail.show(text)
             self._is_mid_line = not text.endswith("\n")
-        for text in said:
+        for text in messages:
             ends_line = "\n" if self._is_mid_line else ""
             self._is_mid_line = False
             list(pour(sys.stderr, f"{ends_line}{text}\n"))
@@ -280,18 +280,18 @@ class Console:
             self._rows = rows
             list(pour(sys.stderr, "\n".join(rows)))
 
-    def _take_said(self) -> list[str]:
-        said: list[str] = []
+    def _take_messages(self) -> list[str]:
+        messages: list[str] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                said.append(self._said.get_nowait())
-        return said
+                messages.append(self._messages.get_nowait())
+        return messages
 
     def _starting_row(self) -> list[str]:
-        """Return the line of the start for a terminal; where it is none, say it every half minute."""
+        """Return the line of the start as a row; if there are no rows, write it every half minute."""
         elapsed_s = time.monotonic() - self._started_s
         total = len(self._workers)
-        # Ranks that have come wait in "joining" for the others: they are not the missing ones.
+        # Ranks in "joining" have arrived, and wait for the others.
         late = [w.rank for w in self._workers if w.phase in ("starting", "loading")]
         what = f"waiting for {ranks_text(late)}" if late else "connecting them"
         line = f"{total - len(late)} of {total} ranks have joined, {what} ({elapsed_s:.0f} s)"
@@ -309,22 +309,21 @@ _open_consoles: Final[list[Console]] = []
 
 
 def is_drawn_on(stream: TextIO | None) -> bool:
-    """Tell whether lines of a stream can be taken back: a terminal that knows how to."""
+    """Return whether lines on a stream can be redrawn: it is a terminal that supports that."""
     if stream is None or os.environ.get("TERM", "dumb") == "dumb":
         return False
     return is_terminal(stream)
 
 
 def terminal_variables(show: str, rank: int, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which a rank's progress bars fit the terminal they are shown on.
+    """Return the variables that make a rank's progress bars fit the terminal.
 
-    A rank writes to a file, so that rich would show no bar, and tqdm one of ten characters. What
-    rank 0 draws is shown as it is where it is shown alone; of several ranks, lines are.
+    A rank writes to a file, so rich would show no bar, and tqdm one of ten characters.
 
     Args:
         show: ``rank-zero``, ``all``, ``tagged``, ``json`` or ``none``.
         rank: The rank.
-        given: Variables that the rank has in any case; they win.
+        given: Variables that the rank has in any case; they take precedence.
     """
     if show in ("none", "json") or (show == "rank-zero" and rank != 0):
         return {}
@@ -334,17 +333,15 @@ def terminal_variables(show: str, rank: int, given: Mapping[str, str]) -> dict[s
     tag = len(f"[rank {rank}] ") if show == "tagged" else 0
     found = {"COLUMNS": str(max(20, columns - tag - 1))}
     if show == "rank-zero":
-        found |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1"}  # rich since 14.1
+        # For rich since 14.1. With several ranks, lines are shown and not what each of them draws.
+        found |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1"}
     return {name: text for name, text in found.items() if name not in given}
 
 
 def _size() -> tuple[int, int]:
-    """Return the terminal's columns and lines, 80 and 24 where it tells none.
-
-    Python 3.10 then takes 0 for an answer.
-    """
+    """Return the terminal's columns and lines, 80 and 24 if unknown."""
     columns, lines = shutil.get_terminal_size()
-    return columns or 80, lines or 24
+    return columns or 80, lines or 24  # Python 3.10 returns the 0 of a terminal without a size
 
 
 def _tails(worker: Worker, show: str) -> Iterator[_Tail]:
@@ -360,7 +357,7 @@ def _tails(worker: Worker, show: str) -> Iterator[_Tail]:
             yield _Tail(worker, path, stream, name=name, form=form)
 
 
-# A lone rank's progress bar is shown as it is; lines of several must not be torn apart.
+# The output of a single rank is shown unchanged; the lines of several ranks must not be mixed up.
 _FORMS: Final[dict[str, Form]] = {
     "rank-zero": "raw",
     "all": "plain",
@@ -389,13 +386,13 @@ def open_console(
 
 
 class _Warnings(logging.Handler):
-    """Shows ddpsafe's warnings as Python does where a program has set up no logging.
+    """Shows ddpsafe's warnings as Python does in a program that has not configured logging.
 
-    They stand on lines of their own between those of the ranks and above a progress bar, and the
+    They appear on lines of their own, between those of the ranks and above progress bars, and the
     launcher does not wait for the reader of its console.
 
     Attributes:
-        shows: A token of each launch that is open, and what it shows; the latest last.
+        shows: For each open launch a token and its `show`; the latest last.
     """
 
     def __init__(self) -> None:
@@ -405,7 +402,7 @@ class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             _, show = self.shows[-1]
-            # The program may show records itself.
+            # The program may have handlers that show records.
             loggers = (logger, logging.getLogger()) if logger.propagate else (logger,)
             is_handled = any(other is not self for each in loggers for other in each.handlers)
             if show == "json":
@@ -413,12 +410,12 @@ class _Warnings(logging.Handler):
             elif show == "none" or logging.lastResort is None or is_handled:
                 return
             else:
-                text = logging.lastResort.format(record)  # a traceback as well, where it has one
+                text = logging.lastResort.format(record)
             if _open_consoles:
                 _open_consoles[-1].say(text)
             else:
                 write_line(text)
-        except Exception:  # noqa: BLE001 - what is logged must not end the launch
+        except Exception:  # noqa: BLE001 - a failure to log must not end the launch
             self.handleError(record)
 
 
@@ -429,15 +426,15 @@ _lock: Final = threading.Lock()
 
 @contextlib.contextmanager
 def shown_log(show: str) -> Iterator[None]:
-    """Show ddpsafe's warnings in the form of the console, or keep them off one that is silent.
+    """Show ddpsafe's warnings in the form of the console; show none if it is silent.
 
-    Where the program has handlers, they get them all the same. An error that leaves the context
-    keeps the form, since it is shown after it.
+    Handlers of the program get the warnings in any case. An error that leaves the context keeps the
+    form, since it is shown later.
 
     Args:
         show: ``rank-zero``, ``all``, ``tagged``, ``json`` or ``none``.
     """
-    shown = (object(), show)  # equal to no other one: launches of several threads end in any order
+    shown = (object(), show)  # unique, since launches of several threads end in any order
     with _lock:
         _warnings.shows.append(shown)
         logger.addHandler(_warnings)

@@ -1,4 +1,4 @@
-"""Whether ranks make progress: hangs that show before any collective times out."""
+"""Hang detection: hangs that can be seen before any collective times out."""
 
 from __future__ import annotations
 
@@ -22,78 +22,78 @@ if TYPE_CHECKING:
     from ddpsafe._wire.messages import Collective, Position
     from ddpsafe._wire.rank_pipe import Progress
 
-_ASK_RETURNED_S: Final = 0.5
-_ASK_IN_FLIGHT_S: Final = 0.25
-_GROWTH: Final = 1.25
+_FIRST_PAUSE_RETURNED_S: Final = 0.5
+_FIRST_PAUSE_IN_FLIGHT_S: Final = 0.25
+_PAUSE_FACTOR: Final = 1.25
 _LONGEST_PAUSE_S: Final = 5.0
-_SHORTEST_LOOK_S: Final = 0.01
+_SHORTEST_INTERVAL_S: Final = 0.01
 _LOOK_S: Final = 1.0
-_LAST_QUESTION_S: Final = 0.5
+_LAST_QUESTION_S: Final = 0.5  # with less time than this left, the ranks are not asked again
 _REPEATS: Final = 2
 _STDERR_S: Final = 0.5
-_OVERLAP: Final = 4096
+_OVERLAP_BYTES: Final = 4096  # read again, since the last look may have cut a message in two
 _NEVER_S: Final = 3600.0
 
 
-class _Questions:
-    """When to ask the ranks again where they are: soon at first, then ever more rarely.
+class _Schedule:
+    """When to ask the ranks where they are: soon at first, then less and less often.
 
     To answer, a rank reads all of torch's flight recorder, which may stop its training for a third
     of a second.
     """
 
-    def __init__(self, first_s: float) -> None:
-        """Ask at the first look, then after so many seconds."""
-        self._first_s = first_s
-        self.start_anew()
+    def __init__(self, first_pause_s: float) -> None:
+        """Ask at the first look, and again after `first_pause_s`."""
+        self._first_pause_s = first_pause_s
+        self.restart()
 
-    def start_anew(self) -> None:
-        """Ask at the next look: there is news."""
+    def restart(self) -> None:
+        """Ask at the next look, and soon after that."""
         self._next_s = 0.0
-        self._pause_s = self._first_s
+        self._pause_s = self._first_pause_s
 
-    def are_due(self) -> bool:
-        """Tell whether to ask now; if so, the next time is later."""
+    def is_due(self) -> bool:
+        """Return whether to ask now; if so, schedule the next time."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return False
         self._next_s = now_s + self._pause_s
-        self._pause_s = min(self._pause_s * _GROWTH, _LONGEST_PAUSE_S)
+        self._pause_s = min(self._pause_s * _PAUSE_FACTOR, _LONGEST_PAUSE_S)
         return True
 
     def interval_s(self) -> float:
-        """Return how long there is nothing to ask, in seconds."""
-        return max(_SHORTEST_LOOK_S, self._next_s - time.monotonic())
+        """Return how many seconds remain until it is due."""
+        return max(_SHORTEST_INTERVAL_S, self._next_s - time.monotonic())
 
 
 class SequenceWatch:
     """Notices that a rank has returned while another waits in a collective that needs it.
 
-    A rank that has returned will enter no further collective; another rank that stays in a later
-    one of the group of all ranks waits for ever, so there is no timeout to wait for.
+    A rank that has returned enters no further collective. Another rank that stays in a later one of
+    the group of all ranks waits for ever, so there is no need to wait for a timeout.
     """
 
     def __init__(self, workers: Sequence[RankState]) -> None:
         """Ask no rank until one has returned."""
         self._workers = workers
-        self._questions = _Questions(_ASK_RETURNED_S)
+        self._schedule = _Schedule(_FIRST_PAUSE_RETURNED_S)
         self._returned = 0
         self._waiting: dict[int, Collective] = {}
         self._answers: dict[int, Position | None] = {}
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
-        return self._questions.interval_s() if self._is_needed() else _NEVER_S
+        return self._schedule.interval_s() if self._is_needed() else _NEVER_S
 
-    def somebody_left(self) -> bool:
-        """Tell whether a rank waits, by two answers in a row, for one that has returned."""
+    def has_rank_left(self) -> bool:
+        """Return whether two answers in a row show that a rank waits for one that has returned."""
         if not self._is_needed():
             return False
         returned = sum(worker.returned is not None for worker in self._workers)
         if returned != self._returned:
             self._returned = returned
-            self._questions.start_anew()
-        if not self._questions.are_due():
+            self._schedule.restart()
+        if not self._schedule.is_due():
             return False
         ends = [
             0 if (last := last_in_main(worker.returned.position)) is None else last.number
@@ -109,7 +109,7 @@ class SequenceWatch:
             and last.number > min(ends)
         }
         answers = {worker.rank: worker.position for worker in self._workers}
-        # An answer that has been looked at before says nothing about now.
+        # The same answer as at the last look is not a second one.
         fresh = {rank for rank in waiting if answers[rank] is not self._answers.get(rank)}
         same = {rank for rank in fresh if self._waiting.get(rank) == waiting[rank]}
         self._waiting, self._answers = waiting, answers
@@ -124,16 +124,16 @@ class SequenceWatch:
 
 
 class FlightWatch:
-    """Notices that a rank with an exception in flight waits for ranks that wait for it elsewhere.
+    """Notices that a rank with an exception in flight and another rank wait for each other.
 
-    Neither ``except: dist.barrier()`` nor the all-reduce that the others are in would end before
-    its timeout, though everything is known.
+    An example is ``except: dist.barrier()`` while the others are in an all-reduce: neither would end
+    before its timeout, and there is nothing left to learn from waiting for it.
     """
 
     def __init__(self, workers: Sequence[RankState]) -> None:
         """Ask no rank until an exception has been seen in flight."""
         self._workers = workers
-        self._questions = _Questions(_ASK_IN_FLIGHT_S)
+        self._schedule = _Schedule(_FIRST_PAUSE_IN_FLIGHT_S)
         self._answers: dict[int, Position | None] = {}
         self._repeats: Counter[int] = Counter()
         self._failing: set[int] = set()
@@ -141,15 +141,15 @@ class FlightWatch:
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
         needed = any(map(_has_exception_in_flight, self._workers))
-        return self._questions.interval_s() if needed else _NEVER_S
+        return self._schedule.interval_s() if needed else _NEVER_S
 
-    def stuck(self) -> bool:
-        """Tell whether such a rank and one that waits for it stay where they are."""
+    def is_stuck(self) -> bool:
+        """Return whether such a rank and one that waits for it stay where they are."""
         failing = {worker.rank for worker in self._workers if _has_exception_in_flight(worker)}
         new, self._failing = failing - self._failing, failing
         if new:
-            self._questions.start_anew()
-        if not failing or not self._questions.are_due():
+            self._schedule.restart()
+        if not failing or not self._schedule.is_due():
             return False
         for worker in self._workers:
             if worker.alive and worker.returned is None:
@@ -161,18 +161,18 @@ class FlightWatch:
             at = places[mine]
             newest = None if at is None else at.newest()
             if newest is not None and newest.group != MAIN_GROUP and not newest.done:
-                continue  # it waits for some ranks only, which may be at work and come in time
+                continue  # it waits for some of the ranks only, which may still join it
             last = last_in_main(at)
             if any(_wait_for_each_other(last, last_in_main(each)) for each in places.values()):
                 return True
         return False
 
     def _compare(self, worker: RankState, *, is_new: bool) -> None:
-        """Count how often a rank has answered that it is where it was."""
+        """Count how many answers in a row show the rank in the same place."""
         before, now = self._answers.get(worker.rank), worker.position
         if is_new or last_in_main(before) != last_in_main(now):
             self._repeats[worker.rank] = 0
-        elif now is not before:  # not merely the answer that we know
+        elif now is not before:  # the rank has answered again
             self._repeats[worker.rank] += 1
         self._answers[worker.rank] = now
 
@@ -183,7 +183,7 @@ def _has_exception_in_flight(worker: RankState) -> bool:
 
 
 def _wait_for_each_other(mine: Collective | None, theirs: Collective | None) -> bool:
-    """Tell whether another rank waits in a collective that this one is not in."""
+    """Return whether another rank waits in a collective that this one is not in."""
     if theirs is None or theirs.done:
         return False
     if mine is None or mine.number < theirs.number:
@@ -192,17 +192,17 @@ def _wait_for_each_other(mine: Collective | None, theirs: Collective | None) -> 
 
 
 class StderrWatch:
-    """Notices that NCCL's watchdog has said in a rank that it will end the process.
+    """Notices that NCCL's watchdog has announced in a rank's stderr that it will end the process.
 
-    Between its message and the abort it waits for the recorder's dump, up to a minute, in which all
-    ranks live and can still be asked where they are.
+    Before the abort it waits up to a minute for the dump of the flight recorder. In that time all
+    ranks are alive, and can still be asked where they are.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        """Read nothing yet; leave out ranks that are set to go on after an error of NCCL."""
+        """Read nothing yet."""
         self._watched = []
         for worker in workers:
-            # Whether the watchdog ends the process; else the script handles NCCL's errors itself.
+            # With other settings the watchdog does not end the process: the script handles NCCL errors.
             env = {**(worker.spec.inherited_env or os.environ), **worker.spec.env}
             tears_down = env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") in ("1", "3")
             raises = env.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("0", "")
@@ -211,54 +211,54 @@ class StderrWatch:
         self._read: dict[int, int] = {}
 
     def interval_s(self) -> float:
-        """Return how often to look, in seconds: it costs a ``stat`` for each rank."""
-        return _STDERR_S if any(map(_may_speak, self._watched)) else _NEVER_S
+        """Return how often to look, in seconds; a look costs a ``stat`` for each rank."""
+        return _STDERR_S if any(map(_may_announce, self._watched)) else _NEVER_S
 
     def look(self) -> None:
-        """Read what ranks have written since the last look; keep what the watchdog said."""
-        for worker in filter(_may_speak, self._watched):
+        """Read what ranks have written since the last look; keep the watchdog's message."""
+        for worker in filter(_may_announce, self._watched):
             path, read = worker.spec.logs.stderr, self._read.get(worker.rank, 0)
             with contextlib.suppress(OSError):
                 size = os.stat(path).st_size  # noqa: PTH116 - twice a second for each rank
                 if size > read:
                     with Path(path).open("rb") as file:
-                        file.seek(max(0, read - _OVERLAP))
-                        said = says_that_it_ends(file.read())
+                        file.seek(max(0, read - _OVERLAP_BYTES))
+                        is_announced = says_that_it_ends(file.read())
                     self._read[worker.rank] = size
-                    if said:
+                    if is_announced:
                         worker.note_native(read_native_error(worker.error_text()))
 
 
-def _may_speak(worker: Worker) -> bool:
+def _may_announce(worker: Worker) -> bool:
     return worker.alive and worker.returned is None and worker.native is None
 
 
 class LearnedGaps:
     """How long this launch goes without a sign of progress while all is well.
 
-    What has ended well once is multiplied by five, which is the factor of NVIDIA's resiliency
-    extension, before more than that ends a run. It is kept for the next attempts of a launch.
+    A gap is the time between two signs of progress. `FACTOR` times the longest gap so far is too
+    long. Later attempts of the launch use what earlier ones have learned.
 
     Attributes:
-        first_s: From the moment that all ranks have joined until the first step of any.
-        step_s: The longest time between two signs of progress after that, saves left out.
-        save_s: The same of those that a `Checkpointer` saved in.
+        first_s: The gap from when all ranks have joined to the first step of any rank.
+        step_s: The longest gap after that, without those in which a `Checkpointer` saved.
+        save_s: The longest gap in which a `Checkpointer` saved.
     """
 
-    FACTOR: Final = 5.0
-    LEAST_S = 60.0
-    LEAST_SLOW_S = 300.0
-    KNOWN: Final = 3
+    FACTOR: Final = 5.0  # as in NVIDIA's resiliency extension
+    LEAST_S = 60.0  # no limit is shorter than this,
+    LEAST_SLOW_S = 300.0  # and none for first steps and saves than this
+    KNOWN: Final = 3  # so many gaps between steps have to be seen before there is a limit
 
     def __init__(self) -> None:
-        """Know nothing, so that nothing is too long."""
+        """Know nothing: there is no limit yet."""
         self._seen = 0
         self.first_s: float | None = None
         self.step_s = 0.0
         self.save_s: float | None = None
 
     def note(self, gap_s: float, *, is_first: bool, is_save: bool) -> None:
-        """Learn from a time that has ended with a sign of progress."""
+        """Learn from a gap that has ended with a sign of progress."""
         if is_first:
             self.first_s = max(self.first_s or 0.0, gap_s)
         elif is_save:
@@ -268,7 +268,7 @@ class LearnedGaps:
             self.step_s = max(self.step_s, gap_s)
 
     def limit(self, *, is_first: bool, is_save: bool) -> timedelta | None:
-        """Return what would be too long now; ``None`` where that is not known."""
+        """Return the longest gap to allow now; ``None`` if that is not known yet."""
         if is_first:
             known_s, least_s = self.first_s, self.LEAST_SLOW_S
         elif is_save:
@@ -281,20 +281,21 @@ class LearnedGaps:
 
 
 class NewCollectives:
-    """Which collectives ranks have entered since the last look.
+    """Finds the collectives that ranks have entered since the last look.
 
-    By their numbers: should the wall clock be set back, those of before lie in the future for long.
+    It compares their numbers, not their times: after the wall clock was set back, times from before
+    would lie in the future for long.
     """
 
     def __init__(self) -> None:
-        """Know none."""
+        """Know no collective yet."""
         self._known: dict[tuple[int, str], int] = {}
 
     def last_entered_ns(self, positions: Iterable[Position | None]) -> int:
-        """Return when the last of them was entered, on the wall clock; 0 where there is none.
+        """Return when the last new one was entered, on the wall clock; 0 if there is none.
 
         Args:
-            positions: Where the ranks are, in the same order each time.
+            positions: Where the ranks are, in the same order at each call.
         """
         last_ns = 0
         for place, at in enumerate(positions):
@@ -309,10 +310,10 @@ class NewCollectives:
 
 
 class ProgressWatch:
-    """Notices that no rank has made a step, or entered a collective, for too long.
+    """Notices that no rank has made a step or entered a collective for too long.
 
-    Steps are seen without asking. Only where there has been none for half of the time are the ranks
-    asked for their last collective, then when half of the rest has passed, and so on.
+    Steps are seen without asking. The ranks are asked for their last collective only after half of
+    the limit has passed without a step, again after half of the remaining time, and so on.
     """
 
     def __init__(
@@ -322,7 +323,7 @@ class ProgressWatch:
         *,
         learned: LearnedGaps | None = None,
     ) -> None:
-        """Start the count; ``None`` never stalls."""
+        """Start to measure; with ``None`` nothing is too long."""
         self._workers = workers
         self._is_auto = longest == "auto"
         self._learned = learned or LearnedGaps()
@@ -337,7 +338,7 @@ class ProgressWatch:
 
     @property
     def limit(self) -> timedelta | None:
-        """What may pass now without a sign of progress."""
+        """How long the ranks may now go without a sign of progress."""
         return self._longest
 
     def interval_s(self) -> float:
@@ -345,10 +346,10 @@ class ProgressWatch:
         if self._longest is None:
             return _LOOK_S if self._is_auto else _NEVER_S
         until_question_s = self._deadline.remaining_s() - self._ask_at_s
-        return min(_LOOK_S, max(0.0, until_question_s) + _SHORTEST_LOOK_S)
+        return min(_LOOK_S, max(0.0, until_question_s) + _SHORTEST_INTERVAL_S)
 
     def stalled(self) -> bool:
-        """Tell whether the deadline passed without a sign of progress."""
+        """Return whether the deadline has passed without a sign of progress."""
         if self._longest is None and not self._is_auto:
             return False
         progress = [worker.progress() for worker in self._workers]
@@ -356,21 +357,22 @@ class ProgressWatch:
             (each.phase, made, each.returned is None)
             for each, made in zip(self._workers, progress, strict=True)
         ]
-        starting = not all(worker.joined for worker in self._workers)  # under a deadline of its own
+        # `timeouts.rendezvous` limits the time until all have joined.
+        starting = not all(worker.joined for worker in self._workers)
         if starting or seen != self._seen:
             self._learn(progress, starting=starting)
             self._seen = seen
             self._renew(self._longest)
         if self._longest is None:
             return False
-        # The time counts from the last collective that a rank has entered, if that gives more.
+        # A collective is a sign of progress, too: measure from the last one that a rank has entered.
         entered_ns = self._collectives.last_entered_ns(each.position for each in self._workers)
         if entered_ns:
             ago = timedelta(seconds=max(0, time.time_ns() - entered_ns) / 1e9)
             if self._longest - ago > timedelta(seconds=self._deadline.remaining_s()):
                 self._renew(self._longest - ago)
         left_s = self._deadline.remaining_s()
-        if left_s <= self._ask_at_s:  # late: learn where the ranks are while they can answer
+        if left_s <= self._ask_at_s:
             self._ask_at_s = left_s / 2 if left_s > _LAST_QUESTION_S else 0.0
             for worker in self._workers:
                 if worker.alive and worker.joined:
@@ -378,19 +380,19 @@ class ProgressWatch:
         return self._deadline.expired()
 
     def restart(self) -> None:
-        """Count from now: the launcher was suspended, and what it knows of the ranks is old."""
+        """Measure from now on: the launcher was suspended, so what it knows of the ranks is old."""
         self._is_interrupted = True
         self._renew(self._longest)
 
     def _learn(self, progress: Sequence[Progress], *, starting: bool) -> None:
-        """With "auto": learn from the time that ends now, and choose the limit of the next one."""
+        """With "auto": learn from the gap that ends now, and set the limit for the next one."""
         if not self._is_auto:
             return
         now_s = time.monotonic()
         is_saving = any(each.saving for each in progress)
         has_stepped = any(each.steps for each in progress)
-        # The first step may have been made by the first look after all have joined: it took no
-        # longer than since the look before. Until it is made the time goes on, whatever happens.
+        # At the first look after all have joined, the first step may already have been made: it took no
+        # longer than the time since the look before. The first gap ends with that step only.
         if has_stepped and not starting and not self._is_interrupted:
             gap_s = now_s - self._since_s
             self._learned.note(gap_s, is_first=self._is_first, is_save=self._was_saving)
@@ -402,7 +404,7 @@ class ProgressWatch:
         leaves = any(each.returned is not None for each in self._workers)
         self._longest = (
             None
-            if starting or leaves  # what comes after the last step was never learned
+            if starting or leaves  # how long the end takes after the last step was never learned
             else self._learned.limit(is_first=self._is_first, is_save=is_saving)
         )
 

@@ -1,4 +1,4 @@
-"""A request to stop: passed on to the ranks, agreed on between them, and waited for with patience."""
+"""A request to stop: passed on to the ranks, which agree on a step and get the time to save."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ logger = get_logger(__name__)
 
 
 class StopRequest:
-    """The request of one attempt, once it has come: to the launcher, or to one of the ranks.
+    """The request to stop in one attempt, sent to the launcher or to one of the ranks.
 
-    It is waited for only where a rank has asked at least once whether it should stop: a training
-    that never asks is ended as soon as the launcher is told to go.
+    The ranks get the time to stop only if one of them has called `stop_requested` at least once. A
+    script that never calls it is ended as soon as the launcher receives SIGTERM or SIGHUP.
 
     Attributes:
         limit: How long ranks may take to save and return.
-        deadline: When patience is over; ``None`` until there is something to wait for.
+        deadline: When that time is over; ``None`` until the ranks have been asked to stop.
     """
 
     def __init__(
@@ -38,24 +38,24 @@ class StopRequest:
         limit: timedelta,
         clock: Callable[[], float],
     ) -> None:
-        """Wait for a request.
+        """Start without a request.
 
         Args:
             workers: The ranks.
             inbox: Signals to the launcher.
             limit: How long ranks may take to save and return.
-            clock: What the limit is measured by.
+            clock: The clock for the limit.
         """
         self._workers = workers
         self._inbox = inbox
         self.limit = limit
         self._clock = clock
         self._is_agreed = False
-        self._is_kept = False
+        self._has_warned = False
         self.deadline: Deadline | None = None
 
     def must_end(self) -> bool:
-        """Tell whether the ranks have to be ended now; see to it that they stop by themselves."""
+        """Return whether the ranks have to be ended now; if not, ask them to stop by themselves."""
         asked = any(worker.stop.asked_by is not None for worker in self._workers)
         if self._inbox.received is None and not asked:
             return False
@@ -63,7 +63,7 @@ class StopRequest:
             return True
         if self.deadline is None:
             if not any(worker.stop.accepts for worker in self._workers):
-                # Ranks that have not asked yet are ended; a mere warning can wait until they do.
+                # SIGUSR1, or a signal to one rank only, is an early warning that can wait.
                 ordered = is_order(self._inbox.received)
                 if ordered:
                     logger.warning(
@@ -71,17 +71,17 @@ class StopRequest:
                         "asked to save",
                         self.source(),
                     )
-                elif not self._is_kept:
+                elif not self._has_warned:
                     logger.warning(
-                        "%s: training goes on, for no rank has called stop_requested() yet; the stop begins "
-                        "when one does",
+                        "%s: training continues, because no rank has called stop_requested() yet; the stop "
+                        "begins when one does",
                         self.source(),
                     )
-                    self._is_kept = True
+                    self._has_warned = True
                 return ordered
             self._begin()
         if not self._is_agreed:
-            # All ranks stop at the first call that none of them has answered.
+            # All ranks stop at the agreed step: the first call that none of them has answered.
             promises = [worker.stop.promise for worker in self._workers]
             known = [promise for promise in promises if promise is not None]
             if len(known) == len(promises):
@@ -91,11 +91,11 @@ class StopRequest:
         return False
 
     def is_overdue(self) -> bool:
-        """Tell whether the ranks have had their time to stop."""
+        """Return whether the time to stop is over."""
         return self.deadline is not None and self.deadline.expired()
 
     def source(self) -> str:
-        """Say which signal it was, and to whom."""
+        """Return which signal was received, and by which process."""
         if self._inbox.received is not None:
             return f"{self._inbox.received.name} to the launcher"
         asked = [worker for worker in self._workers if worker.stop.asked_by is not None]

@@ -1,4 +1,4 @@
-"""Signals to the launcher while ranks run: noticed in the wait, handed back afterwards."""
+"""Signals to the launcher while ranks run: they wake its wait, and take effect after the cleanup."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ _TAKEN: Final = {
     signal.SIGHUP: signal.SIG_DFL,
     signal.SIGUSR1: signal.SIG_DFL,
 }
-# A request that is sent to a process group, or forwarded by a wrapper, may arrive twice.
+# One request that is sent to a process group, and forwarded by a wrapper, arrives twice.
 _ECHO_S: Final = 1.0
-_LONGEST_END_S: Final = 60.0
+_LONGEST_CANCEL_S: Final = 60.0
 
 
 class SignalInbox:
     """The signal that arrived, and a descriptor that wakes a wait up.
 
     Attributes:
-        received: The signal that says most: SIGINT, else one that wants the process to go, else
-            SIGUSR1, which is a warning; ``None`` until one arrives.
-        insists: Whether the ranks are not to be waited for: Ctrl-C, or a second SIGTERM.
-            Slurm sends two by itself, so inside a Slurm job the second one says nothing.
-        where: The node whose launcher `received` came to; empty for this one.
+        received: The most urgent signal so far: SIGINT, else one that asks the process to end, else
+            SIGUSR1, which only warns; ``None`` until one arrives.
+        insists: Whether to end the ranks without waiting for them: Ctrl-C, or a second SIGTERM.
+        where: The node whose launcher received the signal; empty for this one.
         closed: Set when the ranks have ended.
     """
 
@@ -48,19 +47,19 @@ class SignalInbox:
         self.received: signal.Signals | None = None
         self.insists = False
         self.where = ""
-        self._told_to_go_s: float | None = None
+        self._first_order_s: float | None = None
 
     def fileno(self) -> int:
         """Return the descriptor to wait on."""
         return self._read_fd
 
     def cancel(self) -> None:
-        """Ask the launch of another thread to end, and wait until it has: the interpreter ends."""
+        """Ask a launch in another thread to end, and wait for that; called when the interpreter ends."""
         self.put(signal.SIGINT, None)
-        self.closed.wait(_LONGEST_END_S)
+        self.closed.wait(_LONGEST_CANCEL_S)
 
     def put(self, signum: int, frame: object, where: str = "") -> None:
-        """Be the handler; or take what came to another launcher."""
+        """Record a signal: as the handler in this process, or one that another launcher received."""
         del frame
         before = self.received
         if signum == signal.SIGINT:
@@ -69,9 +68,10 @@ class SignalInbox:
             self.received = self.received or signal.SIGUSR1
         else:
             now_s = time.monotonic()
-            if self._told_to_go_s is None:
-                self._told_to_go_s = now_s
-            elif now_s - self._told_to_go_s > _ECHO_S and "SLURM_JOB_ID" not in os.environ:
+            if self._first_order_s is None:
+                self._first_order_s = now_s
+            # Slurm sends two by itself, so inside a Slurm job the second one has no meaning.
+            elif now_s - self._first_order_s > _ECHO_S and "SLURM_JOB_ID" not in os.environ:
                 self.insists = True
             if not is_order(self.received):
                 self.received = signal.Signals(signum)
@@ -82,21 +82,18 @@ class SignalInbox:
 
 
 def is_order(received: signal.Signals | None) -> TypeGuard[signal.Signals]:
-    """Tell whether a signal wants the process to go; SIGUSR1 only warns that one may come."""
+    """Return whether a signal asks the process to end; SIGUSR1 only warns that one may follow."""
     return received not in (None, signal.SIGUSR1)
 
 
 @contextlib.contextmanager
 def open_inbox(earlier: SignalInbox | None = None) -> Iterator[SignalInbox]:
-    """Take over the signals that would end this process, where the script has not.
+    """Take over the signals that would end this process, unless the script handles them.
 
-    An ignored signal stays ignored (nohup ignores SIGHUP), a handler of the user's stays in place.
-    Outside the main thread Python allows no handlers; the main thread's own apply then. But when the
-    interpreter ends before the launch, in a daemon thread, it is ended too: the ranks would be waited
-    for by `multiprocessing`, and the frozen thread could not end them.
+    An ignored signal stays ignored (nohup ignores SIGHUP), and the user's handlers stay in place.
 
     Args:
-        earlier: The inbox before. A signal that came there too late to be acted on is in this one, too.
+        earlier: The previous inbox. A signal that it received too late to act on is put in this one.
     """
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
@@ -105,17 +102,19 @@ def open_inbox(earlier: SignalInbox | None = None) -> Iterator[SignalInbox]:
     try:
         if threading.current_thread() is threading.main_thread():
             for signum, default in _TAKEN.items():
-                # A handler of `asyncio.run` cancels its task on the first SIGINT, which a task that
-                # is blocked in a launch would not notice; what `pass_on` raises ends it as well.
+                # The handler of `asyncio.run` cancels its task on the first SIGINT. A task that is
+                # blocked in a launch would not notice; the exception of `pass_on` ends it as well.
                 handler = signal.getsignal(signum)
                 function = getattr(handler, "func", None)  # of a functools.partial
                 of_asyncio = getattr(function, "__module__", None) == "asyncio.runners"
                 if handler == default or of_asyncio:
                     before[signum] = signal.signal(signum, inbox.put)
             if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
-                # The kernel would reap the ranks itself, and how they ended would be lost.
+                # The kernel would reap the ranks itself, and their exit status would be lost.
                 before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         else:
+            # Python sets handlers in the main thread only. This thread may be a daemon, which is frozen
+            # when the interpreter ends: it could not end the ranks, for which `multiprocessing` waits.
             atexit.register(inbox.cancel)
         if earlier is not None and earlier.received is not None:
             inbox.put(earlier.received, None, earlier.where)
@@ -131,21 +130,21 @@ def open_inbox(earlier: SignalInbox | None = None) -> Iterator[SignalInbox]:
 
 @contextlib.contextmanager
 def broken_pipes_raise() -> Iterator[None]:
-    """Let a write whose reader has gone fail, also where a command line script has reset SIGPIPE.
+    """Make a write to a closed pipe or socket fail, even if the script has set SIGPIPE to its default.
 
-    A rank, another node or ``ddpsafe status`` that goes would end this process without a word. Outside
-    the main thread Python sets no handlers: there it is blocked, and `run_rank` unblocks it in ranks.
+    Else SIGPIPE would end this process silently when a rank, another node or ``ddpsafe status`` exits.
     """
     if signal.getsignal(signal.SIGPIPE) != signal.SIG_DFL:
         yield
     elif threading.current_thread() is threading.main_thread():
-        # A handler, for programs that are started meanwhile would inherit that it is ignored.
+        # Not SIG_IGN, which programs that are started during the launch would inherit.
         signal.signal(signal.SIGPIPE, lambda *_: None)
         try:
             yield
         finally:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     else:
+        # Python sets handlers in the main thread only. Ranks inherit the mask; `run_rank` undoes it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])
         try:
             yield
@@ -157,10 +156,10 @@ def broken_pipes_raise() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """Keep a Ctrl-C that arrives meanwhile: torch's import sometimes swallows it.
+    """Hold a Ctrl-C back until the block ends: torch's import sometimes swallows it.
 
     Raises:
-        KeyboardInterrupt: At the end, if one came.
+        KeyboardInterrupt: At the end, if Ctrl-C was pressed.
     """
     with open_inbox() as inbox:
         yield
@@ -169,22 +168,22 @@ def interrupts_kept() -> Iterator[None]:
 
 
 class Interrupted(BaseException):
-    """A signal ended the launch; on its way to where everything of the launch is gone.
+    """A signal ended the launch; raised through the cleanup to where `pass_on` can act on it.
 
     Attributes:
         signum: The signal.
-        where: The node whose launcher received it; empty where that is not told.
-        is_alone: Whether this node has ended without the others, whose ranks may go on.
+        where: The node whose launcher received it; empty for this one, or if unknown.
+        is_alone: Whether this node has ended without the others, whose ranks may still run.
     """
 
     def __init__(self, signum: signal.Signals, where: str = "", *, is_alone: bool = False) -> None:
-        """Keep the signal."""
+        """Keep the facts."""
         super().__init__(signum)
         self.signum, self.where, self.is_alone = signum, where, is_alone
 
 
 def pass_on(interrupted: Interrupted) -> None:
-    """Do what the signal would have done without us, now that nothing of the launch is left here.
+    """Do what the signal does without ddpsafe, now that the launch has been cleaned up.
 
     Raises:
         KeyboardInterrupt: For SIGINT; any other signal ends the process.

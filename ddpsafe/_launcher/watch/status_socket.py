@@ -1,8 +1,8 @@
-"""What a running launch tells another process of its user: both ends of it.
+"""The status of a running launch, for other processes of the same user: both ends of the socket.
 
-While an attempt runs, its launcher listens on a socket in the run directory, in the wait that it is
-in anyway. Who connects and is its user gets one line of JSON. Nothing is written meanwhile, no
-process is traced, and a launch that is not asked does nothing for it.
+While an attempt runs, its launcher listens on a socket in the run directory, as part of its one wait
+loop. A process of the same user that connects and sends a request gets one line of JSON. Nothing is
+written to disk, no process is traced, and a launch without requests does no work for it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 SOCKET: Final = "status.sock"
 WITH_STACKS: Final = b"stacks\n"
-WITHOUT: Final = b"status\n"
+WITHOUT_STACKS: Final = b"status\n"
 
-_CREDENTIALS: Final = struct.Struct("3i")
-_QUEUED: Final = 8
+_CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_MOST_CONNECTIONS: Final = 8
 _ANSWER_S: Final = 10.0
 _SEND_S: Final = 1.0
 _MOST_BYTES: Final = 64 << 20
@@ -40,28 +40,29 @@ class StatusSocket:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        """Listen, if the file system has sockets; else no launch fails for it."""
+        """Listen; a file system without sockets does not make the launch fail."""
         self._path = run_dir / SOCKET
         self._listener: socket.socket | None = None
-        self._connected: list[socket.socket] = []  # and has not asked yet
+        self._connected: list[socket.socket] = []  # those that have not sent a request yet
         self._asked_by: list[socket.socket] = []
-        self._is_left = False
+        self._is_listener_skipped = False
         with contextlib.suppress(OSError), contextlib.ExitStack() as failing:
-            self._path.unlink(missing_ok=True)  # of an attempt before, or of a launcher that died
-            # One that does not listen is always readable, so it is closed.
+            # An earlier attempt, or a launcher that died, may have left it.
+            self._path.unlink(missing_ok=True)
+            # On an error close the socket: one that does not listen is always readable.
             listener = failing.enter_context(socket.socket(socket.AF_UNIX))
             with _short(self._path) as path:
                 listener.bind(path)
             self._path.chmod(0o600)
-            listener.listen(_QUEUED)
+            listener.listen(_MOST_CONNECTIONS)
             listener.settimeout(0)
             failing.pop_all()
             self._listener = listener
 
     def handles(self) -> list[int]:
-        """Return what becomes readable when another process asks."""
+        """Return the descriptors that become readable when another process connects or asks."""
         waiting = [each.fileno() for each in self._connected]
-        if self._listener is None or self._is_left:
+        if self._listener is None or self._is_listener_skipped:
             return waiting
         return [self._listener.fileno(), *waiting]
 
@@ -71,55 +72,56 @@ class StatusSocket:
         return bool(self._asked_by)
 
     def accept(self) -> bool | None:
-        """Take the questions of this user that have come; tell whether one asks for stacks."""
+        """Read new requests; return whether one asks for stacks, or ``None`` if there are none."""
         self._connect()
         wants_stacks: bool | None = None
         for connection in list(self._connected):
             try:
-                said = connection.recv(len(WITH_STACKS))
+                request = connection.recv(len(WITH_STACKS))
             except BlockingIOError:
                 continue
             except ConnectionError:
-                said = b""
+                request = b""
             self._connected.remove(connection)
-            if said:
+            if request:
                 connection.settimeout(_SEND_S)
                 self._asked_by.append(connection)
-                wants_stacks = bool(wants_stacks) or said == WITH_STACKS
+                wants_stacks = bool(wants_stacks) or request == WITH_STACKS
             else:
                 connection.close()
         return wants_stacks
 
     def _connect(self) -> None:
-        """Take the next connection of this user, if there is one."""
+        """Accept the next connection of this user, if there is one."""
         if self._listener is None:
             return
-        self._is_left = False
+        self._is_listener_skipped = False
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
         except OSError:
-            # Out of descriptors: it stays readable, so nothing waits for it until the next look.
-            self._is_left = True
+            # Out of descriptors: the listener stays readable, and would keep the wait loop spinning.
+            self._is_listener_skipped = True
             return
         connection.settimeout(0)
-        # Where this is not known, not on Linux, the run directory's own mode keeps others out.
+        # Systems other than Linux do not name the peer's user; there the mode of the run directory keeps
+        # other users out.
         option = getattr(socket, "SO_PEERCRED", None)
         uid = os.geteuid()
         if option is not None:
-            said = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
-            _, uid, _ = _CREDENTIALS.unpack(said)
+            credentials = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
+            _, uid, _ = _CREDENTIALS.unpack(credentials)
         if uid not in (0, os.geteuid()):
             connection.close()
             return
         self._connected.append(connection)
-        if len(self._connected) > _QUEUED:
+        if len(self._connected) > _MOST_CONNECTIONS:
             self._connected.pop(0).close()
 
     def answer(self, facts: Facts) -> None:
-        """Send the facts to all that have asked; one that does not read them is left."""
-        # In ASCII: a path need not be UTF-8, nor what the user names a thread.
+        """Send the facts to all that have asked, and close their connections."""
+        # As ASCII, json's default: neither a path nor the name of a thread need be valid UTF-8.
         line = json.dumps(facts).encode() + b"\n"
         for connection in self._asked_by:
             with contextlib.suppress(OSError), connection:
@@ -127,7 +129,7 @@ class StatusSocket:
         self._asked_by.clear()
 
     def close(self) -> None:
-        """Listen no longer; who has asked meanwhile sees the end of its connection."""
+        """Stop listening, and close the connections of those that still wait for an answer."""
         for connection in (*self._connected, *self._asked_by):
             connection.close()
         self._connected.clear()
@@ -144,28 +146,28 @@ def ask(run_dir: Path, *, stacks: bool = False) -> Facts:
 
     Raises:
         FileNotFoundError: No launcher listens there: the launch has ended, or there was none.
-        ConnectionRefusedError: There is a socket, but its launcher has died.
-        OSError: It gave no answer.
+        ConnectionRefusedError: The socket exists, but its launcher has died.
+        OSError: The launcher did not answer.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_ANSWER_S)
         with _short(run_dir / SOCKET) as path:
             connection.connect(path)
-        connection.sendall(WITH_STACKS if stacks else WITHOUT)
+        connection.sendall(WITH_STACKS if stacks else WITHOUT_STACKS)
         data = bytearray()
         while (part := connection.recv(1 << 16)) and len(data) < _MOST_BYTES:
             data += part
     try:
         facts: Facts = json.loads(data)
     except ValueError as exc:
-        msg = "the launcher ended before it had answered"
+        msg = "the launcher ended before it answered"
         raise ConnectionResetError(msg) from exc
     return facts
 
 
 @contextlib.contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """Name a socket by the descriptor of its folder: a path of a socket has at most 107 bytes."""
+    """Yield a short path of a socket, by a descriptor of its folder: Linux allows 107 bytes."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         has_proc = Path("/proc/self/fd").exists()
@@ -175,22 +177,22 @@ def _short(path: Path) -> Iterator[str]:
 
 
 class Rates:
-    """How many steps a second each rank makes, from what is looked at anyway."""
+    """The steps per second of each rank, from the step counters that the watch reads anyway."""
 
     _KEPT: Final = 16
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Know nothing yet."""
+        """Start without any counts."""
         self._clock = clock
         self._seen: list[tuple[float, dict[int, int]]] = []
 
     def note(self, steps: dict[int, int]) -> None:
-        """Take note of how many steps the ranks have made by now."""
+        """Record how many steps each rank has made so far."""
         self._seen = [*self._seen[-self._KEPT :], (self._clock(), steps)]
 
     def of(self, rank: int) -> float:
-        """Return the rate over the last looks."""
-        if len(self._seen) < 2:  # noqa: PLR2004 - it takes two
+        """Return a rank's steps per second over the last `_KEPT` looks."""
+        if len(self._seen) < 2:  # noqa: PLR2004 - a rate takes two counts
             return 0.0
         (first_s, first), (last_s, last) = self._seen[0], self._seen[-1]
         took_s = last_s - first_s

@@ -1,6 +1,6 @@
 """Writing to the user's streams, whose reader may pause for as long as it likes.
 
-Whoever writes here may wait for ever, so it does so in a daemon thread.
+A write may block for ever, so it belongs in a daemon thread.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ _LINE_S: Final = 1.0
 
 
 def pour(stream: TextIO, text: str) -> Iterator[None]:
-    """Write piece by piece, and yield after each; a stream that is closed or gone takes nothing.
+    """Write piece by piece, and yield after each.
 
-    So does an object of the program's own with half of a stream's methods.
-
-    Pieces end where lines do, and a pipe takes each of them whole or not at all: lines of two
-    launches are not torn apart.
+    Errors are ignored: the stream may be closed, or be an object of the program's own that lacks
+    some of a stream's methods. Pieces end at line ends, and a pipe takes each piece in one write, so
+    the lines of two launches are not mixed up.
 
     Args:
-        stream: Where to.
-        text: What; characters that the stream cannot show become marks.
+        stream: Where to write.
+        text: What to write; characters that the stream cannot encode become question marks.
     """
     encoding = getattr(stream, "encoding", None) or "utf-8"
     data = text.encode(encoding, "replace")
@@ -41,7 +40,7 @@ def pour(stream: TextIO, text: str) -> Iterator[None]:
             _write(stream, data.decode(encoding))
             yield
             return
-        stream.flush()  # what was printed before comes first
+        stream.flush()  # what was printed earlier comes first
         for piece in _pieces(data):
             try:
                 left = piece
@@ -49,50 +48,50 @@ def pour(stream: TextIO, text: str) -> Iterator[None]:
                     with contextlib.suppress(BlockingIOError):
                         left = left[os.write(fd, left) :]
                         continue
-                    # Another process that shares the pipe has made it so.
+                    # Another process that shares the pipe has made it non-blocking.
                     select.select([], [fd], [])
             except BrokenPipeError:
-                # At exit Python complains of what it could not write, as after any print.
+                # Leave it to Python, which reports it at exit as after any print.
                 _write(stream, piece.decode(encoding, "replace"))
             yield
 
 
 def say(line: str) -> None:
-    """Write a line of the launcher's own to stderr, unless it is stuck."""
+    """Write a line of the launcher's own to stderr, without waiting long if that is blocked."""
     write_line(json_line("WARNING", line, current_fields()) if is_json() else f"ddpsafe: {line}")
 
 
 def write_line(line: str) -> None:
-    """Write a line to stderr as it is, unless it is stuck."""
+    """Write a line to stderr as it is, without waiting long if that is blocked."""
     stream = sys.stderr
     if stream is None:  # a service may have none
         return
     text = f"{line}\n"
-    speaker = threading.Thread(target=lambda: list(pour(stream, text)), daemon=True)
+    writer = threading.Thread(target=lambda: list(pour(stream, text)), daemon=True)
     try:
-        speaker.start()
-    except RuntimeError:  # no thread is to be had, as at the end of Python 3.12 and later
+        writer.start()
+    except RuntimeError:  # Python 3.12 and later start no thread at exit
         list(pour(stream, text))
     else:
-        speaker.join(_LINE_S)
+        writer.join(_LINE_S)
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Tell whether a person reads it; an object of the program's own may not say."""
+    """Return whether a stream is a terminal; false for an object that cannot say."""
     with contextlib.suppress(Exception):
         return bool(stream.isatty())
     return False
 
 
 def _find_descriptor(stream: TextIO) -> int | None:
-    """Find where one of Python's own streams writes to; what another one does is its own matter.
+    """Return the file descriptor of one of Python's own streams; ``None`` for any other object.
 
-    A thread that is stuck in a buffered stream holds its lock, and the interpreter, which flushes
-    the stream at its end, could not end. In `os.write` it holds nothing.
+    A thread that is blocked in a buffered stream holds its lock, and the interpreter, which flushes
+    the stream at exit, could not exit. In `os.write` it holds no lock.
     """
-    if type(stream) is not io.TextIOWrapper or "write" in vars(stream):  # wandb puts its own there
+    if type(stream) is not io.TextIOWrapper or "write" in vars(stream):  # wandb replaces `write`
         return None
-    raw = getattr(stream.buffer, "raw", stream.buffer)  # python -u has no buffer in between
+    raw = getattr(stream.buffer, "raw", stream.buffer)  # without a buffer under python -u
     return raw.fileno() if type(raw) is io.FileIO else None
 
 
