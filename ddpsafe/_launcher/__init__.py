@@ -3,11 +3,11 @@
 ::
 
     attempt        one attempt, from start to result
-    plan           config and call, resolved and checked; nothing has started yet
-    retry          whole attempts, again
+    plan           config and call, resolved and checked before anything starts
+    retry          whether and when another attempt begins
     handle         what `spawn(join=False)` returns
     run_directory  where logs and reports go
-    uncaught       how an error of a launch is shown and what the script exits with
+    uncaught       how an error is shown, and the exit code of the script
     processes/     the processes of one attempt
     watch/         the wait while they run
     diagnosis/     which rank broke, and the error that says so

@@ -1,4 +1,4 @@
-"""What `spawn` gives as torch's does: a handle with its methods, and errors that are torch's, too."""
+"""What makes `spawn` a drop-in for torch's: its handle, and errors that are also torch's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddpsafe._errors import (
     portable,
     rebuild,
 )
-from ddpsafe._launcher.uncaught import end_with_the_script, presentable, spare
+from ddpsafe._launcher.uncaught import cancel_if_uncaught, presentable, remove_cancel
 from ddpsafe._launcher.watch.streams import say
 from ddpsafe._logging import json_scope
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     GracePeriod = Callable[[], float | None]
 
 
-__tracebackhide__ = True  # pytest shows the line of the caller, not these
+__tracebackhide__ = True  # pytest shows the caller's line, not the frames of this file
 
 
 def as_torchs(error: DDPSafeError) -> DDPSafeError:
-    """Return an error of `spawn` as one that ``except torch.multiprocessing.Process…`` catches, too.
+    """Return an error of `spawn` as one that ``except torch.multiprocessing.Process…`` also catches.
 
-    Its class inherits ddpsafe's and torch's, under ddpsafe's name. A timeout cannot be torch's: it
-    is a `TimeoutError`, which Python does not combine with torch's classes.
+    Its class inherits ddpsafe's and torch's, under ddpsafe's name. A timeout stays as it is: Python
+    cannot combine its base `TimeoutError` with torch's classes.
     """
     if type(error) not in _TORCHS or not isinstance(error, RankFailedError):
         return error
@@ -60,7 +60,7 @@ _TORCHS: Final[dict[type[DDPSafeError], str]] = {
 
 @functools.cache
 def _combined(cls: type[RankFailedError]) -> type[RankFailedError]:
-    """Make the class that is both; torch is loaded once ranks have run."""
+    """Make the class that inherits both; only here, since it needs torch, which ranks have loaded."""
     import torch.multiprocessing
 
     class Both(cls, getattr(torch.multiprocessing, _TORCHS[cls])):  # type: ignore[misc,valid-type]  # made for each pair
@@ -73,7 +73,7 @@ def _combined(cls: type[RankFailedError]) -> type[RankFailedError]:
 
         @property
         def signal(self) -> int:
-            return -int(self.exit_code)  # as `multiprocessing` has it, and torch
+            return -int(self.exit_code)  # as `multiprocessing` counts, and torch
 
     Both.__name__, Both.__qualname__, Both.__module__ = cls.__name__, cls.__qualname__, "ddpsafe"
     Both.__doc__ = cls.__doc__
@@ -100,7 +100,7 @@ def _rebuild_as_torchs(
     if cls is RankKilledError:
         error.exit_code = min(error.exit_code, 128 - error.exit_code)  # -15 for 143, and for -15
         error.signal_name = error.signal_name or f"<Unknown signal {-error.exit_code}>"
-    # A rank that left early has exited with 0, and the script that is told so must not.
+    # A rank that left early has exited with 0. `exit_code` stays 1, so that the script fails.
     code = 0 if cls is RankLeftEarlyError else error.exit_code
     how = f"signal {error.signal_name}" if error.signal_name else f"exit code {code}"
     error.torchs_line = error.msg = f"process {error.rank} terminated with {how}"
@@ -110,12 +110,12 @@ def _rebuild_as_torchs(
 class SpawnHandle:
     """What ``spawn(join=False)`` returns, with the methods of torch's ProcessContext.
 
-    The ranks are watched all the time, in a thread of their own, not only while `join` waits.
+    A thread watches the ranks all the time, not only while `join` waits.
 
     Attributes:
         processes: The ranks' processes, by rank.
-        sentinels: The rank behind each `BaseProcess.sentinel`, as long as it is not joined.
-        error_files: What each rank has written to stderr, its traceback included, by rank.
+        sentinels: The rank of each `BaseProcess.sentinel`, until `join` has seen the ranks end.
+        error_files: The path of each rank's stderr with its traceback, by rank.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class SpawnHandle:
         *,
         daemon: bool,
     ) -> None:
-        """Start, and return once every rank's process exists or the start has failed."""
+        """Start the ranks; return once every process exists, or raise if the start has failed."""
         self.processes: list[BaseProcess] = []
         self.sentinels: dict[int, int] = {}
         self.error_files: list[str] = []
@@ -145,10 +145,10 @@ class SpawnHandle:
         if self._result.done() and not self._pids:
             self._result.result()
         if daemon:
-            # A daemonic thread is frozen at the interpreter's end and could not clean up.
+            # A daemon thread is frozen when the interpreter ends, and could not clean up.
             atexit.register(self._cancel)
-        end_with_the_script(self._cancel)
-        atexit.register(self._tell_failure)
+        cancel_if_uncaught(self._cancel)
+        atexit.register(self._report_failure)
 
     def pids(self) -> list[int]:
         """Return the ranks' process ids, by rank."""
@@ -158,12 +158,12 @@ class SpawnHandle:
         """Wait for the ranks.
 
         Args:
-            timeout: How long, in seconds; ``None`` until they have ended.
-            grace_period: How long the other ranks may go on once one has failed, and again after
-                SIGTERM, in seconds; ``None`` ends them at once, with ``timeouts.grace``.
+            timeout: How long, in seconds; with ``None`` until they have ended.
+            grace_period: How many seconds the other ranks may keep running once one has failed, and
+                again after SIGTERM; ``None`` ends them at once, with ``timeouts.grace``.
 
         Returns:
-            True when all have ended well, False when the timeout passed first.
+            True when all have succeeded, False when the timeout passed first.
 
         Raises:
             LaunchError: A rank failed.
@@ -179,8 +179,8 @@ class SpawnHandle:
             raise
         self._thread.join()
         atexit.unregister(self._cancel)
-        atexit.unregister(self._tell_failure)
-        spare(self._cancel)
+        atexit.unregister(self._report_failure)
+        remove_cancel(self._cancel)
         self.sentinels.clear()
         error = self._result.exception()
         if isinstance(error, DDPSafeError):
@@ -194,10 +194,10 @@ class SpawnHandle:
             with contextlib.suppress(OSError):
                 self._inbox.put(signal.SIGINT, None)
         self._thread.join()
-        spare(self._cancel)
+        remove_cancel(self._cancel)
 
-    def _tell_failure(self) -> None:
-        """Report, at the script's end, a failure of ranks that were never joined."""
+    def _report_failure(self) -> None:
+        """Report, when the script ends, a failure of ranks that were never joined."""
         error = self._result.exception() if self._result.done() else None
         if isinstance(error, DDPSafeError):
             with json_scope(on=error.shown_as_json):
@@ -216,7 +216,7 @@ class SpawnHandle:
     def _watch(self) -> None:
         try:
             self._run(self._note, self._cancelled, lambda: self._grace_period)
-        except BaseException as exc:  # noqa: BLE001 - carried to whoever joins
+        except BaseException as exc:  # noqa: BLE001 - raised again by `join`
             self._result.set_exception(exc)
         else:
             self._result.set_result(None)

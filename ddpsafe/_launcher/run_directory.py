@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
     from ddpsafe._wire.messages import RankOutcome
     from ddpsafe._world import World
+
 logger = get_logger(__name__)
-_ROOM_BYTES: Final = 64 << 10
+_PROBE_BYTES: Final = 64 << 10
 _KEPT_S: Final = 7 * 86_400.0
 _TEMPORARY: Final = re.compile(r"ddpsafe-[a-z0-9_]{8}")
 _MOST_LOOKED_AT: Final = 10_000
@@ -35,20 +36,20 @@ _MOST_REMOVED: Final = 20
 
 
 class RunDirectory:
-    """Paths of a launch; `discard` decides what stays.
+    """The run directory of a launch.
 
     Attributes:
         path: The directory.
-        is_ours: Whether we made it under the system's temporary directory.
-        owner_uid: Who owns what is made in it: this user, unless the file system gives all files
+        is_ours: Whether ddpsafe made it in the system's temporary directory.
+        owner_uid: The owner of new files in it: this user, unless the file system gives all files
             another owner.
-        holds_failure: Whether an attempt has failed, and its logs and report are in there.
+        holds_failure: Whether it has the logs and the report of an attempt that failed.
     """
 
     def __init__(
         self, path: Path, *, is_ours: bool, owner_uid: int, logs_below: Path | None = None
     ) -> None:
-        """Keep the path, and where the folders of attempts are made if that is another one."""
+        """Keep the path, and the parent of the attempts' folders if that is another one."""
         self.path = path
         self._logs_below = logs_below or path
         self.is_ours = is_ours
@@ -59,7 +60,7 @@ class RunDirectory:
         """Make the directory of an attempt, counted from 1.
 
         Raises:
-            PreflightError: It cannot be made, or something is in its place.
+            PreflightError: It cannot be made, or something else is in its place.
         """
         path = self._logs_below / f"attempt-{number}"
         try:
@@ -82,9 +83,9 @@ class RunDirectory:
         )
 
     def note_tracebacks(self, outcomes: Iterable[RankOutcome]) -> None:
-        """Append what each rank raised to its log, where a reader looks for it.
+        """Append the traceback of each rank that raised to its log.
 
-        The rank does not print it: the console would show the echoes before the cause.
+        The rank does not print it: the console would then show peer errors before their cause.
         """
         for outcome in outcomes:
             if outcome.raised is not None and outcome.stderr is not None:
@@ -95,12 +96,12 @@ class RunDirectory:
                         file.write(outcome.raised.traceback)
 
     def report(self, number: int, error: LaunchError, *, is_kept: bool = True) -> None:
-        """Write what is known of a failed attempt beside its logs, if the disk takes it.
+        """Write the report of a failed attempt next to its logs, unless the disk fails.
 
         Args:
             number: The attempt.
             error: Its failure.
-            is_kept: Whether the directory stays for it.
+            is_kept: Whether the directory is to be kept because of it.
         """
         self.holds_failure |= is_kept
         with contextlib.suppress(OSError):
@@ -108,30 +109,30 @@ class RunDirectory:
             write_page(self._logs_below)
 
     def note_end(self, number: int, outcomes: Mapping[int, RankOutcome]) -> None:
-        """Keep when each rank did what in an attempt without a failure, in a user's directory."""
+        """Write the ranks' times of an attempt without a failure, if the directory is the user's."""
         if not self.is_ours:
             with contextlib.suppress(OSError):
                 write_ranks(outcomes, self._logs_below / f"attempt-{number}")
 
     @property
     def is_kept(self) -> bool:
-        """Whether it stays when the launch ends, by whatever but success."""
+        """Whether it is kept when the launch ends, unless by success."""
         return self.holds_failure or not self.is_ours
 
     def discard(self) -> None:
-        """Remove a directory that we made."""
+        """Remove the directory if ddpsafe made it."""
         if self.is_ours:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def open_run_directory(wanted: Path | None, *, node: str = "") -> Iterator[RunDirectory]:
-    """Make the run directory; remove a temporary one when all went well or no attempt has failed.
+    """Make the run directory; remove a temporary one on success, or if no attempt has failed.
 
     Args:
         wanted: The user's directory, or ``None`` for a private temporary one.
-        node: Name of a folder in the user's directory for the logs of this node: with several nodes
-            it may be on a disk that they share.
+        node: Name of a folder in the user's directory for the logs of this node, since several nodes
+            may share the directory; empty for none.
 
     Raises:
         PreflightError: It cannot be made or written to.
@@ -144,8 +145,8 @@ def open_run_directory(wanted: Path | None, *, node: str = "") -> Iterator[RunDi
             directory = RunDirectory(path, is_ours=True, owner_uid=path.lstat().st_uid)
         except OSError as exc:
             raise _unusable(Path(tempfile.gettempdir()), exc) from exc
-        # Hold a lock on it as long as the launch lives, which may be longer than a week. There are
-        # file systems without locks.
+        # A launch may run for more than a week: this lock keeps `remove_old_directories` of another
+        # launch away. Some file systems have no locks.
         with contextlib.suppress(OSError):
             in_use = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(in_use, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -156,7 +157,7 @@ def open_run_directory(wanted: Path | None, *, node: str = "") -> Iterator[RunDi
     except BaseException as error:
         if not directory.holds_failure:
             directory.discard()
-        elif not isinstance(error, LaunchError):  # which would name the directory itself
+        elif not isinstance(error, LaunchError):  # a LaunchError names the directory itself
             logger.warning("the logs of the attempts that failed are in %s", directory.path)
         raise
     else:
@@ -167,10 +168,10 @@ def open_run_directory(wanted: Path | None, *, node: str = "") -> Iterator[RunDi
 
 
 def remove_old_directories(parent: Path, *, now_s: float | None = None) -> list[Path]:
-    """Remove what failed launches of this user left in the temporary directory a week ago.
+    """Remove what failed launches of this user left in the temporary directory a week ago or earlier.
 
-    Only directories with the names that `tempfile` makes for ddpsafe, that nothing has changed for
-    a week, and that no launch still holds; a few of them at each launch.
+    That is, directories that have a name that `tempfile` makes for ddpsafe, have not changed for a
+    week, and are not locked by a launch; only a few of them at each launch.
 
     Args:
         parent: The temporary directory.
@@ -220,16 +221,17 @@ def _make(path: Path, node: str) -> RunDirectory:
         logs_below.mkdir(mode=0o700, exist_ok=True)
         _set_aside_earlier_attempts(logs_below)
         with tempfile.TemporaryFile(dir=path) as file:
-            file.write(bytes(_ROOM_BYTES))  # an empty file fits on a full disk
+            file.write(bytes(_PROBE_BYTES))  # an empty file fits on a full disk
             owner_uid = os.fstat(file.fileno()).st_uid
-        # Others may remove or rename the logs; that they cannot redirect them is seen to.
+        # Other users might remove or rename the logs, which is worth a warning. They cannot redirect them:
+        # `open_log` follows no links.
         found = path.stat()
         writable = (
             found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
         )
         if writable or found.st_uid not in (owner_uid, 0):
             logger.warning(
-                "other users can rename or remove what is in the run directory %s (owner uid %d, mode "
+                "other users can rename or remove files in the run directory %s (owner uid %d, mode "
                 "%03o); choose one that only you can write to",
                 path,
                 found.st_uid,
@@ -241,7 +243,7 @@ def _make(path: Path, node: str) -> RunDirectory:
 
 
 def _set_aside_earlier_attempts(path: Path) -> None:
-    """Keep the logs of a launch that used the same directory: its crash may be why we are here."""
+    """Keep the logs of an earlier launch in the same directory: its failure may be why it is repeated."""
     earlier = sorted(path.glob("attempt-*"))
     if not earlier:
         return
@@ -259,5 +261,5 @@ def _set_aside_earlier_attempts(path: Path) -> None:
 def _unusable(path: Path, exc: OSError) -> PreflightError:
     what = f"the run directory {path} cannot be used: {exc.strerror or exc}."
     cause = "it is not writable, its disk is full, or a file is in its place."
-    fix = "pass run_dir= with a directory that you can write to, or make room."
+    fix = "pass run_dir= with a directory that you can write to, or free some space."
     return PreflightError(Explanation(what, cause=cause, fix=fix))

@@ -1,4 +1,4 @@
-"""How an error leaves the library: a traceback of one screen, no live ranks, an exit status that tells."""
+"""How an error leaves the library: with a short traceback, no live ranks, and its own exit code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-_LIVE: Final[set[Callable[[], object]]] = set()
+_cancels: Final[set[Callable[[], object]]] = set()
 
 
 def presentable(error: DDPSafeError) -> DDPSafeError:
@@ -28,14 +28,14 @@ def presentable(error: DDPSafeError) -> DDPSafeError:
         The same error.
     """
     if error.exit_code != 1 or error.shown_as_json:
-        _hook().sets_status = True
+        _hook().sets_exit_code = True
     return without_frames(error)
 
 
 def without_frames(error: DDPSafeError) -> DDPSafeError:
-    """Take its frames from an error, and from its causes where none of them can be the user's.
+    """Remove the frames of an error, and of its causes where none of them can be the user's.
 
-    Those of ddpsafe and tenacity would push the message off the screen, and add nothing to it.
+    The frames of ddpsafe and tenacity would push the message off the screen, and add nothing to it.
 
     Args:
         error: The error that is about to be shown.
@@ -50,21 +50,21 @@ def without_frames(error: DDPSafeError) -> DDPSafeError:
     return error.with_traceback(None)
 
 
-def end_with_the_script(cancel: Callable[[], object]) -> None:
-    """Call `cancel` when the script dies of an exception, Ctrl-C included.
+def cancel_if_uncaught(cancel: Callable[[], object]) -> None:
+    """Call `cancel` when an uncaught exception ends the script, Ctrl-C included.
 
-    Ranks have sessions of their own, which the terminal's Ctrl-C does not reach, and at its end
-    the interpreter waits for the threads that watch them.
+    Ranks have sessions of their own, which the terminal's Ctrl-C does not reach, and at exit the
+    interpreter waits for the threads that watch them.
     """
     _hook()
-    _LIVE.add(cancel)
+    _cancels.add(cancel)
 
 
-def spare(cancel: Callable[[], object]) -> None:
-    """Take back `end_with_the_script`; the last one takes the hook off where nothing else needs it."""
-    _LIVE.discard(cancel)
+def remove_cancel(cancel: Callable[[], object]) -> None:
+    """Undo `cancel_if_uncaught`; remove the hook if nothing else needs it."""
+    _cancels.discard(cancel)
     hook = sys.excepthook
-    if isinstance(hook, _Uncaught) and not _LIVE and not hook.sets_status:
+    if isinstance(hook, _Uncaught) and not _cancels and not hook.sets_exit_code:
         sys.excepthook = hook.before
 
 
@@ -75,19 +75,19 @@ def _hook() -> _Uncaught:
 
 
 class _Uncaught:
-    """What happens to an exception that was not caught: it is shown, and the process ends by it.
+    """Hook for uncaught exceptions: shows the exception, cancels launches, sets the exit code.
 
-    Python ends with 1 after any traceback, which hides the rank's own code from a scheduler; a
-    hook that raises SystemExit once it has shown the traceback sets the status.
+    Python exits with 1 after any traceback, which hides the rank's own exit code from a scheduler.
+    A hook that shows the traceback and then raises SystemExit sets the exit code.
 
     Attributes:
-        before: The hook that was there, which shows the traceback.
-        sets_status: An error has left the library whose exit code Python would not use.
+        before: The previous hook, which shows the traceback.
+        sets_exit_code: Whether an error has left the library whose exit code Python would not use.
     """
 
     def __init__(self, before: Callable[[type[BaseException], Any, Any], object]) -> None:
         self.before = before
-        self.sets_status = False
+        self.sets_exit_code = False
 
     def __call__(
         self, kind: type[BaseException], raised: BaseException, traceback: TracebackType | None
@@ -95,20 +95,20 @@ class _Uncaught:
         try:
             if isinstance(raised, PreemptedError):
                 with json_scope(on=raised.shown_as_json):
-                    say(str(raised))  # no failure, so no traceback
+                    say(str(raised))  # not a failure, so no traceback
             elif isinstance(raised, DDPSafeError) and raised.shown_as_json:
                 write_line(json_of_error(raised))
             else:
                 self.before(kind, raised, traceback)
-        finally:  # it may raise SystemExit itself
+        finally:  # the previous hook may raise SystemExit itself
             if not _has_prompt():
-                for cancel in list(_LIVE):
+                for cancel in list(_cancels):
                     cancel()
         if isinstance(raised, DDPSafeError) and raised.exit_code != 1 and not _has_prompt():
             code = raised.exit_code
-            raise SystemExit(code if code >= 0 else 128 - code)  # torch's is -15 for SIGTERM
+            raise SystemExit(code if code >= 0 else 128 - code)  # torch: -15 for SIGTERM
 
 
 def _has_prompt() -> bool:
-    """Tell whether an error leads back to a prompt, with all that the session holds."""
+    """Return whether the interpreter continues at a prompt after an error."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)

@@ -97,7 +97,7 @@ def test_a_package_that_is_on_no_path_is_found(
     monkeypatch.setattr(sys, "path", elsewhere)
     process = reaper.start(os.getpid())
     launcher = reaper.Reaper(process)
-    launcher.teach("5" * 32)
+    launcher.send_setup("5" * 32)
     launcher.remove_later(folder)
     assert process.stdin is not None
     process.stdin.close()
@@ -146,10 +146,10 @@ def test_code_without_a_source_file_starts_it(tmp_path: Path, packed: str) -> No
 @pytest.mark.parametrize(
     ("executable", "cause"),
     [
-        ("/nonexistent/python", "Python's own program ('/nonexistent/python') is not there"),
-        ("/etc/passwd", "Python's own program ('/etc/passwd') is not there, or may not be run"),
-        ("", "Python's own program ('') is not there"),
-        (None, "Python's own program ('') is not there"),
+        ("/nonexistent/python", "the Python executable ('/nonexistent/python') does not exist"),
+        ("/etc/passwd", "the Python executable ('/etc/passwd') does not exist, or may not be run"),
+        ("", "the Python executable ('') does not exist"),
+        (None, "the Python executable ('') does not exist"),
     ],
 )
 def test_a_python_that_cannot_be_started_is_named(

@@ -1,4 +1,4 @@
-"""Finding what ranks have left behind, and nothing else."""
+"""Finds and kills what ranks have left behind, and never another process."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _START_FIELD: Final = 19  # of /proc/PID/stat, counted after the name: field 22 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process as it can be recognised after its pid is used again.
+    """Identifies a process even after its pid has been reused.
 
     Attributes:
         pid: Its process id.
-        started: When it started, to be compared only: see `_start_of`.
+        started: When it started; only to compare, see `_start_of`.
     """
 
     pid: int
     started: float
 
     def is_alive(self) -> bool:
-        """Tell whether its pid is that of the same process, be it one that waits to be reaped."""
+        """Return whether the pid still belongs to the same process; a zombie counts as alive."""
         with contextlib.suppress(psutil.Error, OSError):
             return _start_of(self.pid) == self.started
         return False
@@ -46,25 +46,25 @@ class ProcessIdentity:
 class RankIdentity(ProcessIdentity):
     """A rank's process, which leads a session of its own, and what it has left there.
 
-    The kernel gives a number to no new process while a session of that number has members, but at
-    any time after. So once a rank has ended, its session is known by what was in it at its end.
+    The kernel reuses the number of a session once it has no members. So once a rank has ended, its
+    session is identified by the processes that were in it at that time.
 
     Attributes:
-        left: What was in its session when it ended; ``None`` while it runs.
+        left: The processes in its session when it ended; ``None`` while it runs.
     """
 
     left: tuple[ProcessIdentity, ...] | None = None
 
     @classmethod
     def of(cls, pid: int) -> RankIdentity | None:
-        """Describe a live process; ``None`` if it has gone."""
+        """Return the identity of a live process; ``None`` if it has ended."""
         try:
             return cls(pid, _start_of(pid))
         except (psutil.Error, OSError):
             return None
 
     def ended(self) -> RankIdentity:
-        """Describe it after its end, with what is left in its session."""
+        """Return the identity after its end, with the processes left in its session."""
         left = []
         for pid in psutil.pids():
             if pid != self.pid and _session_of(pid) == self.pid:
@@ -73,10 +73,10 @@ class RankIdentity(ProcessIdentity):
         return replace(self, left=tuple(left))
 
     def owns_session(self) -> bool | None:
-        """Tell whether a session of its number is its own, and not another process's; ``None`` if unknown.
+        """Return whether the session of its number still belongs to it; ``None`` if unknown.
 
-        A process comes into a session by its birth alone. So all that is in one whose leader is the
-        rank, or which one that the rank has left is still in, descends from the rank.
+        A process enters another one's session only by being born there. So if the rank, or a process
+        that it has left behind, is in the session, all of the session descends from the rank.
         """
         if psutil.pid_exists(self.pid):
             return self.is_alive()
@@ -86,19 +86,19 @@ class RankIdentity(ProcessIdentity):
 
 
 def find_members(ranks: Iterable[RankIdentity], launch_id: str) -> list[psutil.Process]:
-    """Find live processes of a launch: the ranks, their sessions, and what carries its mark.
+    """Find the live processes of a launch: by the sessions of its ranks, and by its `MARKER`.
 
-    A rank leads a session of its own, so whatever it starts belongs to that session, unless it
-    made another one; then its environment still carries the launch's id. What a rank forks off into
-    a session of its own, without starting a program there, carries neither, and is not found.
+    What a rank starts is in the rank's session, or, if it has made another session, has the launch's
+    id in its environment. A process that a rank forks, and that makes another session without
+    starting a program there, has neither and is not found.
 
     Args:
         ranks: The ranks.
-        launch_id: What `MARKER` says in the environment of this launch's processes.
+        launch_id: The value of `MARKER` in the environment of this launch's processes.
 
     Returns:
-        What descends from the ranks, also where root's ranks have become another user; beyond what
-        is certain only processes of this user. Never the caller.
+        Processes that surely descend from the ranks, even those of another user, which root's ranks
+        may have become; and of those that probably do, the ones of this user. Never the caller.
     """
     owned = {rank.pid: rank.owns_session() for rank in ranks}
     certain = {pid for pid, is_own in owned.items() if is_own}
@@ -112,8 +112,8 @@ def find_members(ranks: Iterable[RankIdentity], launch_id: str) -> list[psutil.P
             if places & certain:
                 found.append(process)
                 continue
-            # Of an ended rank's session it is not known whose it is by now, and a mark can be
-            # forged. Root may end all other users' processes too, and must not.
+            # An ended rank's session may belong to another process by now, and anybody can set MARKER.
+            # Root has the permission to kill other users' processes, and must not.
             is_likely = places & likely or process.environ().get(MARKER) == launch_id
             if is_likely and {os.getuid(), os.geteuid()} & set(process.uids()):
                 found.append(process)
@@ -128,47 +128,47 @@ def kill_members(
     Args:
         ranks: The ranks.
         launch_id: See `find_members`.
-        within_s: How long to look for new ones, in seconds; a few times at least.
+        within_s: How long to look for new processes, in seconds; it looks a few times at least.
 
     Returns:
-        What was killed, this process's children first reaped by their owner.
+        The processes that were killed. This process's children are still to be reaped by their owner.
     """
     known = [rank for rank in ranks if rank.owns_session() is not False]
     killed: list[psutil.Process] = []
     ends = time.monotonic() + within_s
     for look in itertools.count():
         members = find_members(known, launch_id)
-        # Whatever the time: on a busy machine one look takes a second, and what it finds is killed.
+        # On a busy machine one look may take longer than `within_s`, and still has to have an effect.
         if not members or (look >= _FEWEST_LOOKS and time.monotonic() > ends):
             break
         known = [rank.ended() if rank.owns_session() else rank for rank in known]
         if all(member in killed and is_in_kernel(member.pid) for member in members):
-            break  # they go when the disk answers
+            break  # they end once the disk or the device responds
         for member in members:
             _kill(member)
         killed += [member for member in members if member not in killed]
         psutil.wait_procs(members, timeout=0.05)
-        # What was being killed may have forked, and then nothing that was there before is left.
+        # A process may have forked while it was killed; then no process known in the session is left.
         known = [rank if rank.owns_session() else replace(rank, left=None) for rank in known]
     return killed
 
 
 def _kill(process: psutil.Process) -> None:
-    """Kill a process that was found, and never another one that has its pid since."""
+    """Kill a process that was found, and never another one that has got its pid since."""
     with contextlib.suppress(psutil.Error, OSError):
         pidfd = open_pidfd(process.pid)
         if pidfd is None:
-            process.kill()  # psutil looks again whether it is the same one
+            process.kill()  # psutil checks again that it is the same process
             return
         try:
-            if process.is_running():  # the same process, and the descriptor is its own
+            if process.is_running():  # it is the same process, so the descriptor is its own
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         finally:
             os.close(pidfd)
 
 
 def open_pidfd(pid: int | None) -> int | None:
-    """Return a descriptor that becomes readable when a process ends, where the system has such."""
+    """Return a descriptor that becomes readable when a process ends, if the system has pidfds."""
     if pid is None or not hasattr(os, "pidfd_open"):
         return None
     with contextlib.suppress(OSError):
@@ -177,16 +177,16 @@ def open_pidfd(pid: int | None) -> int | None:
 
 
 def is_in_kernel(pid: int | None) -> bool:
-    """Tell whether a process waits for a disk or a device, where not even SIGKILL reaches it."""
+    """Return whether a process waits for a disk or a device, where not even SIGKILL ends it."""
     with contextlib.suppress(psutil.Error):
         return pid is not None and bool(psutil.Process(pid).status() == psutil.STATUS_DISK_SLEEP)
     return False
 
 
 def _start_of(pid: int) -> float:
-    """Return when a process started: in ticks since the boot on Linux.
+    """Return when a process started: on Linux in clock ticks since boot.
 
-    psutil's seconds since the epoch change with every step of the wall clock.
+    psutil's seconds since the epoch change whenever the wall clock is set.
     """
     if sys.platform != "linux":
         return float(psutil.Process(pid).create_time())
@@ -197,5 +197,5 @@ def _start_of(pid: int) -> float:
 def _session_of(pid: int) -> int | None:
     try:
         return os.getsid(pid)
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return None

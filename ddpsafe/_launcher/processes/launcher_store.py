@@ -1,8 +1,8 @@
-"""Where the ranks of one attempt meet: files in a private folder, which only this user can reach.
+"""The store of one attempt: files in a private folder, which only this user can reach.
 
-The kernel guards it: another user of the host can neither list, read nor write what lies below a
-folder of mode 0700. A socket on loopback takes every user of the host, and since torch 2.10 its
-`TCPStore` lists all keys to whoever connects, so no secret prefix keeps other users out.
+The kernel protects it: other users of the host cannot list, read or write anything in a folder of
+mode 0700. A socket on loopback accepts every user of the host, and since torch 2.10 a `TCPStore`
+lists all keys to any client, so no secret prefix keeps other users out.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherStore:
-    """The store of one attempt, which outlives every rank, and the port beside it.
+    """The store of one attempt, which outlives every rank, and a port.
 
     Attributes:
-        folder: Where the ranks' stores keep their files.
-        master_port: A reserved port for code that opens MASTER_PORT itself.
+        folder: The folder for the files of the store.
+        master_port: A reserved port, for code that opens MASTER_PORT itself.
     """
 
     folder: Path
@@ -41,16 +41,16 @@ class LauncherStore:
 
 @contextlib.contextmanager
 def open_store(parent: Path | None, reaper: Reaper) -> Iterator[LauncherStore]:
-    """Make the folder of a fresh store, until the attempt is over.
+    """Make the folder of a fresh store, and remove it when the context is left.
 
     Args:
-        parent: A private folder on a local disk; ``None`` for the system's temporary directory. A
-            run directory that the user chose may be on a network mount, where each look at a key
-            would be a question to a server.
-        reaper: Removes the folder should this process be killed.
+        parent: A private folder on a local disk; ``None`` for the system's temporary directory. Not
+            a run directory that the user chose: it may be on a network mount, where each read of a
+            key would be a request to a server.
+        reaper: Removes the folder if this process is killed.
 
     Raises:
-        PreflightError: It cannot be made.
+        PreflightError: The folder cannot be made.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -60,19 +60,19 @@ def open_store(parent: Path | None, reaper: Reaper) -> Iterator[LauncherStore]:
             stack.enter_context(_kept_from_cleaners(folder))
             master_port = stack.enter_context(reserved_port())
         except OSError as exc:
-            what = f"the folder in which the ranks meet cannot be made: {exc}."
+            what = f"the folder for the store of the ranks cannot be made: {exc}."
             cause = f"{tempfile.gettempdir()} is not writable or full, or a limit (ulimit -n) is reached."
-            fix = "set TMPDIR to a directory on a local disk that you can write to, or make room."
+            fix = "set TMPDIR to a directory on a local disk that you can write to, or free some space."
             raise PreflightError(Explanation(what, cause=cause, fix=fix)) from exc
         yield LauncherStore(folder=folder, master_port=master_port)
 
 
 @contextlib.contextmanager
 def _kept_from_cleaners(folder: Path) -> Iterator[None]:
-    """Hold a lock that keeps systemd-tmpfiles from ageing the files out of a run of many days."""
+    """Hold a lock that keeps systemd-tmpfiles from removing the files of a run of many days."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # the file system has no locks
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
@@ -81,12 +81,12 @@ def _kept_from_cleaners(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reserved_port(address: str = LOOPBACK) -> Iterator[int]:
-    """Hold a port of an address that only a program that names it can take.
+    """Reserve a port: from then on only programs that ask for this very port can get it.
 
-    The kernel gives a bound port to no program that asks for any free one; as it does not listen,
-    and both sides set SO_REUSEADDR (torch's store does), a rank can still bind it. So can a program
-    of any other user that names it: ddpsafe itself and torch's own rendezvous, which ddpsafe sends
-    to its store, never use it.
+    The kernel does not give a bound port to programs that ask for any free one. A rank can still bind
+    it, since this socket does not listen and both sides set SO_REUSEADDR (torch's store does). So can
+    a program of another user that asks for it: ddpsafe never uses it, nor does torch's rendezvous,
+    which ddpsafe redirects to its own store.
     """
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -263,11 +263,11 @@ class Worker(RankState):
         report_fd: int,
         lifeline_fd: int,
         shared: IO[bytes],
-        protect: Callable[[RankIdentity], None],
+        track: Callable[[RankIdentity], None],
     ) -> None:
         """Own the process, the launcher's ends of both pipes, and the shared memory; see `Inheritance`.
 
-        `protect` is called with the identity of the process when it starts and when it has ended.
+        `track` is called with the identity of the process when it starts and when it has ended.
         """
         super().__init__(self.send)
         self.spec = spec
@@ -286,9 +286,9 @@ class Worker(RankState):
         self._is_abandoned = False
         self._pidfd = open_pidfd(process.pid)
         self.identity = RankIdentity.of(process.pid) if process.pid is not None else None
-        self._protect = protect
+        self._track = track
         if self.identity is not None:
-            protect(self.identity)
+            track(self.identity)
 
     @property
     def rank(self) -> int:
@@ -369,7 +369,7 @@ class Worker(RankState):
         if self.identity is not None and self.ended_ns is None:
             # Before it is reaped: after that another process may get its pid.
             self.identity = self.identity.ended()
-            self._protect(self.identity)
+            self._track(self.identity)
         self._process.join(_REAP_S)
         self.take_reports()
         self.ended_ns = seen_ns

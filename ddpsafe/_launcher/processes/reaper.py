@@ -1,8 +1,8 @@
-"""A small process that outlives the launcher for as long as it takes to clean up after it.
+"""A small process that outlives a killed launcher, and cleans up after it.
 
 A launcher that is killed by SIGKILL can do nothing, and a rank killed with it cannot end what it
-started. The reaper learns the ranks' pids on a pipe; when the pipe ends without a good-bye, it ends
-them and all that descends from them.
+started. The reaper reads the ranks' pids from a pipe. When the pipe ends and the reaper is still
+alive, the launcher has died: the reaper ends the ranks and everything that they started.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Its code comes through the pipe: ddpsafe may lie in a zip file, or be compiled without its source.
+# Its code is sent on the pipe: ddpsafe may be in a zip file, or be compiled without its source.
 _BOOTSTRAP: Final = """# ddpsafe's reaper: ends what a killed launcher leaves
 import marshal, os, sys, threading, time
 type(lambda: 0)(marshal.load(sys.stdin.buffer), globals())(int(sys.argv[1]))
@@ -46,53 +46,52 @@ LIMITS: Final = {
     errno.ENOMEM: "this machine, or its cgroup, has no memory left.",
     errno.ENOSPC: "the disk with the run directory or TMPDIR is full.",
 }
-"""Which limit stopped the start of a process, by errno."""
+"""The limit that kept a process from being started, by errno."""
 
 
 class Reaper:
     """The launcher's end of the reaper process."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None) -> None:
-        """Own the process; without one nothing is cleaned up."""
+        """Own the process; with ``None`` nothing is cleaned up."""
         self._process = process
 
-    def teach(self, launch_id: str) -> None:
-        """Say where the code lies and whose processes to look for."""
-        entries: list[object] = list(
-            sys.path
-        )  # a Path among them is common; Python ignores it, too
+    def send_setup(self, launch_id: str) -> None:
+        """Send where ddpsafe can be imported from, and whose processes to look for."""
+        entries: list[object] = list(sys.path)
+        # A Path in sys.path is common; Python ignores it, too.
         path = [entry for entry in entries if isinstance(entry, str)]
         path.append(str(Path(__file__).parents[3]))  # an import hook may have found ddpsafe there
-        self._say(json.dumps({"path": path, "launch": launch_id}))
+        self._send_line(json.dumps({"path": path, "launch": launch_id}))
 
-    def protect(self, rank: RankIdentity) -> None:
-        """End this process and its session too, should the launcher vanish.
+    def track(self, rank: RankIdentity) -> None:
+        """Have a rank's process and its session ended if the launcher dies.
 
-        Told again once the rank has ended: its number may become another process's.
+        To be called again once the rank has ended, since another process may then get its pid.
         """
-        self._say(json.dumps({"rank": asdict(rank)}))
+        self._send_line(json.dumps({"rank": asdict(rank)}))
 
     def remove_later(self, folder: Path) -> None:
-        """Remove a temporary folder too, should the launcher vanish."""
-        self._say(json.dumps({"folder": str(folder)}))
+        """Have a temporary folder removed if the launcher dies."""
+        self._send_line(json.dumps({"folder": str(folder)}))
 
-    def dismiss(self) -> None:
+    def stop(self) -> None:
         """End the reaper: the launcher has cleaned up itself."""
         if self._process is None:
             return
         code = self._process.poll()
         if code is not None:
             logger.warning(
-                "the process that cleans up after a killed launcher has ended too early (%s): what "
-                "ranks had started would have lived on",
+                "the process that cleans up after a killed launcher has ended too early (%s): had the "
+                "launcher been killed, what ranks had started would still be running",
                 signal_name(-code) if code < 0 else f"exit code {code}",
             )
-        self._process.kill()  # before it sees the end of the pipe, at which it would clean up
+        self._process.kill()  # before the pipe ends, which would make it clean up
         self._process.wait()
         with contextlib.suppress(BrokenPipeError):
             _pipe_of(self._process).close()
 
-    def _say(self, line: str) -> None:
+    def _send_line(self, line: str) -> None:
         if self._process is not None:
             _send(self._process, line.encode() + b"\n")
 
@@ -112,11 +111,11 @@ def start(launcher_pid: int) -> subprocess.Popen[bytes]:
     """Start the process, in a session of its own, which keeps the terminal's signals away from it.
 
     Raises:
-        OSError: The system would not start another one.
+        OSError: The system did not start it.
     """
     executable = os.fsdecode(spawn.get_executable() or "")
-    # What is sent to all processes of a job must not end the one that cleans up after them: it
-    # begins with all signals blocked, and leaves them so.
+    # A signal that is sent to all processes of a job must not end the one that cleans up after them.
+    # It inherits this mask, and keeps it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         with withheld_own_secrets():
@@ -126,7 +125,7 @@ def start(launcher_pid: int) -> subprocess.Popen[bytes]:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                # What ends an outer launch's processes must not end the one that cleans up after this one.
+                # An outer launch ends all processes with its MARKER, and must not end this one.
                 env={name: text for name, text in os.environ.items() if name != MARKER},
             )
     finally:
@@ -137,16 +136,16 @@ def start(launcher_pid: int) -> subprocess.Popen[bytes]:
 
 @contextlib.contextmanager
 def running_reaper(launch_id: str) -> Iterator[Reaper]:
-    """Keep a reaper while ranks run, where this program can start one.
+    """Keep a reaper running while ranks run, if this program can start one.
 
     Raises:
-        PreflightError: The system would not start another process.
+        PreflightError: The system did not start it.
     """
-    # The program of a frozen application is the application, which would run again.
+    # The executable of a frozen application is the application itself, which would run again.
     if getattr(sys, "frozen", False):
         logger.warning(
-            "this program is frozen, so nothing cleans up should the launcher be killed by SIGKILL: "
-            "what ranks have started may live on then"
+            "this program is frozen, so nothing cleans up if the launcher is killed by SIGKILL: what "
+            "ranks have started may then keep running"
         )
         yield Reaper(None)
         return
@@ -155,15 +154,15 @@ def running_reaper(launch_id: str) -> Iterator[Reaper]:
     except OSError as exc:
         what = f"the process that cleans up after a killed launcher could not be started: {exc}."
         cause = LIMITS.get(exc.errno or 0)
-        fix = "raise the limit, or end what else runs."
+        fix = "raise the limit, or end other processes."
         if cause is None and exc.filename is not None:
-            cause = f"Python's own program ({exc.filename!r}) is not there, or may not be run."
-            fix = "install it again, or name it with multiprocessing.set_executable(path)."
+            cause = f"the Python executable ({exc.filename!r}) does not exist, or may not be run."
+            fix = "install it again, or set it with multiprocessing.set_executable(path)."
         cause = cause or "a limit of this machine: processes (ulimit -u), open files, memory."
         raise PreflightError(Explanation(what, cause=cause, fix=fix)) from exc
     reaper = Reaper(process)
     try:
-        reaper.teach(launch_id)
+        reaper.send_setup(launch_id)
         yield reaper
     finally:
-        reaper.dismiss()
+        reaper.stop()

@@ -1,4 +1,4 @@
-"""Ending ranks: SIGTERM, grace, SIGKILL, the whole tree, always reaped, always bounded."""
+"""Ending ranks and all that they started: SIGTERM, grace, SIGKILL, reaped within bounded time."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ _SEMAPHORES: Final = Path("/dev/shm")  # noqa: S108 - where glibc keeps them, on
 def remove_semaphores(launch_id: str) -> None:
     """Remove the named semaphores of a launch whose ranks have all ended; on Linux only.
 
-    Queues and events of a DataLoader are such semaphores. A rank that is killed leaves them to the
-    resource tracker, which lives as long as the launcher's process: too long for one that launches
-    again and again.
+    The queues and events of a DataLoader use them. A rank that is killed leaves them to Python's
+    resource tracker, which removes them only when the launcher's process ends: too late for a
+    process that launches again and again.
     """
     for name in unlink_semaphores(launch_id):
-        # Or it would warn of them, and try to remove them, when this process ends.
+        # Else the tracker would warn about them, and try to remove them, when this process ends.
         with contextlib.suppress(OSError):
             resource_tracker.unregister(name, "semaphore")
 
 
 def unlink_semaphores(launch_id: str) -> list[str]:
-    """Remove the files of a launch's semaphores; return the names they had."""
+    """Remove the files of a launch's semaphores; return their names."""
     removed = []
     prefix = semaphore_prefix(launch_id)
     for path in _SEMAPHORES.glob(f"sem.{prefix.removeprefix('/')}-*"):
@@ -59,27 +59,28 @@ def unlink_semaphores(launch_id: str) -> list[str]:
 
 
 def remove_helpers_folder() -> None:
-    """Remove the fork server's folder: a process that is ended by a signal does not do so itself."""
+    """Remove the fork server's folder, which Python does not do in a process that a signal ends."""
     folder = helpers_folder()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 _KILL_WAIT = timedelta(seconds=5)
-# The driver gives memory back as the process ends: kernels that spin, pinned and shared memory.
+# The driver frees memory while the process ends, which takes long if kernels spin, and for pinned and
+# shared memory.
 _KILL_WAIT_ON_GPU = timedelta(seconds=60)
 _MEMORY_WAIT = timedelta(seconds=30)
 _LOOK = timedelta(seconds=1)
 _LEFTOVERS_S = 1.0
-_LONGEST_WAIT_S = 60.0  # poll takes at most 24 days, a deadline may be never
+_LONGEST_WAIT_S = 60.0  # poll() accepts at most 24 days, and a deadline may be infinite
 
 
 def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) -> None:
-    """End the ranks that are left and everything they started.
+    """End the ranks that still run, and everything that any rank has started.
 
     Args:
         workers: The ranks of the attempt.
-        grace: How long a rank may take to end by SIGTERM.
+        grace: How long a rank may take to end after SIGTERM.
         launch_id: Marks the processes of this launch.
     """
     if workers and all(worker.is_swept for worker in workers):
@@ -109,7 +110,7 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
     leftovers = kill_members(identities, launch_id, within_s=_LEFTOVERS_S)
     if leftovers:
         logger.info("ended %d processes that ranks had left behind", len(leftovers))
-    # The driver takes its time to give back what ranks that were ended had on their GPUs.
+    # The driver may free the GPU memory of ranks that were ended only some time afterwards.
     pids = [each.pid for each in workers if each.spec.device != "cpu" and each.exitcode != 0]
     waiting = Deadline.after(_MEMORY_WAIT)
     is_free = _gpus.wait_for_memory([pid for pid in pids if pid is not None], waiting)
@@ -133,7 +134,7 @@ def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) 
 
 
 def note_ends(workers: Sequence[Worker]) -> None:
-    """Take note of those that have ended by themselves: that is evidence, and not our doing."""
+    """Record which ranks have ended; before the launcher ends ranks, each of those is evidence."""
     seen_ns = time.monotonic_ns()
     for worker in workers:
         if worker.alive and wait([worker.end_handle()], 0):
@@ -141,11 +142,12 @@ def note_ends(workers: Sequence[Worker]) -> None:
 
 
 def _kill(workers: Sequence[Worker]) -> None:
-    """Send SIGKILL; wait long for those that have much memory to give back, not for a disk."""
+    """Send SIGKILL; wait long for ranks on GPUs, but not for ranks that wait for a disk or a device."""
     on_gpu = any(worker.alive and worker.spec.device != "cpu" for worker in workers)
     deadline = Deadline.after(_KILL_WAIT_ON_GPU if on_gpu else _KILL_WAIT)
     _end(workers, signal.SIGKILL, Deadline.after(_LOOK))
-    # Who waits for a disk or a device, as when its state was asked, does not end yet.
+    # A rank that already waited for a disk or a device when it was asked, and still does, will not
+    # end soon.
     if not all(
         worker.reading is not None
         and worker.reading.state == psutil.STATUS_DISK_SLEEP
@@ -157,7 +159,7 @@ def _kill(workers: Sequence[Worker]) -> None:
 
 
 def await_ends(workers: Sequence[Worker], deadline: Deadline) -> None:
-    """Wait until all have ended or the deadline has passed, draining their reports."""
+    """Wait until all have ended or the deadline has passed, and read their reports meanwhile."""
     while alive := [worker for worker in workers if worker.alive]:
         handles = [worker.end_handle() for worker in alive]
         handles += [worker.receiver.fileno() for worker in alive if not worker.receiver.closed]

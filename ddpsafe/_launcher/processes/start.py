@@ -1,4 +1,4 @@
-"""The processes of one attempt: all of them or none, owned until they are reaped."""
+"""Starts the processes of one attempt, all of them or none, and owns them until they are reaped."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Measured with 2 and 8 ranks: 16 + 7 for each are just enough.
+# Measured with 2 and 8 ranks: 16, and 7 for each rank, are just enough.
 _FILES_OF_LAUNCHER: Final = 20
 _FILES_PER_RANK: Final = 7
+# Larger arguments are kept in a temporary file, whose pages the kernel can reclaim.
 _MOST_IN_MEMORY_BYTES: Final = 4 << 30
-"""Larger arguments lie in a temporary file, whose pages the kernel can take back."""
 
 
 class CallFile:
     """The user's function and arguments, pickled before anything starts, in a file without a name.
 
-    Through the processes' own pipes it would go rank by rank, each start waiting until that rank has
-    imported the script.
+    `multiprocessing` would send them on a pipe to one rank after the other, and each start would wait
+    until that rank has imported the script.
 
     Attributes:
-        handles: What has to be inherited beside them.
+        handles: What else ranks have to inherit to unpickle them.
     """
 
     def __init__(self, pickled: Pickled) -> None:
-        """Keep the pickle until the first attempt."""
+        """Keep the pickle in memory until the first attempt."""
         self._pickled: Pickled | None = pickled
         self._file: IO[bytes] | None = None
         self.handles = pickled.handles
 
     def fileno(self) -> int:
-        """Return the file's descriptor; what attempts after the first get was written for that one.
+        """Return the file's descriptor; the first attempt writes the file, and later ones reuse it.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         if self._file is None:
             large = self._pickled is not None and self._pickled.nbytes() > _MOST_IN_MEMORY_BYTES
@@ -79,14 +79,14 @@ class CallFile:
 
 
 def require_room(nproc: int) -> None:
-    """Look, before anything starts, whether this process can hold what the ranks need.
+    """Check, before anything starts, that this process can open enough files and see processes.
 
     Raises:
-        PreflightError: It may open too few files, or sees no processes.
+        PreflightError: It cannot.
     """
     if sys.platform == "linux" and not Path("/proc/self/stat").exists():
         what = "/proc is not mounted, so no process that a rank starts could be found and ended."
-        cause = "a container or a chroot without it."
+        cause = "this is a container or a chroot without it."
         raise PreflightError(
             Explanation(what, cause=cause, fix="mount it:  mount -t proc proc /proc")
         )
@@ -95,20 +95,20 @@ def require_room(nproc: int) -> None:
     needed = _FILES_OF_LAUNCHER + nproc * _FILES_PER_RANK
     if limit != resource.RLIM_INFINITY and free < needed:
         what = (
-            f"{nproc} ranks need {needed} file descriptors in the process that starts them; of its "
-            f"{limit}, {max(free, 0)} are free."
+            f"{nproc} ranks need {needed} file descriptors in the process that starts them, but only "
+            f"{max(free, 0)} of its {limit} are free."
         )
         cause = "a low limit (ulimit -n), or files and sockets that this program keeps open."
-        fix = f"raise it with  ulimit -n {max(4096, 2 * (limit + needed))}  or close what is open."
+        fix = f"raise it with  ulimit -n {max(4096, 2 * (limit + needed))}  or close some of them."
         raise PreflightError(Explanation(what, cause=cause, fix=fix))
 
 
 def _count_open_files(limit: int) -> int:
     try:
-        return len(os.listdir("/dev/fd")) - 1  # noqa: PTH208 - without the one that lists
+        return len(os.listdir("/dev/fd")) - 1  # noqa: PTH208 - without the descriptor of the listing
     except FileNotFoundError:
         return 0
-    except OSError:  # not one is left to look
+    except OSError:  # no descriptor is left to list the folder
         return limit
 
 
@@ -124,29 +124,30 @@ def started_workers(
     reaper: Reaper,
     end: Callable[[Sequence[Worker]], None],
 ) -> Iterator[list[Worker]]:
-    """Start one process for each spec; leaving ends and reaps every one that is left.
+    """Start one process for each spec; leaving the context ends and reaps all that still run.
 
+    Each process is started by itself, through the `multiprocessing` context that torch uses, too.
     `torch.multiprocessing.start_processes` gives every rank the same arguments, so each would hold
-    the others' pipes, and it forgets those it started when a later start fails. So each process
-    is started by itself here, through the same `multiprocessing` context.
+    the others' pipes, and when a later start fails it forgets the processes that it has started.
 
     Args:
-        specs: The ranks, by rank.
-        call: What they run.
+        specs: The ranks, in order.
+        call: The user's function and arguments.
         start_method: ``spawn`` or ``forkserver``.
         expects_restarts: Whether the user asked for more attempts after a failure in training.
         daemon: See `LaunchPlan`.
-        run_rank: What each process runs; imported by name there.
-        reaper: Ends them should this process be killed.
+        run_rank: The function that each process runs; it is imported there by name.
+        reaper: Ends the ranks if this process is killed.
         end: Ends and reaps workers.
 
     Raises:
-        PreflightError: The system would not start another process.
+        PreflightError: The system did not start a process.
     """
+    # Later versions have PYTHONSAFEPATH, which `_no_foreign_modules` sets.
     if sys.version_info < (3, 11) and is_directory_foreign():
         logger.warning(
-            "Other users may write to the current directory, and Python %d.%d imports what it starts "
-            "processes with from there: launch from a directory of your own.",
+            "Other users may write to the current directory, from which Python %d.%d imports modules "
+            "when it starts processes: launch from a directory of your own.",
             *sys.version_info[:2],
         )
     context = _context(start_method, expects_restarts=expects_restarts)
@@ -154,7 +155,8 @@ def started_workers(
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: _close_all(workers))
         stack.callback(lambda: end(workers))
-        # Python's resource tracker starts with SIGUSR1 blocked: schedulers send it to whole groups.
+        # Schedulers send SIGUSR1 to whole process groups, and it must not end Python's resource
+        # tracker, which inherits this mask.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
             with withheld_own_secrets(), _no_foreign_modules():
@@ -164,8 +166,7 @@ def started_workers(
         with _translated(specs[0]):
             call_file = call.fileno()
         for spec in specs:
-            # What this program has printed is written before `multiprocessing` does it in the
-            # start of a rank.
+            # `multiprocessing` flushes these, too, but there an error would look like a failed start.
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(AttributeError, ValueError):
                     stream.flush()
@@ -178,7 +179,7 @@ def started_workers(
                         call.handles,
                         daemon=daemon,
                         run_rank=run_rank,
-                        protect=reaper.protect,
+                        track=reaper.track,
                     )
                 )
         for worker in workers:
@@ -188,37 +189,34 @@ def started_workers(
 
 @contextlib.contextmanager
 def _translated(spec: RankSpec) -> Iterator[None]:
-    """Translate what the system refuses at the start of a rank into a PreflightError."""
+    """Translate an error of the system at the start of a rank into a PreflightError."""
     try:
         yield
     except (OSError, EOFError) as exc:
-        said, world = str(exc) or type(exc).__name__, spec.world
-        what = f"could not start rank {world.rank} (world_size {world.world_size}): {said}."
+        text, world = str(exc) or type(exc).__name__, spec.world
+        what = f"could not start rank {world.rank} (world_size {world.world_size}): {text}."
         if isinstance(exc, (EOFError, ConnectionError, ChildProcessError)):
             cause = "Python's fork server has ended: it was killed, or this process is a fork of its owner."
-            fix = 'see what stderr says above; take start_method="spawn", which needs no server.'
-        elif str(exc) == "AF_UNIX path too long":  # Python's own text; it comes without an errno
-            below = tempfile.gettempdir()
-            cause = f"the fork server's socket lies below {below}, too long for a socket."
-            fix = 'set TMPDIR to a short path, such as /tmp, or take start_method="spawn".'
+            fix = 'look at stderr above, or use start_method="spawn", which needs no server.'
+        elif str(exc) == "AF_UNIX path too long":  # Python's own text, without an errno
+            cause = f"the fork server's socket in {tempfile.gettempdir()} has too long a path."
+            fix = 'set TMPDIR to a short path, such as /tmp, or use start_method="spawn".'
         else:
             cause = LIMITS.get(
                 exc.errno or 0,
                 "a limit of this machine: processes (ulimit -u), open files (ulimit -n), memory, disk.",
             )
-            fix = "raise the limit, or start fewer ranks. The ranks started before were ended."
+            fix = "raise the limit, or start fewer ranks. The ranks that had started were ended."
         raise PreflightError(Explanation(what, cause=cause, fix=fix)) from exc
 
 
 def _context(start_method: str, *, expects_restarts: bool) -> Any:
-    """Return the context; the forkserver loads torch once, for all ranks it will ever fork.
-
-    DistributedDataParallel imports torch._dynamo when it is made, a second of work for each rank.
-    Loading that too delays the first start, and pays as soon as ranks are started again.
-    """
+    """Return the context; a fork server imports torch once, for all ranks that it will fork."""
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
         modules = ["ddpsafe._worker.preload", "torch"]
+        # DistributedDataParallel imports torch._dynamo when it is created, a second for each rank. To
+        # import it in the server delays the first start, and pays once ranks are started again.
         context.set_forkserver_preload([*modules, *(["torch._dynamo"] * expects_restarts)])
     return context
 
@@ -231,7 +229,7 @@ def _start(
     *,
     daemon: bool,
     run_rank: RunRank,
-    protect: Callable[[RankIdentity], None],
+    track: Callable[[RankIdentity], None],
 ) -> Worker:
     with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as theirs:
         report_read, report_write = os.pipe()
@@ -273,7 +271,7 @@ def _start(
             report_fd=report_read,
             lifeline_fd=lifeline_write,
             shared=shared,
-            protect=protect,
+            track=track,
         )
         on_failure.pop_all()
     return worker
@@ -281,10 +279,10 @@ def _start(
 
 @contextlib.contextmanager
 def _main_to_import(style: CallStyle) -> Iterator[None]:
-    """Keep ranks from importing as main what is not their script.
+    """Keep ranks from importing a main module that is not their script.
 
-    That is ``<stdin>``, which Python calls the file of ``python -``; and under ``ddpsafe run`` the
-    program that is this launcher, which some installers write without a main guard.
+    That is ``<stdin>``, Python's file name for the script of ``python -``, and under ``ddpsafe run``
+    the launcher's own program, which some installers write without a main guard.
     """
     main = sys.modules["__main__"]
     hidden: dict[str, Any] = {}
@@ -306,8 +304,8 @@ def _no_foreign_modules() -> Iterator[None]:
     """Keep new interpreters from importing what another user has put into the current directory.
 
     `multiprocessing` starts them as ``python -c "from multiprocessing…"``, which looks there first.
-    Once a process has begun, it has the ``sys.path`` of this one. The caller has the environment to
-    itself.
+    Only then do they take over the ``sys.path`` of this process. The caller holds the lock of
+    `withheld_own_secrets` on the environment.
     """
     name, text = SAFE_PATH
     if os.environ.get(name) or not is_directory_foreign():
@@ -322,9 +320,9 @@ def _no_foreign_modules() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _search_path_of_text() -> Iterator[None]:
-    """Keep `Path` objects from the fork server, which is told ``sys.path`` as Python source.
+    """Keep `Path` objects in ``sys.path`` from the fork server, which gets it as Python source.
 
-    The interpreter skips what is not text there, so nothing is lost.
+    The interpreter ignores entries that are not strings, so nothing is lost.
     """
     path = sys.path
     entries: list[object] = [*path]
