@@ -22,7 +22,7 @@ from ddpsafe._errors import (
     rebuild,
 )
 from ddpsafe._launcher.uncaught import cancel_if_uncaught, presentable, remove_cancel
-from ddpsafe._launcher.watch.streams import say
+from ddpsafe._launcher.watch.streams import write_message
 from ddpsafe._logging import json_scope
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class SpawnHandle:
         error = self._result.exception() if self._result.done() else None
         if isinstance(error, DDPSafeError):
             with json_scope(on=error.shown_as_json):
-                say(f"ranks that were never joined have failed: {error}")
+                write_message(f"ranks that were never joined have failed: {error}")
 
     def _note(self, workers: Sequence[Worker], inbox: SignalInbox) -> None:
         self.processes = [worker.lend_process() for worker in workers]

@@ -7,7 +7,7 @@ import traceback
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import DDPSafeError, PreemptedError, causes_of
-from ddpsafe._launcher.watch.streams import say, write_line
+from ddpsafe._launcher.watch.streams import write_line, write_message
 from ddpsafe._logging import json_of_error, json_scope
 from ddpsafe._wire.exception_facts import is_internal
 
@@ -95,7 +95,7 @@ class _Uncaught:
         try:
             if isinstance(raised, PreemptedError):
                 with json_scope(on=raised.shown_as_json):
-                    say(str(raised))  # not a failure, so no traceback
+                    write_message(str(raised))  # not a failure, so no traceback
             elif isinstance(raised, DDPSafeError) and raised.shown_as_json:
                 write_line(json_of_error(raised))
             else:

@@ -631,7 +631,7 @@ def test_no_line_is_lost_that_is_said_as_the_console_closes(
         for number in range(said):
             console = Console([], "all", inbox=inbox, limit=None)
             console._ended.set()
-            speaker = threading.Thread(target=console.say, args=[f"line {number}"])
+            speaker = threading.Thread(target=console.show, args=[f"line {number}"])
             if number % 2:
                 console._thread.join()  # it has taken its last look
             speaker.start()

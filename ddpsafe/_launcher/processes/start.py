@@ -152,9 +152,8 @@ def started_workers(
         )
     context = _context(start_method, expects_restarts=expects_restarts)
     workers: list[Worker] = []
-    with contextlib.ExitStack() as stack:
-        stack.callback(lambda: _close_all(workers))
-        stack.callback(lambda: end(workers))
+    with contextlib.ExitStack() as closing, contextlib.ExitStack() as ending:
+        ending.callback(end, workers)
         # Schedulers send SIGUSR1 to whole process groups, and it must not end Python's resource
         # tracker, which inherits this mask.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -171,17 +170,17 @@ def started_workers(
                 with contextlib.suppress(AttributeError, ValueError):
                     stream.flush()
             with _translated(spec):
-                workers.append(
-                    _start(
-                        context,
-                        spec,
-                        call_file,
-                        call.handles,
-                        daemon=daemon,
-                        run_rank=run_rank,
-                        track=reaper.track,
-                    )
+                worker = _start(
+                    context,
+                    spec,
+                    call_file,
+                    call.handles,
+                    daemon=daemon,
+                    run_rank=run_rank,
+                    track=reaper.track,
                 )
+            closing.callback(worker.close)
+            workers.append(worker)
         for worker in workers:
             worker.announce_all_started()
         yield workers
@@ -331,8 +330,3 @@ def _search_path_of_text() -> Iterator[None]:
         yield
     finally:
         sys.path = path
-
-
-def _close_all(workers: Sequence[Worker]) -> None:
-    for worker in workers:
-        worker.close()

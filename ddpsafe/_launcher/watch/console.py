@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, Literal, TextIO
 from ddpsafe._clock import AwakeClock, Deadline
 from ddpsafe._errors import DDPSafeError, ranks_text
 from ddpsafe._launcher.watch.signals import is_order
-from ddpsafe._launcher.watch.streams import is_terminal, pour, say, write_line
+from ddpsafe._launcher.watch.streams import is_terminal, write_in_pieces, write_line, write_message
 from ddpsafe._logging import RecordFields, current_fields, json_line, json_of_record, json_scope
 from ddpsafe._wire.spec import open_log
 
@@ -120,7 +120,7 @@ class _Tail:
         """Write the text, until the reader is given up."""
         if self.given_up.is_set():
             return
-        for _ in pour(self._stream, text):
+        for _ in write_in_pieces(self._stream, text):
             self.pieces += 1
             if self.given_up.is_set():
                 return
@@ -190,13 +190,13 @@ class Console:
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_closed_lock = threading.Lock()
         self._is_closed = False
-        self._tails = [tail for worker in workers for tail in _tails(worker, show)]
+        self._tails = [tail for worker in workers for tail in _make_tails(worker, show)]
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpsafe-console", daemon=True)
         self._thread.start()
         _open_consoles.append(self)
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Show a message of ddpsafe's on stderr, between the lines of the ranks or after them."""
         with self._is_closed_lock:
             if not self._is_closed:
@@ -225,7 +225,7 @@ class Console:
                 pieces, pause = self._pieces(), Deadline.after(_PAUSE, clock=clock)
         for tail in self._tails:
             tail.given_up.set()
-        # Messages that came after the thread's last look are shown here. Later ones are written by `say`.
+        # Messages that came after the thread's last look are shown here. Later ones are written by `show`.
         with self._is_closed_lock:
             self._is_closed = True
         if not self._thread.is_alive():
@@ -233,7 +233,9 @@ class Console:
                 write_line(f"\n{text}" if self._is_mid_line else text)
                 self._is_mid_line = False
         else:
-            say("nothing reads the console, so it has not shown everything that the ranks wrote")
+            write_message(
+                "nothing reads the console, so it has not shown everything that the ranks wrote"
+            )
 
     def _pieces(self) -> int:
         return sum(tail.pieces for tail in self._tails)
@@ -267,7 +269,11 @@ class Console:
         if news or messages or rows != self._rows:
             # Wipe the rows, from the last one up: the cursor is at its end.
             if self._rows:
-                list(pour(sys.stderr, _WIPE_LINE + (_UP + _WIPE_LINE) * (len(self._rows) - 1)))
+                list(
+                    write_in_pieces(
+                        sys.stderr, _WIPE_LINE + (_UP + _WIPE_LINE) * (len(self._rows) - 1)
+                    )
+                )
             self._rows = []
         for tail, text in news:
             tail.show(text)
@@ -275,10 +281,10 @@ class Console:
         for text in messages:
             ends_line = "\n" if self._is_mid_line else ""
             self._is_mid_line = False
-            list(pour(sys.stderr, f"{ends_line}{text}\n"))
+            list(write_in_pieces(sys.stderr, f"{ends_line}{text}\n"))
         if rows != self._rows and not self._is_mid_line:
             self._rows = rows
-            list(pour(sys.stderr, "\n".join(rows)))
+            list(write_in_pieces(sys.stderr, "\n".join(rows)))
 
     def _take_messages(self) -> list[str]:
         messages: list[str] = []
@@ -301,7 +307,7 @@ class Console:
             self._next_line_s += _PLAIN_EVERY_S
             fields = replace(current_fields(), attempt=self._workers[0].spec.attempt)
             text = json_line("INFO", line, fields) if self._is_json else f"ddpsafe: {line}"
-            list(pour(sys.stderr, text + "\n"))
+            list(write_in_pieces(sys.stderr, text + "\n"))
         return []
 
 
@@ -344,7 +350,7 @@ def _size() -> tuple[int, int]:
     return columns or 80, lines or 24  # Python 3.10 returns the 0 of a terminal without a size
 
 
-def _tails(worker: Worker, show: str) -> Iterator[_Tail]:
+def _make_tails(worker: Worker, show: str) -> Iterator[_Tail]:
     logs = worker.spec.logs
     if show == "none" or (show == "rank-zero" and worker.rank != 0):
         return
@@ -412,7 +418,7 @@ class _Warnings(logging.Handler):
             else:
                 text = logging.lastResort.format(record)
             if _open_consoles:
-                _open_consoles[-1].say(text)
+                _open_consoles[-1].show(text)
             else:
                 write_line(text)
         except Exception:  # noqa: BLE001 - a failure to log must not end the launch

@@ -319,38 +319,38 @@ class ProgressWatch:
     def __init__(
         self,
         workers: Sequence[RankState],
-        longest: timedelta | Literal["auto"] | None,
+        limit: timedelta | Literal["auto"] | None,
         *,
         learned: LearnedGaps | None = None,
     ) -> None:
         """Start to measure; with ``None`` nothing is too long."""
         self._workers = workers
-        self._is_auto = longest == "auto"
+        self._is_auto = limit == "auto"
         self._learned = learned or LearnedGaps()
-        self._longest = longest if isinstance(longest, timedelta) else None
+        self._limit = limit if isinstance(limit, timedelta) else None
         self._seen: object = None
         self._since_s = time.monotonic()
         self._was_saving = self._is_interrupted = False
         self._is_first = self._was_starting = True
         self._collectives = NewCollectives()
         self._ask_at_s = 0.0
-        self._renew(self._longest)
+        self._renew(self._limit)
 
     @property
     def limit(self) -> timedelta | None:
         """How long the ranks may now go without a sign of progress."""
-        return self._longest
+        return self._limit
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
-        if self._longest is None:
+        if self._limit is None:
             return _LOOK_S if self._is_auto else _NEVER_S
         until_question_s = self._deadline.remaining_s() - self._ask_at_s
         return min(_LOOK_S, max(0.0, until_question_s) + _SHORTEST_INTERVAL_S)
 
     def stalled(self) -> bool:
         """Return whether the deadline has passed without a sign of progress."""
-        if self._longest is None and not self._is_auto:
+        if self._limit is None and not self._is_auto:
             return False
         progress = [worker.progress() for worker in self._workers]
         seen = [
@@ -362,15 +362,15 @@ class ProgressWatch:
         if starting or seen != self._seen:
             self._learn(progress, starting=starting)
             self._seen = seen
-            self._renew(self._longest)
-        if self._longest is None:
+            self._renew(self._limit)
+        if self._limit is None:
             return False
         # A collective is a sign of progress, too: measure from the last one that a rank has entered.
         entered_ns = self._collectives.last_entered_ns(each.position for each in self._workers)
         if entered_ns:
             ago = timedelta(seconds=max(0, time.time_ns() - entered_ns) / 1e9)
-            if self._longest - ago > timedelta(seconds=self._deadline.remaining_s()):
-                self._renew(self._longest - ago)
+            if self._limit - ago > timedelta(seconds=self._deadline.remaining_s()):
+                self._renew(self._limit - ago)
         left_s = self._deadline.remaining_s()
         if left_s <= self._ask_at_s:
             self._ask_at_s = left_s / 2 if left_s > _LAST_QUESTION_S else 0.0
@@ -382,7 +382,7 @@ class ProgressWatch:
     def restart(self) -> None:
         """Measure from now on: the launcher was suspended, so what it knows of the ranks is old."""
         self._is_interrupted = True
-        self._renew(self._longest)
+        self._renew(self._limit)
 
     def _learn(self, progress: Sequence[Progress], *, starting: bool) -> None:
         """With "auto": learn from the gap that ends now, and set the limit for the next one."""
@@ -402,7 +402,7 @@ class ProgressWatch:
         # A step may be seen in shared memory before the rank's report that it has joined is read.
         self._is_first = starting or not has_stepped
         leaves = any(each.returned is not None for each in self._workers)
-        self._longest = (
+        self._limit = (
             None
             if starting or leaves  # how long the end takes after the last step was never learned
             else self._learned.limit(is_first=self._is_first, is_save=is_saving)

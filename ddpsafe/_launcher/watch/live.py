@@ -127,17 +127,21 @@ class _MainThread:
 
     def __init__(self, worker: Worker, now_s: float) -> None:
         self.worker = worker
-        self.now = Activity()
+        self.activity = Activity()
         self.since_s = now_s
         self.stopped_since_s: float | None = None
 
     def look(self, now_s: float) -> float:
         """Look again; if it has run since, return how long it had slept before that, else 0."""
-        before, self.now = self.now, read_activity(self.worker.pid)
+        before, self.activity = self.activity, read_activity(self.worker.pid)
         slept_s = 0.0
-        if self.now.ran is None or self.now.ran != before.ran or self.now.state not in ("S", "D"):
+        if (
+            self.activity.ran is None
+            or self.activity.ran != before.ran
+            or self.activity.state not in ("S", "D")
+        ):
             slept_s, self.since_s = now_s - self.since_s, now_s
-        if self.now.state != "T":
+        if self.activity.state != "T":
             self.stopped_since_s = None
         elif self.stopped_since_s is None:
             self.stopped_since_s = now_s
@@ -175,15 +179,15 @@ class DeadlockWatch:
     """Notices ranks that are proved to wait for ever; see `wait_graph`."""
 
     def __init__(self, workers: Sequence[Worker], settings: LiveSettings, *, now_s: float) -> None:
-        """Start with every main thread taken as awake."""
+        """Take every main thread as awake."""
         self._settings = settings
         self._threads = {worker.rank: _MainThread(worker, now_s) for worker in workers}
         self._sleep_s = settings.sleep_s
         self._asked: set[int] = set()
         self._next_s = 0.0
         self._pause_s = settings.sleep_s
-        self._first: dict[int, Whereabouts] | None = None
-        self._ran: dict[int, tuple[int, ...] | None] = {}
+        self._first_answers: dict[int, Whereabouts] | None = None
+        self._ran_when_asked: dict[int, tuple[int, ...] | None] = {}
         self._inquiry: _Inquiry | None = None
 
     @property
@@ -193,7 +197,7 @@ class DeadlockWatch:
 
     def state(self, rank: int) -> str:
         """Return the state of a rank's main thread at the last look, as ``ps`` shows it."""
-        return self._threads[rank].now.state
+        return self._threads[rank].activity.state
 
     def read_states(self, now_s: float) -> None:
         """Look at the main threads only, without a search for a proof."""
@@ -206,13 +210,14 @@ class DeadlockWatch:
             if not self._inquiry.is_over(now_s):
                 return None
             answers, self._inquiry = self._inquiry.answers(), None
-            if self._first is None:
+            if self._first_answers is None:
                 if find_deadlock(self._views(answers, now_s)) is not None:
-                    self._first = answers
+                    self._first_answers = answers
                     self._ask([self._threads[rank].worker for rank in answers], now_s)
                 return None
-            # Only what has not changed between the two answers was true at one instant.
-            first, self._first = self._first, None
+            # A rank with the same answer twice was there at the instant between all first and all second
+            # answers, at which the proof has to hold; see `unchanged`.
+            first, self._first_answers = self._first_answers, None
             same = {rank: unchanged(first.get(rank), now) for rank, now in answers.items()}
             return find_deadlock(
                 self._views({rank: at for rank, at in same.items() if at is not None}, now_s)
@@ -249,7 +254,9 @@ class DeadlockWatch:
         return None
 
     def _ask(self, workers: Sequence[Worker], now_s: float) -> None:
-        self._ran = {each.rank: self._threads[each.rank].now.ran for each in workers}
+        self._ran_when_asked = {
+            each.rank: self._threads[each.rank].activity.ran for each in workers
+        }
         self._inquiry = _Inquiry(workers, ends_s=now_s + self._settings.answer_s)
 
     def _views(self, answers: dict[int, Whereabouts], now_s: float) -> dict[int, RankView]:
@@ -273,7 +280,8 @@ class DeadlockWatch:
             views[rank] = RankView(
                 rank=rank,
                 at=at,
-                is_asleep=rank in self._ran and thread.now.ran == self._ran[rank],
+                is_asleep=rank in self._ran_when_asked
+                and thread.activity.ran == self._ran_when_asked[rank],
                 has_left=worker.returned is not None,
                 is_stopped=thread.is_stopped(now_s) and not is_bounded,
             )
@@ -310,7 +318,7 @@ class LiveWatch:
         self._signalled: dict[int, int] | None = None
         self._is_to_warn = False
         self._seen: object = None
-        self._moved_s = clock()
+        self._last_progress_s = clock()
         self._next_look_s = 0.0
         self._pause_s = self._settings.quiet_s
         self._next_warning_s = 0.0
@@ -366,16 +374,16 @@ class LiveWatch:
         ]
         if seen != self._seen:
             self._seen = seen
-            self._move(now_s)
+            self._note_progress(now_s)
         self.longest_s = max(self.longest_s, *(made.longest_s for made in progress))
         if self._inquiry is not None:
             self._end_inquiry(self._inquiry, now_s)
         elif not self._deadlocks.is_asking and self._is_late(now_s):
-            self._ask(now_s)
+            self._ask_to_warn(now_s)
         return self.proof is not None
 
-    def _move(self, moved_s: float) -> None:
-        self._moved_s = moved_s
+    def _note_progress(self, at_s: float) -> None:
+        self._last_progress_s = at_s
         self._pause_s = self._settings.quiet_s
         self._next_warning_s = 0.0
 
@@ -390,9 +398,9 @@ class LiveWatch:
             return False
         # Imports and the preparation of data may take minutes.
         has_joined = all(worker.joined for worker in self._workers)
-        return now_s - self._moved_s >= self._limit_s(is_slow=not has_joined)
+        return now_s - self._last_progress_s >= self._limit_s(is_slow=not has_joined)
 
-    def _ask(self, now_s: float) -> None:
+    def _ask_to_warn(self, now_s: float) -> None:
         self._next_warning_s = now_s + self._pause_s
         self._pause_s *= _PAUSE_FACTOR
         self._is_to_warn = True
@@ -539,8 +547,8 @@ class LiveWatch:
         last_ns = self._collectives.last_entered_ns(each.position for each in outcomes.values())
         if last_ns:
             entered_s = now_s - max(0.0, time.time_ns() - last_ns) / 1e9
-            if entered_s > self._moved_s:
-                self._move(entered_s)
+            if entered_s > self._last_progress_s:
+                self._note_progress(entered_s)
         cause = find_root_cause(outcomes)
         waiting, goal = cause.evidence.find_who_waited(cause.root)
         culprits = [cause.root.rank] if goal is not None else list(frames)
@@ -549,7 +557,7 @@ class LiveWatch:
             or any(part in frame.file for frame in frames.get(rank, ()) for part in _SLOW_FILES)
             for rank in culprits
         )
-        if now_s - self._moved_s < self._limit_s(is_slow=is_slow):
+        if now_s - self._last_progress_s < self._limit_s(is_slow=is_slow):
             return
         workers = {worker.rank: worker for worker in self._workers}
 
@@ -581,7 +589,7 @@ class LiveWatch:
         shown = list(outcomes.values())[:_SHOWN_RANKS]
         logger.warning(
             "no rank has made a step for %.0f s%s; %s",
-            now_s - self._moved_s,
+            now_s - self._last_progress_s,
             longest,
             ", ".join(f"rank {each.rank} is {place_of(each)}" for each in shown),
         )

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._launcher.processes.shutdown import remove_helpers_folder
-from ddpsafe._launcher.watch.streams import say
+from ddpsafe._launcher.watch.streams import write_message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -192,7 +192,7 @@ def pass_on(interrupted: Interrupted) -> None:
     if threading.current_thread() is threading.main_thread():
         on = f" on {interrupted.where}" if interrupted.where else ""
         rank = "rank of this node" if interrupted.is_alone else "rank"
-        say(f"{signum.name}{on}; no {rank} is left running")
+        write_message(f"{signum.name}{on}; no {rank} is left running")
     if signum == signal.SIGINT:
         raise KeyboardInterrupt from None
     remove_helpers_folder()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _LINE_S: Final = 1.0
 
 
-def pour(stream: TextIO, text: str) -> Iterator[None]:
+def write_in_pieces(stream: TextIO, text: str) -> Iterator[None]:
     """Write piece by piece, and yield after each.
 
     Errors are ignored: the stream may be closed, or be an object of the program's own that lacks
@@ -56,7 +56,7 @@ def pour(stream: TextIO, text: str) -> Iterator[None]:
             yield
 
 
-def say(line: str) -> None:
+def write_message(line: str) -> None:
     """Write a line of the launcher's own to stderr, without waiting long if that is blocked."""
     write_line(json_line("WARNING", line, current_fields()) if is_json() else f"ddpsafe: {line}")
 
@@ -67,11 +67,11 @@ def write_line(line: str) -> None:
     if stream is None:  # a service may have none
         return
     text = f"{line}\n"
-    writer = threading.Thread(target=lambda: list(pour(stream, text)), daemon=True)
+    writer = threading.Thread(target=lambda: list(write_in_pieces(stream, text)), daemon=True)
     try:
         writer.start()
     except RuntimeError:  # Python 3.12 and later start no thread at exit
-        list(pour(stream, text))
+        list(write_in_pieces(stream, text))
     else:
         writer.join(_LINE_S)
 
