@@ -50,6 +50,13 @@ _PAUSE: Final = timedelta(seconds=2)
 
 Form = Literal["raw", "plain", "tagged", "json"]
 """How the output of a rank is shown: unchanged, or line by line as such, with its rank, or as JSON."""
+# The output of a single rank is shown unchanged; the lines of several ranks must not be mixed up.
+_FORMS: Final[dict[str, Form]] = {
+    "rank-zero": "raw",
+    "all": "plain",
+    "tagged": "tagged",
+    "json": "json",
+}
 
 
 class _Tail:
@@ -190,7 +197,18 @@ class Console:
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_closed_lock = threading.Lock()
         self._is_closed = False
-        self._tails = [tail for worker in workers for tail in _make_tails(worker, show)]
+        self._tails: list[_Tail] = []
+        for worker in workers:
+            if show == "none" or (show == "rank-zero" and worker.rank != 0):
+                continue
+            logs = worker.spec.logs
+            for path, stream, name in (
+                (logs.stdout, sys.stdout, "stdout"),
+                (logs.stderr, sys.stderr, "stderr"),
+            ):
+                if stream is not None:  # a service may have none
+                    tail = _Tail(worker, path, stream, name=name, form=_FORMS[show])
+                    self._tails.append(tail)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpsafe-console", daemon=True)
         self._thread.start()
@@ -348,28 +366,6 @@ def _size() -> tuple[int, int]:
     """Return the terminal's columns and lines, 80 and 24 if unknown."""
     columns, lines = shutil.get_terminal_size()
     return columns or 80, lines or 24  # Python 3.10 returns the 0 of a terminal without a size
-
-
-def _make_tails(worker: Worker, show: str) -> Iterator[_Tail]:
-    logs = worker.spec.logs
-    if show == "none" or (show == "rank-zero" and worker.rank != 0):
-        return
-    form: Form = _FORMS[show]
-    for path, stream, name in (
-        (logs.stdout, sys.stdout, "stdout"),
-        (logs.stderr, sys.stderr, "stderr"),
-    ):
-        if stream is not None:  # a service may have none
-            yield _Tail(worker, path, stream, name=name, form=form)
-
-
-# The output of a single rank is shown unchanged; the lines of several ranks must not be mixed up.
-_FORMS: Final[dict[str, Form]] = {
-    "rank-zero": "raw",
-    "all": "plain",
-    "tagged": "tagged",
-    "json": "json",
-}
 
 
 @contextlib.contextmanager

@@ -379,7 +379,10 @@ class LiveWatch:
         if self._inquiry is not None:
             self._end_inquiry(self._inquiry, now_s)
         elif not self._deadlocks.is_asking and self._is_late(now_s):
-            self._ask_to_warn(now_s)
+            self._next_warning_s = now_s + self._pause_s
+            self._pause_s *= _PAUSE_FACTOR
+            self._is_to_warn = True
+            self._start_inquiry(now_s)
         return self.proof is not None
 
     def _note_progress(self, at_s: float) -> None:
@@ -399,12 +402,6 @@ class LiveWatch:
         # Imports and the preparation of data may take minutes.
         has_joined = all(worker.joined for worker in self._workers)
         return now_s - self._last_progress_s >= self._limit_s(is_slow=not has_joined)
-
-    def _ask_to_warn(self, now_s: float) -> None:
-        self._next_warning_s = now_s + self._pause_s
-        self._pause_s *= _PAUSE_FACTOR
-        self._is_to_warn = True
-        self._start_inquiry(now_s)
 
     def _start_inquiry(self, now_s: float) -> None:
         asked: list[RankState] = [each for each in self._workers if each.alive]

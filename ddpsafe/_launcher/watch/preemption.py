@@ -79,7 +79,14 @@ class StopRequest:
                     )
                     self._has_warned = True
                 return ordered
-            self._begin()
+            self.deadline = Deadline.after(self.limit, clock=self._clock)
+            for worker in self._workers:
+                worker.stop.ask()
+            logger.warning(
+                "%s: the ranks are asked to save and return, within %.0f s (timeouts.stop)",
+                self.source(),
+                self.limit.total_seconds(),
+            )
         if not self._is_agreed:
             # All ranks stop at the agreed step: the first call that none of them has answered.
             promises = [worker.stop.promise for worker in self._workers]
@@ -100,13 +107,3 @@ class StopRequest:
             return f"{self._inbox.received.name} to the launcher"
         asked = [worker for worker in self._workers if worker.stop.asked_by is not None]
         return ", ".join(f"{worker.stop.asked_by} to rank {worker.rank}" for worker in asked)
-
-    def _begin(self) -> None:
-        self.deadline = Deadline.after(self.limit, clock=self._clock)
-        for worker in self._workers:
-            worker.stop.ask()
-        logger.warning(
-            "%s: the ranks are asked to save and return, within %.0f s (timeouts.stop)",
-            self.source(),
-            self.limit.total_seconds(),
-        )
