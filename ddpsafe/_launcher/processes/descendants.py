@@ -112,7 +112,7 @@ def find_members(ranks: Iterable[RankIdentity], launch_id: str) -> list[psutil.P
             if places & certain:
                 found.append(process)
                 continue
-            # An ended rank's session may belong to another process by now, and anybody can set MARKER.
+            # An ended rank's session may belong to another process by now, and any user can set MARKER.
             # Root has the permission to kill other users' processes, and must not.
             is_likely = places & likely or process.environ().get(MARKER) == launch_id
             if is_likely and {os.getuid(), os.geteuid()} & set(process.uids()):

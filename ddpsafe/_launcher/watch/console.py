@@ -1,6 +1,6 @@
 """What the user sees while ranks run: their output, and a line while they start.
 
-A separate thread writes it. Else a console that nobody reads (a pager, a stalled ssh) would block the
+A separate thread writes it. Else a console that is not read (a pager, a stalled ssh) would block the
 watch of the ranks, and with it every deadline.
 """
 

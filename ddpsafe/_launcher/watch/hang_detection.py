@@ -35,7 +35,7 @@ _OVERLAP_BYTES: Final = 4096  # read again, since the last look may have cut a m
 _NEVER_S: Final = 3600.0
 
 
-class _Schedule:
+class _AskSchedule:
     """When to ask the ranks where they are: soon at first, then less and less often.
 
     To answer, a rank reads all of torch's flight recorder, which may stop its training for a third
@@ -76,7 +76,7 @@ class SequenceWatch:
     def __init__(self, workers: Sequence[RankState]) -> None:
         """Ask no rank until one has returned."""
         self._workers = workers
-        self._schedule = _Schedule(_FIRST_PAUSE_RETURNED_S)
+        self._schedule = _AskSchedule(_FIRST_PAUSE_RETURNED_S)
         self._returned = 0
         self._waiting: dict[int, Collective] = {}
         self._answers: dict[int, Position | None] = {}
@@ -133,7 +133,7 @@ class FlightWatch:
     def __init__(self, workers: Sequence[RankState]) -> None:
         """Ask no rank until an exception has been seen in flight."""
         self._workers = workers
-        self._schedule = _Schedule(_FIRST_PAUSE_IN_FLIGHT_S)
+        self._schedule = _AskSchedule(_FIRST_PAUSE_IN_FLIGHT_S)
         self._answers: dict[int, Position | None] = {}
         self._repeats: Counter[int] = Counter()
         self._failing: set[int] = set()
