@@ -185,7 +185,7 @@ def _refusals(said: list[dict[str, Any]], errors: list[str]) -> None:
 
 def _absences(said: list[dict[str, Any]], errors: list[str]) -> None:
     """Who came is said while the others are waited for, and in the end."""
-    came = "2 of 3 nodes came to h0:"
+    came = "2 of 3 nodes reached h0:"
     names = ": h0 and h1; node rank 2 did not; node 0 listens at 10.77.0.1"
     found = _require(said, (0, 1), "never", "RendezvousTimeoutError", came, names, "within 12 s")
     require_the_same(found)
@@ -206,7 +206,7 @@ def _endpoints(said: list[dict[str, Any]], errors: list[str]) -> None:
     assert all("finds no launcher at 10.77.0.99:29400 yet: No route" in each for each in errors[:2])
     assert "If h1 is the host of the endpoint, start it with --node-rank 0" in errors[1]
     case = "address without a host, and a first node"
-    _require(said, (0,), case, "RendezvousTimeoutError", "1 of 2 nodes came to 10.77.0.99:29400")
+    _require(said, (0,), case, "RendezvousTimeoutError", "1 of 2 nodes reached 10.77.0.99:29400")
     assert "is not an address of this host (h0)" in errors[0]
     for case in ("a silent program has the port", "a chatty program has the port"):
         for each in _require(said, (0, 1), case, "PreflightError", "is not a launcher"):
@@ -254,7 +254,7 @@ def test_the_endpoint_may_be_loopback_on_its_own_host_alone(tmp_path: Path) -> N
     assert [each["own name"]["values"] for each in two_hosts] == [{"0": 0}, {"1": 1}]
     values = [each["own name"]["values"] for each in one_host]
     assert sorted(values, key=str) == [{"0": 0}, {"1": 1}]
-    words = "h0, the host of the endpoint, is 127.0.1.1 on h2"
+    words = "h0, the host of the endpoint, resolves to 127.0.1.1 on h2"
     (found,) = _require([refused], (0,), "a copy", "PreflightError", words)
     require_in_time(found["at"] - found["began"], 5.0, "a copy")
 
@@ -282,7 +282,7 @@ def test_the_name_of_the_endpoint_may_lead_to_several_addresses(tmp_path: Path) 
         network[0].firewall("ip daddr 10.77.0.51 drop")
         said = run_job(network, [case, alone], tmp_path, nproc=(1, 1))
     assert [each["many"]["values"] for each in said] == [{"0": "eth1"}, {"1": "eth1"}]
-    words = "node 0 listens at 10.77.0.1, not at fd00::1 and 172.17.0.1, where that name leads, too"
+    words = "node 0 listens at 10.77.0.1, not at fd00::1 and 172.17.0.1, where that name leads too"
     _require(said, (0,), "alone", "RendezvousTimeoutError", words)
 
 
@@ -313,7 +313,11 @@ def test_a_node_that_is_started_twice_is_refused_the_second_time(
 
 
 EARLY_ENDS: Final = [
-    ("joined", "RendezvousTimeoutError", "node 2 of 3 ('h2') joined, and then said nothing more"),
+    (
+        "joined",
+        "RendezvousTimeoutError",
+        "node 2 of 3 ('h2') joined, and then did not introduce itself",
+    ),
     ("introduced", "NodeLostError", "it joined, and opened no control channel to 10.77.0.1:"),
 ]
 
@@ -442,7 +446,7 @@ def endpoint(held_port: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Itera
     config = LaunchConfig(
         nnodes=2, nproc_per_node=1, backend="gloo", rendezvous={"endpoint": f"h0:{port}"}
     )
-    monkeypatch.setattr(rendezvous, "_PROBE_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_CONNECT_S", 0.5)
     with open_inbox() as inbox:
         node = NodeRendezvous(config, inbox)
         node._host = node.address = LOCAL
@@ -457,7 +461,7 @@ def serve_or_find(node: NodeRendezvous, limit_s: float, *, bound: str | None = L
 
 def test_a_program_that_holds_the_port_of_the_endpoint_is_named(endpoint: NodeRendezvous) -> None:
     """On the host of the endpoint, where it does not even listen: no other node is missing."""
-    with pytest.raises(PreflightError, match="another program has the port") as raised:
+    with pytest.raises(PreflightError, match="another program is using the port") as raised:
         serve_or_find(endpoint, 0.1)
     assert raised.value.kind == "port"
 

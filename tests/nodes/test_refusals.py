@@ -223,7 +223,7 @@ def test_a_signal_to_a_node_of_the_last_round_that_is_to_come_again_ends_all(ope
     def be_node_0() -> None:
         wait_until(lambda: opened.rendezvous._root.has(_OBJECTION))
         try:
-            opened.rendezvous._look_around(0)
+            opened.rendezvous._check_nodes(0)
         except Interrupted as exc:
             raised.append(exc)
 

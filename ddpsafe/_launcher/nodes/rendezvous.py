@@ -1,8 +1,8 @@
 """How nodes find each other: TorchElastic's rendezvous, on a store bound to one address.
 
-The stock rendezvous keeps its state as a pickle in an open store: whoever reaches the port runs code
-in every launcher. Here each value in the store is sealed with the job's secret, and the seal is
-checked before anything is read.
+The stock rendezvous keeps its state as a pickle in an open store, so anyone who reaches the port can
+run code in every launcher. Here each value in the store is signed with the job's secret, and the
+signature is checked before the value is parsed.
 """
 
 from __future__ import annotations
@@ -82,38 +82,43 @@ _STATE_CLASSES: Final = frozenset(
         ("copyreg", "_reconstructor"),
     }
 )
-"""All that a state of torch's rendezvous is made of, in torch 2.6 to 2.15."""
+"""Every class in the pickled state of torch's rendezvous, in torch 2.6 to 2.15."""
 
-_UNSHARED: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Keeps torch's handler from opening a second store, on all interfaces, which ends with a round."""
+_DISABLE_SHARED_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Keeps torch's handler from opening a second store on all interfaces, which it reuses in later rounds."""
 
 _MAC_BYTES: Final = hashlib.sha256().digest_size
-_ANSWER: Final = timedelta(seconds=5)
-_CLOSE: Final = timedelta(seconds=3)
-_LOOK_S: Final = 0.05
-_PROBE_S: Final = 4.0  # a kernel takes 3 s to find that no host has an address
-_BACKLOG: Final = 1024
-_NAME_WAIT_S: Final = 10.0
-_FORGET_S: Final = 2.5
-"""Nodes that wait to join look once a second; so long the store stays for them to read its end."""
-
-_LOOK_AROUND_S: Final = 0.5
-_SAY_WHO_CAME_S: Final = 10.0
-_SAY_AGAIN_S: Final = 60.0
-_SAY_NO_ANSWER_S: Final = 5.0
+_LONG_AGO: Final = datetime(2000, 1, 1, tzinfo=timezone.utc)
+_POLL_S: Final = 0.05
+_STORE_CALL: Final = timedelta(seconds=5)
+_SHUTDOWN_S: Final = 3.0
+_CONNECT_S: Final = 4.0  # longer than the 3 s in which a kernel finds that no host has an address
 _HANDSHAKE: Final = timedelta(seconds=10)
-_READ: Final = timedelta(seconds=3)
-_NEVER: Final = timedelta(days=365)
-_MOST_UNKNOWN: Final = 8
+_BACKLOG: Final = 1024
+_DNS_RETRY_S: Final = 10.0
+_CLOSED_STATE_READ_S: Final = 2.5
+"""How long the store outlives the job for nodes that wait to join: torch polls the state every second."""
 
-_HOST, _CAME = "ddpsafe/host", "ddpsafe/came"
-_OBJECTION, _OVER, _HEARD = "ddpsafe/objection", "ddpsafe/over", "ddpsafe/over/heard"
-_UNKNOWN = "ddpsafe/unknown"
-"""Keys of the endpoint's store: who serves it, who has come, and why there is no round."""
+_CHECK_NODES_S: Final = 0.5
+_DISMISSAL_READ: Final = timedelta(seconds=3)
+_FIRST_WARNING_S: Final = 10.0
+_NEXT_WARNINGS_S: Final = 60.0
+_NO_ANSWER_WARNING_S: Final = 5.0
+_MAX_REFUSED_NAMES: Final = (
+    8  # anyone who reaches the store can write one: they must not fill the log
+)
+
+# Keys of the endpoint's store that belong to no round.
+_HOST: Final = "ddpsafe/host"  # the node that serves the endpoint
+_ARRIVALS: Final = "ddpsafe/came"  # how many nodes have connected, and below it each node's facts
+_OBJECTION: Final = "ddpsafe/objection"  # why a node cannot take part
+_OVER: Final = "ddpsafe/over"  # why there is no round
+_OVER_READS: Final = "ddpsafe/over/heard"  # how many nodes have read it
+_REFUSED_NAME: Final = "ddpsafe/unknown"  # the host of a launcher without the secret; not signed
 
 
 class _CheckedUnpickler(pickle.Unpickler):
-    """Loads a rendezvous state and nothing else: the second lock, behind the seal."""
+    """Loads a rendezvous state and nothing else: a second line of defence behind the seal."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _STATE_CLASSES:
@@ -123,40 +128,40 @@ class _CheckedUnpickler(pickle.Unpickler):
 
 
 class Seal:
-    """Signs what this job writes to its store, and refuses what others have written there."""
+    """Signs the values that this job writes to its store, and rejects those of others."""
 
     def __init__(self, secret: bytes, job: str) -> None:
-        """Use the secret for the values of one job."""
+        """Sign with the secret, for one job."""
         self._secret, self._job = secret, job.encode()
 
     def close(self, key: str, value: bytes) -> bytes:
-        """Return a value with the job's seal, for one key."""
+        """Return a value with its signature, which is valid for one key."""
         return self._mac(key, value) + value
 
     def open(self, key: str, sealed: bytes) -> bytes | None:
-        """Return the value under a seal; ``None`` where it is not this job's."""
+        """Return the value without its signature; ``None`` if this job did not sign it."""
         value = sealed[_MAC_BYTES:]
         return value if hmac.compare_digest(sealed[:_MAC_BYTES], self._mac(key, value)) else None
 
     def _mac(self, key: str, value: bytes) -> bytes:
-        # Length first: no pair of job and key may read as another one.
+        # With their lengths, no two pairs of job and key give the same bytes.
         head = b"%d:%s%d:%s" % (len(self._job), self._job, len(key), key.encode())
         return hmac.new(self._secret, head + value, hashlib.sha256).digest()
 
 
 _Member = tuple[str, int]
-"""Label and pid of a node in a state of the rendezvous."""
+"""Label and pid of a node, as torch's state has them."""
 
 
 class _LocalTimes:
-    """Shows the times in a state of the rendezvous on this host's clock.
+    """Converts the times in a rendezvous state to this host's clock.
 
-    torch compares the wall clocks of different hosts: a node whose clock is ahead takes all others
-    for dead and starts a round alone. Whatever a clock says, a heartbeat is as old as it has not
-    changed, which each node can see for itself.
+    torch compares the wall clocks of different hosts: a node whose clock is ahead considers all
+    others dead and starts a round alone. Here the age of a heartbeat is the time since this node
+    first saw it, whatever the other clocks show.
 
     Args:
-        last_call: How far ahead the end of the last call is when it is written.
+        last_call: How far in the future the end of the last call is when a node writes it.
     """
 
     def __init__(self, last_call: timedelta) -> None:
@@ -166,15 +171,15 @@ class _LocalTimes:
         self._gone: dict[_Member, datetime | None] = {}
 
     def forget(self, member: _Member) -> None:
-        """Show a node as one that was not heard of for long: it is known to be gone.
+        """Show a node as long dead until its heartbeat changes.
 
-        A container that starts again has the name, the address and often the pid of the last one:
-        a heartbeat that comes later is its own.
+        A restarted container has the name, the address and often the pid of its predecessor: a
+        later heartbeat is its own.
         """
         self._gone[member] = None
 
     def show(self, state: Any) -> Any:
-        """Replace the times that others wrote by those at which they were first seen."""
+        """Replace the times that others wrote by the times at which this node first saw them."""
         now = datetime.now(timezone.utc)
         beats = {(node.addr, node.pid): beat for node, beat in state.last_heartbeats.items()}
         for member, beat in beats.items():
@@ -184,7 +189,7 @@ class _LocalTimes:
             member = (node.addr, node.pid)
             beat, seen = self._beats[member]
             if member in self._gone:
-                # Its last heartbeat is the one that is there at the first look after the loss.
+                # The first heartbeat read after the loss is the last one that the lost node wrote.
                 last = self._gone[member] = self._gone[member] or beat
                 if last != beat:
                     del self._gone[member]
@@ -195,7 +200,7 @@ class _LocalTimes:
             state.deadline = self._deadline[1]
         return state
 
-    def written(self, state: Any) -> Any:
+    def restore(self, state: Any) -> Any:
         """Put the times of others back as they wrote them."""
         for node, beat in state.last_heartbeats.items():
             wrote, shown = self._beats.get((node.addr, node.pid), (None, None))
@@ -206,16 +211,13 @@ class _LocalTimes:
         return state
 
 
-_LONG_AGO: Final = datetime(2000, 1, 1, tzinfo=timezone.utc)
-
-
 def make_sealed_backend(
     store: Store, job: str, seal: Seal, last_call: timedelta = timedelta(seconds=10)
 ) -> Any:
-    """Return torch's rendezvous backend behind a seal.
+    """Return torch's rendezvous backend with its state signed.
 
-    Its `cancelled` attribute, once set, ends a wait of the handler at its next look; `state` is the
-    one that the handler saw last.
+    Setting `cancelled` ends the handler's wait at its next poll. `state` is the last one that the
+    handler read.
     """
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -240,8 +242,8 @@ def make_sealed_backend(
         forget = staticmethod(times.forget)
 
         def __init__(self, inner: C10dRendezvousBackend) -> None:
-            # Here, not in a closure: a class that is made here is garbage in a circle, and what its
-            # methods hold would keep the port of the store until a collection.
+            # Not in a closure: this class is part of a reference cycle, so a store that its methods
+            # closed over would keep its port until the next garbage collection.
             self._inner = inner
 
         @property
@@ -250,7 +252,7 @@ def make_sealed_backend(
 
         def get_state(self) -> Any:
             if self.cancelled and self.state is not None:
-                self.state.closed = True  # to this node: torch's own threads end with it
+                self.state.closed = True  # on this node only, to end torch's own threads
                 return pickle.dumps(self.state), None
             self._require_not_cancelled()
             found = self._inner.get_state()
@@ -260,8 +262,8 @@ def make_sealed_backend(
             if self.cancelled and self.state is not None:
                 return *self.get_state(), False
             self._require_not_cancelled()
-            written = times.written(_CheckedUnpickler(io.BytesIO(state)).load())
-            found = self._inner.set_state(seal.close("state", pickle.dumps(written)), token)
+            restored = times.restore(_CheckedUnpickler(io.BytesIO(state)).load())
+            found = self._inner.set_state(seal.close("state", pickle.dumps(restored)), token)
             return None if found is None else (self._see(found[0]), found[1], found[2])
 
         def _see(self, sealed: bytes) -> bytes:
@@ -277,11 +279,11 @@ def make_sealed_backend(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """This node's place in a round, as the rendezvous gave it.
+    """This node's place in a round, as the rendezvous assigned it.
 
     Attributes:
-        node_rank: This node among those of the round.
-        nnodes: How many there are.
+        node_rank: This node's rank in the round.
+        nnodes: How many nodes the round has.
         board: The round's own keys in the store.
     """
 
@@ -291,7 +293,7 @@ class Seat:
 
 
 class Board:
-    """Sealed values under keys that no other round uses."""
+    """Signed values in the store, under keys that no other round uses."""
 
     def __init__(self, store: Store, seal: Seal, rendezvous: NodeRendezvous) -> None:
         self.store, self._seal, self._rendezvous = store, seal, rendezvous
@@ -299,38 +301,38 @@ class Board:
     def put(self, key: str, value: object) -> None:
         """Set a key to a dataclass."""
         data = self._seal.close(key, json.dumps(to_json(value)).encode())
-        self._rendezvous.call(lambda: self.store.set(key, data.hex()), _ANSWER)
+        self._rendezvous.call(lambda: self.store.set(key, data.hex()), _STORE_CALL)
 
     def has(self, key: str) -> bool:
-        """Tell whether a key is set, by whomever."""
-        return self._rendezvous.call(lambda: bool(self.store.check([key])), _ANSWER)
+        """Return whether a key is set, whoever has set it."""
+        return self._rendezvous.call(lambda: bool(self.store.check([key])), _STORE_CALL)
 
     def count(self, key: str, more: int = 0) -> int:
-        """Add to a number that begins with 0; return it."""
-        return self._rendezvous.call(lambda: int(self.store.add(key, more)), _ANSWER)
+        """Add to a counter that starts at 0, and return it."""
+        return self._rendezvous.call(lambda: int(self.store.add(key, more)), _STORE_CALL)
 
     def forget(self, key: str) -> None:
         """Remove a key."""
-        self._rendezvous.call(lambda: self.store.delete_key(key), _ANSWER)
+        self._rendezvous.call(lambda: self.store.delete_key(key), _STORE_CALL)
 
     def put_plain(self, key: str, text: str) -> None:
-        """Set a key to a text without a seal: the other side may not know the secret."""
-        self._rendezvous.call(lambda: self.store.set(key, text), _ANSWER)
+        """Set a key to an unsigned text: the two ends may have different secrets."""
+        self._rendezvous.call(lambda: self.store.set(key, text), _STORE_CALL)
 
     def find_plain(self, key: str, longest: int) -> str | None:
-        """Return the start of a text that whoever reaches the store may have written."""
+        """Return the start of a text that anyone who reaches the store may have written."""
         if not self.has(key):
             return None
-        text = self._rendezvous.call(lambda: self.store.get(key), _ANSWER)
+        text = self._rendezvous.call(lambda: self.store.get(key), _STORE_CALL)
         return ascii(text[:longest].decode(errors="replace"))
 
     def find(self, key: str, cls: type[T]) -> T | None:
-        """Return the value of a key, ``None`` where it is not set, or not by this job."""
+        """Return the value of a key; ``None`` if it is not set, or this job did not sign it."""
 
         def read() -> bytes | None:
             return self.store.get(key) if self.store.check([key]) else None
 
-        text = self._rendezvous.call(read, _ANSWER)
+        text = self._rendezvous.call(read, _STORE_CALL)
         if text is None:
             return None
         with contextlib.suppress(ValueError, GarbledError):
@@ -339,7 +341,7 @@ class Board:
         return None
 
     def wait_for(self, key: str, cls: type[T], deadline: Deadline) -> T | None:
-        """Return the value of a key once it is set; ``None`` if it is not by then."""
+        """Return the value of a key once it is set; ``None`` after the deadline."""
         for pause_s in deadline.pauses_s():
             if (found := self.find(key, cls)) is not None:
                 return found
@@ -350,11 +352,11 @@ class Board:
 
 _CANNOT_SERVE: Final = {
     errno.EADDRINUSE: (
-        "another program has the port.",
-        "choose another port for this job, or end what holds it: ss -tanp.",
+        "another program is using the port.",
+        "choose another port for this job, or stop that program: ss -tanp.",
     ),
     errno.EADDRNOTAVAIL: (
-        "the address is not one of this host.",
+        "this host does not have that address.",
         "give node rank 0 to the host of the endpoint, or name this host in the endpoint.",
     ),
     errno.EACCES: (
@@ -362,25 +364,28 @@ _CANNOT_SERVE: Final = {
         "choose a port above 1023 for this job.",
     ),
     0: (
-        "this host does not let a program listen there.",
+        "this host does not allow a program to listen there.",
         "choose another port or address for this job.",
     ),
 }
-"""Why a port cannot be listened on, and what to do, by errno; 0 for any other."""
+"""Why listening on a port failed and what to do, by errno; 0 stands for any other."""
 
 
 class NodeRendezvous:
-    """Where the nodes of one job meet, round by round.
+    """This node's part in the rendezvous: serves or finds the endpoint, then joins round by round.
 
     Args:
-        config: What was asked for.
+        config: The configuration of the launch.
         inbox: Signals to this launcher, which end every wait.
         settings: What has to be the same on all nodes, by name.
         nproc: How many ranks this node starts.
 
     Attributes:
-        launchers: Those of the last round that node 0 has opened. Any other is new: the job does
-            without it where it is not fit, and waits for the next.
+        launchers: Those of the last round that node 0 has opened. Any other launcher is new: the job
+            refuses it if it is unfit, and waits for another one.
+        serves: Whether this node serves the endpoint, which makes it node 0.
+        takes_signals: Whether a signal ends waits; not while the other nodes are informed of one.
+        address: Where the other nodes reach this one.
     """
 
     def __init__(
@@ -391,7 +396,7 @@ class NodeRendezvous:
         settings: dict[str, str] | None = None,
         nproc: int = 1,
     ) -> None:
-        """Read where and as whom; nothing is opened yet."""
+        """Read endpoint, job id and secret; nothing is opened yet."""
         prepare()
         endpoint = config.rendezvous.parsed()
         assert endpoint is not None, "the config requires one with more than one node"  # noqa: S101
@@ -401,16 +406,16 @@ class NodeRendezvous:
         self.secret = find_secret(config)
         self._seal = Seal(self.secret, self.job)
         self._host = self._endpoint.host
-        self._launcher = make_round_id()
+        self._launcher = make_random_id()
         self._store: TCPStore | None = None
         self._handler: Any = None
         self._backend: Any = None
         self._joined = 0
         self._present: list[NodeFacts] = []
-        self._unknown: set[str] = set()
-        self._refused: set[str] = set()
+        self._refused_names: set[str] = set()
+        self._refused_launchers: set[str] = set()
         self.launchers: set[str] = set()
-        self._is_elsewhere = self._has_said_elsewhere = False
+        self._endpoint_is_elsewhere = self._has_warned_of_endpoint = False
         self.serves = False
         self.takes_signals = True
         self.address = ""
@@ -436,28 +441,28 @@ class NodeRendezvous:
         return Board(self._store, self._seal, self)
 
     def call(self, function: Callable[[], T], limit: timedelta | None) -> T:
-        """Make a call to the store, which may hang for ever once the host of the store is gone.
+        """Make a call that may hang forever, as the store's do once its host has vanished.
 
         Raises:
-            Interrupted: A signal came meanwhile.
-            RendezvousTimeoutError: It has not come back in time.
+            Interrupted: A signal arrived during the call.
+            RendezvousTimeoutError: The call has not returned in time, or the store's host has ended.
         """
         deadline = Deadline.after(limit)
         call = BoundedCall(function, name="ddpsafe-rendezvous")
-        while not call.wait(_LOOK_S):
+        while not call.wait(_POLL_S):
             self.require_no_signal()
             if deadline.expired():
                 raise self.lost("it does not answer", deadline)
         try:
             return call.result()
-        except RuntimeError as exc:  # torch's, of a store whose host has gone
+        except RuntimeError as exc:  # torch raises it when the store's host has ended
             raise self.lost(str(exc).splitlines()[0], deadline) from exc
 
     def require_no_signal(self) -> None:
-        """Leave a wait when this launcher has been told to go.
+        """Leave a wait when this launcher has received a signal.
 
         Raises:
-            Interrupted: A signal has come.
+            Interrupted: A signal has arrived.
         """
         if self.inbox.received is not None and self.takes_signals:
             if self._backend is not None:
@@ -465,24 +470,25 @@ class NodeRendezvous:
             raise Interrupted(self.inbox.received)
 
     def open(self) -> None:
-        """Serve the endpoint where it is this host's, else connect to it.
+        """Serve the endpoint if it is on this host, else connect to it.
 
         Raises:
-            ConfigError: This node does not agree with the one that serves the endpoint.
-            PreflightError: The endpoint's name leads nowhere, its port is taken, or another job
-                is there.
+            ConfigError: This node's settings differ from those of the node that serves the endpoint.
+            PreflightError: The endpoint's name does not resolve, its port is taken, or it belongs to
+                another job.
             RendezvousTimeoutError: No node serves it in time.
         """
         deadline = Deadline.after(self._config.rendezvous.join)
         resolved = self._resolve(deadline)
-        # A host file may lead the host's own name to 127.0.1.1, as Debian's installer has it.
+        # /etc/hosts may map the host's own name to 127.0.1.1, as Debian's installer writes it.
         addresses = _without_loopback(resolved)
         interfaces = list_interfaces()
         self.address = self._own_address(addresses, interfaces)
         own = {address: each for each in interfaces for address in each.addresses}
         node_rank, asked = self._config.node_rank, self._asked_interface
         here = [address for address in addresses if address in own]
-        # A resolver may give all addresses of this host, of which the others know only one.
+        # A resolver may return every address of this host, and the other nodes reach only some:
+        # first the interface that was asked for, then networks before containers, IPv4 before IPv6.
         here.sort(
             key=lambda each: (own[each].name != asked, not own[each].is_candidate, ":" in each)
         )
@@ -492,45 +498,45 @@ class NodeRendezvous:
             here, self._host = [self.address], self.address
         may_serve = node_rank == 0 or (node_rank is None and bool(here))
         bound = here[0] if here else self.address
-        answers = self._serve_or_find(deadline, resolved, bound if may_serve else None, here)
-        if answers is not None:
-            self._connect(answers, here)
+        server = self._serve_or_find(deadline, resolved, bound if may_serve else None, here)
+        if server is not None:
+            self._connect(server, here)
             self._require_same_job()
         else:
-            self.address, self.serves, self._is_elsewhere = bound, True, not here
-            if has_derived_secret(self._config):
+            self.address, self.serves, self._endpoint_is_elsewhere = bound, True, not here
+            if self._config.rendezvous.secret_file is None and not find_own_secret(JOB_SECRET):
                 logger.warning(
-                    "the secret of this job is derived from its endpoint and id: whoever knows "
+                    "the secret of this job is derived from its endpoint and id: anyone who knows "
                     "them can join. Set %s or rendezvous.secret_file to keep others out.",
                     JOB_SECRET,
                 )
             is_unsure = sum(each.is_candidate for each in interfaces) > 1 or not self._has_own_name
             if not addresses and asked is None and is_unsure:
                 logger.warning(
-                    "%s is %s here (/etc/hosts), so node 0 listens at %s; if the others know it by "
-                    "another address, set rendezvous.interface (--interface) here",
+                    "%s is %s here (/etc/hosts), so node 0 listens at %s; if the other nodes reach it at "
+                    "another address, set rendezvous.interface (--interface) on this node",
                     self._endpoint.host,
                     resolved[0],
                     self.address,
                 )
             self._root.put(_HOST, self.facts)
-        self._root.put(f"{_CAME}/{self._root.count(_CAME, 1)}", self.facts)
+        self._root.put(f"{_ARRIVALS}/{self._root.count(_ARRIVALS, 1)}", self.facts)
 
     def _require_same_job(self) -> None:
-        """Compare this node with the one that serves the endpoint, before it joins anything.
+        """Compare this node with the one that serves the endpoint, before joining a round.
 
         Raises:
-            ConfigError: They do not agree.
-            PreflightError: It is not a node of this job.
+            ConfigError: Their settings differ.
+            PreflightError: The other one is not a node of this job.
         """
-        for pause_s in Deadline.after(_ANSWER).pauses_s():
+        for pause_s in Deadline.after(_STORE_CALL).pauses_s():
             if self._root.has(_HOST):
                 break
             self.require_no_signal()
             time.sleep(pause_s)
         first = self._root.find(_HOST, NodeFacts)
         if first is None:
-            self._root.put_plain(_UNKNOWN, socket.gethostname())
+            self._root.put_plain(_REFUSED_NAME, socket.gethostname())
             raise self._not_this_job()
         try:
             require_same_settings([first, self.facts])
@@ -544,23 +550,23 @@ class NodeRendezvous:
     def _not_this_job(self) -> PreflightError:
         here = socket.gethostname()
         what = (
-            f"{here} cannot join the job at {self._endpoint}: what is written there is not "
-            "signed with this job's secret and id."
+            f"{here} cannot join the job at {self._endpoint}: the data in its store is not signed "
+            "with this job's secret and id."
         )
         cause = (
-            "the nodes have different secrets or ids of the job, another job has the same "
-            "endpoint, or a program without the secret writes there."
+            "the nodes have different job secrets or ids, another job uses the same endpoint, or a "
+            "program without the secret writes to the store."
         )
         fix = (
-            f"give every node the same {JOB_SECRET}, secret_file and --rdzv-id, and every job an "
-            "endpoint of its own."
+            f"give every node the same {JOB_SECRET}, secret_file and --rdzv-id, and every job its "
+            "own endpoint."
         )
         return PreflightError(Explanation(what, cause=cause, fix=fix), kind="config")
 
     def _resolve(self, deadline: Deadline) -> list[str]:
         def look_up() -> list[str]:
             retrying = tenacity.Retrying(  # a pod's name may appear in DNS later than the pod
-                stop=lambda _: deadline.expired() or deadline.waited_s() > _NAME_WAIT_S,
+                stop=lambda _: deadline.expired() or deadline.waited_s() > _DNS_RETRY_S,
                 wait=tenacity.wait_fixed(0.5),
                 retry=tenacity.retry_if_exception_type(OSError),
                 reraise=True,
@@ -568,12 +574,12 @@ class NodeRendezvous:
             return retrying(self._look_up)
 
         try:
-            return self.call(look_up, timedelta(seconds=2 * _NAME_WAIT_S))
+            return self.call(look_up, timedelta(seconds=2 * _DNS_RETRY_S))
         except (OSError, UnicodeError) as exc:
             here, host = socket.gethostname(), self._endpoint.host
             what = f"{here} cannot resolve {host}, the host of the endpoint: {exc}."
             cause = "the name is misspelled, or this host's DNS and /etc/hosts do not know it."
-            fix = f"check with  getent hosts {host}  on {here}; an IP address works, too."
+            fix = f"check with  getent hosts {host}  on {here}; an IP address works too."
             raise PreflightError(
                 Explanation(what, cause=cause, fix=fix), kind="startup-network"
             ) from exc
@@ -585,26 +591,29 @@ class NodeRendezvous:
 
     @property
     def _has_own_name(self) -> bool:
-        """Whether the endpoint is named as this host is."""
+        """Whether the endpoint's host has the name of this host, without the domain."""
         names = (self._endpoint.host, socket.gethostname())
         return len({name.partition(".")[0].casefold() for name in names}) == 1
 
     def _require_own_name(self, addresses: Sequence[str]) -> None:
-        """Let a name lead to loopback only on the host that has it: elsewhere the host file is wrong.
+        """Refuse a name that resolves to loopback, unless it is this host's own.
 
         Raises:
-            PreflightError: It is another host's.
+            PreflightError: It is another host's name, so /etc/hosts is wrong here.
         """
         if self._has_own_name or self._config.node_rank == 0:
             return
         here, host = socket.gethostname(), self._endpoint.host
         what = (
-            f"{host}, the host of the endpoint, is {addresses[0]} on {here}: that is {here} itself."
+            f"{host}, the host of the endpoint, resolves to {addresses[0]} on {here}, which is {here} "
+            "itself."
         )
-        cause = "/etc/hosts was copied from the host of the endpoint, or has that name for its own."
+        cause = (
+            f"/etc/hosts was copied from the host of the endpoint, or gives that name to {here}."
+        )
         fix = (
-            f"give {host} its address in the cluster's network in /etc/hosts of {here}, or write that "
-            f"address as the endpoint; if {here} is meant, start it there with --node-rank 0."
+            f"give {host} its address in the cluster's network in /etc/hosts of {here}, or use that "
+            f"address as the endpoint; if {here} is meant, start it with --node-rank 0."
         )
         raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
 
@@ -618,16 +627,16 @@ class NodeRendezvous:
                     f"rendezvous.interface={asked!r}: {socket.gethostname()} has no such interface "
                     "with an address."
                 )
-                cause = "names of interfaces differ from host to host."
-                fix = f'write interface="auto", or one of {existing}.'
+                cause = "interface names differ from host to host."
+                fix = f'set interface="auto", or one of {existing}.'
                 raise ConfigError(Explanation(what, cause=cause, fix=fix))
             return chosen.addresses[0]
         found = find_address_towards(endpoint)
         if found is None:
             what = f"{socket.gethostname()} has no address that other nodes could reach."
-            cause = "no interface besides loopback is up."
+            cause = "no interface except loopback is up."
             raise PreflightError(
-                Explanation(what, cause=cause, fix="see  ip addr  on it."), kind="startup-network"
+                Explanation(what, cause=cause, fix="check  ip addr  there."), kind="startup-network"
             )
         return found
 
@@ -638,21 +647,23 @@ class NodeRendezvous:
 
     @property
     def interface(self) -> str | None:
-        """Name of the interface for the ranks: the one asked for, else that of this node's address."""
+        """The interface for the ranks: the configured one, else that of this node's address."""
         if self._asked_interface is not None:
             return self._asked_interface
         found = find_interface_of(self.address)
         return None if found is None else found.name
 
     def _serve(self, address: str) -> bool:
-        """Open the store at one address; tell whether the port was free."""
+        """Serve the store at one address; return whether the port was free."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         port = self._endpoint.port
         try:
             listening = socket.create_server((address, port), family=family, backlog=_BACKLOG)
         except OSError as exc:
             if exc.errno == errno.EADDRINUSE and self._config.node_rank != 0:
-                return False  # by another launcher of this job on this host; else it is found out
+                return (
+                    False  # likely node 0 of this job, on this host; otherwise _connect reports it
+                )
             raise self._not_served(exc.errno or 0) from exc
         self._store = self.call(
             lambda: open_tcp_store(address, port, listening=listening), timedelta(seconds=30)
@@ -662,29 +673,29 @@ class NodeRendezvous:
     def _serve_or_find(
         self, deadline: Deadline, resolved: list[str], bound: str | None, here: Sequence[str]
     ) -> str | None:
-        """Serve the endpoint once its port is free, or wait for the launcher that does.
+        """Serve the endpoint once its port is free, or wait for the launcher that serves it.
 
         Args:
             deadline: When to give up.
-            resolved: Where the name of the endpoint led.
-            bound: The address to serve it at, where this node may.
-            here: The addresses of the endpoint that are this host's.
+            resolved: The addresses of the endpoint.
+            bound: The address to serve it at, if this node may.
+            here: Those addresses of the endpoint that belong to this host.
 
         Returns:
             The address that answers; ``None`` if this node serves.
         """
         port, why = self._endpoint.port, ""
-        has_said = False
+        has_warned = False
         name = self._endpoint.host
         leads_to = "" if resolved == [name] else f" ({name} is {_listed(resolved)} here)"
 
         def find() -> str:
-            # Of several addresses behind a name, the one that answers: torch stays at the first. What
-            # listens on loopback is not what the other nodes reach.
+            # A name may have several addresses, of which torch tries only the first. A program that
+            # listens on loopback is not the one that the other nodes reach.
             failed = OSError(errno.EADDRNOTAVAIL, "it has no address")
             for address in _without_loopback(self._look_up()) or [self.address]:
                 try:
-                    socket.create_connection((address, port), _PROBE_S).close()
+                    socket.create_connection((address, port), _CONNECT_S).close()
                 except OSError as exc:  # noqa: PERF203 - each is tried
                     failed = exc
                 else:
@@ -694,7 +705,7 @@ class NodeRendezvous:
         for pause_s in deadline.pauses_s():
             if bound is not None and self._serve(bound):
                 return None
-            limit_s = max(_PROBE_S, deadline.remaining_s())
+            limit_s = max(_CONNECT_S, deadline.remaining_s())
             try:
                 return self.call(find, timedelta(seconds=limit_s))
             except RendezvousTimeoutError:
@@ -703,23 +714,23 @@ class NodeRendezvous:
                 why = f"nothing answers: a firewall drops packets, or the host is down{leads_to}"
             except OSError as exc:
                 why = f"{exc.strerror or exc}{leads_to}"
-            if deadline.waited_s() > _SAY_NO_ANSWER_S and not has_said:
-                has_said, own, node_rank = True, socket.gethostname(), self._config.node_rank
+            if deadline.waited_s() > _NO_ANSWER_WARNING_S and not has_warned:
+                has_warned, own, node_rank = True, socket.gethostname(), self._config.node_rank
                 hint = ""
                 if bound is not None:
                     hint = f". Another program holds port {port} of this host: ss -tanp 'sport = :{port}'"
                 elif here:
                     hint = (
-                        f". The address is this host's, and its node rank is {node_rank}: node rank 0 "
-                        "has to be here"
+                        f". The address belongs to this host, which has node rank {node_rank}: the host of "
+                        "the endpoint needs node rank 0"
                     )
                 elif node_rank is None:
                     hint = (
-                        f". If {own} is the host of the endpoint, start it with --node-rank 0: that is not an "
-                        "address of its own (NAT, or a wrong line in /etc/hosts)"
+                        f". If {own} is the host of the endpoint, start it with --node-rank 0: it does not "
+                        "have that address itself (NAT, or a wrong line in /etc/hosts)"
                     )
                 logger.warning(
-                    "%s finds no launcher at %s yet: %s%s; it tries for %.0f s (rendezvous.join)",
+                    "%s finds no launcher at %s yet: %s%s; retrying for %.0f s (rendezvous.join)",
                     own,
                     self._endpoint,
                     why,
@@ -743,38 +754,38 @@ class NodeRendezvous:
             self._store = self.call(lambda: open_tcp_store(address, port), _HANDSHAKE)
         except RendezvousTimeoutError as exc:
             at = f"{self._endpoint}" + (f" ({address})" if address != self._endpoint.host else "")
-            what = f"what answers {socket.gethostname()} at {at} is not a launcher."
+            what = f"the program that {socket.gethostname()} reached at {at} is not a launcher."
             holder = "this host" if address in here else self._endpoint.host
-            cause = f"another program has port {port} on {holder}."
-            fix = f"choose another port for this job, or end what holds it; there:  ss -ltnp 'sport = :{port}'"
+            cause = f"another program is using port {port} on {holder}."
+            fix = f"choose another port for this job, or stop that program; there:  ss -ltnp 'sport = :{port}'"
             raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="port") from exc
 
     def lost(self, why: str, deadline: Deadline) -> RendezvousTimeoutError:
-        """Return the error of an endpoint that does not answer."""
+        """Return the error for an endpoint that does not answer, or no longer does."""
         here, waited_s = socket.gethostname(), deadline.waited_s()
         what = (
             f"{here} found no store of this job at {self._endpoint} within {waited_s:.1f} s: {why}."
         )
-        cause = "the node of the endpoint has not started its launcher, or has lost it."
+        cause = "the launcher on the host of the endpoint has not started, or has ended."
         if self._store is not None:
             what = f"{here} has lost the store of this job at {self._endpoint}: {why}."
             cause = "the launcher of node 0 has ended, or its host has lost power or network."
         host, port = self._host, self._endpoint.port
-        fix = f"see the log of that node; then, on {here}:  nc -vz {host} {port}"
+        fix = f"check the log of that node; then, on {here}:  nc -vz {host} {port}"
         return RendezvousTimeoutError(
             Explanation(what, cause=cause, fix=fix), waited_s=waited_s, kind="startup-network"
         )
 
     def join(self) -> Seat | None:
-        """Wait for the other nodes, and take a place in the next round.
+        """Wait for the other nodes, and join the next round.
 
         Returns:
-            The place; ``None`` where the job ended well while this node waited to replace another.
+            This node's place; ``None`` if the job ended while this node waited to replace another.
 
         Raises:
-            ConfigError: A node does not agree with node 0.
-            RendezvousTimeoutError: Too few nodes came.
-            PreflightError: The job is over, has its nodes already, or is another one.
+            ConfigError: A node's settings differ from node 0's.
+            RendezvousTimeoutError: Too few nodes joined.
+            PreflightError: The job is over, has all its nodes already, or is another job.
         """
         from torch.distributed.elastic.rendezvous import (
             RendezvousError,
@@ -784,7 +795,7 @@ class NodeRendezvous:
         deadline = Deadline.after(self._config.rendezvous.join)
         if self._handler is None:
             self._handler = self._make_handler()
-        with _own_store_for_ranks():
+        with _without_shared_store():
             call = BoundedCall(self._handler.next_rendezvous, name="ddpsafe-rendezvous")
             self._await_round(call, deadline)
         try:
@@ -801,50 +812,52 @@ class NodeRendezvous:
             raise error from exc
         self._joined += 1
         self._note_members()
-        if self.serves:  # it may have come since the last look
-            self._name_unknown()
+        if self.serves:  # one may have been refused since the last check
+            self._warn_of_refused_names()
         board = Board(info.store, self._seal, self)
         return Seat(node_rank=info.rank, nnodes=info.world_size, board=board)
 
     def _await_round(self, call: BoundedCall[Any], deadline: Deadline) -> None:
-        """Wait for the end of torch's call, and say meanwhile what there is to say."""
-        next_look_s, says_at_s = 0.0, _SAY_WHO_CAME_S
+        """Wait until torch's call returns; warn of missing nodes, and leave if there can be no round."""
+        next_check_s, next_warning_s = 0.0, _FIRST_WARNING_S
         is_spare = False
-        while not call.wait(_LOOK_S):
+        while not call.wait(_POLL_S):
             self.require_no_signal()
             if deadline.expired() and not is_spare:
                 self._require_more_time(deadline)
-            if deadline.waited_s() >= next_look_s:
-                next_look_s = deadline.waited_s() + _LOOK_AROUND_S
-                self._look_around(deadline.waited_s())
+            if deadline.waited_s() >= next_check_s:
+                next_check_s = deadline.waited_s() + _CHECK_NODES_S
+                self._check_nodes(deadline.waited_s())
                 state = self._backend.state
                 is_member = (label_of(self.facts), os.getpid()) in self._members()
                 is_complete = state is not None and state.complete and len(state.participants) > 0
                 if is_complete and not (is_spare or is_member or self._joined):
-                    is_spare = True  # the nodes of a round are complete, and it never was in one
+                    is_spare = (
+                        True  # the round has all its nodes, and this one was never in a round
+                    )
                     self._require_use_for_spare()
-            if deadline.waited_s() >= says_at_s and not is_spare:
-                says_at_s = deadline.waited_s() + _SAY_AGAIN_S
+            if deadline.waited_s() >= next_warning_s and not is_spare:
+                next_warning_s = deadline.waited_s() + _NEXT_WARNINGS_S
                 state = self._backend.state
                 if state is not None and not state.complete:
                     logger.warning(
                         "%s; waiting for the others for %.0f s more (rendezvous.join)",
-                        self._who_came(),
+                        self._arrivals_text(),
                         deadline.remaining_s(),
                     )
 
     def _require_more_time(self, deadline: Deadline) -> None:
-        """Give up once it is time; node 0 first, so that all nodes say the same.
+        """Give up once the limit has passed; node 0 first, so that all nodes raise its error.
 
         Raises:
-            RendezvousTimeoutError: It is time.
+            RendezvousTimeoutError: The limit has passed.
         """
         limit = self._config.rendezvous.join
-        if not self.serves and deadline.waited_s() < (limit + _READ).total_seconds():
+        if not self.serves and deadline.waited_s() < (limit + _DISMISSAL_READ).total_seconds():
             return
-        what = f"{self._who_came()}, within {limit.total_seconds():g} s (rendezvous.join)."
+        what = f"{self._arrivals_text()}, within {limit.total_seconds():g} s (rendezvous.join)."
         cause = "a node has not started its launcher, or cannot reach the endpoint."
-        fix = "see the logs of the nodes that are missing."
+        fix = "check the logs of the missing nodes."
         error = RendezvousTimeoutError(
             Explanation(what, cause=cause, fix=fix),
             waited_s=deadline.waited_s(),
@@ -853,45 +866,44 @@ class NodeRendezvous:
         self.dismiss(error)
         raise error
 
-    def _look_around(self, waited_s: float) -> None:
-        """See who is there; leave where another node has found out why there can be no round.
+    def _check_nodes(self, waited_s: float) -> None:
+        """Note which nodes are present; leave if one has reported why there can be no round.
 
         Raises:
-            ConfigError: A node does not agree with node 0.
-            DDPSafeError: What node 0 has ended with.
+            ConfigError: Two nodes have node rank 0.
+            DDPSafeError: The error that the job ends with.
         """
         if self.serves:
             objection = self._root.find(_OBJECTION, Objection)
             if objection is not None:
                 self._take_objection(objection)
-            self._name_unknown()
-            if self._is_elsewhere:
+            self._warn_of_refused_names()
+            if self._endpoint_is_elsewhere:
                 self._require_only_node_0(waited_s)
         else:
             over = self._root.find(_OVER, RoundResult)
             if over is not None:
-                self._root.count(_HEARD, 1)
+                self._root.count(_OVER_READS, 1)
                 raise error_of(over)
         self._note_members()
 
-    def _name_unknown(self) -> None:
-        """Name a host that has come without knowing the secret, once, as it calls itself."""
-        name = self._root.find_plain(_UNKNOWN, 64)
-        if name is not None and name not in self._unknown:
-            if len(self._unknown) < _MOST_UNKNOWN:
-                self._unknown.add(name)
+    def _warn_of_refused_names(self) -> None:
+        """Warn once of each host whose launcher does not know the secret, by the name that it gives."""
+        name = self._root.find_plain(_REFUSED_NAME, 64)
+        if name is not None and name not in self._refused_names:
+            if len(self._refused_names) < _MAX_REFUSED_NAMES:
+                self._refused_names.add(name)
                 logger.warning(
-                    "a launcher that calls its host %s was refused: it has another secret or id of "
-                    "the job",
+                    "a launcher that calls its host %s was refused: it has another job secret or id",
                     name,
                 )
-            self._root.forget(_UNKNOWN)
+            self._root.forget(_REFUSED_NAME)
 
     def _take_objection(self, objection: Objection) -> None:
-        """End the job where one of its nodes cannot go on; do without a new one, and wait for the next.
+        """End the job if one of its nodes cannot continue; a new node is refused, and another awaited.
 
         Raises:
-            DDPSafeError: What the node has found.
+            DDPSafeError: The node's error, if the job ends.
         """
         node, error = objection.node, error_of(objection.result)
         is_new = bool(self.launchers) and node.launcher not in self.launchers
@@ -899,33 +911,33 @@ class NodeRendezvous:
             self.dismiss(error)
             raise error
         self._root.forget(_OBJECTION)
-        if node.launcher not in self._refused:
-            self._refused.add(node.launcher)
-            say_refused(node, error)
+        if node.launcher not in self._refused_launchers:
+            self._refused_launchers.add(node.launcher)
+            warn_of_refused_node(node, error)
 
     def _note_members(self) -> None:
         members = self._members()
         if members != {(label_of(each), each.pid) for each in self._present}:
-            came = [
+            arrived = [
                 facts
-                for number in range(1, self._root.count(_CAME) + 1)
-                if (facts := self._root.find(f"{_CAME}/{number}", NodeFacts)) is not None
+                for number in range(1, self._root.count(_ARRIVALS) + 1)
+                if (facts := self._root.find(f"{_ARRIVALS}/{number}", NodeFacts)) is not None
             ]
-            present = [facts for facts in came if (label_of(facts), facts.pid) in members]
-            self._present = sorted(present, key=label_of)  # as the round has them, not as they came
+            present = [facts for facts in arrived if (label_of(facts), facts.pid) in members]
+            self._present = sorted(present, key=label_of)  # the round's order, not that of arrival
 
     def _members(self) -> set[_Member]:
-        """Return the nodes that take part in the round, as torch's state has them."""
+        """Return the nodes that take part in the round, according to torch's state."""
         state = None if self._backend is None else self._backend.state
         return (
             {(node.addr, node.pid) for node in state.participants} if state is not None else set()
         )
 
     def _require_use_for_spare(self) -> None:
-        """Let a node beyond those that were asked for wait where it may replace one.
+        """Let a surplus node wait if it may replace another one later.
 
         Raises:
-            PreflightError: The job never takes another node.
+            PreflightError: The job never replaces a node.
         """
         present = _listed([each.hostname for each in self._present])
         rendezvous, retry = self._config.rendezvous, self._config.retry
@@ -939,15 +951,15 @@ class NodeRendezvous:
             )
             return
         what = f"the job at {self._endpoint} has its {self._config.nnodes} nodes already: {present}; {here} is one more."
-        cause = "the command was started on one host too many, or twice on one."
+        cause = "the command was started on one host too many, or twice on one host."
         fix = (
-            f"start it on {self._config.nnodes} hosts; a node that is to replace a lost one needs "
+            f"start it on {self._config.nnodes} hosts; to let one more replace a lost node, set "
             'retry={"attempts": 2, "on": ["peer-lost"]} on all of them.'
         )
         raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="config")
 
     def _require_only_node_0(self, waited_s: float) -> None:
-        """Find out whether another node serves the endpoint, whose address is not this host's.
+        """Check that no other node serves the endpoint, whose address is not one of this host.
 
         Raises:
             ConfigError: Two nodes have node rank 0.
@@ -962,15 +974,15 @@ class NodeRendezvous:
             return None if data is None else from_json(NodeFacts, json.loads(data))
 
         try:
-            socket.create_connection((host, port), _LOOK_AROUND_S).close()
-            other = self.call(look, _ANSWER)
+            socket.create_connection((host, port), _CHECK_NODES_S).close()
+            other = self.call(look, _STORE_CALL)
         except (OSError, ValueError, RendezvousTimeoutError) as exc:
-            # A pod's service may come later than the pod.
-            if waited_s > _SAY_NO_ANSWER_S and not self._has_said_elsewhere:
-                self._has_said_elsewhere = True
+            # A pod's service may appear later than the pod.
+            if waited_s > _NO_ANSWER_WARNING_S and not self._has_warned_of_endpoint:
+                self._has_warned_of_endpoint = True
                 logger.warning(
                     "node rank 0 listens at %s, but the endpoint %s is not an address of this host (%s), and "
-                    "nothing answers there yet. Set the endpoint to an address of this host: %s",
+                    "nothing answers there yet (%s). Set the endpoint to an address of this host.",
                     self.address,
                     self._endpoint,
                     socket.gethostname(),
@@ -978,64 +990,64 @@ class NodeRendezvous:
                 )
             return
         if other is None:
-            return  # it has opened its store, and not introduced itself yet
+            return  # that node serves the store, but has not introduced itself yet
         if other.launcher == self._launcher:
-            self._is_elsewhere = False
+            self._endpoint_is_elsewhere = False  # the endpoint leads to this node itself
             return
         what = f"two nodes have node rank 0: {other} and {self.facts}."
         cause = f"{self._endpoint} leads to the first of them."
-        error = ConfigError(Explanation(what, cause=cause, fix="give each node a rank of its own."))
+        error = ConfigError(Explanation(what, cause=cause, fix="give each node its own node rank."))
         self.dismiss(error)
-        store = self.call(lambda: open_tcp_store(host, port), _ANSWER)
+        store = self.call(lambda: open_tcp_store(host, port), _STORE_CALL)
         Board(store, self._seal, self).put(_OBJECTION, self._objection(error))
         raise error
 
-    def _who_came(self) -> str:
-        """Say which nodes have come to the endpoint, and which ranks are missing."""
+    def _arrivals_text(self) -> str:
+        """Describe which nodes have reached the endpoint, and which node ranks are missing."""
         nnodes = self._config.nnodes
         present = sorted(self._present, key=lambda node: (node.node_rank is None, node.node_rank))
         names = _listed([each.hostname for each in present])
         ranks = {each.node_rank for each in present}
-        said = f"{len(present)} of {nnodes} nodes came to {self._endpoint}: {names}"
+        text = f"{len(present)} of {nnodes} nodes reached {self._endpoint}: {names}"
         if present and None not in ranks:
             missing = [str(rank) for rank in range(nnodes) if rank not in ranks]
             plural = "node rank" if len(missing) == 1 else "node ranks"
-            said += f"; {plural} {_listed(missing)} did not" if missing else ""
+            text += f"; {plural} {_listed(missing)} did not" if missing else ""
         if self.serves and self.address != self._endpoint.host:
-            said += f"; node 0 listens at {self.address}"
+            text += f"; node 0 listens at {self.address}"
             others = _listed(self._unserved)
-            said += f", not at {others}, where that name leads, too" if self._unserved else ""
-        return said
+            text += f", not at {others}, where that name leads too" if self._unserved else ""
+        return text
 
     def object(self, error: DDPSafeError | Interrupted, limit: timedelta | None) -> None:
-        """Tell node 0 before a round that this node can take no part in it; stay until it ends the job.
+        """Report to node 0, before a round, that this node cannot take part; wait until the job ends.
 
-        It does not where this node is new, and the job is waiting for one to replace another.
+        The job does not end if this node is new and was to replace another one.
         """
         deadline = Deadline.after(limit)
         with contextlib.suppress(DDPSafeError):  # node 0 has ended, for whatever reason
             while self._root.find(_OVER, RoundResult) is None and not deadline.expired():
-                # Again, since that of a new node may have taken its place.
+                # Write it every time: an objection of a new node may have replaced it.
                 self._root.put(_OBJECTION, self._objection(error))
-                time.sleep(_LOOK_AROUND_S)
-            self._root.count(_HEARD, 1)
+                time.sleep(_CHECK_NODES_S)
+            self._root.count(_OVER_READS, 1)
 
     def dismiss(self, error: DDPSafeError | Interrupted) -> None:
-        """Tell the nodes that wait to join why there is no round; stay until they have read it."""
+        """Report to the nodes that wait to join why there is no round; wait until they have read it."""
         state = None if self._backend is None else self._backend.state
         if not self.serves or state is None:
             return
-        self.takes_signals = False  # the others are told of the signal, too
+        self.takes_signals = False  # a signal must not cut this short: the others end with it too
         waiting = {*state.participants, *state.wait_list, *state.redundancy_list}
-        heard = self._root.count(_HEARD)
+        reads_before = self._root.count(_OVER_READS)
         self._root.put(_OVER, round_result_of(error, is_final=True))
-        for pause_s in Deadline.after(_READ).pauses_s():
-            if self._root.count(_HEARD) - heard >= len(waiting) - 1:
+        for pause_s in Deadline.after(_DISMISSAL_READ).pauses_s():
+            if self._root.count(_OVER_READS) - reads_before >= len(waiting) - 1:
                 return
             time.sleep(pause_s)
 
     def forget(self, facts: NodeFacts) -> None:
-        """Let the next round begin without a node that is known to be gone."""
+        """Let the next round begin without a node that is known to have left."""
         self._backend.forget((label_of(facts), facts.pid))
 
     def _make_handler(self) -> Any:
@@ -1061,10 +1073,11 @@ class NodeRendezvous:
             max_nodes=self._config.nnodes,
             local_addr=label_of(self.facts),
             timeout=RendezvousTimeout(
-                join=rendezvous.join + _NEVER,  # `join` sees to it
+                # Never: `_require_more_time` ends the wait, and torch's error names no node.
+                join=rendezvous.join + timedelta(days=365),
                 last_call=rendezvous.last_call,
-                close=_ANSWER,
-                heartbeat=_ANSWER,
+                close=_STORE_CALL,
+                heartbeat=_STORE_CALL,
             ),
             **options,
         )
@@ -1077,7 +1090,7 @@ class NodeRendezvous:
 
         here = socket.gethostname()
         if isinstance(exc, RendezvousClosedError):
-            what = f"the job at {self._endpoint} has ended; {here} came too late for it."
+            what = f"the job at {self._endpoint} has ended; {here} was too late to join it."
             fix = "start the job again on all nodes if it is to run again."
             return PreflightError(Explanation(what, fix=fix), kind="peer-lost")
         if isinstance(exc, RendezvousStateError):
@@ -1103,7 +1116,7 @@ class NodeRendezvous:
                     each.hostname for each in self._present if (label_of(each), each.pid) in members
                 ]
                 who = f"node {node} of {seat.nnodes}" + (f" ({names[0]!r})" if names else "")
-                what = f"{who} joined, and then said nothing more."
+                what = f"{who} joined, and then did not introduce itself."
                 cause = "its launcher has ended or is stopped, or its host has lost the network."
                 raise RendezvousTimeoutError(
                     Explanation(what, cause=cause),
@@ -1114,51 +1127,49 @@ class NodeRendezvous:
         return nodes
 
     def close(self, *, may_answer: bool = True) -> None:
-        """Leave; as the host of the store, tell late nodes that the job is over, and go last.
+        """Leave; the host of the store marks the job as over for late nodes, and leaves last.
 
         Args:
-            may_answer: Whether the host of the store is there; else nothing is waited for.
+            may_answer: Whether the host of the store may still answer; if not, nothing waits for it.
         """
         handler, backend = self._handler, self._backend
         if handler is not None:
             backend.cancelled = not self.serves
             call = BoundedCall(handler.shutdown, name="ddpsafe-rendezvous")
-            call.wait(_CLOSE.total_seconds() if may_answer else 0)
+            call.wait(_SHUTDOWN_S if may_answer else 0)
             state = backend.state
             if self.serves and state is not None and (state.wait_list or state.redundancy_list):
-                time.sleep(_FORGET_S)
+                time.sleep(_CLOSED_STATE_READ_S)
             backend.cancelled = True
-        # torch closes the port with the last reference; an error on its way out keeps this object.
+        # torch closes the port with the last reference to the store; an error on its way out would
+        # keep that reference, as its traceback keeps this object.
         self._handler = self._backend = self._store = None
 
 
-_unshared_lock = threading.Lock()
-_unshared_users: list[str | None] = []
+_shared_store_lock = threading.Lock()
+_shared_store_before: list[str | None] = []
+"""The variable as each waiting launch found it: the first one found the user's value, the others "1"."""
 
 
 @contextlib.contextmanager
-def _own_store_for_ranks() -> Iterator[None]:
-    """Set the variable of `_UNSHARED` while any launch waits for torch's rendezvous.
+def _without_shared_store() -> Iterator[None]:
+    """Set `_DISABLE_SHARED_STORE` while any launch waits for torch's rendezvous.
 
-    In the thread of the launch: the one that is in the rendezvous may go on when the wait was given
-    up, and would change the environment while others read it.
+    The launch's own thread does it: the thread that is in the rendezvous may outlive an abandoned
+    wait, and would then change the environment while others read it.
     """
-    with _unshared_lock:
-        if not _unshared_users:
-            _unshared_users.append(os.environ.get(_UNSHARED))
-        _unshared_users.append(None)
-        os.environ[_UNSHARED] = "1"
+    with _shared_store_lock:
+        _shared_store_before.append(os.environ.get(_DISABLE_SHARED_STORE))
+        os.environ[_DISABLE_SHARED_STORE] = "1"
     try:
         yield
     finally:
-        with _unshared_lock:
-            _unshared_users.pop()
-            if len(_unshared_users) == 1:
-                before = _unshared_users.pop()
-                if before is None:
-                    os.environ.pop(_UNSHARED, None)
-                else:
-                    os.environ[_UNSHARED] = before
+        with _shared_store_lock:
+            before = _shared_store_before.pop()  # the last launch to leave gets the user's value
+            if before is None:
+                os.environ.pop(_DISABLE_SHARED_STORE, None)
+            else:
+                os.environ[_DISABLE_SHARED_STORE] = before
 
 
 @contextlib.contextmanager
@@ -1171,11 +1182,11 @@ def rank_store(address: str) -> Iterator[int]:
     try:
         yield port
     finally:
-        del store
+        del store  # torch closes the port with the last reference
 
 
 def find_secret(config: LaunchConfig) -> bytes:
-    """Return the job's secret: of a file, of a variable, or derived from what all nodes know.
+    """Return the job's secret: from a file, from a variable, or derived from what all nodes know.
 
     Raises:
         ConfigError: The file cannot be read, or is empty.
@@ -1194,14 +1205,14 @@ def find_secret(config: LaunchConfig) -> bytes:
             )
             raise ConfigError(Explanation(f"rendezvous.secret_file {path} is empty.", fix=fix))
         return hashlib.sha256(b"file\0" + secret).digest()
-    told = find_own_secret(JOB_SECRET)
-    if told:
-        return hashlib.sha256(b"variable\0" + told.encode()).digest()
+    given = find_own_secret(JOB_SECRET)
+    if given:
+        return hashlib.sha256(b"variable\0" + given.encode()).digest()
     known = (str(config.rendezvous.endpoint), config.rendezvous.id or "")
     return hashlib.sha256("\0".join(("derived", *known)).encode()).digest()
 
 
-def say_refused(node: NodeFacts, error: DDPSafeError) -> None:
+def warn_of_refused_node(node: NodeFacts, error: DDPSafeError) -> None:
     """Warn that a new node takes no part, and why."""
     logger.warning("%s, which came to replace a node, is refused: %s", node, error.explanation)
 
@@ -1214,31 +1225,28 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else "none"
 
 
-def has_derived_secret(config: LaunchConfig) -> bool:
-    """Tell whether the job's secret is one that whoever knows endpoint and id can derive, too."""
-    return config.rendezvous.secret_file is None and not find_own_secret(JOB_SECRET)
-
-
 def label_of(facts: NodeFacts) -> str:
-    """Return the text that torch orders the nodes by.
+    """Return the text by which torch sorts the nodes: it makes the first one node 0.
 
-    Node 0 is the one that serves the endpoint, and nodes keep their order from round to round. A
-    container that starts again has name, address and pid of the last one, and is not in its round.
+    That is the node that serves the endpoint, and the others keep their order from round to round.
+    The launcher is part of it because a restarted container may have the name, address and pid of
+    its predecessor, but is not in its round.
     """
     order = facts.node_rank if facts.node_rank is not None else 1
     return f"{order:06d} {facts.hostname} {facts.address} {facts.launcher}"
 
 
 def require_same_settings(nodes: Sequence[NodeFacts]) -> None:
-    """Compare what has to be the same with node 0's, and what has to differ.
+    """Compare the settings of all nodes with node 0's, and their node ranks with each other.
 
     Raises:
-        ConfigError: Something is not as it has to be.
+        ConfigError: Settings differ, or node ranks do not.
     """
     first, *others = nodes
     lines = [
         f"{name}: {first.settings.get(name)} on node 0 ({first.hostname}), "
-        f"{other.settings.get(name)} on {_place(other, number)} ({other.hostname})"
+        f"{other.settings.get(name)} on node {number if other.node_rank is None else other.node_rank} "
+        f"({other.hostname})"
         for number, other in enumerate(others, 1)
         for name in first.settings
         if other.settings.get(name) != first.settings[name]
@@ -1256,14 +1264,10 @@ def require_same_settings(nodes: Sequence[NodeFacts]) -> None:
         if other is not node:
             what = f"two nodes have node rank {node.node_rank}: {other} and {node}."
             cause = "the same --node-rank, or DDPSAFE_NODE_RANK, was given to both."
-            fix = "give each node a rank of its own; or none to any: the order does not matter."
+            fix = "give each node its own rank, or give none to any: the order does not matter."
             raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
-def _place(node: NodeFacts, number: int) -> str:
-    return f"node {number if node.node_rank is None else node.node_rank}"
-
-
-def make_round_id() -> str:
-    """Return a name for a round that cannot be guessed."""
+def make_random_id() -> str:
+    """Return a name that cannot be guessed, for a round, a launcher or a file."""
     return secrets.token_hex(16)

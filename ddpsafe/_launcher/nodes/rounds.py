@@ -45,10 +45,10 @@ from ddpsafe._launcher.nodes.other_node import Participant
 from ddpsafe._launcher.nodes.rendezvous import (
     NodeRendezvous,
     Seat,
-    make_round_id,
+    make_random_id,
     rank_store,
     require_same_settings,
-    say_refused,
+    warn_of_refused_node,
 )
 from ddpsafe._launcher.plan import NodesPlace
 from ddpsafe._launcher.processes.launcher_store import reserved_port
@@ -324,7 +324,7 @@ class NodeLaunch:
         error: PreflightError,
     ) -> None:
         """End a new node with an error; the others come again, and wait for another one."""
-        say_refused(nodes[unfit], error)
+        warn_of_refused_node(nodes[unfit], error)
         seat.board.put(_REFUSAL, round_result_of(error, is_final=False, failed_node=unfit))
         self._is_between_rounds = True
         deadline = Deadline.after(_REFUSAL_READ)
@@ -344,7 +344,7 @@ class NodeLaunch:
         address = rendezvous.address
         self._require_data_paths(rendezvous)
         require_same_settings(nodes)
-        round_id = make_round_id()
+        round_id = make_random_id()
         channel = Channel.listen(
             address, secret=rendezvous.secret, round_id=round_id, nnodes=len(nodes)
         )
@@ -699,7 +699,7 @@ def _find_missing(check: FolderCheck) -> tuple[str, ...]:
 @contextlib.contextmanager
 def _file_in(folders: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Keep a file in folders for a while; yield its name, and the folders that took it in time."""
-    file = f".ddpsafe-{make_round_id()}"
+    file = f".ddpsafe-{make_random_id()}"
 
     def write() -> tuple[str, ...]:
         written = []
