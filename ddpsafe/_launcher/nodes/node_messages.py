@@ -1,4 +1,4 @@
-"""What the nodes of a job tell each other: frozen dataclasses, JSON on the wire, never a pickle."""
+"""The messages between the nodes of a job: frozen dataclasses, JSON on the wire, never a pickle."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import json
 import signal
 import traceback
 from dataclasses import dataclass, field, replace
-from datetime import timedelta  # noqa: TC003 - read by pydantic
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -64,7 +63,7 @@ logger = get_logger(__name__)
 
 
 class GarbledError(ValueError):
-    """What has arrived is not a message of ddpsafe."""
+    """Something arrived that is not a message of ddpsafe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +72,12 @@ class NodeFacts:
 
     Attributes:
         hostname: Its name.
-        pid: Of its launcher.
+        pid: The pid of its launcher.
         address: Where the other nodes reach it.
         nproc: How many ranks it starts.
         settings: What has to be the same on all nodes, by the name of the field, as text.
-        node_rank: The node rank that it was given, if it was.
-        launcher: Random. A container that starts again has the name and often the pid of the last one.
+        node_rank: The node rank that it was given, if any.
+        launcher: A random id: a restarted container has the name and often the pid of its predecessor.
     """
 
     hostname: str
@@ -90,25 +89,25 @@ class NodeFacts:
     launcher: str = ""
 
     def __str__(self) -> str:
-        """Name it in a message."""
+        """Return its name for a message."""
         return f"{self.hostname} ({self.address})"
 
     def named(self, node_rank: int, *details: str) -> str:
-        """Name it in a message, as the node of that rank."""
+        """Return its name for a message, as the node of that rank."""
         return f"node {node_rank} ({', '.join((repr(self.hostname), *details))})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
-    """What node 0 has decided for one round; it counts, whatever the rendezvous says.
+    """What node 0 has decided for one round; it overrides what the rendezvous reports.
 
     Attributes:
-        round_id: Random; begins the keys of this round's store.
+        round_id: Random; the prefix of the keys in this round's store.
         attempt: The attempt, counted from 1, on every node.
         nodes: The nodes, by node rank.
         store_port: Port of the ranks' store at node 0's address.
         channel_port: Port of the control channel there.
-        master_port: A port that is kept free there, for MASTER_PORT.
+        master_port: A port that is reserved there, for MASTER_PORT.
         examines: Whether the nodes examine the connections between them before they start ranks.
     """
 
@@ -140,18 +139,18 @@ class RoundPlan:
         return next(node for node in range(len(self.nodes)) if rank in self.ranks_of(node))
 
     def name_of(self, node_rank: int, *details: str) -> str:
-        """Name a node in a message."""
+        """Return the name of a node for a message."""
         return self.nodes[node_rank].named(node_rank, *details)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderCheck:
-    """What a node that is new has to see before it may start ranks.
+    """What a new node has to see before it may start ranks.
 
     Attributes:
         file: Name of a file that node 0 has written into each folder.
         folders: Where the ranks of earlier attempts kept checkpoints.
-        new_nodes: The nodes that have to look.
+        new_nodes: The nodes that have to check the folders.
     """
 
     file: str
@@ -190,7 +189,7 @@ class RanksStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """A message of a rank, passed on.
+    """A message of a rank, relayed by its launcher.
 
     Attributes:
         rank: The rank.
@@ -210,8 +209,8 @@ class RankEnded:
     Attributes:
         rank: The rank.
         exit_code: Exit status as `multiprocessing` gives it.
-        ended_ns: When that was seen, on the node's monotonic clock.
-        oom_kills: As in `NodeOutcomes`, by then: those may come too late from a host without memory.
+        ended_ns: When that was noticed, on the node's monotonic clock.
+        oom_kills: As in `NodeOutcomes`, up to now: a host that is out of memory may send those too late.
     """
 
     rank: int
@@ -222,11 +221,11 @@ class RankEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankComplaint:
-    """Native code of a rank has written that it will end the process.
+    """Native code of a rank has printed an error that will end the process.
 
     Attributes:
         rank: The rank.
-        native: What it has written.
+        native: The error.
     """
 
     rank: int
@@ -251,9 +250,9 @@ class NodeOutcomes:
     """What became of the ranks of a node.
 
     Attributes:
-        outcomes: Of each rank, without what only a pickle can carry.
-        oom_kills: Processes that the node's kernel killed for memory during the attempt.
-        retried: Ranks whose exception is of a type in `RetryPolicy.on`; it cannot travel itself.
+        outcomes: One for each rank, without pickled objects.
+        oom_kills: How many processes the node's kernel killed for memory during the attempt.
+        retried: Ranks whose exception is of a type in `RetryPolicy.on`; the exception is not sent.
     """
 
     outcomes: tuple[RankOutcome, ...]
@@ -263,7 +262,7 @@ class NodeOutcomes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalReceived:
-    """The launcher of a node has been sent a signal.
+    """The launcher of a node has received a signal.
 
     Attributes:
         number: The signal.
@@ -281,11 +280,11 @@ class RanksEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWord:
-    """Something to say to a rank of the node.
+    """A message to a rank of the node.
 
     Attributes:
         rank: The rank.
-        word: What to write on its lifeline, in hexadecimal.
+        word: What to write to its lifeline, in hexadecimal.
     """
 
     rank: int
@@ -299,7 +298,7 @@ class Alive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collect:
-    """The attempt is over: find out where the ranks are, and say what became of them."""
+    """The attempt is over: find out where the ranks are, and report their outcomes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,12 +311,12 @@ class RoundResult:
     """How the attempt has ended, the same on all nodes.
 
     Attributes:
-        name: Name of the error's class; empty where all went well, or a signal ended it.
-        explanation: What it says.
-        facts: What the class takes beside it.
+        name: Name of the error's class; empty after success, or if a signal ended the attempt.
+        explanation: The error's explanation.
+        facts: The error's other attributes.
         exit_code: The exit code.
         signal: The signal that ended the attempt.
-        is_final: Whether there is no other attempt after it; ``None`` as long as that is open.
+        is_final: Whether no other attempt follows; ``None`` as long as node 0 has not decided.
     """
 
     name: str = ""
@@ -330,10 +329,10 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFailed:
-    """The node could not start its ranks, go on watching them, or load what they returned.
+    """The node could not start its ranks, watch them, or load what they returned.
 
     Attributes:
-        result: Why not, as node 0 tells it to all.
+        result: Why not, as node 0 sends it to all nodes.
     """
 
     result: RoundResult
@@ -341,7 +340,7 @@ class NodeFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objection:
-    """Why a node can take no part in a round that has not begun.
+    """Why a node cannot take part in a round that has not begun.
 
     Attributes:
         node: The node.
@@ -379,12 +378,12 @@ _OWN_FACTS: Final[dict[type[DDPSafeError], dict[str, object]]] = {
     PreflightError: {"report": None},
     ConfigError: {"problems": ()},
 }
-"""Attributes of errors that are each node's own, with what they are where it has none."""
+"""Attributes of errors that each node fills in itself, with their defaults."""
 
 FAILED_NODE: Final = "failed_node"
-"""Fact of a result: the node on which an error came up that node 0 has not found itself."""
+"""Key in the facts of a result: the node that reported the error, if node 0 did not find it itself."""
 
-_APART: Final = frozenset(
+_NOT_FACTS: Final = frozenset(
     (
         "explanation",
         "exit_code",
@@ -392,44 +391,43 @@ _APART: Final = frozenset(
         *(n for own in _OWN_FACTS.values() for n in own),
     )
 )
-"""Attributes that do not travel with the other facts."""
+"""Attributes that are not sent with the other facts."""
 
-
-_LIMIT: Final = "a limit of that machine (ports, open files, memory, disk)"
-_SHOWN_CALLS: Final = 8
+_MACHINE_LIMIT: Final = "a limit of that machine (ports, open files, memory, disk)"
+_MAX_CALLS: Final = 8
 
 
 def as_error(
     exc: BaseException, node: str, did: str, *, phase: Literal["start", "attempt", "retry"]
 ) -> DDPSafeError | Interrupted:
-    """Return an error that all nodes can end with, whatever ended one of them.
+    """Return an error that all nodes can end with, whatever was raised on one of them.
 
     Args:
         exc: What was raised there.
         node: The node, as a message names it.
         did: What it could not do, as a clause.
-        phase: When it was raised: before the ranks ran, which may be tried again, in the attempt, or
-            by the caller's code between two attempts.
+        phase: When it was raised: before the ranks ran, where another attempt may help, in the
+            attempt, or by the caller's code between two attempts.
     """
     if isinstance(exc, Interrupted) or any(cls.__name__ in _ERRORS for cls in type(exc).__mro__):
         return exc  # type: ignore[return-value]
-    # On the other nodes there is no traceback, and an error that is shown to a user drops this one;
-    # where a launcher is silent, with console="none", the error has the end of it all the same.
+    # The other nodes do not get the traceback, a user does not see it in the error, and with
+    # console="none" nobody sees this launcher's log: so the error itself shows the last calls.
     calls = [
         f"  {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
         for frame, line in traceback.walk_tb(exc.__traceback__)
     ]
-    details = ["It was raised there at, the last call first:", *calls[: -_SHOWN_CALLS - 1 : -1]]
+    details = ["It was raised there, most recent call first:", *calls[: -_MAX_CALLS - 1 : -1]]
     logger.error("%s %s", node, did, exc_info=exc)
     what = f"{node} {did}: {type(exc).__name__}: {text_of(exc).rstrip('.')}."
     kind: FailureKind = "user-error"
-    cause = f"{_LIMIT}, or a bug in ddpsafe."
+    cause = f"{_MACHINE_LIMIT}, or a bug in ddpsafe."
     if phase == "retry":
         cause = "the caller's on_retry raised it, or it is a bug in ddpsafe."
     elif phase == "start" and isinstance(exc, (OSError, RuntimeError)):  # torch's are RuntimeErrors
         is_port = getattr(exc, "errno", None) in (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
         kind = "port" if is_port else "startup-network"
-        cause = f"{_LIMIT}, or a file that is missing."
+        cause = f"{_MACHINE_LIMIT}, or a missing file."
     fix = "see the whole traceback in the log of that node's launcher."
     error = PreflightError(Explanation(what, cause=cause, fix=fix, details=details), kind=kind)
     error.__cause__ = exc
@@ -442,12 +440,12 @@ def round_result_of(
     is_final: bool | None = None,
     failed_node: int | None = None,
 ) -> RoundResult:
-    """Return an error as it travels to the other nodes.
+    """Return an error as it is sent to the other nodes.
 
     Args:
         error: The error.
         is_final: See `RoundResult`.
-        failed_node: The node on which it came up, where that is not for node 0 to find out.
+        failed_node: See `FAILED_NODE`.
     """
     if isinstance(error, Interrupted):
         where = {"where": error.where}
@@ -456,7 +454,7 @@ def round_result_of(
     facts = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(error).items()
-        if name not in _APART and not name.startswith("_")
+        if name not in _NOT_FACTS and not name.startswith("_")
     }
     if failed_node is not None:
         facts[FAILED_NODE] = failed_node
@@ -470,34 +468,34 @@ def round_result_of(
 
 
 def error_of(result: RoundResult, **facts: object) -> DDPSafeError | Interrupted:
-    """Return the error of a result, as node 0 raises it too.
+    """Return the error of a result, which is the one that node 0 raises.
 
     Args:
-        result: The result; of an attempt that has not ended well.
-        **facts: What is this node's own: `outcomes`, `run_dir`, `values`.
+        result: The result of an attempt that failed.
+        **facts: This node's own: `outcomes`, `run_dir`, `values`.
 
     Raises:
-        GarbledError: It is of no class that a launch raises.
+        GarbledError: No launch raises an error of that class.
     """
     if result.signal is not None:
         return Interrupted(signal.Signals(result.signal), str(result.facts.get("where", "")))
     cls = _ERRORS.get(result.name)
     if cls is None or result.explanation is None:
         raise GarbledError(result.name)
-    said = dict(result.facts)
+    shared = dict(result.facts)
     for name in ("missing_ranks", "unfinished_ranks", "ranks"):
-        if name in said:
-            said[name] = tuple(said[name])
-    if "stacks" in said:  # JSON has texts for keys
-        said["stacks"] = {int(rank): text for rank, text in said["stacks"].items()}
-    if said.get("log_path") is not None:
-        said["log_path"] = Path(said["log_path"])
+        if name in shared:
+            shared[name] = tuple(shared[name])
+    if "stacks" in shared:  # JSON turns the keys into strings
+        shared["stacks"] = {int(rank): text for rank, text in shared["stacks"].items()}
+    if shared.get("log_path") is not None:
+        shared["log_path"] = Path(shared["log_path"])
     own: dict[str, object] = {}
     for base, defaults in _OWN_FACTS.items():
         if issubclass(cls, base):
             own |= {name: facts.get(name, value) for name, value in defaults.items()}
     own |= {"explanation": result.explanation, "exit_code": result.exit_code}
-    return rebuild(cls, (str(result.explanation),), {**said, **own}, None)
+    return rebuild(cls, (str(result.explanation),), {**shared, **own}, None)
 
 
 NodeMessage: TypeAlias = (
@@ -518,26 +516,7 @@ NodeMessage: TypeAlias = (
     | RoundResult
 )
 
-_NODE_MESSAGES: Final[dict[str, Any]] = {
-    cls.__name__: cls
-    for cls in (
-        Hello,
-        RanksStarted,
-        NodeFailed,
-        RankReport,
-        RankEnded,
-        RankComplaint,
-        NodeProgress,
-        NodeOutcomes,
-        SignalReceived,
-        RanksEnded,
-        RankWord,
-        Alive,
-        Collect,
-        Leave,
-        RoundResult,
-    )
-}
+_NODE_MESSAGES: Final[dict[str, Any]] = {cls.__name__: cls for cls in get_args(NodeMessage)}
 _RANK_MESSAGES: Final[dict[str, Any]] = {
     cls.__name__: cls
     for cls in (
@@ -556,19 +535,18 @@ _RANK_MESSAGES: Final[dict[str, Any]] = {
     )
 }
 
-
 _adapters: dict[Any, TypeAdapter[Any]] = {}
 
 
 def _adapter(cls: Any) -> TypeAdapter[Any]:
-    """Return what reads and writes a class as JSON; to make one takes milliseconds."""
+    """Return the adapter that reads and writes a class; it is kept, as making it takes milliseconds."""
     if cls not in _adapters:
         _adapters[cls] = TypeAdapter(cls)
     return _adapters[cls]
 
 
 def prepare() -> None:
-    """Make all adapters now: pydantic imports files for them, and an error may be that none can be opened."""
+    """Make all adapters now: pydantic imports modules for it, which fails once descriptors run out."""
     nodes = (NodeFacts, RoundPlan, Objection, FolderCheck, FoldersSeen)
     for cls in (*_NODE_MESSAGES.values(), *_RANK_MESSAGES.values(), *nodes):
         _adapter(cls)
@@ -580,10 +558,10 @@ def to_json(value: object) -> Any:
 
 
 def from_json(cls: type[T], value: object) -> T:
-    """Return the dataclass of plain JSON values.
+    """Return the dataclass that plain JSON values describe.
 
     Raises:
-        GarbledError: They are not those of the class.
+        GarbledError: They do not fit the class.
     """
     try:
         read: T = _adapter(cls).validate_python(value)
@@ -599,10 +577,10 @@ def pack(message: NodeMessage) -> bytes:
 
 
 def unpack(line: bytes) -> NodeMessage:
-    """Return the message of one line.
+    """Return the message that one line holds.
 
     Raises:
-        GarbledError: It is none.
+        GarbledError: The line is no message.
     """
     try:
         name, body = json.loads(line)
@@ -615,7 +593,7 @@ def unpack(line: bytes) -> NodeMessage:
 
 
 def rank_report(rank: int, message: Message) -> RankReport:
-    """Return a rank's message as it travels: nothing is pickled for, or unpickled from, the network."""
+    """Return a rank's message as it is sent, without pickled objects: no node unpickles from the network."""
     if isinstance(message, Returned):
         message = replace(message, payload=b"")
     elif isinstance(message, Raised):
@@ -627,7 +605,7 @@ def read_rank_report(report: RankReport) -> Message:
     """Return the message that a rank of another node has sent.
 
     Raises:
-        GarbledError: It is none.
+        GarbledError: It is of an unknown kind, or does not fit its class.
     """
     cls = _RANK_MESSAGES.get(report.name)
     if cls is None:
@@ -638,7 +616,7 @@ def read_rank_report(report: RankReport) -> Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockOffset:
-    """What to add to the times of another host to have them on this one's clocks.
+    """What to add to the times of another host to convert them to this host's clocks.
 
     Attributes:
         mono_ns: For its monotonic clock.
@@ -647,13 +625,6 @@ class ClockOffset:
 
     mono_ns: int = 0
     wall_ns: int = 0
-
-    @property
-    def skew(self) -> timedelta:
-        """How far its wall clock is behind."""
-        from datetime import timedelta as duration
-
-        return duration(microseconds=self.wall_ns / 1000)
 
     def shift(self, message: Message) -> Message:
         """Return a rank's message with its times on this host's clocks."""
@@ -688,7 +659,7 @@ class ClockOffset:
         return replace(outcome, raised=raised, ended_ns=ended_ns, position=at, progress=progress)  # type: ignore[arg-type]
 
     def shift_progress(self, progress: Progress) -> Progress:
-        """Return how far a rank is, with its times on this host's clocks."""
+        """Return the progress of a rank, with its time on this host's clock."""
         if not progress.last_ns:
             return progress
         return replace(progress, last_ns=progress.last_ns + self.mono_ns)
