@@ -318,7 +318,7 @@ EARLY_ENDS: Final = [
         "RendezvousTimeoutError",
         "node 2 of 3 ('h2') joined, and then did not introduce itself",
     ),
-    ("introduced", "NodeLostError", "it joined, and opened no control channel to 10.77.0.1:"),
+    ("introduced", "NodeLostError", "it joined, but opened no control channel to 10.77.0.1:"),
 ]
 
 

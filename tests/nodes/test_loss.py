@@ -161,13 +161,13 @@ def test_a_launcher_that_is_stopped_is_warned_of_and_not_lost(
     other = launchers[1 - victim]
     os.kill(launchers[victim].pid, signal.SIGSTOP)
     try:
-        named = f"node {victim} ('h{victim}'): its launcher has said nothing for 15 s"
+        named = f"node {victim} ('h{victim}'): its launcher has not responded for 15 s"
         scripts.wait_until(lambda: named in other.err, otherwise=lambda: other.err, within_s=40)
     finally:
         os.kill(launchers[victim].pid, signal.SIGCONT)
     again = f"node {victim} ('h{victim}'): its launcher responds again"
     scripts.wait_until(lambda: again in other.err, otherwise=lambda: other.err, within_s=20)
-    assert "said nothing" not in launchers[victim].err
+    assert "has not responded" not in launchers[victim].err
     require_no_failure(network, tmp_path, cases, launchers)
 
 

@@ -21,7 +21,7 @@ from ddpsafe._clock import Deadline
 from ddpsafe._config import LaunchConfig
 from ddpsafe._errors import STARTUP_KINDS, NodeLostError, PreflightError
 from ddpsafe._launcher.nodes import node_messages, node_zero, other_node
-from ddpsafe._launcher.nodes.control_channel import _MOST_UNANSWERED, Channel, Lost
+from ddpsafe._launcher.nodes.control_channel import _MAX_UNANSWERED_BEATS, Channel, Lost
 from ddpsafe._launcher.nodes.node_messages import (
     Alive,
     Hello,
@@ -224,8 +224,8 @@ def test_a_launcher_that_is_stopped_is_not_told_so_for_ever(
     channel: Channel, node: Channel
 ) -> None:
     """The buffer of its host would fill, and it would pass for lost."""
-    for _ in range(10 * _MOST_UNANSWERED):
-        channel._say_alive()
+    for _ in range(10 * _MAX_UNANSWERED_BEATS):
+        channel._send_alive()
     channel.send(Leave())
     heard: list[object] = []
 
@@ -234,7 +234,7 @@ def test_a_launcher_that_is_stopped_is_not_told_so_for_ever(
         return Leave() in heard
 
     wait_until(has_all)
-    assert _MOST_UNANSWERED <= len(heard) <= 2 * _MOST_UNANSWERED + 1
+    assert _MAX_UNANSWERED_BEATS <= len(heard) <= 2 * _MAX_UNANSWERED_BEATS + 1
 
 
 def test_the_end_of_a_silent_launcher_is_no_answer(
@@ -243,12 +243,12 @@ def test_the_end_of_a_silent_launcher_is_no_answer(
     """It does not respond again: it is lost."""
     others, node = OtherNodes(channel, ROUND, inbox), participant(channel, inbox)
     others._silence.silent.add(1)
-    channel._tell(1, LOST)
+    channel._queue_event(1, LOST)
     others.take_news()
     assert others.lost == {1: LOST}
     node._silence.silent.add(0)
-    channel._tell(0, LOST)
-    node._hear(())
+    channel._queue_event(0, LOST)
+    node._take_messages(())
     assert node._lost == LOST
     assert caplog.text == ""
 
@@ -259,7 +259,7 @@ def test_a_signal_to_another_launcher_counts_as_its_sender_meant_it(
     """Two SIGTERM in one look, as after node 0 was starved, are not one that came twice."""
     others = OtherNodes(channel, ROUND, inbox)
     for insists in (False, True):
-        channel._tell(2, SignalReceived(number=signal.SIGTERM, insists=insists))
+        channel._queue_event(2, SignalReceived(number=signal.SIGTERM, insists=insists))
     others.take_news()
     assert (inbox.received, inbox.insists, inbox.where) == (signal.SIGTERM, True, "node 2 ('h2')")
 
@@ -283,9 +283,9 @@ def test_a_node_that_was_told_to_go_alone_is_not_the_one_that_was_lost(
     """While node 0 was stopped; what comes is the signal, unless another one is gone, too."""
     others = OtherNodes(channel, ROUND, inbox)
     for node, number in gone.items():
-        channel._tell(node, SignalReceived(number=number, insists=True))
+        channel._queue_event(node, SignalReceived(number=number, insists=True))
     for node in lost:
-        channel._tell(node, LOST)
+        channel._queue_event(node, LOST)
     others.take_news()
     ended: Any = SimpleNamespace(
         outcomes={}, when=lambda _: "attempt 1", attempt=1, retry=CONFIG.retry, run_dir=None
@@ -317,7 +317,7 @@ def participant(channel: Channel, inbox: SignalInbox) -> Participant:
 @pytest.fixture
 def silent_node_0(monkeypatch: pytest.MonkeyPatch, channel: Channel) -> Channel:
     """Return a channel through which nothing comes, which counts as silence soon."""
-    monkeypatch.setattr(other_node, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(other_node, "_NO_ANSWER_S", 0.5)
     return channel
 
 
@@ -337,9 +337,9 @@ def test_each_signal_to_a_node_is_told_to_node_0_and_answered_by_itself(
         wait_until(is_said)
     inbox.put(signal.SIGINT, None)
     node._wait((), 0)
-    assert node._gone_by is None
+    assert node._ends_alone_by is None
     node._await_decision()
-    assert node._gone_by == signal.SIGINT
+    assert node._ends_alone_by == signal.SIGINT
     error = node._conclude((), {}).error
     assert isinstance(error, Interrupted)
     assert error.is_alone
@@ -351,7 +351,7 @@ def test_a_node_need_not_wait_for_the_decision_of_a_stopped_node_0(
     """It was stopped after it had said how the attempt ended: Ctrl-C ends the node with that."""
     result = node_messages.round_result_of(PreflightError(node_messages.Explanation("no disk")))
     node = participant(silent_node_0, inbox)
-    silent_node_0._tell(0, result)
+    silent_node_0._queue_event(0, result)
     inbox.put(signal.SIGINT, None)
     node._await_decision()
     ended = node._conclude((), {})
@@ -367,7 +367,7 @@ def test_a_ctrl_c_is_bounded_where_the_launcher_of_node_0_runs_and_does_nothing(
     waiting = participant(node, inbox)
     inbox.put(signal.SIGINT, None)
     wait_until(lambda: waiting._wait((), 1) or waiting._is_over())
-    assert waiting._gone_by == signal.SIGINT
+    assert waiting._ends_alone_by == signal.SIGINT
     assert channel.connected() == {1}
 
 
@@ -387,5 +387,5 @@ def test_a_node_0_that_has_answered_may_take_its_time(
     timer.start()
     waiting._await_decision()
     timer.join()
-    assert waiting._gone_by is None
+    assert waiting._ends_alone_by is None
     assert waiting._conclude((), {}).is_again

@@ -258,7 +258,7 @@ def test_a_signal_to_node_0_while_it_refuses_a_node_is_told_to_those_that_come_a
     """They have read of the other node, and wait for the next round."""
     opened.inbox.put(signal.SIGTERM, None)
     with pytest.raises(Interrupted) as raised:
-        opened.launch._turn_away(opened.rendezvous, opened.seat(), NODES, 2, UNFIT)
+        opened.launch._refuse_new_node(opened.rendezvous, opened.seat(), NODES, 2, UNFIT)
     for node in (1, 2):
         opened.board.put(f"{_REFUSAL}/{node}", RoundResult())
     assert opened.launch._refuse(opened.rendezvous, opened.seat(), raised.value) is raised.value

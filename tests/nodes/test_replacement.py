@@ -121,7 +121,9 @@ def test_a_replacement_that_is_not_fit_is_refused_and_the_others_wait_for_anothe
     require_told(f"h1 (10.77.0.2), which came to replace a node, {words}")
 
     refused(replace(case, leaves={1: "introduced"}))
-    words = "node 1 ('h1') has not said within 10 s whether it sees the checkpoints of this job:"
+    words = (
+        "node 1 ('h1') has not reported within 10 s whether it sees the checkpoints of this job:"
+    )
     require_told(f"{words} {checkpoints}")
 
     host.shell(f"mount -t tmpfs elsewhere {checkpoints}")
@@ -130,7 +132,9 @@ def test_a_replacement_that_is_not_fit_is_refused_and_the_others_wait_for_anothe
     assert f"\t{pid}\n" in Path(f"/proc/{blind.pid}/status").read_text()
     assert blind.end() == 0, blind.err
     said = blind.results()["two"]
-    words = f"{checkpoints} on node 1 ('h1') is missing, or is not the storage that node 0 ('h0') has there"
+    words = (
+        f"{checkpoints} is missing on node 1 ('h1'), or is not the same storage as on node 0 ('h0')"
+    )
     assert (said["error"], said["kind"]) == ("PreflightError", "mount"), said
     assert words in said["text"]
     require_told(words)

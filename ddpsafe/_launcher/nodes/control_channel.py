@@ -1,12 +1,12 @@
 """The control channel of a round: one TCP connection from each participant to node 0.
 
-The store cannot tell that a launcher has died, and its calls have no deadline once its host has
-vanished. Here the kernel tells: the end of a connection within milliseconds, a host without power
-or network after three keep-alives, without any clock or heartbeat that a busy processor delays.
+The store does not notice that a launcher has died, and its calls have no deadline once its host has
+vanished. Here the kernel notices: a closed connection within milliseconds, a host without power or
+network after three keep-alives. No clock and no heartbeat is involved that a busy CPU could delay.
 
-A thread reads and writes, so that neither waits for a peer; `Channel.events` hands over what came.
-It also says each second that this launcher runs, which is then silent only where it is stopped or
-starved: not while it waits for the ends of ranks, say.
+A thread reads and writes, so that the launcher never waits for a peer; `Channel.events` hands over
+what arrived. The thread also sends `Alive` each second, so a launcher is silent only if it is
+stopped or starved of CPU, and not because it waits for ranks to end.
 """
 
 from __future__ import annotations
@@ -46,73 +46,72 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 LOSS_S: Final = 3.5
-"""After so many seconds without an answer of its kernel a host is lost.
+"""A host is lost after this time without any reply from its kernel.
 
-A packet is sent again 0.2, 0.6, 1.4 and 3.0 s after the first time: the last of them still reaches
-a network that is back by then.
+The kernel retransmits a packet 0.2, 0.6, 1.4 and 3.0 s after the first time: the last one still
+reaches a network that is back by then.
 """
 
-_MAX_LINE: Final = 16 << 20
-_MAX_GREETING: Final = 4096
-_GREETING_S: Final = 5.0
-_MOST_UNKNOWN: Final = 128
-_CHUNK: Final = 1 << 16
 BEAT_S: Final = 1.0
 _BEAT: Final = timedelta(seconds=BEAT_S)
-_MOST_UNANSWERED: Final = 100
-"""More beats than that would fill the buffer of a launcher that is stopped: its host would pass for lost."""
+_MAX_UNANSWERED_BEATS: Final = 100
+"""More would fill the buffer of a stopped launcher, and the kernel would report its host as lost."""
 
+_MAX_LINE_BYTES: Final = 16 << 20
+_MAX_GREETING_BYTES: Final = 4096
+_GREETING_S: Final = 5.0
+_MAX_UNGREETED: Final = 128
+_CHUNK_BYTES: Final = 1 << 16
 _FLUSH_S: Final = 1.0
 _VERSION: Final = "ddpsafe-nodes-1"
 _TCP_INFO_BYTES: Final = 60
 _LAST_RECEIVED: Final = 52
-"""Where ``tcpi_last_data_recv`` and ``tcpi_last_ack_recv`` are in ``struct tcp_info``, milliseconds both."""
+"""Offset of ``tcpi_last_data_recv`` and ``tcpi_last_ack_recv`` (ms) in ``struct tcp_info``."""
 
 _ROUTINE: Final = (Alive, NodeProgress)
-"""What comes every second from every node, and wakes no watch."""
-
+"""Messages that arrive every second from every node, and wake no watch."""
 
 _SILENCE_S: Final = 15.0
-_STOPPED_S: Final = 3.0
-"""Who has not looked for so long was stopped itself, or starved: it looks every second."""
+_OWN_GAP_S: Final = 3.0
+"""`SilenceWatch.look` is called every second: after a longer gap, this launcher itself was stopped or starved."""
 
 
 class SilenceWatch:
-    """Names a launcher that says nothing while its connection stands; its ranks may go on.
+    """Warns of launchers that send nothing although they are connected; their ranks may still run.
 
     Attributes:
-        silent: The nodes that are named now.
+        silent: The nodes whose launchers are silent now.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        """Take all of `names` as heard of just now."""
+        """Begin as if every node in `names` had just sent something."""
         self._names = names
         self._looked_s = time.monotonic()
         self._heard_s = dict.fromkeys(names, self._looked_s)
         self.silent: set[int] = set()
 
     def heard(self, node: int) -> None:
-        """Note that a launcher has said something."""
+        """Note that a launcher has sent something."""
         self._heard_s[node] = time.monotonic()
         if node in self.silent:
             self.silent.discard(node)
             logger.warning("%s: its launcher responds again", self._names[node])
 
     def unanswered_s(self, node: int, since_s: float) -> float:
-        """Return for how long a launcher has said nothing since a moment (monotonic), in seconds."""
+        """Return how long a launcher has sent nothing, counted from `since_s` (monotonic) at the earliest."""
         return time.monotonic() - max(since_s, self._heard_s[node])
 
     def look(self, connected: Collection[int]) -> None:
-        """Warn, once, of each connected launcher that has said nothing for long."""
+        """Warn once of each connected launcher that has been silent for too long."""
         before_s, self._looked_s = self._looked_s, time.monotonic()
-        if self._looked_s - before_s > _STOPPED_S:
+        if self._looked_s - before_s > _OWN_GAP_S:
             self._heard_s = dict.fromkeys(self._names, self._looked_s)
         for node in sorted(set(connected) & self._names.keys() - self.silent):
             if self._looked_s - self._heard_s[node] > _SILENCE_S:
                 self.silent.add(node)
                 logger.warning(
-                    "%s: its launcher has said nothing for %.0f s (stopped, starved of CPU?); "
-                    "its ranks may go on",
+                    "%s: its launcher has not responded for %.0f s (stopped, starved of CPU?); "
+                    "its ranks may still run",
                     self._names[node],
                     _SILENCE_S,
                 )
@@ -127,9 +126,9 @@ class Lost:
     """The connection to a node has ended.
 
     Attributes:
-        why: What the kernel says, as a clause.
-        is_silent: Whether its host has vanished; else its launcher has ended.
-        seen_ns: When it was seen (monotonic).
+        why: What the kernel reported, as a clause.
+        is_silent: Whether its host has vanished; if not, its launcher has ended.
+        seen_ns: When this was noticed (monotonic).
     """
 
     why: str
@@ -139,9 +138,13 @@ class Lost:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Connection:
-    """One connection: what is left to read and to write; `node` is ``None`` as long as the sender is unknown.
+    """One connection, with the bytes that are left to parse and to send.
 
-    `unanswered` counts the beats since something came from it.
+    Attributes:
+        node: The node; ``None`` until the other side has proved that it is one.
+        challenge: What the other side has to sign for that.
+        unanswered: Beats sent since something arrived.
+        since_s: When it was opened (monotonic).
     """
 
     socket: socket.socket
@@ -154,7 +157,7 @@ class _Connection:
 
 
 def prove(secret: bytes, side: str, round_id: str, node: int, challenge: str) -> str:
-    """Return what only a node of this job can answer to a challenge."""
+    """Return the answer to a challenge that only a node of this job can compute."""
     text = "\0".join((_VERSION, side, round_id, str(node), challenge))
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
@@ -168,11 +171,11 @@ class Channel:
     """
 
     def __init__(self, secret: bytes, round_id: str) -> None:
-        """Start without any connection."""
+        """Begin without any connection; callers use `listen` or `dial`."""
         self._secret, self._round_id = secret, round_id
         self._events: deque[tuple[int, NodeMessage | Lost]] = deque()
         self._nodes: dict[int, _Connection] = {}
-        self._unknown: dict[_Connection, None] = {}  # in the order in which they came
+        self._ungreeted: dict[_Connection, None] = {}  # a dict, as an ordered set: oldest first
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._news_read, self._news_write = os.pipe()
@@ -187,10 +190,10 @@ class Channel:
 
     @classmethod
     def listen(cls, address: str, *, secret: bytes, round_id: str, nnodes: int) -> Channel:
-        """Be node 0's end, at one address only.
+        """Open node 0's end, at one address only.
 
         Raises:
-            OSError: No port can be taken there.
+            OSError: No port can be opened there.
         """
         channel = cls(secret, round_id)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -212,11 +215,11 @@ class Channel:
         hello: NodeMessage,
         deadline: Deadline,
     ) -> Channel:
-        """Be a participant's end; both sides prove that they know the secret.
+        """Open a participant's end; both sides prove that they know the secret.
 
         Raises:
-            OSError: Node 0 cannot be reached, or has gone.
-            RefusedError: It is not node 0 of this job.
+            OSError: Node 0 cannot be reached, or has closed the connection.
+            RefusedError: The other side is not node 0 of this job.
         """
         connection = socket.create_connection(address, timeout=max(0.1, deadline.remaining_s()))
         try:
@@ -238,18 +241,18 @@ class Channel:
         return int(self._listening.getsockname()[1])
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there are events that cannot wait a second."""
+        """Return a descriptor that is readable when there are events, other than those of routine."""
         return self._news_read
 
     def events(self) -> Iterator[tuple[int, NodeMessage | Lost]]:
-        """Yield what has come since the last call, each with its node."""
+        """Yield what has arrived since the last call, each with its node."""
         with contextlib.suppress(BlockingIOError):
-            os.read(self._news_read, _CHUNK)
+            os.read(self._news_read, _CHUNK_BYTES)
         while self._events:
             yield self._events.popleft()
 
     def send(self, message: NodeMessage, *, to: int | None = None) -> None:
-        """Send to a node, or to all of them; never waits. What a lost node was told is dropped."""
+        """Send to a node, or to all of them, without waiting. Messages to a lost node are dropped."""
         data = pack(message)
         with self._lock:
             nodes = list(self._nodes.values()) if to is None else [self._nodes.get(to)]
@@ -259,17 +262,17 @@ class Channel:
         self._wake()
 
     def connected(self) -> set[int]:
-        """Return the nodes whose connection stands."""
+        """Return the nodes that are connected."""
         with self._lock:
             return set(self._nodes)
 
     def has_heard(self, *, within_s: float) -> bool:
-        """Tell whether anything has come from the kernel of a connected node in the last seconds."""
+        """Return whether the kernel of a connected node has sent anything in the last seconds."""
         with self._lock:
             return any(_silent_s(each.socket) < within_s for each in self._nodes.values())
 
     def close(self) -> None:
-        """Send what is left, for a moment, and close."""
+        """Send what is left, for at most `_FLUSH_S`, and close."""
         ends_s = time.monotonic() + _FLUSH_S
         while time.monotonic() < ends_s:
             with self._lock:
@@ -280,7 +283,7 @@ class Channel:
         self._wake()
         if self._thread.ident is not None:
             self._thread.join()
-        for connection in (*self._nodes.values(), *self._unknown):
+        for connection in (*self._nodes.values(), *self._ungreeted):
             connection.socket.close()
         if self._listening is not None:
             self._listening.close()
@@ -292,10 +295,10 @@ class Channel:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"!")
 
-    def _tell(self, node: int, event: NodeMessage | Lost) -> None:
+    def _queue_event(self, node: int, event: NodeMessage | Lost) -> None:
         self._events.append((node, event))
         if isinstance(event, _ROUTINE):
-            return  # each look at the ranks of 64 nodes takes milliseconds, and this can wait
+            return  # node 0 would look at all ranks each time: milliseconds, with 64 nodes
         with contextlib.suppress(BlockingIOError):
             os.write(self._news_write, b"!")
 
@@ -305,32 +308,32 @@ class Channel:
             for key, ready in self._selector.select(next_beat.remaining_s()):
                 if key.fd == self._wake_read:
                     with contextlib.suppress(BlockingIOError):
-                        os.read(self._wake_read, _CHUNK)
+                        os.read(self._wake_read, _CHUNK_BYTES)
                 elif key.fileobj is self._listening:
                     self._accept()
                 elif ready & selectors.EVENT_READ:
                     self._read(key.data)
             if next_beat.expired():
                 next_beat = Deadline.after(_BEAT)
-                self._say_alive()
+                self._send_alive()
                 if self._listening is not None and self._listening not in self._selector.get_map():
                     self._selector.register(self._listening, selectors.EVENT_READ)
             with self._lock:
                 waiting = [each for each in self._nodes.values() if each.to_send]
             for connection in waiting:
                 self._write(connection)
-            # A flood of connections that do not say who they are must not keep the nodes out.
-            latest_s = time.monotonic() - _GREETING_S
-            surplus = len(self._unknown) - _MOST_UNKNOWN
-            for number, connection in enumerate(list(self._unknown)):
-                if number < surplus or connection.since_s < latest_s:
-                    self._forget(connection)
+            # A flood of connections that send no greeting must not keep the nodes out.
+            opened_after_s = time.monotonic() - _GREETING_S
+            surplus = len(self._ungreeted) - _MAX_UNGREETED
+            for number, connection in enumerate(list(self._ungreeted)):
+                if number < surplus or connection.since_s < opened_after_s:
+                    self._drop(connection)
 
-    def _say_alive(self) -> None:
+    def _send_alive(self) -> None:
         alive = pack(Alive())
         with self._lock:
             for connection in self._nodes.values():
-                if connection.unanswered < _MOST_UNANSWERED:
+                if connection.unanswered < _MAX_UNANSWERED_BEATS:
                     connection.unanswered += 1
                     connection.to_send += alive
 
@@ -340,7 +343,9 @@ class Channel:
             accepted, _ = self._listening.accept()
         except (BlockingIOError, ConnectionError):
             return
-        except OSError:  # out of descriptors: still readable, so it is left until the next beat
+        except OSError:
+            # Out of descriptors. The socket stays readable, so polling it would use up the CPU: pause
+            # until the next beat.
             self._selector.unregister(self._listening)
             return
         with contextlib.suppress(OSError):
@@ -348,21 +353,21 @@ class Channel:
             challenge = secrets.token_hex(16)
             connection = _Connection(socket=accepted, challenge=challenge)
             self._selector.register(accepted, selectors.EVENT_READ, connection)
-            self._unknown[connection] = None
+            self._ungreeted[connection] = None
             _notice_loss(accepted)
-            accepted.send(f"{_VERSION} {challenge}\n".encode())  # an empty buffer takes it whole
+            accepted.send(f"{_VERSION} {challenge}\n".encode())  # it fits into the empty buffer
 
-    def _forget(self, connection: _Connection) -> None:
-        self._unknown.pop(connection, None)
+    def _drop(self, connection: _Connection) -> None:
+        self._ungreeted.pop(connection, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
         connection.socket.close()
 
     def _read(self, connection: _Connection) -> None:
         if connection.socket.fileno() < 0:
-            return  # closed at an earlier event of the same look
+            return  # closed by an earlier event of the same select
         try:
-            data = connection.socket.recv(_CHUNK)
+            data = connection.socket.recv(_CHUNK_BYTES)
         except BlockingIOError:
             return
         except OSError as exc:
@@ -376,27 +381,27 @@ class Channel:
         try:
             self._take_lines(connection)
         except GarbledError as exc:
-            self._lose(connection, OSError(f"it has sent what is not a message ({exc})"))
+            self._lose(connection, OSError(f"it has sent something that is no message ({exc})"))
 
     def _take_lines(self, connection: _Connection) -> None:
-        limit = _MAX_GREETING if connection.node is None else _MAX_LINE
+        limit = _MAX_GREETING_BYTES if connection.node is None else _MAX_LINE_BYTES
         while (end := connection.received.find(b"\n")) >= 0:
             line = bytes(connection.received[:end])
             del connection.received[: end + 1]
             if connection.node is not None:
-                self._tell(connection.node, unpack(line))
-            elif not self._is_node(connection, line):
-                self._forget(connection)
+                self._queue_event(connection.node, unpack(line))
+            elif not self._accept_greeting(connection, line):
+                self._drop(connection)
                 return
         if len(connection.received) > limit:
             raise GarbledError("a line without an end")
 
-    def _is_node(self, connection: _Connection, line: bytes) -> bool:
-        """Check a greeting; make the sender a node if it knows the secret."""
+    def _accept_greeting(self, connection: _Connection, line: bytes) -> bool:
+        """Connect the sender of a greeting as a node; return False if it does not know the secret."""
         try:
-            said = json.loads(line)  # not checked yet: numbers may be infinite, texts not Unicode
-            node, challenge = int(said["node"]), str(said["challenge"])
-            proof = str(said["proof"]).encode()
+            greeting = json.loads(line)  # by anyone: numbers may be infinite, texts not Unicode
+            node, challenge = int(greeting["node"]), str(greeting["challenge"])
+            proof = str(greeting["proof"]).encode()
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return False
         wanted = prove(self._secret, "participant", self._round_id, node, connection.challenge)
@@ -406,7 +411,7 @@ class Channel:
             if not 0 < node < self._nnodes or node in self._nodes:
                 return False
             connection.node = node
-            self._unknown.pop(connection, None)
+            self._ungreeted.pop(connection, None)
             answer = prove(self._secret, "coordinator", self._round_id, node, challenge)
             connection.to_send += answer.encode() + b"\n"
             self._nodes[node] = connection
@@ -414,7 +419,7 @@ class Channel:
 
     def _write(self, connection: _Connection) -> None:
         with self._lock:
-            data = bytes(connection.to_send[: 4 * _CHUNK])
+            data = bytes(connection.to_send[: 4 * _CHUNK_BYTES])
         try:
             sent = connection.socket.send(data)
         except BlockingIOError:
@@ -430,9 +435,9 @@ class Channel:
             self._selector.modify(connection.socket, events, connection)
 
     def _lose(self, connection: _Connection, exc: OSError | None) -> None:
-        """Note the end of a connection, after all that came before it."""
+        """Report the end of a connection, after everything that arrived before."""
         node = connection.node
-        self._forget(connection)
+        self._drop(connection)
         if node is None:
             return
         with self._lock:
@@ -441,21 +446,19 @@ class Channel:
         why = (
             str(exc.strerror or exc) if is_silent and exc is not None else "its launcher has ended"
         )
-        self._tell(node, Lost(why=why, is_silent=is_silent, seen_ns=time.monotonic_ns()))
+        self._queue_event(node, Lost(why=why, is_silent=is_silent, seen_ns=time.monotonic_ns()))
 
 
 def _notice_loss(connection: socket.socket) -> None:
-    """Let the kernel end a connection whose other host does not answer, within `LOSS_S`."""
+    """Have the kernel end a connection if the other host does not answer for `LOSS_S`."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", 1),
         ("TCP_KEEPINTVL", 1),
         ("TCP_KEEPCNT", int(LOSS_S)),
-        (
-            "TCP_USER_TIMEOUT",
-            int(LOSS_S * 1000),
-        ),  # where something is unacknowledged no probe is sent
+        # The kernel sends no keep-alive while data is unacknowledged: this limits those waits.
+        ("TCP_USER_TIMEOUT", int(LOSS_S * 1000)),
     ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -467,7 +470,7 @@ def _silent_s(connection: socket.socket) -> float:
         return 0.0
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    except OSError:  # it has just been closed
+    except OSError:  # just closed
         return math.inf
     silent_ms: tuple[int, int] = struct.unpack_from("=II", info, _LAST_RECEIVED)
     return min(silent_ms) / 1000
@@ -500,9 +503,9 @@ def _greet(
 
 
 def _read_line(connection: socket.socket, deadline: Deadline) -> str:
-    """Read one short line, byte by byte: what follows it is not this function's."""
+    """Read one short line, byte by byte, so that nothing after it is consumed."""
     line = bytearray()
-    for _ in itertools.repeat(None, _MAX_GREETING):
+    for _ in itertools.repeat(None, _MAX_GREETING_BYTES):
         connection.settimeout(max(0.1, min(deadline.remaining_s(), _GREETING_S)))
         byte = connection.recv(1)
         if not byte:

@@ -74,27 +74,27 @@ logger = get_logger(__name__)
 
 _EVIDENCE: Final = timedelta(seconds=3)
 _LATE_EVIDENCE: Final = timedelta(seconds=12)
-"""Together as long as a launcher may be silent before it is named."""
+"""Both together are the 15 s after which a silent launcher is named, see `SilenceWatch`."""
 
 _OTHER_LOSSES: Final = timedelta(seconds=2 * BEAT_S)
-"""Connections that end with one network end up to a beat apart: as soon as something unanswered is sent."""
+"""A network failure ends connections up to a beat apart: each once its next packet is not acknowledged."""
 
 _AFTER_GRACE: Final = timedelta(seconds=10)
-"""SIGKILL, and what ranks leave behind, come after the grace period."""
+"""After the grace period come SIGKILL and the removal of what the ranks left behind."""
 
 
 class RemoteRank(RankState):
-    """A rank of another node, as its launcher's messages tell of it.
+    """A rank of another node, as far as its launcher's messages describe it.
 
     Attributes:
         world: Its place.
         hostname: Its host.
         exit_code: Exit status of its process, once that has ended.
-        is_stopped: Whether a signal had stopped it when its launcher said so last.
+        is_stopped: Whether a signal had stopped it, according to its launcher's last report.
     """
 
     def __init__(self, world: World, hostname: str, channel: Channel) -> None:
-        """Know nothing yet; the rank is reached through its launcher."""
+        """Know nothing yet; what is sent to the rank goes through its launcher."""
 
         def say(word: bytes) -> None:
             channel.send(RankWord(rank=world.rank, word=word.hex()), to=world.node_rank)
@@ -111,11 +111,11 @@ class RemoteRank(RankState):
         return self.world.rank
 
     def progress(self) -> Progress:
-        """Return how far it was when its launcher said so last."""
+        """Return its progress, according to its launcher's last report."""
         return self.last_progress
 
     def outcome(self) -> RankOutcome:
-        """Say what is known of it where its launcher cannot be asked any more."""
+        """Return what is known of it without asking its launcher, which may be lost."""
         status = "returned" if self.returned is not None else "stopped"
         if self.raised is not None and self.returned is None:
             status = "raised"
@@ -141,10 +141,20 @@ class RemoteRank(RankState):
 
 
 class OtherNodes:
-    """All nodes but node 0, behind the control channel."""
+    """All nodes except node 0, as seen through the control channel.
+
+    Attributes:
+        lost: Nodes whose connection has ended, and how.
+        failed: Nodes that cannot continue by themselves, and why.
+        outcomes: What became of the ranks of a node, once it has reported that.
+        oom_kills: How many processes a node's kernel has killed for memory during the attempt.
+        ended: Nodes of which no rank is left.
+        retried: Ranks whose exception is of a type that is retried.
+        insisted: Nodes whose sender of a signal does not want to wait for the ranks.
+    """
 
     def __init__(self, channel: Channel, plan: RoundPlan, inbox: SignalInbox) -> None:
-        """Watch the nodes of a round; a signal to one of their launchers is one to all."""
+        """Watch the nodes of a round; a signal to one of their launchers counts for all."""
         self._channel, self._plan, self._inbox = channel, plan, inbox
         self._by_rank = {
             rank: RemoteRank(world_of(plan, rank), plan.nodes[node].hostname, channel)
@@ -173,7 +183,7 @@ class OtherNodes:
         return self._channel.fileno()
 
     def take_news(self) -> None:
-        """Read what the nodes have said."""
+        """Take in the messages that have arrived."""
         for node, event in self._channel.events():
             if isinstance(event, Lost):
                 self.lost.setdefault(node, event)
@@ -219,7 +229,7 @@ class OtherNodes:
         rank: RemoteRank, message: RankReport | RankEnded | RankComplaint, offset: ClockOffset
     ) -> None:
         if isinstance(message, RankReport):
-            with contextlib.suppress(GarbledError):  # what this end has no use for
+            with contextlib.suppress(GarbledError):  # of a kind that is not handled here
                 rank.take(offset.shift(read_rank_report(message)))
         elif isinstance(message, RankEnded):
             rank.exit_code, rank.ended_ns = message.exit_code, message.ended_ns + offset.mono_ns
@@ -227,33 +237,34 @@ class OtherNodes:
             rank.note_native(message.native)
 
     def silent_nodes(self) -> list[str]:
-        """Say which launchers say nothing while their connection stands."""
+        """Return a line for each launcher that sends nothing although it is connected."""
         return [
-            f"{self._plan.name_of(node)}: its launcher says nothing (stopped, starved of CPU?)"
+            f"{self._plan.name_of(node)}: its launcher does not respond (stopped, starved of CPU?)"
             for node in sorted(self._silence.silent)
         ]
 
     def has_lost_node(self) -> bool:
-        """Tell whether a node is gone, or has failed by itself."""
+        """Return whether a node is lost, or has failed by itself."""
         return bool(self.lost or self.failed)
 
     def is_known_who_is_cut_off(self, connected: set[int]) -> bool:
-        """Tell whether a silent node is the only one: where all are, it is this node that is cut off.
+        """Return whether it is clear which side of a silent connection is cut off.
 
-        Something comes from every node each second, and it is lost after `LOSS_S` seconds.
+        If another node still sends, the silent node is; if all nodes are silent, this one is. Every
+        node sends something each second, and is lost after `LOSS_S` seconds of silence.
         """
         return not connected or self._channel.has_heard(within_s=LOSS_S - BEAT_S)
 
     def let_leave(self) -> None:
-        """Tell the nodes that all ranks have returned."""
+        """Let the ranks of all nodes end: all of them have returned."""
         self._channel.send(Leave())
 
     def send(self, message: NodeMessage) -> None:
-        """Tell all nodes."""
+        """Send to all nodes."""
         self._channel.send(message)
 
     def wait_until(self, condition: Callable[[set[int]], bool], deadline: Deadline) -> bool:
-        """Take news until a condition holds for the nodes whose connection stands."""
+        """Take in messages until a condition holds for the set of connected nodes."""
         self.take_news()
         while not condition(self._channel.connected()):
             if deadline.expired():
@@ -265,22 +276,22 @@ class OtherNodes:
         return True
 
     def wait_for_outcomes(self, limit: timedelta) -> bool:
-        """Wait until all connected nodes have said what became of their ranks.
+        """Wait until all connected nodes have reported what became of their ranks.
 
         Returns:
-            Whether it was given up because a launcher has been told to go meanwhile.
+            Whether a new signal that ends the job has cut the wait short.
         """
         before = (self._inbox.received, self._inbox.insists)
 
-        def is_told_to_go() -> bool:
+        def is_interrupted() -> bool:
             now = (self._inbox.received, self._inbox.insists)
             return now != before and is_order(self._inbox.received)
 
         self.wait_until(
-            lambda connected: connected <= self.outcomes.keys() or is_told_to_go(),
+            lambda connected: connected <= self.outcomes.keys() or is_interrupted(),
             Deadline.after(limit),
         )
-        return is_told_to_go()
+        return is_interrupted()
 
 
 def world_of(plan: RoundPlan, rank: int) -> World:
@@ -310,16 +321,16 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
     inbox: SignalInbox,
     checkpoint_folders: set[str],
 ) -> dict[int, object]:
-    """Run one attempt as node 0; add the folders that ranks keep checkpoints in.
+    """Run one attempt as node 0; add the ranks' checkpoint folders to `checkpoint_folders`.
 
     Returns:
         What the ranks of this node returned, by rank.
 
     Raises:
-        LaunchError: A rank of any node failed, a deadline passed, or a node is gone.
-        PreemptedError: The ranks have stopped because a launcher was asked for it.
+        LaunchError: A rank of any node failed, a deadline passed, or a node was lost.
+        PreemptedError: The ranks have stopped because a launcher was asked to stop them.
         PreflightError: A node could not start its ranks.
-        Interrupted: A launcher has been told to go; all ranks have ended.
+        Interrupted: A signal told a launcher to end; all ranks have ended.
     """
     nodes = OtherNodes(channel, round_plan, inbox)
     who = round_plan.name_of(0)
@@ -332,7 +343,7 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
         with attempt.started_ranks(
             number, plan=plan, call=call, run_rank=run_rank, directory=directory
         ) as (workers, end):
-            did, phase = "could not go on with the attempt", "attempt"
+            did, phase = "could not continue the attempt", "attempt"
             with open_console(workers, plan.console, inbox=inbox, limit=config.timeouts.attempt):
                 watch = Watch(workers, timeouts=config.timeouts, inbox=inbox, peers=nodes)
                 ending = watch.until_end()
@@ -350,36 +361,38 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
                     error = as_error(exc, who, "could not end the attempt", phase="attempt")
                     if isinstance(error, Interrupted):
                         error.where = inbox.where or who
-                    nodes.send(round_result_of(error))  # before the ranks end: all do so at once
+                    nodes.send(
+                        round_result_of(error)
+                    )  # now, so that all nodes end their ranks together
                 end(workers)
-                # The ranks of the others need the store until they have ended.
+                # The store ends with this function, and the other nodes' ranks use it to the end.
                 longest = config.timeouts.grace + _AFTER_GRACE
                 if ending.reason == "done":
                     longest += config.timeouts.shutdown
                 nodes.wait_until(nodes.ended.issuperset, Deadline.after(longest))
                 if nodes.failed and (error is None or isinstance(error, PreemptedError)):
-                    # What a rank returned cannot be loaded there.
+                    # That node cannot load what one of its ranks returned.
                     directory.holds_failure = True
                     error = _first_failed(nodes, ended)
                     nodes.send(round_result_of(error))
                 if error is None and is_order(inbox.received):
-                    # It came while the ranks ended, where it counts on one node, too.
+                    # It arrived while the ranks ended; a launch on one node raises it then, too.
                     error = Interrupted(inbox.received, inbox.where or who)
                     nodes.send(round_result_of(error))
                 if error is not None:
-                    raise error  # noqa: TRY301 - the ranks have ended by then
+                    raise error  # noqa: TRY301 - only now have the ranks ended
             nodes.send(RoundResult(is_final=True))
             return values
     except Exception as exc:
         if exc is error:
             raise
-        told = as_error(exc, who, did, phase=phase)
-        if told is exc:
-            name_failed_node(told, who, did)
-        nodes.send(round_result_of(told))
-        if told is exc:
+        shared = as_error(exc, who, did, phase=phase)
+        if shared is exc:
+            name_failed_node(shared, who, did)
+        nodes.send(round_result_of(shared))
+        if shared is exc:
             raise
-        raise told from exc
+        raise shared from exc
 
 
 def _collect(
@@ -398,16 +411,16 @@ def _collect(
     else:
         nodes.send(Collect())
         attempt.ask_where(workers)
-        is_told_to_go = nodes.wait_for_outcomes(_EVIDENCE)
+        is_interrupted = nodes.wait_for_outcomes(_EVIDENCE)
         outcomes = own_outcomes(workers) | {rank.rank: rank.outcome() for rank in nodes.ranks}
         if not any(map(_broke_by_itself, outcomes.values())):
-            # All that is known are ranks that lost a peer: a launcher that is late knows why.
-            is_told_to_go = is_told_to_go or nodes.wait_for_outcomes(_LATE_EVIDENCE)
+            # So far only peer errors are known: a launcher that is late may have the cause.
+            is_interrupted = is_interrupted or nodes.wait_for_outcomes(_LATE_EVIDENCE)
             outcomes |= {rank.rank: rank.outcome() for rank in nodes.ranks}
         for found in nodes.outcomes.values():
             outcomes |= {each.rank: each for each in found.outcomes}
-        if is_told_to_go and not any(map(_broke_by_itself, outcomes.values())):
-            ending = replace(ending, reason="signal")  # who is to blame will not be known any more
+        if is_interrupted and not any(map(_broke_by_itself, outcomes.values())):
+            ending = replace(ending, reason="signal")  # the root cause can no longer become known
     oom_kills = readings.count_oom_kills() - oom_kills_before + sum(nodes.oom_kills.values())
     return EndedAttempt(
         outcomes=dict(sorted(outcomes.items())),
@@ -422,7 +435,7 @@ def _collect(
 
 
 def own_outcomes(workers: Sequence[Worker]) -> dict[int, RankOutcome]:
-    """Return what became of the ranks of this node, those included that are about to be ended."""
+    """Return what became of the ranks of this node; those still running are about to be stopped."""
     found = {worker.rank: worker.outcome() for worker in workers}
     return {
         rank: replace(each, status="stopped") if each.status == "running" else each
@@ -439,11 +452,11 @@ def _conclude(
     directory: RunDirectory,
     round_plan: RoundPlan,
 ) -> dict[int, object]:
-    """Return what the ranks of this node returned, or raise what the attempt came to."""
+    """Return what the ranks of this node returned, or raise the attempt's error."""
     if nodes.failed:
         raise _first_failed(nodes, ended)
     if nodes.lost and not any(map(_broke_by_itself, ended.outcomes.values())):
-        # Those that were told to go while this launcher was stopped did without it.
+        # A node that got an insistent signal while this launcher was stopped has ended on its own.
         lost = {node: why for node, why in nodes.lost.items() if node not in nodes.insisted}
         if not lost and is_order(inbox.received):
             raise Interrupted(inbox.received)
@@ -471,7 +484,7 @@ def _broke_by_itself(outcome: RankOutcome) -> bool:
 
 
 def name_failed_node(error: DDPSafeError | Interrupted, who: str, did: str) -> None:
-    """Say in an error that speaks of a machine which one it is."""
+    """Add the node to an error about a machine, which does not say which machine."""
     if isinstance(error, PreflightError):
         what = f"{who} {did}: {error.explanation.what}"
         error.explanation = replace(error.explanation, what=what)
@@ -483,7 +496,7 @@ def _first_failed(nodes: OtherNodes, ended: EndedAttempt) -> DDPSafeError | Inte
 
 
 def node_lost(ended: EndedAttempt, plan: RoundPlan, lost: dict[int, Lost]) -> NodeLostError:
-    """Return the error of nodes that are gone, named by the first."""
+    """Return the error for lost nodes, named after the first one."""
     node, first = min(lost.items(), key=lambda item: item[1].seen_ns)
     others = [each for each in lost if each != node]
     details = [
@@ -511,32 +524,32 @@ def lost_node_error(
     lost: Lost,
     *,
     when: str,
-    said: Explanation | None = None,
+    explained: Explanation | None = None,
     details: Iterable[str] = (),
     **facts: object,
 ) -> NodeLostError:
-    """Return the error of a node that is gone.
+    """Return the error for a lost node.
 
     Args:
         plan: The round.
         node: The node.
-        lost: What is known.
-        when: At which attempt, and after how long.
-        said: How the node itself explains it, where it could.
+        lost: How its connection ended.
+        when: In which attempt, and after how long.
+        explained: What the node itself has reported, if it could.
         details: Further lines.
         **facts: See `LaunchError`.
     """
     who, ranks = plan.nodes[node], plan.ranks_of(node)
     why = lost.why
-    if said is not None:
-        cause, fix = said.cause, said.fix
+    if explained is not None:
+        cause, fix = explained.cause, explained.fix
     elif lost.is_silent:
-        why = f"nothing has come from {who.address} for {LOSS_S:g} s ({lost.why})"
+        why = f"nothing has arrived from {who.address} for {LOSS_S:g} s ({lost.why})"
         cause = "its host has lost power or network, or its kernel hangs."
-        fix = f"ping {who.hostname}; see what the scheduler says of the node."
+        fix = f"ping {who.hostname}; check what the scheduler reports about the node."
     else:
         cause = "its launcher was killed (SIGKILL, out of memory?), or its job step was ended."
-        fix = f"see dmesg and the launcher's log on {who.hostname}; its ranks have ended with it."
+        fix = f"check dmesg and the launcher's log on {who.hostname}; its ranks ended with it."
     name = plan.name_of(node, f"{ranks_text(ranks)} of world_size {plan.world_size}")
     what = f"{name} was lost, {when}: {why}."
     return NodeLostError(

@@ -1,4 +1,4 @@
-"""A node other than node 0: passes on what its ranks report, and does as node 0 says."""
+"""A node other than node 0: relays what its ranks report, and follows node 0's decisions."""
 
 from __future__ import annotations
 
@@ -65,19 +65,19 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _PROGRESS_S: Final = 1.0
-_ANSWER_S: Final = 3.0
-"""A launcher that runs says so each second: after so long this node may go without node 0."""
+_NO_ANSWER_S: Final = 3.0
+"""A launcher that runs sends something each second: after three of them this node may end without node 0."""
 
-_MOST_SAID: Final = 64 << 10
-_MOST_TRACEBACK: Final = 8 << 10
+_MAX_LOG_CHARS: Final = 64 << 10
+_MAX_TRACEBACK_CHARS: Final = 8 << 10
 _OWN_NETWORK: Final = (
     "If the other nodes name this one instead, the network of this node is the cause.",
 )
 _PREEMPTED: Final = PreemptedError.__name__
 _DECISION: Final = timedelta(minutes=2)
-"""From the end of all ranks to node 0's decision on another attempt; its retry policy takes no time.
+"""How long node 0 may take from the end of all ranks to its decision on another attempt.
 
-So long it may also take with a Ctrl-C while it runs, whatever holds it.
+Its retry policy decides at once. It may take as long to act on a Ctrl-C, whatever holds it up.
 """
 
 
@@ -86,9 +86,9 @@ class NodeResult:
     """How an attempt ended on this node.
 
     Attributes:
-        values: What its ranks returned; ``None`` where the attempt did not end well.
-        error: Why not.
-        is_again: Whether node 0 wants another attempt.
+        values: What its ranks returned; ``None`` if the attempt failed.
+        error: Why it failed.
+        is_again: Whether node 0 begins another attempt.
     """
 
     values: dict[int, object] | None
@@ -103,7 +103,7 @@ class Participant:
         number: The attempt, counted from 1.
         plan: What to start.
         round_plan: What node 0 has decided.
-        channel: The way to node 0.
+        channel: The control channel to node 0.
         inbox: Signals to this launcher.
         directory: Where the logs go.
     """
@@ -118,7 +118,7 @@ class Participant:
         inbox: SignalInbox,
         directory: RunDirectory,
     ) -> None:
-        """Keep what is given."""
+        """Keep the arguments; `run` starts the ranks."""
         self._number, self._plan, self._round = number, plan, round_plan
         self._channel, self._inbox, self._directory = channel, inbox, directory
         self._result: RoundResult | None = None
@@ -127,17 +127,17 @@ class Participant:
         self._lost: Lost | None = None
         self._may_leave = False
         self._wants_evidence = False
-        self._told: SignalReceived | None = None
-        self._told_s = 0.0
-        self._has_said_who_decides = False
-        self._gone_by: signal.Signals | None = None  # without node 0
+        self._reported: SignalReceived | None = None
+        self._reported_s = 0.0
+        self._has_warned_of_silence = False
+        self._ends_alone_by: signal.Signals | None = None
         self._node_0 = round_plan.name_of(0)
         self._silence = SilenceWatch({0: self._node_0})
         self._started = Deadline.after(None)
         self._oom_kills = readings.count_oom_kills()
 
     def run(self, call: CallFile, run_rank: RunRank) -> NodeResult:
-        """Run the ranks until node 0 has said how the attempt ended, and whether there is another."""
+        """Run the ranks until node 0 has reported how the attempt ended, and whether there is another."""
         plan = self._plan
         workers: Sequence[Worker] = []
         outcomes: dict[int, RankOutcome] = {}
@@ -151,7 +151,7 @@ class Participant:
                 run_rank=run_rank,
                 directory=self._directory,
             ) as (workers, end):
-                did, phase = "could not go on with the attempt", "attempt"
+                did, phase = "could not continue the attempt", "attempt"
                 for worker in workers:
                     worker.relay = lambda message, rank=worker.rank: self._channel.send(
                         rank_report(rank, message)
@@ -174,14 +174,14 @@ class Participant:
             did = "could not load what its ranks returned"
             if self._may_leave or (self._result is not None and self._result.name == _PREEMPTED):
                 self._values = attempt.values_of(workers, self._ended(outcomes), self._directory)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, all nodes end with it
-            self._fail(exc, did, phase)
+        except Exception as exc:  # noqa: BLE001 - all nodes end with it
+            self._report_failure(exc, did, phase)
         self._channel.send(RanksEnded())
         self._await_decision()
         return self._conclude(workers, outcomes)
 
-    def _fail(self, exc: Exception, did: str, phase: Literal["start", "attempt"]) -> None:
-        """Tell node 0 that this node has failed: it has all nodes end with the same error."""
+    def _report_failure(self, exc: Exception, did: str, phase: Literal["start", "attempt"]) -> None:
+        """Report to node 0 that this node has failed, so that all nodes end with the same error."""
         node = self._plan.worlds[0].node_rank
         who = self._round.name_of(node)
         error = as_error(exc, who, did, phase=phase)
@@ -191,33 +191,37 @@ class Participant:
         self._channel.send(NodeFailed(result=round_result_of(error, failed_node=node)))
 
     def _watch(self, workers: Sequence[Worker]) -> None:
-        """Pass on, until the attempt is over."""
+        """Relay what the ranks report, until the attempt is over."""
         stderr, next_progress_s = StderrWatch(workers), 0.0
-        complained: set[int] = set()
-        named: set[int] = set()
+        native_sent: set[int] = set()
+        failures_logged: set[int] = set()
         while not self._is_over() and not self._may_leave:
             self._wait(workers, min(_PROGRESS_S, stderr.interval_s()))
             stderr.look()
             if self._silence.silent:
-                failed = [each for each in workers if has_failed(each) and each.rank not in named]
-                named |= {each.rank for each in failed}
+                failed = [
+                    each
+                    for each in workers
+                    if has_failed(each) and each.rank not in failures_logged
+                ]
+                failures_logged |= {each.rank for each in failed}
                 outcomes = [each.outcome() for each in failed]
                 for outcome in sorted(outcomes, key=is_own_fault, reverse=True):
                     logger.warning(
-                        "rank %d has failed%s: %s; %s decides what follows when it goes on",
+                        "rank %d has failed%s: %s; %s decides what follows once it responds again",
                         outcome.rank,
                         "" if is_own_fault(outcome) else " because of another one",
                         first_line(outcome),
                         self._node_0,
                     )
             for worker in workers:
-                if worker.native is not None and worker.rank not in complained:
-                    complained.add(worker.rank)
+                if worker.native is not None and worker.rank not in native_sent:
+                    native_sent.add(worker.rank)
                     self._channel.send(RankComplaint(rank=worker.rank, native=worker.native))
             if (now_s := time.monotonic()) >= next_progress_s:
                 next_progress_s = now_s + _PROGRESS_S
-                # To a launcher that is stopped, nothing that could fill its buffer: the kernel
-                # would take it for a host that is gone.
+                # A stopped launcher does not read: once its buffer is full, the kernel would report
+                # its host as lost.
                 if not self._silence.silent:
                     progress = {worker.rank: worker.progress() for worker in workers}
                     stopped = (
@@ -245,7 +249,7 @@ class Participant:
         seen_ns = time.monotonic_ns()
         if self._inbox.fileno() in ready:
             os.read(self._inbox.fileno(), 1)
-        self._tell_signal()
+        self._report_signal()
         for worker in alive:
             worker.take_reports()
             if worker.end_handle() in ready:
@@ -258,17 +262,18 @@ class Participant:
                         oom_kills=readings.count_oom_kills() - self._oom_kills,
                     )
                 )
-        self._hear(workers)
+        self._take_messages(workers)
 
-    def _tell_signal(self) -> None:
+    def _report_signal(self) -> None:
         if self._inbox.received is None:
             return
         message = SignalReceived(number=int(self._inbox.received), insists=self._inbox.insists)
-        if message != self._told:
-            self._told, self._told_s, self._has_said_who_decides = message, time.monotonic(), False
+        if message != self._reported:
+            self._reported, self._reported_s = message, time.monotonic()
+            self._has_warned_of_silence = False
             self._channel.send(message)
 
-    def _hear(self, workers: Sequence[Worker]) -> None:
+    def _take_messages(self, workers: Sequence[Worker]) -> None:
         by_rank = {worker.rank: worker for worker in workers}
         for _, event in self._channel.events():
             if isinstance(event, Lost):
@@ -285,25 +290,25 @@ class Participant:
             elif isinstance(event, RoundResult):
                 self._result = event
         self._silence.look(self._channel.connected())
-        self._look_for_answer()
+        self._check_answer()
 
-    def _look_for_answer(self) -> None:
-        """Go alone where a signal insists and node 0, which decides for all nodes, says nothing to it."""
-        told = self._told
-        if told is None or self._gone_by is not None:
+    def _check_answer(self) -> None:
+        """End alone if a signal insists, and node 0, which decides for all nodes, does not act on it."""
+        reported = self._reported
+        if reported is None or self._ends_alone_by is not None:
             return
-        is_running = self._silence.unanswered_s(0, self._told_s) < _ANSWER_S
-        is_in_time = time.monotonic() - self._told_s < _DECISION.total_seconds()
+        is_running = self._silence.unanswered_s(0, self._reported_s) < _NO_ANSWER_S
+        is_in_time = time.monotonic() - self._reported_s < _DECISION.total_seconds()
         if is_running and (is_in_time or self._result is not None):
-            return  # once it has answered, its ranks have their grace to end
-        received = signal.Signals(told.number)
-        if told.insists:
-            self._gone_by = received
+            return  # once node 0 has answered, its ranks have their grace period to end
+        received = signal.Signals(reported.number)
+        if reported.insists:
+            self._ends_alone_by = received
             logger.warning(
                 "%s: %s does not answer, so this node ends without it", received.name, self._node_0
             )
-        elif not is_running and not self._has_said_who_decides:
-            self._has_said_who_decides = True
+        elif not is_running and not self._has_warned_of_silence:
+            self._has_warned_of_silence = True
             logger.warning(
                 "%s: waiting for %s, which decides for all nodes and does not answer (stopped, starved "
                 "of CPU?); Ctrl-C (SIGINT) ends the ranks of this node without it",
@@ -312,33 +317,33 @@ class Participant:
             )
 
     def _is_over(self) -> bool:
-        """Tell whether node 0 has ended the attempt, or this node goes without it."""
-        return self._result is not None or self._lost is not None or self._gone_by is not None
+        """Return whether node 0 has ended the attempt, or this node ends without it."""
+        return self._result is not None or self._lost is not None or self._ends_alone_by is not None
 
     def _await_decision(self) -> None:
-        """Wait until node 0 has said whether there is another attempt; its end is an answer, too."""
-        timeouts = self._plan.config.timeouts  # its own ranks may be given all of that to end
+        """Wait until node 0 has decided whether there is another attempt, or is lost."""
+        timeouts = self._plan.config.timeouts  # node 0's own ranks may take all of that to end
         deadline = Deadline.after(_DECISION + timeouts.grace + timeouts.shutdown)
         while self._lost is None and (self._result is None or self._result.is_final is None):
-            if deadline.expired() or self._gone_by is not None:
+            if deadline.expired() or self._ends_alone_by is not None:
                 return
             wait([self._channel.fileno()], min(1.0, deadline.remaining_s()))
-            self._tell_signal()
-            self._hear(())
+            self._report_signal()
+            self._take_messages(())
 
     def _conclude(self, workers: Sequence[Worker], outcomes: dict[int, RankOutcome]) -> NodeResult:
         result = self._result
         ended = self._ended(outcomes)
         is_good = result is not None and not result.name and result.signal is None
         if self._failed is not None and (result is None or is_good):
-            # Node 0 has gone, or had ended the round before it heard of it.
+            # Node 0 is lost, or had ended the round before it learned of this failure.
             return NodeResult(values=None, error=self._failed, is_again=False)
-        if result is None and self._gone_by is not None:
+        if result is None and self._ends_alone_by is not None:
             where = self._round.name_of(self._plan.worlds[0].node_rank)
-            gone = Interrupted(self._gone_by, where, is_alone=True)
-            return NodeResult(values=None, error=gone, is_again=False)
+            interrupted = Interrupted(self._ends_alone_by, where, is_alone=True)
+            return NodeResult(values=None, error=interrupted, is_again=False)
         if result is None:
-            return self._lost_node_0(ended)
+            return self._without_node_0(ended)
         if is_good:
             return NodeResult(values=self._values, error=None, is_again=False)
         error = error_of(
@@ -368,16 +373,16 @@ class Participant:
             nnodes=len(self._round.nodes),
         )
 
-    def _lost_node_0(self, ended: EndedAttempt) -> NodeResult:
+    def _without_node_0(self, ended: EndedAttempt) -> NodeResult:
         lost = self._lost or Lost(
-            why="it has not said how the attempt ended", is_silent=False, seen_ns=0
+            why="it has not reported how the attempt ended", is_silent=False, seen_ns=0
         )
         error = lost_node_error(
             self._round,
             0,
             lost,
             when=ended.when("peer-lost"),
-            details=_OWN_NETWORK if lost.is_silent and len(self._round.nodes) > 2 else (),  # noqa: PLR2004 - else the other node is all there is
+            details=_OWN_NETWORK if lost.is_silent and len(self._round.nodes) > 2 else (),  # noqa: PLR2004 - of two nodes, each names the other
             attempt=self._number,
             attempts=ended.retry.attempts,
             outcomes=ended.outcomes,
@@ -388,7 +393,7 @@ class Participant:
 
 
 def is_retried(worker: Worker, policy: RetryPolicy) -> bool:
-    """Tell whether a rank raised an exception of a type that is retried: it cannot travel itself."""
+    """Return whether a rank raised an exception of a retried type: the exception itself is not sent."""
     types = tuple(entry for entry in policy.on if isinstance(entry, type))
     return (
         bool(types) and worker.raised is not None and isinstance(original_of(worker.raised), types)
@@ -396,10 +401,10 @@ def is_retried(worker: Worker, policy: RetryPolicy) -> bool:
 
 
 def _for_others(outcome: RankOutcome) -> RankOutcome:
-    """Return an outcome without a pickle, and with the end of its log, which is on this host."""
-    said = outcome.error_text()[-_MOST_SAID:] if outcome.status != "stopped" else ""
+    """Return an outcome without its pickle, and with the end of the log, which only this host has."""
+    said = outcome.error_text()[-_MAX_LOG_CHARS:] if outcome.status != "stopped" else ""
     raised = outcome.raised
     if raised is not None:
-        short = raised.traceback[-_MOST_TRACEBACK:]
+        short = raised.traceback[-_MAX_TRACEBACK_CHARS:]
         raised = replace(raised, payload=None, traceback=short)
     return replace(outcome, raised=raised, said=said)

@@ -1,4 +1,4 @@
-"""The attempts of this node: joined at the rendezvous, run as node 0 or as another node, ended."""
+"""The attempts of this node: join a round, run it as node 0 or as another node, end it or go again."""
 
 from __future__ import annotations
 
@@ -68,36 +68,42 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _REFUSAL_READ: Final = timedelta(seconds=3)
-_FOLDER_APPEARS: Final = timedelta(seconds=5)
+_FILE_APPEARS: Final = timedelta(seconds=5)
 """Network file systems show a new file on another host after some seconds."""
 
 _EXAMINATION_READ: Final = timedelta(seconds=10)
-_PLAN, _REFUSAL, _EXAMINED = "ddpsafe/plan", "ddpsafe/refusal", "ddpsafe/examined"
-_FAILED, _FOLDERS = "ddpsafe/failed", "ddpsafe/folders"
-"""Keys of a round: its plan, or why it does not begin, and the first failure of another node."""
+
+# Keys of a round.
+_PLAN: Final = "ddpsafe/plan"
+_REFUSAL: Final = "ddpsafe/refusal"  # why it does not begin, and below it who has read that
+_EXAMINED: Final = "ddpsafe/examined"  # how many nodes have examined their connections
+_FAILED: Final = "ddpsafe/failed"  # why a node other than node 0 cannot begin
+_FOLDERS: Final = (
+    "ddpsafe/folders"  # folders that new nodes have to see, and below it what they saw
+)
 
 
 class _NoRound(Exception):  # noqa: N818 - it carries the error
-    """There can be no round of the nodes, and another attempt would change nothing."""
+    """There can be no round, and another attempt would not help."""
 
     def __init__(self, error: DDPSafeError | Interrupted) -> None:
         super().__init__(str(error))
         self.error = error
 
 
-class _ComeAgain(Exception):  # noqa: N818 - this node has not failed
+class _JoinAgain(Exception):  # noqa: N818 - this node has not failed
     """Node 0 has refused another node, and begins the round again without it."""
 
 
 class NodeLaunch:
-    """The launch of a job of several nodes, on this one.
+    """The launch of a job of several nodes, on this node.
 
     Args:
-        plan: What to start here; its ranks are counted again in each round.
+        plan: What to start here; its ranks are numbered again in each round.
         calls: What the ranks run.
         run_rank: What their processes run.
         directory: Where the logs go.
-        cancelled: Set when the launcher is to stop.
+        cancelled: Set when the launcher has to stop.
         require_ready_between_nodes: Examines the connections between the nodes, see `_preflight`.
     """
 
@@ -111,7 +117,7 @@ class NodeLaunch:
         cancelled: Event,
         require_ready_between_nodes: Callable[..., None],
     ) -> None:
-        """Keep what is given."""
+        """Keep the arguments; `run` starts."""
         self._require_ready_between_nodes = require_ready_between_nodes
         self._plan, self._calls, self._run_rank = plan, calls, run_rank
         self._directory, self._cancelled = directory, cancelled
@@ -122,7 +128,7 @@ class NodeLaunch:
         self.attempts = 0
 
     def run(self) -> dict[int, object]:
-        """Run attempts until one ends well or there is no other; return the values of own ranks.
+        """Run attempts until one succeeds or none is left; return the values of this node's ranks.
 
         Raises:
             DDPSafeError: As `run_attempt` raises it, the same on all nodes.
@@ -151,18 +157,17 @@ class NodeLaunch:
             rendezvous.close(may_answer=may_answer)
 
     def _lead(self, rendezvous: NodeRendezvous) -> dict[int, object]:
-        """Be node 0, whose retry policy decides for all."""
-        policy = self._plan.config.retry
+        """Run attempts as node 0, whose retry policy decides for all nodes."""
 
         def announce(error: DDPSafeError) -> bool:
             self._earlier.append(error)
-            self._tell(round_result_of(error, is_final=False))
+            self._send_result(round_result_of(error, is_final=False))
             self._is_between_rounds = True
             return self._calls.change(error)
 
         try:
             return run_attempts(
-                policy,
+                self._plan.config.retry,
                 lambda number: self._attempt_as_node_0(rendezvous, number),
                 change=announce,
                 cancelled=self._cancelled,
@@ -175,12 +180,12 @@ class NodeLaunch:
             error = as_error(
                 exc, rendezvous.facts.named(0), "could not begin another attempt", phase="retry"
             )
-            self._tell(round_result_of(error, is_final=True))
-            if self._is_between_rounds:  # others wait for the next one
+            self._send_result(round_result_of(error, is_final=True))
+            if self._is_between_rounds:  # the others wait for the next round
                 rendezvous.dismiss(error)
             raise
 
-    def _tell(self, result: RoundResult) -> None:
+    def _send_result(self, result: RoundResult) -> None:
         if self._channel is not None:
             self._channel.send(result)
 
@@ -200,7 +205,7 @@ class NodeLaunch:
                         self._await_nodes(rendezvous, seat, round_plan, known)
                         break
                 except NodeLostError:
-                    raise  # the retry policy decides
+                    raise  # the retry policy decides whether there is another attempt
                 except (Exception, Interrupted) as exc:
                     error = self._refuse(rendezvous, seat, exc)
                     raise _NoRound(error) from exc
@@ -227,15 +232,15 @@ class NodeLaunch:
     def _forget_missing(
         rendezvous: NodeRendezvous, round_plan: RoundPlan, channel: Channel
     ) -> None:
-        """Let the next round begin without the nodes whose connection is gone, or never came."""
+        """Let the next round begin without the nodes that are not connected."""
         for node in {*range(1, len(round_plan.nodes))} - channel.connected():
             rendezvous.forget(round_plan.nodes[node])
 
     def _gather(self, rendezvous: NodeRendezvous) -> tuple[Seat, list[NodeFacts]]:
-        """Wait for the nodes of a round, without new ones that do not see the others' checkpoints.
+        """Wait for the nodes of a round; refuse new ones that do not see the others' checkpoints.
 
         Raises:
-            _NoRound: They do not come together.
+            _NoRound: Too few nodes joined, or they cannot run together.
         """
         while True:
             try:
@@ -244,19 +249,19 @@ class NodeLaunch:
                 if isinstance(exc, Interrupted):
                     rendezvous.dismiss(exc)
                 raise _NoRound(exc) from exc
-            assert seat is not None, "who serves the endpoint replaces no other"  # noqa: S101
+            assert seat is not None, "the node that serves the endpoint is no replacement"  # noqa: S101
             self._is_between_rounds = False
             try:
                 if seat.node_rank != 0:
                     what = (
-                        f"{socket.gethostname()} serves the endpoint and came out as node "
+                        f"{socket.gethostname()} serves the endpoint, but the rendezvous made it node "
                         f"{seat.node_rank} of {seat.nnodes}."
                     )
                     cause = "another node has node_rank 0, or the clocks of the nodes differ by many seconds."
                     fix = (
                         "give node rank 0 to the host of the endpoint; compare `date` on all nodes."
                     )
-                    raise PreflightError(  # noqa: TRY301 - told to the others below
+                    raise PreflightError(  # noqa: TRY301 - sent to the others below
                         Explanation(what, cause=cause, fix=fix), kind="startup-network"
                     )
                 limit = self._plan.config.timeouts.rendezvous
@@ -272,17 +277,17 @@ class NodeLaunch:
     ) -> int | None:
         """Refuse a new node that does not see the folders with the checkpoints of earlier attempts.
 
-        The ranks would find out, too, and all of them would end.
+        The ranks would notice as well, but that would end all of them.
 
         Returns:
-            The node; the others come again.
+            The refused node, if there is one; the others join again.
         """
         new = [
             number for number, node in enumerate(nodes) if node.launcher not in rendezvous.launchers
         ]
         if not new or not rendezvous.launchers or not self._checkpoint_folders:
             return None
-        limit = min(2 * _FOLDER_APPEARS, self._plan.config.timeouts.rendezvous)
+        limit = min(2 * _FILE_APPEARS, self._plan.config.timeouts.rendezvous)
         found: dict[int, FoldersSeen | None] = {}
         with _file_in(self._checkpoint_folders) as (file, folders):
             if not folders:
@@ -299,23 +304,23 @@ class NodeLaunch:
         name, who = nodes[unfit].hostname, nodes[unfit].named(unfit)
         if seen is None:
             what = (
-                f"{who} has not said within {limit.total_seconds():g} s whether it sees the checkpoints "
-                f"of this job: {' and '.join(folders)}."
+                f"{who} has not reported within {limit.total_seconds():g} s whether it sees the "
+                f"checkpoints of this job: {' and '.join(folders)}."
             )
             cause = "a network file system does not answer there, or its launcher has ended or is stopped."
             fix = f"on {name}:  ls {folders[0]}  ; then start the launcher there again."
         else:
             what = (
-                f"{' and '.join(seen.missing)} on {who} is missing, or is not the storage that node 0 "
-                f"({nodes[0].hostname!r}) has there: the checkpoints of this job."
+                f"{' and '.join(seen.missing)} is missing on {who}, or is not the same storage as on node 0 "
+                f"({nodes[0].hostname!r}): it holds the checkpoints of this job."
             )
             cause = "the folder is not shared between the nodes, or a mount is missing there."
             fix = f"mount it on {name}, and start the launcher there again."
         error = PreflightError(Explanation(what, cause=cause, fix=fix), kind="mount")
-        self._turn_away(rendezvous, seat, nodes, unfit, error)
+        self._refuse_new_node(rendezvous, seat, nodes, unfit, error)
         return unfit
 
-    def _turn_away(
+    def _refuse_new_node(
         self,
         rendezvous: NodeRendezvous,
         seat: Seat,
@@ -323,7 +328,7 @@ class NodeLaunch:
         unfit: int,
         error: PreflightError,
     ) -> None:
-        """End a new node with an error; the others come again, and wait for another one."""
+        """End a new node with an error; the others join again, and wait for another one."""
         warn_of_refused_node(nodes[unfit], error)
         seat.board.put(_REFUSAL, round_result_of(error, is_final=False, failed_node=unfit))
         self._is_between_rounds = True
@@ -340,7 +345,7 @@ class NodeLaunch:
         number: int,
         stack: contextlib.ExitStack,
     ) -> tuple[RoundPlan, Channel]:
-        """Tell the nodes who starts what, and listen for them."""
+        """Publish the plan of the round, and open the control channel."""
         address = rendezvous.address
         self._require_data_paths(rendezvous)
         require_same_settings(nodes)
@@ -348,9 +353,11 @@ class NodeLaunch:
         channel = Channel.listen(
             address, secret=rendezvous.secret, round_id=round_id, nnodes=len(nodes)
         )
-        self._channel = channel  # closed with the next round or the run, whatever comes now
+        self._channel = (
+            channel  # the next round or the end of the run closes it, even after an error
+        )
         launchers = {node.launcher for node in nodes}
-        is_new = not launchers <= rendezvous.launchers  # not examined together with the others
+        is_new = not launchers <= rendezvous.launchers  # some node has not been examined yet
         rendezvous.launchers = launchers
         round_plan = RoundPlan(
             round_id=round_id,
@@ -367,11 +374,11 @@ class NodeLaunch:
     def _examine_with_new_nodes(
         self, rendezvous: NodeRendezvous, seat: Seat, plan: RoundPlan, known: set[str]
     ) -> bool:
-        """Examine the connections; refuse a new node with which they are not what they were without it.
+        """Examine the connections; if a finding names a new node, refuse it and return False.
 
         Raises:
-            PreflightError: Something was found, and no node is new, or all are, or no finding names a
-                new one: another in its place would change nothing.
+            PreflightError: Something was found that no replacement would change: no node is new, or
+                all are, or no finding names a new one.
         """
         try:
             self._examine(rendezvous, seat, plan)
@@ -389,40 +396,42 @@ class NodeLaunch:
             if not named[plan.nodes[unfit].hostname]:
                 raise
             rendezvous.launchers = known
-            self._turn_away(rendezvous, seat, plan.nodes, unfit, exc)
+            self._refuse_new_node(rendezvous, seat, plan.nodes, unfit, exc)
             return False
         return True
 
     def _require_data_paths(self, rendezvous: NodeRendezvous) -> None:
-        """Wait for the data paths, as long as they say, or until a signal comes."""
+        """Wait for the data paths, each up to its own limit; a signal ends the wait."""
         rendezvous.call(lambda: require_data_paths(self._plan.config.data_paths), None)
 
     def _refuse(
         self, rendezvous: NodeRendezvous, seat: Seat, exc: BaseException
     ) -> DDPSafeError | Interrupted:
-        """Tell the nodes of a round why it does not begin; return the error that all end with."""
+        """Report to the nodes of a round why it does not begin; return the error that all end with."""
         error = as_error(
             exc, rendezvous.facts.named(seat.node_rank), "could not open the round", phase="start"
         )
-        rendezvous.takes_signals = False  # the others are told of the signal, too
+        rendezvous.takes_signals = (
+            False  # a signal must not cut this short: the others end with it too
+        )
         with contextlib.suppress(RendezvousTimeoutError):  # the store is this node's own
             failed = seat.board.find(_FAILED, RoundResult)
             if failed is not None and not isinstance(error, Interrupted):
                 error = _with_own_report(error_of(failed), error)
             result = round_result_of(error, is_final=True)
-            self._tell(result)
+            self._send_result(result)
             seat.board.put(_REFUSAL, result)
-            # The store ends with this node: the others have to read it before.
+            # The store ends with this node, so wait until the others have read it.
             reading = Deadline.after(_REFUSAL_READ)
             connected = set() if self._channel is None else self._channel.connected()
             for node in set(range(seat.nnodes)) - {seat.node_rank} - connected:
                 seat.board.wait_for(f"{_REFUSAL}/{node}", RoundResult, reading)
-            if self._is_between_rounds:  # a node was refused, and the others come again
+            if self._is_between_rounds:  # a node was refused, and the others join again
                 rendezvous.dismiss(error)
         return error
 
     def _examine(self, rendezvous: NodeRendezvous, seat: Seat, plan: RoundPlan) -> None:
-        """Examine the connections between the nodes, all of them at once.
+        """Examine the connections between the nodes, together with all other nodes.
 
         Raises:
             PreflightError: Something was found that will break the launch; the same on all nodes.
@@ -438,7 +447,7 @@ class NodeLaunch:
                 backend=self._plan.backend,
             )
         finally:
-            # The store ends with node 0: the others have to read what was found before.
+            # The store ends with node 0, which waits until the others have read the findings.
             seat.board.count(_EXAMINED, 1)
             if seat.node_rank == 0:
                 for pause_s in Deadline.after(_EXAMINATION_READ).pauses_s():
@@ -450,47 +459,47 @@ class NodeLaunch:
     def _await_nodes(
         self, rendezvous: NodeRendezvous, seat: Seat, plan: RoundPlan, known: set[str]
     ) -> None:
-        """Wait until all nodes have opened their control channel.
+        """Wait until all nodes have connected to the control channel.
 
         Raises:
-            NodeLostError: A node has not, or a new one says why it cannot.
-            DDPSafeError: A node that was there before says why it cannot.
+            NodeLostError: A node has not connected, or a new one has reported why it cannot.
+            DDPSafeError: A node of the last round has reported why it cannot connect.
         """
-        assert self._channel is not None  # noqa: S101 - opened a line before
+        assert self._channel is not None  # noqa: S101 - _open_round has opened it
         missing: set[int] = set()
-        came: set[int] = set()
-        again: set[int] = set()
+        ever_connected: set[int] = set()
+        rejoining: set[int] = set()
         refused: int | None = None
-        said: Explanation | None = None
-        # A node that cannot come says why, once its own time is over.
+        explained: Explanation | None = None
+        # A node that cannot connect reports why only after its own limit.
         limit = self._plan.config.timeouts.rendezvous + _REFUSAL_READ
         for pause_s in Deadline.after(limit).pauses_s():
             connected = self._channel.connected()
-            came |= connected
+            ever_connected |= connected
             missing = set(range(1, len(plan.nodes))) - connected
             if not missing:
                 return
             rendezvous.require_no_signal()
             if refused is None and (failed := seat.board.find(_FAILED, RoundResult)) is not None:
-                speaker = failed.facts.get(FAILED_NODE)
-                if not known or speaker not in missing or plan.nodes[speaker].launcher in known:
+                failing = failed.facts.get(FAILED_NODE)
+                if not known or failing not in missing or plan.nodes[failing].launcher in known:
                     raise error_of(failed)
-                refused, said = speaker, failed.explanation
+                refused, explained = failing, failed.explanation
                 seat.board.put(_REFUSAL, replace(failed, is_final=False))
             if refused is not None:
-                # The others may be about to dial; one that cannot reads the refusal, and comes again.
-                late = missing - came - {refused}
-                again = {each for each in late if seat.board.has(f"{_REFUSAL}/{each}")}
-                if late == again:
+                # The others may be about to connect; one that cannot reads the refusal and joins again.
+                late = missing - ever_connected - {refused}
+                rejoining = {each for each in late if seat.board.has(f"{_REFUSAL}/{each}")}
+                if late == rejoining:
                     break
             time.sleep(pause_s)
-        self._is_between_rounds = bool(again)
-        for each in missing - again:
+        self._is_between_rounds = bool(rejoining)
+        for each in missing - rejoining:
             rendezvous.forget(plan.nodes[each])
         node = min(missing) if refused is None else refused
-        why = f"it joined, and opened no control channel to {plan.address}:{plan.channel_port}"
+        why = f"it joined, but opened no control channel to {plan.address}:{plan.channel_port}"
         lost = Lost(
-            why=why if said is None else said.what.rstrip("."),
+            why=why if explained is None else explained.what.rstrip("."),
             is_silent=False,
             seen_ns=time.monotonic_ns(),
         )
@@ -498,7 +507,7 @@ class NodeLaunch:
             plan,
             node,
             lost,
-            said=said,
+            explained=explained,
             when=f"attempt {plan.attempt}",
             attempt=plan.attempt,
             attempts=self._plan.config.retry.attempts,
@@ -506,7 +515,7 @@ class NodeLaunch:
         )
 
     def _follow(self, rendezvous: NodeRendezvous) -> dict[int, object]:
-        """Be another node, round by round, as long as node 0 says so."""
+        """Run attempts as another node, for as long as node 0 begins rounds."""
         while True:
             self._close_channel()
             with open_inbox(rendezvous.inbox) as inbox:
@@ -514,13 +523,13 @@ class NodeLaunch:
                 try:
                     self._require_data_paths(rendezvous)
                 except DDPSafeError as exc:
-                    # The others wait for this node, unless it only came to replace another.
+                    # The others wait for this node, unless it is new and was to replace another one.
                     rendezvous.object(exc, None if self.attempts else _REFUSAL_READ)
                     raise
                 try:
                     seat = rendezvous.join()
                 except Interrupted:
-                    self._withdraw(rendezvous)
+                    self._report_signal(rendezvous)
                     raise
                 if seat is None:
                     return {}
@@ -529,7 +538,7 @@ class NodeLaunch:
                     self._examine(rendezvous, seat, round_plan)
                     self.attempts = round_plan.attempt
                     self._channel = self._dial(rendezvous, seat, round_plan)
-                except _ComeAgain:
+                except _JoinAgain:
                     continue
                 except (Exception, Interrupted) as exc:
                     error = self._failed_to_begin(rendezvous, seat, exc)
@@ -566,18 +575,18 @@ class NodeLaunch:
     def _failed_to_begin(
         self, rendezvous: NodeRendezvous, seat: Seat, exc: BaseException
     ) -> DDPSafeError | Interrupted | None:
-        """Tell node 0 why this one cannot begin; return the error that all end with, which node 0 says.
+        """Report to node 0 why this node cannot begin; return the error that node 0 has all end with.
 
-        ``None`` if node 0 has refused another node, and the others come again.
+        ``None`` if node 0 has refused another node, and the others join again.
 
         Raises:
-            Interrupted: They come again, and this launcher has been told to go.
+            Interrupted: They join again, but this launcher has received a signal.
         """
         error = as_error(
             exc, rendezvous.facts.named(seat.node_rank), "could not begin the round", phase="start"
         )
         if isinstance(error, RendezvousTimeoutError):
-            return error  # node 0 is gone, or says nothing
+            return error  # node 0 cannot be reached, or does not respond
         rendezvous.takes_signals = False
         with contextlib.suppress(RendezvousTimeoutError):
             if not seat.board.has(_REFUSAL):
@@ -587,49 +596,49 @@ class NodeLaunch:
             refusal = seat.board.wait_for(_REFUSAL, RoundResult, reading)
             if refusal is not None:
                 seat.board.put(f"{_REFUSAL}/{seat.node_rank}", refusal)
-                if _is_of_another(refusal, seat):
-                    self._withdraw(rendezvous)
+                if _refuses_another(refusal, seat):
+                    self._report_signal(rendezvous)
                     rendezvous.takes_signals = True
-                    rendezvous.require_no_signal()  # the next round has an inbox of its own
+                    rendezvous.require_no_signal()  # the next round would not see it: it has a new inbox
                     return None
-                said = _with_own_report(error_of(refusal), error)
+                shared = _with_own_report(error_of(refusal), error)
                 if refusal.facts.get(FAILED_NODE) == seat.node_rank:
-                    said.__cause__ = error.__cause__
-                return said
+                    shared.__cause__ = error.__cause__
+                return shared
         return error
 
-    def _withdraw(self, rendezvous: NodeRendezvous) -> None:
-        """Tell node 0 of a signal here while it waits for this node, which was in the last round."""
+    def _report_signal(self, rendezvous: NodeRendezvous) -> None:
+        """Report a signal to node 0 if it waits for this node, which was in the last round."""
         if self._earlier and rendezvous.inbox.received is not None:
             rendezvous.takes_signals = False
-            told = Interrupted(rendezvous.inbox.received, socket.gethostname())
-            rendezvous.object(told, _REFUSAL_READ)
+            interrupted = Interrupted(rendezvous.inbox.received, socket.gethostname())
+            rendezvous.object(interrupted, _REFUSAL_READ)
 
     def _read_plan(self, rendezvous: NodeRendezvous, seat: Seat) -> RoundPlan:
-        # Node 0 gives up first, and says why: it knows who is missing.
+        # Node 0 gives up first and reports why: it knows which nodes are missing.
         deadline = Deadline.after(self._plan.config.timeouts.rendezvous + _REFUSAL_READ)
         rendezvous.introduce(seat, deadline)
-        has_looked = False
-        looking: BoundedCall[tuple[str, ...]] | None = None
+        has_check = False
+        checking: BoundedCall[tuple[str, ...]] | None = None
         for pause_s in deadline.pauses_s():
             if (plan := seat.board.find(_PLAN, RoundPlan)) is not None:
                 return plan
-            if not has_looked and (check := seat.board.find(_FOLDERS, FolderCheck)) is not None:
-                has_looked = True
+            if not has_check and (check := seat.board.find(_FOLDERS, FolderCheck)) is not None:
+                has_check = True
                 if seat.node_rank in check.new_nodes:
-                    looking = BoundedCall(partial(_find_missing, check), name="ddpsafe-folders")
-            if looking is not None and looking.wait(0):
-                seen = FoldersSeen(missing=looking.result())
+                    checking = BoundedCall(partial(_find_missing, check), name="ddpsafe-folders")
+            if checking is not None and checking.wait(0):
+                seen = FoldersSeen(missing=checking.result())
                 seat.board.put(f"{_FOLDERS}/{seat.node_rank}", seen)
-                looking = None
+                checking = None
             if (refusal := seat.board.find(_REFUSAL, RoundResult)) is not None:
-                if _is_of_another(refusal, seat):
+                if _refuses_another(refusal, seat):
                     seat.board.put(f"{_REFUSAL}/{seat.node_rank}", refusal)
-                    raise _ComeAgain
+                    raise _JoinAgain
                 raise error_of(refusal)
             rendezvous.require_no_signal()
             time.sleep(pause_s)
-        raise rendezvous.lost("node 0 has not said who starts what", deadline)
+        raise rendezvous.lost("node 0 has not published the plan of the round", deadline)
 
     def _dial(self, rendezvous: NodeRendezvous, seat: Seat, plan: RoundPlan) -> Channel:
         deadline = Deadline.after(self._plan.config.timeouts.rendezvous)
@@ -650,14 +659,16 @@ class NodeLaunch:
             here, at = socket.gethostname(), f"{plan.address}:{plan.channel_port}"
             why = getattr(exc, "strerror", None) or exc
             what = f"{here} reached no control channel of node 0 at {at}: {why}."
-            cause = "a firewall lets only the port of the endpoint through, or node 0 has gone."
+            cause = (
+                "a firewall allows only the port of the endpoint, or node 0's launcher has ended."
+            )
             fix = f"open all TCP ports between the nodes; on {here}:  nc -vz {plan.address} 22"
             raise PreflightError(
                 Explanation(what, cause=cause, fix=fix), kind="startup-network"
             ) from exc
 
     def _placed(self, round_plan: RoundPlan, node: int, rendezvous: NodeRendezvous) -> LaunchPlan:
-        """Return the plan with this node's ranks of the round, and with where they meet."""
+        """Return the plan with this node's ranks in the round, and the store where all ranks meet."""
         name = rendezvous.interface
         place = NodesPlace(
             store=StorePlace(
@@ -675,18 +686,18 @@ class NodeLaunch:
             channel.close()
 
 
-def _is_of_another(refusal: RoundResult, seat: Seat) -> bool:
-    """Tell whether another node alone is refused, and the others begin the round again."""
+def _refuses_another(refusal: RoundResult, seat: Seat) -> bool:
+    """Return whether only another node is refused, and the others join again."""
     return refusal.is_final is False and refusal.facts.get(FAILED_NODE) != seat.node_rank
 
 
 def _find_missing(check: FolderCheck) -> tuple[str, ...]:
-    """Return the folders in which node 0's file does not appear; hangs with a dead file system."""
-    deadline = Deadline.after(_FOLDER_APPEARS)
+    """Return the folders in which node 0's file does not appear; hangs if a file system does."""
+    deadline = Deadline.after(_FILE_APPEARS)
     missing = []
     for folder in check.folders:
         for pause_s in deadline.pauses_s():
-            # A look at the folder itself: network file systems remember that a file was not there.
+            # List the folder: network file systems cache that a file does not exist.
             with contextlib.suppress(OSError):
                 if check.file in os.listdir(folder):  # noqa: PTH208 - names alone
                     break
@@ -698,7 +709,7 @@ def _find_missing(check: FolderCheck) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _file_in(folders: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Keep a file in folders for a while; yield its name, and the folders that took it in time."""
+    """Put a file into folders for the context; yield its name, and the folders where that worked in time."""
     file = f".ddpsafe-{make_random_id()}"
 
     def write() -> tuple[str, ...]:
@@ -717,32 +728,32 @@ def _file_in(folders: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
             with contextlib.suppress(OSError):
                 Path(folder, file).unlink()
 
-    has_written = writing.wait(_FOLDER_APPEARS.total_seconds())
+    has_written = writing.wait(_FILE_APPEARS.total_seconds())
     if not has_written:
         logger.warning(
-            "nothing could be written within %.0f s to %s: whether new nodes see the checkpoints there is "
-            "not checked",
-            _FOLDER_APPEARS.total_seconds(),
+            "no file could be written within %.0f s to %s, so new nodes are not checked for access to the "
+            "checkpoints there",
+            _FILE_APPEARS.total_seconds(),
             " and ".join(sorted(folders)),
         )
     try:
         yield file, writing.result() if has_written else ()
     finally:
-        BoundedCall(remove, name="ddpsafe-folders").wait(_FOLDER_APPEARS.total_seconds())
+        BoundedCall(remove, name="ddpsafe-folders").wait(_FILE_APPEARS.total_seconds())
 
 
 def _with_own_report(
-    told: DDPSafeError | Interrupted, own: DDPSafeError | Interrupted
+    received: DDPSafeError | Interrupted, own: DDPSafeError | Interrupted
 ) -> DDPSafeError | Interrupted:
-    """Return what another node has found, with what this one has examined itself."""
-    if isinstance(told, PreflightError) and isinstance(own, PreflightError):
-        told.report = own.report
-    return told
+    """Return the error of another node with this node's own report of the examination."""
+    if isinstance(received, PreflightError) and isinstance(own, PreflightError):
+        received.report = own.report
+    return received
 
 
 def settings_of(plan: LaunchPlan) -> dict[str, str]:
     """Return what has to be the same on all nodes; their numbers of ranks may differ."""
-    # The launcher of a script is the user's own process.
+    # With launch() and spawn() this is the user's own process, whose garbage would stay.
     with out_of_collections() if plan.style == "run" else contextlib.nullcontext():
         import torch
 
