@@ -465,7 +465,7 @@ def _notice_loss(connection: socket.socket) -> None:
 
 
 def _silent_s(connection: socket.socket) -> float:
-    """Return for how long neither data nor an acknowledgement has come, in seconds."""
+    """Return for how many seconds neither data nor an acknowledgement has arrived."""
     if not hasattr(socket, "TCP_INFO"):
         return 0.0
     try:
