@@ -122,7 +122,7 @@ def test_full_preflight_tells_ranks_that_are_not_filled_node_by_node(
     ended = next(each for each in first_ones if each.poll() is not None)
     _, err = ended.communicate(timeout=60)
     assert ended.returncode == 78, err
-    assert "is not the only rank that takes itself for the first of node 0" in err
+    assert "is not the only rank that considers itself the first of node 0" in err
 
 
 def test_automatic_interface_joins_hosts_whose_names_lead_to_loopback(

@@ -386,7 +386,7 @@ def test_the_others_are_told_of_an_exit_whatever_its_code_is(
     from torch.distributed import HashStore
 
     control = Control(HashStore(), rank=1, world_size=2)
-    attached.say_goodbye(control, SystemExit(code))
+    attached.report_departure(control, SystemExit(code))
     departure = control.departure()
     assert departure is not None
     assert departure.is_failure is is_failure
@@ -536,7 +536,7 @@ def test_tasks_of_another_step_on_the_same_port_are_refused(tmp_path: Path) -> N
 
 def test_half_of_the_arguments_is_refused() -> None:
     """setup(rank=1) without a world size says which half is missing."""
-    with pytest.raises(ddpsafe.ConfigError, match="says only half of it"):
+    with pytest.raises(ddpsafe.ConfigError, match="has only one of the two"):
         ddpsafe.setup(rank=1)
 
 

@@ -1,10 +1,10 @@
-"""How a rank joins a group that another launcher, or none, has started.
+"""How a rank joins its group when another launcher, or none, has started it.
 
 Each module imports only those before it::
 
-    launcher_address  where the ranks meet, and whether it is the same job there
-    network           which interface a rank talks on, and whether the nodes reach each other
-    store             the store at the endpoint: reached in bounded time, or explained
+    launcher_address  where the ranks meet, and whether the store there is this job's
+    network           which interface a rank uses, and whether the nodes reach each other
+    store             the store at the endpoint: connect in bounded time, or explain why not
     joining           environment, device and group of this rank
     attached          `process_group`, `setup` and `cleanup`
 """

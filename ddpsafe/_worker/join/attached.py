@@ -1,4 +1,4 @@
-"""`process_group`, `setup`, `cleanup`: in a rank that something else started, or in none."""
+"""`process_group`, `setup` and `cleanup`, for ranks of any launcher and for a process alone."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
 
 def is_rank(env: Mapping[str, str]) -> bool:
-    """Tell whether some launcher, ours included, has started this process as a rank.
+    """Return whether some launcher, ddpsafe's included, has started this process as a rank.
 
-    A Slurm step of a single task is none: ``srun python train.py`` only runs a program on a node of
-    the allocation, where it may start ranks of its own.
+    The only task of a Slurm step is not one: ``srun python train.py`` only runs a program on a node
+    of the allocation, and that program may start its own ranks.
     """
     if session.find_spec() is not None:
         return True
@@ -61,7 +61,8 @@ def find_place(env: Mapping[str, str]) -> World | None:
     """Return the place that an outer launcher gave this rank.
 
     Returns:
-        ``None`` in a rank of `launch` or `spawn`, whose launcher has looked already, and alone.
+        ``None`` in a rank of `launch` or `spawn`, whose launcher has read it already, and in a
+        process that no launcher started.
     """
     return None if session.find_spec() is not None else find_world(env)
 
@@ -76,13 +77,13 @@ def process_group(
     """Join the process group for as long as the context is open.
 
     Works under torchrun, srun, mpirun, in a rank of `launch` or `spawn`, in a process whose
-    ``RANK`` and ``WORLD_SIZE`` were set by hand, and alone, where it needs no port. A group that
-    exists already is used as it is and not closed.
+    ``RANK`` and ``WORLD_SIZE`` were set by hand, and in a process alone, where it needs no port. A
+    group that exists already is used as it is and not closed.
 
     Args:
-        backend: Backend for torch; ``auto`` takes nccl where every rank has a GPU, else gloo.
-        config: Timeouts, seed and variables; without one, from environment and file.
-        **fields: Fields of `LaunchConfig` that win over it: `timeouts`, `rendezvous`, `env`,
+        backend: Backend for torch; ``auto`` takes nccl if every rank has a GPU, else gloo.
+        config: Timeouts, seed and variables; by default from environment and file.
+        **fields: Fields of `LaunchConfig` that override it: `timeouts`, `rendezvous`, `env`,
             `seed`, `preflight`, `data_paths` and `run_dir`. The others are about starting ranks.
 
     Yields:
@@ -93,8 +94,8 @@ def process_group(
             store belongs to another job.
         PreflightError: The port is taken; or the nodes cannot all reach each other, which
             ``preflight="full"`` examines.
-        RendezvousTimeoutError: Ranks did not come within ``timeouts.rendezvous``.
-        RankRaisedError: At the end, where this rank has done its part and another one has failed.
+        RendezvousTimeoutError: Ranks did not join within ``timeouts.rendezvous``.
+        RankRaisedError: At the end, if this rank has finished but another one has failed.
     """
     member, opened = _enter(None, None, backend, config, fields)
     try:
@@ -109,11 +110,15 @@ def process_group(
 
 logger = get_logger(__name__)
 
-_ABANDON_S: Final = 2.0
+_DEPART_S: Final = 2.0
 _MAX_REASON: Final = 300
 
 _opened: RankContext | None = None
+"""The rank whose group `setup` has joined, until `cleanup`."""
+
 _handled_at_setup: BaseException | None = None
+"""The exception that was being handled when `setup` was called: it is no failure of this group."""
+
 _joined_with: LaunchConfig | None = None
 
 
@@ -128,8 +133,8 @@ def setup(
     """Join the process group: the hand-written ``setup(rank, world_size)``, made safe.
 
     Args:
-        rank: This rank; by default what the launcher says.
-        world_size: Number of ranks; by default what the launcher says.
+        rank: This rank; by default from the launcher.
+        world_size: Number of ranks; by default from the launcher.
         backend: Backend for torch; chosen as in `process_group` by default.
         config: As in `process_group`.
         **fields: As in `process_group`.
@@ -150,9 +155,9 @@ def setup(
 
 
 def cleanup() -> None:
-    """Leave the process group that `setup` joined; harmless when called twice or without it.
+    """Leave the process group that `setup` joined; harmless if called twice or without `setup`.
 
-    While an exception is on its way, as in ``finally: cleanup()``, it does not wait for the others.
+    While an exception propagates, as in ``finally: cleanup()``, it does not wait for the others.
     """
     global _opened
     member, _opened = _opened, None
@@ -166,17 +171,17 @@ def cleanup() -> None:
 
 
 def _abandon(member: RankContext, exc: BaseException) -> None:
-    """Leave on a failing path, so that the others do not wait for this rank, now or at the end."""
+    """Leave on a failing path: no other rank waits for this one, now or at the end."""
     stop = _own_stopping()
     if stop is not None:
         stop.leave()
         stop.signals.close()
     control = member.control
     if control is not None:
-        # Bounded: the host of the store may be gone, and its client would wait for it.
-        leaving = BoundedCall(partial(say_goodbye, control, exc), name="ddpsafe-leave")
-        if leaving.wait(_ABANDON_S):
-            # A peer's error ("Connection closed by peer") does not say which rank failed first.
+        # Bounded: if the store's host has vanished, torch's client waits for it.
+        leaving = BoundedCall(partial(report_departure, control, exc), name="ddpsafe-leave")
+        if leaving.wait(_DEPART_S):
+            # A peer error ("Connection closed by peer") does not name the rank that failed first.
             first = leaving.result()
             if first is not None and first.rank != member.rank and first.is_failure:
                 line = f"ddpsafe: {peer_failure_line(first)} (this is {member.world})"
@@ -187,19 +192,19 @@ def _abandon(member: RankContext, exc: BaseException) -> None:
     _forget(member)
 
 
-def say_goodbye(control: Control, exc: BaseException) -> Departure | None:
-    """Tell the others that this rank fails; return who failed first, if its error is a peer's."""
+def report_departure(control: Control, exc: BaseException) -> Departure | None:
+    """Report to the others that this rank fails; for a peer error, return who failed first."""
     first = None
-    if session.find_spec() is None:  # else the launcher knows, and tells the cause by itself
+    if session.find_spec() is None:  # under ddpsafe's launcher, the launcher reports the cause
         facts = read_chain(exc)
         error = f"{type_name_of(facts.shown)}: {text_of(facts.shown)}"
         is_failure = exit_code_of(exc) != 0
-        with contextlib.suppress(RuntimeError):  # the store is gone, which says something too
+        with contextlib.suppress(RuntimeError):  # the store has ended, which the others notice too
             control.depart(clip(error, _MAX_REASON), facts.origin, is_failure=is_failure)
-        if facts.origin != "own" and not isinstance(exc, DDPSafeError):  # ours have said it
+        if facts.origin != "own" and not isinstance(exc, DDPSafeError):  # ddpsafe's name it already
             first = control.departure()
     with contextlib.suppress(RuntimeError):
-        control.arrive("leave")  # after the reason: who waits there reads it then
+        control.arrive("leave")  # after the reason, which the ranks that wait there read next
     return first
 
 
@@ -210,7 +215,7 @@ def _enter(
     config: LaunchConfig | None,
     fields: GroupFields,
 ) -> tuple[RankContext, bool]:
-    """Return the context, and whether the group is ours to close."""
+    """Return the context, and whether the caller has to close the group."""
     global _joined_with  # noqa: PLW0603 - the process has one group
     import torch.distributed as dist
 
@@ -229,13 +234,13 @@ def _enter(
     refuse_fields(
         fields,
         GroupFields,
-        why="process_group() and setup() join ranks that are started already",
+        why="process_group() and setup() join ranks that have been started already",
         write="nothing; leave it out, or pass it to launch() or spawn()",
     )
     asked = {**fields, "backend": backend} if backend != "auto" else dict(fields)
     resolved = LaunchConfig.resolve(config, **asked)  # type: ignore[arg-type] # checked there
     if is_joined:
-        if resolved != _joined_with:  # a second setup() of the same script asks for the same
+        if resolved != _joined_with:  # a script may call setup() twice with the same fields
             _warn_of_late(fields, "the process group exists already")
         return current or adopt_group(), False
     if current is not None and in_launch:
@@ -248,7 +253,7 @@ def _enter(
 
 
 def _warn_of_late(fields: GroupFields, why: str) -> None:
-    """Warn of fields that come too late; under another launcher the same script needs them."""
+    """Warn of fields that come too late; no error, as the script needs them under other launchers."""
     names = ", ".join(f"{name}=…" for name in fields)
     warnings.warn(f"{names} has no effect here: {why}.", RuntimeWarning, stacklevel=4)
 
@@ -256,7 +261,7 @@ def _warn_of_late(fields: GroupFields, why: str) -> None:
 def current() -> RankContext:
     """Return this rank's context, anywhere in the rank.
 
-    Outside of one, it describes the process as the launcher's variables do, alone by default.
+    Outside of a rank, it describes the process from the launcher's variables, or as a process alone.
     """
     import torch.distributed as dist
 
@@ -291,13 +296,13 @@ def _close(member: RankContext, *, opened: bool) -> None:
 
 
 def has_stopped() -> bool:
-    """Tell whether this rank's last group was asked to stop, and it has seen it."""
+    """Return whether this rank's last group was asked to stop, and the rank has seen the request."""
     stop = stop_agreement.find_current()
     return stop is not None and stop.answered
 
 
 def stopped_error(member: RankContext, value: object) -> PreemptedError:
-    """Word the end of `launch` in a rank of another launcher that was asked to stop."""
+    """Return the error of `launch` in a rank of another launcher that was asked to stop."""
     what = (
         f"{member.world} stopped because the job was asked to, and returned, "
         f"on {socket.gethostname()}, attempt {member.attempt}."
@@ -318,5 +323,5 @@ def _forget(member: RankContext) -> None:
 
 
 def _own_stopping() -> stop_agreement.Stopping | None:
-    """Return this rank's part in stopping, where no launcher of ddpsafe's has one too."""
+    """Return this rank's part in stopping; ``None`` under ddpsafe's launcher, which manages it."""
     return stop_agreement.find_current() if session.find_spec() is None else None

@@ -1,4 +1,4 @@
-"""How a process becomes a rank: from a launcher's variables, a launch by ddpsafe, or a group."""
+"""How a process becomes a rank: from a launcher's variables, ddpsafe's launch, or an existing group."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _ADOPTED: Final = "ddpsafe/adopted"
 
 _joined: RankContext | None = None
-"""The member whose group `join_launch` has made, not the script."""
+"""This rank, if `join_launch` has made its group and not the script."""
 
 
 def place_of(rank: int | None, world_size: int | None) -> World:
@@ -46,35 +46,33 @@ def place_of(rank: int | None, world_size: int | None) -> World:
         ConfigError: Only one of the two is given, or the place is impossible.
     """
     if rank is None and world_size is None:
-        told = find_world(os.environ)
-        if told is not None:
-            return told
+        place = find_world(os.environ)
+        if place is not None:
+            return place
         tasks = os.environ.get("SLURM_NTASKS", "1")
-        if tasks != "1":  # of several tasks: its srun was forgotten
+        if tasks != "1":
             what = f"this process is alone, though its Slurm job has {tasks} tasks (SLURM_NTASKS)."
             cause = "it runs in the batch script or in a shell of salloc, not in a step."
-            fix = "start it with srun; or `unset SLURM_NTASKS` if one process is what you want."
+            fix = "start it with srun; or `unset SLURM_NTASKS` if you want a single process."
             text = Explanation(what, cause=cause, fix=fix)
             warnings.warn(str(text), RuntimeWarning, stacklevel=1)
         return World.alone()
     if rank is None or world_size is None:
-        what = f"setup(rank={rank}, world_size={world_size}) says only half of it."
+        what = f"setup(rank={rank}, world_size={world_size}) has only one of the two."
         fix = "pass both, or neither to take them from the launcher."
-        raise ConfigError(Explanation(what, cause="an argument was forgotten.", fix=fix))
-    told = find_world(os.environ)
-    if told is not None and (told.rank, told.world_size) == (rank, world_size):
-        return told
-    spoken = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        raise ConfigError(Explanation(what, cause="an argument is missing.", fix=fix))
+    place = find_world(os.environ)
+    if place is not None and (place.rank, place.world_size) == (rank, world_size):
+        return place
     names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
-    given = find_world(
-        {**{name: os.environ[name] for name in names if name in os.environ}, **spoken}
-    )
-    assert given is not None  # noqa: S101 - RANK is set
-    return given
+    variables = {name: os.environ[name] for name in names if name in os.environ}
+    place = find_world({**variables, "RANK": str(rank), "WORLD_SIZE": str(world_size)})
+    assert place is not None  # noqa: S101 - RANK is set
+    return place
 
 
 def adopt_group() -> RankContext:
-    """Describe a group that other code has made (Accelerate, Fabric, the script itself)."""
+    """Return the context of a rank whose group other code has made (Accelerate, Fabric, the script)."""
     import torch.distributed as dist
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -87,7 +85,7 @@ def adopt_group() -> RankContext:
         keys: Keys = dist.PrefixStore(_ADOPTED, store)
         take_own_secrets()
         secret = job_secret()
-        if secret is not None:  # the name of this group is not new: old messages can be repeated
+        if secret is not None:  # all adopted groups share a prefix: old messages may be replayed
             keys = SignedKeys(keys, secret, _ADOPTED)
         control = Control(keys, rank=rank, world_size=world_size)
     backend = dist.get_backend()
@@ -99,7 +97,7 @@ def join_launch(current: RankContext, backend: str) -> RankContext:
 
     Args:
         current: This rank.
-        backend: The backend; ``auto`` for the one that the launch was asked for.
+        backend: The backend; ``auto`` for the one that was passed to the launch.
     """
     global _joined  # noqa: PLW0603 - one process is one rank
     spec = session.find_spec()
@@ -118,7 +116,7 @@ def join_job(world: World, config: LaunchConfig) -> RankContext:
     try:
         return _join_job(world, config)
     except BaseException:
-        # The next try, maybe with another address, would take them for the user's own choice.
+        # The next try, maybe at another address, would take these variables for the user's choice.
         environment.give_back()
         raise
 
@@ -141,7 +139,7 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
         store, control, board = open_stores(endpoint, world, os.environ, deadline=deadline)
         if world.nnodes > 1 and config.preflight == "full":
             likely = config.backend
-            if likely == "auto":  # what it comes to unless the ranks find that it cannot
+            if likely == "auto":  # the ranks agree on the backend only after this examination
                 likely = "nccl" if torch.cuda.device_count() else "gloo"
             network.require_connected_nodes(
                 config,
@@ -152,7 +150,7 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
                 backend=likely,
                 deadline=deadline,
             )
-            deadline = Deadline.after(config.timeouts.rendezvous)  # all have come by now
+            deadline = Deadline.after(config.timeouts.rendezvous)  # all nodes have joined by now
         if not endpoint.is_on_this_host:
             network.choose(config.rendezvous.interface, endpoint, deadline=deadline)
     backend, device = agree_on_devices(config.backend, world, control, deadline=deadline)
@@ -196,20 +194,20 @@ def _nccl_variables(config: LaunchConfig, world: World) -> dict[str, str]:
 def agree_on_devices(
     asked: str, world: World, control: Control | None, *, deadline: Deadline
 ) -> tuple[str, torch.device]:
-    """Agree with all ranks on the backend and on who uses which GPU; make this rank's the current one.
+    """Agree with all ranks on the backend and on each rank's GPU; make this rank's GPU the current one.
 
-    Ranks that went by what they see themselves would make one group with two backends where a
-    host has lost a GPU, and two of them could take one GPU.
+    If each rank decided alone, a host that has lost a GPU would join with another backend than the
+    others, and two ranks could choose the same GPU.
 
     Args:
-        asked: The backend, or ``auto``: nccl where ranks have GPUs.
+        asked: The backend, or ``auto`` for nccl if the ranks have GPUs.
         world: This rank's place.
-        control: Line to the other ranks; ``None`` in a world of one.
+        control: The control line to the other ranks; ``None`` in a world of one.
         deadline: When to give up.
 
     Raises:
-        ConfigError: torch does not know the backend, or there is not a GPU for every rank.
-        RendezvousTimeoutError: Some ranks did not come.
+        ConfigError: torch does not know the backend, or some rank has no GPU of its own.
+        RendezvousTimeoutError: Some ranks did not join.
     """
     if asked != "auto":
         require_backend(asked)
@@ -223,9 +221,11 @@ def agree_on_devices(
     if missing:
         raise process_group.not_joined(world, missing, deadline)
     if world.rank == 0:
-        # Rank 0 decides and tells the others, a refusal too.
-        told = [control.take(f"gpus/{rank}", deadline=deadline) for rank in range(world.world_size)]
-        facts = [json.loads(data) for data in told if data is not None]
+        # Rank 0 decides for all, and publishes the decision even if it is a refusal.
+        taken = [
+            control.take(f"gpus/{rank}", deadline=deadline) for rank in range(world.world_size)
+        ]
+        facts = [json.loads(data) for data in taken if data is not None]
         ranks = [_gpus.VisibleGpus(**{**fact, "uuids": tuple(fact["uuids"])}) for fact in facts]
         try:
             agreed = _gpus.assign(ranks)
@@ -253,7 +253,7 @@ def _use(index: int | None) -> torch.device:
 
 
 def as_in_script(member: RankContext) -> RankContext:
-    """Describe a rank of `spawn` as its script has made it: it chooses backend and device."""
+    """Return the context of a rank of `spawn` with the backend and device that its script chose."""
     import torch
     import torch.distributed as dist
 
@@ -263,7 +263,7 @@ def as_in_script(member: RankContext) -> RankContext:
     device, backend = member.device, member.backend
     if dist.is_initialized():
         device, backend = device_of_script(member.world), dist.get_backend()
-    elif device.type == "cuda" and torch.cuda.device_count() == 1:  # of those that are visible
+    elif device.type == "cuda" and torch.cuda.device_count() == 1:  # the index counts visible GPUs
         device = torch.device("cuda", 0)
     if (device, backend) != (member.device, member.backend):
         member = replace(member, device=device, backend=backend)
@@ -272,9 +272,9 @@ def as_in_script(member: RankContext) -> RankContext:
 
 
 def device_of_script(world: World) -> torch.device:
-    """Return the device of a rank whose script has made its group, if it has one; changes nothing.
+    """Return the device of a rank whose script may have made a group; changes nothing.
 
-    A current device other than the first is the script's choice; the first may be none at all.
+    A current device other than 0 is the script's choice; 0 may only be the default.
     """
     import torch
     import torch.distributed as dist
@@ -323,7 +323,7 @@ def describe(
     *,
     config: LaunchConfig | None = None,
 ) -> RankContext:
-    """Build the context of a rank that ddpsafe did not launch."""
+    """Return the context of a rank that ddpsafe did not launch."""
     from ddpsafe._config import Timeouts
 
     timeouts = config.timeouts if config is not None else Timeouts()
@@ -339,6 +339,6 @@ def describe(
 
 
 def _own_attempt() -> int:
-    """Return the attempt that torchrun's agent on this host counts, from 1."""
+    """Return the attempt according to torchrun's agent on this host, counted from 1."""
     env = {"TORCHELASTIC_RESTART_COUNT": "0", **os.environ}
     return 1 + require_int(env, "TORCHELASTIC_RESTART_COUNT", because="TORCHELASTIC_RUN_ID")

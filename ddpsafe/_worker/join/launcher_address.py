@@ -1,4 +1,4 @@
-"""Where ranks that another launcher started meet."""
+"""Where the ranks of another launcher meet, and whether the store there belongs to their job."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from ddpsafe._world import World
 
 
-_SHORTEST_SECRET: Final = 16
+_MIN_SECRET_CHARS: Final = 16
 
 
 def job_secret() -> bytes | None:
-    """Return what only the ranks of this job know, if they were given a secret.
+    """Return the secret of this job's ranks, if they were given one.
 
-    None is made out of the job's identifiers: other users of a cluster can read those.
+    It is never derived from the job's identifiers: other users of a cluster can read those.
 
     Raises:
         ConfigError: It can be guessed.
@@ -39,25 +39,25 @@ def job_secret() -> bytes | None:
     text = find_own_secret(JOB_SECRET)
     if not text:
         return None
-    if len(text) < _SHORTEST_SECRET:
-        what = f"{JOB_SECRET} has {len(text)} characters, fewer than {_SHORTEST_SECRET}."
+    if len(text) < _MIN_SECRET_CHARS:
+        what = f"{JOB_SECRET} has {len(text)} characters, fewer than {_MIN_SECRET_CHARS}."
         fix = f'export {JOB_SECRET}="$(openssl rand -hex 32)", the same for all ranks of the job.'
         raise ConfigError(Explanation(what, cause="short secrets can be guessed.", fix=fix))
     return hashlib.sha256(text.encode()).digest()
 
 
 def fingerprint_of(secret: bytes | None) -> str:
-    """Return what tells ranks with another secret, or none, from those that have this one."""
+    """Return a public text that differs for every secret, and for none."""
     if secret is None:
         return "none"
     return hmac.new(secret, b"ddpsafe fingerprint", "sha256").hexdigest()[:16]
 
 
 def require_same_secret(theirs: str, secret: bytes | None, place: str, world: World) -> None:
-    """Refuse to wait for a rank 0 that signs otherwise.
+    """Check that rank 0 has the same secret as this rank.
 
     Raises:
-        ConfigError: It has another secret, or only one of the two ranks has one.
+        ConfigError: Rank 0 has another secret, or only one of the two ranks has one.
     """
     if theirs == fingerprint_of(secret):
         return
@@ -66,16 +66,17 @@ def require_same_secret(theirs: str, secret: bytes | None, place: str, world: Wo
         "has none" if theirs == fingerprint_of(None) else "has another one" if secret else "has one"
     )
     what = f"{JOB_SECRET}: {world} on {socket.gethostname()} {mine}, and rank 0 at {place} {other}."
-    cause = "the variable did not reach every rank; or rank 0 there is that of another job."
+    cause = "the variable did not reach every rank; or rank 0 there belongs to another job."
     fix = f"give all ranks of the job the same {JOB_SECRET}; srun --export=ALL and mpirun -x pass it on."
     raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 def identity_of(env: Mapping[str, str]) -> dict[str, list[str]]:
-    """Collect what all ranks of one job share, and ranks of another job do not.
+    """Collect identifiers that all ranks of a job share, and other jobs do not.
 
     Returns:
-        For each sign of a job, where it can be compared (empty: everywhere) and its value.
+        For each identifier, the scope in which it can be compared (empty for everywhere) and its
+        value.
     """
     known = {name: ["", value] for name, value in job_variables(env).items()}
     parent = multiprocessing.parent_process()
@@ -88,15 +89,15 @@ def identity_of(env: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def publish_job(store: Keys, env: Mapping[str, str]) -> None:
-    """Say, as rank 0, which job this is."""
+    """Publish, as rank 0, which job this is."""
     store.set("job", json.dumps(identity_of(env)))
 
 
 def require_same_job(store: Keys, place: str, world: World, env: Mapping[str, str]) -> None:
     """Refuse the store of another job, and a rank that is already taken.
 
-    Two jobs on one hard-coded port otherwise join each other and reduce each other's gradients
-    (measured on hand-written scripts: 4 of 8 simultaneous starts).
+    Otherwise two jobs with the same hard-coded port join each other and mix their gradients
+    (measured with hand-written scripts: 4 of 8 simultaneous starts).
 
     Args:
         store: The store; rank 0 has published its job there.
@@ -142,8 +143,8 @@ class StoreEndpoint:
         host: Address or name.
         port: Port.
         is_served: Whether another process (torchrun's agent) serves it already.
-        is_on_this_host: Whether all ranks are certainly on this host: the launcher says so, or the
-            address is loopback. ``RANK`` and ``WORLD_SIZE`` set by hand do not say it.
+        is_on_this_host: Whether all ranks are certainly on this host, according to the launcher or
+            because the address is loopback. ``RANK`` and ``WORLD_SIZE`` set by hand do not prove it.
     """
 
     host: str
@@ -152,19 +153,19 @@ class StoreEndpoint:
     is_on_this_host: bool
 
     def __str__(self) -> str:
-        """Spell it, an IPv6 address in brackets."""
+        """Return ``host:port``, with an IPv6 address in brackets."""
         return show_endpoint(self.host, self.port)
 
 
 def find_endpoint(world: World, env: Mapping[str, str]) -> StoreEndpoint:
-    """Find where to meet: from MASTER_ADDR and MASTER_PORT, else from the launcher's variables.
+    """Find where the ranks meet: from MASTER_ADDR and MASTER_PORT, else from the launcher's variables.
 
     Raises:
-        ConfigError: Nothing says where.
+        ConfigError: Neither defines the place, or a variable has an impossible value.
     """
     env = trimmed(env)
     is_served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # A pod with one rank may have torchrun's own variables only.
+    # A pod with one rank may have only torchrun's own variables.
     env = {
         **env,
         **{
@@ -180,7 +181,7 @@ def find_endpoint(world: World, env: Mapping[str, str]) -> StoreEndpoint:
         except ValueError as exc:
             what = f"SLURM_STEP_NODELIST does not say where rank 0 runs: {exc}."
             fix = "export MASTER_ADDR=<host of rank 0> and MASTER_PORT=<a free port there>."
-            cause = "variables changed by hand."
+            cause = "the variable was changed by hand."
             raise ConfigError(Explanation(what, cause=cause, fix=fix)) from exc
     elif not host and world.local_world_size == world.world_size:
         host = "127.0.0.1"
@@ -191,11 +192,11 @@ def find_endpoint(world: World, env: Mapping[str, str]) -> StoreEndpoint:
         raise ConfigError(Explanation(what, cause=cause, fix=fix))
     if env.get("MASTER_PORT"):
         port = require_int(env, "MASTER_PORT", because="MASTER_ADDR")
-    else:  # one that all ranks of the job agree on and other jobs hardly share
+    else:  # all ranks of the job derive the same port, and other jobs most likely another one
         job = identity_of(env)
         if not job:
             what = f"MASTER_PORT is not set ({world}, started by {world.started_by})."
-            cause = "RANK and WORLD_SIZE are set by hand, MASTER_PORT was forgotten."
+            cause = "RANK and WORLD_SIZE were set by hand, but MASTER_PORT was not."
             fix = "export MASTER_PORT=<a free port on the host of rank 0>, the same for all ranks."
             raise ConfigError(Explanation(what, cause=cause, fix=fix))
         digest = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).digest()
@@ -204,10 +205,10 @@ def find_endpoint(world: World, env: Mapping[str, str]) -> StoreEndpoint:
         what = f"MASTER_PORT={port} is not a port."
         cause = "a typo; the highest port is 65535."
         raise ConfigError(Explanation(what, cause=cause, fix="use a free port from 1024 to 65535."))
-    told = world.nnodes == 1 and world.started_by != "environment"
+    is_one_node = world.nnodes == 1 and world.started_by != "environment"
     return StoreEndpoint(
         host=host,
         port=port,
         is_served=is_served,
-        is_on_this_host=told or host in _LOOPBACK,
+        is_on_this_host=is_one_node or host in _LOOPBACK,
     )

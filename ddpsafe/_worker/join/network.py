@@ -1,4 +1,4 @@
-"""Which interface a rank talks on, and whether the nodes reach each other."""
+"""Which interface a rank uses, and whether the nodes reach each other."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ _RESOLVE: Final = timedelta(seconds=5)
 
 
 def prefer(variables: Mapping[str, str]) -> None:
-    """Set variables that the user has not set, for as long as the process group lives."""
+    """Set those variables that the user has not set, for as long as the process group lives."""
     environment.borrow({name: text for name, text in variables.items() if name not in os.environ})
 
 
 def choose(asked: str | None, endpoint: StoreEndpoint, *, deadline: Deadline) -> None:
-    """Keep gloo, NCCL and TensorPipe on one interface, as far as the user has not said otherwise.
+    """Keep gloo, NCCL and TensorPipe on one interface, unless the user has set their variables.
 
     Args:
         asked: ``Rendezvous.interface``: a name, ``"auto"``, or None to leave it to the libraries.
-        endpoint: Where rank 0 is; its name has been resolved before.
-        deadline: When to stop waiting for a name server all the same.
+        endpoint: Where rank 0 is; its name has resolved before.
+        deadline: When to stop waiting for a name server nevertheless.
 
     Raises:
-        ConfigError: The interface that was asked for is not there.
+        ConfigError: This host does not have the interface that was asked for.
     """
     if asked is None:
         return
     name = _find_way(endpoint, deadline) if asked == "auto" else _require(asked)
     if name is None:
-        logger.warning("no interface leads to %s: gloo and NCCL choose by themselves", endpoint)
+        logger.warning("no interface leads to %s: gloo and NCCL choose one themselves", endpoint)
         return
     prefer(interface_variables(name))
 
@@ -61,8 +61,8 @@ def _require(name: str) -> str:
     if name in existing:
         return name
     what = f"rendezvous.interface={name!r}: {socket.gethostname()} has no such interface."
-    cause = "names of interfaces differ from host to host."
-    fix = f'write interface="auto", or one of {", ".join(existing)}.'
+    cause = "interface names differ from host to host."
+    fix = f'set interface="auto", or one of {", ".join(existing)}.'
     raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
@@ -75,7 +75,7 @@ def _find_way(endpoint: StoreEndpoint, deadline: Deadline) -> str | None:
     if lookup.wait(Deadline.after(_RESOLVE).earlier(deadline).remaining_s()):
         try:
             addresses = [str(entry[4][0]) for entry in lookup.result()]
-        except OSError:  # an address that this host cannot look up: the default route decides
+        except OSError:  # it no longer resolves: let the default route decide
             addresses = []
     own = find_address_towards(addresses)
     interface = None if own is None else find_interface_of(own)
@@ -85,7 +85,7 @@ def _find_way(endpoint: StoreEndpoint, deadline: Deadline) -> str | None:
 _KEY: Final = "preflight"
 
 _EXAMINATION: Final = timedelta(seconds=45)
-"""How long the examination may take once all nodes have come: connecting, comparing, and slack."""
+"""How long the examination may take once all nodes have joined: connecting, comparing, and slack."""
 
 _examined: set[StoreEndpoint] = set()
 
@@ -100,23 +100,23 @@ def require_connected_nodes(
     backend: str,
     deadline: Deadline,
 ) -> None:
-    """Examine the connections between the nodes, over the store at which their ranks have met.
+    """Examine the connections between the nodes, through the store that their ranks have joined.
 
-    The first rank of each node does it, and tells the others of its node how it ended. A second
-    group of the same process is not examined again.
+    The first rank of each node does it, and sends the result to the other ranks of its node. For a
+    second group of the same process, nothing is examined again.
 
     Args:
-        config: What was asked for.
+        config: The configuration.
         world: This rank's place.
         endpoint: Where the store is.
         board: Keys of the store that nothing else uses.
-        control: This rank's line to the others.
-        backend: The backend of the group to come.
-        deadline: How long to wait for nodes that have not come.
+        control: This rank's control line to the others.
+        backend: The backend of the group that will be made.
+        deadline: How long to wait for nodes that have not joined.
 
     Raises:
-        PreflightError: Some connections will break the job; its report is with the first rank of
-            each node.
+        PreflightError: Some connections will break the job; the error of each node's first rank has
+            the report.
     """
     if endpoint in _examined:
         return
@@ -130,24 +130,24 @@ def require_connected_nodes(
             _follow(world, control, deadline)
     finally:
         if world.rank != 0:
-            with _gone_store():
+            with _suppress_lost_store():
                 control.acknowledge(_KEY)
     _examined.add(endpoint)
 
 
 def _lead(world: World, control: Control, examine: Callable[[], None]) -> None:
-    """Examine, and tell the other ranks of this node how it ended, whatever that is."""
+    """Examine, and send the result to the other ranks of this node, whatever it is."""
     try:
         examine()
     except BaseException as error:
-        told = Explanation(f"{type(error).__name__}: {error}")
+        finding = Explanation(f"{type(error).__name__}: {error}")
         if isinstance(error, DDPSafeError):
-            told = error.explanation
-        _tell(world, control, told)
-        if world.rank == 0:  # the store may go with it
+            finding = error.explanation
+        _send_result(world, control, finding)
+        if world.rank == 0:  # the store may end with this rank
             control.stay(_KEY)
         raise
-    _tell(world, control, None)
+    _send_result(world, control, None)
 
 
 def _examine(
@@ -162,11 +162,11 @@ def _examine(
     from ddpsafe.doctor._examine import examine_nodes
     from ddpsafe.doctor._findings import require_healthy
 
-    # No other rank may speak for this node.
+    # Only one rank may examine for this node.
     claim = secrets.token_hex(16)
     if board.compare_set(f"claims/{world.node_rank}", "", claim) != claim.encode():
-        what = f"{world} is not the only rank that takes itself for the first of node {world.node_rank}."
-        cause = "the launcher tells no node ranks, and does not fill one node after the other."
+        what = f"{world} is not the only rank that considers itself the first of node {world.node_rank}."
+        cause = "the launcher sets no node ranks, and does not fill one node after the other."
         fix = "set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or start with mpirun --map-by slot."
         raise PreflightError(Explanation(what, cause=cause, fix=fix))
     report = examine_nodes(
@@ -190,30 +190,32 @@ def _own_key(world: World) -> str:
     return f"{_KEY}/{world.node_rank}"
 
 
-def _tell(world: World, control: Control, found: Explanation | None) -> None:
-    told = {} if found is None else {"what": found.what, "cause": found.cause, "fix": found.fix}
-    with _gone_store():
-        control.put(_own_key(world), json.dumps(told).encode())
+def _send_result(world: World, control: Control, finding: Explanation | None) -> None:
+    result: dict[str, str | None] = {}
+    if finding is not None:
+        result = {"what": finding.what, "cause": finding.cause, "fix": finding.fix}
+    with _suppress_lost_store():
+        control.put(_own_key(world), json.dumps(result).encode())
 
 
-def _gone_store() -> contextlib.suppress:
-    """Ignore that the store is gone, which it is once rank 0 has ended."""
+def _suppress_lost_store() -> contextlib.suppress:
+    """Suppress torch's error for a store that has ended with rank 0."""
     return contextlib.suppress(RuntimeError)
 
 
 def _follow(world: World, control: Control, deadline: Deadline) -> None:
-    """Wait for what the first rank of this node found; the group names ranks that never come."""
+    """Wait for the result of this node's first rank; ranks that never join are named by the group."""
     waiting = Deadline.after(timedelta(seconds=deadline.remaining_s()) + _EXAMINATION)
-    told: bytes | None = None
-    with _gone_store():
-        told = control.take(_own_key(world), deadline=waiting)
-    if told is None:
+    result: bytes | None = None
+    with _suppress_lost_store():
+        result = control.take(_own_key(world), deadline=waiting)
+    if result is None:
         found = {
             "what": "the first rank of this node did not report the result of the node check in time.",
             "cause": "it hangs, or has died.",
         }
     else:
-        found = json.loads(told)
+        found = json.loads(result)
     if found:
         raise PreflightError(
             Explanation(

@@ -1,4 +1,4 @@
-"""The store at which ranks of another launcher meet: reached in bounded time, or explained."""
+"""The store where ranks of another launcher meet: connect in bounded time, or explain why not."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
 
 
 def agree_on_generation(store: Keys, world: World, *, deadline: Deadline) -> tuple[str, list[int]]:
-    """Learn the name of this generation of ranks.
+    """Agree on a name for this generation of ranks.
 
     Args:
-        store: A store whose keys may be those of earlier generations.
+        store: A store that may still hold keys of earlier generations.
         world: This rank's place.
         deadline: When to give up.
 
     Returns:
-        The name, new in this store, and the ranks that have not come: all that rank 0 misses, or
-        rank 0 itself.
+        The name, new in this store, and the ranks that did not join: on rank 0 all that it misses,
+        on the others rank 0.
     """
     if world.rank == 0:
-        # Answer greetings until every rank has seen this generation's name. A greeting may be that of
-        # a dead rank, which has seen the name of its own generation only.
+        # Answer greetings until every rank has seen this generation's name. A greeting may be left
+        # from a dead rank, which has seen only the name of its own generation.
         name = uuid.uuid4().hex
         outside = set(range(1, world.world_size))
         answered: set[str] = set()
@@ -84,11 +84,11 @@ def _read(store: Keys, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
 
 
-_PROBE_S: Final = 2.0
-_LONGEST_S: Final = 86_400.0
+_CONNECT_S: Final = 2.0
+_MAX_STORE_TIMEOUT_S: Final = 86_400.0  # a deadline may be infinite, a timedelta not
 _BACKLOG: Final = 1024
 # A pod's or a node's name may appear in DNS a little later than the pod itself.
-_NAME_WAIT: Final = timedelta(seconds=10)
+_DNS_RETRY: Final = timedelta(seconds=10)
 
 _FINGERPRINT: Final = "ddpsafe/secret"
 
@@ -101,9 +101,9 @@ class Stores(NamedTuple):
     """The job's store, with keys that no earlier group of this job has used.
 
     Attributes:
-        group: For the process group, to which torch writes as it does.
+        group: For torch's process group.
         control: The ranks' control line.
-        board: For the check of the connections between the nodes.
+        board: For the examination of the connections between the nodes.
     """
 
     group: Store
@@ -114,32 +114,32 @@ class Stores(NamedTuple):
 def open_stores(
     endpoint: StoreEndpoint, world: World, env: Mapping[str, str], *, deadline: Deadline
 ) -> Stores:
-    """Connect to the job's store, serving it where this is rank 0's task.
+    """Connect to the job's store; rank 0 serves it unless the launcher does.
 
     The connection stays for the life of the process: a second group on the same port would
     otherwise race with the end of the first one's server.
 
     Args:
-        endpoint: Where.
+        endpoint: Where the store is.
         world: This rank's place.
         env: The environment.
         deadline: When to give up.
 
     Raises:
         PreflightError: The port is taken, or the host cannot be reached or resolved.
-        RendezvousTimeoutError: The store is not served.
-        ConfigError: The store is another job's, or its rank 0 has another secret.
+        RendezvousTimeoutError: No store is served there in time.
+        ConfigError: The store belongs to another job, or its rank 0 has another secret.
     """
     from torch.distributed import DistError, PrefixStore
 
     secret = job_secret()
-    require_name(endpoint, world, deadline=Deadline.after(_NAME_WAIT).earlier(deadline))
+    require_name(endpoint, world, deadline=Deadline.after(_DNS_RETRY).earlier(deadline))
     serves = world.rank == 0 and not endpoint.is_served
     group_client = _connection(endpoint, world, deadline, serves=serves, line=0)
     control_client = _connection(endpoint, world, deadline, serves=False, line=1)
     try:
         prefix, control = _agree(endpoint, control_client, world, env, secret, deadline)
-    except DistError as exc:  # a job that has ended in between takes its store with it
+    except DistError as exc:  # a job that ends now takes its store with it
         raise _not_served(endpoint, world, "its store has ended", deadline) from exc
     return Stores(
         group=PrefixStore(prefix, group_client),
@@ -156,19 +156,21 @@ def _agree(
     secret: bytes | None,
     deadline: Deadline,
 ) -> tuple[str, Control]:
-    """Find out that the store is this job's; return the prefix of its keys, and the control line."""
-    # First the secrets: no rank waits until the deadline for messages that it would not believe.
+    """Check that the store is this job's; return the prefix of its keys, and the control line."""
+    # Compare the secrets first: with another one, a rank would reject every message until the deadline.
     if world.rank == 0:
         control_client.set(_FINGERPRINT, fingerprint_of(secret))
     else:
         plain = Control(control_client, rank=world.rank, world_size=world.world_size)
         if not plain.wait_for(_FINGERPRINT, deadline=deadline):
-            raise _not_served(endpoint, world, "rank 0 does not speak there", deadline)
+            raise _not_served(endpoint, world, "rank 0 has not written to it", deadline)
         theirs = control_client.get(_FINGERPRINT).decode(errors="replace")
         require_same_secret(theirs, secret, str(endpoint), world)
-    # What tells this start of the ranks from earlier ones at the same store, if there may be any.
+    # A generation distinguishes this start of the ranks from earlier ones at the same store.
     if not endpoint.is_served and secret is None:
-        generation = "group"  # the store is as young as rank 0; but who has seen signed values may repeat them
+        generation = (
+            "group"  # rank 0 serves a new store; with a secret, old signed values may be replayed
+        )
     else:
         if endpoint not in _generations:
             keys = _keys(control_client, "ddpsafe/generation", secret)
@@ -187,13 +189,13 @@ def _agree(
     if world.rank == 0:
         publish_job(control.store, env)
     elif not control.wait_for("job", deadline=deadline):
-        raise _not_served(endpoint, world, "rank 0 does not speak there", deadline)
+        raise _not_served(endpoint, world, "rank 0 has not written to it", deadline)
     require_same_job(control.store, str(endpoint), world, env)
     return prefix, control
 
 
 def _keys(client: TCPStore, prefix: str, secret: bytes | None) -> Keys:
-    """Return the keys below a prefix, signed where the ranks have a secret."""
+    """Return the keys below a prefix, signed if the ranks have a secret."""
     from torch.distributed import PrefixStore
 
     plain = PrefixStore(prefix, client)
@@ -201,15 +203,15 @@ def _keys(client: TCPStore, prefix: str, secret: bytes | None) -> Keys:
 
 
 def has_met(endpoint: StoreEndpoint) -> bool:
-    """Tell whether this process has connected to the store there before."""
+    """Return whether this process has connected to the store there before."""
     return any(where == endpoint for where, _, _ in _stores)
 
 
 def require_name(endpoint: StoreEndpoint, world: World, *, deadline: Deadline) -> None:
-    """Wait until the host's name resolves; a resolver without a server may hang for ever.
+    """Wait until the host's name resolves; a resolver whose server does not answer may hang forever.
 
     Raises:
-        PreflightError: It does not by then.
+        PreflightError: It does not resolve before the deadline.
     """
     retrying = tenacity.Retrying(
         stop=lambda _: deadline.expired(),
@@ -234,7 +236,7 @@ def _connection(
     key = (endpoint, world.world_size, line)
     if key not in _stores:
         if not serves:
-            # A plain socket comes first: torch's client takes 8 s to report a closed port.
+            # Try a plain socket first: torch's client takes 8 s to report a closed port.
             retrying = tenacity.Retrying(
                 stop=lambda _: deadline.expired(),
                 wait=tenacity.wait_exponential(multiplier=0.02, max=0.5),
@@ -255,8 +257,8 @@ def _connection(
 def _connect(
     endpoint: StoreEndpoint, world: World, deadline: Deadline, *, serves: bool
 ) -> TCPStore:
-    """Make the store in bounded time: torch's handshake with an unknown program has no timeout."""
-    timeout = timedelta(seconds=max(1.0, min(deadline.remaining_s(), _LONGEST_S)))
+    """Open the store in bounded time: torch's handshake with an unknown program has no timeout."""
+    timeout = timedelta(seconds=max(1.0, min(deadline.remaining_s(), _MAX_STORE_TIMEOUT_S)))
     with _listen(endpoint, world) if serves else contextlib.nullcontext() as listener:
         given = None if listener is None else listener.dup()
         making = BoundedCall(
@@ -267,20 +269,20 @@ def _connect(
         try:
             if has_ended:
                 return making.result()
-            reason = "the connection was taken, and nothing answered"
+            reason = "the connection was accepted, but nothing answered"
         except RuntimeError as exc:
             reason = str(exc).splitlines()[0]
         if listener is not None:
-            if serves_by_libuv():  # the other server would end the process
-                # torch's client may wait on: the port is free now.
+            if serves_by_libuv():  # torch's other server would end the process
+                # Free the port, although torch's client may still wait.
                 listener.shutdown(socket.SHUT_RDWR)
             what = (
                 f"{world} serves the store on {socket.gethostname()}, but cannot reach it itself at "
                 f"{endpoint} within {deadline.waited_s():.1f} s: {reason}."
             )
             cause = (
-                "MASTER_ADDR names another host, or an address that a firewall or NAT keeps from its "
-                "own host."
+                "MASTER_ADDR names another host, or an address that this host cannot reach itself "
+                "(firewall, NAT)."
             )
             fix = "set MASTER_ADDR to an address of the host on which rank 0 runs (see `ip addr`)."
             raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
@@ -289,14 +291,14 @@ def _connect(
                 f"{world}: something listens at {endpoint}, but it is not a store of torch"
                 f"{_owner(endpoint)}; waited {deadline.waited_s():.1f} s."
             )
-            cause = "another program has the port, and rank 0 could not take it."
-            fix = "choose another MASTER_PORT for this job, or end the program that holds it."
+            cause = "another program is using the port, so rank 0 could not serve there."
+            fix = "choose another MASTER_PORT for this job, or stop the program that holds it."
             raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
         raise _not_served(endpoint, world, reason, deadline)
 
 
 def _listen(endpoint: StoreEndpoint, world: World) -> socket.socket:
-    """Take the port; on one node only at the address of MASTER_ADDR, not on every interface."""
+    """Listen on the port; on one node only at the address of MASTER_ADDR, not on every interface."""
     try:
         if not endpoint.is_on_this_host:
             if socket.has_dualstack_ipv6():
@@ -319,15 +321,15 @@ def _listen(endpoint: StoreEndpoint, world: World) -> socket.socket:
             owner = _owner(endpoint)
             what = f"{world} cannot serve the store at {endpoint}: the port is taken{owner}."
             cause = (
-                "another job on this host uses the same MASTER_PORT, or a former one still runs."
+                "another job on this host uses the same MASTER_PORT, or an earlier one still runs."
             )
-            fix = "choose another MASTER_PORT for this job, or end the process that holds it."
+            fix = "choose another MASTER_PORT for this job, or stop the process that holds it."
             kind = "port"
         raise PreflightError(Explanation(what, cause=cause, fix=fix), kind=kind) from exc
 
 
 def _probe(endpoint: StoreEndpoint, deadline: Deadline) -> None:
-    wait_s = max(0.05, min(_PROBE_S, deadline.remaining_s()))
+    wait_s = max(0.05, min(_CONNECT_S, deadline.remaining_s()))
     socket.create_connection((endpoint.host, endpoint.port), timeout=wait_s).close()
 
 
@@ -347,7 +349,7 @@ def _not_served(
     waited_s = deadline.waited_s()
     here = socket.gethostname()
     what = f"{world} on {here} found no store at {endpoint} within {waited_s:.1f} s: {why}."
-    cause = "rank 0 has not started or died; or MASTER_ADDR or MASTER_PORT names another place."
+    cause = "rank 0 has not started, or has died; or MASTER_ADDR or MASTER_PORT is wrong."
     fix = f"check rank 0's log, then, on {here}:  nc -vz {endpoint.host} {endpoint.port}"
     return RendezvousTimeoutError(
         Explanation(what, cause=cause, fix=fix),
@@ -358,7 +360,7 @@ def _not_served(
 
 
 def _owner(endpoint: StoreEndpoint) -> str:
-    """Name the process that listens on a port, where we may see it."""
+    """Name the process that listens on the port, if this user may see it."""
     try:
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and endpoint.port in connection.laddr:
