@@ -145,7 +145,7 @@ class OtherNodes:
 
     Attributes:
         lost: Nodes whose connection has ended, and how.
-        failed: Nodes that cannot continue by themselves, and why.
+        failed: Nodes that have reported a failure of their own, and which.
         outcomes: What became of the ranks of a node, once it has reported that.
         oom_kills: How many processes a node's kernel has killed for memory during the attempt.
         ended: Nodes of which no rank is left.
@@ -361,9 +361,8 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
                     error = as_error(exc, who, "could not end the attempt", phase="attempt")
                     if isinstance(error, Interrupted):
                         error.where = inbox.where or who
-                    nodes.send(
-                        round_result_of(error)
-                    )  # now, so that all nodes end their ranks together
+                    # Before the ranks end here, so that all nodes end theirs at the same time.
+                    nodes.send(round_result_of(error))
                 end(workers)
                 # The store ends with this function, and the other nodes' ranks use it to the end.
                 longest = config.timeouts.grace + _AFTER_GRACE
@@ -484,7 +483,7 @@ def _broke_by_itself(outcome: RankOutcome) -> bool:
 
 
 def name_failed_node(error: DDPSafeError | Interrupted, who: str, did: str) -> None:
-    """Add the node to an error about a machine, which does not say which machine."""
+    """Add the node to an error that is about a machine without naming it."""
     if isinstance(error, PreflightError):
         what = f"{who} {did}: {error.explanation.what}"
         error.explanation = replace(error.explanation, what=what)

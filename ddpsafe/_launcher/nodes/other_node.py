@@ -66,7 +66,7 @@ logger = get_logger(__name__)
 
 _PROGRESS_S: Final = 1.0
 _NO_ANSWER_S: Final = 3.0
-"""A launcher that runs sends something each second: after three of them this node may end without node 0."""
+"""A launcher that runs sends something each second: after so long this node may end without node 0."""
 
 _MAX_LOG_CHARS: Final = 64 << 10
 _MAX_TRACEBACK_CHARS: Final = 8 << 10

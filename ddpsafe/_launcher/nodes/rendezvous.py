@@ -104,9 +104,8 @@ _DISMISSAL_READ: Final = timedelta(seconds=3)
 _FIRST_WARNING_S: Final = 10.0
 _NEXT_WARNINGS_S: Final = 60.0
 _NO_ANSWER_WARNING_S: Final = 5.0
-_MAX_REFUSED_NAMES: Final = (
-    8  # anyone who reaches the store can write one: they must not fill the log
-)
+_MAX_REFUSED_NAMES: Final = 8
+"""Anyone who reaches the store can write a name: they must not fill the log."""
 
 # Keys of the endpoint's store that belong to no round.
 _HOST: Final = "ddpsafe/host"  # the node that serves the endpoint
@@ -832,9 +831,7 @@ class NodeRendezvous:
                 is_member = (label_of(self.facts), os.getpid()) in self._members()
                 is_complete = state is not None and state.complete and len(state.participants) > 0
                 if is_complete and not (is_spare or is_member or self._joined):
-                    is_spare = (
-                        True  # the round has all its nodes, and this one was never in a round
-                    )
+                    is_spare = True  # the round is complete, and this node was never in one
                     self._require_use_for_spare()
             if deadline.waited_s() >= next_warning_s and not is_spare:
                 next_warning_s = deadline.waited_s() + _NEXT_WARNINGS_S

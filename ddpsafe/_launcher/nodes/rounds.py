@@ -78,9 +78,7 @@ _PLAN: Final = "ddpsafe/plan"
 _REFUSAL: Final = "ddpsafe/refusal"  # why it does not begin, and below it who has read that
 _EXAMINED: Final = "ddpsafe/examined"  # how many nodes have examined their connections
 _FAILED: Final = "ddpsafe/failed"  # why a node other than node 0 cannot begin
-_FOLDERS: Final = (
-    "ddpsafe/folders"  # folders that new nodes have to see, and below it what they saw
-)
+_FOLDERS: Final = "ddpsafe/folders"  # what new nodes have to see, and below it what they saw
 
 
 class _NoRound(Exception):  # noqa: N818 - it carries the error
@@ -152,8 +150,7 @@ class NodeLaunch:
             may_answer = rendezvous.serves
             raise
         finally:
-            if self._channel is not None:
-                self._channel.close()
+            self._close_channel()
             rendezvous.close(may_answer=may_answer)
 
     def _lead(self, rendezvous: NodeRendezvous) -> dict[int, object]:
@@ -353,9 +350,7 @@ class NodeLaunch:
         channel = Channel.listen(
             address, secret=rendezvous.secret, round_id=round_id, nnodes=len(nodes)
         )
-        self._channel = (
-            channel  # the next round or the end of the run closes it, even after an error
-        )
+        self._channel = channel  # closed before the next round and at the end, whatever is raised
         launchers = {node.launcher for node in nodes}
         is_new = not launchers <= rendezvous.launchers  # some node has not been examined yet
         rendezvous.launchers = launchers
@@ -411,9 +406,7 @@ class NodeLaunch:
         error = as_error(
             exc, rendezvous.facts.named(seat.node_rank), "could not open the round", phase="start"
         )
-        rendezvous.takes_signals = (
-            False  # a signal must not cut this short: the others end with it too
-        )
+        rendezvous.takes_signals = False  # a signal must not cut this short: the others get it too
         with contextlib.suppress(RendezvousTimeoutError):  # the store is this node's own
             failed = seat.board.find(_FAILED, RoundResult)
             if failed is not None and not isinstance(error, Interrupted):

@@ -73,10 +73,8 @@ def _find_way(endpoint: StoreEndpoint, deadline: Deadline) -> str | None:
     )
     addresses: list[str] = []
     if lookup.wait(Deadline.after(_RESOLVE).earlier(deadline).remaining_s()):
-        try:
+        with contextlib.suppress(OSError):  # it no longer resolves: the default route decides
             addresses = [str(entry[4][0]) for entry in lookup.result()]
-        except OSError:  # it no longer resolves: let the default route decide
-            addresses = []
     own = find_address_towards(addresses)
     interface = None if own is None else find_interface_of(own)
     return None if interface is None else interface.name

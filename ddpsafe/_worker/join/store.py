@@ -168,9 +168,9 @@ def _agree(
         require_same_secret(theirs, secret, str(endpoint), world)
     # A generation distinguishes this start of the ranks from earlier ones at the same store.
     if not endpoint.is_served and secret is None:
-        generation = (
-            "group"  # rank 0 serves a new store; with a secret, old signed values may be replayed
-        )
+        # The store is as new as rank 0. With a secret, this is not enough: values that were signed
+        # earlier may be replayed.
+        generation = "group"
     else:
         if endpoint not in _generations:
             keys = _keys(control_client, "ddpsafe/generation", secret)
