@@ -123,7 +123,7 @@ def test_what_is_wrong_with_the_nodes_is_said_on_each_of_them(
     assert listening.stdout.readline() == "up\n"
     launchers = start_job(network, CASES, tmp_path, nproc=(1, 1, 1))
     scripts.wait_until(
-        lambda: "late" in str(launchers[1].results()) or "1 of 2 nodes came" in launchers[0].err,
+        lambda: "late" in str(launchers[1].results()) or "1 of 2 nodes reached" in launchers[0].err,
         otherwise=lambda: [each.err[-800:] for each in launchers],
         within_s=180,
     )

@@ -196,7 +196,7 @@ def test_a_signal_to_node_0_while_it_waits_ends_all_launchers_alike(
     case = Case(name="never", fields={"nnodes": 3})
     launchers = start_job(network, [case], tmp_path, nproc=(1, 1))
     scripts.wait_until(
-        lambda: all("2 of 3 nodes came" in each.err for each in launchers),
+        lambda: all("2 of 3 nodes reached" in each.err for each in launchers),
         otherwise=lambda: [each.err for each in launchers],
         within_s=60,
     )
