@@ -1,10 +1,11 @@
 """Save and restore of a state beside torch.save, torch.distributed.checkpoint and safetensors.
 
-Each round takes the contestants in another order, after a sync, so that none is always the first after
+Each round runs the contestants in another order, after a sync, so that none always comes first after
 the others have filled the disk's queue. Two contestants are compared round by round, and the median of
-these ratios counts, so that what else the machine does in some rounds changes little. All of them bring the file to the disk (fsync), except for "torch.save", which leaves it in
-memory. What is loaded is loaded in a new process, as after a failure, from files that the kernel still
-has in memory. safetensors takes part where it is installed.
+these ratios counts, so that other load in some rounds changes little. All of them flush the file to
+disk (fsync), except for "torch.save", which leaves it in memory. Each load runs in a new process, as
+after a failure, from files that the kernel still has in memory. safetensors is included if it is
+installed.
 
 Run: python benchmarks/checkpoint.py [--bytes 1073741824] [--tensors 128] [--folder DIR] [--save FILE]
 """
@@ -60,7 +61,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def sync(path: Path) -> None:
-    """Bring a file to the disk."""
+    """Flush a file to disk."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
@@ -89,7 +90,7 @@ def safe_save(state: State, path: Path) -> None:
 
 
 def copy_into(target: State, loaded: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors that exist, as load_state_dict does."""
+    """Copy into existing tensors, as load_state_dict does."""
     for name, value in target.items():
         value.copy_(loaded[name])
 
@@ -109,12 +110,12 @@ def safe_load(target: State, path: Path) -> None:
 
 
 def has_safetensors() -> bool:
-    """Tell whether safetensors takes part."""
+    """Return whether safetensors is installed."""
     return importlib.util.find_spec("safetensors") is not None
 
 
 def measure_saves(state: State, folder: Path, rounds: int, order: random.Random) -> Seconds:
-    """Return what each contestant needs to save; each takes the place of the one before."""
+    """Return how long each contestant takes to save; each save replaces the previous one."""
     taken = Seconds()
     steps = itertools.count()
     with Checkpointer(folder / OURS, keep=1, rng=False) as ours:
@@ -134,7 +135,8 @@ def measure_saves(state: State, folder: Path, rounds: int, order: random.Random)
             contestants["safetensors"] = lambda: safe_save(state, folder / SAFE)
         for _ in range(rounds):
             for name in order.sample(list(contestants), len(contestants)):
-                shutil.rmtree(folder / DCP, ignore_errors=True)  # it appends, the others replace
+                # dcp adds files to its folder; the others replace theirs.
+                shutil.rmtree(folder / DCP, ignore_errors=True)
                 os.sync()
                 taken.of(name, contestants[name])
                 ours.wait()
@@ -143,7 +145,7 @@ def measure_saves(state: State, folder: Path, rounds: int, order: random.Random)
 
 
 def measure_loads(arguments: argparse.Namespace, folder: Path, order: random.Random) -> Seconds:
-    """Return what each contestant needs to load, in a new process as after a failure."""
+    """Return how long each contestant takes to load, in a new process as after a failure."""
     taken = Seconds()
     names = ["torch.load", "restore", "dcp.load", *(["safetensors"] if has_safetensors() else [])]
     for _ in range(arguments.rounds):
@@ -156,7 +158,7 @@ def measure_loads(arguments: argparse.Namespace, folder: Path, order: random.Ran
 
 
 def load(arguments: argparse.Namespace) -> None:
-    """Load once, into tensors that are there already, and print the seconds."""
+    """Load once, into existing tensors, and print the seconds."""
     target: dict[str, Any] = {**make_state(arguments.bytes, arguments.tensors)}
     folder: Path = arguments.folder
     ways: dict[str, Callable[[], object]] = {
@@ -174,22 +176,22 @@ def load(arguments: argparse.Namespace) -> None:
 
 
 class Seconds(dict[str, list[float]]):
-    """What was measured, by contestant."""
+    """The measured seconds, by contestant."""
 
     def of(self, name: str, call: Callable[[], object]) -> None:
         """Measure a call."""
         self.add(name, seconds(call))
 
     def add(self, name: str, value_s: float) -> None:
-        """Keep a measurement."""
+        """Store a measurement."""
         self.setdefault(name, []).append(value_s)
 
     def median(self, name: str) -> float:
-        """Return the median of what a contestant took."""
+        """Return the median time of a contestant."""
         return statistics.median(self[name])
 
     def ratio(self, name: str, other: str) -> float:
-        """Return how much longer the other takes: the median over the rounds."""
+        """Return the other's time divided by this one's: the median over the rounds."""
         pairs = zip(self[other], self[name], strict=True)
         return statistics.median(theirs / ours for theirs, ours in pairs)
 
@@ -226,10 +228,10 @@ PAGE: Final = """# Checkpoints beside torch.save, torch.distributed.checkpoint a
 {table}
 
 {facts}
-Each round takes the contestants in another order, after a sync; each save takes the place of the one before, and each load is the first of a new process.
-`restore` checks every byte against its checksum; the others check none.
-The ratio is the other's time by ours, round by round, and of these the median: above 1, ours is faster.
-Of an asynchronous save, the time until it returns counts.
+Each round runs the contestants in another order, after a sync; each save replaces the previous one, and each load is the first of a new process.
+`restore` checks every byte against its checksum; the others check nothing.
+The ratio is the median, over the rounds, of the other's time divided by ours: above 1, ours is faster.
+For an asynchronous save, the time until the call returns counts.
 `python benchmarks/checkpoint.py` repeats it.
 """
 
@@ -240,10 +242,10 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=2**30)
     parser.add_argument("--tensors", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seed", type=int, default=0, help="of the order in each round")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order in each round")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary one by default")
     parser.add_argument("--load", help=argparse.SUPPRESS)
-    parser.add_argument("--save", type=Path, help="write the table to this page, too")
+    parser.add_argument("--save", type=Path, help="also write the table to this page")
     arguments = parser.parse_args()
     if arguments.load:
         load(arguments)

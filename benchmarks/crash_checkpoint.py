@@ -1,16 +1,16 @@
-"""Kills a training again and again, at random moments, and looks whether its checkpoints survive.
+"""Kills a training again and again, at random moments, and checks that its checkpoints survive.
 
 Four kinds of victim, each at a random moment, most of them inside ``save``:
 
-- a process that saves, alone (most kills, since it comes back in a tenth of a second);
+- a single process that saves (most kills, because it restarts in a tenth of a second);
 - a random rank of a launch that retries by itself;
 - the launcher of a launch, whose ranks die with it;
-- the same, and every new launch has another number of ranks.
+- the same, with a random number of ranks in every new launch.
 
-After each kill the newest checkpoint must load whole, and must not be older than the last that
-``save`` has acknowledged. At the end of each training its parameters must be those of an
-undisturbed one: bit for bit while the number of ranks stays, within `TOLERANCE` otherwise, since
-gradients are then summed in another order. Every sample must have been read once per epoch.
+After each kill, the newest checkpoint must load completely, and must not be older than the last one
+that ``save`` has acknowledged. At the end of each training, its parameters must equal those of an
+undisturbed one: bit for bit if the number of ranks stays the same, within `TOLERANCE` otherwise,
+because gradients are then summed in another order. Every sample must have been read once per epoch.
 
 Run: python benchmarks/crash_checkpoint.py [--kills 300] [--seed 0] [--save FILE]
 """
@@ -55,11 +55,11 @@ TOLERANCE: Final = 1e-5
 SHARES: Final = {"saver": 0.76, "rank": 0.14, "launcher": 0.05, "ranks changed": 0.05}
 LIMIT_S: Final = 120
 WRITE_S: Final = 2.0
-"""How long to wait for a write that is to be met; the training may be at its end."""
+"""How long to wait for a write to begin; there may be none, if the training is ending."""
 
 
 class Points(Dataset[tuple[torch.Tensor, int]]):
-    """Sample i is a random point that is always the same, and i."""
+    """Sample i is (a random point that is always the same, i)."""
 
     def __init__(self) -> None:
         self.points = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
@@ -73,12 +73,12 @@ class Points(Dataset[tuple[torch.Tensor, int]]):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained.
+    """One training.
 
     Attributes:
         folder: Where checkpoints, acknowledgements and process ids go.
         asynchronous: Save in the background.
-        dropout: Random numbers make the result depend on the generators' state, too.
+        dropout: Makes the result depend on the state of the random number generators too.
     """
 
     folder: Path
@@ -92,12 +92,12 @@ class Job:
 
     @property
     def acknowledged(self) -> Path:
-        """The file of steps that `save` has returned for, each appended in one write."""
+        """The file with the steps for which `save` has returned, each appended in one write."""
         return self.folder / "acknowledged"
 
     @property
     def result(self) -> Path:
-        """The file of the parameters at the end."""
+        """The file with the final parameters."""
         return self.folder / "result.pt"
 
     def last_acknowledged(self) -> int:
@@ -108,7 +108,7 @@ class Job:
 
 
 def train(ctx: ddpsafe.RankContext, job: Job) -> None:
-    """Train to the end from where the last checkpoint stands; rank 0 leaves the result."""
+    """Train from the last checkpoint to the end; rank 0 saves the result."""
     (job.folder / f"rank-{ctx.rank}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -141,7 +141,7 @@ def train(ctx: ddpsafe.RankContext, job: Job) -> None:
                 step += 1
                 state["seen"] = [*state["seen"], [epoch, ctx.all_gather(indices.tolist())]]
                 checkpointer.save(state, step, asynchronous=asynchronous)
-                # Of a save in the background, only the one before has been acknowledged.
+                # Once a background save has been started, only the previous one has been acknowledged.
                 acknowledge(ctx, job, step - asynchronous)
     acknowledge(ctx, job, step)
     if ctx.is_main:
@@ -149,7 +149,7 @@ def train(ctx: ddpsafe.RankContext, job: Job) -> None:
 
 
 def acknowledge(ctx: ddpsafe.RankContext, job: Job, step: int) -> None:
-    """Write down, on rank 0, that a step is saved."""
+    """Record, on rank 0, that a step is saved."""
     if ctx.is_main and step > 0:
         fd = os.open(job.acknowledged, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.write(fd, f"{step}\n".encode())
@@ -157,7 +157,7 @@ def acknowledge(ctx: ddpsafe.RankContext, job: Job, step: int) -> None:
 
 
 def preloaded() -> Any:
-    """Return the fork server, which has imported what takes long: a life lasts half a second."""
+    """Return the fork server, which has imported what is slow: a victim lives for half a second."""
     context = multiprocessing.get_context("forkserver")
     # The first optimizer of a process imports torch._dynamo, which takes two seconds.
     late = ["torch._dynamo", "ddpsafe.data", "ddpsafe.checkpoint", "ddpsafe._worker.join.attached"]
@@ -172,7 +172,7 @@ def train_alone(job: Job) -> None:
 
 def launch(job: Job, ranks: int, *, attempts: int = 1) -> None:
     """Train in ranks."""
-    logging.getLogger("ddpsafe").setLevel(logging.ERROR)  # a retry is what is expected here
+    logging.getLogger("ddpsafe").setLevel(logging.ERROR)  # retries are expected here
     retry = ddpsafe.RetryPolicy(
         on={"killed"}, attempts=attempts, backoff_initial=0, jitter=0, no_progress=None
     )
@@ -206,11 +206,11 @@ def check_survivors(job: Job, tally: Tally) -> None:
         warnings.simplefilter("error")
         try:
             found = Checkpointer(job.directory, access="read", rng=False).restore({"seen": []})
-        except Exception as exc:  # noqa: BLE001 - whatever it is, it is a fault
+        except Exception as exc:  # noqa: BLE001 - any error is a fault
             tally.faults.append(f"after kill {tally.kills}: {exc!r}")
             return
     if (found or 0) < last:
-        tally.faults.append(f"step {last} was acknowledged, and step {found} is there")
+        tally.faults.append(f"step {last} was acknowledged, but the newest is {found}")
 
 
 def check_result(job: Job, expected: dict[str, Any], tally: Tally, *, exact: bool) -> None:
@@ -232,14 +232,14 @@ def check_result(job: Job, expected: dict[str, Any], tally: Tally, *, exact: boo
 
 
 def pid_of(job: Job, rank: int) -> int | None:
-    """Return the process of a rank, if it has come so far."""
+    """Return the pid of a rank, if it has started to train."""
     with contextlib.suppress(OSError, ValueError):
         return int((job.folder / f"rank-{rank}").read_text())
     return None
 
 
 def kill(pid: int) -> bool:
-    """Send SIGKILL; tell whether there was such a process."""
+    """Send SIGKILL; return whether the process existed."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -252,24 +252,24 @@ class Arena:
 
     Args:
         folder: Where everything is written.
-        seed: Of the random moments.
+        seed: Seed of the random moments.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder = folder
-        self._random = random.Random(seed)  # noqa: S311 - to be repeated, not to be guarded
+        self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
         self._number = 0
         self._context = preloaded()
 
     def new_job(self, **options: Any) -> Job:
-        """Make a job with a folder of its own."""
+        """Make a job with its own folder."""
         self._number += 1
         folder = self._folder / f"job-{self._number}"
         folder.mkdir()
         return Job(folder=folder, **options)
 
     def undisturbed(self, ranks: int, **options: Any) -> dict[str, Any]:
-        """Train without a kill and return the result."""
+        """Train without kills and return the result."""
         job = self.new_job(**options)
         if ranks:
             launch(job, ranks)
@@ -284,7 +284,7 @@ class Arena:
         return process
 
     def kill_all(self, victim: str, kills: int, tally: Tally) -> None:
-        """Kill so many victims of one kind."""
+        """Kill `kills` victims of one kind."""
         match victim:
             case "saver":
                 self.kill_savers(kills, tally)
@@ -295,7 +295,7 @@ class Arena:
                 self.kill_launchers(kills, tally, sizes=sizes)
 
     def kill_savers(self, kills: int, tally: Tally) -> None:
-        """Kill processes that train alone."""
+        """Kill single processes that train."""
         expected = self.undisturbed(0)
         while tally.kills < kills:
             job = self.new_job(asynchronous=tally.trainings % 2 == 1)
@@ -331,7 +331,7 @@ class Arena:
             check_result(job, expected, tally, exact=True)
 
     def _kill_ranks(self, job: Job, kills: int, tally: Tally, done: threading.Event) -> None:
-        """Kill one of each attempt, once all have begun; look at the files before the next does."""
+        """Kill one rank of each attempt once all have begun; check the files before the next attempt."""
         dead: set[int | None] = {None}
         while tally.kills < kills and not done.wait(0.01):
             pids = [pid_of(job, rank) for rank in range(2)]
@@ -345,16 +345,16 @@ class Arena:
             dead |= set(pids)
 
     def _perhaps_await_write(self, job: Job) -> None:
-        """Wait, every second time, until files are written: a random moment rarely meets that."""
+        """Half of the time, wait until files are being written: a random moment rarely hits that."""
         if self._random.random() < 0.5:
             ends_s = time.monotonic() + WRITE_S
             while not any(job.directory.glob(".saving-*")) and time.monotonic() < ends_s:
                 time.sleep(0.0005)
 
     def kill_launchers(self, kills: int, tally: Tally, *, sizes: tuple[int, ...]) -> None:
-        """Kill launchers, whose ranks go with them; each next one has a size of `sizes`."""
+        """Kill launchers, whose ranks die with them; each launch has one of `sizes` as world size."""
         exact = len(sizes) == 1
-        dropout = 0.5 if exact else 0.0  # what is drawn belongs to a rank
+        dropout = 0.5 if exact else 0.0  # each rank draws its own numbers
         expected = self.undisturbed(2, dropout=dropout)
         while tally.kills < kills:
             job = self.new_job(dropout=dropout)
@@ -365,7 +365,7 @@ class Arena:
     def _one_launcher(self, job: Job, kills: int, tally: Tally, ranks: int) -> None:
         for file in job.folder.glob("rank-*"):
             file.unlink()
-        # An interpreter of its own: what a launch cleans up after its launcher's death includes
+        # Each launcher has its own interpreter: the cleanup after a launcher's death also ends
         # that launcher's fork server.
         asynchronous = self._random.random() < 0.5
         facts = json.dumps([str(job.folder), asynchronous, job.dropout, ranks])
@@ -385,7 +385,7 @@ class Arena:
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether a process runs."""
+    """Return whether a process runs."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -394,7 +394,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_until(condition: Any) -> None:
-    """Look until something is so, for at most two minutes."""
+    """Poll until a condition holds, for at most two minutes."""
     ends_s = time.monotonic() + LIMIT_S
     while not condition():
         if time.monotonic() > ends_s:
@@ -404,7 +404,7 @@ def wait_until(condition: Any) -> None:
 
 
 def run(kills: int, seed: int, victims: Sequence[str]) -> dict[str, Tally]:
-    """Kill so many times in all, and return what happened to each kind of victim."""
+    """Kill `kills` times in total, and return what happened to each kind of victim."""
     total = sum(SHARES[name] for name in victims)
     shares = {name: max(1, round(kills * SHARES[name] / total)) for name in victims}
     shares[victims[0]] += kills - sum(shares.values())
@@ -446,11 +446,11 @@ def describe(tallies: dict[str, Tally], seed: int, took_s: float) -> str:
 
 PAGE: Final = """# Crash test of checkpoints
 
-A training is killed with SIGKILL at random moments and started again, until it is done.
-After each kill, the newest checkpoint has to load whole and must not be older than the last one that `save` acknowledged.
-Each finished training has to have read every sample once per epoch, and to have the parameters of an undisturbed one: bit for bit, with dropout, where the number of ranks stays.
-Where it changes, they may differ by {tolerance:g}, since floating-point sums depend on their order; there is no dropout then, since what a rank draws is its own.
-Every second training of the first kind saves in the background, every second attempt of the second, and every other launcher.
+A training is killed with SIGKILL at random moments and started again, until it finishes.
+After each kill, the newest checkpoint has to load completely and must not be older than the last one that `save` acknowledged.
+Each finished training has to have read every sample once per epoch, and to have the same parameters as an undisturbed one: bit for bit, with dropout, if the number of ranks stays the same.
+If it changes, they may differ by {tolerance:g}, because floating-point sums depend on their order; there is no dropout then, because each rank draws its own random numbers.
+Saves run in the background in every second training of the first kind, in every second attempt of the second, and randomly in half of the launchers.
 
 {table}
 
@@ -463,7 +463,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=Path, help="write the table to this page, too")
+    parser.add_argument("--save", type=Path, help="also write the table to this page")
     parser.add_argument("--victims", nargs="+", choices=SHARES, default=list(SHARES))
     parser.add_argument("--be-launcher", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,23 +1,23 @@
-"""What becomes of a job when one of its ranks, or its launcher, dies, stops or goes its own way.
+"""What happens to a job when one of its ranks, or its launcher, dies, stops or misbehaves.
 
 The same training runs under each launcher, rank 2 of 4 does the same wrong thing at the same step,
-and four questions are asked: did it end by itself, how long did that take, was rank 2 named, and
-what was left running. Collectives time out after the same few seconds everywhere.
+and four things are recorded: whether the job ended by itself, how long that took, whether rank 2 was
+named, and what was left running. Collectives time out after the same few seconds everywhere.
 
 - ``mp.spawn``: set up, train, clean up, as in the tutorials;
 - ``mp.spawn, barrier in except``: the same with ``except: dist.barrier(); raise`` and
-  ``finally: dist.destroy_process_group()``, as it is often written to be on the safe side;
+  ``finally: dist.destroy_process_group()``, which scripts often have as a precaution;
 - ``torchrun``: the same script under ``torchrun --standalone``;
 - ``ddpsafe``: the same training under `ddpsafe.launch`.
 
-What has not ended after `LIMIT_S` is ended here, and counts as hung.
+A job that has not ended after `LIMIT_S` is ended here, and counts as hung.
 
 Run ``python benchmarks/faults.py``, with ``--save FILE`` for a page, ``--only NAME`` for one fault.
 
-With ``--hangs`` no timeout is set anywhere, and rank 2 does what keeps the others waiting. Asked is
-after how many seconds a line of output names it together with the line of code that it is at.
-``ft_launcher`` of NVIDIA's resiliency extension (``pip install nvidia-resiliency-ext defusedxml``) takes
-part where it is installed; its ranks send it a heartbeat after each step.
+With ``--hangs``, no timeout is set anywhere, and rank 2 makes the others wait. Measured is the number of
+seconds until a line of output names it together with its line of code.
+``ft_launcher`` of NVIDIA's resiliency extension (``pip install nvidia-resiliency-ext defusedxml``) is
+included if it is installed; its ranks send it a heartbeat after each step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MARK: Final = "DDPSAFE_FAULT_BENCHMARK"
 
 
 def raise_an_error() -> None:
-    """Raise, as a typing error would."""
+    """Raise, as a bug in the script would."""
     raise ValueError("label 7 is out of range")
 
 
@@ -74,9 +74,9 @@ class Fault(NamedTuple):
     """One thing that goes wrong.
 
     Attributes:
-        strike: What the faulty rank does, before the step or before it joins.
+        strike: What the faulty rank does, before a step or before it joins.
         before: Whether it happens before the process group exists.
-        then: What the faulty rank does with that step.
+        then: How the faulty rank continues with that step.
         launcher_gets: The signal that the launcher gets, while rank 2 sleeps.
     """
 
@@ -111,7 +111,7 @@ FAULTS: Final = {
 
 
 def strike(fault: Fault) -> None:
-    """Write down when the fault happens, and let it happen."""
+    """Record the time, and cause the fault."""
     Path(os.environ["FAULT_FILE"]).write_text(str(time.monotonic()))
     if fault.strike is not None:
         fault.strike()
@@ -138,7 +138,7 @@ def train(rank: int, fault: Fault) -> None:
 
 
 def before_joining(rank: int, fault: Fault) -> None:
-    """Let the faulty rank fail before it joins, if that is its fault."""
+    """Cause the fault before the rank joins, if it belongs there."""
     if rank == FAULTY and fault.before:
         strike(fault)
 
@@ -154,7 +154,7 @@ def textbook(rank: int, port: int, name: str) -> None:
 
 
 def careful(rank: int, port: int, name: str) -> None:
-    """Set up, train, and on an error wait for the others, to be on the safe side."""
+    """Set up, train, and on an error wait for the others, as a precaution."""
     import torch.distributed as dist
 
     before_joining(rank, FAULTS[name])
@@ -182,7 +182,7 @@ def join(rank: int, port: int) -> None:
 
 
 def torchrun_rank(name: str) -> None:
-    """Be a rank that torchrun has started."""
+    """Run as a rank that torchrun has started."""
     import torch.distributed as dist
 
     rank = int(os.environ["RANK"])
@@ -197,7 +197,7 @@ def torchrun_rank(name: str) -> None:
 
 
 def heartbeat() -> Callable[[], None]:
-    """Return what tells ft_launcher that a rank is alive; it does nothing under others."""
+    """Return a function that sends ft_launcher a heartbeat; it does nothing under others."""
     if "FT_RANK_MONITOR_IPC_SOCKET" not in os.environ:
         return lambda: None
     from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
@@ -208,12 +208,12 @@ def heartbeat() -> Callable[[], None]:
 
 
 def ddpsafe_rank(ctx: object, name: str) -> None:
-    """Be a rank that ddpsafe has started."""
+    """Run as a rank that ddpsafe has started."""
     train(ctx.rank, FAULTS[name])  # type: ignore[attr-defined]
 
 
 def ddpsafe_rank_that_joins(rank: int, port: int, name: str) -> None:
-    """Be the textbook's rank, under ddpsafe: what fails before joining has to join by hand."""
+    """Run the textbook's rank under ddpsafe: to fail before joining, it has to join by hand."""
     textbook(rank, port, name)
 
 
@@ -233,15 +233,15 @@ HANGS: Final = {
     "deadlock over two groups": 5.0,
     "SIGSTOP": 5.0,
 }
-"""What keeps the others waiting, and after how many seconds ddpsafe promises to have named it: what is
-proved ends the run at once, what may yet end is warned of."""
+"""What makes the others wait, and the seconds within which ddpsafe promises to name it: a proved deadlock
+ends the run at once, a wait that may still end gets a warning."""
 
 
 class SleepingSamples:
-    """A dataset whose samples never come."""
+    """A dataset whose samples never arrive."""
 
     def __len__(self) -> int:
-        """Say that there is one."""
+        """Return the number of samples."""
         return 1
 
     def __getitem__(self, index: int) -> int:
@@ -253,7 +253,7 @@ class SleepingSamples:
 def wait_for_a_rank(
     rank: int, name: str, *, send_heartbeat: Callable[[], None] = lambda: None
 ) -> None:
-    """Train until rank 2 does what keeps the others waiting."""
+    """Train until rank 2 makes the others wait."""
     import torch
     import torch.distributed as dist
 
@@ -300,7 +300,7 @@ def wait_under_ddpsafe(ctx: object, name: str) -> None:
 
 
 def launch_without_timeouts(contestant: str, name: str) -> None:
-    """Be the launcher, with default settings."""
+    """Launch with default settings."""
     if contestant == "torchrun":
         from torch.distributed.run import main
 
@@ -321,7 +321,7 @@ def launch_without_timeouts(contestant: str, name: str) -> None:
 
 
 def launch(contestant: str, name: str) -> None:
-    """Be the launcher."""
+    """Launch."""
     if name in HANGS:
         launch_without_timeouts(contestant, name)
         return
@@ -354,15 +354,15 @@ BLAMED: Final = {
     "torchrun": r"Root Cause[^$]*?rank\s*: (\d+)",
     "ddpsafe": r"^(?:ddpsafe\.\S+: )?rank (\d+) \(world_size",
 }
-"""How each launcher names the rank that it holds to be the cause."""
+"""How each launcher names the rank that it blames."""
 
 
 class EndedTooEarlyError(Exception):
-    """A job ended before anything had gone wrong: its port was taken, or it crashed at its start."""
+    """A job ended before the fault: its port was taken, or it crashed at its start."""
 
 
 class Run(NamedTuple):
-    """What became of one job: None for the time if it had to be ended here."""
+    """The result of one job: its time is None if the benchmark had to end it."""
 
     seconds: float | None
     exit_code: int
@@ -371,12 +371,12 @@ class Run(NamedTuple):
 
 
 def run(contestant: str, name: str) -> Run:
-    """Run one job, again where it fails for another reason than the fault."""
+    """Run one job, and again if it fails for another reason than the fault."""
     for _ in range(PATIENCE):
         with contextlib.suppress(EndedTooEarlyError):
             return run_once(contestant, name)
-        print(f"{name}: {contestant}: failed at its start, again", file=sys.stderr)
-    raise SystemExit(f"{contestant} failed {PATIENCE} times before anything had gone wrong")
+        print(f"{name}: {contestant}: failed at its start, trying again", file=sys.stderr)
+    raise SystemExit(f"{contestant} failed {PATIENCE} times before the fault")
 
 
 def start(
@@ -414,11 +414,11 @@ def run_once(contestant: str, name: str) -> Run:
 
 
 NAMED: Final = re.compile(r"rank 2\b[^\n]*\.py:\d+|rank 2\b[^\n]*stopped", re.IGNORECASE)
-"""The faulty rank together with a line of code; of a stopped one, that it is stopped."""
+"""The faulty rank together with a line of code, or that it is stopped."""
 
 
 class Wait(NamedTuple):
-    """What became of one job without timeouts: None for what had not come by the limit."""
+    """The result of one job without timeouts: None for what did not happen within the limit."""
 
     named_s: float | None
     ended_s: float | None
@@ -462,7 +462,7 @@ WAITING_CONTESTANTS: Final = (
 
 
 def compare_hangs(options: argparse.Namespace) -> None:
-    """Let the launchers, all at once, meet what keeps ranks waiting, with default settings."""
+    """Run every hang under all launchers at once, with default settings."""
     lines = [
         f"| rank 2 … | promised | {' | '.join(WAITING_CONTESTANTS)} |",
         "|---|--:|" + "---|" * len(WAITING_CONTESTANTS),
@@ -477,7 +477,7 @@ def compare_hangs(options: argparse.Namespace) -> None:
     own_limits = ""
     if "ft_launcher" in WAITING_CONTESTANTS:
         extension = version("nvidia-resiliency-ext")
-        own_limits = f"\nft_launcher (nvidia-resiliency-ext {extension}) gets a heartbeat after each step; without limits of the user's it waits 45 min for the next."
+        own_limits = f"\nft_launcher (nvidia-resiliency-ext {extension}) gets a heartbeat after each step; by default, it waits 45 min for the next one."
     page = f"""\
 ---
 orphan: true
@@ -486,18 +486,18 @@ orphan: true
 # Who keeps the others waiting, with default settings
 
 Rank {FAULTY} of {RANKS} does what the first column says after {HANGS_AT_STEP} steps; no timeout is set anywhere.
-Each cell: seconds from then to the first line of output that names rank {FAULTY} and the line of code that it is at (or that it is stopped), and to the end of the job.
-After {HANG_LIMIT_S} s the job is ended here; torch's own timeouts are 30 min for gloo.{own_limits}
-"promised" is what ddpsafe is held to: 5 s where the deadlock is proved, 45 s where the rank may only be slow.
+Each cell: seconds from then to the first line of output that names rank {FAULTY} with its line of code (or that it is stopped), and to the end of the job.
+After {HANG_LIMIT_S} s, the benchmark ends the job; torch's own timeout for gloo is 30 min.{own_limits}
+"promised" is the limit that ddpsafe promises: 5 s if the deadlock can be proved, 45 s if the rank may only be slow.
 
 {chr(10).join(lines)}
 
 Measured on {today}: {os.cpu_count()} cores, {platform.system()} {platform.machine()}, load average {os.getloadavg()[0]:.0f},
 Python {platform.python_version()}, torch {version("torch")}, gloo.
-Again: `python benchmarks/faults.py --hangs`.
+To repeat: `python benchmarks/faults.py --hangs`.
 """
     if options.save is not None:
-        if options.save.exists():  # what is below the table was not measured here
+        if options.save.exists():  # the sections below were not measured here
             _, heading, kept = options.save.read_text(encoding="utf-8").partition("\n## ")
             page += heading + kept
         options.save.write_text(page, encoding="utf-8")
@@ -505,7 +505,7 @@ Again: `python benchmarks/faults.py --hangs`.
 
 
 def wait_cell(run: Wait) -> str:
-    """Say it in the words of the table."""
+    """Return the cell of the table."""
     named = (
         f"nothing in {HANG_LIMIT_S} s" if run.named_s is None else f"named in {run.named_s:.1f} s"
     )
@@ -513,13 +513,13 @@ def wait_cell(run: Wait) -> str:
 
 
 def watch(process: subprocess.Popen[bytes], struck: Path, launcher_gets: int) -> float | None:
-    """Wait for the end; return when it came on the monotonic clock, or None past the limit."""
+    """Wait for the end; return its time on the monotonic clock, or None after the limit."""
     while not struck.exists() or not struck.read_text():
         if process.poll() is not None:
             raise EndedTooEarlyError
         time.sleep(0.01)
     if launcher_gets:
-        time.sleep(0.5)  # by then the others wait in C++
+        time.sleep(0.5)  # by then, the others wait in C++
         process.send_signal(launcher_gets)
     try:
         process.wait(LIMIT_S)
@@ -529,12 +529,12 @@ def watch(process: subprocess.Popen[bytes], struck: Path, launcher_gets: int) ->
 
 
 def marked(mark: str, *, but: int) -> list[psutil.Process]:
-    """Find the processes of one job that run still."""
+    """Find the processes of one job that are still running."""
     return [each for each in psutil.process_iter() if each.pid != but and has_mark(each, mark)]
 
 
 def has_mark(process: psutil.Process, mark: str) -> bool:
-    """Tell whether a process runs and inherited the mark."""
+    """Return whether a process runs and inherited the mark."""
     try:
         return process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:  # it ended, or belongs to another user
@@ -542,7 +542,7 @@ def has_mark(process: psutil.Process, mark: str) -> bool:
 
 
 def end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End a job and all that it has left."""
+    """End a job and everything that it has left."""
     if process.poll() is None:
         process.kill()
         process.wait()
@@ -551,7 +551,7 @@ def end(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def cell(fault: Fault, runs: list[Run]) -> str:
-    """Say what became of a fault's runs, in the words of the table."""
+    """Return the cell for the runs of a fault."""
     ended = [each.seconds for each in runs if each.seconds is not None]
     parts = [f"{statistics.median(ended):.1f} s" if ended else f"**hung** > {LIMIT_S} s"]
     if ended and len(ended) < len(runs):
@@ -567,7 +567,7 @@ def cell(fault: Fault, runs: list[Run]) -> str:
 
 
 def page_of(results: dict[str, dict[str, list[Run]]], rounds: int) -> str:
-    """Write the results down with what they were measured on."""
+    """Return the page: the results, and the machine and versions."""
     today = datetime.now(tz=timezone.utc).date().isoformat()
     lines = [f"| fault | {' | '.join(CONTESTANTS)} |", "|---" * (len(CONTESTANTS) + 1) + "|"]
     for name, runs in results.items():
@@ -580,17 +580,17 @@ orphan: true
 
 # The same faults under four launchers
 
-Rank {FAULTY} of {RANKS} does what the first column says, at the same step of the same training; in the last two rows it sleeps and the launcher gets the signal.
-Each cell: seconds from the fault to the end of the launcher ({"one run each: the names are what to compare, and a tenth of a second says nothing" if rounds == 1 else f"the median of {rounds}"}), whether rank {FAULTY} was named as the cause, and what was left running one second later.
-Collectives and the rendezvous time out after {COLLECTIVE_S} s everywhere, so whatever only a timeout can tell takes at least that long.
-"hung" is what had not ended by itself {LIMIT_S} s after the fault.
-"exit code 0" is a failed job that counts as a success.
+Rank {FAULTY} of {RANKS} does what the first column says, at the same step of the same training; in the last two rows, it sleeps and the launcher gets the signal.
+Each cell: seconds from the fault to the end of the launcher ({"one run each: compare which rank is named; a tenth of a second means nothing" if rounds == 1 else f"the median of {rounds}"}), whether rank {FAULTY} was named as the cause, and how many processes were left one second later.
+Collectives and the rendezvous time out after {COLLECTIVE_S} s everywhere, so a fault that only a timeout can reveal takes at least that long.
+"hung" means that the job had not ended by itself {LIMIT_S} s after the fault.
+"exit code 0" means that a failed job counts as a success.
 
 {chr(10).join(lines)}
 
 Measured on {today}: {os.cpu_count()} cores, {platform.system()} {platform.machine()},
 Python {platform.python_version()}, torch {version("torch")}, gloo.
-Again: `python benchmarks/faults.py`.
+To repeat: `python benchmarks/faults.py`.
 """
 
 
@@ -598,10 +598,10 @@ def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(description="The same faults under four launchers.")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=FAULTS, action="append", help="this fault alone")
+    parser.add_argument("--only", choices=FAULTS, action="append", help="only this fault")
     parser.add_argument("--save", type=Path, help="write the page to this file")
     parser.add_argument("--json", type=Path, help="write every run to this file")
-    parser.add_argument("--hangs", action="store_true", help="default settings: who is waited for")
+    parser.add_argument("--hangs", action="store_true", help="hangs with default settings")
     parser.add_argument("--launch", nargs=2, help="internal")
     parser.add_argument("--be-a-rank", help="internal")
     options = parser.parse_args()
@@ -616,7 +616,7 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Let every launcher meet every fault, in turns, and show what became of it."""
+    """Run every fault under every launcher, in turns, and print the results."""
     names = options.only or list(FAULTS)
     results: dict[str, dict[str, list[Run]]] = {
         name: {contestant: [] for contestant in CONTESTANTS} for name in names

@@ -1,8 +1,8 @@
 """What an installation costs beside torch: packages, megabytes, seconds, and the time of an import.
 
 Usage: python benchmarks/install.py [--wheel WHEEL] [--torch REQUIREMENT | --base PYTHON] [--repeat 5].
-It makes an environment that has torch alone, unless it is given one, and installs each tool into a
-folder beside it; pip's cache makes the seconds those of unpacking, not of a network.
+It makes an environment that has only torch, unless you pass one, and installs each tool into a folder
+beside it; because of pip's cache, the seconds are those of unpacking, not of a download.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wheel", default=str(Path(__file__).resolve().parent.parent))
     parser.add_argument("--torch", default="torch", help="such as torch==2.13.0+cpu")
-    parser.add_argument("--base", help="the Python of an environment that has torch alone")
+    parser.add_argument("--base", help="the Python of an environment that has only torch")
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def install(python: str, folder: Path, tool: str, requirement: str) -> str:
-    """Install a tool with what it needs beside torch; return the row of the table."""
+    """Install a tool with its dependencies besides torch; return the row of the table."""
     dry = [python, "-m", "pip", "install", "--quiet", "--dry-run", "--report", "-", requirement]
     found = subprocess.run(dry, capture_output=True, text=True, check=True)
     metadata = [each["metadata"] for each in json.loads(found.stdout)["install"]]
@@ -67,7 +67,7 @@ def install(python: str, folder: Path, tool: str, requirement: str) -> str:
 
 
 def load(python: str, folder: Path, statement: str, repeat: int) -> str:
-    """Run a statement in new processes; return the row with the fastest."""
+    """Run a statement in new processes; return the row with the fastest time."""
     code = f"{statement}\nimport sys; print('torch' in sys.modules)"
     best_s, loaded = float("inf"), ""
     for _ in range(repeat + 1):  # the first one writes the bytecode

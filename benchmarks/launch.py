@@ -1,13 +1,13 @@
-"""How long it takes to start ranks that do nothing, and to see them end.
+"""How long it takes to start ranks that do nothing, until they have ended.
 
 Every measurement is a fresh Python process that launches once (twice for "second launch"), so
-nothing is warm that would be cold in a script. Two times are taken, both the same way for all:
+nothing is warm that would be cold in a script. Two times are measured, in the same way for all:
 
 - the call: from calling the launcher to its return, with torch imported before, as in a script
   that trains;
-- the process: from starting Python to its end, which is what someone waits at a prompt.
+- the process: from starting Python to its end, which is how long someone waits at a prompt.
 
-Every rank imports torch, so that a launcher whose ranks do not need it gains nothing by that.
+Every rank imports torch, so that a launcher that does not import it in its ranks has no advantage.
 This file imports torch and ddpsafe late, so that no rank pays for another contestant's library.
 The contestants take turns within each round, so a busy machine slows all of them.
 
@@ -39,12 +39,12 @@ PATIENCE: Final = 5
 
 
 def no_op(rank: int) -> None:  # noqa: ARG001 - the signature that mp.spawn calls
-    """Be a rank without work."""
+    """Run as a rank without work."""
     import torch.distributed  # noqa: F401 - a rank that could train has torch
 
 
 def no_op_with_group(rank: int, world_size: int, port: int) -> None:
-    """Be a rank that joins the process group, meets the others, and leaves, by hand."""
+    """Join the process group, wait for the others, and leave, by hand."""
     import torch.distributed as dist
 
     address = f"tcp://127.0.0.1:{port}"
@@ -54,7 +54,7 @@ def no_op_with_group(rank: int, world_size: int, port: int) -> None:
 
 
 def no_op_with_context(ctx: object) -> None:  # noqa: ARG001 - the signature that launch calls
-    """Be a rank that meets the others, while ddpsafe joins and leaves the process group."""
+    """Wait for the others; ddpsafe joins and leaves the process group."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -110,9 +110,9 @@ class Contestant(NamedTuple):
 
     Attributes:
         title: Its name in the table.
-        launch: Starts so many ranks and returns when they have ended.
+        launch: Starts the given number of ranks and returns when they have ended.
         against: The contestant that it is compared with.
-        launches: Launches in one process, of which the last is timed.
+        launches: Number of launches in one process; the last one is timed.
     """
 
     title: str
@@ -155,7 +155,7 @@ class Run(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What one contestant took with so many ranks."""
+    """The runs of one contestant with one number of ranks."""
 
     nprocs: int
     title: str
@@ -176,7 +176,7 @@ def race(rounds: int) -> list[Result]:
 
 
 def run_fresh(title: str, nprocs: int) -> Run:
-    """Measure once in a new process, again if it fails: ranks that abort at their end do exist."""
+    """Measure once in a new process, and again if it fails: some ranks do abort at their end."""
     command = [sys.executable, __file__, "--measure", title, str(nprocs)]
     for failures in range(PATIENCE):
         started_s = time.perf_counter()
@@ -192,7 +192,7 @@ def run_fresh(title: str, nprocs: int) -> Run:
 
 
 def measure_import(times: int = 15) -> list[float]:
-    """Time ``import ddpsafe`` in fresh interpreters, none of which may load torch by it."""
+    """Time ``import ddpsafe`` in fresh interpreters; it must not load torch in any of them."""
     program = (
         "import sys, time; started_s = time.perf_counter(); import ddpsafe; "
         "print(time.perf_counter() - started_s); assert 'torch' not in sys.modules"
@@ -202,12 +202,12 @@ def measure_import(times: int = 15) -> list[float]:
 
 
 def spread(times_s: list[float]) -> str:
-    """Show median, least and most."""
+    """Format median, minimum and maximum."""
     return f"{statistics.median(times_s):.2f} s ({min(times_s):.2f} to {max(times_s):.2f})"
 
 
 def table_of(results: list[Result]) -> str:
-    """Lay the results out as a markdown table."""
+    """Return the results as a markdown table."""
     head = "| ranks | launcher | call | ratio | process | ratio | failed |"
     lines = [head, "|--:|---|---|--:|---|--:|--:|"]
     known = {contestant.title: contestant for contestant in CONTESTANTS}
@@ -225,14 +225,14 @@ def table_of(results: list[Result]) -> str:
 
 
 def compare(result: Result, against: Result, what: str) -> tuple[str, str]:
-    """Show the times of one contestant, and the ratio of its median to another's."""
+    """Format the times of one contestant, and the ratio of its median to another's."""
     times_s, others_s = ([getattr(run, what) for run in each.runs] for each in (result, against))
     ratio = statistics.median(times_s) / statistics.median(others_s)
     return spread(times_s), f"{ratio:.2f}"
 
 
 def page_of(results: list[Result], import_times_s: list[float], rounds: int) -> str:
-    """Write the results down with what they were measured on."""
+    """Return the page: the results, and the machine and versions."""
     import ddpsafe
 
     today = datetime.now(tz=timezone.utc).date().isoformat()
@@ -243,18 +243,18 @@ orphan: true
 
 # Time to launch
 
-Ranks that do nothing but import torch, from the start of the launcher to the end of the last rank.
-`call` is from calling the launcher to its return, in a process that has torch imported;
-`process` is from starting Python to its end.
-Both are the median of {rounds} rounds, then the least and the most.
+The time from the start of the launcher to the end of the last rank, for ranks that only import torch.
+`call` is the time from calling the launcher to its return, in a process that has torch imported;
+`process` is the time from starting Python to its end.
+Both are the median of {rounds} rounds, then the minimum and the maximum.
 The launchers take turns, each time in a fresh process.
-`ratio` compares with `mp.spawn`; `ddpsafe.launch`, which makes the process group, compares with
+`ratio` compares with `mp.spawn`; `ddpsafe.launch`, which makes the process group, is compared with
 `mp.spawn` of a function that makes and destroys it; both pass one barrier.
-`failed` counts runs that ended with an error, and were run again.
+`failed` counts runs that ended with an error, and were repeated.
 
 Measured on {today}: {os.cpu_count()} cores, {platform.system()} {platform.machine()},
 Python {platform.python_version()}, torch {version("torch")}, ddpsafe {ddpsafe.__version__};
-load average at the end {os.getloadavg()[0]:.0f}: on a busy machine, the ratios are what to compare.
+load average at the end {os.getloadavg()[0]:.0f}: on a busy machine, compare the ratios.
 
 {table_of(results)}
 
@@ -281,7 +281,7 @@ def main() -> None:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Measure everything and show it the way that was asked for."""
+    """Measure everything, and print the page or the numbers."""
     results, import_times_s = race(options.rounds), measure_import()
     page = page_of(results, import_times_s, options.rounds)
     if options.save is not None:

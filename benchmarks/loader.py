@@ -1,8 +1,8 @@
-"""Overhead per batch of ddpsafe.data.DataLoader over torch's, the same sampler order in both.
+"""Overhead per batch of ddpsafe.data.DataLoader over torch's, with the same sampler order in both.
 
 Passes of the two alternate, so that a machine that slows down slows both, and the best pass of each
-is taken: what else the machine does only adds time. Without workers the CPU time of the process
-counts, with workers the time that passes. Run: python benchmarks/loader.py [--workers 0 2].
+counts, because other load only adds time. Without workers, the CPU time of the process counts; with
+workers, the wall time. Run: python benchmarks/loader.py [--workers 0 2].
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def compare(workers: int, batches: int, rounds: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print the table, and whether the overhead is under the limit."""
+    """Print the table, and whether the overhead exceeds the limit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--batches", type=int, default=1500)

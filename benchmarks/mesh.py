@@ -1,9 +1,9 @@
-"""What is said about a broken network, and when: by torch alone, and by the doctor.
+"""What torch alone and the doctor report about a broken network, and when.
 
-Every condition is made for real, between hosts out of Linux namespaces (as root). On each, the
-hosts first do what a script without ddpsafe does, ``init_process_group("gloo")`` and one all-reduce
-with a stated timeout, then examine the mesh. The times are those of the slowest host, from the call
-to its end, with torch imported before.
+Every condition is real, between hosts made from Linux namespaces (as root). In each, the hosts first
+do what a script without ddpsafe does, ``init_process_group("gloo")`` and one all-reduce with a stated
+timeout, then check the mesh. The times are those of the slowest host, from the call to its end, with
+torch already imported.
 
 Run ``python benchmarks/mesh.py``, with ``--timeout`` for torch's timeout in seconds, ``--json`` for
 numbers or ``--save FILE`` for a page.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from hosts import Network
 
-# The hosts are those of the tests.
+# The tests have the code that makes hosts.
 KITS: Final = Path(__file__).parents[1] / "tests" / "kits"
 PORT: Final = 29500
 LONGEST_SAID: Final = 160
@@ -38,10 +38,10 @@ class Condition(NamedTuple):
 
     Attributes:
         title: Its name in the table.
-        make: Makes the network; entered by the caller.
-        spoil: Spoils it.
-        env: Variables of every host.
-        absent: Hosts that never come.
+        make: Makes the network, a context manager that the caller enters.
+        spoil: Breaks it.
+        env: Environment variables of every host.
+        absent: Hosts that never join.
     """
 
     title: str
@@ -52,7 +52,7 @@ class Condition(NamedTuple):
 
 
 def conditions() -> list[Condition]:
-    """Return what is tried."""
+    """Return the conditions to measure."""
     from hosts import Network, names_as_debian
 
     two_cards = {"eth0": "10.77.0", "ib0": "10.88.0"}
@@ -122,7 +122,7 @@ def _lossy(network: Network) -> None:
 
 
 def be_a_rank(rank: int, world_size: int, timeout_s: float) -> None:
-    """Do what a script without ddpsafe does, and print what came of it."""
+    """Do what a script without ddpsafe does, and print the result."""
     import torch
     import torch.distributed as dist
 
@@ -140,14 +140,14 @@ def be_a_rank(rank: int, world_size: int, timeout_s: float) -> None:
         # Larger than a packet, as gradients are.
         dist.all_reduce(torch.ones(100_000))
         said = ""
-    except Exception as exc:  # noqa: BLE001 - whatever it raises is what is measured
+    except Exception as exc:  # noqa: BLE001 - the error is what is measured
         said = f"{phase}: {str(exc).splitlines()[0]}"
     print(json.dumps({"said": said, "took_s": time.monotonic() - began_s}), flush=True)
     os._exit(0)  # the teardown of a broken group is not measured
 
 
 def run_torch(network: Network, condition: Condition, timeout_s: float) -> list[dict[str, Any]]:
-    """Let every host do as a script does."""
+    """Run the script on every host."""
     started = [
         host.start(
             [sys.executable, __file__, "--be-a-rank", f"{host.index},{len(network)},{timeout_s}"],
@@ -161,7 +161,7 @@ def run_torch(network: Network, condition: Condition, timeout_s: float) -> list[
 
 
 def run_doctor(network: Network, condition: Condition) -> list[dict[str, Any]]:
-    """Let every host examine the mesh."""
+    """Run the mesh check on every host."""
     from mesh_kit import read_one, start_one
 
     started = [
@@ -179,7 +179,7 @@ def run_doctor(network: Network, condition: Condition) -> list[dict[str, Any]]:
 
 
 def measure(condition: Condition, timeout_s: float) -> dict[str, Any]:
-    """Make one condition and try both; the second gets a new network."""
+    """Measure both in one condition; the second gets a new network."""
     results = {}
     for name in ("torch", "doctor"):
         with condition.make() as network:
@@ -192,7 +192,7 @@ def measure(condition: Condition, timeout_s: float) -> dict[str, Any]:
 
 
 def show(measured: list[dict[str, Any]]) -> list[str]:
-    """Return a section for each condition: a table of whole messages would be too wide to read."""
+    """Return a section for each condition: a table with whole messages would be too wide to read."""
     lines: list[str] = []
     for each in measured:
         torch_s, doctor_s = (
@@ -221,7 +221,7 @@ def _torch_said(hosts: list[dict[str, Any]]) -> list[str]:
 
 
 def _shorten(text: str) -> str:
-    # The path of a build machine tells the reader nothing.
+    # Paths of the build machine are useless to the reader.
     words = [word for word in text.split() if "/third_party/" not in word]
     text = " ".join(words)
     return f"`{text[:LONGEST_SAID]}{'…' if len(text) > LONGEST_SAID else ''}`"
@@ -239,12 +239,12 @@ def page(measured: list[dict[str, Any]], timeout_s: float) -> str:
         f"Measured on {when} with torch {version('torch')}, Python {platform.python_version()}, "
         f"Linux {platform.release().split('-')[0]}, {os.cpu_count()} cores, by `python benchmarks/mesh.py --timeout {timeout_s:g}`."
     )
-    intro = f"""# What a broken network says
+    intro = f"""# What you read about a broken network
 
-Each section is a network of hosts (Linux namespaces with their own firewalls, cards and `/etc/hosts`) with one thing broken, or none.
-torch's side is `init_process_group("gloo", timeout={timeout_s:g} s)` and one all-reduce of 400 kB on every host; different messages of the hosts stand one below the other.
+Each section is a network of hosts (Linux namespaces with their own firewalls, network cards and `/etc/hosts`) with one thing broken, or none.
+torch's side is `init_process_group("gloo", timeout={timeout_s:g} s)` and one all-reduce of 400 kB on every host; if the hosts print different messages, all of them are listed.
 Its timeout is {timeout_s:g} s here so that the page can be made in minutes; torch's default is 30 minutes, and gloo's connect phase takes five times the timeout.
-The doctor's side is its mesh check, without the all-reduce; it waits 3 s for hosts that do not come.
+The doctor's side is its mesh check, without the all-reduce; it waits 3 s for missing hosts.
 The times are those of the slowest host.
 """
     return "\n".join([intro, facts, "", *show(measured), ""])

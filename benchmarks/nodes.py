@@ -1,13 +1,13 @@
 """Several nodes: from a fault to the result on every node, and to the first step of the next attempt.
 
 Hosts are Linux namespaces (as root), with gloo and one rank on each. ddpsafe restarts the ranks of
-both hosts again and again, as ``retry`` says; next to it ``torchrun --max-restarts`` does, with the
-same training and the same fault on the same hosts. Then one coordinator watches many nodes whose
-ranks are stand-ins (no torch, no processes): how soon it has them all, how soon all of them have the
-result, what goes over the control channel, and which share of a core the coordinator takes.
+both hosts again and again, by ``retry``; so does ``torchrun --max-restarts``, with the same training
+and the same fault on the same hosts. Then one coordinator supervises many nodes whose ranks are
+simulated (no torch, no processes): how soon all have joined, how soon all of them have the result,
+the traffic of the control channel, and the share of a core that the coordinator uses.
 
 Run ``python benchmarks/nodes.py``, with ``--rounds`` for the number of faults, ``--nodes`` for the
-number of stand-in nodes, ``--json`` for numbers or ``--save FILE`` for a page.
+number of simulated nodes, ``--json`` for numbers or ``--save FILE`` for a page.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from hosts import Network
 
-# The hosts are those of the tests.
+# The tests have the code that makes hosts.
 KITS: Final = Path(__file__).parents[1] / "tests" / "kits"
 PORT: Final = 29400
 LIMIT_S: Final = 60
@@ -44,12 +44,12 @@ WATCHED_S: Final = 20
 
 
 def train_under_ddpsafe(ctx: Any, folder: str, faults: int) -> None:
-    """Be a rank of ``ddpsafe.launch``; rank 1 is killed in each attempt but the last."""
+    """Run as a rank of ``ddpsafe.launch``; rank 1 is killed in each attempt but the last."""
     train(Path(folder), ctx.rank, ctx.attempt, faults)
 
 
 def train_under_torchrun(folder: str, faults: int) -> None:
-    """Be a rank of torchrun."""
+    """Run as a rank of torchrun."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
@@ -60,7 +60,7 @@ def train_under_torchrun(folder: str, faults: int) -> None:
 
 
 def train(folder: Path, rank: int, attempt: int, faults: int) -> None:
-    """Make steps together, and note the first one and the fault."""
+    """Make steps together, and record the first one and the fault."""
     import torch
     import torch.distributed as dist
 
@@ -75,12 +75,12 @@ def train(folder: Path, rank: int, attempt: int, faults: int) -> None:
 
 
 def note(path: Path) -> None:
-    """Write down the time."""
+    """Write the time to a file."""
     path.write_text(repr(time.time()))
 
 
 def launch_node(folder: str, faults: int) -> None:
-    """Be the launcher of one node; note when it has each result."""
+    """Launch on one node; record when it has each result."""
     import ddpsafe
 
     def note_result(error: Exception) -> None:
@@ -118,7 +118,7 @@ def compare(network: Network, rounds: int) -> dict[str, Any]:
         run(network, [[*this, "--be", "node", folder, str(rounds)]] * 2, limit_s=20 * rounds)
         ours = read_times(Path(folder), rounds)
     theirs: list[dict[str, float]] = []
-    for _ in range(rounds):  # one restart in each job: where it fails, nothing comes after it
+    for _ in range(rounds):  # one restart in each job: after one that fails, there is no other
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
             command += ["--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
@@ -140,7 +140,7 @@ def run(network: Network, commands: list[list[str]], limit_s: float = LIMIT_S) -
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=max(1.0, ends_s - time.monotonic()))
         process.kill()
-    for node in range(len(commands)):  # ranks that outlive their launcher hold its pipes
+    for node in range(len(commands)):  # ranks that survive their launcher keep its pipes open
         network[node].shell("pkill -KILL -f nodes.py || true")
     for process in started:
         process.communicate()
@@ -171,7 +171,7 @@ def read_times(folder: Path, rounds: int) -> list[dict[str, float]]:
 def stand_in_nodes(
     port: int, nodes: list[int], nnodes: int, watched_s: float, results: Any
 ) -> None:
-    """Be the launchers of some nodes: report as they do, and wait for the result."""
+    """Act as the launchers of some nodes: report as they do, and wait for the result."""
     from multiprocessing.connection import wait
 
     from ddpsafe._clock import Deadline
@@ -223,7 +223,7 @@ def stand_in_nodes(
 
 
 def outcomes_of(node: int, culprit: int) -> Any:
-    """Return what the ranks of a node came to."""
+    """Return the outcomes of the ranks of a node."""
     from ddpsafe._launcher.nodes import node_messages
     from ddpsafe._wire.messages import RankOutcome
 
@@ -244,7 +244,7 @@ def outcomes_of(node: int, culprit: int) -> Any:
 
 
 def coordinate_stand_ins(nnodes: int, watched_s: float) -> dict[str, float]:
-    """Be node 0 of that many nodes, itself without ranks; return what was measured."""
+    """Act as node 0 of `nnodes` nodes, itself without ranks; return the measurements."""
     from multiprocessing import get_context
 
     from ddpsafe._clock import Deadline
@@ -335,7 +335,7 @@ def coordinate_stand_ins(nnodes: int, watched_s: float) -> dict[str, float]:
 def measure_stand_ins(
     network: Network, nnodes: int, watched_s: int = WATCHED_S
 ) -> dict[str, float]:
-    """Measure on a host, whose loopback carries nothing else."""
+    """Measure on a host whose loopback has no other traffic."""
     command = [sys.executable, __file__, "--be", "many", str(nnodes), str(watched_s)]
     out, _ = network[0].start(command).communicate(timeout=LIMIT_S + watched_s)
     found: dict[str, float] = json.loads(out)
@@ -343,7 +343,7 @@ def measure_stand_ins(
 
 
 def loopback_bytes() -> int:
-    """Return what has gone over the loopback of this network so far."""
+    """Return the bytes carried by the loopback of this network so far."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     (loopback,) = (line for line in lines if line.strip().startswith("lo:"))
     return int(loopback.split()[1])
@@ -361,7 +361,7 @@ def median_of(rounds: list[dict[str, float]], name: str) -> str:
 
 
 def as_page(found: dict[str, Any]) -> str:
-    """Return the page of docs."""
+    """Return the page for the documentation."""
     stand = found["stand_ins"]
     lines = [
         "# Several nodes",
@@ -371,14 +371,14 @@ def as_page(found: dict[str, Any]) -> str:
             "(Linux namespaces, gloo, one rank on each)."
         ),
         (
-            "The result is there when the launcher of every node has the error; the first step when "
-            "every rank of the next attempt has left its first all-reduce."
+            "The result counts when the launcher of every node has the error, and the first step when "
+            "every rank of the next attempt has finished its first all-reduce."
         ),
         (
-            "ddpsafe's faults come one after the other in one job, which then ends well; torchrun "
-            "(`--max-restarts 1`) has one fault in each job."
+            "With ddpsafe, all faults happen one after the other in one job, which then succeeds; with "
+            "torchrun (`--max-restarts 1`), each job has one fault."
         ),
-        "Medians, in brackets the range and how many of the faults it is about.",
+        "The table has medians, and in brackets the range and the number of faults with a result.",
         "",
         (
             f"Measured on {found['date']} with torch {found['torch']}, Python {found['python']}, "
@@ -394,17 +394,17 @@ def as_page(found: dict[str, Any]) -> str:
     ]
     lines += [
         "",
-        "torchrun reports no common error to compare: the other node prints that a connection was closed. What is missing of its ten had not come to a next first step within 60 s.",
+        "torchrun reports no common error to compare: the other node prints that a connection was closed. The missing ones of its ten jobs had not reached the first step of the next attempt within 60 s.",
         "",
         "## Many nodes",
         "",
         (
-            f"One coordinator and stand-ins for the launchers of the other nodes, {RANKS} ranks on each, "
-            "over loopback: they report as launchers do, without torch and without processes of ranks."
+            "One real coordinator talks over loopback to simulated launchers of the other nodes, with "
+            f"{RANKS} ranks each: they report as launchers do, without torch and without rank processes."
         ),
         (
-            "All run on the same cores, so start and result are upper bounds; the share is of one core, "
-            "of the coordinator's process alone, while all train."
+            "All run on the same cores, so the times of start and result are upper bounds; the last column "
+            "is the share of one core that the coordinator's process uses during training."
         ),
         "",
         "| nodes | ranks | all connected and started | fault to result on all | control channel | coordinator |",

@@ -2,16 +2,16 @@
 
 **Step.** The same DDP loop, started by ``mp.spawn`` with a process group by hand and by
 `ddpsafe.launch`, in fresh processes that take turns: by hand, ddpsafe, by hand again. The second
-run by hand against the first is the noise: what a comparison of a thing with itself shows here.
-Both the time of a step and the CPU time that rank 0 spends in it are taken: other programs on the
-machine stretch the first, and hardly the second.
+run by hand compared with the first is the noise.
+Both the time of a step and the CPU time that rank 0 spends in it are measured: other programs on the
+machine lengthen the first, and hardly affect the second.
 
 **Restart.** Rank 1 of 2 kills itself at its fifth step, on the first attempt only. Measured is the
-time from there to the first step of the next attempt that both ranks have made. torchrun runs with
-``--max-restarts=1`` and ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, without which its restart meets
-the keys of the attempt before and mostly fails. ddpsafe runs with
+time from then until both ranks have made the first step of the next attempt. torchrun runs with
+``--max-restarts=1`` and ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, without which its restart finds
+the keys of the previous attempt and mostly fails. ddpsafe runs with
 ``RetryPolicy(attempts=2, on={"killed"})``, once as it is and once without the pause between
-attempts, which torchrun does not make.
+attempts, because torchrun has none.
 
 Run ``python benchmarks/overhead.py``, with ``--save FILE`` for a page.
 """
@@ -44,7 +44,7 @@ NO_PAUSE: Final = {"backoff_initial": 0, "jitter": 0}
 
 
 def train_steps(rank: int) -> None:
-    """Train a small network with DDP; rank 0 writes down what each step took, in seconds, and its CPU time."""
+    """Train a small network with DDP; rank 0 records the time and the CPU time of each step, in seconds."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -67,7 +67,7 @@ def train_steps(rank: int) -> None:
 
 
 def crash_and_train(rank: int, attempt: int) -> None:
-    """Take a few steps; rank 1 dies on the first attempt, and the second notes its first step."""
+    """Make a few steps; rank 1 dies in the first attempt, and the second records its first step."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -108,7 +108,7 @@ def crash_with_context(ctx: Any) -> None:
 
 
 def crash_under_torchrun() -> None:
-    """Be a rank of torchrun that crashes and trains."""
+    """Run as a rank of torchrun that crashes and trains."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -151,7 +151,7 @@ def restart_ddpsafe(start_method: str, pause: dict[str, int]) -> None:
 
 
 Round = tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
-"""By hand, ddpsafe, and by hand again: the time of a step and its CPU time."""
+"""Time and CPU time of a step: by hand, ddpsafe, and by hand again."""
 
 JOBS: Final = {
     "by hand": launch_by_hand,
@@ -166,7 +166,7 @@ RESTARTS: Final = tuple(JOBS)[2:]
 
 
 def run(job: str) -> dict[str, str]:
-    """Run a job in a fresh process; return what its ranks wrote down, by file name."""
+    """Run a job in a fresh process; return what its ranks recorded, by file name."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, FOLDER: folder, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, "--job", job]
@@ -179,13 +179,13 @@ def run(job: str) -> dict[str, str]:
 
 
 def step_s(job: str) -> tuple[float, float]:
-    """Return the median time of a step, and of its CPU time on rank 0, in seconds."""
+    """Return the medians of the time of a step and of its CPU time on rank 0, in seconds."""
     wall_s, cpu_s = zip(*json.loads(run(job)["steps"]), strict=True)
     return statistics.median(wall_s), statistics.median(cpu_s)
 
 
 def restart_s(job: str) -> float:
-    """Return the seconds from the crash to the first step that both ranks have made again."""
+    """Return the seconds from the crash until both ranks have made a step again."""
     noted = run(job)
     again_s = max(float(noted[f"again-{rank}"]) for rank in range(RANKS))
     return again_s - float(noted["crash"])
@@ -201,7 +201,7 @@ def measure_steps(rounds: int) -> list[Round]:
 
 
 def measure_restarts(rounds: int) -> dict[str, list[float]]:
-    """Let everyone crash in turns."""
+    """Measure the restarts of all launchers, in turns."""
     results: dict[str, list[float]] = {job: [] for job in RESTARTS}
     for number in range(1, rounds + 1):
         for job in RESTARTS:
@@ -213,13 +213,13 @@ def measure_restarts(rounds: int) -> dict[str, list[float]]:
 
 
 def percent(ratios: list[float]) -> str:
-    """Show the median of ratios with the quartiles, as percent above one."""
+    """Format the median of ratios with the quartiles, as percent above one."""
     low, middle, high = (100 * (part - 1) for part in statistics.quantiles(ratios, n=4))
     return f"{middle:+.2f} % | {low:+.2f} to {high:+.2f} %"
 
 
 def page_of(steps: list[Round], restarts: dict[str, list[float]], rounds: int) -> str:
-    """Write the results down with what they were measured on."""
+    """Return the page: the results, and the machine and versions."""
     today = datetime.now(tz=timezone.utc).date().isoformat()
     hand_s, hand_cpu_s = (
         statistics.median(first[each] for first, _, _ in steps) for each in (0, 1)
@@ -251,8 +251,8 @@ orphan: true
 ## A step
 
 {STEPS} steps of DDP over {RANKS} ranks, gloo, one thread each; {rounds} rounds in fresh processes that take turns.
-A step by hand took {1000 * hand_s:.2f} ms, of which rank 0 computed for {1000 * hand_cpu_s:.2f} ms (medians of medians).
-Each ratio is between the medians of neighbouring runs; where the hand-written form is compared with itself, the ratio is the noise, and a cost below it is not shown by these runs.
+A step of the hand-written form took {1000 * hand_s:.2f} ms, of which rank 0 used the CPU for {1000 * hand_cpu_s:.2f} ms (medians of medians).
+Each ratio is between the medians of neighbouring runs; comparing the hand-written form with itself gives the noise, and these runs cannot show a cost below it.
 
 | compared | median | quartiles |
 |---|--:|--:|
@@ -260,7 +260,7 @@ Each ratio is between the medians of neighbouring runs; where the hand-written f
 
 ## After a crash
 
-Rank 1 of {RANKS} is killed at its fifth step; the time runs to the first step that both ranks have made again. The median of {rounds}, the least and the most, and the ratio of medians to torchrun's.
+Rank 1 of {RANKS} is killed at its fifth step; the time ends when both ranks have made a step again. Each cell has the median of {rounds}, the minimum and the maximum; the ratio compares the median with torchrun's.
 
 | launcher | crash to step | ratio |
 |---|--:|--:|
@@ -268,7 +268,7 @@ Rank 1 of {RANKS} is killed at its fifth step; the time runs to the first step t
 
 Measured on {today}: {os.cpu_count()} cores, {platform.system()} {platform.machine()},
 Python {platform.python_version()}, torch {version("torch")}, gloo.
-Again: `python benchmarks/overhead.py`.
+To repeat: `python benchmarks/overhead.py`.
 """
 
 

@@ -1,7 +1,7 @@
-"""What a test of two ranks costs: with the plugin of ddpsafe, and written by hand with mp.spawn.
+"""What a test of two ranks costs: with ddpsafe's plugin, and written by hand with mp.spawn.
 
-Usage: python benchmarks/plugin.py [--tests 20]. The time of a test is pytest's own, fixtures included;
-CPU time is that of pytest and of all its ranks, the first test included.
+Usage: python benchmarks/plugin.py [--tests 20]. The time of a test is pytest's own, with fixtures;
+CPU time is that of pytest and of all its ranks, with the first test.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_sum(i):
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tests", type=int, default=20, help="beside the first one")
+    parser.add_argument("--tests", type=int, default=20, help="in addition to the first one")
     options = parser.parse_args()
     print("| | first test | each of the others, median (least to most) | all others | CPU time |")
     print("|---|--:|--:|--:|--:|")

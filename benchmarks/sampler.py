@@ -45,7 +45,7 @@ def make(case: str, n: int) -> Iterable[int]:
 
 
 def measure(case: str, n: int, *, whole: bool) -> dict[str, float]:
-    """Measure one case; runs in a process of its own."""
+    """Measure one case; runs in its own process."""
     sampler = make(case, n)
     before = peak_mib()
     started = time.perf_counter()
@@ -59,7 +59,7 @@ def measure(case: str, n: int, *, whole: bool) -> dict[str, float]:
 
 
 def measure_apart(case: str, n: int, *, whole: bool) -> dict[str, float]:
-    """Measure one case in a fresh process: peak memory never falls."""
+    """Measure one case in a fresh process, because peak memory never falls."""
     command = [sys.executable, __file__, "--case", case, "--sizes", str(n)]
     command += [] if whole else ["--first-only"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -1,8 +1,8 @@
-"""Draws what docs/how-to/watch.md shows, in light and dark: a screen of ``ddpsafe status``, a report.
+"""Draws the pictures of docs/how-to/watch.md, light and dark: a ``ddpsafe status`` screen, a report.
 
-A job of four ranks runs, of which one is slower than the others; its status is asked from here and
-drawn as SVG by rich. Then one rank fails in the same job, and the page that it leaves is taken with
-Chromium (``apt-get install chromium-headless-shell``), as a screen and as wide as a phone.
+A job of four ranks runs, one of them slower than the others; this program queries its status and
+draws it as SVG with rich. Then one rank fails in the same job, and Chromium (``apt-get install
+chromium-headless-shell``) takes screenshots of its report, as wide as a screen and as a phone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLUMNS: Final = 150
 
 
 def train(ctx: ddpsafe.RankContext, seen: str) -> None:
-    """Make steps, of which one rank's are slower; once the status is drawn, rank 1 fails."""
+    """Make steps, slower ones on one rank; once the status is drawn, rank 1 fails."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -50,7 +50,7 @@ def train(ctx: ddpsafe.RankContext, seen: str) -> None:
 
 
 def draw_status(run_dir: Path) -> None:
-    """Ask the running job, and draw the answer."""
+    """Query the running job, and draw its status."""
     command = [sys.executable, "-m", "ddpsafe", "status", str(run_dir)]
     until_s, steps = time.monotonic() + LIMIT_S, 0
     while steps < SHOWN_AFTER_STEPS and time.monotonic() < until_s:
@@ -69,13 +69,13 @@ def draw_status(run_dir: Path) -> None:
         drawn = console.export_svg(
             title="ddpsafe status", unique_id=f"status-{name}", theme=theme, clear=False
         )
-        # Without the font that rich would load from the internet.
+        # Remove the font that rich would load from the internet.
         drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
         (IMAGES / f"status-{name}.svg").write_text(drawn + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    """Run the job, and draw both."""
+    """Run the job, and draw its status and its report."""
     import ddpsafe
 
     if "--job" in sys.argv:

@@ -1,4 +1,4 @@
-"""The UCI handwritten digits on disk, as the folders of image files a real data set is."""
+"""The UCI handwritten digits on disk, as folders of image files like a real data set."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils.data import Dataset
 
 
 def prepare(root: Path) -> None:
-    """Write 1,797 images to ``root/{train,test}/<digit>/<number>.png``, once and never half.
+    """Write 1,797 images to ``root/{train,test}/<digit>/<number>.png``, once, all or none.
 
-    Every fifth image of each digit is a test image, so the split is the same on any machine.
+    Every fifth image of each digit is a test image, so the split is the same on every machine.
     """
     if root.exists():
         return
@@ -42,7 +42,7 @@ def write_images(root: Path, images: np.ndarray, labels: np.ndarray) -> None:
 
 
 def publish(finished: Path, root: Path) -> None:
-    """Move a finished folder into place, unless another job was faster."""
+    """Move a finished folder into place, unless another job has already done so."""
     try:
         finished.replace(root)
     except OSError:

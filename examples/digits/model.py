@@ -1,4 +1,4 @@
-"""A small convolutional network, one epoch of training, and what it reads and misreads.
+"""A small convolutional network, one epoch of training, and its right and wrong readings.
 
 Nothing in this file knows how many ranks there are.
 """
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class DigitNet(nn.Sequential):
     """Two convolutions and a linear layer: images (n, 1, 8, 8) to scores (n, 10).
 
-    GroupNorm has no buffers, so the copies on all ranks are equal whenever they evaluate.
-    BatchNorm's running averages differ from rank to rank between two training steps.
+    GroupNorm has no buffers, so all ranks evaluate with equal copies of the model.
+    BatchNorm's running averages differ between ranks after a training step.
     """
 
     def __init__(self) -> None:
@@ -68,13 +68,13 @@ def read_digits(
     """Read the images of every batch.
 
     Returns:
-        What the model takes each image for, shape (count,), int64.
+        The digit that the model reads in each image, shape (count,), int64.
     """
     model.eval()
     return torch.cat([model(images.to(device)).argmax(dim=1).cpu() for images, _ in batches])
 
 
 def find_misread(readings: Tensor, truths: Tensor) -> dict[int, int]:
-    """Return what an image was taken for, by the image's index, where that is wrong."""
+    """Return the wrong readings, by the index of the image."""
     wrong = (readings != truths).nonzero().flatten().tolist()
     return {index: int(readings[index]) for index in wrong}

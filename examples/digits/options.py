@@ -1,4 +1,4 @@
-"""What can be set on the command line."""
+"""The options of the command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OUT = Path(__file__).resolve().parent / "out"
 
 
 def absolute(path: str) -> Path:
-    """Resolve against the folder the command was typed in, not the one a rank runs in."""
+    """Resolve against the folder in which the command was typed, not a rank's."""
     return Path(path).absolute()
 
 

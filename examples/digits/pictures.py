@@ -1,4 +1,4 @@
-"""The pictures a run leaves: how it learned, and what it still misreads."""
+"""The pictures that a run draws: its learning curves, and the images that it misreads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Epoch(NamedTuple):
-    """What one epoch came to, over all ranks."""
+    """The result of one epoch, over all ranks."""
 
     loss: float
     accuracy: float
@@ -29,7 +29,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def draw_curves(history: Sequence[Epoch], path: Path, resumed: Sequence[int] = ()) -> None:
-    """Draw loss and test accuracy over the epochs, and where the training was resumed."""
+    """Draw loss and test accuracy over the epochs, and mark where the training resumed."""
     figure = new_figure(6.4, 3.2)
     epochs = range(1, len(history) + 1)
     left, right = figure.subplots(1, 2)
@@ -47,7 +47,7 @@ def draw_curves(history: Sequence[Epoch], path: Path, resumed: Sequence[int] = (
 
 
 def draw_misread(digits: Digits, misread: dict[int, int], path: Path) -> None:
-    """Draw up to 18 misread images, each with what it is and what it was taken for."""
+    """Draw up to 18 misread images, each with its label and the reading."""
     shown = sorted(misread.items())[:18]
     rows = max(1, math.ceil(len(shown) / 6))
     figure = new_figure(6.4, 0.4 + 1.3 * rows)

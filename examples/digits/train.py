@@ -2,7 +2,7 @@
 
 Start it with ``python examples/digits/train.py``,
 or with ``torchrun --standalone --nproc-per-node 2 examples/digits/train.py``.
-Kill a rank, or all of it, and it goes on after the last epoch that was done.
+Kill a rank, or the whole job, and it continues after the last finished epoch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def train(ctx: ddpsafe.RankContext, options: Namespace) -> None:
-    """Train and evaluate together; rank 0 shows the progress and draws the pictures."""
+    """Train and evaluate on all ranks; rank 0 shows the progress and draws the pictures."""
     with ctx.rank_zero_first():
         prepare(options.data)
     train_set, test_set = Digits(options.data / "train"), Digits(options.data / "test")
@@ -59,7 +59,7 @@ def train(ctx: ddpsafe.RankContext, options: Namespace) -> None:
         history = [Epoch(*epoch) for epoch in state["history"]]
         draw_curves(history, options.out / "curves.png", resumed=state["resumed"])
         draw_misread(test_set, misread, options.out / "misread.png")
-        shutil.rmtree(checkpointer.directory)  # the next run is another training
+        shutil.rmtree(checkpointer.directory)  # so that the next run starts a new training
         print(f"test accuracy {history[-1].accuracy:.4f} (world_size {ctx.world_size})")
         print(f"pictures: {options.out}/curves.png, {options.out}/misread.png")
 
@@ -67,9 +67,9 @@ def train(ctx: ddpsafe.RankContext, options: Namespace) -> None:
 def misread_digits(
     ctx: ddpsafe.RankContext, model: nn.Module, test_batches: DataLoader, test_set: Digits
 ) -> dict[int, int]:
-    """Read every test image, each on one rank; return what was taken for something else."""
+    """Read every test image, each on one rank; return the wrong readings by image index."""
     readings = read_digits(ctx.unwrap(model), test_batches, ctx.device)
-    # Here they are on every rank, in the order of test_set.
+    # Now every rank has all readings, in the order of test_set.
     readings = gather_exact(readings, test_batches.sampler, n=len(test_set))
     return find_misread(readings, test_set.labels)
 

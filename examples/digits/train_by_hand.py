@@ -42,7 +42,7 @@ def cleanup() -> None:
 
 
 def train(rank: int, world_size: int, options: Namespace) -> None:
-    """Train and evaluate together; rank 0 shows the progress and draws the pictures."""
+    """Train and evaluate on all ranks; rank 0 shows the progress and draws the pictures."""
     device = setup(rank, world_size)
     torch.manual_seed(0)
     if rank == 0:

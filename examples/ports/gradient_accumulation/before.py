@@ -16,7 +16,7 @@ ACCUMULATE = 4
 
 
 def ring(count: int) -> TensorDataset:
-    """Sample points, labelled 1 where they lie in a ring; the same on every rank."""
+    """Sample points, labelled 1 if they are in a ring; the same on every rank."""
     points = torch.randn(count, 2, generator=torch.Generator().manual_seed(0))
     radius = points.norm(dim=1)
     return TensorDataset(points, ((radius > 0.7) & (radius < 1.6)).long())

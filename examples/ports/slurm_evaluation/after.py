@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def pairs(count: int, seed: int) -> TensorDataset:
-    """Sample pairs of numbers, each labelled with the place of the larger one."""
+    """Sample pairs of numbers, each labelled with the index of the larger one."""
     numbers = torch.rand(count, 2, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(numbers, numbers.argmax(dim=1))
 

@@ -1,4 +1,4 @@
-"""Learn to tell two clouds of points apart, and go on from the last snapshot when restarted.
+"""Learn to separate two clouds of points, and resume from the last snapshot after a restart.
 
 Start it with ``torchrun --standalone --nproc-per-node 2`` and ``--snapshot <a file>``.
 """
@@ -30,7 +30,7 @@ class Snapshot:
         self.path, self.model, self.optimizer = path, model, optimizer
 
     def load(self, device: torch.device) -> int:
-        """Restore the state, if there is one, and return the epoch to go on with."""
+        """Restore the state, if there is one, and return the next epoch."""
         if not self.path.exists():
             return 0
         state = torch.load(self.path, map_location=device)
@@ -47,7 +47,7 @@ class Snapshot:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Train from the snapshot on."""
+    """Train, starting from the snapshot."""
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu")
