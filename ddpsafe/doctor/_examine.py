@@ -1,4 +1,4 @@
-"""`run` and `examine_nodes`: all checks of this host, those between several nodes, in one report."""
+"""Run the checks of this host and those between nodes, and return one report."""
 
 from __future__ import annotations
 
@@ -33,21 +33,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LIMIT: Final = timedelta(seconds=10)
-"""How long one check may take; one that waits for torch has until the end of the examination."""
+CHECK_LIMIT: Final = timedelta(seconds=10)
+"""How long one check may take, unless it waits for torch."""
 
-_ASKS_TORCH: Final = frozenset({"GPU", "VER"})
+# These areas wait for the torch probe, whose import alone can exceed CHECK_LIMIT on slow storage:
+# they have until the deadline of the examination.
+_TORCH_AREAS: Final = frozenset({"GPU", "VER"})
 
 
 def examine_host(
     subject: Subject, checks: str | Collection[str], *, on_progress: Callable[[str], None]
 ) -> list[Finding]:
-    """Do the checks and return what they found, in their order.
+    """Run the checks and return their findings, in the order of the checks.
 
     Args:
-        subject: What to look at.
+        subject: What to examine.
         checks: ``"all"``, ``"launch"``, or names of areas.
-        on_progress: Takes a line for each area.
+        on_progress: Called with one line for each area.
     """
     chosen = launch_checks() if checks == "launch" else all_checks()
     if checks not in ("launch", "all"):
@@ -59,18 +61,19 @@ def examine_host(
             raise ConfigError(Explanation(what, cause="a typo.", fix=fix))
         chosen = {area: members for area, members in chosen.items() if area in wanted}
     findings: list[Finding] = []
-    with _torch_asked(
-        subject, wanted=bool(_ASKS_TORCH & chosen.keys()) and not subject.at_launch
-    ) as asked:
+    with _probing_torch(
+        subject, wanted=bool(_TORCH_AREAS & chosen.keys()) and not subject.at_launch
+    ) as probed:
         for area, members in chosen.items():
             on_progress(AreaStep(f"checking {area}"))
             for check in members:
-                findings += do_check(check, asked, patient=area in _ASKS_TORCH)
+                limit = None if area in _TORCH_AREAS else CHECK_LIMIT
+                findings += run_check(check, probed, limit=limit)
     return findings
 
 
 @contextlib.contextmanager
-def _torch_asked(subject: Subject, *, wanted: bool) -> Iterator[Subject]:
+def _probing_torch(subject: Subject, *, wanted: bool) -> Iterator[Subject]:
     if not wanted:
         yield subject
         return
@@ -83,17 +86,17 @@ def _torch_asked(subject: Subject, *, wanted: bool) -> Iterator[Subject]:
         probe.close()
 
 
-def do_check(check: Check, subject: Subject, *, patient: bool) -> list[Finding]:
-    """Do one check; one that fails or does not come back is a finding, not the end."""
-    own = Deadline.after(None if patient else LIMIT).earlier(subject.deadline)
-    found: list[Finding] = []  # what it said before it stuck counts
+def run_check(check: Check, subject: Subject, *, limit: timedelta | None) -> list[Finding]:
+    """Run one check. A check that raises or hangs becomes a finding, and the others still run."""
+    own = Deadline.after(limit).earlier(subject.deadline)
+    found: list[Finding] = []  # keeps what a check found before it got stuck
     call = BoundedCall(lambda: found.extend(check(subject)), name=f"ddpsafe-{check.__name__}")
-    # A moment longer than the check's own deadline: it knows better what it waited for.
+    # A second longer than the check's own deadline: its own finding says what it waited for.
     if not call.wait(own.remaining_s() + 1.0):
-        return [*found, _unfinished(check, f"has not come back after {own.waited_s():.1f} s")]
+        return [*found, _unfinished(check, f"has not returned after {own.waited_s():.1f} s")]
     try:
         call.result()
-    except Exception as error:  # noqa: BLE001 - a check that fails must not hide what others find
+    except Exception as error:  # noqa: BLE001 - a failing check must not hide the other findings
         return [*found, _unfinished(check, f"failed with {type(error).__name__}: {error}")]
     return found
 
@@ -102,15 +105,15 @@ def _unfinished(check: Check, what: str) -> Finding:
     return warning(
         "DS-PROC-004",
         f"The check {check.__name__!r} {what}.",
-        cause="this system answers in a way that the check does not know, or does not answer.",
-        fix="What it would have found is unknown; the other checks are not concerned. "
+        cause="this system gave the check an answer it does not know, or no answer at all.",
+        fix="What it would have found is unknown; the other checks are not affected. "
         "Please report it with the output of `ddpsafe doctor --json`.",
         check=check.__name__,
     )
 
 
 TIMEOUT: Final = timedelta(minutes=1)
-"""How long an examination may take by default, each half of it."""
+"""How long the checks of the host may take by default, and again those between the nodes."""
 
 
 def run(
@@ -126,30 +129,31 @@ def run(
     """Examine this host, and its connections to the other nodes of the job.
 
     Args:
-        config: What the job asks for; without one, from environment and file, where what is wrong
-            becomes a finding.
-        checks: ``"all"``, ``"launch"`` (those within 100 ms that every launch does), or names of
-            areas, e.g. ``{"NET", "GPU"}``; none of them where it is empty.
+        config: The job's configuration. Without one it is read from the environment and the
+            configuration file, and an error in them becomes a finding.
+        checks: ``"all"``, ``"launch"`` (the checks that every launch runs, within 100 ms), or names
+            of areas, e.g. ``{"NET", "GPU"}``. An empty collection runs none.
         mesh: Whether to examine the connections between the nodes, which every node has to do at
-            the same time; by default with more than one node, unless `checks` is ``"launch"``.
-        timeout: How long the examination of the host may take, and again the one of the mesh.
-        on_progress: Takes a line now and then on what is being waited for.
-        secret: What only the nodes of the job know, for the mesh; by default
-            ``DDPSAFE_DOCTOR_SECRET``. Without one, whoever reaches the endpoint may speak for a node.
-        **fields: Fields of `LaunchConfig` that win over it: `nnodes`, `node_rank`, `rendezvous`,
+            the same time. The default is yes with more than one node, unless `checks` is
+            ``"launch"``.
+        timeout: How long the checks of the host may take, and again those of the mesh.
+        on_progress: Called from time to time with a line that says what the doctor waits for.
+        secret: For the mesh: a secret that only the nodes of the job know, by default
+            ``DDPSAFE_DOCTOR_SECRET``. Without one, anyone who reaches the endpoint can pose as a node.
+        **fields: Fields of `LaunchConfig` that override it: `nnodes`, `node_rank`, `rendezvous`,
             `backend`, `data_paths`, `run_dir`, …
 
     Returns:
-        What was found. What is wrong with the machine is never raised.
+        The findings. A problem of the machine is a finding and is never raised.
 
     Raises:
         ConfigError: The arguments are wrong, or the mesh lacks the node's rank or the endpoint.
     """
     began = Deadline.after(timeout)
-    say = on_progress or logger.debug
+    report_progress = on_progress or logger.debug
     resolved, findings = _resolve(config, fields)
-    meets = (resolved.nnodes > 1 and checks != "launch") if mesh is None else mesh
-    if meets:
+    with_mesh = (resolved.nnodes > 1 and checks != "launch") if mesh is None else mesh
+    if with_mesh:
         missing = [
             name
             for name, value in (
@@ -159,15 +163,16 @@ def run(
             if value is None
         ]
         if missing:
-            what = f"The check between {resolved.nnodes} nodes lacks {' and '.join(missing)}."
-            cause = "no launcher says it here, and every node has to be told."
+            what = f"The check between {resolved.nnodes} nodes needs {' and '.join(missing)}."
+            cause = "no launcher sets it here, and every node needs it."
             fix = (
                 "ddpsafe doctor --nnodes N --node-rank I --rdzv-endpoint HOST:PORT on each node I."
             )
             raise ConfigError(Explanation(what, cause=cause, fix=fix))
-    asked = resolved.nproc_per_node
-    nproc = asked if isinstance(asked, int) else 0 if asked == "cpu" else count_device_nodes()
-    nproc = nproc or count_cores()
+    nproc = resolved.nproc_per_node
+    if not isinstance(nproc, int):
+        gpus = 0 if nproc == "cpu" else count_device_nodes()
+        nproc = gpus or count_cores()
     subject = Subject(
         config=resolved,
         env=environment_of(resolved),
@@ -175,13 +180,12 @@ def run(
         at_launch=checks == "launch",
         deadline=began,
     )
-    findings += examine_host(subject, checks, on_progress=say)
+    findings += examine_host(subject, checks, on_progress=report_progress)
     matrix = None
-    if meets:
+    if with_mesh:
         from ddpsafe.doctor._fingerprint import fingerprint
         from ddpsafe.doctor._mesh import examine
 
-        known = find_own_secret(DOCTOR_SECRET) if secret is None else secret
         between, matrix = examine(
             nnodes=resolved.nnodes,
             node_rank=resolved.node_rank or 0,
@@ -190,8 +194,8 @@ def run(
             backend=subject.backend,
             timeout=timeout,
             local=fingerprint(resolved),
-            on_progress=say,
-            secret=known,
+            on_progress=report_progress,
+            secret=find_own_secret(DOCTOR_SECRET) if secret is None else secret,
             places=_places(resolved),
         )
         findings += between
@@ -208,19 +212,19 @@ def examine_nodes(
     backend: str,
     timeout: timedelta,
 ) -> Report:
-    """Examine the connections between nodes whose ranks have met already, and nothing else.
+    """Examine only the connections between nodes whose ranks share a store already.
 
     Args:
-        store: Where they have met, with keys that nothing else uses.
-        config: What the job asks for.
-        nnodes: How many nodes there are.
-        node_rank: Which of them this is.
-        endpoint: Where the store is.
-        backend: The backend of the job, "auto" decided.
-        timeout: How long to wait for nodes that have not come.
+        store: Their store, with a key prefix of its own.
+        config: The job's configuration.
+        nnodes: The number of nodes.
+        node_rank: The rank of this node.
+        endpoint: Where the store listens, ``host:port``.
+        backend: The backend of the job, with "auto" resolved.
+        timeout: How long to wait for missing nodes.
 
     Returns:
-        What was found, the same on every node but for its host name.
+        The findings, the same on every node except for `hostname`.
     """
     from ddpsafe.doctor._fingerprint import fingerprint
     from ddpsafe.doctor._mesh import examine_at_store
@@ -270,7 +274,7 @@ def _unreadable(error: ConfigError) -> Finding:
         "DS-ENV-007",
         f"The configuration cannot be read: {' '.join(str(first).split())}",
         cause="a DDPSAFE_* variable or [tool.ddpsafe] in the pyproject.toml of this directory.",
-        fix="Correct it as said above"
+        fix="Correct it as described above"
         + (f", and {len(others)} more: `ddpsafe config` lists them all." if others else "."),
         problems=[str(problem) for problem in error.problems],
     )

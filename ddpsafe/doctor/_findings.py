@@ -1,4 +1,4 @@
-"""The findings of one examination, in the order of what to repair first, and who reaches whom."""
+"""The report of one examination: its findings, worst first, and which node reaches which."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Severity = Literal["ok", "warning", "failed"]
 _UNPRINTABLE: Final = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
-"""What moves the cursor, changes colours or titles, turns the direction of writing, or is not seen."""
+"""Characters that move the cursor, change colours or titles, reverse the text direction, or are invisible."""
 
 
 class AreaStep(str):
-    """A line of progress on the checks of one area, which take no time worth a line in a log."""
+    """A progress line about one area. Its checks are too quick for a line in a log."""
 
     __slots__ = ()
 
 
 def printable(text: str) -> str:
-    """Return a text in one line that a terminal shows as it is: the rest as Python escapes it."""
+    """Return the text as one line that is safe to print: other characters as Python escapes."""
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -43,14 +43,14 @@ class Finding:
     """What one check found.
 
     Attributes:
-        code: Stable name of the finding, ``DS-<AREA>-<number>``; its page in the documentation
-            says the cause, how to confirm it and how to repair it.
+        code: Stable name of the finding, ``DS-<AREA>-<number>``. Its documentation page gives the
+            cause, how to confirm it and how to fix it.
         severity: ``"failed"`` will break a job, ``"warning"`` may, ``"ok"`` is a fact.
-        fact: What was seen, one sentence, no guess in it.
-        cause: What most likely lies behind it; empty for ``"ok"``.
-        fix: What to do; lines to copy stand by themselves, indented by four blanks.
-        hosts: Names of the hosts concerned; empty means the one that the check ran on.
-        details: The numbers behind the fact, as JSON would take them, units in their names.
+        fact: What was observed, in one sentence without guesses.
+        cause: The most likely cause; empty for ``"ok"``.
+        fix: What to do. Lines to copy follow on their own, indented by four spaces.
+        hosts: Names of the affected hosts; empty means the host that ran the check.
+        details: The numbers behind the fact, JSON-serializable, with units in their names.
     """
 
     code: str
@@ -63,7 +63,7 @@ class Finding:
 
     @property
     def page(self) -> str:
-        """The command that prints the page of the documentation on this code."""
+        """The command that prints the documentation page of this code."""
         return page_of(self.code)
 
     def as_text(self) -> str:
@@ -79,36 +79,36 @@ class Finding:
 
 
 def ok(code: str, fact: str, **details: object) -> Finding:
-    """Return a fact that is as it should be."""
+    """Return a finding about something that is as it should be."""
     return Finding(code=code, severity="ok", fact=fact, details=details)
 
 
 def warning(code: str, fact: str, *, cause: str, fix: str, **details: object) -> Finding:
-    """Return what may break a job."""
+    """Return a finding that may break a job."""
     return Finding(code=code, severity="warning", fact=fact, cause=cause, fix=fix, details=details)
 
 
 def failed(code: str, fact: str, *, cause: str, fix: str, **details: object) -> Finding:
-    """Return what will break a job."""
+    """Return a finding that will break a job."""
     return Finding(code=code, severity="failed", fact=fact, cause=cause, fix=fix, details=details)
 
 
 def to_copy(what: str, *lines: str) -> str:
-    """Return a fix: a sentence, and the lines to copy below it.
+    """Return a fix: a sentence and the lines to copy below it.
 
-    A line that anything but this source has a part in is made by `shlex.join` or with `shlex.quote`.
+    A line with any part from outside this source is built with `shlex.join` or `shlex.quote`.
     """
     return "\n".join([what, *(f"    {line}" for line in lines)])
 
 
 DialResult = Literal[
     "open",
-    "dropped",  # no answer before the deadline: packets vanish
+    "dropped",  # no answer before the deadline: packets are lost
     "refused",  # answered with a reset although a process listens there
-    "no-route",  # the network says that it cannot be reached
-    "wrong-peer",  # what answered does not know the nonce: a proxy, another job
-    "large-lost",  # the connection opens and large packets vanish: an MTU hole
-    "absent",  # the host never came, or died during the check
+    "no-route",  # the network reports that the host is unreachable
+    "wrong-peer",  # whatever answered does not know the nonce: a proxy, another job
+    "large-lost",  # the connection opens but large packets are lost: an MTU black hole
+    "absent",  # the host never joined, or died during the check
 ]
 
 
@@ -119,10 +119,10 @@ class Direction:
     Attributes:
         source: Node rank of the host that dials.
         target: Node rank of the host that listens.
-        result: What became of the connection.
-        latency_s: Round trip of a small message, or None where nothing came through.
-        bandwidth_bytes_per_s: Rough, of one short burst; None where it was not measured.
-        said: What the operating system said, for a reader who knows it.
+        result: How the connection attempt ended.
+        latency_s: Round trip of a small message, or None if nothing got through.
+        bandwidth_bytes_per_s: A rough value from one short burst; None if it was not measured.
+        said: What the operating system reported, for readers who know its terms.
     """
 
     source: int
@@ -135,12 +135,12 @@ class Direction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """Who reaches whom.
+    """Which node reaches which.
 
     Attributes:
-        hostnames: Names of the hosts, by node rank.
-        addresses: The address each host listened on, by node rank; empty where it never came.
-        directions: Every probed direction; beyond 64 hosts not every pair is probed.
+        hostnames: Host names, by node rank.
+        addresses: The address each host listened on, by node rank; empty if it never joined.
+        directions: Every probed direction. Beyond 64 hosts not every pair is probed.
     """
 
     hostnames: tuple[str, ...]
@@ -148,17 +148,17 @@ class Matrix:
     directions: tuple[Direction, ...]
 
 
-_ORDER: dict[Severity, int] = {"failed": 0, "warning": 1, "ok": 2}
+_SEVERITY_ORDER: Final[dict[Severity, int]] = {"failed": 0, "warning": 1, "ok": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the doctor found.
+    """The doctor's report.
 
     Attributes:
-        findings: All findings, the worst first, otherwise in the order of the checks.
+        findings: All findings, worst first, otherwise in the order of the checks.
         hostname: The host that this report was made on.
-        matrix: Who reaches whom, when several hosts were examined.
+        matrix: Which node reaches which, if several hosts were examined.
         took_s: How long the examination took.
     """
 
@@ -169,12 +169,12 @@ class Report:
 
     @property
     def failed(self) -> tuple[Finding, ...]:
-        """What will break a job."""
+        """The findings that will break a job."""
         return tuple(finding for finding in self.findings if finding.severity == "failed")
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """What may break a job."""
+        """The findings that may break a job."""
         return tuple(finding for finding in self.findings if finding.severity == "warning")
 
     @property
@@ -183,7 +183,7 @@ class Report:
         return not self.failed
 
     def __str__(self) -> str:
-        """Return what is not well as text, the worst first."""
+        """Return the problems as text, worst first."""
         problems = [*self.failed, *self.warnings]
         head = (
             f"ddpsafe doctor on {self.hostname}: {len(self.failed)} failed, "
@@ -192,19 +192,19 @@ class Report:
         return "\n\n".join([printable(head), *(each.as_text() for each in problems)])
 
     def to_json(self) -> str:
-        """Return the report as JSON text: fields as here, units in their names."""
+        """Return the report as JSON with the same field names."""
         return json.dumps(asdict(self), indent=2, default=str)
 
     def to_html(self) -> str:
-        """Return the report as one HTML page that loads nothing: who reaches whom, and findings."""
+        """Return the report as one self-contained HTML page: the matrix and the findings."""
         from ddpsafe.doctor._html import draw
 
         return draw(self)
 
 
 def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Order findings by what to repair first, keeping the order of the checks within that."""
-    return tuple(sorted(findings, key=lambda finding: _ORDER[finding.severity]))
+    """Sort findings by severity, otherwise keeping the order of the checks."""
+    return tuple(sorted(findings, key=lambda finding: _SEVERITY_ORDER[finding.severity]))
 
 
 def masked(finding: Finding, mask: Mask) -> Finding:
@@ -221,16 +221,17 @@ def masked(finding: Finding, mask: Mask) -> Finding:
 def require_healthy(
     report: Report, *, who: str | None = None, outcome: str, speaks: bool = True
 ) -> None:
-    """Refuse to go on where something was found that will break the job.
+    """Raise if the report has a finding that will break the job.
 
     Args:
-        report: What was found.
-        who: Who is not ready then; this host by default.
-        outcome: What did not happen therefore.
-        speaks: Whether to log the warnings; others of this host do it.
+        report: The doctor's report.
+        who: Subject and verb of the message, e.g. "the nodes of this job are"; by default this
+            host.
+        outcome: What did not happen because of it.
+        speaks: Whether this process logs the warnings, so that only one of the host does.
 
     Raises:
-        PreflightError: Something was.
+        PreflightError: There is such a finding.
     """
     for finding in report.warnings if speaks else ():
         fix = " ".join(finding.fix.split())
@@ -240,5 +241,5 @@ def require_healthy(
         problems = "1 problem" if count == 1 else f"{count} problems"
         named = who or f"{report.hostname} is"
         what = f"{named} not ready for this launch: {problems}; {outcome}."
-        told = [finding.as_text() for finding in report.failed]
-        raise PreflightError(Explanation(what, details=told), report=report)
+        details = [finding.as_text() for finding in report.failed]
+        raise PreflightError(Explanation(what, details=details), report=report)

@@ -1,4 +1,4 @@
-"""What has to be the same on every node, in a form that can be compared and sent."""
+"""What has to be the same on every node, in a form that can be sent and compared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ddpsafe._config import LaunchConfig
 
 _PACKAGES: Final = ("torch", "ddpsafe", "numpy", "torchvision", "cloudpickle")
-_COMPARED: Final = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "UCX_", "FI_", "PYTORCH_")
+_COMPARED_PREFIXES: Final = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "UCX_", "FI_", "PYTORCH_")
 _COMPARED_NAMES: Final = (
     "LD_LIBRARY_PATH",
     "LD_PRELOAD",
@@ -34,12 +34,12 @@ _COMPARED_NAMES: Final = (
     "HF_HOME",
     "HF_HUB_OFFLINE",
 )
-_ENTRIES: Final = 10_000
-_PATIENCE_S: Final = 3.0
+_MAX_ENTRIES: Final = 10_000
+_PATH_LIMIT_S: Final = 3.0
 
 
 def fingerprint(config: LaunchConfig) -> dict[str, object]:
-    """Return what the nodes of a job compare; JSON can take it, and no secret is in it.
+    """Return what the nodes of a job compare, JSON-serializable and without secrets.
 
     Keys: ``hostname``, ``versions``, ``env``, ``interfaces`` (name to state), ``subnets``,
     ``driver``, ``clock``, ``data_paths``, ``config``.
@@ -54,7 +54,7 @@ def fingerprint(config: LaunchConfig) -> dict[str, object]:
         "env": {
             name: hide_value(name, value)
             for name, value in sorted(env.items())
-            if name.startswith(_COMPARED) or name in names
+            if name.startswith(_COMPARED_PREFIXES) or name in names
         },
         "interfaces": {each.name: _state(each) for each in interfaces},
         "subnets": sorted(
@@ -74,7 +74,7 @@ def fingerprint(config: LaunchConfig) -> dict[str, object]:
 
 
 def _versions() -> dict[str, str]:
-    """Return versions by what is installed: torch itself may be broken, and is slow to import."""
+    """Return the installed versions without importing: torch may be broken and is slow to import."""
     versions = {"python": platform.python_version(), "platform": platform.machine()}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -96,28 +96,28 @@ def _state(interface: Interface) -> dict[str, object]:
 
 
 def _data_path(path: Path) -> dict[str, object]:
-    """Describe a path so that two nodes can tell whether they see the same; never hang with it."""
-    call = BoundedCall(lambda: _look(path), name="ddpsafe-fingerprint")
-    if not call.wait(_PATIENCE_S):
-        return {"state": f"no answer within {_PATIENCE_S:g} s"}
+    """Describe a path so that two nodes can compare it; a dead mount must not hang the doctor."""
+    call = BoundedCall(lambda: _describe(path), name="ddpsafe-fingerprint")
+    if not call.wait(_PATH_LIMIT_S):
+        return {"state": f"no answer within {_PATH_LIMIT_S:g} s"}
     try:
         return call.result()
     except OSError as error:
         return {"state": error.strerror or str(error)}
 
 
-def _look(path: Path) -> dict[str, object]:
+def _describe(path: Path) -> dict[str, object]:
     kind, _ = find_storage(path)
     if not path.is_dir():
         return {"state": "file", "size_bytes": path.stat().st_size, "file_system": kind}
     with os.scandir(path) as entries:
-        names = sorted(entry.name for entry in islice(entries, _ENTRIES))
+        names = sorted(entry.name for entry in islice(entries, _MAX_ENTRIES))
     digest = hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    # A cut listing holds whichever names the file system gave first: it proves nothing.
-    whole = len(names) < _ENTRIES
+    # A truncated listing has whichever names the file system returned first: hosts cannot compare it.
+    whole = len(names) < _MAX_ENTRIES
     return {
         "state": "directory",
-        "entries": len(names) if whole else f"{_ENTRIES} or more",
+        "entries": len(names) if whole else f"{_MAX_ENTRIES} or more",
         "names": digest if whole else "not compared",
         "file_system": kind,
     }

@@ -1,7 +1,7 @@
-"""The report as one HTML file: who reaches whom, and what was found. It loads and runs nothing.
+"""The report as one HTML file with the matrix and the findings. It loads and runs nothing.
 
-Hosts and programs elsewhere have a part in what a report says: the template escapes all of it, and
-the page forbids the browser to run or to load anything.
+Parts of a report come from other hosts and programs. The template escapes all of them, and the page's
+Content-Security-Policy forbids the browser to run or load anything.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 _MEANING: Final = {
     "open": ("", "open"),
-    "dropped": ("D", "dropped: no answer, packets vanish"),
+    "dropped": ("D", "dropped: no answer, packets are lost"),
     "refused": ("R", "refused: answered with a reset"),
-    "no-route": ("N", "no route: the network says that it cannot be reached"),
+    "no-route": ("N", "no route: the network reports it as unreachable"),
     "wrong-peer": ("W", "wrong peer: a proxy or another job answers"),
-    "large-lost": ("L", "large packets are lost: an MTU hole"),
-    "absent": ("A", "absent: the host never came, or died"),
+    "large-lost": ("L", "large packets are lost: an MTU black hole"),
+    "absent": ("A", "absent: the host never joined, or died"),
 }
-"""Result to the letter in its cell, as not every reader sees colours, and to its meaning."""
+"""The letter in the cell of a result, for readers who cannot tell the colours apart, and its meaning."""
 
-_CELL: Final = 22
-_SMALL_CELL: Final = 13
-_MANY: Final = 24
-_TOP: Final = 26
+_CELL_PX: Final = 22
+_SMALL_CELL_PX: Final = 13
+_MOST_LARGE_CELLS: Final = 24
+_TOP_PX: Final = 26
 
 _STYLE: Final = """
 :root { color-scheme: light dark; --text: #1c2024; --back: #ffffff; --line: #d0d5db; --dim: #5b6470;
@@ -76,12 +76,12 @@ _PAGE: Final = """\
 </article>
 {% endmacro %}
 {% if matrix %}
-<h2>Who reaches whom</h2>
-<p>Each row dials, each column listens. Point at a cell to read it.</p>
+<h2>Which node reaches which</h2>
+<p>Rows connect, columns listen. Hover over a cell for details.</p>
 <ul class="legend">
 {% for each in matrix.legend %}<li><b style="background:var(--{{ each.result }})">{{ each.letter or "\u00a0" }}</b>{{ each.meaning }}</li>
 {% endfor %}</ul><div class="scroll">
-<svg width="{{ matrix.width }}" height="{{ matrix.height }}" viewBox="0 0 {{ matrix.width }} {{ matrix.height }}" role="img" aria-label="Who reaches whom">
+<svg width="{{ matrix.width }}" height="{{ matrix.height }}" viewBox="0 0 {{ matrix.width }} {{ matrix.height }}" role="img" aria-label="Which node reaches which">
 {% for each in matrix.axis %}<text class="name{{ matrix.small }}" x="{{ matrix.left - 8 }}" y="{{ each.y + 4 }}">{{ each.label | shown }}</text>
 {% if each.column_x is not none %}<text class="column{{ matrix.small }}" x="{{ each.column_x }}" y="{{ matrix.top - 8 }}">{{ each.node }}</text>{% endif %}
 <rect x="{{ each.own_x }}" y="{{ each.own_y }}" width="{{ matrix.size }}" height="{{ matrix.size }}" fill="var(--self)"/>
@@ -100,7 +100,7 @@ _PAGE: Final = """\
 
 
 def draw(report: Report) -> str:
-    """Return the page of a report."""
+    """Return the report as an HTML page."""
     import jinja2
     from markupsafe import Markup
 
@@ -110,24 +110,24 @@ def draw(report: Report) -> str:
         report=report,
         matrix=None if report.matrix is None else _layout(report.matrix),
         passed=[each for each in report.findings if each.severity == "ok"],
-        style=Markup(_STYLE),  # noqa: S704 - the constant above,
+        style=Markup(_STYLE),  # noqa: S704 - the constant above
     )
 
 
 def _layout(matrix: Matrix) -> dict[str, Any]:
-    """Return where everything of the matrix stands."""
+    """Return the positions of all parts of the matrix, in pixels."""
     count = len(matrix.hostnames)
-    cell = _SMALL_CELL if count > _MANY else _CELL
+    cell = _SMALL_CELL_PX if count > _MOST_LARGE_CELLS else _CELL_PX
     labels = [f"{node}  {name}" for node, name in enumerate(matrix.hostnames)]
     left = 14 + 7 * max(map(len, labels), default=0)
     seen = {each.result for each in matrix.directions}
     return {
         "width": left + count * cell + 4,
-        "height": _TOP + count * cell + 4,
+        "height": _TOP_PX + count * cell + 4,
         "left": left,
-        "top": _TOP,
+        "top": _TOP_PX,
         "size": cell - 2,
-        "small": " small" if cell == _SMALL_CELL else "",
+        "small": " small" if cell == _SMALL_CELL_PX else "",
         "legend": [
             {"result": result, "letter": letter, "meaning": meaning}
             for result, (letter, meaning) in _MEANING.items()
@@ -137,20 +137,20 @@ def _layout(matrix: Matrix) -> dict[str, Any]:
             {
                 "node": node,
                 "label": label,
-                "y": _TOP + node * cell + cell // 2,
-                # In narrow columns every fourth number has room.
+                "y": _TOP_PX + node * cell + cell // 2,
+                # Narrow columns have room for every fourth number only.
                 "column_x": left + node * cell + cell // 2
-                if cell == _CELL or node % 4 == 0
+                if cell == _CELL_PX or node % 4 == 0
                 else None,
                 "own_x": left + node * cell + 1,
-                "own_y": _TOP + node * cell + 1,
+                "own_y": _TOP_PX + node * cell + 1,
             }
             for node, label in enumerate(labels)
         ],
         "cells": [
             {
                 "x": left + each.target * cell + 1,
-                "y": _TOP + each.source * cell + 1,
+                "y": _TOP_PX + each.source * cell + 1,
                 "result": each.result,
                 "letter": _MEANING[each.result][0],
                 "title": _tooltip(matrix, each),

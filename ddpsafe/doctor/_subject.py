@@ -1,4 +1,4 @@
-"""What is examined: this host, as the ranks of one job would find it."""
+"""What the doctor examines: this host, as the ranks of one job would find it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ PlaceKind = Literal["shell", "variable", "file", "argument"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What the checks look at.
+    """What the checks examine.
 
     Attributes:
-        config: What the job asks for.
-        env: The variables its ranks would have: those of this process, and the config's on top.
+        config: The job's configuration.
+        env: The variables its ranks would have: those of this process, overridden by the config's.
         nproc: Ranks on this node, as far as is known without torch.
-        at_launch: Whether a launch waits: limits are then those that break it, not those that
-            a careful user would like to know.
+        at_launch: Whether a launch waits for the checks. Their thresholds are then those that break
+            it, not those that a careful user would want to know about.
         deadline: When the examination ends.
-        probe: What torch says in a process of its own; ``None`` where it was not asked.
+        probe: The process that imports torch; None if there is none.
     """
 
     config: LaunchConfig
@@ -52,7 +52,7 @@ class Subject:
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Where the nodes meet: the config's endpoint, else MASTER_ADDR and MASTER_PORT."""
+        """The rendezvous endpoint: the config's, else MASTER_ADDR and MASTER_PORT."""
         if self.config.rendezvous.endpoint is not None:
             return self.config.rendezvous.parsed()
         host, port = self.env.get("MASTER_ADDR"), self.env.get("MASTER_PORT")
@@ -60,30 +60,30 @@ class Subject:
             return None
         try:
             return parse_endpoint(show_endpoint(plain_host(host), port))
-        except ValueError:  # DS-ENV-003 and DS-ENV-004 say why
+        except ValueError:  # reported by DS-ENV-003 and DS-ENV-004
             return None
 
     @property
     def backend(self) -> str:
-        """The backend, "auto" decided by whether the driver has made devices."""
+        """The backend; "auto" is nccl if the driver has created devices and ranks may use them."""
         if self.config.backend != "auto":
             return self.config.backend
         return "nccl" if count_device_nodes() and self.config.nproc_per_node != "cpu" else "gloo"
 
     @property
     def wants_gpus(self) -> bool:
-        """Whether the job asks for GPUs by name, not only takes them where there are any."""
+        """Whether the job requires GPUs, and does not just use them if there are any."""
         return "nccl" in self.config.backend or self.config.nproc_per_node == "gpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariableSource:
-    """Where a variable of the ranks was set, and how to change it there.
+    """Where a variable of the ranks was set, and the line that changes it there.
 
     Attributes:
-        kind: ``shell``: this process has it; ``variable``: a ``DDPSAFE_ENV__*`` variable;
-            ``file``: a TOML file; ``argument``: ``env=`` of the call.
-        where: The variable or the file.
+        kind: ``shell``: the environment of this process; ``variable``: a ``DDPSAFE_ENV__*``
+            variable; ``file``: a TOML file; ``argument``: ``env=`` of the call.
+        where: The name of that variable, or the path of the file.
     """
 
     kind: PlaceKind = "shell"
@@ -99,16 +99,16 @@ class VariableSource:
         return f"export {as_setting(variable, value)}"
 
     def unset_line(self, name: str) -> str:
-        """Return the line that takes it out there."""
+        """Return the line that removes the variable there."""
         if self.kind == "file":
             return f"# delete the line {name} = … in [tool.ddpsafe.env] of {self.where}"
         if self.kind == "argument":
-            return f"# take {json.dumps(name)} out of env= in the call"
+            return f"# remove {json.dumps(name)} from env= in the call"
         return f"unset {self.where if self.kind == 'variable' else name}"
 
 
 def find_place(config: LaunchConfig, name: str) -> VariableSource:
-    """Find where a variable of the ranks was set; what is set nowhere belongs into the shell."""
+    """Return where a variable of the ranks was set; the shell if it is not set at all."""
     if name not in config.env:
         return VariableSource()
     variable = find_variable(("env", name))

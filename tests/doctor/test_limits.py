@@ -100,7 +100,7 @@ def test_quota_of_cores_is_compared_with_the_cores_that_are_visible() -> None:
     with control_group("cpu", cpu__cfs_quota_us="50000") as enter:
         found = examine("LIM", before=enter, nproc_per_node=1)
     assert found.severity("DS-LIM-006") == "warning"
-    assert "0.5 cores' worth of time" in found.of("DS-LIM-006")["fact"]
+    assert "quota is 0.5 cores" in found.of("DS-LIM-006")["fact"]
 
 
 def tree(root: Path, files: dict[str, str]) -> None:

@@ -100,7 +100,7 @@ def test_interface_that_is_down_or_has_no_address_is_named() -> None:
         host=(TWO_NETWORKS + "ip addr flush dev ib0"),
         env={"GLOO_SOCKET_IFNAME": "ib0"},
     )
-    assert "ib0, asked for by GLOO_SOCKET_IFNAME, is down" in down.of("DS-NET-002")["fact"]
+    assert "ib0, chosen by GLOO_SOCKET_IFNAME, is down" in down.of("DS-NET-002")["fact"]
     assert "ip link set dev ib0 up" in lines_to_copy(down.of("DS-NET-002"))
     assert "has no address" in bare.of("DS-NET-002")["fact"]
 
@@ -249,7 +249,7 @@ def test_port_that_the_system_hands_out_and_a_narrow_range_are_named() -> None:
     fields: dict[str, Any] = {"rendezvous": {"endpoint": "localhost:20050"}}
     found = examine("PORT", host=there, **fields)
     assert found.severity("DS-PORT-002") == "warning"
-    assert "101 ports only" in found.of("DS-PORT-003")["fact"]
+    assert "only 101 ephemeral ports" in found.of("DS-PORT-003")["fact"]
     (line,) = lines_to_copy(found.of("DS-PORT-003"))
     widened = f"echo '20000 20100' > /proc/sys/net/ipv4/ip_local_port_range; {line}"
     assert examine("PORT", host=widened, **fields).problems() == []

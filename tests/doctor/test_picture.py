@@ -64,7 +64,7 @@ def test_no_two_cells_lie_on_each_other(count: int) -> None:
 def test_legend_explains_what_is_seen_and_no_more() -> None:
     """Six results that did not happen are noise."""
     text = page(2, {(0, 1): "large-lost"})
-    assert "an MTU hole" in text
+    assert "an MTU black hole" in text
     assert "a proxy" not in text
 
 

@@ -14,7 +14,7 @@ from source_tree import PACKAGE
 
 from ddpsafe import LaunchConfig
 from ddpsafe._clock import Deadline
-from ddpsafe.doctor._examine import do_check
+from ddpsafe.doctor._examine import run_check
 from ddpsafe.doctor._findings import ok
 from ddpsafe.doctor._subject import Subject
 
@@ -60,7 +60,7 @@ def test_clock_before_the_installation_is_a_warning(tmp_path: Path) -> None:
         """,
     )
     (line,) = scripts.Script([str(program)], folder=tmp_path, fresh=True).end().lines()
-    assert line.startswith("DS-PROC-003 The clock says 20")
+    assert line.startswith("DS-PROC-003 The clock shows 20")
 
 
 def test_check_that_fails_is_a_finding_and_not_the_end() -> None:
@@ -88,8 +88,8 @@ def test_check_that_does_not_come_back_ends_with_its_deadline() -> None:
         deadline=Deadline.after(timedelta(seconds=0.1)),
     )
     try:
-        before, found = do_check(check_forever, subject, patient=True)
+        before, found = run_check(check_forever, subject, limit=None)
     finally:
         over.set()
     assert (before.severity, found.code) == ("ok", "DS-PROC-004")
-    assert "'check_forever' has not come back after" in found.fact
+    assert "'check_forever' has not returned after" in found.fact

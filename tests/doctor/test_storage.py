@@ -82,7 +82,7 @@ def test_run_directory_without_room_is_named_in_bytes_and_in_files(tmp_path: Pat
         "PATH", host=f"mount -t tmpfs -o nr_inodes=50 tmpfs {tmp_path}", run_dir=str(tmp_path)
     )
     assert (small.severity("DS-PATH-004"), full.severity("DS-PATH-004")) == ("warning", "failed")
-    assert "more files only" in files.of("DS-PATH-004")["fact"]
+    assert "room for only" in files.of("DS-PATH-004")["fact"]
 
 
 def test_slow_run_directory_is_a_warning_within_seconds(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_import_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
     source = "import threading; threading.Event().wait()"
     found = examine("VER", env=shadow(tmp_path, source), timeout_s=1)
     assert found.severity("DS-VER-001") == "warning"
-    assert "has not ended after 1 s" in found.of("DS-VER-001")["fact"]
+    assert "has not finished after 1 s" in found.of("DS-VER-001")["fact"]
     assert found.report["took_s"] < 5
 
 
@@ -207,7 +207,7 @@ def test_memory_in_use_is_seen_without_the_drivers_library(tmp_path: Path) -> No
     facts = {"cuda": "12.8", "count": 1, "capability": [9, 0], "kernel": "works"}
     found = examine("GPU", env=other_torch(tmp_path, **facts))
     assert found.severity("DS-GPU-009") == "ok"
-    assert "69.0 of 80.0 GiB are in use already" in found.of("DS-GPU-006")["fact"]
+    assert "69.0 of 80.0 GiB are already in use" in found.of("DS-GPU-006")["fact"]
 
 
 def test_kernel_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_kernel_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
     facts = {"cuda": "12.8", "count": 1, "capability": [9, 0], "kernel": "hangs"}
     found = examine("GPU", env=other_torch(tmp_path, **facts), timeout_s=2)
     assert found.severity("DS-GPU-001") == "ok"
-    assert "running a kernel has not ended after 2 s" in found.of("DS-GPU-009")["fact"]
+    assert "running a kernel has not finished after 2 s" in found.of("DS-GPU-009")["fact"]
     assert found.report["took_s"] < 6
 
 
@@ -242,13 +242,18 @@ def test_driver_that_cannot_be_asked_is_a_warning_without_its_library(tmp_path: 
 @pytest.mark.parametrize(
     ("driver", "code", "severity", "says"),
     [
-        ({"cuda": 12080}, "DS-GPU-004", "ok", "can do CUDA 12.8; torch needs 12.9"),
+        ({"cuda": 12080}, "DS-GPU-004", "ok", "supports CUDA 12.8; torch needs 12.9"),
         ({"cuda": 11040}, "DS-GPU-004", "failed", "torch was built for CUDA 12.9"),
         ({"mode": 2}, "DS-GPU-005", "failed", "no process may compute"),
-        ({"mode": 3, "pids": [1]}, "DS-GPU-005", "failed", "process 1 has it"),
-        ({"used": 5 << 30, "pids": [1]}, "DS-GPU-006", "warning", "5.0 of 80.0 GiB are in use"),
-        ({"errors": 3}, "DS-GPU-007", "failed", "3 memory errors"),
-        ({"remapped": [0, 0, 1, 0]}, "DS-GPU-007", "failed", "waits to be remapped"),
+        ({"mode": 3, "pids": [1]}, "DS-GPU-005", "failed", "process 1 uses it"),
+        (
+            {"used": 5 << 30, "pids": [1]},
+            "DS-GPU-006",
+            "warning",
+            "5.0 of 80.0 GiB are already in use",
+        ),
+        ({"errors": 3}, "DS-GPU-007", "failed", "3 uncorrectable memory errors"),
+        ({"remapped": [0, 0, 1, 0]}, "DS-GPU-007", "failed", "remapping is pending"),
         ({"linked": False}, "DS-GPU-008", "warning", "GPUs 0 and 1 do not reach"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The checks of one host, by area; each looks at one thing and says what it found."""
+"""The checks of one host, by area. Each examines one thing and yields what it found."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 class Check(Protocol):
-    """A function that looks at one thing."""
+    """A function that examines one thing."""
 
     @property
     def __name__(self) -> str: ...
 
     def __call__(self, subject: Subject, /) -> Iterator[Finding]:
-        """Yield what was found, also where all is well."""
+        """Yield the findings, including those that everything is as it should be."""
 
 
 def launch_checks() -> dict[str, tuple[Check, ...]]:
-    """Return the checks that every launch does: cheap, and about what would break it."""
+    """Return the checks that every launch runs: cheap ones, of what would break it."""
     from ddpsafe.doctor._checks import networks, resources, storage, variables
 
     return {
@@ -34,7 +34,7 @@ def launch_checks() -> dict[str, tuple[Check, ...]]:
             resources.check_processes,
             resources.check_memory,
         ),
-        # A run directory that cannot be written is the launch's own to refuse.
+        # The launch itself refuses a run directory that cannot be written.
         "PATH": (storage.check_temporary_directory, storage.check_room),
     }
 
@@ -42,7 +42,7 @@ def launch_checks() -> dict[str, tuple[Check, ...]]:
 def all_checks() -> dict[str, tuple[Check, ...]]:
     """Return every check, by area, in the order of the report.
 
-    Those that ask torch come last: its process has been running since the first one.
+    Those that need the torch probe come last, because it runs while the others do.
     """
     from ddpsafe.doctor._checks import (
         cuda,

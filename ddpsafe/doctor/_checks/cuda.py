@@ -1,4 +1,4 @@
-"""GPUs as torch sees them and as the driver knows them: how many, who uses them, and whether they work."""
+"""The GPUs as torch and the driver see them: how many there are, who uses them, whether they work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from ddpsafe.doctor._checks.versions import ask
+from ddpsafe.doctor._checks.versions import probe_results
 from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._system.nvidia import (
     Health,
@@ -37,12 +37,12 @@ _STAGES: Final = {
 
 def check_seen(subject: Subject) -> Iterator[Finding]:
     """Compare the GPUs that torch sees with those that the machine has."""
-    said = ask(subject)
-    about, there = said.get("describe"), count_device_nodes()
+    probed = probe_results(subject)
+    about, device_nodes = probed.get("describe"), count_device_nodes()
     if about is None:
         return
-    seen = int(said.get("list_devices", {}).get("count", 0))
-    if seen or (not there and not subject.wants_gpus):
+    seen = int(probed.get("list_devices", {}).get("count", 0))
+    if seen or (not device_nodes and not subject.wants_gpus):
         yield ok(
             "DS-GPU-001",
             f"torch sees {seen} GPUs." if seen else "This machine has no GPU.",
@@ -51,10 +51,10 @@ def check_seen(subject: Subject) -> Iterator[Finding]:
         return
     make = failed if subject.wants_gpus else warning
     hidden = subject.env.get("CUDA_VISIBLE_DEVICES")
-    if not there:
-        what = "no driver has made a device"
+    if not device_nodes:
+        what = "no driver has created a device"
         fix = to_copy(
-            "See what the driver says, start the container with its GPUs, or take gloo:",
+            "See what the driver reports, start the container with its GPUs, or use gloo:",
             "nvidia-smi",
             "docker run --gpus all …",
             "export DDPSAFE_BACKEND=gloo",
@@ -68,39 +68,39 @@ def check_seen(subject: Subject) -> Iterator[Finding]:
         what = f"CUDA_VISIBLE_DEVICES={hidden!r} hides them"
         fix = to_copy("Show them:", "unset CUDA_VISIBLE_DEVICES")
     else:
-        what = said.get("list_devices", {}).get("error") or "the driver does not answer"
-        fix = to_copy("See what the driver says:", "nvidia-smi", "dmesg | grep -i nvrm | tail")
+        what = probed.get("list_devices", {}).get("error") or "the driver does not answer"
+        fix = to_copy("See what the driver reports:", "nvidia-smi", "dmesg | grep -i nvrm | tail")
     yield make(
         "DS-GPU-001",
-        f"torch sees no GPU, and this machine has {there or 'none'}: {what}.",
-        cause="the build of torch, the driver, or a variable keeps them from torch.",
+        f"torch sees no GPU, and this machine has {device_nodes or 'none'}: {what}.",
+        cause="the build of torch, the driver or a variable hides them from torch.",
         fix=fix,
-        device_nodes=there,
+        device_nodes=device_nodes,
     )
 
 
 def check_visible(subject: Subject) -> Iterator[Finding]:
-    """Check CUDA_VISIBLE_DEVICES: the first entry that is wrong ends the list without a word."""
+    """Check CUDA_VISIBLE_DEVICES: CUDA silently ends the list at the first invalid entry."""
     text = subject.env.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return
     items = [item.strip() for item in text.split(",")]
-    there = count_device_nodes()
+    device_nodes = count_device_nodes()
     twice = {item for item in items if items.count(item) > 1}
     numbers = [int(item) for item in items if item.isdecimal()]
     odd = [item for item in items if not re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", item)]
-    absent = [str(number) for number in numbers if there and number >= there]
+    absent = [str(number) for number in numbers if device_nodes and number >= device_nodes]
     if text in {"", "-1"} or not (twice or odd or absent):
         yield ok("DS-GPU-002", f"CUDA_VISIBLE_DEVICES={text!r} can be read.")
         return
     wrong = ", ".join(sorted({*odd, *absent, *twice}))
     good = [item for item in dict.fromkeys(items) if item not in {*odd, *absent}]
-    make = failed if there else warning
+    make = failed if device_nodes else warning
     yield make(
         "DS-GPU-002",
         f"CUDA_VISIBLE_DEVICES={text!r}: {wrong!r} is not a GPU of this host or is listed twice; CUDA drops "
         "it and everything after it, without a warning.",
-        cause="a value from another machine, blanks or brackets in it, or a GPU that fell off the bus.",
+        cause="a value from another machine, spaces or brackets in it, or a GPU that fell off the bus.",
         fix=to_copy(
             "Name GPUs that exist, each once:",
             f"export CUDA_VISIBLE_DEVICES={','.join(good) or '0'}",
@@ -109,8 +109,8 @@ def check_visible(subject: Subject) -> Iterator[Finding]:
 
 
 def check_enough(subject: Subject) -> Iterator[Finding]:
-    """Compare the GPUs with the ranks, which NCCL wants to have one each."""
-    listed = ask(subject).get("list_devices", {})
+    """Compare the number of GPUs with the ranks: NCCL needs one GPU for each."""
+    listed = probe_results(subject).get("list_devices", {})
     asked = subject.config.nproc_per_node
     if "count" not in listed or not isinstance(asked, int) or "nccl" not in subject.config.backend:
         return
@@ -122,7 +122,7 @@ def check_enough(subject: Subject) -> Iterator[Finding]:
         f"{asked} ranks with nccl need {asked} GPUs, and torch sees {listed['count']}.",
         cause="nccl refuses two ranks on one GPU; CUDA_VISIBLE_DEVICES may hide others.",
         fix=to_copy(
-            "Start one rank for each, or take gloo:",
+            "Start one rank per GPU, or use gloo:",
             "export DDPSAFE_NPROC_PER_NODE=gpu",
             "export DDPSAFE_BACKEND=gloo",
         ),
@@ -130,20 +130,22 @@ def check_enough(subject: Subject) -> Iterator[Finding]:
 
 
 def check_driver(subject: Subject) -> Iterator[Finding]:
-    """Compare the CUDA that the driver can do with the one torch was built for."""
-    built = ask(subject).get("describe", {}).get("cuda")
+    """Compare the CUDA version that the driver supports with the one torch was built for."""
+    built = probe_results(subject).get("describe", {}).get("cuda")
     driver = read_driver()
     if not built or driver is None:
         return
     wanted, most = tuple(map(int, built.split(".")[:2])), driver.cuda
     shown = ".".join(map(str, most))
     if wanted <= most or wanted[0] == most[0]:  # within a major version CUDA is compatible
-        yield ok("DS-GPU-004", f"Driver {driver.version} can do CUDA {shown}; torch needs {built}.")
+        yield ok(
+            "DS-GPU-004", f"Driver {driver.version} supports CUDA {shown}; torch needs {built}."
+        )
         return
     yield failed(
         "DS-GPU-004",
-        f"Driver {driver.version} can do CUDA {shown}, and torch was built for CUDA {built}.",
-        cause="pip installs the newest build of torch, whatever the driver is.",
+        f"Driver {driver.version} supports CUDA {shown}, but torch was built for CUDA {built}.",
+        cause="pip installs the newest build of torch, whichever driver there is.",
         fix=to_copy(
             "Install a build for the driver, or a newer driver:",
             f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu{most[0]}{most[1]}",
@@ -152,24 +154,24 @@ def check_driver(subject: Subject) -> Iterator[Finding]:
 
 
 def check_kernels(subject: Subject) -> Iterator[Finding]:
-    """Say what became of a kernel, a copy and an all-reduce on the GPUs."""
-    said = ask(subject)
-    if not said.get("list_devices", {}).get("count"):
+    """Check whether a kernel, a copy and an all-reduce worked on the GPUs."""
+    probed = probe_results(subject)
+    if not probed.get("list_devices", {}).get("count"):
         return
-    if said["timed_out"] or said.get("stage") != "end":
-        code, what = _STAGES.get(str(said.get("stage")), ("DS-GPU-009", "using the GPUs"))
+    if probed["timed_out"] or probed.get("stage") != "end":
+        code, what = _STAGES.get(str(probed.get("stage")), ("DS-GPU-009", "using the GPUs"))
         how = (
-            f"has not ended after {said['waited_s']:.0f} s"
-            if said["timed_out"]
-            else f"ended the process (exit code {said['returncode']})"
+            f"has not finished after {probed['waited_s']:.0f} s"
+            if probed["timed_out"]
+            else f"ended the process (exit code {probed['returncode']})"
         )
         yield failed(
             code,
             f"On the GPUs, {what} {how}.",
-            cause="a GPU that hangs, peer-to-peer traffic held up by the IOMMU (ACS), or a driver that "
-            "does not fit the fabric manager.",
+            cause="a GPU that hangs, peer-to-peer traffic blocked by the IOMMU (ACS), or a driver that "
+            "does not match the fabric manager.",
             fix=to_copy(
-                "Look at the kernel's log and the GPUs, then try without peer-to-peer:",
+                "Check the kernel log and the GPUs, then try without peer-to-peer:",
                 "dmesg | grep -i -e xid -e nvrm | tail",
                 "nvidia-smi",
                 "export NCCL_P2P_DISABLE=1",
@@ -177,17 +179,17 @@ def check_kernels(subject: Subject) -> Iterator[Finding]:
         )
     for stage in ("run_kernels", "copy_between", "reduce_alone"):
         code, what = _STAGES[stage]
-        results = said.get(stage, [])
+        results = probed.get(stage, [])
         results = [results] if isinstance(results, dict) else results
         wrong = {index: each for index, each in enumerate(results) if not each.get("ok")}
         for index, each in wrong.items():
             yield failed(
                 code,
                 f"GPU {index}: {what} fails: {each.get('error', 'the result is wrong')}.",
-                cause="a GPU in a bad state, no memory left on it, a driver that does not fit, or broken "
+                cause="a GPU in a bad state, no memory left on it, a driver that does not match, or broken "
                 "peer-to-peer traffic.",
                 fix=to_copy(
-                    "Look at it, and leave it out until it is repaired:",
+                    "Check it, and leave it out until it is repaired:",
                     "nvidia-smi -q -d ECC,PAGE_RETIREMENT,PERFORMANCE",
                     f"dmesg | grep -i xid | tail   # then CUDA_VISIBLE_DEVICES without {index}",
                 ),
@@ -198,8 +200,8 @@ def check_kernels(subject: Subject) -> Iterator[Finding]:
 
 
 def check_architecture(subject: Subject) -> Iterator[Finding]:
-    """Look whether torch was compiled for GPUs of this generation."""
-    listed = ask(subject).get("list_devices", {})
+    """Check whether torch was compiled for GPUs of this generation."""
+    listed = probe_results(subject).get("list_devices", {})
     devices, built = listed.get("devices") or [], listed.get("arch_list") or []
     numbers = [
         int(found[1]) for arch in built if (found := re.match(r"(?:sm|compute)_(\d+)", arch))
@@ -220,21 +222,20 @@ def check_architecture(subject: Subject) -> Iterator[Finding]:
             f"GPU {index}, {device['name']}, is sm_{own}, and torch was compiled for {', '.join(built)}.",
             cause="the GPU is newer or much older than this build of torch.",
             fix=to_copy(
-                "Install a build for it:",
+                "Install a build that supports it:",
                 "pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu128",
             ),
         )
 
 
 _GIB: Final = 1 << 30
-_PROHIBITED: Final = 2
-_EXCLUSIVE: Final = 3
-_MUCH_BYTES: Final = 2 * _GIB
-_CONTEXT_BYTES: Final = _GIB
+_PROHIBITED, _EXCLUSIVE = 2, 3  # of nvmlComputeMode_t
+_IDLE_BYTES: Final = 2 * _GIB  # less memory in use than this is not worth a warning
+_CONTEXT_BYTES: Final = _GIB  # of the torch probe, at most
 
 
 def check_driver_answers(subject: Subject) -> Iterator[Finding]:
-    """Look whether the driver can be asked at all."""
+    """Check whether the driver can be queried at all."""
     del subject
     if not count_device_nodes():
         return
@@ -247,57 +248,57 @@ def check_driver_answers(subject: Subject) -> Iterator[Finding]:
     make = warning if is_missing else failed
     yield make(
         "DS-GPU-013",
-        f"The driver could not be asked about the GPUs: {problem}. Compute mode, memory in use, "
-        "memory errors and links were not looked at.",
+        f"The driver cannot be queried about the GPUs: {problem}. Compute mode, memory in use, "
+        "memory errors and links were not checked.",
         cause="the extra `gpu` is not installed."
         if is_missing
         else "the library and the kernel module of the driver differ (after an upgrade without a "
         "reboot), or the container lacks the driver's library.",
         fix=to_copy("Install it:", f"{sys.executable} -m pip install 'nvidia-ml-py>=12.535'")
         if is_missing
-        else to_copy("See what the driver says; after an upgrade, reboot:", "nvidia-smi"),
+        else to_copy("See what the driver reports; after an upgrade, reboot:", "nvidia-smi"),
     )
 
 
 def check_compute_mode(subject: Subject) -> Iterator[Finding]:
-    """Look whether the GPUs let processes in."""
+    """Check whether the compute mode of the GPUs admits the ranks."""
     del subject
     for gpu in read_health():
         if gpu.compute_mode == _PROHIBITED:
             yield _mode(gpu, "prohibited: no process may compute on it")
         elif gpu.compute_mode == _EXCLUSIVE and gpu.pids:
             taken = ", ".join(map(str, gpu.pids))
-            yield _mode(gpu, f"exclusive, and process {taken} has it")
+            yield _mode(gpu, f"exclusive, and process {taken} uses it")
         elif gpu.compute_mode is not None:
-            yield ok("DS-GPU-005", f"GPU {gpu.index} ({gpu.name}) lets ranks in.")
+            yield ok("DS-GPU-005", f"GPU {gpu.index} ({gpu.name}) accepts ranks.")
 
 
 def _mode(gpu: Health, what: str) -> Finding:
     return failed(
         "DS-GPU-005",
         f"The compute mode of GPU {gpu.index} ({gpu.name}) is {what}.",
-        cause="an administrator set it, or a scheduler did and left it.",
-        fix=to_copy("Set it back:", f"nvidia-smi -i {gpu.index} -c DEFAULT"),
+        cause="an administrator set it, or a scheduler did and did not reset it.",
+        fix=to_copy("Reset it:", f"nvidia-smi -i {gpu.index} -c DEFAULT"),
     )
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
-    """Look for memory that others hold; torch knows how much, the driver knows who."""
+    """Check for memory that other processes use. torch knows how much, only the driver knows which."""
     for gpu in read_health() or _as_torch_sees(subject):
         if gpu.used_bytes is None or gpu.total_bytes is None:
             continue
-        if gpu.used_bytes < _MUCH_BYTES:
+        if gpu.used_bytes < _IDLE_BYTES:
             shown = f"{gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB"
             yield ok("DS-GPU-006", f"GPU {gpu.index}: {shown} in use.", used_bytes=gpu.used_bytes)
         else:
             holders = [text for pid in gpu.pids if (text := _describe(pid))]
             yield warning(
                 "DS-GPU-006",
-                f"GPU {gpu.index}: {gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB are in use "
-                f"already, by {', '.join(holders) or 'processes that cannot be named from here'}.",
+                f"GPU {gpu.index}: {gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB are already "
+                f"in use by {', '.join(holders) or 'processes that are not visible from here'}.",
                 cause="another job, a notebook, or ranks that an earlier run left behind.",
                 fix=to_copy(
-                    "Take other GPUs, or end what is yours:",
+                    "Use other GPUs, or end the processes that are yours:",
                     "nvidia-smi",
                     *(f"kill {pid}   # if it is yours" for pid in gpu.pids[:4]),
                 ),
@@ -307,14 +308,14 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def _as_torch_sees(subject: Subject) -> list[Health]:
-    results = ask(subject).get("run_kernels") or []
+    results = probe_results(subject).get("run_kernels") or []
     return [
         Health(
             index=index,
             name="",
             compute_mode=None,
             total_bytes=each["total_bytes"],
-            # Only the process that asked uses its context.
+            # The context was the probe's, which has ended.
             used_bytes=max(0, each["total_bytes"] - each["free_bytes"] - _CONTEXT_BYTES),
             pids=(),
             uncorrected_errors=None,
@@ -334,23 +335,23 @@ def _describe(pid: int) -> str | None:
 
 
 def check_errors(subject: Subject) -> Iterator[Finding]:
-    """Look for memory errors that the GPUs have counted."""
+    """Check the memory error counters of the GPUs."""
     del subject
     for gpu in read_health():
         if not gpu.uncorrected_errors and not gpu.remapping:
-            yield ok("DS-GPU-007", f"GPU {gpu.index} counts no memory errors.")
+            yield ok("DS-GPU-007", f"GPU {gpu.index} has no memory errors.")
             continue
         what = (
-            f"{gpu.uncorrected_errors} memory errors that could not be corrected"
+            f"{gpu.uncorrected_errors} uncorrectable memory errors"
             if gpu.uncorrected_errors
-            else "a row of memory that waits to be remapped, or could not be"
+            else "a memory row whose remapping is pending or has failed"
         )
         yield failed(
             "DS-GPU-007",
             f"GPU {gpu.index} ({gpu.name}) has {what}.",
             cause="the memory is failing; jobs on it die with `uncorrectable ECC error`, Xid 48 or 63.",
             fix=to_copy(
-                "Drain the host, reset the GPU when it is idle, and have it replaced if it returns:",
+                "Drain the host, reset the GPU when it is idle, and have it replaced if the error returns:",
                 f"nvidia-smi -i {gpu.index} -q -d ECC,ROW_REMAPPER",
                 f"nvidia-smi -i {gpu.index} --gpu-reset",
             ),
@@ -358,7 +359,7 @@ def check_errors(subject: Subject) -> Iterator[Finding]:
 
 
 def check_links(subject: Subject) -> Iterator[Finding]:
-    """Look whether GPUs reach each other's memory."""
+    """Check whether the GPUs can access each other's memory."""
     del subject
     gpus = read_health()
     if len(gpus) < 2:  # noqa: PLR2004 - a pair
@@ -374,7 +375,7 @@ def check_links(subject: Subject) -> Iterator[Finding]:
         "NCCL goes through the host's memory.",
         cause="consumer cards, GPUs on two sockets, virtual machines, or ACS switched on.",
         fix=to_copy(
-            "Slow, not wrong; see how they are connected:",
+            "This works, but slowly; see how they are connected:",
             "nvidia-smi topo -p2p r",
             "nvidia-smi topo -m",
         ),

@@ -1,4 +1,4 @@
-"""Names: this host's own, the rendezvous endpoint's, and how long the name server takes."""
+"""Names: this host's, the rendezvous endpoint's, and how fast the name server answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._checks import Check
     from ddpsafe.doctor._subject import Subject
 
-_PATIENCE_S: Final = 3.0
+_LOOK_UP_LIMIT_S: Final = 3.0
 _SLOW_S: Final = 1.0
 
 
@@ -27,7 +27,7 @@ def check_own_name(subject: Subject) -> Iterator[Finding]:
     """Look up this host's own name, which gloo advertises to the other hosts."""
     name = socket.gethostname()
     try:
-        found = addresses_of(name, 0, limit_s=_PATIENCE_S)
+        found = addresses_of(name, 0, limit_s=_LOOK_UP_LIMIT_S)
     except (OSError, UnicodeError) as error:
         yield _own_name(subject, name, f"does not resolve here ({error})", ())
         return
@@ -56,38 +56,38 @@ def _own_name(subject: Subject, name: str, what: str, loopback: Sequence[str]) -
     choices = [each for each in list_interfaces() if each.is_candidate]
     fix = "Bring up an interface that leads to the other hosts; `ip -br addr` shows all."
     if choices:
-        # The line takes the name away from loopback and gives it to an address.
+        # The command removes the name from loopback and gives it to the first candidate's address.
         blank = "[[:space:]]"
-        takes = " ".join(
+        edits = " ".join(
             f"-e '/^{re.escape(each)}{blank}/s/{blank}{re.escape(name)}\\({blank}\\|$\\)/ /g'"
             for each in loopback
         )
-        kept = f"sed {takes} /etc/hosts" if takes else "cat /etc/hosts"
+        kept = f"sed {edits} /etc/hosts" if edits else "cat /etc/hosts"
         named = f"{choices[0].addresses[0]} {name}"
         fix = to_copy(
             "Name the interface on this host, or correct /etc/hosts:",
             f"export GLOO_SOCKET_IFNAME={choices[0].name}",
             f"hosts=$({kept}) && printf '%s\\n' \"$hosts\" '{named}' > /etc/hosts",
         )
-    # NCCL does not look at the name; groups of gloo beside it do.
+    # NCCL does not use the name, but gloo groups beside it do.
     make = warning if subject.backend == "nccl" else failed
     return make(
         "DS-NAME-001",
         f"This host's name {name} {what}; gloo gives that address to the other hosts, "
         "which then connect to themselves.",
         cause="the installer of Debian and Ubuntu writes `127.0.1.1 NAME` into /etc/hosts, or the "
-        "name is in no table at all.",
+        "name is not in /etc/hosts or DNS at all.",
         fix=fix,
     )
 
 
 def check_endpoint(subject: Subject) -> Iterator[Finding]:
-    """Look up the host at which the ranks meet."""
+    """Resolve the host of the rendezvous endpoint."""
     endpoint = subject.endpoint
     if endpoint is None:
         return
     try:
-        found = addresses_of(endpoint.host, endpoint.port, limit_s=_PATIENCE_S)
+        found = addresses_of(endpoint.host, endpoint.port, limit_s=_LOOK_UP_LIMIT_S)
     except (OSError, UnicodeError) as error:
         yield failed(
             "DS-NAME-002",
@@ -95,7 +95,7 @@ def check_endpoint(subject: Subject) -> Iterator[Finding]:
             cause="a typo, a name that only other hosts know, or a service that does not "
             "exist yet.",
             fix=to_copy(
-                "Write its address in place of its name; this prints it on that host:",
+                "Use its address instead of its name; this prints it on that host:",
                 "hostname -I",
             ),
         )
@@ -107,20 +107,22 @@ def check_endpoint(subject: Subject) -> Iterator[Finding]:
     ):
         yield failed(
             "DS-NAME-002",
-            f"The rendezvous endpoint {endpoint.host} is {', '.join(found)} here: this node would wait "
-            "for itself.",
+            f"The rendezvous endpoint {endpoint.host} resolves to {', '.join(found)} here: this node would "
+            "wait for itself.",
             cause="a line of /etc/hosts on this node.",
             fix=to_copy(
-                "Find the line and write the real address:", f"grep -n {endpoint.host} /etc/hosts"
+                "Find the line and correct the address:", f"grep -n {endpoint.host} /etc/hosts"
             ),
         )
         return
-    yield ok("DS-NAME-002", f"The rendezvous endpoint {endpoint.host} is {', '.join(found)}.")
+    yield ok(
+        "DS-NAME-002", f"The rendezvous endpoint {endpoint.host} resolves to {', '.join(found)}."
+    )
 
 
 def check_name_server(subject: Subject) -> Iterator[Finding]:
-    """Time the reverse look-up that torch's store does for every client."""
-    # An address that the ranks will meet: of the rendezvous endpoint, else of this host.
+    """Time a reverse look-up, which torch's store does for every client."""
+    # An address that the ranks will use: the rendezvous endpoint's, else this host's.
     endpoint = subject.endpoint
     if endpoint is not None and find_address(endpoint.host) is not None:
         address = endpoint.host
@@ -129,19 +131,19 @@ def check_name_server(subject: Subject) -> Iterator[Finding]:
         address = outside[0].addresses[0] if outside and subject.nnodes > 1 else "127.0.0.1"
     began_s = time.monotonic()
     call = BoundedCall(lambda: look_up_name(address), name="ddpsafe-reverse")
-    answered = call.wait(_PATIENCE_S)
+    answered = call.wait(_LOOK_UP_LIMIT_S)
     took_s = time.monotonic() - began_s
     if answered and took_s < _SLOW_S:
-        yield ok("DS-NAME-003", f"Names are answered within {took_s * 1000:.0f} ms.", took_s=took_s)
+        yield ok("DS-NAME-003", f"A reverse look-up takes {took_s * 1000:.0f} ms.", took_s=took_s)
         return
     how = f"took {took_s:.1f} s" if answered else f"has no answer after {took_s:.1f} s"
     yield warning(
         "DS-NAME-003",
-        f"The look-up of the name of {address} {how}; torch looks up every rank that joins, "
+        f"The reverse look-up of {address} {how}; torch looks up every rank that joins, "
         "which adds 10 to 20 s to every start.",
         cause="a name server in /etc/resolv.conf that does not answer.",
         fix=to_copy(
-            "Write the hosts into /etc/hosts, or take the silent server out:",
+            "Add the hosts to /etc/hosts, or remove the server that does not answer:",
             "grep nameserver /etc/resolv.conf",
             f"echo '{address} {socket.gethostname()}' >> /etc/hosts",
         ),

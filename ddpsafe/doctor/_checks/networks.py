@@ -1,4 +1,4 @@
-"""The network that the ranks use: loopback, interface variables, the way to the other hosts, and MTU."""
+"""The network that the ranks use: loopback, interface variables, the route to the endpoint, and MTU."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._subject import Subject
 
 _LOOPBACK: Final = "127.0.0.1"
-_LOOPBACK_S: Final = 1.0
+_LOOPBACK_LIMIT_S: Final = 1.0
 
 
 def check_loopback(subject: Subject) -> Iterator[Finding]:
-    """Connect to ourselves: the ranks of one node meet on loopback."""
+    """Connect over loopback, as the ranks of one node do."""
     del subject
     try:
         with (
             socket.create_server((_LOOPBACK, 0)) as server,
-            socket.create_connection(server.getsockname(), timeout=_LOOPBACK_S),
+            socket.create_connection(server.getsockname(), timeout=_LOOPBACK_LIMIT_S),
         ):
             pass
     except OSError as error:
         yield failed(
             "DS-NET-007",
-            f"Nothing can be reached on {_LOOPBACK} ({error}); the ranks of a node meet there.",
+            f"Nothing can be reached on {_LOOPBACK} ({error}), where the ranks of a node connect.",
             cause="the loopback interface is down, as in a new network namespace, or a firewall or "
-            "sandbox forbids it.",
+            "sandbox blocks it.",
             fix=to_copy("Bring it up:", "ip link set dev lo up"),
         )
         return
@@ -59,36 +59,36 @@ def check_loopback(subject: Subject) -> Iterator[Finding]:
 
 
 def check_interface_variables(subject: Subject) -> Iterator[Finding]:
-    """Check the interface variables by the rules of the library that reads each."""
+    """Check each interface variable by the rules of the library that reads it."""
     problems = list(check_interfaces(subject.env))
     wanted = subject.config.rendezvous.interface
     own = check_interface(wanted) if wanted not in (None, "auto") else None
     problems += [own] if own else []
     for problem in problems:
         variable = problem.field
-        # Groups of gloo are made beside nccl too, for objects and checkpoints.
+        # gloo's variable always counts: beside nccl, gloo groups serve objects and checkpoints.
         may_be_nccl = "nccl" in subject.backend or subject.config.backend == "auto"
         if variable == NCCL and not may_be_nccl:
             continue
         library = {GLOO: "gloo", NCCL: "nccl"}.get(variable)
         breaks = library is None or library in subject.backend
-        or_so = ", so or as --interface" if library is None else ""
+        or_option = ", this way or with --interface" if library is None else ""
         yield (failed if breaks else warning)(
             "DS-NET-001",
             f"{variable}: got {problem.given}: {problem.why}.",
             cause="names of interfaces differ between hosts; the value may come from another one.",
             fix=to_copy(
-                f"Name one that this host has{or_so}:",
+                f"Name one that this host has{or_option}:",
                 *_exports(subject, variable),
             ),
         )
     if not problems:
         chosen = [f"{name}={subject.env[name]}" for name in (GLOO, NCCL) if subject.env.get(name)]
-        yield ok("DS-NET-001", f"{' and '.join(chosen) or 'No interface'} is asked for.")
+        yield ok("DS-NET-001", f"{' and '.join(chosen) or 'No interface'} is set.")
 
 
 def _exports(subject: Subject, variable: str) -> list[str]:
-    """Return the line that names an interface of this host, the one that was meant if possible."""
+    """Return the line that names an interface of this host, if possible the one that was meant."""
     names = [each.name for each in list_interfaces() if each.is_candidate]
     usable = names or [each.name for each in list_interfaces() if each.is_running]
     setting = variable if variable in {GLOO, NCCL} else "DDPSAFE_RENDEZVOUS__INTERFACE"
@@ -102,25 +102,25 @@ def _exports(subject: Subject, variable: str) -> list[str]:
 
 
 def check_interface_state(subject: Subject) -> Iterator[Finding]:
-    """Look whether the interfaces that were chosen can carry anything."""
+    """Check whether the chosen interfaces are up and have an address."""
     interfaces = {each.name: each for each in list_interfaces()}
     for name, variables in chosen_names(subject, list(interfaces)).items():
         interface = interfaces.get(name)
-        if interface is None:  # DS-NET-001 says so
+        if interface is None:  # reported by DS-NET-001
             continue
-        asked_by = " and ".join(variables)
+        chosen_by = " and ".join(variables)
         if not interface.is_running:
             yield failed(
                 "DS-NET-002",
-                f"The interface {name}, asked for by {asked_by}, is down.",
-                cause="it was never brought up on this host, or its cable is out.",
+                f"The interface {name}, chosen by {chosen_by}, is down.",
+                cause="it was never brought up on this host, or its cable is unplugged.",
                 fix=to_copy("Bring it up, or name another one:", f"ip link set dev {name} up"),
             )
         elif not interface.networks:
             yield failed(
                 "DS-NET-002",
-                f"The interface {name}, asked for by {asked_by}, has no address.",
-                cause="DHCP has not answered, or it is a part of a bond or bridge that has the address.",
+                f"The interface {name}, chosen by {chosen_by}, has no address.",
+                cause="DHCP has not answered, or it is part of a bond or bridge that has the address.",
                 fix=to_copy(
                     "Give it an address, or name the one that has it:", "ip -brief address"
                 ),
@@ -130,33 +130,32 @@ def check_interface_state(subject: Subject) -> Iterator[Finding]:
 
 
 def chosen_names(subject: Subject, existing: list[str]) -> dict[str, list[str]]:
-    """Return the interfaces that were asked for, each with the variables that name it."""
-    asked: dict[str, list[str]] = {}
+    """Return the chosen interfaces, each with the settings that name it."""
+    chosen: dict[str, list[str]] = {}
     for name in filter(None, subject.env.get(GLOO, "").split(",")):
-        asked.setdefault(name, []).append(GLOO)
-    if subject.env.get(NCCL):
-        names = expand_nccl(subject.env[NCCL], existing)
-        # NCCL leaves out what it cannot use when the value says which ones not to take.
-        for name in names if not subject.env[NCCL].startswith("^") else ():
-            asked.setdefault(name, []).append(NCCL)
+        chosen.setdefault(name, []).append(GLOO)
+    # "^" only excludes: of the other interfaces NCCL skips those that it cannot use.
+    if subject.env.get(NCCL) and not subject.env[NCCL].startswith("^"):
+        for name in expand_nccl(subject.env[NCCL], existing):
+            chosen.setdefault(name, []).append(NCCL)
     wanted = subject.config.rendezvous.interface
     if wanted not in (None, "auto"):
-        asked.setdefault(str(wanted), []).append("rendezvous.interface")
-    return asked
+        chosen.setdefault(str(wanted), []).append("rendezvous.interface")
+    return chosen
 
 
-_PATIENCE_S: Final = 2.0
-_SMALLEST_MTU: Final = 1280
-"""What IPv6 needs at least; below, something on the way is odd."""
+_LOOK_UP_LIMIT_S: Final = 2.0
+_SMALLEST_MTU_BYTES: Final = 1280
+"""The minimum that IPv6 requires of every link (RFC 8200)."""
 
 
 def check_route(subject: Subject) -> Iterator[Finding]:
-    """Compare the interface that leads to the rendezvous endpoint with the one asked for."""
+    """Compare the interface that leads to the rendezvous endpoint with the chosen one."""
     endpoint = subject.endpoint
     if endpoint is None or subject.nnodes == 1:
         return
-    with contextlib.suppress(OSError, UnicodeError):  # DS-NAME-002 says so
-        target = addresses_of(endpoint.host, endpoint.port, limit_s=_PATIENCE_S)[0]
+    with contextlib.suppress(OSError, UnicodeError):  # reported by DS-NAME-002
+        target = addresses_of(endpoint.host, endpoint.port, limit_s=_LOOK_UP_LIMIT_S)[0]
         try:
             source = source_address(target, endpoint.port)
         except OSError as error:
@@ -165,7 +164,7 @@ def check_route(subject: Subject) -> Iterator[Finding]:
                 f"There is no route from this host to the rendezvous endpoint {target} ({error.strerror}).",
                 cause="the interface of that network is down here, or this host is in another network.",
                 fix=to_copy(
-                    "Look at the interfaces and routes:",
+                    "Check the interfaces and routes:",
                     "ip -brief address",
                     f"ip route get {target}",
                 ),
@@ -174,43 +173,42 @@ def check_route(subject: Subject) -> Iterator[Finding]:
         yield _compare(subject, target, find_interface_of(source))
 
 
-def _compare(subject: Subject, target: str, way: Interface | None) -> Finding:
-    if way is None or way.is_loopback:
+def _compare(subject: Subject, target: str, leading: Interface | None) -> Finding:
+    if leading is None or leading.is_loopback:
         return ok("DS-NET-003", f"The rendezvous endpoint {target} is this host.")
-    asked = chosen_names(subject, list_names())
-    others = {name: by for name, by in asked.items() if name != way.name}
-    if not asked or way.name in asked:
-        return ok("DS-NET-003", f"{way.name} leads to the rendezvous endpoint {target}.")
-    name, by = next(iter(others.items()))
-    settings = interface_variables(way.name)
+    chosen = chosen_names(subject, list_names())
+    if not chosen or leading.name in chosen:
+        return ok("DS-NET-003", f"{leading.name} leads to the rendezvous endpoint {target}.")
+    name, by = next(iter(chosen.items()))
+    settings = interface_variables(leading.name)
     return warning(
         "DS-NET-003",
-        f"{way.name} leads to the rendezvous endpoint {target}, but {' and '.join(by)} asks for {name}.",
+        f"{leading.name} leads to the rendezvous endpoint {target}, but {' and '.join(by)} chooses {name}.",
         cause="a second network, which all hosts need to share, or a name copied from another host.",
         fix=to_copy(
-            f"Unless every host has {name} in one network:",
+            f"Unless all hosts share the network of {name}:",
             *(
                 find_place(subject.config, name).set_line(name, value)
                 for name, value in settings.items()
                 if name in by
             ),
-            *([f"--interface {way.name}"] if "rendezvous.interface" in by else []),
+            *([f"--interface {leading.name}"] if "rendezvous.interface" in by else []),
         ),
-        route_interface=way.name,
+        route_interface=leading.name,
     )
 
 
 def check_mtu(subject: Subject) -> Iterator[Finding]:
-    """Look at the largest packet of the interfaces that the ranks might use."""
+    """Check the MTU of the interfaces that the ranks might use."""
     del subject
     interfaces = [each for each in list_interfaces() if each.is_candidate]
-    small = [each for each in interfaces if 0 < each.mtu_bytes < _SMALLEST_MTU]
+    small = [each for each in interfaces if 0 < each.mtu_bytes < _SMALLEST_MTU_BYTES]
     for each in small:
         yield warning(
             "DS-NET-004",
-            f"The MTU of {each.name} is {each.mtu_bytes}: packets are cut into small pieces.",
+            f"The MTU of {each.name} is {each.mtu_bytes} bytes: data is cut into small packets.",
             cause="a tunnel in a tunnel, or a value set by hand.",
-            fix=to_copy("If the network takes it:", f"ip link set dev {each.name} mtu 1500"),
+            fix=to_copy("If the network supports it:", f"ip link set dev {each.name} mtu 1500"),
             mtu_bytes=each.mtu_bytes,
         )
     if interfaces and not small:
@@ -223,45 +221,45 @@ def check_mtu(subject: Subject) -> Iterator[Finding]:
 
 
 def check_choice(subject: Subject) -> Iterator[Finding]:
-    """Look whether gloo and NCCL have to guess, and whether there is a network at all."""
+    """Check whether gloo and NCCL have to guess the interface, and whether there is a network."""
     candidates = [each for each in list_interfaces() if each.is_candidate]
     if not candidates and subject.nnodes == 1:
-        yield ok("DS-NET-006", "There is no network besides loopback; one node does without.")
+        yield ok("DS-NET-006", "There is no network besides loopback; one node does not need one.")
         return
     if not candidates:
         yield failed(
             "DS-NET-006",
-            f"No interface besides loopback is up with an address, and {subject.nnodes} nodes have to meet.",
+            f"No interface besides loopback is up with an address, and the job has {subject.nnodes} nodes.",
             cause="the container has no network, or its interface is down.",
             fix=to_copy(
-                "Look at the interfaces; a container gets the host's with --network=host:",
+                "Check the interfaces; a container gets the host's with --network=host:",
                 "ip -brief address",
             ),
         )
         return
     shown = ", ".join(f"{each.name} ({each.addresses[0]})" for each in candidates)
     yield ok("DS-NET-006", f"Networks: {shown}.")
-    asked = chosen_names(subject, list_names())
-    found_out = subject.config.rendezvous.interface == "auto"
-    if len(candidates) == 1 or subject.nnodes == 1 or asked or found_out:
-        yield ok("DS-NET-005", "There is one interface, or a choice has been made.")
+    is_chosen = bool(chosen_names(subject, list_names()))
+    is_automatic = subject.config.rendezvous.interface == "auto"
+    if len(candidates) == 1 or subject.nnodes == 1 or is_chosen or is_automatic:
+        yield ok("DS-NET-005", "There is one interface, or one has been chosen.")
         return
-    # The one that leads to the endpoint, where that is known.
+    # Suggest the interface that leads to the endpoint, if that is known.
     endpoint, name = subject.endpoint, candidates[0].name
     if endpoint is not None:
         with contextlib.suppress(OSError, UnicodeError):
-            target = addresses_of(endpoint.host, endpoint.port, limit_s=_PATIENCE_S)[0]
-            way = find_interface_of(source_address(target, endpoint.port))
-            if way is not None and not way.is_loopback:
-                name = way.name
+            target = addresses_of(endpoint.host, endpoint.port, limit_s=_LOOK_UP_LIMIT_S)[0]
+            leading = find_interface_of(source_address(target, endpoint.port))
+            if leading is not None and not leading.is_loopback:
+                name = leading.name
     settings = interface_variables(name)
     yield warning(
         "DS-NET-005",
-        f"This host has several networks ({shown}), and nothing says which one the ranks use; "
-        "gloo takes the one of the host's name, NCCL the first.",
+        f"This host has several networks ({shown}), and no setting chooses the one for the ranks; "
+        "gloo takes the one that the host's name resolves to, NCCL the first.",
         cause="neither GLOO_SOCKET_IFNAME nor NCCL_SOCKET_IFNAME is set.",
         fix=to_copy(
-            "Say so on every host, by its own name for the network:",
+            "Choose one on every host, by its name there:",
             " ".join(["export", *(as_setting(each, settings[each]) for each in (GLOO, NCCL))]),
         ),
         interfaces=[each.name for each in candidates],

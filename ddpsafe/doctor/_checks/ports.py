@@ -1,4 +1,4 @@
-"""Ports: whether the rendezvous endpoint's is free, and how many the system may hand out."""
+"""Ports: whether the rendezvous endpoint's is free, and whether there are enough ephemeral ones."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._checks import Check
     from ddpsafe.doctor._subject import Subject
 
-_PATIENCE_S: Final = 2.0
-_PORTS_PER_RANK: Final = 64
-"""A rank listens on a few and connects to every other rank."""
-_FEWEST: Final = 1000
+_LOOK_UP_LIMIT_S: Final = 2.0
+_PORTS_PER_RANK: Final = 64  # a rank listens on a few and connects to every other rank
+_FEWEST_PORTS: Final = 1000
 
 
 def check_free(subject: Subject) -> Iterator[Finding]:
-    """Try to listen where the store of this job would, if that is on this host."""
+    """Try to listen on the port of the job's store, if the endpoint is this host."""
     endpoint = subject.endpoint
     if endpoint is None or endpoint.port == 0:
         return
     is_here = False
     with contextlib.suppress(OSError, UnicodeError):
         own = {address for each in list_interfaces() for address in each.addresses}
-        is_here = bool(own & set(addresses_of(endpoint.host, endpoint.port, limit_s=_PATIENCE_S)))
+        is_here = bool(
+            own & set(addresses_of(endpoint.host, endpoint.port, limit_s=_LOOK_UP_LIMIT_S))
+        )
     if not is_here:
         return
     by_agent = subject.env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -57,10 +58,10 @@ def check_free(subject: Subject) -> Iterator[Finding]:
     )
     yield failed(
         "DS-PORT-001",
-        f"Port {endpoint.port}, where the ranks meet, is taken on this host by {owner}.",
+        f"Port {endpoint.port} of the rendezvous endpoint is taken on this host by {owner}.",
         cause="another job with the same port, or a process that an earlier run left behind.",
         fix=to_copy(
-            "Take another port on all nodes, or end the process if it is yours:",
+            "Use another port on all nodes, or end the process if it is yours:",
             f"export MASTER_PORT={endpoint.port + 1}   # or --rdzv-endpoint {show_endpoint(endpoint.host, endpoint.port + 1)}",
             *stop,
         ),
@@ -75,7 +76,7 @@ def _is_taken(family: socket.AddressFamily, port: int) -> bool:
     except OSError:  # no IPv6 here
         return False
     with listener:
-        # As torch's store does: connections of a job that has just ended do not count.
+        # As torch's store does: connections in TIME_WAIT of a job that has just ended do not count.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -88,7 +89,7 @@ def _is_taken(family: socket.AddressFamily, port: int) -> bool:
 
 
 def _owner(port: int) -> tuple[str, int | None]:
-    """Name the process that listens on a port, as far as this user may know."""
+    """Return the process that listens on a port, as far as this user may see it."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             at_port = connection.laddr and connection.laddr.port == port
@@ -104,34 +105,37 @@ def _owner(port: int) -> tuple[str, int | None]:
 
 
 def check_handed_out(subject: Subject) -> Iterator[Finding]:
-    """Look whether the system may give the rendezvous endpoint's port to any process that connects."""
+    """Check whether the rendezvous endpoint's port is ephemeral, so that any connection may take it."""
     endpoint, ports = subject.endpoint, port_range()
     if endpoint is None or ports is None or endpoint.port == 0:
         return
     if endpoint.port not in ports:
-        yield ok("DS-PORT-002", f"Port {endpoint.port} is outside of {ports[0]} to {ports[-1]}.")
+        yield ok(
+            "DS-PORT-002",
+            f"Port {endpoint.port} is outside the ephemeral range, {ports[0]} to {ports[-1]}.",
+        )
         return
     yield warning(
         "DS-PORT-002",
-        f"Port {endpoint.port} is one of those ({ports[0]} to {ports[-1]}) that the system gives "
-        "to outgoing connections, so it is taken now and then.",
+        f"Port {endpoint.port} is ephemeral ({ports[0]} to {ports[-1]}): the system gives such ports "
+        "to outgoing connections, so it is sometimes taken.",
         cause="the port was chosen at random, or by asking for a free one.",
-        fix=to_copy("Take one below on all nodes:", "export MASTER_PORT=29500"),
+        fix=to_copy("Use a port below that range on all nodes:", "export MASTER_PORT=29500"),
     )
 
 
 def check_enough(subject: Subject) -> Iterator[Finding]:
-    """Count the ports that ranks can get for listening and connecting."""
+    """Count the ephemeral ports, which ranks need for listening and connecting."""
     ports = port_range()
     if ports is None:
         return
-    wanted = max(_FEWEST, _PORTS_PER_RANK * subject.nproc)
+    wanted = max(_FEWEST_PORTS, _PORTS_PER_RANK * subject.nproc)
     if len(ports) >= wanted:
-        yield ok("DS-PORT-003", f"The system hands out {len(ports)} ports.", ports=len(ports))
+        yield ok("DS-PORT-003", f"There are {len(ports)} ephemeral ports.", ports=len(ports))
         return
     yield warning(
         "DS-PORT-003",
-        f"The system hands out {len(ports)} ports only ({ports[0]} to {ports[-1]}); every "
+        f"There are only {len(ports)} ephemeral ports ({ports[0]} to {ports[-1]}); every "
         "connection between ranks needs one.",
         cause="the range was narrowed, for example to open it in a firewall.",
         fix=to_copy("Widen it:", f"echo 32768 60999 > {PORT_RANGE}"),

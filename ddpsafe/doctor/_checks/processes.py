@@ -1,4 +1,4 @@
-"""Processes: whether one starts, outlives the terminal, and knows what time it is."""
+"""Processes: whether a rank's interpreter starts, whether it outlives the terminal, and the clock."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._checks import Check
     from ddpsafe.doctor._subject import Subject
 
-_PATIENCE_S: Final = 8.0
-# What the spawn method does, without the main script: an interpreter, and a lock in shared memory.
+_START_LIMIT_S: Final = 8.0
+# What the spawn method needs, without the main script: an interpreter, and a lock in shared memory.
 _CHILD: Final = "import multiprocessing as m; m.get_context('spawn').Lock()"
-_TIMEX_BYTES: Final = 512
-_TIME_ERROR: Final = 5
+_TIMEX_BYTES: Final = 512  # more than sizeof(struct timex)
+_TIME_ERROR: Final = 5  # of sys/timex.h: the clock is not synchronised
 _TOLERANCE_S: Final = 60.0
 
 
@@ -43,7 +43,7 @@ def check_start(subject: Subject) -> Iterator[Finding]:
             capture_output=True,
             env=dict(subject.env),
             cwd=find_safe_directory(),
-            timeout=_PATIENCE_S,
+            timeout=_START_LIMIT_S,
             check=False,
         )
         problem = done.stderr.decode("utf-8", "replace").strip()[-300:] if done.returncode else ""
@@ -66,7 +66,7 @@ def check_start(subject: Subject) -> Iterator[Finding]:
 
 
 def check_terminal(subject: Subject) -> Iterator[Finding]:
-    """Look whether closing this terminal ends the job."""
+    """Check whether closing this terminal would end the job."""
     env = subject.env
     by_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     kept = env.keys() & {"TMUX", "STY", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"}
@@ -96,7 +96,7 @@ def check_terminal(subject: Subject) -> Iterator[Finding]:
 
 
 def check_clock(subject: Subject) -> Iterator[Finding]:
-    """Compare the clock with something that must lie in the past."""
+    """Compare the clock with the time of ddpsafe's installation, which must be in the past."""
     del subject
     now_s = time.time()
     written_s = Path(__file__).stat().st_mtime
@@ -104,16 +104,16 @@ def check_clock(subject: Subject) -> Iterator[Finding]:
     if now_s < written_s - _TOLERANCE_S:
         yield warning(
             "DS-PROC-003",
-            f"The clock says {shown}, which is {written_s - now_s:.0f} s before ddpsafe was installed.",
+            f"The clock shows {shown}, which is {written_s - now_s:.0f} s before ddpsafe was installed.",
             cause="the clock of this host is wrong; certificates, logs and `make` rely on it.",
-            fix=to_copy("Let it be set:", "timedatectl set-ntp true   # or: chronyc makestep"),
+            fix=to_copy("Synchronise it:", "timedatectl set-ntp true   # or: chronyc makestep"),
         )
         return
-    yield ok("DS-PROC-003", f"The clock says {shown}.", synchronised=clock_is_synchronised())
+    yield ok("DS-PROC-003", f"The clock shows {shown}.", synchronised=clock_is_synchronised())
 
 
 def clock_is_synchronised() -> bool | None:
-    """Return whether the kernel's clock follows a time server, or None where the kernel does not say."""
+    """Return whether the kernel's clock follows a time server, or None if the kernel does not report it."""
     adjtimex = getattr(ctypes.CDLL(None), "adjtimex", None)
     if adjtimex is None:
         return None

@@ -1,4 +1,4 @@
-"""What a job needs of the host or its container: memory, cores, files, processes, what is shared."""
+"""What a job needs from the host or its container: memory, cores, files, processes, an init process."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._subject import Subject
 
 _MIB: Final = 1 << 20
-_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - it is the subject
+_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - it is what is checked
 _SHM_BROKEN_BYTES: Final = 1 * _MIB
 _SHM_AT_LAUNCH_BYTES: Final = 128 * _MIB
-_SHM_BYTES: Final = 1024 * _MIB
-_FILES: Final = 4096
+_SHM_LOW_BYTES: Final = 1024 * _MIB
+_FEWEST_FILES: Final = 4096
 _FILES_PER_RANK: Final = 16
 _FILES_BASE: Final = 64
 _PROCESSES_PER_RANK: Final = 64
 _THREADS_AT_START: Final = 16
 _RANK_BYTES: Final = 1024 * _MIB
 _RANK_AT_LAUNCH_BYTES: Final = 200 * _MIB
-"""What a rank takes for importing torch alone."""
+"""What a rank needs just to import torch."""
 _INFINIBAND: Final = Path("/sys/class/infiniband")
 
 
@@ -41,11 +41,11 @@ def _mib(count: float) -> str:
 
 
 def check_shared_memory(subject: Subject) -> Iterator[Finding]:
-    """Look at /dev/shm: batches of workers, NCCL's buffers and every semaphore live there."""
+    """Check /dev/shm, which has the batches of loader workers, NCCL's buffers and every semaphore."""
     if not sys.platform.startswith("linux"):  # elsewhere locks and shared memory have no directory
         return
     more = to_copy(
-        "Give the container more, or mount it larger; in Kubernetes an emptyDir with "
+        "Give the container more, or mount it larger; in Kubernetes mount an emptyDir with "
         "medium: Memory at /dev/shm:",
         "docker run --shm-size=8g …   # or --ipc=host",
         "mount -o remount,size=8G /dev/shm",
@@ -58,13 +58,13 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     except OSError as error:
         yield failed(
             "DS-LIM-001",
-            f"Shared memory (/dev/shm) cannot be written ({error.strerror}); no process with a lock can be started.",
+            f"Shared memory (/dev/shm) cannot be written ({error.strerror}); processes that share a lock cannot be started.",
             cause="it is full, read-only or not mounted.",
             fix=more,
         )
         return
     free_bytes = state.f_bavail * state.f_frsize
-    least = _SHM_AT_LAUNCH_BYTES if subject.at_launch else _SHM_BYTES
+    least = _SHM_AT_LAUNCH_BYTES if subject.at_launch else _SHM_LOW_BYTES
     if free_bytes >= least:
         fact = f"Shared memory (/dev/shm) has {_mib(free_bytes)} free."
         yield ok("DS-LIM-001", fact, free_bytes=free_bytes)
@@ -74,8 +74,8 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     yield make(
         "DS-LIM-001",
         f"Shared memory (/dev/shm) has {_mib(free_bytes)} free of {_mib(total_bytes)}; DataLoader workers and NCCL "
-        "pass their data there and end with a bus error when it is full.",
-        cause="containers get 64 MiB by default, or files of dead processes fill it (`ls /dev/shm`).",
+        "pass data through it and die with a bus error when it is full.",
+        cause="containers get 64 MiB by default, or files left by dead processes fill it (`ls /dev/shm`).",
         fix=more,
         free_bytes=free_bytes,
         total_bytes=total_bytes,
@@ -83,17 +83,17 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def check_open_files(subject: Subject) -> Iterator[Finding]:
-    """Look at the limit of open files; every worker's tensor may take one."""
+    """Check the limit of open files; every tensor from a loader worker may need one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = _FILES_BASE + _FILES_PER_RANK * subject.nproc
-    least = least if subject.at_launch else max(_FILES, least)
+    least = least if subject.at_launch else max(_FEWEST_FILES, least)
     if soft == resource.RLIM_INFINITY or soft >= least:
         yield ok("DS-LIM-002", f"{soft} files may be open.", soft=soft, hard=hard)
         return
     reachable = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     yield warning(
         "DS-LIM-002",
-        f"Only {soft} files may be open at once; pipes of ranks and tensors of workers need more.",
+        f"Only {soft} files may be open at once; the pipes of ranks and the tensors of loader workers need more.",
         cause="the default of the shell or of the container.",
         fix=to_copy("Raise it in the shell that starts the job:", f"ulimit -n {reachable}")
         if reachable > soft
@@ -107,7 +107,7 @@ def check_open_files(subject: Subject) -> Iterator[Finding]:
 
 
 def check_locked_memory(subject: Subject) -> Iterator[Finding]:
-    """Look at the limit of locked memory, which InfiniBand's buffers need."""
+    """Check the limit of locked memory, which InfiniBand needs for its buffers."""
     del subject
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     cards = sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
@@ -119,11 +119,11 @@ def check_locked_memory(subject: Subject) -> Iterator[Finding]:
         return
     yield warning(
         "DS-LIM-003",
-        f"Only {soft // 1024} KiB may be locked, and {', '.join(cards)} registers its buffers there; "
-        "NCCL fails with `ibv_reg_mr` or `Cannot allocate memory`.",
+        f"Only {soft // 1024} KiB of memory may be locked, and {', '.join(cards)} needs it for its "
+        "buffers; NCCL fails with `ibv_reg_mr` or `Cannot allocate memory`.",
         cause="the default of the shell, of the container or of slurmd.",
         fix=to_copy(
-            "Lift it where the job starts:",
+            "Raise it where the job starts:",
             "ulimit -l unlimited",
             "docker run --ulimit memlock=-1 …",
         ),
@@ -131,10 +131,10 @@ def check_locked_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def check_processes(subject: Subject) -> Iterator[Finding]:
-    """Count the processes that may still be started, threads included."""
+    """Count the processes and threads that may still be started."""
     left = read_limits().processes_left
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    # root is not bound by it; counting the threads of a user is too dear for a launch.
+    # The limit does not apply to root. Counting a user's threads is too slow for a launch.
     if not subject.at_launch and soft != resource.RLIM_INFINITY and os.geteuid() != 0:
         used = 0
         for process in psutil.process_iter(["uids", "num_threads"]):
@@ -155,7 +155,7 @@ def check_processes(subject: Subject) -> Iterator[Finding]:
     yield make(
         "DS-LIM-004",
         f"Only {left} more processes and threads may be started; {subject.nproc} ranks with their "
-        f"threads and workers take about {subject.nproc * _PROCESSES_PER_RANK}.",
+        f"threads and loader workers need about {subject.nproc * _PROCESSES_PER_RANK}.",
         cause="pids.max of the container, or `ulimit -u`, counts threads too.",
         fix=to_copy("Raise the limit:", "docker run --pids-limit=-1 …", "ulimit -u unlimited"),
         left=left,
@@ -163,22 +163,22 @@ def check_processes(subject: Subject) -> Iterator[Finding]:
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
-    """Compare the memory that is left with what the ranks take to start."""
+    """Compare the available memory with what the ranks need to start."""
     limits = read_limits()
     free = psutil.virtual_memory().available
     left = free if limits.memory_left_bytes is None else min(free, limits.memory_left_bytes)
     each = _RANK_AT_LAUNCH_BYTES if subject.at_launch else _RANK_BYTES
     bound = "" if limits.memory_bytes is None else f" (limit {_mib(limits.memory_bytes)})"
     if left >= each * subject.nproc:
-        yield ok("DS-LIM-005", f"{_mib(left)} of memory are left{bound}.", left_bytes=left)
+        yield ok("DS-LIM-005", f"{_mib(left)} of memory are available{bound}.", left_bytes=left)
         return
     yield warning(
         "DS-LIM-005",
-        f"{_mib(left)} of memory are left{bound} for {subject.nproc} ranks, which need about "
-        f"{_mib(each * subject.nproc)} before any data; the kernel kills what exceeds it.",
+        f"{_mib(left)} of memory are available{bound} for {subject.nproc} ranks, which need about "
+        f"{_mib(each * subject.nproc)} before any data; the kernel kills processes that need more.",
         cause="the limit of the container or of the scheduler's job, or other processes.",
         fix=to_copy(
-            "Ask for more, or start fewer ranks:",
+            "Request more, or start fewer ranks:",
             "docker run --memory=64g …   # sbatch --mem=64G",
             f"--nproc-per-node {max(1, left // each)}",
         ),
@@ -197,7 +197,7 @@ _LEAST_SHARE: Final = 0.95
 
 
 def check_cores(subject: Subject) -> Iterator[Finding]:
-    """Compare the cores that torch counts with the time that the container gets."""
+    """Compare the cores that torch counts with the container's CPU quota."""
     counted, share = count_cores(), read_limits().cores
     if share is None or share >= counted * _LEAST_SHARE:
         yield ok("DS-LIM-006", f"{counted} cores may be used.", cores=counted)
@@ -211,11 +211,11 @@ def check_cores(subject: Subject) -> Iterator[Finding]:
     )
     yield warning(
         "DS-LIM-006",
-        f"The container gets {share:g} cores' worth of time, but {counted} cores are visible, and "
+        f"The container's quota is {share:g} cores, but {counted} cores are visible, and "
         f"torch starts threads for all of them{ranks}.",
-        cause="a quota (docker --cpus, limits.cpu of Kubernetes) limits time and hides no cores.",
+        cause="a quota (docker --cpus, limits.cpu of Kubernetes) limits CPU time but hides no cores.",
         fix=to_copy(
-            "Say how many threads each rank may have, and how many ranks:",
+            "Set the number of threads per rank and the number of ranks:",
             f"export OMP_NUM_THREADS={threads}",
             f"--nproc-per-node {min(subject.nproc, whole_cores(share))}",
         ),
@@ -225,25 +225,25 @@ def check_cores(subject: Subject) -> Iterator[Finding]:
 
 
 def check_sharing(subject: Subject) -> Iterator[Finding]:
-    """Say what kind of container this is, and warn of one without a reaper of dead processes."""
+    """Report the kind of container, and warn if no init process reaps its dead processes."""
     kind = find_container(subject.env)
     if kind is None:
-        yield ok("DS-LIM-007", "No container is recognised.")
+        yield ok("DS-LIM-007", "No container was detected.")
         return
     if os.getpid() == 1:
         yield warning(
             "DS-LIM-007",
-            f"This process is the first one of its {kind} container: processes whose "
-            "parents have ended are never reaped, and signals without a handler do not reach it.",
+            f"This process is PID 1 of its {kind} container: orphaned processes are never reaped, "
+            "and signals without a handler do not reach it.",
             cause="the script is the container's command.",
-            fix=to_copy("Let an init come first:", "docker run --init …"),
+            fix=to_copy("Run it under an init process:", "docker run --init …"),
         )
         return
     yield ok("DS-LIM-007", f"This is a {kind} container.", container=kind)
 
 
 def find_container(env: Mapping[str, str]) -> str | None:
-    """Return what kind of container this process runs in, if it shows."""
+    """Return the kind of container that this process runs in, or None if none was detected."""
     if "KUBERNETES_SERVICE_HOST" in env:
         return "Kubernetes"
     for kind, mark in _MARKS.items():

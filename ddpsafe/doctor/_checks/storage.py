@@ -1,4 +1,4 @@
-"""Directories: data paths ready, the run and the temporary directory writable, with room, fast enough."""
+"""Directories: data paths, the run directory and the temporary directory; usable, with room, fast."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._subject import Subject
 
 _MIB: Final = 1 << 20
-_ROOM_BYTES: Final = 1024 * _MIB
+_LOW_ROOM_BYTES: Final = 1024 * _MIB
 _ROOM_AT_LAUNCH_BYTES: Final = 64 * _MIB
 _BROKEN_BYTES: Final = 4 * _MIB
-_INODES: Final = 1000
+_FEWEST_INODES: Final = 1000
 _CHUNK: Final = bytes(1 * _MIB)
 _CHUNKS: Final = 32
 _LONGEST_WRITE_S: Final = 2.0
 _SLOW_BYTES_PER_S: Final = 20e6
-_SOCKET_PATH_BYTES: Final = 107
+_SOCKET_PATH_BYTES: Final = 107  # sun_path of struct sockaddr_un without its final zero
 _SOCKET_NAME_BYTES: Final = len("/pymp-12345678/listener-12345678")
 
-_PATIENCE: Final = timedelta(seconds=3)
+_PATH_LIMIT: Final = timedelta(seconds=3)
 _NETWORK: Final = frozenset(
     ("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p")
 )
 
 
 def check_ready(subject: Subject) -> Iterator[Finding]:
-    """Look at every data path once, as the launch will."""
+    """Check every data path once, as the launch will."""
     for name, wanted in subject.config.data_paths.items():
-        problems = PathWatch(wanted).look(_PATIENCE)
+        problems = PathWatch(wanted).look(_PATH_LIMIT)
         for problem in problems:
             yield failed(
                 "DS-PATH-001",
@@ -57,16 +57,16 @@ def check_ready(subject: Subject) -> Iterator[Finding]:
 
 
 def check_storage(subject: Subject) -> Iterator[Finding]:
-    """Say on which file system each data path lies, and warn of one that loses reads."""
+    """Report the file system of each data path, and warn about one on which reads can fail."""
     for name, wanted in subject.config.data_paths.items():
         kind, options = find_storage(wanted.path)
         where = "network" if is_network(kind) else "local"
         if is_network(kind) and "soft" in options.split(","):
             yield warning(
                 "DS-PATH-002",
-                f"Data path {name!r} lies on {kind}, mounted `soft`: a busy server makes reads fail "
+                f"Data path {name!r} is on {kind}, mounted `soft`: if the server is busy, reads fail "
                 "with an error in the middle of an epoch.",
-                cause="the option `soft` of the mount.",
+                cause="the mount option `soft`.",
                 fix=to_copy(
                     "Mount it `hard`:", f"mount -o remount,hard {find_mount_point(wanted.path)}"
                 ),
@@ -75,16 +75,16 @@ def check_storage(subject: Subject) -> Iterator[Finding]:
         else:
             yield ok(
                 "DS-PATH-002",
-                f"Data path {name!r} lies on {where} storage ({kind}).",
+                f"Data path {name!r} is on {where} storage ({kind}).",
                 file_system=kind,
             )
 
 
 def find_storage(path: Path) -> tuple[str, str]:
-    """Return kind and options of the file system that a path lies on."""
+    """Return the type and mount options of the file system of a path."""
     with contextlib.suppress(OSError):
         point = str(find_mount_point(path))
-        # The last one mounted on a point hides the others.
+        # The last mount on a mount point hides the earlier ones.
         for partition in reversed(psutil.disk_partitions(all=True)):
             if partition.mountpoint == point:
                 return partition.fstype, partition.opts
@@ -92,12 +92,12 @@ def find_storage(path: Path) -> tuple[str, str]:
 
 
 def is_network(kind: str) -> bool:
-    """Tell whether a file system of this kind is served by another host."""
+    """Return whether another host serves a file system of this type."""
     return kind in _NETWORK or kind.startswith("fuse.")
 
 
-def place_of(subject: Subject) -> Path:
-    """Return the deepest directory that exists of where the launch writes."""
+def _existing_run_dir(subject: Subject) -> Path:
+    """Return the run directory, or its deepest parent that exists."""
     wanted = subject.config.run_dir
     if wanted is None:
         return Path(tempfile.gettempdir())
@@ -105,7 +105,7 @@ def place_of(subject: Subject) -> Path:
 
 
 def check_temporary_directory(subject: Subject) -> Iterator[Finding]:
-    """Look whether there is a temporary directory, the one asked for, short enough for sockets."""
+    """Check that the temporary directory is the requested one and short enough for socket paths."""
     asked = next(
         (subject.env[name] for name in ("TMPDIR", "TEMP", "TMP") if subject.env.get(name)), None
     )
@@ -116,7 +116,7 @@ def check_temporary_directory(subject: Subject) -> Iterator[Finding]:
             "DS-PATH-006",
             f"There is no temporary directory that can be written ({error}).",
             cause="a read-only root file system without a writable /tmp, or a full disk.",
-            fix=to_copy("Name one that can:", "export TMPDIR=/path/with/room"),
+            fix=to_copy("Name one that can be written:", "export TMPDIR=/path/with/room"),
         )
         return
     path = Path(used)
@@ -125,9 +125,9 @@ def check_temporary_directory(subject: Subject) -> Iterator[Finding]:
         yield warning(
             "DS-PATH-006",
             f"TMPDIR={asked!r} does not exist; files go to {used}, without a warning.",
-            cause="a scheduler's directory that is made for the job on other nodes only, or was removed.",
+            cause="a directory that the scheduler creates on other nodes only, or has removed.",
             fix=to_copy(
-                "Make it, or take the variable out:",
+                "Create it, or unset the variable:",
                 f"mkdir -p {shlex.quote(asked)}",
                 "unset TMPDIR",
             ),
@@ -138,16 +138,16 @@ def check_temporary_directory(subject: Subject) -> Iterator[Finding]:
             "DS-PATH-006",
             f"The path of the temporary directory is too long for sockets ({length} of "
             f"{_SOCKET_PATH_BYTES} bytes): {used}.",
-            cause="TMPDIR points deep into a tree; the forkserver and DataLoader workers make sockets there.",
-            fix=to_copy("Take a short one:", "export TMPDIR=/tmp"),
+            cause="TMPDIR points deep into a tree; the forkserver and DataLoader workers create sockets there.",
+            fix=to_copy("Use a short one:", "export TMPDIR=/tmp"),
         )
     else:
         yield ok("DS-PATH-006", f"Temporary files go to {path}.")
 
 
 def check_writing(subject: Subject) -> Iterator[Finding]:
-    """Make a file where the launch will make its own."""
-    place = place_of(subject)
+    """Create a file where the launch will create its own."""
+    place = _existing_run_dir(subject)
     try:
         if not place.is_dir():
             raise NotADirectoryError(20, "Not a directory", str(place))
@@ -162,7 +162,7 @@ def check_writing(subject: Subject) -> Iterator[Finding]:
             f"{'there' if wanted in (None, place) else f'below it, to {wanted}'}.",
             cause="it is mounted read-only, belongs to another user, or is full.",
             fix=to_copy(
-                "Name a directory that can be written, or look at this one:",
+                "Name a directory that can be written, or check this one:",
                 "export DDPSAFE_RUN_DIR=/path/with/room"
                 if wanted
                 else "export TMPDIR=/path/with/room",
@@ -174,13 +174,13 @@ def check_writing(subject: Subject) -> Iterator[Finding]:
 
 
 def check_room(subject: Subject) -> Iterator[Finding]:
-    """Count the bytes and the files that the run directory still takes."""
-    place = place_of(subject)
+    """Check how many bytes and files the run directory still has room for."""
+    place = _existing_run_dir(subject)
     state = os.statvfs(place)
     free_bytes = state.f_bavail * state.f_frsize
     inodes = state.f_favail if state.f_files else None
-    least = _ROOM_AT_LAUNCH_BYTES if subject.at_launch else _ROOM_BYTES
-    few = inodes is not None and inodes < _INODES
+    least = _ROOM_AT_LAUNCH_BYTES if subject.at_launch else _LOW_ROOM_BYTES
+    few = inodes is not None and inodes < _FEWEST_INODES
     if free_bytes >= least and not few:
         yield ok(
             "DS-PATH-004", f"{place} has {free_bytes / _MIB:,.0f} MiB free.", free_bytes=free_bytes
@@ -189,14 +189,14 @@ def check_room(subject: Subject) -> Iterator[Finding]:
     broken = not subject.at_launch and (free_bytes < _BROKEN_BYTES or inodes == 0)
     make = failed if broken else warning
     what = (
-        f"room for {inodes} more files only" if few else f"only {free_bytes / _MIB:,.0f} MiB free"
+        f"room for only {inodes} more files" if few else f"only {free_bytes / _MIB:,.0f} MiB free"
     )
     yield make(
         "DS-PATH-004",
         f"{place} has {what}; logs, reports and checkpoints go there.",
         cause="old runs, caches or core dumps fill the file system, or a quota does.",
         fix=to_copy(
-            "See what fills it, or name another place:",
+            "See what fills it, or name another directory:",
             f"du -xh --max-depth=1 {place} | sort -h | tail",
             "export DDPSAFE_RUN_DIR=/path/with/room",
         ),
@@ -206,8 +206,8 @@ def check_room(subject: Subject) -> Iterator[Finding]:
 
 
 def check_speed(subject: Subject) -> Iterator[Finding]:
-    """Write a little and wait until it is on the disk."""
-    place = place_of(subject)
+    """Measure how fast written data reaches the disk of the run directory."""
+    place = _existing_run_dir(subject)
     began_s = time.monotonic()
     written = 0
     try:
@@ -217,15 +217,15 @@ def check_speed(subject: Subject) -> Iterator[Finding]:
                 probe.flush()
                 os.fsync(probe.fileno())
                 written += 1
-    except OSError:  # DS-PATH-003 and DS-PATH-004 say so
+    except OSError:  # reported by DS-PATH-003 and DS-PATH-004
         return
     speed = written * _MIB / max(time.monotonic() - began_s, 1e-6)
     if speed >= _SLOW_BYTES_PER_S:
-        yield ok("DS-PATH-005", f"{place} takes {speed / 1e6:.0f} MB/s.", bytes_per_s=speed)
+        yield ok("DS-PATH-005", f"{place} is written at {speed / 1e6:.0f} MB/s.", bytes_per_s=speed)
         return
     yield warning(
         "DS-PATH-005",
-        f"{place} takes {speed / 1e6:.1f} MB/s only; a checkpoint of 10 GB takes "
+        f"{place} is written at only {speed / 1e6:.1f} MB/s; a checkpoint of 10 GB takes "
         f"{10e9 / max(speed, 1) / 60:.0f} min while the other ranks wait.",
         cause="a network file system or a disk that others keep busy.",
         fix=to_copy(

@@ -1,4 +1,4 @@
-"""Environment variables as a rank reads them: of launchers, for debugging, MASTER_ADDR and MASTER_PORT."""
+"""Environment variables as a rank reads them: of launchers, threads, debugging, and MASTER_*."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._checks import Check
     from ddpsafe.doctor._subject import Subject
 
-_PLACE: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
+_RANK_VARIABLES: Final = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "NODE_RANK",
+)
 _DEBUG_LEVELS: Final = frozenset({"OFF", "INFO", "DETAIL"})
 _RENAMED: Final = {
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -28,41 +35,40 @@ _RENAMED: Final = {
     "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
 }
 _SLOW: Final = {
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
-    "NCCL_P2P_DISABLE": "GPUs of this host talk through memory instead of directly",
-    "NCCL_SHM_DISABLE": "GPUs of this host talk through the network",
-    "NCCL_IB_DISABLE": "hosts talk over TCP although there may be InfiniBand",
+    "CUDA_LAUNCH_BLOCKING": "every kernel launch waits for the kernel to finish",
+    "NCCL_P2P_DISABLE": "GPUs of this host exchange data through memory instead of directly",
+    "NCCL_SHM_DISABLE": "GPUs of this host exchange data through the network",
+    "NCCL_IB_DISABLE": "hosts exchange data over TCP although there may be InfiniBand",
 }
 
 
-def check_place(subject: Subject) -> Iterator[Finding]:
+def check_launcher(subject: Subject) -> Iterator[Finding]:
     """Read the launcher's variables as `launch` would."""
     try:
         world = find_world(subject.env)
     except ConfigError as error:
-        said = error.explanation
-        names = [name for name in _PLACE if name in os.environ]
+        names = [name for name in _RANK_VARIABLES if name in os.environ]
         yield failed(
             "DS-ENV-001",
-            said.what,
-            cause=said.cause or "variables left over in the shell.",
+            error.explanation.what,
+            cause=error.explanation.cause or "variables left over in the shell.",
             fix=to_copy(
-                "Start the script with a launcher that sets all of them, or take them out:",
+                "Start the script with a launcher that sets all of them, or unset them:",
                 f"unset {' '.join(names)}",
             )
             if names
-            else said.fix or "Start the script with a launcher.",
+            else error.explanation.fix or "Start the script with a launcher.",
         )
         return
     if world is None:
-        yield ok("DS-ENV-001", "No launcher has started this process.")
+        yield ok("DS-ENV-001", "No launcher started this process.")
     else:
         yield ok("DS-ENV-001", f"Started by {world.started_by} as {world}.", rank=world.rank)
 
 
 def check_leftovers(subject: Subject) -> Iterator[Finding]:
-    """Look for variables that make a launch attach to a job that does not exist."""
-    left = [name for name in _PLACE if name in subject.env]
+    """Check for variables that make a launch attach to a job that does not exist."""
+    left = [name for name in _RANK_VARIABLES if name in subject.env]
     if "TORCHELASTIC_USE_AGENT_STORE" in subject.env:
         left.append("TORCHELASTIC_USE_AGENT_STORE")
     by_launcher = {"TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "DDPSAFE_LAUNCH_ID"} & subject.env.keys()
@@ -97,12 +103,12 @@ def check_threads(subject: Subject) -> Iterator[Finding]:
             f"of {cores} cores.",
         )
         return
-    # OpenMP takes a list too, one number for each level of nesting.
+    # OpenMP also accepts a list, one number for each level of nesting.
     place = find_place(subject.config, "OMP_NUM_THREADS")
     first = text.split(",")[0].strip()
     threads = int(first) if first.isdecimal() else 0
     fix = to_copy(
-        "Let the launch choose, or choose:",
+        "Let the launch choose, or set it:",
         place.unset_line("OMP_NUM_THREADS"),
         place.set_line("OMP_NUM_THREADS", str(fitting)),
     )
@@ -127,7 +133,7 @@ def check_threads(subject: Subject) -> Iterator[Finding]:
 
 
 def check_debugging(subject: Subject) -> Iterator[Finding]:
-    """Look for debugging variables that break or slow a job."""
+    """Check for debugging variables that break or slow down a job."""
     level = subject.env.get("TORCH_DISTRIBUTED_DEBUG")
     if level is not None and level.upper() not in _DEBUG_LEVELS:
         yield failed(
@@ -135,7 +141,7 @@ def check_debugging(subject: Subject) -> Iterator[Finding]:
             f"TORCH_DISTRIBUTED_DEBUG={level!r} is not a level; torch ends every rank that reads it.",
             cause="a typo; the levels are OFF, INFO and DETAIL.",
             fix=to_copy(
-                "Write a level, or take it out:",
+                "Set a valid level, or unset it:",
                 find_place(subject.config, "TORCH_DISTRIBUTED_DEBUG").set_line(
                     "TORCH_DISTRIBUTED_DEBUG", "INFO"
                 ),
@@ -149,15 +155,15 @@ def check_debugging(subject: Subject) -> Iterator[Finding]:
         yield warning(
             "DS-ENV-006",
             f"{name}={subject.env[name]!r} slows the job down: {why}.",
-            cause="it was set to find a fault, and is still there.",
+            cause="it was set for debugging and is still set.",
             fix=to_copy(
-                "If the fault is found:", find_place(subject.config, name).unset_line(name)
+                "If you no longer need it:", find_place(subject.config, name).unset_line(name)
             ),
         )
     for name, new in old.items():
         yield warning(
             "DS-ENV-006",
-            f"{name} is the old name of {new}, and torch warns of it or does not read it.",
+            f"{name} is the old name of {new}, and torch warns about it or ignores it.",
             cause="advice written for torch before 2.2.",
             fix=to_copy("Rename it:", f"export {new}={subject.env[name]}", f"unset {name}"),
         )
@@ -184,8 +190,8 @@ def check_address(subject: Subject) -> Iterator[Finding]:
     elif plain_host(host) != host:
         yield warning(
             "DS-ENV-003",
-            f"MASTER_ADDR={host!r} has brackets: ddpsafe reads it, torch by itself does not.",
-            cause="the way to write an IPv6 address where a port follows.",
+            f"MASTER_ADDR={host!r} has brackets: ddpsafe accepts them, torch itself does not.",
+            cause="an IPv6 address is written like this in front of a port.",
             fix=to_copy(
                 "Write the address alone:",
                 find_place(subject.config, "MASTER_ADDR").set_line("MASTER_ADDR", plain_host(host)),
@@ -196,7 +202,7 @@ def check_address(subject: Subject) -> Iterator[Finding]:
 
 
 def _severity(subject: Subject) -> Callable[..., Finding]:
-    """Return how bad it is: an endpoint that is given by hand goes before the variables."""
+    """Return `failed`, or `warning` if an explicit endpoint overrides MASTER_ADDR."""
     return failed if subject.config.rendezvous.endpoint is None else warning
 
 
@@ -206,7 +212,7 @@ def _unusable(subject: Subject, host: str, error: ValidationError) -> Finding:
     return _severity(subject)(
         "DS-ENV-003",
         f"MASTER_ADDR={host!r} is not a host: {context.get('why', 'it cannot be read')}.",
-        cause="a line break of a command's output, a URL, or an address with its port.",
+        cause="a line break from a command's output, a URL, or an address with its port.",
         fix=to_copy(
             "Write the host alone, as a name or an address:", f"export MASTER_ADDR={example}"
         ),
@@ -216,10 +222,10 @@ def _unusable(subject: Subject, host: str, error: ValidationError) -> Finding:
 def _loopback(subject: Subject, host: str) -> Finding:
     return _severity(subject)(
         "DS-ENV-003",
-        f"MASTER_ADDR={host!r} is each node itself, so {subject.nnodes} nodes never reach each other there.",
+        f"MASTER_ADDR={host!r} is loopback: each of the {subject.nnodes} nodes would connect to itself.",
         cause="a script written for one machine.",
         fix=to_copy(
-            "Write the first node's name or address on all nodes; this prints it there:",
+            "Set it to the first node's name or address on all nodes; this prints it on that node:",
             "hostname -I",
         ),
     )
@@ -235,17 +241,17 @@ def check_port(subject: Subject) -> Iterator[Finding]:
     if is_number and int(text) in _PORTS:
         yield ok("DS-ENV-004", f"MASTER_PORT={text} can be used.")
         return
-    why = "no number" if not is_number else "outside of 1024 to 65535"
+    why = "not a number" if not is_number else "outside 1024 to 65535"
     yield failed(
         "DS-ENV-004",
         f"MASTER_PORT={text!r} is {why}.",
         cause="a typo; ports below 1024 need root, and the highest port is 65535.",
-        fix=to_copy("Write a port, the same on all nodes:", "export MASTER_PORT=29500"),
+        fix=to_copy("Set a valid port, the same on all nodes:", "export MASTER_PORT=29500"),
     )
 
 
 CHECKS: Final[tuple[Check, ...]] = (
-    check_place,
+    check_launcher,
     check_leftovers,
     check_threads,
     check_debugging,

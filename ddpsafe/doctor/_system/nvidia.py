@@ -1,4 +1,4 @@
-"""The driver's own view of the GPUs, through nvidia-ml-py where it is installed."""
+"""The driver's view of the GPUs, through nvidia-ml-py if it is installed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Driver:
     """The NVIDIA driver.
 
     Attributes:
-        version: As NVIDIA counts drivers, e.g. "550.54.15".
-        cuda: The newest CUDA it can do, major and minor.
+        version: The driver version, e.g. "550.54.15".
+        cuda: The newest CUDA version it supports, major and minor.
     """
 
     version: str
@@ -29,17 +29,17 @@ class Driver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """One GPU as the driver knows it; what it does not know of is ``None``.
+    """One GPU as the driver reports it, with None for what it does not report.
 
     Attributes:
-        index: As nvidia-smi counts, CUDA_VISIBLE_DEVICES aside.
+        index: As nvidia-smi counts, regardless of CUDA_VISIBLE_DEVICES.
         name: Model.
         compute_mode: 0 default, 2 prohibited, 3 one process only.
         total_bytes: Memory.
         used_bytes: Memory in use by any process.
-        pids: Processes that compute on it.
-        uncorrected_errors: Double-bit errors of the memory since the last reset.
-        remapping: Whether a row could not be remapped, or waits for a reset to be.
+        pids: Compute processes on it.
+        uncorrected_errors: Uncorrectable memory errors since the driver was loaded.
+        remapping: Whether remapping a row has failed or waits for a reset.
     """
 
     index: int
@@ -53,23 +53,23 @@ class Health:
 
 
 def count_device_nodes() -> int:
-    """Return how many GPUs the driver has made devices for; costs a listing of one directory."""
+    """Return how many GPUs the driver has created devices for, from a listing of /dev."""
     with contextlib.suppress(OSError):
         return sum(1 for path in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", path.name))
     return 0
 
 
 def find_driver_error() -> Exception | None:
-    """Return why the driver cannot be asked, ImportError without nvidia-ml-py; None when it can."""
+    """Return why the driver cannot be queried (ImportError: no nvidia-ml-py), or None if it can."""
     try:
         with open_driver():
             return None
-    except Exception as error:  # noqa: BLE001 - NVMLError, made at run time by pynvml
+    except Exception as error:  # noqa: BLE001 - NVMLError, a class that pynvml creates at run time
         return error
 
 
 def read_driver() -> Driver | None:
-    """Return the driver, or None where there is none or it cannot be asked."""
+    """Return the driver, or None if there is none or it cannot be queried."""
     with contextlib.suppress(Exception), open_driver() as nvml:
         number = nvml.nvmlSystemGetCudaDriverVersion()
         cuda = (number // 1000, number % 1000 // 10)
@@ -78,14 +78,14 @@ def read_driver() -> Driver | None:
 
 
 def read_health() -> list[Health]:
-    """Return every GPU that the driver knows; none where it cannot be asked."""
+    """Return every GPU that the driver reports; none if it cannot be queried."""
     with contextlib.suppress(Exception), open_driver() as nvml:
         return [_health(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
     return []
 
 
 def find_unlinked() -> list[tuple[int, int]]:
-    """Return the pairs of GPUs that cannot reach each other's memory."""
+    """Return the pairs of GPUs that cannot access each other's memory."""
     with contextlib.suppress(Exception), open_driver() as nvml:
         handles = [
             nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
@@ -102,32 +102,32 @@ def find_unlinked() -> list[tuple[int, int]]:
 
 def _health(nvml: Any, index: int) -> Health:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = _asked(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-    processes = _asked(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
-    remapped = _asked(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
+    memory = _query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    processes = _query(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
+    remapped = _query(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
     return Health(
         index=index,
         name=_text(nvml.nvmlDeviceGetName(handle)),
-        compute_mode=_asked(lambda: int(nvml.nvmlDeviceGetComputeMode(handle))),
+        compute_mode=_query(lambda: int(nvml.nvmlDeviceGetComputeMode(handle))),
         total_bytes=None if memory is None else int(memory.total),
         used_bytes=None if memory is None else int(memory.used),
         pids=tuple(process.pid for process in processes),
-        uncorrected_errors=_asked(
+        uncorrected_errors=_query(
             lambda: int(
                 nvml.nvmlDeviceGetTotalEccErrors(
                     handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
                 )
             )
         ),
-        # correctable, uncorrectable, pending, failed
+        # The tuple is (correctable, uncorrectable, pending, failed).
         remapping=None if remapped is None else bool(remapped[2] or remapped[3]),
     )
 
 
-def _asked(question: Callable[[], Any]) -> Any:
-    """Return the answer, or None: each GPU supports other questions."""
+def _query(call: Callable[[], Any]) -> Any:
+    """Return the result of an NVML call, or None: not every GPU supports every query."""
     with contextlib.suppress(Exception):
-        return question()
+        return call()
     return None
 
 

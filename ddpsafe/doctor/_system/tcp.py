@@ -1,4 +1,4 @@
-"""What the kernel knows about connections, neighbours and addresses of other hosts."""
+"""What the kernel knows about connections, neighbours and routes to other hosts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def addresses_of(host: str, port: int, *, limit_s: float) -> list[str]:
-    """Resolve a host, waiting no longer than `limit_s`.
+    """Resolve a host within `limit_s`.
 
     Raises:
-        OSError: When it does not resolve.
-        TimeoutError: When the resolver has not answered by then.
+        OSError: It does not resolve.
+        TimeoutError: The resolver has not answered in time.
     """
     if find_address(host) is not None:
         return [host]
@@ -47,16 +47,16 @@ class TcpState:
     """One connection, as the kernel sees it.
 
     Attributes:
-        retransmits: How often in a row it has sent the same data without an acknowledgement.
-        unacknowledged: Whether something is on its way, or waits to be.
-        segment_bytes: The most it puts into one packet.
-        path_mtu_bytes: What it takes the path's MTU for.
-        round_trip_s: The shortest round trip seen; None where it is not known.
-        packets: Packets with data that it has sent, each counted once.
-        resent: Packets that were lost: sent again, without those that the other side reports to have
-            had already. A busy host answers late, and the kernel then sends again what did arrive.
-        acknowledged_bytes: What has arrived.
-        rate_bytes_per_s: How fast, by the times of the acknowledgements; None where it is not known.
+        retransmits: Consecutive retransmissions of the same unacknowledged data.
+        unacknowledged: Whether data is in flight or waits to be sent.
+        segment_bytes: The most data it puts into one packet.
+        path_mtu_bytes: Its estimate of the path's MTU.
+        round_trip_s: The shortest round trip seen; None if unknown.
+        packets: Packets with data that it has sent, without retransmissions.
+        resent: Lost packets: retransmissions, except those that the other side reported as
+            duplicates. A busy host acknowledges late, and the kernel then resends what did arrive.
+        acknowledged_bytes: Data that has arrived.
+        rate_bytes_per_s: The delivery rate, from the acknowledgements; None if unknown.
     """
 
     retransmits: int
@@ -71,7 +71,7 @@ class TcpState:
 
 
 def find_tcp_state(connection: socket.socket) -> TcpState | None:
-    """Return the state of a connection; None where the system does not tell."""
+    """Return the state of a connection, or None if the system does not report it."""
     option = getattr(socket, "TCP_INFO", None)
     if option is None:
         return None
@@ -114,18 +114,18 @@ _INCOMPLETE, _FAILED = 0x01, 0x20
 MAIN_TABLE: Final = 254
 _NLMSG, _RTMSG, _RTATTR = struct.Struct("=IHHII"), struct.Struct("=BBBBBBBBI"), struct.Struct("=HH")
 _NDMSG: Final = struct.Struct("=BBHiHBB")
-_REFUSED_ROUTES: Final = Path("/proc/net/route")
+_IPV4_ROUTES: Final = Path("/proc/net/route")
 
 
 def is_silent_neighbour(address: str) -> bool:
-    """Tell whether an address of this host's own network does not even answer to ARP, or NDP.
+    """Return whether an address in a network of this host does not even answer ARP or NDP.
 
-    No firewall does that: the host is off, its cable is out, or it is in another network.
+    A firewall does not cause that: the host is off, unplugged, or in another network.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     wanted = socket.inet_pton(family, address)
     request = _NDMSG.pack(family, 0, 0, 0, 0, 0, 0)
-    for kind, body in _ask_kernel(_GET_NEIGHBOUR, request, flags=_DUMP):
+    for kind, body in _query_kernel(_GET_NEIGHBOUR, request, flags=_DUMP):
         if kind == _NEW_NEIGHBOUR:
             state = _NDMSG.unpack_from(body)[4]
             if _attributes(body[_NDMSG.size :]).get(_NEIGHBOUR_DST) == wanted:
@@ -137,9 +137,9 @@ class FoundRoute(NamedTuple):
     """What the kernel does with packets to an address.
 
     Attributes:
-        interface: By which they leave; empty where a route or rule refuses them.
-        prefix: What the route is for; empty where the kernel does not say.
-        table: The routing table that it is in.
+        interface: Where they leave; empty if a route or rule rejects them.
+        prefix: The destination of the route; empty if the kernel does not report it.
+        table: The routing table of the route.
     """
 
     interface: str
@@ -148,14 +148,14 @@ class FoundRoute(NamedTuple):
 
 
 def find_route(address: str, source: str = "") -> FoundRoute | None:
-    """Return what the kernel does with packets to an address, as `ip route get fibmatch` shows it.
+    """Return what the kernel does with packets to an address, like `ip route get fibmatch`.
 
     Args:
-        address: Where they go.
-        source: The own address that they come from: rules may look at it.
+        address: Their destination.
+        source: Their source address, on which routing rules may depend.
 
     Returns:
-        None where the system does not tell.
+        The route, or None if the system does not report it.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     ends = [(_DST, address)] + ([(_SRC, source)] if (":" in source) is (":" in address) else [])
@@ -164,9 +164,9 @@ def find_route(address: str, source: str = "") -> FoundRoute | None:
     bits = [len(raw) * 8 for _, raw in packed]
     of_source, flags = bits[1] if len(bits) > 1 else 0, _LOOKUP_TABLE | _FIB_MATCH
     route = _RTMSG.pack(family, bits[0], of_source, 0, 0, 0, 0, 0, flags)
-    for kind, body in _ask_kernel(_GET_ROUTE, route + attributes):
+    for kind, body in _query_kernel(_GET_ROUTE, route + attributes):
         if kind == _ERROR:
-            return FoundRoute("", _find_refused(address))
+            return FoundRoute("", _find_rejecting_network(address))
         if kind == _NEW_ROUTE:
             length, table = _RTMSG.unpack_from(body)[1], _RTMSG.unpack_from(body)[4]
             found = _attributes(body[_RTMSG.size :])
@@ -181,11 +181,11 @@ def find_route(address: str, source: str = "") -> FoundRoute | None:
     return None
 
 
-def _find_refused(address: str) -> str:
-    """Return the network that a route of the main table refuses packets to, the smallest one."""
+def _find_rejecting_network(address: str) -> str:
+    """Return the smallest network around an address that a route of the main table rejects."""
     found = []
     try:
-        lines = _REFUSED_ROUTES.read_text().splitlines()[1:]
+        lines = _IPV4_ROUTES.read_text().splitlines()[1:]
     except OSError:
         return ""
     for line in lines:
@@ -197,8 +197,8 @@ def _find_refused(address: str) -> str:
     return str(max(fitting, key=lambda each: each.prefixlen)) if fitting else ""
 
 
-def _ask_kernel(kind: int, body: bytes, *, flags: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield the answers to one question about routes or neighbours; none where nothing answers."""
+def _query_kernel(kind: int, body: bytes, *, flags: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield the replies to one netlink request about routes or neighbours; none on any error."""
     request = _NLMSG.pack(_NLMSG.size + len(body), kind, _REQUEST | flags, 1, 0) + body
     with (
         contextlib.suppress(OSError, AttributeError, struct.error),

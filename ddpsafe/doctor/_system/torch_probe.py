@@ -1,4 +1,4 @@
-"""torch, asked in a process of its own: a broken one or a hanging driver ends that process only."""
+"""Probe torch in a process of its own, so that a broken torch or a hanging driver ends only that."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from ddpsafe._clock import Deadline
 
 _PROGRAM: Final = Path(__file__).with_name("torch_probe_program.py")
-# `python -c` puts the current directory first: a torch.py that lies there is found as a script
-# of that directory would find it.
+# `python -c` puts the current directory first on sys.path, so the probe finds a torch.py there, as a
+# script of that directory would.
 _WITH_DIRECTORY: Final = (
     "import sys; del sys.argv[0]; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 WITHOUT_DIRECTORY: Final = "import sys; sys.path[:] = filter(None, sys.path);" + _WITH_DIRECTORY
-"""For ``python -c``: run the script that the first argument names, and import nothing from the
-current directory, as ``python -P`` does from Python 3.11 on."""
-_LAST_CHARS: Final = 2000
+"""For ``python -c``: run the script named by the first argument, and import nothing from the
+current directory, like ``python -P`` since Python 3.11."""
+_STDERR_CHARS: Final = 2000
 
 
 class TorchProbe:
-    """One process that imports torch and tries the GPUs, while other checks go on."""
+    """A process that imports torch and tries the GPUs while other checks run."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         """Start the process."""
@@ -47,54 +47,54 @@ class TorchProbe:
             env={**env, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
-        self._said: dict[str, Any] | None = None
+        self._results: dict[str, Any] | None = None
 
-    def said(self, deadline: Deadline) -> dict[str, Any]:
-        """Return what the process said by `deadline`, ending it where it has not ended by then.
+    def results(self, deadline: Deadline) -> dict[str, Any]:
+        """Return what the process has reported by `deadline`, and kill it if it has not exited.
 
-        Keys are the stages of the program; ``stage`` is the one it was in last, ``timed_out``
-        whether it had to be ended, ``returncode`` its exit status, ``stderr`` its last words.
+        Keys are the stages of the program; ``stage`` is its last one, ``timed_out`` whether it was
+        killed, ``returncode`` its exit status, ``stderr`` the end of its output there.
         """
-        if self._said is None:
+        if self._results is None:
             timed_out = False
             try:
                 self._process.wait(deadline.remaining_s())
             except subprocess.TimeoutExpired:
                 timed_out = True
-            self._end()
+            self._kill()
             self._lines.seek(0)
             stages: dict[str, Any] = {}
             for line in self._lines.read().decode("utf-8", "replace").splitlines():
-                with contextlib.suppress(ValueError):  # the line was cut off with its process
+                with contextlib.suppress(ValueError):  # the process died in the middle of a line
                     stages.update(json.loads(line))
             self._errors.seek(0)
-            self._said = {
+            self._results = {
                 **stages,
                 "timed_out": timed_out,
                 "waited_s": deadline.waited_s(),
                 "returncode": self._process.returncode,
-                "stderr": self._errors.read().decode("utf-8", "replace")[-_LAST_CHARS:],
+                "stderr": self._errors.read().decode("utf-8", "replace")[-_STDERR_CHARS:],
             }
-        return self._said
+        return self._results
 
     def close(self) -> None:
-        """End the process if it still runs, and let the files go."""
-        self._end()
+        """Kill the process if it still runs, and close its files."""
+        self._kill()
         self._lines.close()
         self._errors.close()
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            # A process that sits in a dead driver cannot be ended; it is left to the system.
+            # A process stuck in a dead driver cannot be killed, so do not wait for it forever.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(2)
 
 
 def find_safe_directory() -> str:
-    """Return where helpers run: the current directory, or the root where it may be foreign.
+    """Return the working directory for helpers: the current one, or / if others can write to it.
 
-    So that `cd /tmp && ddpsafe doctor` runs no torch.py that another user has put there.
+    `cd /tmp && ddpsafe doctor` must not run a torch.py that another user has put there.
     """
     return "/" if is_directory_foreign() else "."

@@ -1,8 +1,7 @@
-"""Run in a process of its own by `torch_probe`: what torch says, one line of JSON per stage.
+"""The program of `torch_probe`: it reports on torch and the GPUs, one line of JSON per stage.
 
-A library that is broken, or a driver that hangs, takes this process with it and nothing else.
-Nothing of ddpsafe is imported: torch is found exactly where a script in the same directory
-would find it.
+A broken library or a hanging driver takes down only this process.
+It imports nothing of ddpsafe, so it finds torch exactly where a script in the same directory would.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 COPIED = 1 << 20
-"""Elements of the tensor that goes from GPU to GPU."""
+"""Elements of the tensor that is copied between GPUs."""
 
 
 def where_torch_is() -> str | None:
     """Return the file that `import torch` finds, whether or not it can be imported."""
-    with suppress(Exception):  # a module of this name may stand half imported
+    with suppress(Exception):  # a module named torch may be half imported
         spec = importlib.machinery.PathFinder.find_spec("torch")
         if spec is not None:
             return spec.origin or str(list(spec.submodule_search_locations or []))
@@ -35,10 +34,10 @@ def where_torch_is() -> str | None:
 
 
 def describe(torch: ModuleType) -> dict[str, Any]:
-    """Say which torch it is and what it can do."""
+    """Describe this torch and what it supports."""
     dist = torch.distributed
     nccl = None
-    with suppress(Exception):  # the build has no NCCL, or a library of it is missing
+    with suppress(Exception):  # the build has no NCCL, or one of its libraries is missing
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return {
         "version": str(torch.__version__),
@@ -56,7 +55,7 @@ def describe(torch: ModuleType) -> dict[str, Any]:
 
 
 def loaded_libraries(start: str) -> list[str]:
-    """Return the shared libraries of this process whose names start so."""
+    """Return the loaded shared libraries whose names start with `start`."""
     with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:  # noqa: PTH123 - no pathlib: torch may shadow it
         paths = {line.split(maxsplit=5)[-1].strip() for line in maps}
         return sorted(path for path in paths if os.path.basename(path).startswith(start))  # noqa: PTH119 - as above
@@ -64,7 +63,7 @@ def loaded_libraries(start: str) -> list[str]:
 
 
 def list_devices(torch: ModuleType) -> dict[str, Any]:
-    """Name the GPUs; asking for their properties makes no context on them."""
+    """Describe the GPUs. Reading their properties does not create a context on them."""
     count = torch.cuda.device_count()
     return {
         "count": count,
@@ -106,7 +105,7 @@ def _copy(torch: ModuleType, source: int, target: int) -> dict[str, Any]:
 
 
 def reduce_alone(torch: ModuleType) -> list[dict[str, Any]]:
-    """Make an NCCL group of one on every GPU and reduce in it."""
+    """Run an all-reduce in an NCCL group of one rank on every GPU."""
     count = torch.cuda.device_count() if torch.distributed.is_nccl_available() else 0
     return [attempt(partial(_reduce, torch, index)) for index in range(count)]
 
@@ -128,7 +127,7 @@ def _reduce(torch: ModuleType, index: int) -> dict[str, Any]:
 
 
 def attempt(stage: Callable[[], Any]) -> Any:
-    """Return what a stage says, or why it failed: the next stage may still have something."""
+    """Return the result of a stage, or its error: the next stage may still work."""
     try:
         return stage()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
@@ -136,13 +135,13 @@ def attempt(stage: Callable[[], Any]) -> Any:
 
 
 def main() -> None:
-    """Go through the stages, saying each as soon as it is known."""
+    """Run the stages, reporting each before it begins and as soon as it is done."""
     began_s = time.monotonic()
-    gc.disable()  # to search torch for garbage, at its import and at the end, takes a third of all
+    gc.disable()  # collecting garbage while torch is imported and at exit takes a third of the time
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print must not come between our lines
+    os.dup2(2, 1)  # what libraries print must not mix with these lines
 
-    def say(name: str, value: object) -> None:
+    def report(name: str, value: object) -> None:
         out.write(json.dumps({name: value}) + "\n")
         out.flush()
 
@@ -150,15 +149,15 @@ def main() -> None:
         import torch
         import torch.distributed
     except BaseException as error:  # noqa: BLE001 - a broken package may raise anything
-        say("import_error", f"{type(error).__name__}: {error}")
-        say("found", where_torch_is())
+        report("import_error", f"{type(error).__name__}: {error}")
+        report("found", where_torch_is())
         return
-    say("import_s", time.monotonic() - began_s)
+    report("import_s", time.monotonic() - began_s)
     stages = (describe, list_devices, run_kernels, copy_between, reduce_alone)
     for stage in stages:
-        say("stage", stage.__name__)
-        say(stage.__name__, attempt(partial(stage, torch)))
-    say("stage", "end")
+        report("stage", stage.__name__)
+        report(stage.__name__, attempt(partial(stage, torch)))
+    report("stage", "end")
     gc.freeze()
 
 
