@@ -367,7 +367,7 @@ def test_node_rank_0_that_says_garbage_is_a_finding(topic: str, value: object) -
         said = {"roster": write(honest), "all-reduce": {"address": "", "port": 0}, topic: value}
         for each in said.items():
             await server.put(*each)  # type: ignore[arg-type]
-        while 1 not in server.gone():  # noqa: ASYNC110 - the transport tells by being asked
+        while 1 not in server.disconnected():  # noqa: ASYNC110 - the transport tells by being asked
             await asyncio.sleep(0.01)
         await server.close()
 

@@ -140,7 +140,7 @@ def test_node_comes_back_when_node_rank_0_is_started_again(
     other = start_one(network[1], network, timeout_s=20)
     again = start_one(network[0], network, timeout_s=3, comes_with=str(tmp_path / "go"))
     wait_for_line(again, "waiting for the file")
-    wait_for_line(first, "2 of 3 nodes have come")
+    wait_for_line(first, "2 of 3 nodes have joined")
     first.kill()
     first.wait(10)
     (tmp_path / "go").touch()

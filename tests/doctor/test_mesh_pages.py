@@ -159,7 +159,7 @@ PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
             ),
         )
     ),
-    "DS-MESH-003": kept_from("other-program", said="it said nothing for 5.0 s"),
+    "DS-MESH-003": kept_from("other-program", said="it sent nothing for 5.0 s"),
     "DS-MESH-004": kept_from("dropped"),
     "DS-MESH-005": kept_from("refused"),
     "DS-MESH-006": kept_from("no-route"),
@@ -167,7 +167,9 @@ PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
     "DS-MESH-008": kept_from("loopback", addresses=("127.0.1.1",)),
     "DS-MESH-009": lambda: [
         cannot_serve(
-            OSError(98, "Address already in use"), port=29400, owner=": python (pid 207) has it"
+            OSError(98, "Address already in use"),
+            port=29400,
+            owner="; python (pid 207) on h0 uses it",
         )
     ],
     "DS-MESH-010": judged(

@@ -26,7 +26,7 @@ def test_an_all_reduce_closes_the_examination(make_hosts: MakeHosts) -> None:
     """Where nothing failed, every host takes part in a real one."""
     report = agree(examine(make_hosts(2), collective="run", timeout_s=20))
     assert report.codes() == []
-    assert "An all-reduce over 2 hosts is right (gloo" in report.one("DS-MESH-050")["fact"]
+    assert "An all-reduce over 2 hosts is correct (gloo" in report.one("DS-MESH-050")["fact"]
 
 
 def test_all_reduce_that_cannot_work_fails_in_time(make_hosts: MakeHosts) -> None:

@@ -230,10 +230,10 @@ def test_node_that_leaves_and_comes_back_before_the_roster_is_let_in() -> None:
         assert isinstance(first, Client)
         await first.close()
         assert await gather(coordinator, "hello", [1], deadline=Deadline.after(SOON)) == {}
-        assert 1 in coordinator.gone()
+        assert 1 in coordinator.disconnected()
         again = await come(port, 1)
         assert isinstance(again, Client)
-        assert 1 not in coordinator.gone()
+        assert 1 not in coordinator.disconnected()
         await asyncio.gather(again.close(), coordinator.close())
 
     asyncio.run(talk())

@@ -272,7 +272,7 @@ def test_lost_packets_are_named_with_their_share(make_hosts: MakeHosts) -> None:
     finding = report.one("DS-MESH-037")
     assert finding["severity"] == "warning"
     assert "h1" in finding["hosts"]
-    assert re.search(r"\(\d+ %\) had to be sent again", finding["fact"])
+    assert re.search(r"\(\d+ %\) were retransmitted", finding["fact"])
 
 
 def test_address_translation_is_named_and_no_firewall(make_hosts: MakeHosts) -> None:

@@ -1,10 +1,10 @@
-"""The check between nodes: who is there, who reaches whom, and what differs.
+"""The check between nodes: which are present, which reaches which, and what differs.
 
-`examine` meets at the endpoint, `examine_at_store` at a store of torch that exists already. Node
-rank 0 coordinates (`coordinator`), every other node takes part (`participant`). What they tell each
-other travels over a `Transport` (`transport`): a small server on node rank 0 (`server`, `reach_node_zero`), or
-the store. Node rank 0 collects what was seen and sends it to all, and every node makes its findings from
-that (`findings`), so they are the same everywhere.
+`examine` connects the nodes at the endpoint, `examine_at_store` through an existing torch store. Node
+rank 0 coordinates (`coordinator`), every other node takes part (`participant`). They exchange messages
+over a `Transport` (`transport`): a small server on node rank 0 (`server`, `reach_node_zero`), or the store.
+Node rank 0 collects the reports of all nodes and sends them to every node. Each computes its findings from
+them (`findings`), so the findings are the same everywhere.
 """
 
 from __future__ import annotations
@@ -79,22 +79,22 @@ def examine(  # noqa: PLR0913 - the facts of one job, all by name
     """Examine the connections between the nodes of a job; every node calls it.
 
     Args:
-        nnodes: How many nodes there are.
-        node_rank: Which of them this is, from 0; node rank 0 runs where the endpoint leads.
+        nnodes: The number of nodes.
+        node_rank: The rank of this node, from 0; node rank 0 runs on the endpoint's host.
         endpoint: host:port that every node can reach.
         interface: ``Rendezvous.interface``: a name, ``"auto"``, or None for the library's choice.
-        backend: Of the job, "auto" decided; what contains ``nccl`` follows NCCL's rules, all else
-            gloo's.
-        timeout: How long to wait for nodes that have not come; what follows takes seconds.
-        local: This host's fingerprint, in what JSON takes; compared with the others'.
-        on_progress: Takes a line now and then on what is being waited for.
-        collective: Whether an all-reduce closes it, where torch is installed and nothing failed.
-        secret: What only the nodes of the job know: who does not know it is not let in, and what
-            nodes say is signed with it. Without one, whoever reaches the endpoint may speak.
-        places: Where variables of the ranks were set; those that are missing, in the shell.
+        backend: The job's backend, with "auto" resolved. One that contains ``nccl`` follows NCCL's
+            rules, all others gloo's.
+        timeout: How long to wait for missing nodes; everything after that takes seconds.
+        local: This host's fingerprint, JSON-serializable, to compare with the others'.
+        on_progress: Called from time to time with a line that says what the doctor waits for.
+        collective: Whether to end with an all-reduce, if torch is installed and nothing failed.
+        secret: A secret that only the nodes of the job know. It signs their messages, and nodes
+            without it are refused. Without one, anyone who reaches the endpoint can take part.
+        places: Where variables of the ranks were set, if not in the shell.
 
     Returns:
-        What was found, the same on every node that reached the endpoint, and who reaches whom.
+        The findings, the same on every node that reached the endpoint, and the matrix.
     """
     host, port = split_endpoint(endpoint)
     job = Job(
@@ -111,7 +111,7 @@ def examine(  # noqa: PLR0913 - the facts of one job, all by name
         secret=secret,
         places=places or {},
     )
-    return _complete(_serve(job) if job.node_rank == 0 else _join(job))
+    return _run(_serve(job) if job.node_rank == 0 else _join(job))
 
 
 def examine_at_store(  # noqa: PLR0913 - as `examine`
@@ -127,15 +127,15 @@ def examine_at_store(  # noqa: PLR0913 - as `examine`
     on_progress: Callable[[str], None],
     places: Mapping[str, VariableSource] | None = None,
 ) -> tuple[list[Finding], Matrix]:
-    """Examine as `examine` does, in nodes that are connected to one store of torch already.
+    """Examine like `examine`, on nodes that already share a torch store.
 
-    One rank of each node calls it. There is no all-reduce at the end: the job's own comes next.
+    One rank of each node calls it. It does not end with an all-reduce: the job's own comes next.
 
     Args:
-        store: With keys that nothing else uses and no earlier examination has used.
+        store: The store, with a key prefix that nothing else uses and no earlier examination used.
         nnodes: As in `examine`.
         node_rank: As in `examine`.
-        endpoint: Where the store is: what leads there is the way to the others.
+        endpoint: Where the store listens; the route to it is taken as the route to the others.
         interface: As in `examine`.
         backend: As in `examine`.
         timeout: As in `examine`.
@@ -161,18 +161,18 @@ def examine_at_store(  # noqa: PLR0913 - as `examine`
         at_store=True,
         places=places or {},
     )
-    return _complete(_meet_at_store(job, store))
+    return _run(_examine_over_store(job, store))
 
 
-_RESOLVE: Final = timedelta(seconds=2)
-_COME_BACK: Final = timedelta(seconds=4)
+_RESOLVE_LIMIT: Final = timedelta(seconds=2)
+_REJOIN_LIMIT: Final = timedelta(seconds=4)
 
 
-async def _meet_at_store(job: Job, store: Store) -> Found:
-    """Examine over a store of torch that all nodes are connected to."""
+async def _examine_over_store(job: Job, store: Store) -> Found:
+    """Examine over a torch store that all nodes share."""
     transport = StoreTransport(store, node_rank=job.node_rank, nnodes=job.nnodes)
     local_node = LocalNode(job, job.env())
-    addresses = await find_addresses(job.host, job.port, deadline=Deadline.after(_RESOLVE))
+    addresses = await find_addresses(job.host, job.port, deadline=Deadline.after(_RESOLVE_LIMIT))
     try:
         own = await local_node.introduce(addresses)
         if job.node_rank == 0:
@@ -192,7 +192,9 @@ async def _serve(job: Job) -> Found:
         return [cannot_serve(exc, port=job.port, owner=owner_of(job.port))], job.empty_matrix()
     coordinator = Coordinator(job, at_endpoint.server, local_node, at_endpoint=at_endpoint)
     try:
-        addresses = await find_addresses(job.host, job.port, deadline=Deadline.after(_RESOLVE))
+        addresses = await find_addresses(
+            job.host, job.port, deadline=Deadline.after(_RESOLVE_LIMIT)
+        )
         return await coordinator.coordinate(await local_node.introduce(addresses))
     except OtherCoordinatorError:
         pass
@@ -230,8 +232,8 @@ async def _join(job: Job) -> Found:
                 lost = _without_coordinator(exc, job, reached.coordinator_hostname)
                 if not isinstance(exc, TransportClosedError):
                     return lost
-                # Ended before anything was examined, perhaps to start it again: come back.
-                deadline = Deadline.after(_COME_BACK).earlier(deadline)
+                # It exited before anything was examined, perhaps to be restarted: join again.
+                deadline = Deadline.after(_REJOIN_LIMIT).earlier(deadline)
             finally:
                 await reached.close()
     finally:
@@ -239,7 +241,7 @@ async def _join(job: Job) -> Found:
 
 
 async def _wait_refused(refused: Refused, job: Job, greeting: Greeting) -> Found:
-    """Wait for the results of those who were let in: all nodes end with the same."""
+    """Wait for the results of the accepted nodes, so that all nodes end with the same findings."""
     job.on_progress("refused by node rank 0: waiting for the results of the others")
     found = [await _describe(refused.obstacle, job)]
     try:
@@ -250,12 +252,12 @@ async def _wait_refused(refused: Refused, job: Job, greeting: Greeting) -> Found
         await refused.client.close()
     known = {(each.greeting.hostname, each.greeting.pid) for each in results.rejected}
     if (greeting.hostname, greeting.pid) in known:
-        found = []  # it is among what was found
+        found = []  # the results have this finding
     return [*found, *make_findings(results)], make_matrix(results)
 
 
 async def _describe(obstacle: Obstacle, job: Job) -> Finding:
-    """Return the finding of what keeps this node from node rank 0: a filter of its own may do so."""
+    """Return the finding on what keeps this node from node rank 0, perhaps its own packet filter."""
     closed = obstacle.trouble in ("dropped", "refused", "no-route")
     return describe_obstacle(
         obstacle,
@@ -281,8 +283,8 @@ def _as_json(local: Mapping[str, object]) -> dict[str, Any]:
     return table
 
 
-def _complete(examination: Coroutine[None, None, Found]) -> Found:
-    """Run it to its end, also where the caller, a notebook for one, has a loop already."""
+def _run(examination: Coroutine[None, None, Found]) -> Found:
+    """Run it, even if the caller (a notebook, for example) already runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

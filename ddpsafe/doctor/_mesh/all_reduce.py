@@ -1,4 +1,4 @@
-"""A real all-reduce between the hosts, in processes of their own that cannot hang this one."""
+"""A real all-reduce between the hosts, in separate processes so that it cannot hang the doctor."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._mesh.protocol import Node
     from ddpsafe.doctor._mesh.transport import Json, Transport
 
-_IMPORT: Final = timedelta(seconds=90)
-"""Importing torch from cold network storage on a busy host is what takes its time."""
+_IMPORT_LIMIT: Final = timedelta(seconds=90)
+"""Importing torch from cold network storage on a busy host takes this long."""
 
-_REDUCE: Final = timedelta(seconds=60)
-"""For what follows once torch is there on every host: milliseconds, and seconds on a bad day."""
+_REDUCE_LIMIT: Final = timedelta(seconds=60)
+"""The all-reduce itself, once every host has imported torch: usually milliseconds, rarely seconds."""
 
-LONGEST: Final = _IMPORT + _REDUCE
+LONGEST: Final = _IMPORT_LIMIT + _REDUCE_LIMIT
 
 _PROGRAM: Final = Path(__file__).with_name("all_reduce_program.py")
-_LOOK_S: Final = 0.05
-_LONGEST_ERROR: Final = 400
+_POLL_S: Final = 0.05
+_LONGEST_ERROR_CHARS: Final = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Where node rank 0 wants the ranks of an all-reduce to meet.
+    """Node rank 0's request to take part in an all-reduce.
 
     Attributes:
-        address: Of its store.
-        port: Of its store; 0 where there is no all-reduce.
+        address: The address of its store.
+        port: The port of its store; 0 if there is no all-reduce.
     """
 
     address: Address = ""
@@ -62,7 +62,7 @@ class Asked:
 async def coordinate(
     job: Job, transport: Transport, results: Results, *, found_failures: bool
 ) -> AllReduce:
-    """Have every node take part in an all-reduce, as node rank 0; return what became of it."""
+    """Run an all-reduce of all nodes, as node rank 0, and return the outcome."""
     skipped: Skipped = ""
     if job.collective == "skip":
         skipped = "not-asked"
@@ -75,57 +75,57 @@ async def coordinate(
         return AllReduce(skipped=skipped)
     job.on_progress("all connections are open: trying an all-reduce")
     async with _Member(job, results.nodes[0], Asked()) as own:
-        importing = Deadline.after(_IMPORT)
+        importing = Deadline.after(_IMPORT_LIMIT)
         port = await own.find_port(importing)
         address = results.nodes[0].announced.address if port else ""
         await transport.put("all-reduce", write(Asked(address=address, port=port)))
-        said, imported = await _collect(transport, results.nodes.keys(), own, importing)
-    waiting = tuple(sorted(results.nodes.keys() - said.keys()))
+        reduced, imported = await _collect(transport, results.nodes.keys(), own, importing)
+    waiting = tuple(sorted(results.nodes.keys() - reduced.keys()))
     late = tuple(rank for rank in waiting if rank not in imported)
-    return AllReduce(said=said, late=late, stuck=() if late else waiting)
+    return AllReduce(said=reduced, late=late, stuck=() if late else waiting)
 
 
 async def _collect(
     transport: Transport, ranks: Collection[int], own: _Member, importing: Deadline
 ) -> tuple[dict[int, Reduced], set[int]]:
-    """Wait until all have a result, or one has failed, or there is no point in waiting.
+    """Wait until all nodes have a result, one has failed, or the time is up.
 
-    A host where torch is still being imported is slow, not broken; only when all have it does the
-    time of the all-reduce itself begin.
+    A host that is still importing torch is slow, not broken, so the time limit of the all-reduce
+    itself begins only once all hosts have imported it.
     """
     reducing: Deadline | None = None
     while True:
-        reduced = await transport.get("reduced")
-        said = {rank: _result(value) for rank, value in reduced.items()}
-        imported = {*(await transport.get("imported")), *said}
+        received = await transport.get("reduced")
+        reduced = {rank: _result(value) for rank, value in received.items()}
+        imported = {*(await transport.get("imported")), *reduced}
         if own.imported:
             imported.add(0)
         if own.result is not None:
-            said[0] = own.result
-        for rank in transport.gone():
-            said.setdefault(rank, Reduced(error="the doctor there was lost"))
+            reduced[0] = own.result
+        for rank in transport.disconnected():
+            reduced.setdefault(rank, Reduced(error="the doctor there was lost"))
         if reducing is None and imported >= set(ranks):
-            reducing = Deadline.after(_REDUCE)
+            reducing = Deadline.after(_REDUCE_LIMIT)
         over = (reducing or importing).expired()
-        if over or said.keys() >= set(ranks) or any(each.error for each in said.values()):
-            return {rank: each for rank, each in said.items() if rank in ranks}, imported
-        await asyncio.sleep(_LOOK_S)
+        if over or reduced.keys() >= set(ranks) or any(each.error for each in reduced.values()):
+            return {rank: each for rank, each in reduced.items() if rank in ranks}, imported
+        await asyncio.sleep(_POLL_S)
 
 
 def _result(value: Json) -> Reduced:
     try:
         return read(Reduced, value)
     except ValueError:
-        return Reduced(error="what it said of its part makes no sense")
+        return Reduced(error="it sent an invalid result")
 
 
 async def participate(job: Job, transport: Transport, asked: Asked, own: Node) -> None:
-    """Take part in the all-reduce that node rank 0 asks for, if it does.
+    """Take part in the all-reduce if node rank 0 requests one.
 
     Args:
-        job: What is examined.
-        transport: Where the result is told.
-        asked: Where they meet.
+        job: The examination.
+        transport: The transport to node rank 0, which receives the result.
+        asked: The request of node rank 0.
         own: This node.
     """
     if not asked.port:
@@ -135,35 +135,35 @@ async def participate(job: Job, transport: Transport, asked: Asked, own: Node) -
         deadline = Deadline.after(LONGEST)
         over = asyncio.ensure_future(wait_for(transport, RESULTS, deadline=deadline))
         try:
-            told = False
+            has_reported = False
             while not over.done():
-                if rank.imported and not told:
+                if rank.imported and not has_reported:
                     await transport.put("imported", value=True)
-                    told = True
+                    has_reported = True
                 if rank.result is not None:
                     await transport.put("reduced", write(rank.result))
                     return
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
             await over
         finally:
             over.cancel()
 
 
 class _Member:
-    """Owns the process that takes this host's part: when the block is left, it is gone.
+    """Owns the process that runs this host's rank, and kills it when the block ends.
 
     Args:
-        job: What is examined.
+        job: The examination.
         own: This node.
-        asked: Where the store is; without a port, the process serves it.
+        asked: The request, with the store's address; without a port, the process serves the store.
     """
 
     def __init__(self, job: Job, own: Node, asked: Asked) -> None:
-        """Start nothing yet."""
+        """Prepare the process, which does not run yet."""
         self.imported = False
         self.result: Reduced | None = None
         self._port = 0
-        self._asked = {
+        self._arguments = {
             "rank": job.node_rank,
             "world_size": job.nnodes,
             "serve": not asked.port,
@@ -180,13 +180,13 @@ class _Member:
         self._reading: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Start the process, in a session of its own, so that what it starts ends with it."""
+        """Start the process in its own session, so that its children can be killed with it."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
             WITHOUT_DIRECTORY,
             str(_PROGRAM),
-            json.dumps(self._asked),
+            json.dumps(self._arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -203,7 +203,7 @@ class _Member:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End the process, and what it has started."""
+        """Kill the process and its children."""
         assert self._process is not None  # noqa: S101 - entered
         assert self._reading is not None  # noqa: S101 - entered
         with contextlib.suppress(ProcessLookupError):
@@ -212,41 +212,41 @@ class _Member:
         self._reading.cancel()
 
     async def find_port(self, deadline: Deadline) -> int:
-        """Wait for the port of the store that the process serves; 0 if it comes to none."""
+        """Wait for the port of the store that the process serves; 0 if it does not get that far."""
         while (  # noqa: ASYNC110 - three things may end it
             not self._port and self.result is None and not deadline.expired()
         ):
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         return self._port
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None  # noqa: S101 - a pipe
         while line := await process.stdout.readline():
-            told: Json = None
+            message: Json = None
             with contextlib.suppress(ValueError):  # a library printed something
-                told = json.loads(line)
-            if not isinstance(told, dict):
+                message = json.loads(line)
+            if not isinstance(message, dict):
                 continue
-            self.imported = self.imported or "imported" in told
-            if "port" in told:
-                self._port = read(AnyPort, told["port"])
-            if "took_s" in told or "error" in told:
-                error = printable(str(told.get("error") or ""))[:_LONGEST_ERROR]
-                self.result = read(Reduced, {**told, "error": error})
+            self.imported = self.imported or "imported" in message
+            if "port" in message:
+                self._port = read(AnyPort, message["port"])
+            if "took_s" in message or "error" in message:
+                error = printable(str(message.get("error") or ""))[:_LONGEST_ERROR_CHARS]
+                self.result = read(Reduced, {**message, "error": error})
                 return
         code = await process.wait()
-        self.result = Reduced(error=f"the process ended with status {code} and without a result")
+        self.result = Reduced(error=f"the process exited with status {code} and without a result")
 
 
 def check_all_reduce(results: Results) -> Finding:
-    """Say what became of the all-reduce."""
+    """Return the finding on the outcome of the all-reduce."""
     done = results.all_reduce
     if done.skipped:
         nodes = results.nodes.items()
         without = ", ".join(results.label(rank) for rank, node in nodes if not node.has_torch)
         why = {
-            "not-asked": "it was not asked for",
-            "failures": "what failed above has to be repaired first",
+            "not-asked": "it was not requested",
+            "failures": "the failures above have to be fixed first",
             "no-torch": f"torch is not installed on {without}",
         }[done.skipped]
         return Finding(
@@ -260,8 +260,8 @@ def check_all_reduce(results: Results) -> Finding:
             code=_codes.ALL_REDUCE,
             severity="failed",
             fact=f"An all-reduce failed on {', '.join(map(results.label, errors))}: {errors[min(errors)]}",
-            cause="connections open between all hosts, so it is not the network's ports: look at what "
-            "torch says; versions that differ, an interface variable, or a GPU.",
+            cause="connections open between all hosts, so blocked ports are not the cause. See torch's "
+            "message; different versions, an interface variable, or a GPU.",
             fix="Run it again with TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO in the environment.",
             hosts=results.hostnames(errors),
             details={"errors": {results.name_of(rank): text for rank, text in errors.items()}},
@@ -270,7 +270,7 @@ def check_all_reduce(results: Results) -> Finding:
         return Finding(
             code=_codes.ALL_REDUCE,
             severity="warning",
-            fact=f"No all-reduce was done: torch was not imported within {_IMPORT.total_seconds():.0f} s "
+            fact=f"No all-reduce was run: torch was not imported within {_IMPORT_LIMIT.total_seconds():.0f} s "
             f"on {', '.join(map(results.label, done.late))}.",
             cause="the host is busy, or reads Python's packages from slow network storage.",
             fix="Run the doctor again when the host is idle; all connections are open.",
@@ -280,10 +280,10 @@ def check_all_reduce(results: Results) -> Finding:
         return Finding(
             code=_codes.ALL_REDUCE,
             severity="failed",
-            fact=f"An all-reduce did not come to an end within {_REDUCE.total_seconds():.0f} s; "
+            fact=f"An all-reduce did not finish within {_REDUCE_LIMIT.total_seconds():.0f} s; "
             f"without a result: {', '.join(map(results.label, done.stuck))}.",
-            cause="all connections opened when they were tried; a firewall that ends long connections, "
-            "lost packets, or an interface variable that only the ranks have.",
+            cause="a firewall that ends long connections, lost packets, or an interface variable that only "
+            "the ranks have; all connections opened when they were tried.",
             fix="Run it again with TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO in the environment.",
             hosts=results.hostnames(done.stuck),
         )
@@ -292,7 +292,7 @@ def check_all_reduce(results: Results) -> Finding:
     return Finding(
         code=_codes.ALL_REDUCE,
         severity="ok",
-        fact=f"An all-reduce over {len(results.nodes)} hosts is right "
-        f"({', '.join(backends)}, {took_s:.2f} s with the start of the process group).",
+        fact=f"An all-reduce over {len(results.nodes)} hosts is correct "
+        f"({', '.join(backends)}, {took_s:.2f} s including the start of the process group).",
         details={"took_s": round(took_s, 3)},
     )

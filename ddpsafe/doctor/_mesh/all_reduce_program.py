@@ -1,6 +1,6 @@
-"""One rank of the doctor's all-reduce, as a script with one argument, JSON.
+"""One rank of the doctor's all-reduce, as a script with one JSON argument.
 
-Nothing of ddpsafe is imported. It says what it found as lines of JSON on stdout. Whoever started it ends it when it takes too long.
+It imports nothing of ddpsafe and reports in lines of JSON on stdout. The doctor kills it if it takes too long.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _ELEMENTS: Final = 100_000
 
 
 def main() -> None:
-    """Take part, and say how it went."""
-    asked = json.loads(sys.argv[1])
-    gc.disable()  # to search torch for garbage, at its import and at the end, takes a third of all
+    """Take part, and report the outcome."""
+    arguments = json.loads(sys.argv[1])
+    gc.disable()  # collecting garbage while torch is imported and at exit takes a third of the time
     try:
-        _say(_reduce(asked))
-    except Exception as exc:  # noqa: BLE001 - whatever torch raises is what was asked for
-        _say(
+        _report(_reduce(arguments))
+    except Exception as exc:  # noqa: BLE001 - whatever torch raises is the result
+        _report(
             {"error": f"{type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else ''}"[:500]}
         )
         sys.exit(1)
@@ -30,30 +30,30 @@ def main() -> None:
         gc.freeze()
 
 
-def _say(told: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(told) + "\n")
+def _report(message: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
-def _reduce(asked: dict[str, Any]) -> dict[str, object]:
+def _reduce(arguments: dict[str, Any]) -> dict[str, object]:
     import torch
     import torch.distributed as dist
     from torch.distributed import TCPStore
 
-    timeout = timedelta(seconds=asked["timeout_s"])
-    if not asked["serve"]:
-        store = TCPStore(asked["address"], asked["port"], is_master=False, timeout=timeout)
+    timeout = timedelta(seconds=arguments["timeout_s"])
+    if not arguments["serve"]:
+        store = TCPStore(arguments["address"], arguments["port"], is_master=False, timeout=timeout)
     else:
         store = TCPStore(
-            asked["address"], 0, is_master=True, timeout=timeout, wait_for_workers=False
+            arguments["address"], 0, is_master=True, timeout=timeout, wait_for_workers=False
         )
-        _say({"port": store.port})
-    _say({"imported": True})
+        _report({"port": store.port})
+    _report({"imported": True})
     started_s = time.monotonic()
     backends = ["gloo"]
-    if "nccl" in asked["backend"] and torch.cuda.is_available():
+    if "nccl" in arguments["backend"] and torch.cuda.is_available():
         backends.append("nccl")
-    rank, world_size = int(asked["rank"]), int(asked["world_size"])
+    rank, world_size = int(arguments["rank"]), int(arguments["world_size"])
     for backend in backends:
         device = torch.device("cuda:0" if backend == "nccl" else "cpu")
         dist.init_process_group(

@@ -1,7 +1,7 @@
-"""The wire: one JSON object per line, of bounded length, never unpickled, signed if there is a secret.
+"""The wire format: one JSON object per line, of bounded length, signed if there is a secret.
 
-A `Link` is one connection on which such lines travel. `UnknownPeers` keeps those who have connected and
-not said who they are from keeping out those who do.
+A `Link` is one connection that carries such lines. `UnknownPeers` bounds the connections that have not
+identified themselves, so that they cannot keep nodes out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 VERSION: Final = 3
-"""Of what is said to each other; doctors of different versions do not talk."""
+"""The protocol version; doctors of different versions refuse each other."""
 
 LONGEST_GREETING_BYTES: Final = 16 << 10
 LONGEST_FROM_NODE_BYTES: Final = 4 << 20
@@ -34,36 +34,36 @@ LONGEST_FROM_COORDINATOR_BYTES: Final = 64 << 20
 
 _CHUNK_BYTES: Final = 64 << 10
 _SMALL_SEGMENT_BYTES: Final = 1160
-"""With IPv6, TCP and options, less than the 1280 bytes that every link of IPv6 has to carry."""
+"""With the headers of IPv6 and TCP, less than the 1280 bytes that every IPv6 link has to carry."""
 
-_NOTICE_S: Final = 1
-_NOTICES: Final = 6
+_PROBE_INTERVAL_S: Final = 1
+_LOST_AFTER_S: Final = 6
 
 
 class NotADoctorError(Exception):
-    """What was read is not what a doctor says."""
+    """What was read is not a message of a doctor."""
 
 
 class BadSignatureError(NotADoctorError):
-    """What was read is not signed with this node's secret.
+    """The message is not signed with this node's secret.
 
     Attributes:
-        message: What was read, where it is of the kind that was expected.
+        message: The message, if it is of the expected kind.
     """
 
     def __init__(self, message: object = None) -> None:
-        """Keep what was read."""
+        """Keep the message."""
         super().__init__("it does not have the secret of this node, or has another one")
         self.message = message
 
 
 def make_nonce() -> str:
-    """Return what cannot be guessed."""
+    """Return a token that cannot be guessed."""
     return secrets.token_hex(16)
 
 
 def prove(challenge: str, secret: str) -> str:
-    """Return the answer to a challenge that only who knows the secret can give."""
+    """Return the answer to a challenge, which takes knowledge of the secret."""
     return _sign(f"challenge {challenge}".encode(), secret)
 
 
@@ -95,15 +95,15 @@ class Link:
     """One connection between two doctors.
 
     Args:
-        reader: Of the connection.
-        writer: Of the connection.
-        secret: What both sides know; empty where there is none.
+        reader: The connection's reader.
+        writer: The connection's writer.
+        secret: The secret of both sides; empty if there is none.
     """
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str
     ) -> None:
-        """Begin with what is said before the sides know each other."""
+        """Start with the greetings, which belong to no session."""
         self._reader, self._writer, self._secret = reader, writer, secret
         self._buffer = bytearray()
         self.begin_session("", is_node=True)
@@ -114,18 +114,18 @@ class Link:
         return str((self._writer.get_extra_info("peername") or ("",))[0])
 
     def begin_session(self, nonces: str, *, is_node: bool) -> None:
-        """Sign what follows for this connection, this direction and its place in the order.
+        """Bind the following signatures to this connection, the direction and the message number.
 
         Args:
-            nonces: What both sides have contributed.
-            is_node: Whether this is the end of a node that came to node rank 0.
+            nonces: The nonces of both sides.
+            is_node: Whether this side is the node, and the other one node rank 0.
         """
         self._session = nonces
         self._direction = ("node", "coordinator") if is_node else ("coordinator", "node")
         self._sent = self._received = 0
 
     def send(self, message: Mapping[str, Json]) -> None:
-        """Say something."""
+        """Send a message."""
         line = encode(message)
         if self._secret:
             proof = self._prove(self._direction[0], self._sent, line[:-1])
@@ -134,21 +134,21 @@ class Link:
         self._writer.write(line)
 
     def send_greeting(self, message: object, *, context: str = "") -> None:
-        """Say one of the first two things, which are signed even without a secret.
+        """Send one of the first two messages, which are signed even without a secret.
 
         Args:
             message: A `Greeting` or an `Answer`.
-            context: The challenge that an answer answers.
+            context: For an answer, the challenge of the greeting.
         """
         table = write(message)
         assert isinstance(table, dict)  # noqa: S101 - written from a dataclass
         self._writer.write(encode({**table, "proof": self._proof_of(table, context)}))
 
     async def receive_greeting(self, kind: type[T], *, context: str = "") -> T:
-        """Read one of the first two things.
+        """Read one of the first two messages.
 
         Raises:
-            NotADoctorError: It is none of this version.
+            NotADoctorError: It is not a valid message of this version.
             BadSignatureError: It is signed with another secret.
             OSError: The connection broke.
         """
@@ -160,9 +160,9 @@ class Link:
         try:
             message = read(kind, table)
         except ValueError as exc:
-            raise NotADoctorError("what it sent is not what a doctor of this version says") from exc
+            raise NotADoctorError("what it sent is not a message of this version") from exc
         expected = self._proof_of(table, context).encode()
-        # JSON can hold what is not Unicode, which cannot be encoded: it is replaced.
+        # JSON can contain lone surrogates, which cannot be encoded, so they are replaced.
         if not isinstance(proof, str) or not hmac.compare_digest(
             proof.encode(errors="replace"), expected
         ):
@@ -170,10 +170,10 @@ class Link:
         return message
 
     async def receive(self, limit_bytes: int) -> dict[str, Json] | None:
-        """Read the next message; None at the end.
+        """Read the next message; None at the end of the connection.
 
         Raises:
-            NotADoctorError: The line is too long, no JSON object, or not signed as agreed.
+            NotADoctorError: The line is too long, not a JSON object, or not properly signed.
             OSError: The connection broke.
         """
         line = await self._read_line(limit_bytes)
@@ -188,7 +188,7 @@ class Link:
         return decode(line)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._writer.close()
 
     def _proof_of(self, table: Mapping[str, Json], context: str) -> str:
@@ -218,23 +218,23 @@ class Link:
 
 
 class UnknownPeers:
-    """Connections whose other side has not said yet who it is.
+    """Connections whose other side has not identified itself yet.
 
-    When they become too many, the oldest one of the address that has most of them is ended: who
-    sits there in silence makes room, and an address cannot take the places of the others.
+    If there are too many, the oldest one of the address that has most of them is ended. Silent peers
+    make room in this way, and one address cannot use up the places of the others.
 
     Args:
-        most: How many there may be.
+        most: How many there may be in total.
         per_address: How many one address may have.
     """
 
     def __init__(self, *, most: int, per_address: int) -> None:
-        """Begin without any connection."""
+        """Start without any connection."""
         self._most, self._per_address = most, per_address
         self._waiting: dict[asyncio.Task[None], str] = {}
 
     def admit(self, task: asyncio.Task[None], address: str) -> None:
-        """Let one more in."""
+        """Add a connection, and end another one if there are too many."""
         self._waiting[task] = address
         counts = Counter(self._waiting.values())
         crowded = len(self._waiting) > self._most
@@ -245,31 +245,30 @@ class UnknownPeers:
             oldest.cancel()
 
     def forget(self, task: asyncio.Task[None]) -> None:
-        """Note that one is known now, or has gone."""
+        """Remove a connection that is known now, or has ended."""
         self._waiting.pop(task, None)
 
 
 def keep_packets_small(connection: socket.socket) -> None:
     """Make both sides send small packets; call it before connecting, or on a listening socket.
 
-    What is said about a network that loses large packets must itself get through.
+    The report on a network that loses large packets must itself get through.
     """
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SMALL_SEGMENT_BYTES)
 
 
 def notice_loss(connection: socket.socket) -> None:
-    """Let the kernel find out within 6 s that the other host has vanished.
+    """Make the kernel detect within 6 s that the other host is lost.
 
-    It sends probes while nothing else is said. Unlike a heartbeat of our own, they go on while
-    this process waits for a busy CPU. Five have to be lost, as a network that loses one packet in
-    eight loses two in a row now and then.
+    It sends keep-alive probes on an idle connection. Unlike a heartbeat of ddpsafe's own, they
+    continue while this process waits for a busy CPU. Five have to be lost: a network that loses one
+    packet in eight sometimes loses two in a row.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    with contextlib.suppress(AttributeError, OSError):  # other systems have other names
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _NOTICE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _NOTICE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NOTICES - 1)
-        connection.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _NOTICE_S * _NOTICES * 1000
-        )
+    with contextlib.suppress(AttributeError, OSError):  # not all systems have these options
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_INTERVAL_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_INTERVAL_S)
+        probes = _LOST_AFTER_S // _PROBE_INTERVAL_S - 1
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_AFTER_S * 1000)

@@ -1,4 +1,4 @@
-"""Node rank 0's part: lists the nodes, collects what they have seen, and sends it to all of them."""
+"""Node rank 0's part: list the nodes, collect their reports, and send the results to all of them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._mesh.transport import Json, Transport
 
 
-_LOOK: Final = timedelta(seconds=4)
-_PAUSE_S: Final = 0.5
+_ENDPOINT_CHECK_LIMIT: Final = timedelta(seconds=4)
+_ENDPOINT_CHECK_PAUSE_S: Final = 0.5
 
 
 class EndpointServer:
@@ -51,66 +51,66 @@ class EndpointServer:
     """
 
     def __init__(self, job: Job) -> None:
-        """Do not listen yet."""
+        """Create the server, which does not listen yet."""
         self._job = job
         self._greeting = job.greeting()
         self.server = Server(self._greeting, secret=job.secret)
         self._leads_to: Answer | Obstacle | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._checking: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Listen, and see whether the endpoint leads here.
+        """Listen, and start to check whether the endpoint leads here.
 
         Raises:
-            OSError: The port cannot be had.
+            OSError: The port is not available.
         """
         await self.server.open(self._job.port)
-        self._looking = asyncio.create_task(self._look())
+        self._checking = asyncio.create_task(self._check_endpoint())
 
     def rejected(self) -> Sequence[Rejected]:
-        """Return who was refused."""
+        """Return the nodes that were refused."""
         return self.server.rejected
 
     def close_registration(self) -> None:
-        """Accept no node from now on."""
+        """Refuse all nodes from now on."""
         self.server.close_registration()
 
     def leads_to(self) -> tuple[Obstacle | None, str]:
-        """Return where the endpoint leads if not here: what is there, or which other node rank 0."""
+        """Return what the endpoint leads to if not to here: an obstacle, or another node rank 0."""
         found = self._leads_to
-        if found is None:  # a name server that does not answer; DS-MESH-046 says so
+        if found is None:  # the name server does not answer, which DS-MESH-046 reports
             return None, ""
         if isinstance(found, Obstacle):
             return found, ""
         return None, found.hostname if found.nonce != self.server.nonce else ""
 
-    async def _look(self) -> None:
-        """Look until a doctor answers: the host that the endpoint names may be late."""
+    async def _check_endpoint(self) -> None:
+        """Check until a doctor answers; the host that the endpoint names may start late."""
         job = self._job
         while True:
-            deadline = Deadline.after(_LOOK)
+            deadline = Deadline.after(_ENDPOINT_CHECK_LIMIT)
             self._leads_to = await find_answer(
                 job.host, job.port, self._greeting, secret=job.secret, deadline=deadline
             )
             if not isinstance(self._leads_to, Obstacle):
                 return
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(_ENDPOINT_CHECK_PAUSE_S)
 
     async def close(self) -> None:
-        """Let every node read the results, then stop."""
-        if self._looking is not None:
-            self._looking.cancel()
+        """Wait until every node has read the results, then stop listening."""
+        if self._checking is not None:
+            self._checking.cancel()
         await self.server.close()
 
 
 def owner_of(port: int) -> str:
-    """Name the process that listens on a port, where this one may see it."""
+    """Return the end of a message: the process that listens on a port, if this user may see it."""
     try:
         for connection in psutil.net_connections("tcp"):
             local = connection.laddr
             if connection.status == psutil.CONN_LISTEN and local and local.port == port:
                 name = psutil.Process(connection.pid).name() if connection.pid else "?"
-                return f"; {name} (pid {connection.pid}) on {socket.gethostname()} has it"
+                return f"; {name} (pid {connection.pid}) on {socket.gethostname()} uses it"
     except psutil.Error:
         pass
     return ""
@@ -119,15 +119,16 @@ def owner_of(port: int) -> str:
 T = TypeVar("T")
 
 MESH: Final = timedelta(seconds=CONNECT_S + ANSWER_S + 8.0)
-"""For nodes whose connection stands and who are merely slow; a lost one is noticed in 6 s."""
+"""How long nodes may take to report on their connections. This is for slow nodes: the loss of a node
+is noticed within 6 s (`notice_loss`)."""
 
 _TICK_S: Final = 0.5
-_PATIENCE_S: Final = 2.0
+_REJOIN_GRACE_S: Final = 2.0
 _MOST_NAMED: Final = 8
 
 
 class OtherCoordinatorError(Exception):
-    """Another host is node rank 0 as well, and the nodes go there."""
+    """Another host is node rank 0 too, and the endpoint leads the nodes there."""
 
 
 class Coordinator:
@@ -135,9 +136,9 @@ class Coordinator:
 
     Args:
         job: What is examined.
-        transport: Where the others are heard.
+        transport: The transport to the other nodes.
         local_node: This node's part in the mesh.
-        at_endpoint: The door at the endpoint; None where the nodes meet at a store.
+        at_endpoint: The server at the endpoint; None if the nodes use a store.
     """
 
     def __init__(
@@ -156,10 +157,10 @@ class Coordinator:
         self._garbled: dict[int, Literal["hello", "mesh", "reduced"]] = {}
 
     async def coordinate(self, own: Node) -> tuple[list[Finding], Matrix]:
-        """Take the examination to its end; publish the results and return the findings.
+        """Run the examination, publish the results, and return the findings.
 
         Raises:
-            OtherCoordinatorError: The endpoint leads to another one, and no node came here.
+            OtherCoordinatorError: The endpoint leads to another node rank 0, and no node joined here.
         """
         nodes, waited_s = await self._gather_nodes(own)
         if len(nodes) == 1 and self._at_endpoint is not None and self._at_endpoint.leads_to()[1]:
@@ -172,7 +173,7 @@ class Coordinator:
         )
         self._job.on_progress(f"{len(nodes)} nodes: trying every connection")
         await self._transport.put("roster", write(roster))
-        results = await self._hear(nodes, roster, waited_s)
+        results = await self._collect(nodes, roster, waited_s)
         failures = any(
             each.severity == "failed" for each in make_findings_before_all_reduce(results)
         )
@@ -187,28 +188,30 @@ class Coordinator:
     async def _gather_nodes(self, own: Node) -> tuple[dict[int, Node], float]:
         deadline = Deadline.after(self._job.timeout)
         others = range(1, self._job.nnodes)
-        ticking = asyncio.ensure_future(self._tick(deadline))
-        coming = asyncio.ensure_future(
+        reporting = asyncio.ensure_future(self._report_progress(deadline))
+        gathering = asyncio.ensure_future(
             gather(
                 self._transport, "hello", others, deadline=deadline, on_change=self._note_missing
             )
         )
         watching = asyncio.ensure_future(self._wait_until_explained())
         try:
-            await asyncio.wait({coming, watching}, return_when=asyncio.FIRST_COMPLETED)
-            said = coming.result() if coming.done() else await self._transport.get("hello")
+            await asyncio.wait({gathering, watching}, return_when=asyncio.FIRST_COMPLETED)
+            received = (
+                gathering.result() if gathering.done() else await self._transport.get("hello")
+            )
         finally:
-            for each in (ticking, coming, watching):
+            for each in (reporting, gathering, watching):
                 each.cancel()
         if self._at_endpoint is not None:
             self._at_endpoint.close_registration()
-        nodes = {0: own, **self._readable(Node, "hello", said)}
+        nodes = {0: own, **self._parse(Node, "hello", received)}
         return dict(sorted(nodes.items())), deadline.waited_s()
 
     async def _wait_until_explained(self) -> None:
-        """Wait until the nodes that were refused are all that are missing: no other will come.
+        """Wait until as many nodes were refused as are missing: no other can be expected.
 
-        A moment is left for those that come all the same, or come again with the right arguments.
+        A grace period lets nodes join that are late, or restarted with the right arguments.
         """
         at_endpoint = self._at_endpoint
         while (
@@ -221,15 +224,15 @@ class Coordinator:
                 and at_endpoint.leads_to()[1]
                 and len(self._missing) == self._job.nnodes - 1
             ):
-                return  # the nodes go to another node rank 0
+                return  # the nodes join another node rank 0
             await asyncio.sleep(_TICK_S)
-        await asyncio.sleep(_PATIENCE_S)
+        await asyncio.sleep(_REJOIN_GRACE_S)
 
     def _note_missing(self, missing: Collection[int]) -> None:
         self._missing = missing
 
-    async def _tick(self, deadline: Deadline) -> None:
-        """Say now and then, here and on every node that has come, who is waited for."""
+    async def _report_progress(self, deadline: Deadline) -> None:
+        """Report which nodes are missing, here and on every node that has joined."""
         while True:
             await asyncio.sleep(_TICK_S)
             missing = tuple(sorted(self._missing))[:_MOST_NAMED]
@@ -244,14 +247,16 @@ class Coordinator:
             self._job.on_progress(str(progress))
             await self._transport.put("progress", write(progress))
 
-    async def _hear(self, nodes: dict[int, Node], roster: Roster, waited_s: float) -> Results:
+    async def _collect(self, nodes: dict[int, Node], roster: Roster, waited_s: float) -> Results:
         deadline = Deadline.after(MESH)
         own = asyncio.ensure_future(self._local_node.probe(roster))
         others = [rank for rank in nodes if rank != 0]
-        said = await gather(self._transport, "mesh", others, deadline=deadline)
-        reports = {0: await own, **self._readable(NodeReport, "mesh", said)}
+        received = await gather(self._transport, "mesh", others, deadline=deadline)
+        reports = {0: await own, **self._parse(NodeReport, "mesh", received)}
         only_closed = self._job.nnodes > EVERY_PAIR
-        if only_closed:  # the report goes to every node, and what is open would be too much of it
+        if (
+            only_closed
+        ):  # results go to every node, and the open directions would make them too large
             reports = {
                 rank: replace(
                     report, dialled=tuple(each for each in report.dialled if each.result != "open")
@@ -260,11 +265,10 @@ class Coordinator:
             }
         at_endpoint = self._at_endpoint
         obstacle, other_coordinator = (None, "") if at_endpoint is None else at_endpoint.leads_to()
-        known = {} if self._at_endpoint is None else self._at_endpoint.server.peers
-        found = {}
-        for rank, (hostname, address) in known.items():
-            with contextlib.suppress(ValueError):  # an address of the local link
-                found[rank] = read(Peer, {"hostname": hostname, "address": address})
+        peers = {}
+        for rank, (hostname, address) in (at_endpoint.server.peers if at_endpoint else {}).items():
+            with contextlib.suppress(ValueError):  # a link-local address
+                peers[rank] = read(Peer, {"hostname": hostname, "address": address})
         return Results(
             nnodes=self._job.nnodes,
             backend=self._job.backend,
@@ -273,7 +277,7 @@ class Coordinator:
             nodes=nodes,
             reports=dict(sorted(reports.items())),
             names=self._names,
-            peers=found,
+            peers=peers,
             garbled=dict(self._garbled),
             seed=roster.seed,
             only_closed=only_closed,
@@ -284,12 +288,12 @@ class Coordinator:
             at_store=self._job.at_store,
         )
 
-    def _readable(
-        self, kind: type[T], topic: Literal["hello", "mesh"], said: Mapping[int, Json]
+    def _parse(
+        self, kind: type[T], topic: Literal["hello", "mesh"], received: Mapping[int, Json]
     ) -> dict[int, T]:
-        """Read messages; who says what makes no sense is noted, and has said nothing."""
+        """Return the valid messages, and remember which nodes sent invalid ones."""
         found = {}
-        for rank, value in said.items():
+        for rank, value in received.items():
             try:
                 message = read(kind, value)
             except ValueError:

@@ -1,4 +1,4 @@
-"""What one node was asked to examine."""
+"""The examination that one node takes part in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def find_node_names(nnodes: int) -> dict[int, str]:
-    """Return the names of the job's nodes by node rank, where Slurm tells them."""
+    """Return the host names of the job's nodes by node rank, if Slurm provides them."""
     nodelist = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or ""
     try:
         names = expand_hosts(nodelist)
@@ -39,19 +39,19 @@ class Job:
     """One examination, as one node sees it.
 
     Attributes:
-        nnodes: How many nodes take part.
-        node_rank: Which of them this is.
-        host: Of the endpoint.
-        port: Of the endpoint.
+        nnodes: The number of nodes.
+        node_rank: The rank of this node.
+        host: The endpoint's host.
+        port: The endpoint's port.
         interface: ``Rendezvous.interface``.
-        backend: Whose rules the addresses follow: ``nccl`` or ``gloo``.
-        timeout: How long to wait for nodes that have not come.
+        backend: The backend whose rules the addresses follow.
+        timeout: How long to wait for missing nodes.
         facts: This host's fingerprint.
-        on_progress: Takes a line now and then on what is being waited for.
-        collective: Whether an all-reduce closes the examination.
-        at_store: Whether ranks of the job meet at its store, and not doctors at the endpoint.
-        secret: What only the nodes of the job know; empty where there is none.
-        places: Where variables of the ranks were set that are not this process's.
+        on_progress: Called from time to time with a line that says what the doctor waits for.
+        collective: Whether the examination ends with an all-reduce.
+        at_store: Whether the nodes exchange messages over the job's store, not at the endpoint.
+        secret: A secret that only the nodes of the job know; empty if there is none.
+        places: Where variables of the ranks were set, if not in the shell.
     """
 
     nnodes: int
@@ -69,7 +69,7 @@ class Job:
     places: Mapping[str, VariableSource] = field(default_factory=dict)
 
     def greeting(self) -> Greeting:
-        """Return how this node introduces itself."""
+        """Return the greeting of this node."""
         job = " ".join(f"{name}={value}" for name, value in job_variables(os.environ).items())
         return Greeting(
             version=VERSION,
@@ -82,16 +82,14 @@ class Job:
         )
 
     def env(self) -> dict[str, str]:
-        """Return the environment of the ranks, as far as it decides on interfaces.
-
-        The fingerprint has the variables that the job's configuration adds to this process's.
-        """
+        """Return this process's environment with the ranks' interface variables."""
+        # The fingerprint also has the variables that the job's configuration adds.
         added = self.facts.get("env")
         table = added if isinstance(added, dict) else {}
         chosen = {name: str(value) for name, value in table.items() if name in LIBRARY_VARIABLES}
         return {**os.environ, **chosen}
 
     def empty_matrix(self) -> Matrix:
-        """Return the matrix of a node that has learned nothing about the others."""
+        """Return the matrix of a node that knows nothing about the others."""
         nothing = ("",) * self.nnodes
         return Matrix(hostnames=nothing, addresses=nothing, directions=())

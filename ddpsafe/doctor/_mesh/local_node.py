@@ -1,4 +1,4 @@
-"""One node's part in the mesh: its address, its listener, whom it dials, what became of it."""
+"""One node's part in the mesh: its announced address, its listener, and the connections it tries."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ _USUAL_PORTS: Final = range(32768, 61000)
 
 
 def machine_id() -> str:
-    """Return what two nodes share if they are on one host and in one network namespace."""
+    """Return an ID that two nodes share if they are on one host and in one network namespace."""
     try:
         network = Path("/proc/self/ns/net").stat().st_ino
-    except OSError:  # two ranks of one launcher, at least, are told to be on one host
+    except OSError:  # the parent's ID at least shows that ranks of one launcher share a host
         network = os.getppid()
     return f"{boot_id()} {network}"
 
 
-_RESOLVE: Final = timedelta(seconds=2)
+_RESOLVE_LIMIT: Final = timedelta(seconds=2)
 _NCCL_ORDER: Final = ("ib", "^docker,lo,virbr", "docker", "lo")
-"""In which order NCCL looks for an interface of its own (findInterfaces in its socket code)."""
+"""The order in which NCCL looks for an interface (findInterfaces in its socket code)."""
 
 
 async def announce(
@@ -86,21 +86,23 @@ async def announce(
     """Find the address that the backend would announce on this host.
 
     Args:
-        backend: For torch; what contains ``nccl`` follows NCCL's rules, all else gloo's.
+        backend: torch's name; one that contains ``nccl`` follows NCCL's rules, all others gloo's.
         interface: ``Rendezvous.interface``: a name, ``"auto"``, or None to leave it to the library.
-        env: The environment of the ranks; a variable that the user has set wins.
+        env: The environment of the ranks; a variable that the user has set takes precedence.
         towards: Addresses of the endpoint.
         places: Where variables of the ranks were set.
     """
     interfaces = list_interfaces()
     fallback = _plain(find_address_towards(towards) or "")
-    library = "NCCL" if "nccl" in backend else "GLOO"
+    uses_nccl = "nccl" in backend
     variable: Literal["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"] = (
-        "NCCL_SOCKET_IFNAME" if library == "NCCL" else "GLOO_SOCKET_IFNAME"
+        "NCCL_SOCKET_IFNAME" if uses_nccl else "GLOO_SOCKET_IFNAME"
     )
-    if env.get(variable):
-        names = _named(library, env[variable], interfaces)
-        named = _of_interfaces(names, interfaces, f"{variable}={env[variable]}", fallback)
+    if value := env.get(variable):
+        names = value.split(",")
+        if uses_nccl:
+            names = expand_nccl(value, [each.name for each in interfaces]) or [value]
+        named = _of_interfaces(names, interfaces, f"{variable}={value}", fallback)
         others = {name: value for name, value in env.items() if name != variable}
         otherwise = await announce(
             backend=backend, interface=interface, env=others, towards=towards, places=places
@@ -117,18 +119,12 @@ async def announce(
         return _of_interfaces([interface], interfaces, f"interface={interface!r}", fallback)
     if interface is not None:
         return _of_address(fallback, interfaces, "the route to the endpoint", fallback)
-    if library == "NCCL":
+    if uses_nccl:
         usable = [each.name for each in interfaces if each.addresses and each.is_running]
-        choices = (expand_nccl(value, usable) for value in _NCCL_ORDER)
+        choices = (expand_nccl(each, usable) for each in _NCCL_ORDER)
         names = next(filter(None, choices), [])
         return _of_interfaces(names, interfaces, "NCCL's own choice", fallback)
     return await _of_hostname(interfaces, fallback)
-
-
-def _named(library: str, value: str, interfaces: Sequence[Interface]) -> list[str]:
-    if library == "GLOO":
-        return value.split(",")
-    return expand_nccl(value, [each.name for each in interfaces]) or [value]
 
 
 def _of_interfaces(
@@ -177,14 +173,14 @@ def _of_address(
 
 
 async def _of_hostname(interfaces: Sequence[Interface], fallback: str) -> Announced:
-    """Do as gloo does: the first address of the host's own name that this host can bind."""
+    """Choose like gloo: the first address of the host's name that this host can bind."""
     hostname = socket.gethostname()
     chosen_by = f"the host's name {hostname}"
     flaw: Flaw = "unresolved"
     try:
         found = await bounded(
             lambda: socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM),
-            deadline=Deadline.after(_RESOLVE),
+            deadline=Deadline.after(_RESOLVE_LIMIT),
             name="ddpsafe-own-name",
         )
     except TimeoutError:
@@ -213,19 +209,19 @@ def _owner_name(interfaces: Sequence[Interface], address: str) -> str:
     return "" if owner is None else owner.name
 
 
-_AT_A_TIME: Final = 256
+_MOST_AT_ONCE: Final = 256
 
 
 class LocalNode:
-    """This node's part.
+    """This node's part in an examination.
 
     Args:
-        job: What is examined.
-        env: The environment that the ranks will have.
+        job: The examination.
+        env: The environment of the ranks.
     """
 
     def __init__(self, job: Job, env: Mapping[str, str]) -> None:
-        """Listen nowhere yet."""
+        """Create the node, which does not listen yet."""
         self._job, self._env = job, env
         self._token = make_nonce()
         self._listener = Listener(token=self._token, secret=job.secret, nnodes=job.nnodes)
@@ -233,7 +229,7 @@ class LocalNode:
         self._own: Node | None = None
 
     async def introduce(self, towards: Sequence[str]) -> Node:
-        """Start to listen where the ranks would; describe this node.
+        """Start to listen where the ranks would, and describe this node.
 
         Args:
             towards: Addresses of the endpoint.
@@ -248,7 +244,7 @@ class LocalNode:
         )
         port = 0
         if announced.address:
-            with contextlib.suppress(OSError):  # the address went in this very moment
+            with contextlib.suppress(OSError):  # the address was removed a moment ago
                 port = await self._listener.open(announced.address)
         interfaces = list_interfaces()
         mtus = [each.mtu_bytes for each in interfaces if each.name == announced.interface]
@@ -278,14 +274,14 @@ class LocalNode:
         return self._own
 
     async def probe(self, roster: Roster) -> NodeReport:
-        """Dial those whom the plan names; return what became of it."""
+        """Dial the nodes that the plan names, and report the outcome."""
         clock_ahead_s = time.time() - roster.clock_s
         contacts = {contact.node_rank: contact for contact in roster.contacts}
         looking_up = asyncio.ensure_future(_wait_for_resolver(contacts[0].address))
-        slots = asyncio.Semaphore(_AT_A_TIME)
+        slots = asyncio.Semaphore(_MOST_AT_ONCE)
 
         async def dial_one(contact: Contact) -> Dialled:
-            # A service that listens on loopback trusts this host, and may not be dialled for others.
+            # Services on loopback trust this host, so no other node may make it dial them.
             if (
                 not contact.address
                 or contact.node_rank == self._job.node_rank
@@ -301,23 +297,23 @@ class LocalNode:
                         secret=self._job.secret,
                         mtu_bytes=own.mtu_bytes if own is not None and own.mtu_bytes else 1500,
                     )
-                except Exception:  # a direction that fails otherwise must not end the others
+                except Exception:  # an unexpected error in one direction must not end the others
                     logger.exception("dialling %s", contact.address)
                     return Dialled(contact.node_rank, "no-route")
 
         plan = make_plan(roster.contacts, nnodes=roster.nnodes, seed=roster.seed)
         targets = [contacts[rank] for rank in plan[self._job.node_rank] if rank in contacts]
         dialled = tuple(await asyncio.gather(*map(dial_one, targets)))
-        due = {rank for rank, others in plan.items() if self._job.node_rank in others}
-        heard = self._listener.received_bytes
-        came = {rank for rank, count in heard.items() if count}
-        closed = {each.target for each in dialled if is_closed(each.result)} | (due - came)
-        # Asked only where something failed: it costs a process, and says where to open the firewall.
+        expected = {rank for rank, others in plan.items() if self._job.node_rank in others}
+        received = self._listener.received_bytes
+        arrived = {rank for rank, count in received.items() if count}
+        closed = {each.target for each in dialled if is_closed(each.result)} | (expected - arrived)
+        # Read the packet filter only if something failed, because it takes a process.
         failed = closed or len(contacts) < roster.nnodes
         chains = await asyncio.to_thread(find_filter_chains) if failed else None
         return NodeReport(
             dialled=dialled,
-            heard=tuple(sorted(heard)),
+            heard=tuple(sorted(received)),
             chains=tuple(chains or ()),
             chains_known=chains is not None,
             routes=tuple(
@@ -328,9 +324,9 @@ class LocalNode:
         )
 
     def _other_routes(self, contacts: Iterable[Contact]) -> Iterator[Route]:
-        """Yield ways to neighbours that leave by another interface than the announced one.
+        """Yield routes to neighbours that do not leave by the announced interface.
 
-        Neighbours are in the announced network: beyond it, a router decides.
+        Neighbours are in the announced network; beyond it, a router decides.
         """
         own = self._own
         if own is None or not own.network:
@@ -348,7 +344,7 @@ class LocalNode:
 
 
 def _plain(address: str) -> str:
-    """Return an address as others accept it, empty where they would not."""
+    """Return an address in the form that other nodes accept; empty if they would not."""
     try:
         return str(require_unicast(address.removeprefix("::ffff:")))
     except ValueError:
@@ -356,7 +352,7 @@ def _plain(address: str) -> str:
 
 
 def _as_facts(fingerprint: Mapping[str, Json]) -> Facts:
-    """Return the sections of a fingerprint that nodes compare; what others would refuse is left out."""
+    """Return the sections of a fingerprint that nodes compare, without those they would refuse."""
     sections: dict[str, object] = {}
     for section in fields(Facts):
         value = fingerprint.get(section.name)
@@ -365,7 +361,7 @@ def _as_facts(fingerprint: Mapping[str, Json]) -> Facts:
                 read(Facts, {section.name: value})
             except ValueError:
                 logger.warning(
-                    "this host's %r is not compared with that of other nodes: it has an unknown form",
+                    "this host's %r is not compared with that of other nodes: its format is unknown",
                     section.name,
                 )
             else:
@@ -374,13 +370,13 @@ def _as_facts(fingerprint: Mapping[str, Json]) -> Facts:
 
 
 async def _wait_for_resolver(address: str) -> float:
-    """Look an address up as torch's store does; return for how long there was no answer."""
+    """Look up an address like torch's store does; return how long there was no answer."""
     mapped = address if ":" in address else f"::ffff:{address}"
-    deadline = Deadline.after(_RESOLVE)
+    deadline = Deadline.after(_RESOLVE_LIMIT)
     try:
         await bounded(lambda: look_up_name(mapped), deadline=deadline, name="ddpsafe-reverse")
     except TimeoutError:
         return deadline.waited_s()
-    except OSError:  # no such family, or the server says that there is no name: an answer too
+    except OSError:  # no such family, or the address has no name: that is an answer too
         return 0.0
     return 0.0

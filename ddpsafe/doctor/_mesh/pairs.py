@@ -1,6 +1,6 @@
-"""Who dials whom: every pair of nodes while they are few, a bounded scheme beyond.
+"""The plan of which node dials which: every pair up to 64 nodes, a bounded scheme beyond.
 
-docs/explanation/mesh-plan.md argues for it.
+docs/explanation/mesh-plan.md has the reasons.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
 EVERY_PAIR: Final = 64
-"""Up to so many nodes, every pair is tried in both directions."""
+"""Up to this many nodes, every pair is tried in both directions."""
 
-_FOR_NETWORKS: Final = 64
-"""Connections of a node to see every network: one or two to each of the largest."""
-_AT_RANDOM: Final = 8
+_NETWORK_TARGETS: Final = 64
+"""Connections of a node to other networks: one or two to each of the largest."""
+_RANDOM_STEPS: Final = 8
 
 
 def plan_targets(networks: Sequence[Hashable], *, seed: int) -> list[list[int]]:
-    """Decide whom each node dials.
+    """Decide which nodes each node dials.
 
     Args:
         networks: The network that each node is in, by node rank.
-        seed: Decides the part that is left to chance, the same on every node.
+        seed: Determines the random part, the same on every node.
 
     Returns:
         For each node rank, the node ranks it dials, in an order that spreads the load.
@@ -34,27 +34,27 @@ def plan_targets(networks: Sequence[Hashable], *, seed: int) -> list[list[int]]:
     count = len(networks)
     if count <= EVERY_PAIR:
         return [[(node + step) % count for step in range(1, count)] for node in range(count)]
-    # Steps that every node takes: up and down alike, so that each is dialled as often.
-    # No secret: only the pattern must not be one that a network happens to have as well.
-    chosen = random.Random(seed).sample(range(1, count // 2), _AT_RANDOM)  # noqa: S311
+    # Every node dials the nodes at the same distances in both directions, so all are dialled equally often.
+    # Not a secret: the pattern just must not coincide with that of a network.
+    chosen = random.Random(seed).sample(range(1, count // 2), _RANDOM_STEPS)  # noqa: S311
     steps = [step for each in chosen for step in (each, -each)]
     members = _members(networks)
     plan = []
     for node in range(count):
-        # The others in a node's row and column when all stand in a square.
+        # The others in this node's row and column, with all nodes arranged in a square.
         side = math.isqrt(count - 1) + 1
         row, column = divmod(node, side)
         in_row = range(row * side, min((row + 1) * side, count))
         in_column = range(column, count, side)
         targets = dict.fromkeys([each for each in (*in_row, *in_column) if each != node])
         targets.update(dict.fromkeys((node + step) % count for step in steps))
-        # Members of every network, its own included: a switch may keep its hosts apart.
-        each_gets = min(2, _FOR_NETWORKS // len(members))
+        # Members of every network, including its own: a switch may isolate its hosts from each other.
+        per_network = min(2, _NETWORK_TARGETS // len(members))
         targets.update(
             dict.fromkeys(
-                group[(node * each_gets + turn) % len(group)]
+                group[(node * per_network + turn) % len(group)]
                 for group in members
-                for turn in range(min(each_gets, len(group)))
+                for turn in range(min(per_network, len(group)))
             )
         )
         targets.pop(node, None)
@@ -67,4 +67,4 @@ def _members(networks: Sequence[Hashable]) -> list[list[int]]:
     for node, network in enumerate(networks):
         found[network].append(node)
     largest = sorted(found.values(), key=len, reverse=True)
-    return largest[:_FOR_NETWORKS]
+    return largest[:_NETWORK_TARGETS]

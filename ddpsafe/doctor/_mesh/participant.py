@@ -1,4 +1,4 @@
-"""The part of every node but node rank 0: register, dial, report, and make the findings from the results."""
+"""The part of every node except node rank 0: register, dial, report, and compute the findings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SLACK: Final = timedelta(seconds=15)
-"""Node rank 0 started to wait at another moment, and has to gather and to compare."""
+"""Node rank 0 started its wait at a different time, and needs time to gather and compare."""
 
 _TICK_S: Final = 0.5
 
@@ -39,20 +39,20 @@ _TICK_S: Final = 0.5
 async def participate(
     job: Job, transport: Transport, local_node: LocalNode, own: Node
 ) -> tuple[list[Finding], Matrix]:
-    """Take part in an examination until node rank 0 has collected what all nodes said.
+    """Take part in an examination until node rank 0 has sent the results of all nodes.
 
     Raises:
-        TransportLostError: Node rank 0 is gone; a `TransportClosedError` where it was ended before
-            anything was examined.
+        TransportLostError: Node rank 0 was lost; a `TransportClosedError` if its process exited
+            before anything was examined.
     """
-    ticking = asyncio.ensure_future(_repeat_progress(job, transport))
+    reporting = asyncio.ensure_future(_relay_progress(job, transport))
     try:
         await transport.put("hello", write(own))
         roster = await _require(transport, "roster", Roster, Deadline.after(job.timeout + _SLACK))
     finally:
-        ticking.cancel()
+        reporting.cancel()
     if roster.nnodes != job.nnodes:
-        raise TransportGarbledError("its list of nodes is not of this job")
+        raise TransportGarbledError("its list of nodes belongs to another job")
     job.on_progress(f"{len(roster.contacts)} nodes: trying every connection")
     try:
         await transport.put("mesh", write(await local_node.probe(roster)))
@@ -61,37 +61,37 @@ async def participate(
         )
         await all_reduce.participate(job, transport, asked, own)
         results = await wait_for_results(transport, all_reduce.LONGEST + _SLACK)
-    except TransportClosedError as exc:  # what was examined is lost with it: no use in coming again
+    except TransportClosedError as exc:  # its results are lost, so joining again is of no use
         raise TransportLostError(str(exc)) from exc
     if results.nnodes != job.nnodes:
-        raise TransportGarbledError("what it collected is not about this job")
+        raise TransportGarbledError("its results belong to another job")
     return make_findings(results), make_matrix(results)
 
 
 async def wait_for_results(transport: Transport, limit: timedelta) -> Results:
-    """Wait for what node rank 0 has collected.
+    """Wait for the results from node rank 0.
 
     Raises:
-        TransportLostError: It does not come, or makes no sense.
+        TransportLostError: They do not arrive, or are invalid.
     """
     try:
         return unpack(await _require(transport, RESULTS, str, Deadline.after(limit)))
     except ValueError as exc:
-        raise TransportGarbledError("what it collected makes no sense") from exc
+        raise TransportGarbledError("its results are invalid") from exc
 
 
 async def _require(transport: Transport, topic: str, kind: type[T], deadline: Deadline) -> T:
     value = await wait_for(transport, topic, deadline=deadline)
     if value is None:
-        raise TransportLostError(f"it said nothing for {deadline.waited_s():.1f} s")
+        raise TransportLostError(f"it sent nothing for {deadline.waited_s():.1f} s")
     try:
         return read(kind, value)
     except ValueError as exc:
-        raise TransportGarbledError(f"its message about {topic!r} makes no sense") from exc
+        raise TransportGarbledError(f"its {topic!r} message is invalid") from exc
 
 
-async def _repeat_progress(job: Job, transport: Transport) -> None:
-    """Pass on what node rank 0 says about who is missing."""
+async def _relay_progress(job: Job, transport: Transport) -> None:
+    """Report here which nodes node rank 0 waits for."""
     last: Json = None
     while True:
         await asyncio.sleep(_TICK_S)
@@ -99,6 +99,6 @@ async def _repeat_progress(job: Job, transport: Transport) -> None:
             value = (await transport.get("progress")).get(0)
             if value is not None and value != last:
                 job.on_progress(str(read(Attendance, value)))
-        except (TransportLostError, ValueError):  # the examination itself says what is wrong
+        except (TransportLostError, ValueError):  # the examination itself reports the error
             return
         last = value

@@ -1,4 +1,4 @@
-"""One connection between two hosts, both ends: who answers, and whether 64 KiB arrive."""
+"""One connection between two hosts, both ends: what answers, and whether 64 KiB arrive."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ BULK_BYTES: Final = 64 << 10
 """What each dialler sends: more than any packet, less than any buffer."""
 
 _LONGEST_LINE_BYTES: Final = 512
-_CONVERSATION_S: Final = 15.0
+_CALL_LIMIT_S: Final = 15.0
 _UNKNOWN_PEERS: Final = 256
-"""Also for the connections by which a dialler measures loss and the size of packets."""
+"""Includes the extra connections with which diallers measure loss and packet sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What who dials says first.
+    """The first message of a dialler.
 
     Attributes:
         source: Its node rank.
-        challenge: What only the node that was dialled can answer.
+        challenge: A nonce that only the dialled node can answer.
     """
 
     source: Rank
@@ -51,27 +51,27 @@ class Listener:
     """Answers the other nodes on one ephemeral port.
 
     Args:
-        token: What proves that it is this node.
-        secret: What all nodes know; empty where there is none.
-        nnodes: How many nodes there are.
+        token: Proves the identity of this node.
+        secret: The secret of all nodes; empty if there is none.
+        nnodes: The number of nodes.
     """
 
     def __init__(self, *, token: str, secret: str, nnodes: int) -> None:
-        """Start with no node heard."""
+        """Start without any call."""
         self.received_bytes: dict[int, int] = {}
         self._token, self._secret = token, secret
         self._expected = range(nnodes)
         self._unknown_peers = UnknownPeers(
             most=nnodes * 2 + _UNKNOWN_PEERS, per_address=nnodes * 2 + _UNKNOWN_PEERS
         )
-        self._conversations: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
     async def open(self, address: str) -> int:
-        """Listen on an address, on a port the system chooses; return it.
+        """Listen on an address and a port that the system chooses; return the port.
 
         Raises:
-            OSError: The address is not this host's.
+            OSError: This host does not have the address.
         """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.create_server((address, 0), family=family, backlog=1024)
@@ -81,30 +81,30 @@ class Listener:
         return int(listening.getsockname()[1])
 
     async def close(self) -> None:
-        """Stop."""
+        """Stop listening and end all calls."""
         if self._server is not None:
             self._server.close()
-        for conversation in self._conversations:
-            conversation.cancel()
+        for call in self._calls:
+            call.cancel()
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - asyncio runs every connection as a task
-        self._conversations.add(task)
+        self._calls.add(task)
         self._unknown_peers.admit(task, str((writer.get_extra_info("peername") or ("",))[0]))
         try:
-            await asyncio.wait_for(self._converse(reader, writer), _CONVERSATION_S)
+            await asyncio.wait_for(self._answer(reader, writer), _CALL_LIMIT_S)
         except (OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError):
             pass
         except asyncio.CancelledError:  # by close() or to make room; Python < 3.12 would report it
             pass
         finally:
-            self._conversations.discard(task)
+            self._calls.discard(task)
             self._unknown_peers.forget(task)
             writer.close()
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A line without an end is a ValueError, and so is what is not a call.
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # An endless line and an invalid call both raise ValueError.
         call = read(Call, json.loads(await reader.readline() or "null"))
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - as above
@@ -124,54 +124,54 @@ class Listener:
         writer.write(encode({"bytes": received}))
         with contextlib.suppress(OSError):
             await writer.drain()
-        await reader.read(1)  # the dialler closes first, so that its port does the waiting
+        await reader.read(1)  # the dialler closes first, so TIME_WAIT is on its side
 
 
 CONNECT_S: Final = 2.5
 """Covers three attempts of the kernel: at once, after 1 s and after 2 s (3 s before Linux 6.5)."""
 
 ANSWER_S: Final = 3.0
-"""The kernel on the other side accepts at once; its process may wait for a CPU. Should it come
-later still, it says itself that it was dialled."""
+"""The other kernel accepts at once, but its process may wait for a CPU. If that takes even longer,
+its report still lists this call (`NodeReport.heard`)."""
 
 SMALLEST_MTU_BYTES: Final = {4: 576, 6: 1280}
-"""What every host, and with IPv6 every link, has to take (RFC 791, RFC 8200)."""
+"""What every host, and for IPv6 every link, has to support (RFC 791, RFC 8200)."""
 
 _BULK_S: Final = 2.5
 _SEARCH_S: Final = 1.5
 _SLOW_BULK_S: Final = 7.0
-"""As long as packets arrive: a slow link or one with a long round trip is not a broken one."""
-_LOOK_S: Final = 0.1
-_LOST_AFTER: Final = 3  # retransmissions in a row without a sign of life: 1.4 s
+"""The limit while packets still arrive: a slow link or a long round trip is not a broken one."""
+_POLL_S: Final = 0.1
+_LOST_AFTER: Final = 3  # consecutive retransmissions without an acknowledgement: 1.4 s
 _SMALL_WRITES: Final = 64
-"""Of 100 connections 96 lose at least one packet with 5 % of loss, all with 12 %."""
+"""With 5 % loss, 96 of 100 connections lose at least one of these packets; with 12 %, all do."""
 _SMALL_AT_ONCE: Final = 8
-"""Beyond its first window of 10 packets the kernel puts writes together into fewer packets."""
+"""Beyond its initial window of 10 packets the kernel merges writes into fewer packets."""
 _SMALL_S: Final = 1.0
-"""What waiting for their acknowledgements may take in all."""
+"""The total time to wait for their acknowledgements."""
 _SMALL_BYTES: Final = 64
 _BEYOND_SMALL_BYTES: Final = 512
-_SECOND_CALLS: Final = 2
-_SECOND_AFTER_S: Final = 1.0
+_EXTRA_CONNECTS: Final = 2
+_EXTRA_CONNECTS_AFTER_S: Final = 1.0
 _LOSS_CALLS: Final = 8
-_STEPS: Final = 32
-_EXACT_BYTES: Final = 8
+_SIZES_PER_SEARCH: Final = 32
+_MTU_PRECISION_BYTES: Final = 8
 _USUAL_MTU_BYTES: Final = 1500
 _SEARCHES: Final = 4
 _HEADERS_BYTES: Final = {4: 40, 6: 60}
-"""IP and TCP. Options of TCP are not added: the kernel takes them out of TCP_MAXSEG itself."""
+"""IP and TCP without options, which the kernel subtracts from TCP_MAXSEG itself."""
 
 
 async def dial(
     source: int, contact: Contact, *, secret: str = "", mtu_bytes: int = 1500
 ) -> Dialled:
-    """Open a connection to a node as a rank of this host would, and say what became of it.
+    """Open a connection to a node as a rank of this host would, and return the outcome.
 
     Args:
         source: Node rank of this host.
         contact: The other node.
-        secret: What all nodes know; empty where there is none.
-        mtu_bytes: Of the interface that the connection leaves by.
+        secret: The secret of all nodes; empty if there is none.
+        mtu_bytes: The MTU of the interface that the connection leaves by.
     """
     started_s = time.monotonic()
     if not contact.address or not contact.port:
@@ -181,7 +181,7 @@ async def dial(
     if found.result == "large-lost":
         found = await _find_passing_mtu(call, found, mtu_bytes)
     if found.result == "open" and found.resent:
-        # More where something was lost: one packet may have been bad luck.
+        # Measure again with more connections: a single lost packet proves nothing.
         more = await asyncio.gather(*(call.make(mss_bytes=0) for _ in range(_LOSS_CALLS)))
         found = found._replace(
             packets=found.packets + sum(each.packets for each in more),
@@ -191,7 +191,7 @@ async def dial(
 
 
 async def _find_passing_mtu(call: _Dial, lost: Dialled, mtu_bytes: int) -> Dialled:
-    """Find the largest packets that arrive; or that it was mere loss, and large ones do arrive."""
+    """Find the largest packet size that arrives; all sizes do if the first try lost packets by chance."""
     family = 6 if ":" in call.contact.address else 4
     largest = max(mtu_bytes, lost.segment_bytes + _HEADERS_BYTES[family])
     passing, failing = 0, largest + 1
@@ -206,11 +206,11 @@ async def _find_passing_mtu(call: _Dial, lost: Dialled, mtu_bytes: int) -> Diall
                     return again
             else:
                 failing = min(failing, size)
-        # Every round waits for packets that do not come. 1500 is the advice whatever else would pass.
-        if passing in (0, _USUAL_MTU_BYTES) or failing - passing <= _EXACT_BYTES:
+        # Each search waits for packets that do not arrive. 1500 is the advice even if more would pass.
+        if passing in (0, _USUAL_MTU_BYTES) or failing - passing <= _MTU_PRECISION_BYTES:
             break
-        step = max(1, (failing - passing) // (_STEPS + 1))
-        sizes = {passing + step * number for number in range(1, _STEPS + 1)}
+        step = max(1, (failing - passing) // (_SIZES_PER_SEARCH + 1))
+        sizes = {passing + step * number for number in range(1, _SIZES_PER_SEARCH + 1)}
     return lost._replace(passing_mtu_bytes=passing)
 
 
@@ -221,24 +221,24 @@ class _Dial:
     secret: str
 
     async def make(self, *, mss_bytes: int) -> Dialled:
-        """Connect and talk; where no answer comes at once, knock again beside it.
+        """Connect and exchange data; if the connection does not open soon, try more in parallel.
 
-        A lost packet is asked for again after 1 s and 3 s only: on a lossy network one connection
-        in twenty would look like one that a firewall drops.
+        The kernel resends a lost SYN only after 1 s and 3 s. On a lossy network one connection in
+        twenty would look as if a firewall dropped it.
         """
         first = asyncio.ensure_future(self._connect(mss_bytes, CONNECT_S))
-        done, _ = await asyncio.wait({first}, timeout=_SECOND_AFTER_S)
+        done, _ = await asyncio.wait({first}, timeout=_EXTRA_CONNECTS_AFTER_S)
         calls = {first}
         if not done:
-            left_s = CONNECT_S - _SECOND_AFTER_S
-            again = (self._connect(mss_bytes, left_s) for _ in range(_SECOND_CALLS))
+            left_s = CONNECT_S - _EXTRA_CONNECTS_AFTER_S
+            again = (self._connect(mss_bytes, left_s) for _ in range(_EXTRA_CONNECTS))
             calls |= set(map(asyncio.ensure_future, again))
         connected, failed = await _first_connected(calls)
         if connected is None:
             assert failed is not None  # noqa: S101 - one of them has ended
             return failed
         try:
-            found = await self._talk(connected, lost_after=_LOST_AFTER if not mss_bytes else 2)
+            found = await self._exchange(connected, lost_after=_LOST_AFTER if not mss_bytes else 2)
         except OSError as exc:
             return self._failed(exc)
         else:
@@ -277,7 +277,7 @@ class _Dial:
         found = self._found("refused" if refused else "no-route")
         return found._replace(error=errno.errorcode.get(exc.errno or 0, ""))
 
-    async def _talk(self, connection: socket.socket, *, lost_after: int) -> Dialled:
+    async def _exchange(self, connection: socket.socket, *, lost_after: int) -> Dialled:
         loop = asyncio.get_running_loop()
         challenge = secrets.token_hex(8)
         greeting = encode({"source": self.source, "challenge": challenge})
@@ -287,7 +287,7 @@ class _Dial:
             return self._found("wrong-peer", reason="silent")
         proof = prove(challenge, self.secret + self.contact.token)
         if answer != encode({"answer": proof}):
-            # What it is stays unsaid: a node must not read to others what a port of a third says.
+            # Do not report its bytes: a node must not disclose to others what a third host's port sends.
             return self._found("wrong-peer", reason="other-answer" if answer else "hung-up")
         state = find_tcp_state(connection)
         latency_s = state.round_trip_s if state is not None else None
@@ -320,7 +320,7 @@ class _Dial:
 async def _first_connected(
     calls: set[asyncio.Task[socket.socket | Dialled]],
 ) -> tuple[socket.socket | None, Dialled | None]:
-    """Wait for the first connection that opens, else for what became of the others."""
+    """Return the first connection that opens, or else the most informative failure."""
     connected: socket.socket | None = None
     failed: Dialled | None = None
     pending = calls
@@ -329,7 +329,7 @@ async def _first_connected(
         for each in done:
             result = each.result()
             if isinstance(result, Dialled):
-                # What says more than silence counts.
+                # Any other error is more informative than no answer.
                 failed = result if failed is None or failed.result == "dropped" else failed
             elif connected is None:
                 connected = result
@@ -341,7 +341,7 @@ async def _first_connected(
 
 
 async def _read_line(connection: socket.socket, limit_s: float) -> bytes | None:
-    """Read up to the end of a line or of the connection; None if neither comes."""
+    """Read up to the end of a line or of the connection; None on a timeout."""
     loop = asyncio.get_running_loop()
     line = b""
     with contextlib.suppress(ConnectionResetError):
@@ -351,18 +351,18 @@ async def _read_line(connection: socket.socket, limit_s: float) -> bytes | None:
             except (asyncio.TimeoutError, TimeoutError):
                 return None
             line += chunk
-            if not chunk or len(line) > 512:  # noqa: PLR2004 - as much as was asked for
+            if not chunk or len(line) > 512:  # noqa: PLR2004 - as in the call above
                 break
     return line
 
 
 async def _send_bulk(connection: socket.socket, lost_after: int) -> bool:
-    """Send more than a packet holds; tell whether large packets arrive."""
+    """Send more than fits into a packet; return whether large packets arrive."""
     before = find_tcp_state(connection)
-    # Where a size is searched, packets of another size have been lost already: nothing has to be proved.
+    # A search follows a loss of large packets, so it need not tell loss from size with small ones.
     is_search = lost_after != _LOST_AFTER
     small_bytes = 0 if is_search else _SMALL_WRITES * _SMALL_BYTES
-    # Acknowledged beyond this, something has arrived that was larger than the small writes.
+    # More acknowledged bytes than this mean that a packet larger than the small writes has arrived.
     large_bytes = small_bytes + _BEYOND_SMALL_BYTES
     large_bytes += before.acknowledged_bytes if before is not None else 0
     if not is_search:
@@ -372,7 +372,7 @@ async def _send_bulk(connection: socket.socket, lost_after: int) -> bool:
     limit_s = _SEARCH_S if is_search else _BULK_S
     ends_s, arrived = started_s + limit_s, 0
     while time.monotonic() < ends_s:
-        done, _ = await asyncio.wait({acknowledged}, timeout=_LOOK_S)
+        done, _ = await asyncio.wait({acknowledged}, timeout=_POLL_S)
         if done:
             return acknowledged.result()
         state = find_tcp_state(connection)
@@ -386,7 +386,7 @@ async def _send_bulk(connection: socket.socket, lost_after: int) -> bool:
     acknowledged.cancel()
     with contextlib.suppress(asyncio.CancelledError, OSError):
         await acknowledged
-    # The other kernel has it all, and only the process there has not had its turn; or it is slow.
+    # The other kernel may have all of it while its process waits for a CPU; or the link is slow.
     state = find_tcp_state(connection)
     if state is None:
         return False
@@ -395,7 +395,7 @@ async def _send_bulk(connection: socket.socket, lost_after: int) -> bool:
 
 
 async def _send_small(connection: socket.socket) -> None:
-    """Send packets of their own, so that loss shows; of more bytes the kernel makes a few large ones."""
+    """Send many small packets, so that loss shows: the kernel sends bulk data in a few large ones."""
     loop = asyncio.get_running_loop()
     ends_s = time.monotonic() + _SMALL_S
     for number in range(_SMALL_WRITES):

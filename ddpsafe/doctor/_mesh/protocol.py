@@ -1,8 +1,7 @@
-"""What nodes tell each other: each field is checked on arrival, and all of it is data, not text.
+"""The messages between nodes. Each field is validated on arrival, and all of them are data, not text.
 
-Every node renders what it prints from this data itself. A node that is wrong, or hostile, can lie
-about addresses and numbers; it cannot put a command, a control character or a page of its own into
-what another node prints.
+Every node renders its own output from this data. A broken or hostile node can lie about addresses and
+numbers, but cannot put a command, a control character or a page of its own into another node's output.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ T = TypeVar("T")
 
 MOST_NODES: Final = 100_000
 LOWEST_PORT: Final = 1024
-"""What nodes listen on for each other is handed out by the system: no service's port is dialled."""
+"""Nodes listen for each other on ephemeral ports, so the port of a service is never dialled."""
 
 
 def _is_interface(name: str) -> str:
-    # What the kernel's dev_valid_name() takes, of printable characters; a line to copy quotes it.
+    # What the kernel's dev_valid_name() accepts, if printable; lines to copy quote it.
     if name and (not name.isprintable() or any(each in "/: " for each in name) or name[0] == "."):
         raise ValueError("this cannot be the name of an interface")
     return name
@@ -57,8 +56,8 @@ def require_unicast(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Return an address that a host may have and announce.
 
     Raises:
-        ValueError: It is a name, or an address of a group, of nothing, or of the local link
-            (169.254.169.254 is where clouds keep their secrets).
+        ValueError: It is a name, or a multicast, unspecified or link-local address
+            (169.254.169.254 is where clouds serve credentials).
     """
     address = ipaddress.ip_address(text)
     if isinstance(address, ipaddress.IPv6Address) and (address.scope_id or address.ipv4_mapped):
@@ -86,7 +85,7 @@ EndpointHost = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_:][A-Za-z0-9._:
 InterfaceName = Annotated[str, Strict(), Field(max_length=15), AfterValidator(_is_interface)]
 Address = Annotated[str, Strict(), Field(max_length=45), AfterValidator(_is_address)]
 NetworkText = Annotated[str, Strict(), Field(max_length=49), AfterValidator(_is_network)]
-Rank = Annotated[int, Field(ge=0, lt=MOST_NODES)]  # not strict: as a key of JSON it is a text
+Rank = Annotated[int, Field(ge=0, lt=MOST_NODES)]  # not strict, because JSON keys are strings
 Count = Annotated[int, Strict(), Field(ge=0, le=1 << 40)]
 AnyPort = Annotated[int, Strict(), Field(ge=0, le=65535)]
 Seconds = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=-1e10, le=1e10)]
@@ -113,14 +112,14 @@ Topic = Literal[
 ]
 
 _checkers: dict[Any, TypeAdapter[Any]] = {}
-"""Made when they are first needed: making one takes milliseconds."""
+"""Created on first use, because creating one takes milliseconds."""
 
 
 def read(kind: type[T], value: object) -> T:
-    """Read a message of a kind.
+    """Validate a message of a kind.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a valid message of this kind.
     """
     checker: TypeAdapter[T] | None = _checkers.get(kind)
     if checker is None:
@@ -129,14 +128,14 @@ def read(kind: type[T], value: object) -> T:
 
 
 def write(message: Any) -> Json:
-    """Return a message, a dataclass of this module or one that is made of such, as plain data."""
+    """Return a message (a dataclass of this module, or one composed of them) as plain data."""
     assert dataclasses.is_dataclass(message)  # noqa: S101 - every message is one
     table: Json = asdict(message)  # type: ignore[arg-type]
     return table
 
 
 def as_hostname(name: str) -> str:
-    """Return the name of this host as others accept it: the kernel takes any bytes for one."""
+    """Return a host name in the form that other nodes accept; the kernel allows any bytes."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:253].lstrip(".-") or "unnamed"
 
 
@@ -145,13 +144,13 @@ class Greeting:
     """How a node introduces itself at the endpoint.
 
     Attributes:
-        version: Of the protocol; doctors of different versions do not talk.
-        nnodes: Nodes of its job.
-        node_rank: Which it says it is.
-        hostname: Its name.
-        pid: Of its doctor, to tell two of them on one host apart.
-        job: What its launcher calls the job; empty where nothing does.
-        challenge: What the answer has to be signed with.
+        version: The protocol version; doctors of different versions refuse each other.
+        nnodes: The number of nodes of its job.
+        node_rank: Its node rank.
+        hostname: Its host name.
+        pid: The process ID of its doctor, which distinguishes two on one host.
+        job: The launcher's variables that identify the job; empty if there are none.
+        challenge: A nonce that the signature of the answer has to include.
     """
 
     version: Count
@@ -168,17 +167,17 @@ Refusal = Literal["", "duplicate", "other-job", "late", "secret", "version"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What node rank 0 answers to a greeting.
+    """Node rank 0's answer to a greeting.
 
     Attributes:
-        nonce: Of this run of node rank 0.
-        session: Of this connection; the lines after it are signed with it.
-        hostname: Of node rank 0.
-        nnodes: Nodes of its job.
-        job: Its job.
-        version: Of the protocol that it speaks.
-        refusal: Why the node is not let in; empty where it is.
-        holder: The host that has the place, where that is the reason.
+        nonce: Identifies this run of node rank 0.
+        session: A nonce of this connection, which the signatures of all later lines include.
+        hostname: The host name of node rank 0.
+        nnodes: The number of nodes of its job.
+        job: Its job, as in `Greeting`.
+        version: Its protocol version.
+        refusal: Why the node is refused; empty if it is accepted.
+        holder: The host that already has the node rank, if that is the reason.
         holder_pid: The process there.
     """
 
@@ -195,12 +194,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """A node that came and was sent away.
+    """A node that was refused.
 
     Attributes:
         reason: Why.
-        greeting: What it said.
-        holder: Who has its place, where that is the reason.
+        greeting: Its greeting.
+        holder: The host that already has its node rank, if that is the reason.
         holder_pid: The process there.
     """
 
@@ -215,14 +214,14 @@ class Announced:
     """Where the ranks of a host would listen.
 
     Attributes:
-        address: As numbers; where the library's choice is of no use, the one that leads to the
-            endpoint, so that the rest can be checked all the same. Empty if there is none.
+        address: The numeric address. If the library's choice is unusable, the one that leads to the
+            endpoint, so that everything else can still be checked. Empty if there is none.
         interface: The interface that has it.
-        chosen_by: Why this one: a variable with its value, or the host's name.
-        flaw: What is wrong with the library's choice, or nothing.
-        wanted: What the library would have taken: a name of an interface, or an address.
-        variable: The variable that decided; empty where none did.
-        place: Where it was set.
+        chosen_by: What chose it: a variable with its value, or the host's name.
+        flaw: What is wrong with the library's choice; empty if nothing is.
+        wanted: What the library would have used: an interface name or an address.
+        variable: The variable that chose it; empty if none did.
+        place: Where that variable was set.
         place_where: The variable or the file that set it.
         otherwise: The address that would be announced without the variable.
     """
@@ -238,20 +237,20 @@ class Announced:
     otherwise: Address = ""
 
     def place_of_variable(self) -> VariableSource:
-        """Return where the variable was set, or is to be."""
+        """Return where the variable was set, or should be."""
         return VariableSource(kind=self.place, where=self.place_where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What should be the same on all hosts; of a fingerprint, the sections that are compared.
+    """What should be the same on all hosts: the sections of a fingerprint that are compared.
 
     Attributes:
-        versions: Of packages, by name.
-        env: Variables of the ranks, secrets hidden.
-        driver: Version of the NVIDIA driver.
-        data_paths: What each path of ``data_paths`` shows, by its name in the configuration.
-        config: The arguments that all nodes have to have in common.
+        versions: Package versions, by name.
+        env: Variables of the ranks, with secrets hidden.
+        driver: The version of the NVIDIA driver.
+        data_paths: A summary of each of ``data_paths``, by its name in the configuration.
+        config: The settings that have to be the same on all nodes.
     """
 
     versions: Annotated[dict[Name, Text], Field(max_length=256)] = field(default_factory=dict)
@@ -265,22 +264,22 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """What one node says when it registers.
+    """The registration of one node.
 
     Attributes:
-        node_rank: Its rank.
-        hostname: Its name.
-        machine: The same for two nodes that share one network, loopback included.
-        announced: The address its ranks would listen at, and why that one.
-        port: Where it listens now, on that address; 0 where it cannot.
-        token: Who can answer with it is this node.
-        mtu_bytes: Of the interface.
-        interfaces: Of every running interface but loopback, its addresses with their networks.
-        port_range: First and last of the ports that its system gives to those who ask for any.
+        node_rank: Its node rank.
+        hostname: Its host name.
+        machine: The same for nodes on one host and in one network namespace.
+        announced: The address its ranks would listen on, and what chose it.
+        port: Where it listens now on that address; 0 if it cannot.
+        token: Proves its identity to nodes that dial it.
+        mtu_bytes: The MTU of the interface.
+        interfaces: The addresses of every running interface except loopback, with their networks.
+        port_range: The first and last ephemeral port of its system.
         has_torch: Whether torch is installed there.
-        source: The own address from which it reaches the endpoint.
-        endpoint: The address of the endpoint that it dialled or, as node rank 0, that its name has.
-        facts: What is compared with the others'.
+        source: Its own address from which it reaches the endpoint.
+        endpoint: The endpoint's address that it dialled or, on node rank 0, resolved.
+        facts: What is compared with the other nodes.
     """
 
     node_rank: Rank
@@ -298,7 +297,7 @@ class Node:
     facts: Facts = field(default_factory=Facts)
 
     def __post_init__(self) -> None:
-        """Hold the parts against each other.
+        """Check that the parts are consistent.
 
         Raises:
             ValueError: It listens on a port of a service, or an address is not in its network.
@@ -311,17 +310,17 @@ class Node:
         known = {address for table in self.interfaces.values() for address in table}
         own = self.announced.address
         elsewhere = ipaddress.ip_address(own).is_loopback if own else True
-        # An interface that is down is not among those that run.
+        # An interface that is down is not among the running ones.
         if not elsewhere and own not in known and self.announced.flaw != "not-running":
-            raise ValueError(f"{own} is announced and on none of the interfaces")
+            raise ValueError(f"{own} is announced but none of the interfaces has it")
 
     @property
     def network(self) -> str:
-        """The network of its address, e.g. ``10.77.0.0/24``; empty where it has none."""
+        """The network of its address, e.g. ``10.77.0.0/24``; empty if it has none."""
         return self.interfaces.get(self.announced.interface, {}).get(self.announced.address, "")
 
     def contact(self) -> Contact:
-        """Return what the others need to dial it."""
+        """Return what other nodes need to dial it."""
         return Contact(
             self.node_rank,
             self.announced.address,
@@ -332,17 +331,17 @@ class Node:
         )
 
     def __str__(self) -> str:
-        """Name it as messages do."""
+        """Return its name as in messages."""
         return f"{self.hostname} (node rank {self.node_rank})"
 
 
 def _require_high_port(port: int) -> None:
     if 0 < port < LOWEST_PORT:
-        raise ValueError(f"port {port} belongs to a service of the system")
+        raise ValueError(f"port {port} may belong to a system service")
 
 
 class Contact(NamedTuple):
-    """How to dial a node; the attributes are a `Node`'s."""
+    """How to dial a node; the attributes are those of `Node`."""
 
     node_rank: Rank
     address: Address
@@ -354,13 +353,13 @@ class Contact(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """Who came, as node rank 0 tells all of them; whom each one dials follows from it.
+    """The nodes that joined, as node rank 0 sends them to all; it determines which node dials which.
 
     Attributes:
-        nnodes: How many were to come.
-        contacts: Those who came, by node rank.
-        seed: Decides what the plan leaves to chance.
-        clock_s: What the clock of node rank 0 showed, in seconds since 1970.
+        nnodes: How many nodes were expected.
+        contacts: The nodes that joined, by node rank.
+        seed: Determines the random part of the plan.
+        clock_s: The clock of node rank 0, in seconds since 1970.
     """
 
     nnodes: Annotated[int, Strict(), Field(ge=1, le=MOST_NODES)]
@@ -369,21 +368,21 @@ class Roster:
     clock_s: Seconds
 
     def __post_init__(self) -> None:
-        """Hold the parts against each other.
+        """Check that the parts are consistent.
 
         Raises:
-            ValueError: A node is beyond the number of nodes or there twice, or node rank 0 is missing.
+            ValueError: A node rank is too large or occurs twice, or node rank 0 is missing.
         """
         ranks = [contact.node_rank for contact in self.contacts]
         require_ranks(ranks, self.nnodes)
         if len(set(ranks)) != len(ranks) or 0 not in ranks:
-            raise ValueError("a node is there twice, or node rank 0 is not")
+            raise ValueError("a node rank occurs twice, or node rank 0 is missing")
         for contact in self.contacts:
             _require_high_port(contact.port)
 
 
 def require_ranks(ranks: Iterable[int], nnodes: int) -> None:
-    """Let ranks below the number of nodes pass.
+    """Require that all node ranks are below the number of nodes.
 
     Raises:
         ValueError: One is not.
@@ -394,13 +393,13 @@ def require_ranks(ranks: Iterable[int], nnodes: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attendance:
-    """Who is waited for, as node rank 0 tells all nodes now and then.
+    """The nodes that node rank 0 waits for, sent to all nodes from time to time.
 
     Attributes:
-        came: How many have come.
-        nnodes: How many were to come.
-        missing: Some of those who have not.
-        names: Their names, where something tells them.
+        came: How many nodes have joined.
+        nnodes: How many nodes were expected.
+        missing: Some of the missing nodes.
+        names: Their host names, if Slurm provides them.
         waited_s: How long it has waited.
         total_s: How long it waits at most.
     """
@@ -413,22 +412,22 @@ class Attendance:
     total_s: Seconds
 
     def __str__(self) -> str:
-        """Say it in a line."""
+        """Return a progress line."""
         named = ", ".join(self.names.get(rank) or str(rank) for rank in self.missing)
         return (
-            f"{self.came} of {self.nnodes} nodes have come; waiting for node rank {named}, "
+            f"{self.came} of {self.nnodes} nodes have joined; waiting for node rank {named}, "
             f"{self.waited_s:.0f} of {self.total_s:.0f} s"
         )
 
 
 class FilterChain(NamedTuple):
-    """A chain of a host's own packet filter that keeps some packets out, or in.
+    """A chain of a host's own packet filter that blocks some packets.
 
     Attributes:
         family: ``inet``, ``ip`` or ``ip6``.
-        table: Its table.
-        name: Its own.
-        hook: Whether it filters what comes in, or what goes out.
+        table: The name of its table.
+        name: Its own name.
+        hook: Whether it filters incoming or outgoing packets.
     """
 
     family: Literal["inet", "ip", "ip6"]
@@ -438,13 +437,13 @@ class FilterChain(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The way that packets to another node take, where it is not by the announced interface.
+    """The route of packets to another node that do not leave by the announced interface.
 
     Attributes:
         target: That node.
-        interface: By which they leave; empty where a route or rule of the host refuses them.
-        prefix: The network or address that the route is for; empty where it is not known.
-        table: The routing table that it is in.
+        interface: Where they leave; empty if a route or rule of the host rejects them.
+        prefix: The destination of the route; empty if unknown.
+        table: The routing table of the route.
     """
 
     target: Rank
@@ -454,31 +453,31 @@ class Route(NamedTuple):
 
 
 Reason = Literal["", "no-address", "no-arp", "silent", "late", "hung-up", "other-answer"]
-"""What is known of a direction besides the error of the system.
+"""What is known about a direction besides the system's error.
 
-``silent``: the connection opened and nothing was said; ``late``: so it seemed, and the other side
-did answer.
+``silent``: the connection opened but nothing was received; ``late``: the same, but the other side
+reports that it did answer.
 """
 
 
 class Dialled(NamedTuple):
-    """What became of one connection.
+    """The outcome of one connection.
 
     Attributes:
-        target: Whom it was to reach.
-        result: What became of it.
+        target: The node that was dialled.
+        result: The outcome.
         latency_s: Round trip of a small packet.
-        bandwidth_bytes_per_s: Rough, of one burst.
-        reason: What is known besides.
+        bandwidth_bytes_per_s: A rough value from one burst.
+        reason: What else is known.
         error: Name of the system's error, e.g. ``ECONNREFUSED``.
-        took_s: Until the result was clear.
-        retransmits: How often in a row the last packet was sent, where large ones were lost.
-        segment_bytes: The most the kernel put into one packet, where large ones were lost.
-        path_mtu_bytes: What the kernel took the path's MTU for, where large ones were lost.
-        passing_mtu_bytes: The largest MTU with which the same came through, where large ones were
-            lost; 0 where none did.
-        packets: How many were sent, each counted once.
-        resent: How many had to be sent again.
+        took_s: Time until the outcome was known.
+        retransmits: Consecutive retransmissions of the last packet, if large ones were lost.
+        segment_bytes: The most data the kernel put into one packet, if large ones were lost.
+        path_mtu_bytes: The kernel's estimate of the path's MTU, if large packets were lost.
+        passing_mtu_bytes: The largest MTU with which the data got through, if large packets were
+            lost; 0 if none did.
+        packets: Packets sent, without retransmissions.
+        resent: Packets that were lost and sent again.
     """
 
     target: Rank
@@ -497,7 +496,7 @@ class Dialled(NamedTuple):
 
     @property
     def said(self) -> str:
-        """What the system said, for a reader who knows it."""
+        """What the system reported, for readers who know its terms."""
         if self.result == "large-lost" and self.segment_bytes:
             return (
                 f"{self.retransmits} retransmissions, segments of {self.segment_bytes} bytes, "
@@ -512,7 +511,7 @@ _REASONS: Final[dict[Reason, str]] = {
     "": "",
     "no-address": "it has no address",
     "no-arp": "no answer to ARP",
-    "silent": "accepted, then silent",
+    "silent": "accepted, then no answer",
     "late": "answered late",
     "hung-up": "closed the connection",
     "other-answer": "answered something else",
@@ -521,17 +520,17 @@ _REASONS: Final[dict[Reason, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """What one node says after the mesh.
+    """One node's report on its connections.
 
     Attributes:
-        dialled: What became of its connections.
-        heard: Who dialled it and was answered, in time or not.
-        chains: Chains of its packet filter that keep packets out or in, where a direction is closed.
-        chains_known: Whether its packet filter could be read: without chains, it filters nothing.
-        routes: Ways to others that leave by another interface than the announced one.
-        clock_ahead_s: How much its clock is ahead of node rank 0's.
-        resolver_silent_s: How long it waited for the name of node rank 0's address and got no
-            answer; 0 if there was one.
+        dialled: The outcome of each connection it tried.
+        heard: The nodes that dialled it and were answered, in time or not.
+        chains: Chains of its packet filter that block packets, if a direction is closed.
+        chains_known: Whether its packet filter could be read; if so, no chains means no filtering.
+        routes: Routes to other nodes that do not leave by the announced interface.
+        clock_ahead_s: How far its clock is ahead of node rank 0's.
+        resolver_silent_s: How long the reverse look-up of node rank 0's address got no answer; 0 if
+            it was answered.
     """
 
     dialled: Annotated[tuple[Dialled, ...], Field(max_length=MOST_NODES)]
@@ -545,12 +544,12 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
-    """What became of one node's part in the all-reduce.
+    """The result of one node's all-reduce.
 
     Attributes:
-        error: What torch said; empty if all was well.
-        took_s: How long it took with the start of the process group.
-        backends: Which backends were tried.
+        error: The error of torch; empty if it succeeded.
+        took_s: How long it took, including the start of the process group.
+        backends: The backends that were tried.
     """
 
     error: Text = ""

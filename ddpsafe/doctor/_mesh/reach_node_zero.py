@@ -1,4 +1,4 @@
-"""The way to node rank 0: dialled until a ddpsafe doctor answers, or explained."""
+"""Reach node rank 0: dial the endpoint until a ddpsafe doctor answers, or explain why none does."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ Trouble = Literal[
     "version",
 ]
 
-_CONNECT_S: Final = 2.5
-_RESOLVE_S: Final = 2.5
-_ANSWER_S: Final = 3.0
-# A step that is cut shorter than this says nothing about the network, only about the deadline.
-_SHORTEST_S: Final = 1.0
+_CONNECT_LIMIT_S: Final = 2.5
+_RESOLVE_LIMIT_S: Final = 2.5
+_ANSWER_LIMIT_S: Final = 3.0
+# A step with less time than this would fail because of the deadline, not because of the network.
+_LEAST_LIMIT_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 1.0
-_PATIENCE: Final[dict[Trouble, timedelta]] = {
-    # On a host whose file says 127.0.1.1 nothing will ever listen; two nodes on one host need a moment.
+_GIVE_UP_AFTER: Final[dict[Trouble, timedelta]] = {
+    # If /etc/hosts has 127.0.1.1, nothing will ever listen there; two nodes on one host need a moment.
     "loopback": timedelta(seconds=2),
-    # A former run may be about to end; a service stays, and node rank 0 cannot have the port.
+    # An earlier run may be about to exit; a service stays, and node rank 0 cannot use the port.
     "other-program": timedelta(seconds=5),
 }
-"""How long it is tried while the same is in the way."""
+"""Troubles that rarely go away, with how long to retry while they last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +65,11 @@ class Obstacle:
     """Why node rank 0 was not reached.
 
     Attributes:
-        trouble: Which kind.
-        said: What the system or the other side said.
-        addresses: What the endpoint's name leads to here.
+        trouble: The kind of trouble.
+        said: What the system or the other side reported.
+        addresses: What the endpoint's name resolves to here.
         waited_s: How long it was tried.
-        holder: The host that has this node's place, or whose job answers.
+        holder: The host that has this node's rank, or whose job answers.
     """
 
     trouble: Trouble
@@ -81,13 +81,13 @@ class Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """That node rank 0 was reached and refused this node; it sends the results all the same."""
+    """Node rank 0 was reached and refused this node, but still sends it the results."""
 
     obstacle: Obstacle
     client: Client
 
 
-class _Unreached(Exception):  # noqa: N818 - caught where it is thrown from; no error of the product
+class _Unreached(Exception):  # noqa: N818 - caught in this module, never raised to a user
     def __init__(self, trouble: Trouble, said: str, holder: str = "") -> None:
         super().__init__(trouble)
         self.trouble: Trouble = trouble
@@ -103,21 +103,21 @@ async def reach_coordinator(
     deadline: Deadline,
     on_trouble: Callable[[Obstacle], None],
 ) -> Client | Refused | Obstacle:
-    """Introduce this node to node rank 0, which may come later than this node.
+    """Introduce this node to node rank 0, which may start later than this node.
 
     Args:
-        host: Of the endpoint.
-        port: Of the endpoint.
-        greeting: How to introduce it.
-        secret: What all nodes know; empty where there is none.
+        host: The endpoint's host.
+        port: The endpoint's port.
+        greeting: The greeting of this node.
+        secret: The secret of all nodes; empty if there is none.
         deadline: When to give up.
-        on_trouble: Told what is in the way so far.
+        on_trouble: Called with the obstacle of each failed try.
 
     Returns:
-        The transport, also where this node is refused, or what was in the way at the end.
+        The transport (within `Refused` if this node is refused), or the last obstacle.
     """
     pause_s = 0.05
-    patience = {each: Deadline.after(_PATIENCE[each]) for each in _PATIENCE}
+    give_up = {each: Deadline.after(_GIVE_UP_AFTER[each]) for each in _GIVE_UP_AFTER}
     while True:
         addresses: tuple[str, ...] = ()
         try:
@@ -146,13 +146,13 @@ async def reach_coordinator(
             elif answer.refusal == "other-job":
                 said = f"nnodes={answer.nnodes}, job {answer.job or 'without a name'}"
             elif answer.refusal == "version":
-                said = f"its doctor speaks version {answer.version} of the protocol, this one {VERSION}"
+                said = f"its doctor has protocol version {answer.version}, this one {VERSION}"
             found = Obstacle(trouble=answer.refusal, said=said, addresses=addresses, holder=holder)
             return Refused(found, client)
         if found.trouble not in ("loopback", "other-program"):
-            patience = {each: Deadline.after(_PATIENCE[each]) for each in _PATIENCE}
+            give_up = {each: Deadline.after(_GIVE_UP_AFTER[each]) for each in _GIVE_UP_AFTER}
         is_hopeless = found.trouble == "secret" or (
-            found.trouble in patience and patience[found.trouble].expired()
+            found.trouble in give_up and give_up[found.trouble].expired()
         )
         if is_hopeless or deadline.expired():
             return found
@@ -162,11 +162,11 @@ async def reach_coordinator(
 
 
 def _limit_s(usual_s: float, deadline: Deadline) -> float:
-    return max(_SHORTEST_S, min(usual_s, deadline.remaining_s()))
+    return max(_LEAST_LIMIT_S, min(usual_s, deadline.remaining_s()))
 
 
 async def resolve(host: str, port: int, *, deadline: Deadline) -> tuple[str, ...]:
-    """Return the addresses of the endpoint's host; a resolver without a server may hang.
+    """Return the addresses of the endpoint's host; the resolver may hang if no server answers.
 
     Raises:
         _Unreached: It has none, or the resolver does not answer.
@@ -174,13 +174,13 @@ async def resolve(host: str, port: int, *, deadline: Deadline) -> tuple[str, ...
     try:
         found = await bounded(
             lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM),
-            deadline=Deadline.after(timedelta(seconds=_limit_s(_RESOLVE_S, deadline))),
+            deadline=Deadline.after(timedelta(seconds=_limit_s(_RESOLVE_LIMIT_S, deadline))),
             name="ddpsafe-resolve",
         )
     except TimeoutError as exc:
         raise _Unreached("silent-resolver", str(exc)) from exc
     except (OSError, UnicodeError) as exc:
-        # Neither file nor server said no: none of the servers answers, or there is none.
+        # EAI_AGAIN is not a "no such name": no server answers, or there is none.
         silent = getattr(exc, "errno", None) == socket.EAI_AGAIN
         said = getattr(exc, "strerror", None) or str(exc)
         raise _Unreached("silent-resolver" if silent else "unresolved", said) from exc
@@ -195,7 +195,7 @@ async def greet(
     secret: str,
     deadline: Deadline,
 ) -> tuple[Link, Answer]:
-    """Introduce this node at the first address that lets it in.
+    """Introduce this node at the first address that accepts the connection.
 
     Raises:
         _Unreached: None does, or what answers is not ddpsafe doctor.
@@ -220,7 +220,7 @@ async def greet(
 async def _connect(
     address: str, port: int, deadline: Deadline
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    limit_s = _limit_s(_CONNECT_S, deadline)
+    limit_s = _limit_s(_CONNECT_LIMIT_S, deadline)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     connection = socket.socket(family, socket.SOCK_STREAM)
     connection.settimeout(0)
@@ -241,13 +241,13 @@ async def _connect(
 
 
 async def _introduce(link: Link, greeting: Greeting, deadline: Deadline) -> Answer:
-    limit_s = _limit_s(_ANSWER_S, deadline)
+    limit_s = _limit_s(_ANSWER_LIMIT_S, deadline)
     try:
         link.send_greeting(greeting)
         receiving = link.receive_greeting(Answer, context=greeting.challenge)
         answer = await asyncio.wait_for(receiving, limit_s)
     except (asyncio.TimeoutError, TimeoutError) as exc:
-        raise _Unreached("other-program", f"it said nothing for {limit_s:.1f} s") from exc
+        raise _Unreached("other-program", f"it sent nothing for {limit_s:.1f} s") from exc
     except BadSignatureError as exc:
         raise _Unreached("secret", str(exc)) from exc
     except (OSError, NotADoctorError) as exc:
@@ -259,7 +259,7 @@ async def _introduce(link: Link, greeting: Greeting, deadline: Deadline) -> Answ
 async def find_answer(
     host: str, port: int, greeting: Greeting, *, secret: str, deadline: Deadline
 ) -> Answer | Obstacle:
-    """Look, as node rank 0, who answers at the endpoint."""
+    """Return, for node rank 0, what answers at the endpoint."""
     addresses: tuple[str, ...] = ()
     try:
         addresses = await resolve(host, port, deadline=deadline)
@@ -271,7 +271,7 @@ async def find_answer(
 
 
 async def find_addresses(host: str, port: int, *, deadline: Deadline) -> tuple[str, ...]:
-    """Return the addresses of the endpoint's host, none where the resolver does not answer."""
+    """Return the addresses of the endpoint's host; none if it cannot be resolved."""
     try:
         return await resolve(host, port, deadline=deadline)
     except _Unreached:

@@ -1,4 +1,4 @@
-"""Both ends of the transport over a socket: node rank 0's server, and the others' connections."""
+"""Both ends of the transport over a socket: node rank 0's server, and the other nodes' clients."""
 
 from __future__ import annotations
 
@@ -38,46 +38,46 @@ _TOPICS: Final = frozenset(get_args(Topic))
 
 
 class Client:
-    """The transport of every node but node rank 0.
+    """The transport of every node except node rank 0.
 
     Args:
-        link: A connection on which node rank 0 has welcomed this node.
-        coordinator_hostname: What the host of node rank 0 calls itself.
+        link: A connection on which node rank 0 has answered this node's greeting.
+        coordinator_hostname: The host name of node rank 0.
     """
 
     def __init__(self, link: Link, *, coordinator_hostname: str) -> None:
-        """Start to listen."""
+        """Start to receive."""
         self.coordinator_hostname = coordinator_hostname
         self.coordinator_address = link.peer.removeprefix("::ffff:")
         self._link = link
         self._received: dict[str, Json] = {}
         self._lost: TransportLostError | None = None
-        self._listening = asyncio.ensure_future(self._listen())
+        self._receiving = asyncio.ensure_future(self._receive())
 
     async def put(self, topic: str, value: Json) -> None:
-        """Write a value for node rank 0."""
+        """Send a value to node rank 0."""
         if self._lost is not None:
             raise self._lost
         self._link.send({"topic": topic, "value": value})
 
     async def get(self, topic: str) -> Mapping[int, Json]:
-        """Return what node rank 0 has written."""
+        """Return what node rank 0 has sent."""
         if topic in self._received:
             return {0: self._received[topic]}
         if self._lost is not None:
             raise self._lost
         return {}
 
-    def gone(self) -> Collection[int]:
-        """Return none: that node rank 0 is gone is an error instead."""
+    def disconnected(self) -> Collection[int]:
+        """Return nothing: the loss of node rank 0 is an error instead."""
         return ()
 
     async def close(self) -> None:
-        """Leave, and let node rank 0 see it."""
-        self._listening.cancel()
+        """Close the connection, which node rank 0 notices."""
+        self._receiving.cancel()
         self._link.close()
 
-    async def _listen(self) -> None:
+    async def _receive(self) -> None:
         try:
             while (message := await self._link.receive(LONGEST_FROM_COORDINATOR_BYTES)) is not None:
                 topic = message.get("topic")
@@ -97,20 +97,20 @@ _FROM_NODES: Final = ("hello", "mesh", "imported", "reduced")
 _UNKNOWN_PEERS: Final = 256
 _UNKNOWN_PEERS_OF_ONE_ADDRESS: Final = 32
 _MOST_REJECTED: Final = 256
-_GREETING_S: Final = 5.0
-_LEAVE_S: Final = 2.0
+_GREETING_LIMIT_S: Final = 5.0
+_CLOSE_LIMIT_S: Final = 2.0
 
 
 class Server:
     """The transport of node rank 0.
 
     Args:
-        own: How node rank 0 would introduce itself.
-        secret: What all nodes know; empty where there is none.
+        own: The greeting of node rank 0 itself.
+        secret: The secret of all nodes; empty if there is none.
     """
 
     def __init__(self, own: Greeting, *, secret: str = "") -> None:
-        """Start with nothing written."""
+        """Start without any value."""
         self.nonce = make_nonce()
         self.rejected: list[Rejected] = []
         self._own, self._secret = own, secret
@@ -118,10 +118,10 @@ class Server:
         self._sent: dict[str, Json] = {}
         self._received: dict[str, dict[int, Json]] = {}
         self._nodes: dict[int, tuple[Greeting, Link]] = {}
-        self._waiting: set[Link] = set()
-        self._came = {0}
+        self._refused: set[Link] = set()
+        self._joined = {0}
         self.peers: dict[int, tuple[str, str]] = {}
-        """Hostname and address of every node that was let in, by node rank."""
+        """Host name and address of every accepted node, by node rank."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._unknown_peers = UnknownPeers(
             most=own.nnodes + _UNKNOWN_PEERS, per_address=own.nnodes + _UNKNOWN_PEERS_OF_ONE_ADDRESS
@@ -132,39 +132,39 @@ class Server:
         """Listen on a port, on every interface.
 
         Raises:
-            OSError: The port cannot be had.
+            OSError: The port is not available.
         """
-        # So much is kept of what an unknown peer sends; more is read when it has said who it is.
+        # The limit bounds the memory for unknown peers; more is read once a peer is known.
         self._server = await asyncio.start_server(
             self._receive, sock=_listen(port), limit=LONGEST_GREETING_BYTES
         )
 
     async def put(self, topic: str, value: Json) -> None:
-        """Write a value for every node."""
+        """Send a value to every node."""
         self._sent[topic] = value
         links = [link for _, link in self._nodes.values()]
-        for link in [*links, *self._waiting] if topic == RESULTS else links:
+        for link in [*links, *self._refused] if topic == RESULTS else links:
             link.send({"topic": topic, "value": value})
         self._received.setdefault(topic, {})[0] = value
 
     async def get(self, topic: str) -> Mapping[int, Json]:
-        """Return what the nodes have written."""
+        """Return what the nodes have sent."""
         return self._received.get(topic, {})
 
-    def gone(self) -> Collection[int]:
-        """Return the nodes that came and whose connection has ended."""
-        return self._came - self._nodes.keys() - {0}
+    def disconnected(self) -> Collection[int]:
+        """Return the nodes that joined and whose connection has ended."""
+        return self._joined - self._nodes.keys() - {0}
 
     def close_registration(self) -> None:
-        """Accept no node from now on."""
+        """Refuse all nodes from now on."""
         self._is_open = False
 
     async def close(self) -> None:
-        """Wait until the nodes have read everything and left, then stop listening."""
+        """Wait until the nodes have read everything and disconnected, then stop listening."""
         if self._server is not None:
             self._server.close()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_LEAVE_S)
+            await asyncio.wait(self._tasks, timeout=_CLOSE_LIMIT_S)
         for task in self._tasks:
             task.cancel()
 
@@ -176,7 +176,7 @@ class Server:
         self._unknown_peers.admit(task, link.peer)
         try:
             notice_loss(writer.get_extra_info("socket"))
-            await self._converse(link)
+            await self._serve(link)
         except (OSError, NotADoctorError, asyncio.TimeoutError):
             pass
         except asyncio.CancelledError:  # by close() or to make room; Python < 3.12 would report it
@@ -186,11 +186,11 @@ class Server:
             self._unknown_peers.forget(task)
             link.close()
 
-    async def _converse(self, link: Link) -> None:
+    async def _serve(self, link: Link) -> None:
         try:
-            greeting = await asyncio.wait_for(link.receive_greeting(Greeting), _GREETING_S)
+            greeting = await asyncio.wait_for(link.receive_greeting(Greeting), _GREETING_LIMIT_S)
         except BadSignatureError as exc:
-            if isinstance(exc.message, Greeting):  # it cannot verify this, and says so
+            if isinstance(exc.message, Greeting):  # it cannot verify the answer, and reports that
                 rejected = Rejected(reason="secret", greeting=exc.message)
                 link.send_greeting(self._answer(rejected), context=exc.message.challenge)
                 self._remember(rejected)
@@ -198,39 +198,39 @@ class Server:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - as above
         self._unknown_peers.forget(task)
-        refused = self._find_refusal(greeting)
-        answer = self._answer(refused)
+        refusal = self._find_refusal(greeting)
+        answer = self._answer(refusal)
         link.send_greeting(answer, context=greeting.challenge)
         link.begin_session(greeting.challenge + answer.session, is_node=False)
-        if refused is not None:
-            self._remember(refused)
-            # A node that was refused stays until it has the results, so that all end with the same.
-            self._waiting.add(link)
+        if refusal is not None:
+            self._remember(refusal)
+            # A refused node stays connected for the results, so that all nodes end with the same findings.
+            self._refused.add(link)
             try:
                 if RESULTS in self._sent:
                     link.send({"topic": RESULTS, "value": self._sent[RESULTS]})
-                await link.receive(LONGEST_GREETING_BYTES)  # it writes nothing, and leaves
+                await link.receive(LONGEST_GREETING_BYTES)  # it sends nothing until it disconnects
             finally:
-                self._waiting.discard(link)
+                self._refused.discard(link)
             return
         node = greeting.node_rank
         for values in self._received.values():
-            values.pop(node, None)  # of a doctor there that was ended and started again
+            values.pop(node, None)  # sent by an earlier doctor there, before it was restarted
         self._nodes[node] = (greeting, link)
-        self._came.add(node)
+        self._joined.add(node)
         self.peers[node] = (greeting.hostname, link.peer.removeprefix("::ffff:"))
         try:
             for topic, value in self._sent.items():
                 link.send({"topic": topic, "value": value})
             while (message := await link.receive(LONGEST_FROM_NODE_BYTES)) is not None:
-                # What an unknown peer calls a topic must not fill the memory.
-                if (said := message.get("topic")) in _FROM_NODES:
-                    self._received.setdefault(str(said), {})[node] = message.get("value")
+                # Arbitrary topics must not fill the memory.
+                if (sent := message.get("topic")) in _FROM_NODES:
+                    self._received.setdefault(str(sent), {})[node] = message.get("value")
         finally:
             del self._nodes[node]
 
     def _remember(self, rejected: Rejected) -> None:
-        # Node rank 0 looks whether the endpoint leads to itself; another one may come as well.
+        # Node rank 0 greets its own endpoint to check where it leads; that is not a rejected node.
         if rejected.greeting != self._own and len(self.rejected) < _MOST_REJECTED:
             self.rejected.append(rejected)
 

@@ -1,6 +1,6 @@
 """`Transport`: how the nodes of one examination exchange values under topics.
 
-The one over a store of torch is here, both ends of the one over a socket are in `server`.
+The one over a torch store is in this module; both ends of the one over a socket are in `server`.
 """
 
 from __future__ import annotations
@@ -22,53 +22,52 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 T = TypeVar("T")
 
 RESULTS: Final = "results"
-"""The topic of the last thing that node rank 0 writes."""
+"""The topic of the last value that node rank 0 sends."""
 
 _FIRST_PAUSE_S: Final = 0.002
 _LONGEST_PAUSE_S: Final = 0.05
 
 
 class TransportLostError(Exception):
-    """Nothing can be read or written any more: node rank 0 ended, or its host vanished."""
+    """Nothing more can be sent or received: node rank 0 exited, or its host was lost."""
 
 
 class TransportClosedError(TransportLostError):
-    """The process of node rank 0 ended, and its host is there."""
+    """The process of node rank 0 exited, but its host is up."""
 
 
 class TransportGarbledError(TransportLostError):
-    """What node rank 0 says is not what a doctor says."""
+    """Node rank 0 sent what a doctor never sends."""
 
 
 class Transport(Protocol):
-    """Where one node writes and reads values, under topics."""
+    """Sends and receives the values of one node, under topics."""
 
     async def put(self, topic: str, value: Json) -> None:
-        """Write a value under a topic; writing again replaces it.
+        """Send a value under a topic, replacing an earlier one.
 
         Raises:
-            TransportLostError: Node rank 0 cannot read it any more.
+            TransportLostError: Node rank 0 can no longer receive it.
         """
 
     async def get(self, topic: str) -> Mapping[int, Json]:
-        """Return the values under a topic, by node rank, as far as this node can read them.
+        """Return the values under a topic, by node rank, as far as this node receives them.
 
         Raises:
-            TransportLostError: Nothing can come any more.
+            TransportLostError: No more values can arrive.
         """
 
-    def gone(self) -> Collection[int]:
-        """Return the node ranks that will certainly write nothing more."""
+    def disconnected(self) -> Collection[int]:
+        """Return the node ranks that are known to be unable to send more."""
 
 
 async def wait_for(transport: Transport, topic: str, *, deadline: Deadline) -> Json:
-    """Wait until node rank 0 has written under a topic; None if it has not by then.
+    """Wait for a value of node rank 0 under a topic; None if the deadline expires.
 
     Raises:
-        TransportLostError: It will not.
+        TransportLostError: It cannot arrive any more.
     """
-    said = await gather(transport, topic, [0], deadline=deadline)
-    return said.get(0)
+    return (await gather(transport, topic, [0], deadline=deadline)).get(0)
 
 
 async def gather(
@@ -79,44 +78,44 @@ async def gather(
     deadline: Deadline,
     on_change: Callable[[Collection[int]], None] = lambda _: None,
 ) -> dict[int, Json]:
-    """Wait for what nodes write under a topic.
+    """Wait for the values of several nodes under a topic.
 
     Args:
-        transport: Where.
-        topic: Under which topic.
-        node_ranks: Who is expected.
+        transport: The transport.
+        topic: The topic.
+        node_ranks: The nodes that are expected to send one.
         deadline: When to stop waiting.
-        on_change: Told which nodes are still expected, at the start and whenever that changes.
+        on_change: Called with the missing nodes, at the start and whenever they change.
 
     Returns:
-        What was written, by node rank, when all have, or when those who have not are gone, or when
-        the deadline expired.
+        The values by node rank, once all have arrived, all missing nodes have disconnected, or the
+        deadline has expired.
 
     Raises:
-        TransportLostError: The transport itself is gone.
+        TransportLostError: The transport itself was lost.
     """
-    expected: set[int] | None = None
+    last_missing: set[int] | None = None
     pauses = _pauses()
     while True:
-        said = {
+        values = {
             node: value
             for node, value in (await transport.get(topic)).items()
             if node in node_ranks
         }
-        missing = set(node_ranks) - said.keys() - set(transport.gone())
-        if missing != expected:
-            expected, pauses = missing, _pauses()
+        missing = set(node_ranks) - values.keys() - set(transport.disconnected())
+        if missing != last_missing:
+            last_missing, pauses = missing, _pauses()
             on_change(missing)
         if not missing or deadline.expired():
-            return said
+            return values
         await asyncio.sleep(min(next(pauses), deadline.remaining_s()))
 
 
 async def bounded(function: Callable[[], T], *, deadline: Deadline, name: str) -> T:
-    """Make a call that may hang, in a thread of its own.
+    """Make a call that may hang, in a separate thread.
 
     Raises:
-        TimeoutError: It has not come back by then.
+        TimeoutError: It has not returned by the deadline.
     """
     call = BoundedCall(function, name=name)
     for pause_s in _pauses():
@@ -135,69 +134,69 @@ def _pauses() -> Iterator[float]:
         pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
 
-# A store whose host has vanished answers after its own timeout, a minute or more.
-_ANSWER: Final = timedelta(seconds=10)
+# A store whose host was lost fails only after its own timeout, a minute or more.
+_STORE_LIMIT: Final = timedelta(seconds=10)
 
 
 class Store(Protocol):
-    """What is needed of ``torch.distributed.Store``; give it keys of its own (`PrefixStore`)."""
+    """The part of ``torch.distributed.Store`` that is used; give it its own keys (`PrefixStore`)."""
 
     def set(self, key: str, value: str) -> None:
-        """Keep a value."""
+        """Set a value."""
 
     def get(self, key: str) -> bytes:
-        """Return a value that is there."""
+        """Return an existing value."""
 
     def check(self, keys: list[str]) -> bool:
-        """Tell whether all keys are there."""
+        """Return whether all keys exist."""
 
 
 class StoreTransport:
-    """The transport of one node over a store of torch.
+    """The transport of one node over a torch store.
 
     Args:
-        store: With keys that no other examination has used.
-        node_rank: Of this node.
-        nnodes: How many there are.
+        store: The store, with a key prefix that no other examination has used.
+        node_rank: The rank of this node.
+        nnodes: The number of nodes.
     """
 
     def __init__(self, store: Store, *, node_rank: int, nnodes: int) -> None:
-        """Keep the connection."""
+        """Keep the store."""
         self._store = store
         self._node_rank = node_rank
         self._readable = range(nnodes) if node_rank == 0 else range(1)
         self._read: dict[str, dict[int, Json]] = {}
 
     async def put(self, topic: str, value: Json) -> None:
-        """Write a value under a topic."""
+        """Send a value under a topic."""
         key, text = f"{topic}/{self._node_rank}", json.dumps(value, default=str)
-        await self._ask(lambda: self._store.set(key, text))
+        await self._bounded(lambda: self._store.set(key, text))
 
     async def get(self, topic: str) -> Mapping[int, Json]:
-        """Return the values under a topic; once read, a value stays as it was."""
+        """Return the values under a topic. A value that was read is not read again."""
         known = self._read.setdefault(topic, {})
         for node in self._readable:
             if node not in known:
-                text = await self._ask(functools.partial(self._find, f"{topic}/{node}"))
+                text = await self._bounded(functools.partial(self._find, f"{topic}/{node}"))
                 if text is not None:
-                    known[node] = None  # what is not JSON is not a message either
+                    known[node] = None  # not JSON, so not a valid message
                     with contextlib.suppress(ValueError, RecursionError):
                         known[node] = json.loads(text)
         return known
 
-    def gone(self) -> Collection[int]:
-        """Return none: a store does not tell."""
+    def disconnected(self) -> Collection[int]:
+        """Return nothing: a store does not report lost clients."""
         return ()
 
     def _find(self, key: str) -> bytes | None:
         return self._store.get(key) if self._store.check([key]) else None
 
-    async def _ask(self, function: Callable[[], T]) -> T:
+    async def _bounded(self, function: Callable[[], T]) -> T:
         try:
             return await bounded(
-                function, deadline=Deadline.after(_ANSWER), name="ddpsafe-store-transport"
+                function, deadline=Deadline.after(_STORE_LIMIT), name="ddpsafe-store-transport"
             )
         except TimeoutError as exc:
             raise TransportLostError("the store does not answer") from exc
-        except RuntimeError as exc:  # torch's DistNetworkError and its like
+        except RuntimeError as exc:  # torch's DistNetworkError and similar errors
             raise TransportLostError(str(exc).splitlines()[0]) from exc

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_addresses(results: Results) -> Iterator[Finding]:
-    """Check what each host would announce."""
+    """Check the address that each host would announce."""
     nodes = list(results.nodes.values())
     apart = len({node.machine for node in nodes}) > 1
     looping = [
@@ -68,9 +68,9 @@ def find_explained(results: Results) -> dict[Way, Dialled]:
 
 
 def check_networks(results: Results, explained: dict[Way, Dialled]) -> Iterator[Finding]:
-    """Find hosts that announce addresses in networks between which nothing is open.
+    """Find hosts that announce addresses in networks with no open direction between them.
 
-    Directions that this explains are added to `explained`.
+    Adds the directions that this explains to `explained`.
     """
     nodes = results.nodes
     translated = results.is_translated()
@@ -85,7 +85,7 @@ def check_networks(results: Results, explained: dict[Way, Dialled]) -> Iterator[
     }
     if not found:
         return
-    # The way back is closed for the same reason, whatever it looks like from there.
+    # The opposite direction is closed for the same reason, whatever error it reports.
     back = {(target, source) for source, target in found}
     closed = {way: each for way, each in results.connections().items() if is_closed(each.result)}
     found |= {way: closed[way] for way in back if way in closed}
@@ -94,9 +94,9 @@ def check_networks(results: Results, explained: dict[Way, Dialled]) -> Iterator[
 
 
 def check_family(results: Results, explained: dict[Way, Dialled]) -> Iterator[Finding]:
-    """Find that hosts announce addresses of one version of IP, and only the other one works.
+    """Check whether hosts announce addresses of one IP version while only the other one works.
 
-    Directions that this explains are added to `explained`.
+    Adds the directions that this explains to `explained`.
     """
     at_endpoint = {_version(node.endpoint) for node in results.nodes.values() if node.endpoint}
     connections = results.connections()
@@ -129,11 +129,11 @@ def check_family(results: Results, explained: dict[Way, Dialled]) -> Iterator[Fi
         severity="failed",
         fact=f"No connection over {name} opens between the hosts, and the endpoint is reached over "
         f"{works}; the ranks would announce {listed}.",
-        cause=f"a router or a firewall that passes {works} only; the names of the hosts have addresses "
-        "of both, and the first one counts.",
+        cause=f"a router or a firewall that passes only {works}; the hosts' names have addresses of both "
+        "versions, and the first one is used.",
         fix=to_copy(
-            f"Name the interface: its first address is of {works}. Or take the addresses of {name} out "
-            "of DNS or /etc/hosts:",
+            f"Set the interface, whose first address is {works}, or remove the {name} addresses from DNS "
+            "or /etc/hosts:",
             *(
                 [f"{lines[0]}    # on every host"]
                 if len(set(lines)) == 1
@@ -153,7 +153,7 @@ def _version(address: str) -> int:
 
 
 def _same_address(results: Results, duplicate: Mapping[str, list[int]]) -> Finding:
-    told = "; ".join(
+    shown = "; ".join(
         f"{address}: {', '.join(map(results.label, ranks))}" for address, ranks in duplicate.items()
     )
     involved = sorted({rank for ranks in duplicate.values() for rank in ranks})
@@ -170,21 +170,23 @@ def _same_address(results: Results, duplicate: Mapping[str, list[int]]) -> Findi
         if address in table and node.announced.address != address
     ]
     endpoint = endpoint_lines(results, odd)
-    local = "it belongs to a bridge or an interface that every host has for itself, as docker0."
+    local = (
+        "it belongs to a bridge or an interface that exists on every host separately, like docker0."
+    )
     if spare:
-        what, lines = "Take the address from the host that does not need it, as root:", spare
-        cause = "an address was given twice, by hand or by two sources of configuration."
+        what, lines = "Remove the address from the host that does not need it, as root:", spare
+        cause = "the same address was assigned twice, by hand or by two sources of configuration."
     elif endpoint is not None:
         what, lines = endpoint
         cause = local
     else:
-        cause = "an address was given twice, by hand or by two sources of configuration."
-        what = "Give one of them another address; look where it comes from:"
+        cause = "the same address was assigned twice, by hand or by two sources of configuration."
+        what = "Give one of them another address; check where it is set:"
         lines = [f"ip -br address    # on {results.name_of(rank)}" for rank in involved]
     return Finding(
         code=_codes.SAME_ADDRESS,
         severity="failed",
-        fact=f"Hosts have the same address, and what is sent to one arrives at another: {told}.",
+        fact=f"Hosts have the same address, so packets for one arrive at another: {shown}.",
         cause=cause,
         fix=to_copy(what, *lines),
         hosts=results.hostnames(involved),
@@ -197,11 +199,11 @@ def _shadowed(results: Results, rank: int, other: int) -> Finding:
     return Finding(
         code=_codes.SAME_ADDRESS,
         severity="failed",
-        fact=f"{peer.hostname} (node rank {rank}) came from {peer.address} and was lost at once, and "
+        fact=f"{peer.hostname} (node rank {rank}) joined from {peer.address} and was lost at once, and "
         f"{node} announces the same address.",
-        cause="an address was given twice, by hand or by two sources of configuration.",
+        cause="the same address was assigned twice, by hand or by two sources of configuration.",
         fix=to_copy(
-            "Give one of them another address; look where it comes from:",
+            "Give one of them another address; check where it is set:",
             *(f"ip -br address    # on {name}" for name in (peer.hostname, node.hostname)),
         ),
         hosts=(peer.hostname, node.hostname),
@@ -224,12 +226,12 @@ def _translated(results: Results) -> Finding:
     return Finding(
         code=_codes.TRANSLATED,
         severity="failed",
-        fact=f"The others reach {coordinator} at {', '.join(outside)}, which no interface of it has: the "
-        f"address is translated on the way. The ranks would announce {listed}.",
-        cause="gloo and NCCL announce the addresses of a host's own interfaces, and these lead nowhere "
-        "from the other network: hosts of two clouds or sites, or containers with networks of their own.",
+        fact=f"The others reach {coordinator} at {', '.join(outside)}, which none of its interfaces has: "
+        f"the address is translated on the way. The ranks would announce {listed}.",
+        cause="gloo and NCCL announce the addresses of a host's own interfaces, which cannot be reached "
+        "from the other network: hosts in two clouds or sites, or containers with their own networks.",
         fix=to_copy(
-            "Join the networks by a VPN or by peering, or give the hosts an interface in one network; "
+            "Connect the networks with a VPN or peering, or give the hosts an interface in one network; "
             "a container gets the network of its host with:",
             "docker run --network=host …",
         ),
@@ -242,13 +244,13 @@ def _translated(results: Results) -> Finding:
 
 
 def _check_variable(results: Results) -> Iterator[Finding]:
-    """Find an interface variable that reached some hosts only, whatever it does today."""
+    """Find an interface variable that is set on some hosts only, even if it does no harm yet."""
     having = {rank for rank, node in results.nodes.items() if node.announced.variable}
     without = sorted(results.nodes.keys() - having)
     if not having or not without or any(node.announced.flaw for node in results.nodes.values()):
         return
     if any(is_closed(each.result) for each in results.connections().values()):
-        return  # what is closed says it, with the lines that repair it
+        return  # the finding on the closed directions has the lines that fix it
     name = results.nodes[min(having)].announced.variable
     networks = {rank: node.network for rank, node in results.nodes.items()}
     apart = len(set(networks.values())) > 1
@@ -271,10 +273,10 @@ def _check_variable(results: Results) -> Iterator[Finding]:
     yield Finding(
         code=_codes.VARIABLE_ON_SOME,
         severity="warning",
-        fact=f"{name} is set on {', '.join(map(results.label, sorted(having)))} and not on the others, "
+        fact=f"{name} is set on {', '.join(map(results.label, sorted(having)))} but not on the others, "
         f"which announce: {listed}.",
         cause="the variable was exported in one shell, or the launcher does not pass it on"
-        + ("; a part of the job runs over another network, or not at all." if apart else "."),
+        + ("; part of the job uses another network, or does not work at all." if apart else "."),
         fix=to_copy(what, *lines),
         hosts=results.hostnames(without),
         details={
@@ -291,10 +293,12 @@ def _loopback(results: Results, nodes: list[Node]) -> Finding:
     if usual:
         cause = "/etc/hosts gives the host's own name a loopback address, as Debian and Ubuntu do."
     elif announced.flaw == "link-local":
-        cause = f"{announced.chosen_by} leads to an address that is valid on one wire only."
+        cause = (
+            f"{announced.chosen_by} leads to a link-local address, which is valid on one link only."
+        )
     else:
-        cause = f"{announced.chosen_by} does not resolve there, and gloo then takes loopback."
-    # On every host, where one network joins all: what is set on some hosts only is the next finding.
+        cause = f"{announced.chosen_by} does not resolve there, and gloo then uses loopback."
+    # On every host if one network connects all: setting it on some only would be DS-MESH-026.
     _, lines = endpoint_lines(results, nodes) or (
         "",
         [
@@ -308,12 +312,12 @@ def _loopback(results: Results, nodes: list[Node]) -> Finding:
     return Finding(
         code=_codes.ANNOUNCES_LOOPBACK,
         severity="failed",
-        fact=f"Ranks would announce an address that leads every other host to itself ({named}; "
+        fact=f"Ranks would announce an address at which every other host reaches itself ({named}; "
         f"{announced.chosen_by}).",
         cause=cause,
         fix=to_copy(
-            'Name the interface (or write Rendezvous(interface="auto")), or give the name its address in '
-            "/etc/hosts:",
+            'Set the interface (or use Rendezvous(interface="auto")), or correct the address of the name '
+            "in /etc/hosts:",
             *lines,
         ),
         hosts=results.hostnames(node.node_rank for node in nodes),
@@ -327,7 +331,7 @@ def _loopback(results: Results, nodes: list[Node]) -> Finding:
 def _absent(results: Results, odd: list[Node]) -> Finding:
     endpoint = endpoint_lines(results, odd)
     if endpoint is None:
-        what = "Choose by host; no network joins all of them:"
+        what = "Choose an interface on each host; no network connects all of them:"
         lines = [
             node.announced.place_of_variable().set_line(
                 *library_setting(results.backend, node.announced.interface)
@@ -336,17 +340,17 @@ def _absent(results: Results, odd: list[Node]) -> Finding:
             for node in odd
         ]
         endpoint = what, lines
-    told = "; ".join(
+    shown = "; ".join(
         f"{node} has no interface {node.announced.wanted} with an address "
-        f"({node.announced.chosen_by}), it has {_listed(node) or 'none but loopback'}"
+        f"({node.announced.chosen_by}); it has {_listed(node) or 'only loopback'}"
         for node in odd
     )
     return Finding(
         code=_codes.ABSENT_INTERFACE,
         severity="failed",
-        fact=f"{told}.",
-        cause="names of interfaces differ from host to host, and the variable is the same on all, or "
-        "it was meant for another host.",
+        fact=f"{shown}.",
+        cause="interface names differ between hosts but the variable is the same on all of them, or it "
+        "was meant for another host.",
         fix=to_copy(endpoint[0], *endpoint[1]),
         hosts=results.hostnames(node.node_rank for node in odd),
         details={
@@ -361,23 +365,23 @@ def _listed(node: Node) -> str:
 
 
 def _not_running(results: Results, odd: list[Node]) -> Finding:
-    what, lines = endpoint_lines(results, odd) or ("No other network joins all hosts.", [])
-    told = "; ".join(
+    what, lines = endpoint_lines(results, odd) or ("No other network connects all hosts.", [])
+    shown = "; ".join(
         f"interface {node.announced.interface} of {node} ({node.announced.address}, "
         f"{node.announced.chosen_by})"
         for node in odd
     )
-    looks = [
+    shows = [
         f"ip link show {shlex.quote(node.announced.interface)}    # on {node.hostname}"
         for node in odd
     ]
     return Finding(
         code=_codes.INTERFACE_DOWN,
         severity="failed",
-        fact=f"An interface that the ranks would use is down or has no carrier: {told}.",
-        cause="the cable, the switch port or the driver; it was never brought up; or it is a bridge to "
-        "containers of the host, none of which runs.",
-        fix=to_copy(f"Bring it up, or go without it. {what}", *looks, *lines),
+        fact=f"An interface that the ranks would use is down or has no carrier: {shown}.",
+        cause="the cable, the switch port or the driver; or it was never brought up; or it is a bridge "
+        "to containers of this host, and none of them runs.",
+        fix=to_copy(f"Bring it up, or go without it. {what}", *shows, *lines),
         hosts=results.hostnames(node.node_rank for node in odd),
         details={
             "interfaces": {node.hostname: node.announced.interface for node in odd},
@@ -398,13 +402,13 @@ def _different_networks(results: Results, found: dict[Way, Dialled]) -> Finding:
     return Finding(
         code=_codes.DIFFERENT_NETWORKS,
         severity="failed",
-        fact=f"The hosts announce addresses of networks that do not meet: {listed}; the others are "
+        fact=f"The hosts announce addresses in networks that cannot reach each other: {listed}; the others are "
         f"in {usual or 'no network'}.",
         cause="each host chose by its own name or by the order of its interfaces "
         f"({', '.join(sorted({node.announced.chosen_by for node in odd}))}).",
         fix=to_copy(endpoint[0], *endpoint[1])
         if endpoint is not None
-        else f"No network has all hosts: give {', '.join(n.hostname for n in odd)} a route to {usual}, "
+        else f"No network connects all hosts: give {', '.join(n.hostname for n in odd)} a route to {usual}, "
         "or an interface in it.",
         hosts=results.hostnames(node.node_rank for node in odd),
         details={

@@ -1,4 +1,4 @@
-"""From everything that came in to findings and matrix."""
+"""All findings between nodes, and the matrix, from the collected results."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def make_findings(results: Results) -> list[Finding]:
-    """Return all that is to be said: every node makes it from the same data."""
+    """Return all findings between nodes."""
     return [*make_findings_before_all_reduce(results), check_all_reduce(results)]
 
 
 def make_findings_before_all_reduce(results: Results) -> list[Finding]:
-    """Return what is to be said about who came, the connections, and differences between hosts."""
+    """Return the findings about missing nodes, connections, and differences between hosts."""
     explained = find_explained(results)
     return [
         *check_attendance(results),
@@ -41,10 +41,10 @@ def make_findings_before_all_reduce(results: Results) -> list[Finding]:
 
 
 def make_matrix(results: Results) -> Matrix:
-    """Return who reaches whom; who did not come or come back is absent.
+    """Return which node reaches which. Nodes that did not join or did not report are absent.
 
-    Of more nodes than all pairs are tried of, it holds only what is not open: it goes to every
-    node, and there would be too much of it.
+    If there are too many nodes to try every pair, it has only the directions that are not open, as
+    the reports do.
     """
     connections = results.connections()
     directions = []

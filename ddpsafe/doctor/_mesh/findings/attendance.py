@@ -1,4 +1,4 @@
-"""Which nodes have not come, which came twice, and what was in the way."""
+"""Which nodes are missing, which joined twice, and what kept a node from the endpoint."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def describe_obstacle(
     nnodes: int,
     chains: Sequence[FilterChain] | None = None,
 ) -> Finding:
-    """Return the finding of what kept this node from node rank 0.
+    """Return the finding on what kept this node from node rank 0.
 
     Args:
         obstacle: What it was.
-        host: Of the endpoint.
-        port: Of the endpoint.
-        node_rank: Of this node.
-        nnodes: How many there are.
-        chains: Of this host's packet filter; None where it was not asked or cannot be read.
+        host: The endpoint's host.
+        port: The endpoint's port.
+        node_rank: The rank of this node.
+        nnodes: The number of nodes.
+        chains: The chains of this host's packet filter; None if they were not or cannot be read.
     """
     here = f"{socket.gethostname()} (node rank {node_rank} of {nnodes})"
     if obstacle.trouble == "late":
         return late(
-            f"{here} came to {show_endpoint(host, port)}", waited="the others had stopped waiting"
+            f"{here} reached {show_endpoint(host, port)}", waited="the others had stopped waiting"
         )
     if obstacle.trouble == "secret":
         return no_secret(
-            f"{here} came to {show_endpoint(host, port)}", hosts=(socket.gethostname(), host)
+            f"{here} reached {show_endpoint(host, port)}", hosts=(socket.gethostname(), host)
         )
     if obstacle.trouble == "version":
         what = f"{here} is refused by {obstacle.holder} at {show_endpoint(host, port)}: {obstacle.said}"
@@ -56,7 +56,7 @@ def describe_obstacle(
     code, describe = _DESCRIPTIONS[obstacle.trouble]
     what, cause, fix = describe(obstacle, host, port)
     if chains and obstacle.addresses:
-        # This host's packet filter first: it may keep in what is sent, or keep out the answers.
+        # Name this host's packet filter first: it may drop what this host sends, or the replies.
         address = obstacle.addresses[0]
         named = ", ".join(map(describe_chain, chains))
         rules = [
@@ -64,12 +64,12 @@ def describe_obstacle(
             for chain in chains
         ]
         cause = (
-            f"the packet filter of this host ({named}) may keep in what it sends or keep out the "
-            f"answers; else a firewall drops port {port} on {host} or on the way."
+            f"the packet filter of this host ({named}) may drop what it sends, or the replies; "
+            f"otherwise a firewall drops port {port} on {host} or on the way."
         )
         fix = to_copy(
-            f"Let it through here, as root, and if that does not help open the port on {host}, whose "
-            "own doctor says how:",
+            f"Allow it here, as root. If that does not help, open the port on {host}; the doctor there "
+            "prints how:",
             *(f"{rule}    # on {socket.gethostname()}" for rule in rules),
         )
     waited = f" ({obstacle.waited_s:.1f} s)" if obstacle.waited_s else ""
@@ -91,7 +91,7 @@ def describe_obstacle(
 
 
 def describe_trouble(obstacle: Obstacle, *, host: str, port: int) -> str:
-    """Say in a line, while it is still tried, what is in the way."""
+    """Return a progress line on why node rank 0 has not been reached yet."""
     seconds = f"{obstacle.waited_s:.0f} s"
     return f"waiting for node rank 0 at {show_endpoint(host, port)}: {obstacle.trouble} ({obstacle.said}), {seconds}"
 
@@ -102,10 +102,10 @@ _Description = tuple[str, str, str]
 def _dropped(obstacle: Obstacle, host: str, port: int) -> _Description:
     addresses = ", ".join(obstacle.addresses)
     return (
-        f"gets no answer from {show_endpoint(host, port)} ({addresses}): packets vanish",
+        f"gets no answer from {show_endpoint(host, port)} ({addresses}): packets are lost",
         (
             f"a firewall or security group drops port {port} on {host} or on the way, or the host is "
-            "off; where another host has the address of this one, the answers go there."
+            "off; or another host has this host's address and receives the replies."
         ),
         to_copy(
             f"Open the port on {host}, as root:",
@@ -118,9 +118,9 @@ def _dropped(obstacle: Obstacle, host: str, port: int) -> _Description:
 
 
 def _find_namesake(obstacle: Obstacle) -> Iterator[str]:
-    """Yield the line that asks the network whether another host has the address of this one."""
+    """Yield the command that checks whether another host has this host's address."""
     for address in obstacle.addresses[:1]:
-        with contextlib.suppress(OSError):  # there is no way to it any more
+        with contextlib.suppress(OSError):  # the route has disappeared
             own = source_address(address)
             interface = find_interface_of(own)
             if interface is not None and not interface.is_loopback and ":" not in own:
@@ -129,7 +129,7 @@ def _find_namesake(obstacle: Obstacle) -> Iterator[str]:
 
 
 def _iptables(obstacle: Obstacle) -> str:
-    """Return the command of the packet filter that the endpoint's addresses pass."""
+    """Return the iptables command for the IP version of the endpoint's addresses."""
     return "ip6tables" if all(":" in each for each in obstacle.addresses) else "iptables"
 
 
@@ -141,16 +141,16 @@ def _refused(obstacle: Obstacle, host: str, port: int) -> _Description:
         return (
             f"is refused by {show_endpoint(host, port)} ({addresses}), which is {here} itself",
             (
-                f"the endpoint names {here}, and node rank 0 was not started here: two hosts have each "
+                f"the endpoint names {here}, but node rank 0 was not started here: two hosts have each "
                 "other's --node-rank, or --rdzv-endpoint names the wrong host."
             ),
             f"Give --node-rank 0 to {here}, or name the host that has it in --rdzv-endpoint.",
         )
     return (
         f"is refused by {show_endpoint(host, port)} ({addresses})",
-        f"the doctor does not run on {host} yet, its port is another one, or a firewall there rejects.",
+        f"the doctor does not run on {host} yet, it uses another port, or a firewall there rejects the connection.",
         to_copy(
-            f"Look on {host} whether it listens; if it does, open the port:",
+            f"Check on {host} whether it listens; if it does, open the port:",
             f"ss -ltn 'sport = :{port}'",
             f"{_iptables(obstacle)} -I INPUT -p tcp --dport {port} -j ACCEPT",
         ),
@@ -161,10 +161,10 @@ def _no_route(obstacle: Obstacle, host: str, port: int) -> _Description:
     addresses = ", ".join(obstacle.addresses)
     first = obstacle.addresses[0] if obstacle.addresses else host
     return (
-        f"has no way to {show_endpoint(host, port)} ({addresses}): {obstacle.said}",
+        f"has no route to {show_endpoint(host, port)} ({addresses}): {obstacle.said}",
         'no route leads there, the host is off, or a firewall answers "prohibited".',
         to_copy(
-            "Compare, and name an address of node rank 0 in a network of this host:",
+            "Compare these, and use an address of node rank 0 in a network of this host:",
             shlex.join(["ip", "route", "get", first]),
             f"ip -br address    # on {host}",
         ),
@@ -177,9 +177,9 @@ def _unresolved(obstacle: Obstacle, host: str, _port: int) -> _Description:
         f"cannot resolve {host}: {obstacle.said}",
         "the name server of /etc/resolv.conf does not answer."
         if silent
-        else "neither /etc/hosts nor DNS of this host knows the name.",
+        else "neither /etc/hosts nor the DNS of this host has the name.",
         to_copy(
-            "Name the address of node rank 0 in --rdzv-endpoint, or add a line to /etc/hosts; look up:",
+            "Use the address of node rank 0 in --rdzv-endpoint, or add a line to /etc/hosts; check with:",
             shlex.join(["getent", "hosts", host]),
         ),
     )
@@ -188,10 +188,10 @@ def _unresolved(obstacle: Obstacle, host: str, _port: int) -> _Description:
 def _loopback(obstacle: Obstacle, host: str, port: int) -> _Description:
     addresses = ", ".join(obstacle.addresses)
     return (
-        f"is led to itself by {show_endpoint(host, port)} ({addresses})",
+        f"resolves {show_endpoint(host, port)} to itself ({addresses})",
         f"the /etc/hosts of this host gives {host} a loopback address.",
         to_copy(
-            "Correct that line, or name the address in --rdzv-endpoint; look up:",
+            "Correct that line, or use the address in --rdzv-endpoint; check with:",
             shlex.join(["getent", "hosts", host]),
         ),
     )
@@ -199,10 +199,10 @@ def _loopback(obstacle: Obstacle, host: str, port: int) -> _Description:
 
 def _other_program(obstacle: Obstacle, host: str, port: int) -> _Description:
     return (
-        f"is let in at {show_endpoint(host, port)}, but what answers is not ddpsafe doctor: {obstacle.said}",
-        "another program has the port, or a proxy between the hosts accepts every connection.",
+        f"connects to {show_endpoint(host, port)}, but what answers is not ddpsafe doctor: {obstacle.said}",
+        "another program uses the port, or a proxy between the hosts accepts every connection.",
         to_copy(
-            f"Choose another port, or look on {host} who listens:",
+            f"Choose another port, or check on {host} what listens:",
             f"ss -ltnp 'sport = :{port}'",
         ),
     )
@@ -212,14 +212,14 @@ def _other_job(obstacle: Obstacle, host: str, port: int) -> _Description:
     return (
         f"found another job at {show_endpoint(host, port)}, on {obstacle.holder}: {obstacle.said}",
         "another job uses this endpoint, or --nnodes differs from host to host.",
-        "Give each job its own port, and the same --nnodes to all nodes of one.",
+        "Give each job its own port, and all nodes of a job the same --nnodes.",
     )
 
 
 def _duplicate(obstacle: Obstacle, host: str, port: int) -> _Description:
     return (
-        f"was sent away from {show_endpoint(host, port)}: its node rank is taken by {obstacle.holder}",
-        "two hosts were started with the same --node-rank, or a former run goes on.",
+        f"was refused by {show_endpoint(host, port)}: its node rank is taken by {obstacle.holder}",
+        "two hosts were started with the same --node-rank, or an earlier run still runs.",
         "Give each host its own --node-rank, counted from 0.",
     )
 
@@ -238,12 +238,12 @@ _DESCRIPTIONS: Final[dict[str, tuple[str, Callable[[Obstacle, str, int], _Descri
 
 
 def check_attendance(results: Results) -> Iterator[Finding]:
-    """Check who came, as node rank 0 saw it."""
+    """Check which nodes joined, as node rank 0 saw it."""
     named = {*results.nodes, *results.garbled, *results.find_shadowed()}
     missing = [node for node in range(results.nnodes) if node not in named]
     doubled = {rank for ranks in results.find_duplicates().values() for rank in ranks}
     lost = [node for node in results.nodes if node not in results.reports]
-    # Those who were sent away are the missing ones: that they "have not come" would be wrong.
+    # Refused nodes are the missing ones: reporting them as not joined as well would be wrong.
     if len(missing) > count_refused(results.rejected) and not results.other_coordinator:
         yield _missing(results, missing)
     for node in lost:
@@ -257,7 +257,7 @@ def check_attendance(results: Results) -> Iterator[Finding]:
         if key not in seen:
             seen.add(key)
             yield _rejected(results, each)
-    # Behind address translation node rank 0 often cannot reach itself by the outer address.
+    # Behind address translation node rank 0 often cannot reach itself at the outer address.
     obstacle = results.obstacle
     if obstacle is not None and not results.is_translated():
         addresses = ", ".join(obstacle.addresses) or "no address"
@@ -267,7 +267,7 @@ def check_attendance(results: Results) -> Iterator[Finding]:
             severity="warning" if len(results.nodes) == results.nnodes else "failed",
             fact=f"{show_endpoint(results.host, results.port)} ({addresses}) does not lead to {own}, which is node rank 0: "
             f"{obstacle.trouble} ({obstacle.said}).",
-            cause="--node-rank 0 was given to another host than the one the endpoint names.",
+            cause="--node-rank 0 was given to a different host than the one the endpoint names.",
             fix=f"Start node rank 0 on {results.host}, or name {own} in --rdzv-endpoint.",
             hosts=(own,),
             details={"addresses": list(obstacle.addresses), "trouble": obstacle.trouble},
@@ -276,7 +276,7 @@ def check_attendance(results: Results) -> Iterator[Finding]:
         yield Finding(
             code=_codes.DUPLICATE,
             severity="failed",
-            fact=f"{results.nodes[0].hostname} is node rank 0, and so is {results.other_coordinator}, to which "
+            fact=f"{results.nodes[0].hostname} is node rank 0, and so is {results.other_coordinator}, where "
             f"{show_endpoint(results.host, results.port)} leads.",
             cause="two hosts were started with --node-rank 0.",
             fix="Give each host its own --node-rank; 0 belongs to the host that the endpoint names.",
@@ -286,7 +286,7 @@ def check_attendance(results: Results) -> Iterator[Finding]:
 
 
 def count_refused(rejected: Iterable[Rejected]) -> int:
-    """Count the processes that came and do not fit this job."""
+    """Count the processes that were refused because they do not belong to this job."""
     return len(
         {
             (each.greeting.hostname, each.greeting.pid)
@@ -298,26 +298,26 @@ def count_refused(rejected: Iterable[Rejected]) -> int:
 
 def _missing(results: Results, missing: list[int]) -> Finding:
     labels = ", ".join(results.label(node) for node in missing)
-    coordinator, came = results.nodes[0], len(results.nodes)
+    coordinator, joined = results.nodes[0], len(results.nodes)
     own = results.reports[0].chains if 0 in results.reports else ()
     incoming = [chain for chain in own if chain.hook == "input" and not results.at_store]
     if results.at_store:
         cause = "the first rank there was not started, has failed, or is slow to start."
-        fix = "Look at the log of the ranks there."
+        fix = "Check the logs of the ranks there."
     else:
         filtered = (
             f", or the packet filter of {coordinator.hostname} "
-            f"({', '.join(map(describe_chain, incoming))}) keeps it out"
+            f"({', '.join(map(describe_chain, incoming))}) blocks it"
             if incoming
             else ""
         )
         cause = (
             "the doctor was not started there, it waits for another endpoint, or it cannot reach this "
-            f"one{filtered}: what it prints there says which."
+            f"one{filtered}; its output there shows which."
         )
         where = shlex.quote(show_endpoint(results.host, results.port))
         fix = to_copy(
-            "Start it there and look at what it says:",
+            "Start it there and read its output:",
             *(
                 f"ddpsafe doctor --nnodes {results.nnodes} --node-rank {node} --rdzv-endpoint {where}"
                 for node in missing[:4]
@@ -330,7 +330,7 @@ def _missing(results: Results, missing: list[int]) -> Finding:
     return Finding(
         code=_codes.MISSING,
         severity="failed",
-        fact=f"{came} of {results.nnodes} nodes came within {results.waited_s:.1f} s; not yet: {labels}.",
+        fact=f"{joined} of {results.nnodes} nodes joined within {results.waited_s:.1f} s; missing: {labels}.",
         cause=cause,
         fix=fix,
         hosts=results.hostnames(missing),
@@ -342,11 +342,11 @@ def _lost(results: Results, node: int) -> Finding:
     return Finding(
         code=_codes.LOST,
         severity="failed",
-        fact=f"{results.label(node)} had come, and was lost during the check.",
-        cause=f"the {_process(at_store=results.at_store)} there was ended, or the host went down or off "
-        "the network.",
+        fact=f"{results.label(node)} joined and was lost during the check.",
+        cause=f"the {_process(at_store=results.at_store)} there was ended, or the host crashed or lost "
+        "its network.",
         fix=to_copy(
-            f"Look whether the host lives and what its {_process(at_store=results.at_store)} printed last:",
+            f"Check whether the host is up and what its {_process(at_store=results.at_store)} printed last:",
             shlex.join(["ping", "-c", "3", results.nodes[node].announced.address]),
         ),
         hosts=results.hostnames([node]),
@@ -360,36 +360,36 @@ def _rejected(results: Results, each: Rejected) -> Finding:
         return Finding(
             code=_codes.DUPLICATE,
             severity="failed",
-            fact=f"{who} came as node rank {rank}, which {each.holder} "
-            f"(pid {each.holder_pid}) has already.",
-            cause="two hosts were started with the same --node-rank, or a former run goes on.",
+            fact=f"{who} tried to join as node rank {rank}, which {each.holder} "
+            f"(pid {each.holder_pid}) already has.",
+            cause="two hosts were started with the same --node-rank, or an earlier run still runs.",
             fix=f"Give each of the {results.nnodes} hosts its own --node-rank, 0 to {results.nnodes - 1}.",
             hosts=(who, each.holder),
             details={"node_rank": rank},
         )
     if each.reason == "secret":
-        return no_secret(f"{who} (node rank {rank}) came", hosts=(who,))
+        return no_secret(f"{who} (node rank {rank}) tried to join", hosts=(who,))
     if each.reason == "version":
-        speaks = f"speaks version {each.greeting.version} of the protocol, node rank 0 another one"
-        return other_version(
-            f"{who} (node rank {rank}) was refused: its doctor {speaks}", hosts=(who,)
-        )
+        what = f"its doctor has protocol version {each.greeting.version}, node rank 0 another one"
+        return other_version(f"{who} (node rank {rank}) was refused: {what}", hosts=(who,))
     if each.reason == "late":
-        return late(f"{who} (node rank {rank}) came", waited="the others had stopped waiting")
+        return late(
+            f"{who} (node rank {rank}) tried to join", waited="the others had stopped waiting"
+        )
     return Finding(
         code=_codes.OTHER_JOB,
         severity="failed",
-        fact=f"{who} came as node rank {rank} of {each.greeting.nnodes}"
+        fact=f"{who} tried to join as node rank {rank} of {each.greeting.nnodes}"
         f" (job {each.greeting.job or 'without a name'}); this job has {results.nnodes} nodes.",
         cause="another job uses this endpoint, or --nnodes differs from host to host.",
-        fix=f"Start it on {who} with --nnodes {results.nnodes}, or give the other job a port of its own.",
+        fix=f"Start it on {who} with --nnodes {results.nnodes}, or give the other job its own port.",
         hosts=(who,),
         details={"nnodes_there": each.greeting.nnodes, "nnodes_here": results.nnodes},
     )
 
 
 def late(who: str, *, waited: str) -> Finding:
-    """Return the finding of a node that came too late."""
+    """Return the finding that a node joined too late."""
     return Finding(
         code=_codes.LATE,
         severity="failed",
@@ -400,7 +400,7 @@ def late(who: str, *, waited: str) -> Finding:
 
 
 def other_version(what: str, *, hosts: tuple[str, ...]) -> Finding:
-    """Return the finding that the doctor of a node is of another version."""
+    """Return the finding that a node has another version of the doctor."""
     return Finding(
         code=_codes.VERSIONS_DIFFER,
         severity="failed",
@@ -419,14 +419,14 @@ def _process(*, at_store: bool) -> str:
 
 
 def coordinator_lost(host: str, why: str, *, at_store: bool) -> Finding:
-    """Return the finding that node rank 0 went away during the check."""
+    """Return the finding that node rank 0 was lost during the check."""
     process = _process(at_store=at_store)
     return Finding(
         code=_codes.COORDINATOR_LOST,
         severity="failed",
         fact=f"{host} (node rank 0) was lost during the check: {why}.",
-        cause=f"the {process} there was ended, or the host went down or off the network.",
-        fix=f"Look at what the {process} on {host} printed last, and start it on all nodes again.",
+        cause=f"the {process} there was ended, or the host crashed or lost its network.",
+        fix=f"Check what the {process} on {host} printed last, and start it on all nodes again.",
         hosts=(host,),
         details={"node_rank": 0, "said": why},
     )
@@ -439,11 +439,11 @@ def cannot_serve(exc: OSError, *, port: int, owner: str) -> Finding:
         code=_codes.CANNOT_SERVE,
         severity="failed",
         fact=f"Node rank 0 cannot listen on port {port}: {exc.strerror or exc}{owner}.",
-        cause="another job or a former run has the port."
+        cause="another job or an earlier run uses the port."
         if taken
         else "this process may not use the port.",
         fix=to_copy(
-            "Choose another port for all nodes, or end what holds it:",
+            "Choose another port for all nodes, or end the process that uses it:",
             f"ss -ltnp 'sport = :{port}'",
         ),
         details={"port": port, "error": errno.errorcode.get(exc.errno or 0, str(exc))},
@@ -451,7 +451,7 @@ def cannot_serve(exc: OSError, *, port: int, owner: str) -> Finding:
 
 
 def _garbled(results: Results) -> Finding:
-    topics = {"hello": "who it is", "mesh": "what it dialled", "reduced": "the all-reduce"}
+    topics = {"hello": "itself", "mesh": "its connections", "reduced": "the all-reduce"}
     named = ", ".join(
         f"{results.label(rank)} about {topics[topic]}"
         for rank, topic in sorted(results.garbled.items())
@@ -459,9 +459,9 @@ def _garbled(results: Results) -> Finding:
     return Finding(
         code=_codes.GARBLED,
         severity="failed",
-        fact=f"What a node said cannot be what the doctor says: {named}.",
+        fact=f"A node sent a message that the doctor never sends: {named}.",
         cause="another version of ddpsafe runs there, or another program has taken the node's place.",
-        fix="Start the same version of ddpsafe on every host; where others can reach the endpoint, "
+        fix="Start the same version of ddpsafe on every host; if others can reach the endpoint, "
         "give all nodes one --secret-file.",
         hosts=results.hostnames(results.garbled),
         details={
@@ -471,13 +471,13 @@ def _garbled(results: Results) -> Finding:
 
 
 def coordinator_garbled(host: str, why: str) -> Finding:
-    """Return the finding that what node rank 0 says makes no sense."""
+    """Return the finding that node rank 0 sent an invalid message."""
     return Finding(
         code=_codes.GARBLED,
         severity="failed",
-        fact=f"What {host} (node rank 0) said cannot be what the doctor says: {why}.",
+        fact=f"{host} (node rank 0) sent a message that the doctor never sends: {why}.",
         cause="another version of ddpsafe runs there, or another program has taken its place.",
-        fix="Start the same version of ddpsafe on every host; where others can reach the endpoint, "
+        fix="Start the same version of ddpsafe on every host; if others can reach the endpoint, "
         "give all nodes one --secret-file.",
         hosts=(host,),
         details={"node_rank": 0},

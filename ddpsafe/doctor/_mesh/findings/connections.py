@@ -1,4 +1,4 @@
-"""What is closed between hosts, towards whom, why, and what opens it."""
+"""Which directions between hosts are closed, why, and what opens them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ Way = tuple[int, int]
 
 Shape = Literal["everywhere", "split", "around", "to", "from", "pair", "one-way"]
 
-_EVIDENCE: Final = 2
-"""So many directions must agree before a host is blamed and not a pair."""
+_LEAST_AGREEING: Final = 2
+"""How many directions must agree before a host is blamed instead of a pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +43,11 @@ class Group:
     """Directions with one explanation.
 
     Attributes:
-        shape: ``everywhere``: nothing is open; ``split``: two sides that do not reach each other;
-            ``around``: nothing to and from these hosts; ``to``, ``from``: only that; ``pair``:
-            both directions between two; ``one-way``: one of them.
+        shape: ``everywhere``: all directions; ``split``: all between two sides; ``around``: all to
+            and from these hosts; ``to``, ``from``: all in that direction; ``pair``: both between
+            two hosts; ``one-way``: one of them.
         nodes: The hosts that explain it; for ``split`` the smaller side; for ``pair`` and
-            ``one-way`` the one that dials, then the one that listens.
+            ``one-way`` the dialling host, then the listening one.
         ways: The directions.
     """
 
@@ -60,8 +60,8 @@ def group_ways(blocked: Collection[Way], tried: Collection[Way]) -> list[Group]:
     """Explain blocked directions with as few hosts as possible.
 
     Args:
-        blocked: The directions that failed, all in a like manner.
-        tried: All directions that were tried, these included.
+        blocked: The directions that failed, all in the same way.
+        tried: All directions that were tried, including these.
     """
     left = set(blocked)
     if not left:
@@ -75,11 +75,11 @@ def group_ways(blocked: Collection[Way], tried: Collection[Way]) -> list[Group]:
         left.difference_update(group.ways)
     shapes: tuple[Shape, ...] = ("around", "to", "from")
     for shape in shapes:
-        # Hosts of which every direction of this kind is blocked.
+        # Find hosts with every direction of this kind blocked.
         ends = {"around": (0, 1), "to": (1,)}.get(shape, (0,))
         open_at = {way[end] for way in opened for end in ends}
         counts = Counter(way[end] for way in left for end in ends)
-        needed = _EVIDENCE * len(ends)
+        needed = _LEAST_AGREEING * len(ends)
         found = {node for node, count in counts.items() if count >= needed and node not in open_at}
         if found:
             ways = tuple(sorted(way for way in left if any(way[end] in found for end in ends)))
@@ -96,7 +96,7 @@ def group_ways(blocked: Collection[Way], tried: Collection[Way]) -> list[Group]:
 
 
 def _find_split(blocked: set[Way], opened: set[Way], nodes: set[int]) -> list[Group]:
-    """Find two sides, each of several hosts that reach each other, with nothing open between."""
+    """Find two sides, each of several connected hosts, with no open direction between them."""
     neighbours: dict[int, set[int]] = defaultdict(set)
     for source, target in opened:
         neighbours[source].add(target)
@@ -105,15 +105,15 @@ def _find_split(blocked: set[Way], opened: set[Way], nodes: set[int]) -> list[Gr
     unseen = set(nodes)
     while unseen:
         side: set[int] = set()
-        front = [unseen.pop()]
-        while front:
-            node = front.pop()
+        pending = [unseen.pop()]
+        while pending:
+            node = pending.pop()
             side.add(node)
-            front += neighbours[node] - side
+            pending += neighbours[node] - side
         unseen -= side
         sides.append(side)
     sides.sort(key=len)
-    if len(sides) != 2 or len(sides[0]) < _EVIDENCE:  # noqa: PLR2004 - two sides are a split
+    if len(sides) != 2 or len(sides[0]) < _LEAST_AGREEING:  # noqa: PLR2004 - two sides are a split
         return []
     smaller = sides[0]
     across = [way for way in blocked if (way[0] in smaller) is not (way[1] in smaller)]
@@ -125,19 +125,19 @@ _CODES: Final = {
     "refused": _codes.REFUSED,
     "no-route": _codes.NO_ROUTE,
 }
-_FAST_S: Final = 1.0
+_IMMEDIATE_S: Final = 1.0  # a firewall answers "prohibited" within milliseconds
 _MOST_NAMED: Final = 8
-_LOSS: Final = 0.05
-"""A busy host sends a few packets again although none was lost; a bad cable loses more."""
+_LOSS_SHARE: Final = 0.05
+"""A busy host resends a few packets although none was lost; a bad cable loses more."""
 _LEAST_RESENT: Final = 8
 
 
 def check_connections(results: Results, explained: Mapping[Way, Dialled]) -> Iterator[Finding]:
-    """Check what was dialled.
+    """Check the connections that were tried.
 
     Args:
-        results: Everything that is known.
-        explained: Directions that another finding explains already.
+        results: Everything that was collected.
+        explained: Directions that other findings explain already.
     """
     tried = {way: each for way, each in results.connections().items() if way not in explained}
     if not tried:
@@ -166,9 +166,9 @@ def _closed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Fin
     said = ", ".join(sorted({each.said for each in found.values() if each.said}))
     if group.shape == "everywhere":
         said += f"; port {results.port} of the endpoint is open"
-    only_endpoint = group.shape == "everywhere" and not _lacks_a_way(found)
+    only_endpoint = group.shape == "everywhere" and not _lacks_route(found)
     code = _codes.ONLY_ENDPOINT if only_endpoint else _CODES[kinds[0]]
-    if _lacks_a_way(found):
+    if _lacks_route(found):
         lines = []
         for source, target in sorted(found)[:_MOST_NAMED]:
             address = results.nodes[target].announced.address
@@ -184,10 +184,10 @@ def _closed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Fin
         ]
         if any(not each.chains for each in openings):
             lines += cloud_lines(results, group.ways)
-        what = "Let the packets of the job through, as root, and run the doctor again:"
+        what = "Allow the packets of the job, as root, and run the doctor again:"
         fix = to_copy(what, *list(dict.fromkeys(lines))[: 3 * _MOST_NAMED])
     else:
-        what = "Allow it in the firewall or security group between the hosts:"
+        what = "Allow them in the firewall or security group between the hosts:"
         fix = to_copy(what, *cloud_lines(results, group.ways)[: 3 * _MOST_NAMED])
     return Finding(
         code=code,
@@ -200,13 +200,13 @@ def _closed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Fin
     )
 
 
-def _lacks_a_way(found: Mapping[Way, Dialled]) -> bool:
-    """Tell whether packets do not even get to where a firewall could answer."""
+def _lacks_route(found: Mapping[Way, Dialled]) -> bool:
+    """Return whether packets do not even get to where a firewall could reject them."""
     return any(each.reason == "no-arp" or each.error == "ENETUNREACH" for each in found.values())
 
 
 def _where(results: Results, group: Group, doing: str) -> str:
-    """Say, in one sentence, which directions are meant."""
+    """Return a sentence on which directions are affected."""
     names = _several(results, group.nodes)
     others = _several(results, tuple(sorted(set(itertools.chain(*group.ways)) - set(group.nodes))))
     first, last = results.label(group.nodes[0]), results.label(group.nodes[-1])
@@ -233,42 +233,42 @@ def _closed_cause(results: Results, group: Group, found: Mapping[Way, Dialled]) 
     kinds = {each.result for each in found.values()}
     if any(each.reason == "no-arp" for each in found.values()):
         return (
-            "the host does not even answer on its own wire: a cable, a switch port or a VLAN. "
-            "No firewall does that."
+            "the host does not even answer ARP: a cable, a switch port or a VLAN. "
+            "A firewall does not cause that."
         )
     if any(each.error == "ENETUNREACH" for each in found.values()):
         return "the dialling host has no route to that network."
-    if kinds == {"no-route"} and all(each.took_s < _FAST_S for each in found.values()):
+    if kinds == {"no-route"} and all(each.took_s < _IMMEDIATE_S for each in found.values()):
         return (
-            'a firewall that answers "prohibited" (firewalld does), on the listening host or '
-            "between; the port of the endpoint gets through, so a route exists."
+            'a firewall that answers "prohibited" (firewalld does), on the listening host or on the '
+            "way; the endpoint's port is reachable, so a route exists."
         )
     ports = "gloo and NCCL listen on ports that the system chooses"
     openings = find_openings(results, found)
     outgoing = [each for each in openings if each.hook == "output"]
-    way = "drops" if kinds == {"dropped"} else "rejects"
+    verb = "drops" if kinds == {"dropped"} else "rejects"
     if outgoing:
         named = ", ".join(f"{each.host} ({_chains(each)})" for each in outgoing)
-        return f"the packet filter of {named} {way} what goes out and is not on its list; {ports}."
+        return f"the packet filter of {named} {verb} outgoing packets that no rule allows; {ports}."
     if group.shape == "everywhere":
         return f"only port {results.port} is open between the hosts; {ports}."
     if openings and all(each.chains for each in openings):
         named = ", ".join(f"{each.host} ({_chains(each)})" for each in openings)
-        return f"the packet filter of {named} {way} what is not on its list; {ports}."
+        return f"the packet filter of {named} {verb} what no rule allows; {ports}."
     if not openings:
         return (
-            f"neither host filters packets itself: a firewall or security group between them {way} "
-            f"what is not on its list; {ports}."
+            f"neither host filters packets itself: a firewall or security group between them {verb} "
+            f"what no rule allows; {ports}."
         )
-    return f"a firewall or security group {way} what is not on its list, at the listening host or between; {ports}."
+    return f"a firewall or security group, on the listening host or on the way, {verb} what no rule allows; {ports}."
 
 
 def _chains(opening: Opening) -> str:
-    return ", ".join(describe_chain(chain) for chain in opening.chains) or "not known"
+    return ", ".join(describe_chain(chain) for chain in opening.chains) or "unknown chains"
 
 
 def _other_route(results: Results, way: Way) -> tuple[int, Route] | None:
-    """Return the way that packets of a direction, or their answers, take by another interface."""
+    """Return the node and route by which a direction's packets, or the replies, leave elsewhere."""
     source, target = way
     for here, there in ((source, target), (target, source)):
         for route in results.reports[here].routes:
@@ -280,25 +280,25 @@ def _other_route(results: Results, way: Way) -> tuple[int, Route] | None:
 def _routed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
     found = {way: tried[way] for way in group.ways}
     routes = dict.fromkeys(each for way in sorted(found) if (each := _other_route(results, way)))
-    told, lines = [], []
+    shown, lines = [], []
     for here, route in routes:
         node, other = results.nodes[here], results.nodes[route.target]
         address, on = other.announced.address, f"    # on {results.name_of(here)}"
         if not route.interface:
             lines.append(f"ip route show to match {address}{on}")
-            told.append(f"a route of {node} refuses what it sends to {other} ({address})")
+            shown.append(f"a route of {node} rejects packets to {other} ({address})")
             lines.append(
                 f"ip route del {route.prefix}{on}" if route.prefix else f"ip rule show{on}"
             )
             continue
         lines.append(f"ip route get {address} from {node.announced.address}{on}")
-        told.append(
-            f"what {node} sends to {other} ({address}) leaves by {route.interface}, and it announces "
+        shown.append(
+            f"packets from {node} to {other} ({address}) leave by {route.interface}, but it announces "
             f"{node.announced.address} on {node.announced.interface}"
         )
         if route.table != MAIN_TABLE:
             lines.append(f"ip rule del table {route.table}{on}")
-        elif route.prefix != node.network:  # a route besides that of the interface itself
+        elif route.prefix != node.network:  # not the network's own route
             lines.append(f"ip route del {route.prefix} dev {shlex.quote(route.interface)}{on}")
         else:
             place = node.announced.place_of_variable()
@@ -306,13 +306,11 @@ def _routed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Fin
     return Finding(
         code=_codes.OTHER_ROUTE,
         severity="failed",
-        fact=f"{_where(results, group, 'open a connection')}: {'; '.join(told)}.",
-        cause="a route or a rule was added by hand, or two interfaces are in one network; the other host "
-        "drops packets that come in by an interface it would not answer on (rp_filter), or never gets "
+        fact=f"{_where(results, group, 'open a connection')}: {'; '.join(shown)}.",
+        cause="a route or a rule was added by hand, or two interfaces are in the same network; the other "
+        "host drops packets from an interface that it would not reply on (rp_filter), or never receives "
         "them.",
-        fix=to_copy(
-            "Take the route or rule out, or announce the interface that it leads by:", *lines
-        ),
+        fix=to_copy("Remove the route or rule, or announce the interface that it uses:", *lines),
         hosts=results.hostnames({here for here, _ in routes}),
         details={
             "routes": [
@@ -331,13 +329,13 @@ def _routed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Fin
 
 
 def _check_loss(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[Finding]:
-    """Find directions in which packets get lost though connections hold."""
+    """Find directions that lose packets although their connections stay open."""
     lossy = {
         way: each
         for way, each in tried.items()
         if each.result == "open"
         and each.resent >= _LEAST_RESENT
-        and each.resent >= _LOSS * (each.packets + each.resent)
+        and each.resent >= _LOSS_SHARE * (each.packets + each.resent)
     }
     for group in group_ways(lossy, tried):
         found = [lossy[way] for way in group.ways]
@@ -347,11 +345,11 @@ def _check_loss(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[Find
             code=_codes.LOSSY,
             severity="warning",
             fact=f"{_where(results, group, 'send without loss')}: {resent} of {sent + resent} packets "
-            f"({share:.0f} %) had to be sent again.",
-            cause="a bad cable or port, an overloaded link, or a limit of packets per second; a job "
-            "runs many times slower, and connections break now and then.",
+            f"({share:.0f} %) were retransmitted.",
+            cause="a bad cable or port, an overloaded link, or a limit on packets per second; a job "
+            "runs many times slower, and connections sometimes break.",
             fix=to_copy(
-                "Look for errors and drops of the interface, then at the switch:",
+                "Check the interface for errors and drops, then the switch:",
                 *(
                     f"ip -s link show dev {shlex.quote(results.nodes[node].announced.interface)}"
                     f"    # on {results.name_of(node)}"
@@ -375,12 +373,12 @@ def _wrong_peer(results: Results, group: Group, tried: Mapping[Way, Dialled]) ->
     return Finding(
         code=_codes.WRONG_PEER,
         severity="failed",
-        fact=f"{_where(results, group, 'talk')}: another program takes the connection ({said}).",
+        fact=f"{_where(results, group, 'connect')}: another program accepts the connection ({said}).",
         cause="a transparent proxy or a service mesh between the hosts accepts every connection, or "
         "two hosts have the same address.",
         fix=to_copy(
-            "Take the job's ports out of the proxy (Istio: the annotations below on every pod), or "
-            "look for a second host with the address:",
+            "Exclude the job's ports from the proxy (Istio: the annotations below on every pod), or "
+            "check for a second host with the address:",
             f'traffic.sidecar.istio.io/excludeInboundPorts: "{_range(results, listeners)}"',
             f'traffic.sidecar.istio.io/excludeOutboundPorts: "{_range(results, listeners)}"',
             *(
@@ -413,25 +411,25 @@ def _large_lost(results: Results, group: Group, tried: Mapping[Way, Dialled]) ->
         if results.nodes[node].mtu_bytes > passing
     ]
     proof = (
-        f"with packets of {passing} bytes they arrive"
+        f"in packets of {passing} bytes it passes"
         if passing
-        else f"nor with packets of {SMALLEST_MTU_BYTES[6 if has_ipv6 else 4]} bytes"
+        else f"not even in packets of {SMALLEST_MTU_BYTES[6 if has_ipv6 else 4]} bytes"
     )
     return Finding(
         code=_codes.LARGE_LOST,
         severity="failed",
         fact=f"{_where(results, group, 'send more than a packet')}: connections open and small messages "
-        f"pass, 64 KiB do not ({said}); {proof}.",
-        cause=f"the interfaces send packets of up to {max(mtus)} bytes, something between takes less, "
-        "and the ICMP message that would say so is lost: an MTU hole (jumbo frames, a tunnel, a VPN)."
+        f"pass, but 64 KiB does not ({said}); {proof}.",
+        cause=f"the interfaces send packets of up to {max(mtus)} bytes, something on the way carries less, "
+        "and the ICMP message about it is lost: an MTU black hole (jumbo frames, a tunnel, a VPN)."
         if passing
-        else "a firewall or a proxy ends connections after their first packets; it is not their size.",
+        else "a firewall or a proxy ends connections after their first packets; the size is not the cause.",
         fix=to_copy(
-            "Make the packets smaller on both ends, as root, or repair the switch or tunnel between:",
+            "Lower the MTU on both ends, as root, or repair the switch or tunnel between them:",
             *lines,
         )
         if passing
-        else "Look at what inspects the connections between these hosts, and take the job's ports out.",
+        else "Find what inspects the connections between these hosts, and exclude the job's ports.",
         hosts=results.hostnames(group.nodes),
         details={"shape": group.shape, "mtu_bytes": passing, "directions": as_details(found)},
     )
@@ -451,7 +449,7 @@ def _all_open(results: Results, tried: Mapping[Way, Dialled]) -> Finding:
         details |= {"slowest_round_trip_s": max(latencies), "usual_bytes_per_s": usual_rate}
         numbers = (
             f"; round trips take {min(latencies) * 1e3:.2f} to {max(latencies) * 1e3:.2f} ms, "
-            f"short bursts go at about {usual_rate / 1e6:.0f} MB/s"
+            f"short bursts reach about {usual_rate / 1e6:.0f} MB/s"
         )
     return Finding(
         code=_codes.ALL_OPEN,

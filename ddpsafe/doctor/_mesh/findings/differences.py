@@ -1,4 +1,4 @@
-"""What should be the same on every host, compared; the odd one out is named."""
+"""Compare what should be the same on every host, and name the hosts that differ."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 _ABSENT: Final = "(none)"
 _LONGEST_SHOWN: Final = 60
-_CLOCK_S: Final = 5.0
-_MANY_ODD: Final = 8
+_MOST_CLOCK_OFFSET_S: Final = 5.0
+_MOST_SHOWN: Final = 8
 _NOT_BY_PIP: Final = ("driver", "python", "platform", "nccl")
-_OWN_TO_A_HOST: Final = (
+_MAY_DIFFER: Final = (
     "_IFNAME",
     "CUDA_VISIBLE_DEVICES",
     "TORCHELASTIC_RUN_ID",
@@ -32,7 +32,7 @@ _OWN_TO_A_HOST: Final = (
     "_HCA",
     "TORCH_DISTRIBUTED_ERROR_FILE",
 )
-"""Variables that may well differ: by their ends."""
+"""Endings of the names of variables that legitimately differ between hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def find_differences(nodes: Mapping[int, Node], section: str) -> list[Difference
     found = []
     for name in names:
         values = {rank: table.get(name, _ABSENT) for rank, table in tables.items()}
-        # Equally many: what the lower ranks have is called usual.
+        # On a tie the value of the lowest rank counts as usual, because Counter keeps the order.
         usual, _ = Counter(values[rank] for rank in sorted(values)).most_common(1)[0]
         odd = {rank: value for rank, value in values.items() if value != usual}
         if odd:
@@ -68,9 +68,7 @@ def find_differences(nodes: Mapping[int, Node], section: str) -> list[Difference
 def _table(value: Json, section: str) -> dict[str, str]:
     if not isinstance(value, dict):
         return {section: _as_text(value)} if value is not None else {}
-    return {
-        name: _as_text(each) for name, each in value.items() if not name.endswith(_OWN_TO_A_HOST)
-    }
+    return {name: _as_text(each) for name, each in value.items() if not name.endswith(_MAY_DIFFER)}
 
 
 def _as_text(value: Json) -> str:
@@ -89,15 +87,15 @@ def check_facts(results: Results) -> Iterator[Finding]:
         results.nodes, "driver"
     )
     if versions:
-        # With others of these, ranks will not understand each other.
+        # Ranks with different versions of these cannot communicate.
         breaks = any(each.name in ("torch", "nccl", "ddpsafe") for each in versions)
         yield _different(
             results,
             versions,
             code=_codes.VERSIONS_DIFFER,
             severity="failed" if breaks else "warning",
-            cause="the hosts have different environments: another virtual environment, image or driver.",
-            fix="Install the same on every host, e.g. from one lock file; on the odd host:",
+            cause="the hosts have different virtual environments, images or drivers.",
+            fix="Install the same on every host, e.g. from one lock file; on the host that differs:",
             line=_install_line,
         )
     variables = find_differences(results.nodes, "env")
@@ -108,7 +106,7 @@ def check_facts(results: Results) -> Iterator[Finding]:
             code=_codes.ENVIRONMENT_DIFFERS,
             severity="warning",
             cause="a variable was set in one shell, or in a start-up file of one host.",
-            fix="Set it the same on every host; on the odd host:",
+            fix="Set it to the same value on every host; on the host that differs:",
             line=lambda each: (
                 f"unset {each.name}"
                 if each.usual == _ABSENT
@@ -122,8 +120,8 @@ def check_facts(results: Results) -> Iterator[Finding]:
             differences,
             code=_codes.DATA_DIFFER,
             severity="failed",
-            cause="a copy is incomplete or old, or a mount is missing and shows the empty folder below.",
-            fix="Compare the folder with a host that has it right; on the odd host:",
+            cause="a copy is incomplete or old, or a mount is missing and its empty mount point shows.",
+            fix="Compare the directory with that of a correct host; on the host that differs:",
             line=lambda each: f"# {each.name}: findmnt -T its path",
         )
     differences = find_differences(results.nodes, "config")
@@ -142,7 +140,7 @@ def check_facts(results: Results) -> Iterator[Finding]:
             usual, _ = Counter(mtus.values()).most_common(1)[0]
             others = {rank: mtu for rank, mtu in mtus.items() if mtu != usual}
             named = ", ".join(
-                f"{results.label(rank)} sends up to {mtu}" for rank, mtu in others.items()
+                f"{results.label(rank)} sends up to {mtu} bytes" for rank, mtu in others.items()
             )
             yield Finding(
                 code=_codes.MTU_DIFFERS,
@@ -162,14 +160,16 @@ def check_facts(results: Results) -> Iterator[Finding]:
             )
     ahead = {rank: each.clock_ahead_s for rank, each in results.reports.items()}
     middle = sorted(ahead.values())[len(ahead) // 2] if ahead else 0.0
-    odd = {rank: by - middle for rank, by in ahead.items() if abs(by - middle) > _CLOCK_S}
+    odd = {
+        rank: by - middle for rank, by in ahead.items() if abs(by - middle) > _MOST_CLOCK_OFFSET_S
+    }
     if odd:
         named = ", ".join(f"{results.label(rank)} by {by:+.0f} s" for rank, by in odd.items())
         yield Finding(
             code=_codes.CLOCKS_DIFFER,
             severity="warning",
             fact=f"Clocks are off: {named}.",
-            cause="no time service runs there; logs and file times of the hosts will not compare.",
+            cause="no time service runs there; logs and file times of the hosts cannot be compared.",
             fix=to_copy("Start it:", "timedatectl set-ntp true"),
             hosts=results.hostnames(odd),
             details={"ahead_s": {results.name_of(rank): round(by, 1) for rank, by in odd.items()}},
@@ -190,7 +190,7 @@ def check_facts(results: Results) -> Iterator[Finding]:
             cause="/etc/resolv.conf names a server that is down or firewalled; torch looks up every "
             "host that connects to its store, which adds 10 to 20 s to each start.",
             fix=to_copy(
-                "Correct the server, or make the wait short, on these hosts:",
+                "Correct the server, or shorten the wait, on these hosts:",
                 "echo 'options timeout:1 attempts:1' >> /etc/resolv.conf",
             ),
             hosts=results.hostnames(silent),
@@ -201,7 +201,7 @@ def check_facts(results: Results) -> Iterator[Finding]:
 def _install_line(each: Difference) -> str:
     if each.name in _NOT_BY_PIP or each.usual == _ABSENT:
         return f"# {each.name}: {_show(each.usual)}"
-    # A local version, as in 2.13.0+cpu, stands on an index of its own.
+    # torch builds with a local version, e.g. 2.13.0+cpu, are on an index of their own.
     version, _, local = each.usual.partition("+")
     index = ["--index-url", f"https://download.pytorch.org/whl/{local}"] if local else []
     return shlex.join(["pip", "install", f"{each.name}=={version}", *index])
@@ -217,18 +217,18 @@ def _different(
     fix: str,
     line: Callable[[Difference], str] | None = None,
 ) -> Finding:
-    told = []
-    for each in differences[:_MANY_ODD]:
+    shown = []
+    for each in differences[:_MOST_SHOWN]:
         odd = ", ".join(
             f"{results.name_of(rank)} has {_show(value)}" for rank, value in each.odd.items()
         )
-        told.append(f"{each.name} is {_show(each.usual)}, {odd}")
-    lines = [line(each) for each in differences[:_MANY_ODD]] if line else []
+        shown.append(f"{each.name} is {_show(each.usual)}, {odd}")
+    lines = [line(each) for each in differences[:_MOST_SHOWN]] if line else []
     ranks = {rank for each in differences for rank in each.odd}
     return Finding(
         code=code,
         severity=severity,
-        fact=f"{_codes.MESH[code]}: {'; '.join(told)}.",
+        fact=f"{_codes.MESH[code]}: {'; '.join(shown)}.",
         cause=cause,
         fix=to_copy(fix, *lines) if lines else fix,
         hosts=results.hostnames(ranks),

@@ -1,4 +1,4 @@
-"""Lines to copy: rules that open a firewall, variables that choose an interface, an MTU."""
+"""Lines to copy: rules that open a firewall, and variables that choose an interface."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
 
 Hook = Literal["input", "output"]
 
-_NFT_S: Final = 2.0
+_NFT_LIMIT_S: Final = 2.0
 _FAMILIES: Final = ("inet", "ip", "ip6")
-_OLD_TABLES: Final = Path("/proc/net/ip_tables_names")
+_LEGACY_TABLES: Final = Path("/proc/net/ip_tables_names")
 
 
 def find_filter_chains() -> list[FilterChain] | None:
-    """Return where this host filters what comes in or goes out; None where that cannot be read."""
+    """Return the chains in which this host filters packets, or None if they cannot be read."""
     nft = shutil.which("nft") or shutil.which("nft", path="/usr/sbin:/sbin")
     if nft is None:
-        return None if _has_old_tables() is not False else []
+        return None if _has_legacy_tables() is not False else []
     try:
-        asked = subprocess.run(  # noqa: S603 - a fixed command, found on the system's path
-            [nft, "-j", "list", "ruleset"], capture_output=True, timeout=_NFT_S, check=True
+        done = subprocess.run(  # noqa: S603 - a fixed command, found on the system's path
+            [nft, "-j", "list", "ruleset"], capture_output=True, timeout=_NFT_LIMIT_S, check=True
         )
-        listed = json.loads(asked.stdout).get("nftables", [])
+        listed = json.loads(done.stdout).get("nftables", [])
         chains = [*_filtering(listed)]
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
         return None
-    return chains if chains or _has_old_tables() is False else None
+    return chains if chains or _has_legacy_tables() is False else None
 
 
-def _has_old_tables() -> bool | None:
-    """Tell whether iptables filters without nft's knowledge; None where that is unknown."""
+def _has_legacy_tables() -> bool | None:
+    """Return whether legacy iptables, which nft does not list, has tables; None if unknown."""
     try:
-        return bool(_OLD_TABLES.read_text().strip())
+        return bool(_LEGACY_TABLES.read_text().strip())
     except FileNotFoundError:  # the module is not loaded
         return False
     except OSError:
@@ -56,7 +56,7 @@ def _has_old_tables() -> bool | None:
 
 
 def _filtering(listed: list[dict[str, Any]]) -> Iterator[FilterChain]:
-    """Yield the base chains in which a packet may end, by their policy or by a rule."""
+    """Yield the base chains that may drop or reject a packet, by their policy or by a rule."""
     dropping: set[tuple[str, str, str]] = set()
     jumps: dict[tuple[str, str, str], set[tuple[str, str, str]]] = defaultdict(set)
     for rule in (each["rule"] for each in listed if "rule" in each):
@@ -80,14 +80,14 @@ def _filtering(listed: list[dict[str, Any]]) -> Iterator[FilterChain]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """What is to be let through a host's packet filter.
+    """What a host's packet filter has to allow.
 
     Attributes:
-        host: Whose filter.
-        hook: In, or out.
-        replies: Whether it is the answers of the connections that do not get through.
-        peers: Whom they are with.
-        chains: Its chains; empty where they are not known.
+        host: The host.
+        hook: Whether its incoming or outgoing packets are blocked.
+        replies: Whether these are the replies of the connections.
+        peers: The nodes at the other end.
+        chains: The chains that may block them; empty if unknown.
     """
 
     host: Node
@@ -98,7 +98,7 @@ class Opening:
 
     def rules(self) -> list[str]:
         """Return the commands, one for each chain."""
-        # Answers leave from the ports that listen, and come in at those that have dialled.
+        # Replies leave from the listening ports, and arrive at the ports that dialled.
         listener = self.peers[0] if self.hook == "output" and not self.replies else self.host
         first, last = listener.port_range
         origin = _origin(self.peers, self.host)
@@ -110,14 +110,14 @@ class Opening:
 
 
 def find_openings(results: Results, ways: Iterable[Way]) -> list[Opening]:
-    """Find the packet filters that closed directions may have ended in.
+    """Find the packet filters that may block closed directions.
 
     Args:
-        results: Everything that is known.
+        results: Everything that was collected.
         ways: The directions.
 
     Returns:
-        What to open; nothing where both hosts of every direction certainly filter nothing.
+        What to open; nothing if both hosts of every direction are known not to filter.
     """
     found: dict[tuple[int, Hook, bool], list[int]] = {}
     for source, target in ways:
@@ -154,19 +154,19 @@ def _chains_of(results: Results, node_rank: int, hook: Hook) -> tuple[FilterChai
 
 
 def describe_chain(chain: FilterChain) -> str:
-    """Name a chain."""
+    """Return the name of a chain as nft takes it."""
     return f"{chain.family} {chain.table} {chain.name}"
 
 
 def allow(chain: FilterChain, origin: str, first: int, last: int, side: str = "dport") -> str:
-    """Return the command that lets packets of some ports through a chain.
+    """Return the command that allows packets of a port range in a chain.
 
     Args:
-        chain: Of the host's packet filter.
-        origin: The addresses or the network that they come from or go to; empty for all.
+        chain: A chain of the host's packet filter.
+        origin: The peers' addresses or network; empty for all.
         first: The first port.
-        last: The last one.
-        side: ``dport`` for what goes to these ports, ``sport`` for what comes from them.
+        last: The last port.
+        side: ``dport`` if the ports are the destination, ``sport`` if they are the source.
     """
     if chain.table == "firewalld" and chain.hook == "input":
         return _firewalld(origin, first, last)
@@ -201,12 +201,12 @@ def _firewalld(origin: str, first: int, last: int) -> str:
 
 
 def cloud_lines(results: Results, ways: Iterable[Way]) -> list[str]:
-    """Return what to allow between hosts where neither of them filters."""
+    """Return what to allow in a firewall between the hosts."""
     by_target: dict[int, list[Node]] = defaultdict(list)
     for source, target in sorted(ways):
         by_target[target].append(results.nodes[source])
     return [
-        f"# a rule for what comes in to {results.name_of(target)}: TCP "
+        f"# an inbound rule for {results.name_of(target)}: TCP "
         f"{results.nodes[target].port_range[0]}-{results.nodes[target].port_range[1]} "
         f"from {_origin(sources, results.nodes[target])}"
         for target, sources in by_target.items()
@@ -214,7 +214,7 @@ def cloud_lines(results: Results, ways: Iterable[Way]) -> list[str]:
 
 
 def _origin(sources: Sequence[Node], target: Node) -> str:
-    """Return the network that all sources are in, else their addresses."""
+    """Return the network that all sources share with the target, else their addresses."""
     networks = {node.network for node in sources}
     if networks == {target.network} and target.network:
         return target.network
@@ -229,12 +229,12 @@ def library_setting(backend: str, interface: str) -> tuple[str, str]:
 
 
 def common_networks(nodes: Sequence[Node]) -> list[str]:
-    """Return the networks that join all hosts, the one that leads to the endpoint first.
+    """Return the networks that connect all hosts, the one that leads to the endpoint first.
 
-    Every host has an address of its own in it: a bridge to a host's own containers has the same
-    network, and mostly the same address, on every host, and joins none of them.
+    Every host has a different address in such a network. The bridge to a host's own containers has
+    the same network, and mostly the same address, on every host, and connects none of them.
     """
-    # Of each host, its addresses in the networks that it could meet others in.
+    # For each host, its addresses by network, without bridges to containers.
     tables: list[dict[str, list[str]]] = []
     for node in nodes:
         networks: dict[str, list[str]] = defaultdict(list)
@@ -243,7 +243,7 @@ def common_networks(nodes: Sequence[Node]) -> list[str]:
                 networks[network].append(address)
         tables.append(networks)
     found = set.intersection(*map(set, tables)) if tables else set()
-    joining = []
+    connecting = []
     for network in found:
         owners = {
             (address, node.machine)
@@ -251,17 +251,17 @@ def common_networks(nodes: Sequence[Node]) -> list[str]:
             for address in table[network]
         }
         if len({address for address, _ in owners}) == len(owners):
-            joining.append(network)
+            connecting.append(network)
 
     def rank(network: str) -> tuple[int, bool, str]:
         overlay = any(is_overlay(interface_in(node, network) or "") for node in nodes)
-        # Where hosts reach the endpoint from an address in the network, it carries.
+        # A network works if hosts reach the endpoint from their address in it.
         leading_there = sum(
             node.source in table[network] for node, table in zip(nodes, tables, strict=True)
         )
         return -leading_there, overlay, network
 
-    return sorted(joining, key=rank)
+    return sorted(connecting, key=rank)
 
 
 def interface_in(node: Node, network: str) -> str | None:
@@ -273,14 +273,14 @@ def interface_in(node: Node, network: str) -> str | None:
 
 
 def endpoint_lines(results: Results, odd: Sequence[Node]) -> tuple[str, list[str]] | None:
-    """Return what makes hosts announce addresses of one network: a sentence, and lines for each.
+    """Return a sentence and the lines that make all hosts announce addresses of one network.
 
     Args:
-        results: Everything that is known.
-        odd: The hosts that announce something of no use.
+        results: Everything that was collected.
+        odd: The hosts whose announced address is of no use.
 
     Returns:
-        None where no network joins all hosts.
+        None if no network connects all hosts.
     """
     nodes = [results.nodes[rank] for rank in sorted(results.nodes)]
     fine = {node.network for node in nodes if node not in odd}
@@ -290,7 +290,7 @@ def endpoint_lines(results: Results, odd: Sequence[Node]) -> tuple[str, list[str
             for node in odd
         ]
         return (
-            "Without the variable the library chooses the network of the others; take it out:",
+            "Without the variable the library chooses the network of the others; unset it:",
             lines,
         )
     shared = common_networks(nodes)
@@ -302,7 +302,7 @@ def endpoint_lines(results: Results, odd: Sequence[Node]) -> tuple[str, list[str
         )
         for node in nodes
     }
-    what = f"Take the network that joins all hosts, {shared[0]}:"
+    what = f"Use the network that connects all hosts, {shared[0]}:"
     if len(set(settings.values())) == 1:
         return what, [f"{settings[nodes[0].node_rank]}    # on every host"]
     return what, [f"{settings[node.node_rank]}    # on {node.hostname}" for node in nodes]

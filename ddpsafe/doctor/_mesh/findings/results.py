@@ -1,4 +1,4 @@
-"""Everything that came in, as it travels to every node: each makes the findings from it itself."""
+"""What node rank 0 collected, as it is sent to every node: each computes the findings from it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._mesh.transport import Json
 
 _LONGEST_BYTES: Final = 256 << 20
-"""Of results when it is unpacked: a thousand nodes need 4 MB."""
+"""The most that results may unpack to; a thousand nodes need 4 MB."""
 
 
 Skipped = Literal["", "not-asked", "failures", "no-torch"]
@@ -52,13 +52,13 @@ Skipped = Literal["", "not-asked", "failures", "no-torch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduce:
-    """What became of the all-reduce at the end.
+    """The outcome of the all-reduce at the end.
 
     Attributes:
-        skipped: Why there was none; empty where there was.
-        said: What became of each node's part, by node rank.
-        late: Who had not imported torch by the end.
-        stuck: Who had, and has no result.
+        skipped: Why it was skipped; empty if it was tried.
+        said: The nodes' results, by node rank.
+        late: Nodes that did not import torch in time.
+        stuck: Nodes that did import it but have no result.
     """
 
     skipped: Skipped = ""
@@ -69,11 +69,11 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Where a node came from.
+    """Where a node connected from.
 
     Attributes:
-        hostname: What it calls itself.
-        address: That node rank 0 sees it at.
+        hostname: Its own host name.
+        address: Its address as node rank 0 sees it.
     """
 
     hostname: Hostname
@@ -82,26 +82,26 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What node rank 0 knows when every node has spoken.
+    """What node rank 0 knows once every node has reported.
 
     Attributes:
-        nnodes: How many were to come.
-        backend: Whose rules the addresses follow.
-        host: Of the endpoint, as it was given.
-        port: Of the endpoint.
-        nodes: Who came, by node rank.
-        reports: Who came back from the mesh, by node rank.
-        names: Names of nodes that did not come, where something tells them.
-        peers: Where every node that was let in came from, by node rank.
-        garbled: Who said something that makes no sense, with what it was about.
-        seed: Decides, with the nodes, who dialled whom.
-        only_closed: Whether the reports leave out what is open, because there is so much of it.
+        nnodes: How many nodes were expected.
+        backend: The backend whose rules the addresses follow.
+        host: The endpoint's host, as given.
+        port: The endpoint's port.
+        nodes: The nodes that joined, by node rank.
+        reports: Their reports on the connections, by node rank.
+        names: Host names by node rank, if Slurm provides them.
+        peers: Where every accepted node connected from, by node rank.
+        garbled: Nodes that sent an invalid message, with its topic.
+        seed: Determines, with the nodes, which node dialled which.
+        only_closed: Whether the reports omit open directions, because there are too many of them.
         waited_s: How long node rank 0 waited for the nodes.
-        rejected: Who came and was sent away.
-        obstacle: What is at the endpoint, where it does not lead to node rank 0.
+        rejected: Nodes that were refused.
+        obstacle: What answers at the endpoint, if that is not node rank 0.
         other_coordinator: Another host that is node rank 0 and that the endpoint leads to.
-        at_store: Whether ranks of the job have met at its store, and not doctors at the endpoint.
-        all_reduce: What became of it.
+        at_store: Whether the nodes exchange messages over the job's store, not at the endpoint.
+        all_reduce: The outcome of the all-reduce.
     """
 
     nnodes: Annotated[int, Strict(), Field(ge=1, le=MOST_NODES)]
@@ -123,10 +123,10 @@ class Results:
     all_reduce: AllReduce = field(default_factory=AllReduce)
 
     def __post_init__(self) -> None:
-        """Hold the parts against each other.
+        """Check that the parts are consistent.
 
         Raises:
-            ValueError: A node speaks that did not come, or that is beyond the number of nodes.
+            ValueError: A report is from a node that did not join or is beyond the number of nodes.
         """
         if 0 not in self.nodes or any(rank != each.node_rank for rank, each in self.nodes.items()):
             raise ValueError("node rank 0 is missing, or a node has two ranks")
@@ -134,15 +134,15 @@ class Results:
         if (
             self.reports.keys() | self.all_reduce.said.keys() | {*self.all_reduce.late}
         ) - self.nodes.keys():
-            raise ValueError("a node speaks that did not come")
+            raise ValueError("a report is from a node that did not join")
 
     def plan(self) -> dict[int, list[int]]:
-        """Return whom each node was to dial, by node rank."""
+        """Return which nodes each node had to dial, by node rank."""
         contacts = tuple(node.contact() for node in self.nodes.values())
         return make_plan(contacts, nnodes=self.nnodes, seed=self.seed)
 
     def is_translated(self) -> bool:
-        """Tell whether nodes reach node rank 0 at an address that it does not have itself."""
+        """Return whether nodes reach node rank 0 at an address that none of its interfaces has."""
         coordinator = self.nodes[0]
         own = {address for table in coordinator.interfaces.values() for address in table}
         return any(
@@ -154,7 +154,7 @@ class Results:
         )
 
     def find_duplicates(self) -> dict[str, list[int]]:
-        """Return announced addresses that another host has too, with the node ranks of all who do."""
+        """Return announced addresses that several hosts have, with the node ranks of all of them."""
         holders: dict[str, set[int]] = defaultdict(set)
         for rank, node in self.nodes.items():
             for table in node.interfaces.values():
@@ -168,9 +168,9 @@ class Results:
         }
 
     def find_shadowed(self) -> dict[int, int]:
-        """Return nodes that came and were lost at once, with another one that has their address.
+        """Return nodes that joined and were lost at once, with the node that has the same address.
 
-        What is sent to such an address finds the one host or the other.
+        Packets to such an address reach either of the two hosts.
         """
         return {
             rank: node.node_rank
@@ -181,14 +181,14 @@ class Results:
         }
 
     def connections(self) -> dict[Way, Dialled]:
-        """Return every direction between two hosts that both came back."""
+        """Return every direction between two hosts that both reported."""
         found = {}
         for source, report in self.reports.items():
             for dialled in report.dialled:
                 target = dialled.target
                 if target not in self.reports or target == source:
                     continue
-                # Believe the host that says it was dialled: it was slow, and nothing took its place.
+                # The target reports the call, so it was slow and no other program answered for it.
                 is_late = dialled.reason == "silent" and source in self.reports[target].heard
                 found[source, target] = (
                     dialled._replace(result="open", reason="late") if is_late else dialled
@@ -204,15 +204,15 @@ class Results:
         return {**opened, **found}
 
     def hostnames(self, node_ranks: Iterable[int]) -> tuple[str, ...]:
-        """Return names of nodes, in order."""
+        """Return the names of nodes, in the order of their ranks."""
         return tuple(self.name_of(node) for node in sorted(set(node_ranks)))
 
     def name_of(self, node_rank: int) -> str:
-        """Return the name of a node, or its rank in words where it has none."""
+        """Return the host name of a node, or "node rank N" if it is unknown."""
         return self._known_name(node_rank) or f"node rank {node_rank}"
 
     def label(self, node_rank: int) -> str:
-        """Name a node with its rank."""
+        """Return the name of a node with its rank."""
         name = self._known_name(node_rank)
         return f"{name} (node rank {node_rank})" if name else f"node rank {node_rank}"
 
@@ -225,7 +225,7 @@ class Results:
 
 
 def make_plan(contacts: Iterable[Contact], *, nnodes: int, seed: int) -> dict[int, list[int]]:
-    """Return whom each node that came dials, the same on every node."""
+    """Return which nodes each joined node dials; the result is the same on every node."""
     networks = {contact.node_rank: contact.network for contact in contacts}
     by_rank = [networks.get(rank, "") for rank in range(nnodes)]
     plan = plan_targets(by_rank, seed=seed)
@@ -233,7 +233,7 @@ def make_plan(contacts: Iterable[Contact], *, nnodes: int, seed: int) -> dict[in
 
 
 def pack(results: Results) -> str:
-    """Return results as a message: small, as it goes to every node and hosts are much alike."""
+    """Return results as a message. It goes to every node, and similar hosts compress well."""
     text = json.dumps(write(results), separators=(",", ":"), default=str)
     return base64.b64encode(zlib.compress(text.encode())).decode()
 
@@ -242,7 +242,7 @@ def unpack(packed: str) -> Results:
     """Read results.
 
     Raises:
-        ValueError: It is none.
+        ValueError: They are not valid results.
     """
     try:
         unzip = zlib.decompressobj()
@@ -261,5 +261,5 @@ def as_details(dialled: Mapping[Way, Dialled]) -> list[dict[str, Json]]:
 
 
 def is_closed(result: DialResult) -> bool:
-    """Tell whether a connection never opened."""
+    """Return whether the result means that the connection never opened."""
     return result in ("dropped", "refused", "no-route")
