@@ -1,4 +1,4 @@
-"""The same data on every rank: files in one order, and a check that says who differs, and where."""
+"""The same data on every rank: files in one order, and a check that names ranks that differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import torch
 from ddpsafe._errors import Explanation, ranks_text
 from ddpsafe.data._collective import gather_json
 from ddpsafe.data._loader.epochs import add_note, describe_index
-from ddpsafe.data._loader.reachable import left_as_it_was
+from ddpsafe.data._loader.reachable import restored_after_reading
 from ddpsafe.data._loader.sampler_search import find_epoch_holder
 from ddpsafe.data.errors import DataConfigError, DatasetInconsistencyError
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-_LISTINGS: Final = ("samples", "imgs", "files", "paths")
-_ITEM_BYTES: Final = 8
+_PATH_ATTRIBUTES: Final = ("samples", "imgs", "files", "paths")
+_ITEM_DIGEST_BYTES: Final = 8
 
 
 def sorted_files(
@@ -41,19 +41,19 @@ def sorted_files(
 ) -> list[Path]:
     """List the files below `root`, ordered by the bytes of their relative paths.
 
-    The order of ``os.listdir`` and ``glob`` is the file system's and differs between hosts;
+    ``os.listdir`` and ``glob`` return the file system's order, which differs between hosts;
     sorting by text differs between locales. Hidden files are left out, links are followed.
 
     Args:
         root: The directory.
         pattern: As in ``Path.glob``.
-        suffixes: Keep only these, e.g. ``{".jpg", ".png"}``; upper and lower case are equal.
+        suffixes: Keep only these, e.g. ``{".jpg", ".png"}``; case does not matter.
 
     Returns:
         The files, as paths that begin with `root`.
 
     Raises:
-        DataConfigError: There is no such directory, or no such file in it.
+        DataConfigError: The directory does not exist, or has no matching file.
     """
     top = Path(root)
     if not top.is_dir():
@@ -77,7 +77,7 @@ def sorted_files(
             Explanation(
                 f"No file in {top.absolute()} matches {pattern!r}"
                 f"{'' if wanted is None else f' with a suffix of {sorted(wanted)}'}.",
-                cause="the pattern does not fit, or the directory is empty on this host.",
+                cause="the pattern is wrong, or the directory is empty on this host.",
                 fix="check the pattern, and that the data are mounted.",
             )
         )
@@ -86,13 +86,13 @@ def sorted_files(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetView:
-    """What a dataset is compared by.
+    """What identifies a dataset when ranks compare theirs.
 
     Attributes:
         length: How many samples it has; ``None`` if it has no length.
-        kind: Its type's name, and what of it is compared.
+        kind: Its type's name, and what is compared.
         indices: Which samples are compared.
-        item: What stands for a sample: the same text on every host for the same sample.
+        item: Index -> text that identifies the sample, the same on every host.
     """
 
     length: int | None
@@ -102,13 +102,13 @@ class DatasetView:
 
     def digest(self, start: int, stop: int) -> str:
         """Return the digest of the compared samples number `start` to `stop`."""
-        total = hashlib.blake2b(digest_size=_ITEM_BYTES)
+        total = hashlib.blake2b(digest_size=_ITEM_DIGEST_BYTES)
         for place in range(start, min(stop, len(self.indices))):
             total.update(self.item(self.indices[place]).encode("utf-8", "surrogateescape") + b"\0")
         return total.hexdigest()
 
     def fingerprint(self) -> str:
-        """Return the digest of everything: 16 bytes as hexadecimal text."""
+        """Return the digest of length, kind and samples: 16 bytes as hexadecimal text."""
         total = hashlib.blake2b(digest_size=16)
         whole = self.digest(0, len(self.indices))
         total.update(f"{self.length}|{self.kind}|{whole}".encode())
@@ -121,7 +121,7 @@ def view_dataset(
     probes: int,
     key: Callable[[int], object] | None,
 ) -> DatasetView:
-    """Decide what a dataset is compared by: `key`, its own fingerprint, its paths, or probes."""
+    """Choose what identifies a dataset: `key`, its own fingerprint, its paths, or probes."""
     length = len(dataset) if hasattr(dataset, "__len__") else None
     name = f"{type(dataset).__module__}.{type(dataset).__qualname__}".removeprefix("__mp_main__.")
     name = name.removeprefix("__main__.")
@@ -141,7 +141,7 @@ def view_dataset(
     indices = sorted({round(p) for p in np.linspace(0, length - 1, count)}) if count else []
     item = _probe(dataset)
     if indices and item(indices[0]) != item(indices[0]):
-        # Its items draw from generators of their own: reading them identifies nothing.
+        # Its items are random from generators of their own, so they do not identify it.
         return _view(length, f"{name} by its length, as its items are random", range(0), str)
     return _view(length, f"{name} by {len(indices)} probes", indices, item)
 
@@ -153,8 +153,8 @@ def _view(
 
 
 def _paths_of(dataset: Any) -> tuple[int, Callable[[int], str]] | None:
-    """Return how many files a dataset lists, and what tells the path of each."""
-    for name in _LISTINGS:
+    """Return how many files a dataset lists, and a function from index to path."""
+    for name in _PATH_ATTRIBUTES:
         listing = getattr(dataset, name, None)
         if isinstance(listing, list | tuple) and listing:
             first = listing[0][0] if isinstance(listing[0], tuple | list) else listing[0]
@@ -162,10 +162,10 @@ def _paths_of(dataset: Any) -> tuple[int, Callable[[int], str]] | None:
                 break
     else:
         return None
-    # Hosts mount the data in different places: what counts is the path below the root.
+    # Hosts may mount the data in different places: only the path below the root is compared.
     root = getattr(dataset, "root", None)
     if not isinstance(root, str | os.PathLike):
-        root = os.path.commonpath([os.path.dirname(_path_of(entry)) for entry in listing] or [""])  # noqa: PTH120 - a million of them; Path is 20 times slower
+        root = os.path.commonpath([os.path.dirname(_path_of(entry)) for entry in listing] or [""])  # noqa: PTH120 - for a million paths; Path is 20 times slower
     prefix = os.path.join(os.fspath(root), "")  # noqa: PTH118 - as above
 
     def item(index: int) -> str:
@@ -196,7 +196,7 @@ def _probe(dataset: Any) -> Callable[[int], str]:
 
 @contextlib.contextmanager
 def _fixed_randomness(seed: int) -> Iterator[None]:
-    """Let augmentations draw the same on every rank, and leave no trace of it."""
+    """Let augmentations draw the same on every rank, then restore the generators."""
     python, numpy, ours = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - augmentations use the global generator
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - augmentations use the global generator
@@ -210,7 +210,7 @@ def _fixed_randomness(seed: int) -> Iterator[None]:
 
 
 def stable_text(value: Any) -> str:
-    """Return a text that is equal on every host for equal samples, never an address."""
+    """Return a text that is equal on every host for equal samples: without memory addresses."""
     if value is None or isinstance(value, str | bytes | int | float | complex):
         return repr(value)
     if isinstance(value, Mapping):
@@ -224,19 +224,19 @@ def _content(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         return (
-            f"{tuple(value.shape)}{value.dtype}{_short(flat.view(torch.uint8).numpy().tobytes())}"
+            f"{tuple(value.shape)}{value.dtype}{_digest(flat.view(torch.uint8).numpy().tobytes())}"
         )
     if isinstance(value, np.ndarray | np.generic):
-        return f"{value.shape}{value.dtype}{_short(value.tobytes())}"
-    return _short(value.tobytes()) if hasattr(value, "tobytes") else ""
+        return f"{value.shape}{value.dtype}{_digest(value.tobytes())}"
+    return _digest(value.tobytes()) if hasattr(value, "tobytes") else ""
 
 
-def _short(raw: bytes) -> str:
-    return hashlib.blake2b(raw, digest_size=_ITEM_BYTES).hexdigest()
+def _digest(raw: bytes) -> str:
+    return hashlib.blake2b(raw, digest_size=_ITEM_DIGEST_BYTES).hexdigest()
 
 
-_CHUNKS: Final = 256
-_SHOWN_TEXT: Final = 200
+_CHUNKS: Final = 256  # the first gather finds the chunk with the difference, the second the item
+_SHOWN_CHARS: Final = 200
 
 
 def check_dataset_consistency(
@@ -247,15 +247,15 @@ def check_dataset_consistency(
     facts: Mapping[str, object] | None = None,
     group: ProcessGroup | None = None,
 ) -> str:
-    """Make sure that all ranks hold the same dataset in the same order; every rank calls it.
+    """Check that all ranks have the same dataset in the same order; every rank calls it.
 
     The dataset is compared by the first of these that it has: `key`, ``fingerprint()``, a list
     of paths (``samples``, ``imgs``, ``files``, ``paths``; relative to its root, so mount
-    points may differ), or `probes` of its items, read with fixed randomness.
+    points may differ), or `probes` of its items, read with fixed seeds.
 
     Args:
         dataset: The dataset.
-        probes: How many items are read where nothing else identifies them.
+        probes: How many items are read if nothing else identifies them.
         key: Index -> something that identifies the item, cheaper than reading it.
         facts: Further plain values that must be equal, e.g. ``{"seed": 0, "batch_size": 32}``.
         group: The ranks that take part; all by default.
@@ -264,15 +264,15 @@ def check_dataset_consistency(
         The fingerprint: 32 hexadecimal digits, equal on all ranks.
 
     Raises:
-        DatasetInconsistencyError: On every rank, naming the ranks that differ (or that could not
-            read) and the first item that does.
+        DatasetInconsistencyError: On every rank, naming the ranks that differ (or could not read
+            the dataset) and the first item that differs.
         Exception: What the dataset raised, with a note of the index, if no rank could read it.
     """
     if key is not None and not hasattr(dataset, "__len__"):
         raise DataConfigError(
             Explanation(
                 "key= was given for a dataset without a length.",
-                cause="a key stands for an index, and a stream has none.",
+                cause="key= maps an index, and a stream has none.",
                 fix="leave key= out.",
             )
         )
@@ -280,13 +280,13 @@ def check_dataset_consistency(
     reports = gather_json(report, group)
     broken = [rank for rank, report in enumerate(reports) if report["error"]]
     if len(broken) == len(reports) and error is not None:
-        raise error  # an error of the dataset itself: ranks do not differ in it
+        raise error  # all ranks failed, so the dataset itself is broken
     if broken:
         raise DatasetInconsistencyError(
             Explanation(
                 f"{ranks_text(broken)} of {len(reports)} could not read the dataset: "
                 f"{reports[broken[0]]['error']}.",
-                cause="a file is missing or damaged there, or the storage is not mounted.",
+                cause="a file is missing or damaged there, or the storage is not mounted there.",
                 fix="make the data readable on every host before training starts.",
                 details=[
                     *(f"rank {rank}: {reports[rank]['error']}" for rank in broken[1:]),
@@ -315,21 +315,22 @@ def check_dataset_consistency(
 
 
 def compare_states(state: Mapping[str, object], group: ProcessGroup | None = None) -> None:
-    """Make sure that all ranks are at the same place in the data; every rank calls it.
+    """Check that all ranks are at the same position in the data; every rank calls it.
 
     Raises:
-        DatasetInconsistencyError: On every rank, naming the ranks that are elsewhere.
+        DatasetInconsistencyError: On every rank, naming the ranks at another position.
     """
     shown = ("epoch", "consumed", "finished", "identity")
     states = gather_json({key: state[key] for key in shown}, group)
-    # At the end of an epoch ranks may have read unequal numbers of samples.
+    # At the end of an epoch the ranks may have read different numbers of samples.
     places = [{**each, "consumed": None} if each["finished"] else each for each in states]
     odd = _minority([json.dumps(place, sort_keys=True) for place in places])
     if not odd:
         return
     raise DatasetInconsistencyError(
         Explanation(
-            f"{ranks_text(odd)} of {len(states)} are at a different place in the data.",
+            f"{ranks_text(odd)} of {len(states)} {'is' if len(odd) == 1 else 'are'} at a different "
+            "position in the data.",
             cause="ranks took different numbers of batches, or saved at different moments.",
             fix="call state_dict() after the same step on every rank.",
             details=[
@@ -347,10 +348,10 @@ def _examine(
     key: Callable[[int], object] | None,
     facts: Mapping[str, object],
 ) -> tuple[DatasetView | None, dict[str, Any], Exception | None]:
-    """Read what is compared. An exception is reported: alone, it would leave the others waiting."""
+    """Read what is compared. Exceptions are returned: raised here, they would leave ranks waiting."""
     plain = {name: repr(value) for name, value in facts.items()}
     try:
-        with left_as_it_was(dataset):
+        with restored_after_reading(dataset):
             view = view_dataset(dataset, probes=probes, key=key)
             fingerprint = view.fingerprint()
     except Exception as error:  # noqa: BLE001 - raised again on every rank
@@ -374,14 +375,14 @@ def _refuse_differing_data(
     odd = _minority([report["fingerprint"] for report in reports])
     usual = next(rank for rank in range(len(reports)) if rank not in odd)
     chunk = max(1, math.ceil(max(report["compared"] for report in reports) / _CHUNKS))
-    # The place of the first compared item that differs, found in two steps.
+    # Find the first compared item that differs: first its chunk, then its place in the chunk.
     count = len(view.indices)
     chunks = [view.digest(start, start + chunk) for start in range(0, count, chunk)]
-    number = _first_unequal(*_pair(gather_json(chunks, group), odd[0], usual))
+    number = _first_unequal(*_two_of(gather_json(chunks, group), odd[0], usual))
     first = 0 if number is None else number * chunk
-    # All ranks take part in both rounds, also where the first has found nothing.
+    # All ranks take part in both gathers, even if the first one found no difference.
     items = [view.digest(i, i + 1) for i in range(first, min(first + chunk, count))]
-    offset = _first_unequal(*_pair(gather_json(items, group), odd[0], usual))
+    offset = _first_unequal(*_two_of(gather_json(items, group), odd[0], usual))
     place = None if number is None or offset is None else first + offset
     if len({report["length"] for report in reports}) > 1 and "probes" in view.kind:
         place = None  # probes of datasets of unequal length are not the same items
@@ -390,10 +391,11 @@ def _refuse_differing_data(
     where = "" if index is None else f" The first difference is at item {index}."
     raise DatasetInconsistencyError(
         Explanation(
-            f"{ranks_text(odd)} of {len(reports)} see other data than the rest.{where}",
+            f"{ranks_text(odd)} of {len(reports)} {'has' if len(odd) == 1 else 'have'} other data "
+            f"than the rest.{where}",
             cause="the order of a directory listing, files that are missing on a host, or samples "
             "filtered or shuffled per rank.",
-            fix="list files with ddpsafe.data.sorted_files(), and filter by what all ranks share.",
+            fix="list files with ddpsafe.data.sorted_files(), and filter the same on all ranks.",
             details=[
                 f"rank {rank}: {report['length']} samples, {report['kind']}"
                 f"{'' if shown[rank] is None else f', there: {shown[rank]}'}"
@@ -406,7 +408,7 @@ def _refuse_differing_data(
     )
 
 
-def _pair(values: list[Any], odd: int, usual: int) -> tuple[list[str], list[str]]:
+def _two_of(values: list[Any], odd: int, usual: int) -> tuple[list[str], list[str]]:
     return values[odd], values[usual]
 
 
@@ -426,7 +428,7 @@ def _text(view: DatasetView, place: int | None) -> str | None:
         return None
     if place >= len(view.indices):
         return "nothing"
-    return view.item(view.indices[place])[:_SHOWN_TEXT]
+    return view.item(view.indices[place])[:_SHOWN_CHARS]
 
 
 def _majority(values: list[Any]) -> Any:
@@ -439,10 +441,10 @@ def _minority(values: list[Any]) -> list[int]:
 
 
 def loader_facts(loader: Any) -> dict[str, object]:
-    """Return what must be equal on all ranks of a loader, beside its dataset."""
+    """Return what must be equal on all ranks of a loader besides its dataset."""
     sampler = loader.batch_sampler if loader.batch_size is None else loader.sampler
     identity: dict[str, object] = getattr(find_epoch_holder(loader), "identity", dict)()
-    # Length and content are compared by the dataset itself, which knows where it differs.
+    # Length and fingerprint are left to the comparison of the dataset, which names the item.
     settings = {key: identity[key] for key in identity if key not in {"n", "fingerprint"}}
     return {
         **settings,

@@ -49,7 +49,7 @@ def test_world_of_one_reads_everything() -> None:
 def test_context_refuses_ranks_with_different_data() -> None:
     """Every rank raises before the first batch."""
     values = run_ranks(loader_of_another_dataset)
-    assert "see other data than the rest" in values[0]
+    assert "has other data than the rest" in values[0]
     assert values[0] == values[1]
 
 

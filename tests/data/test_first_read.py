@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from ddpsafe.data import DataLoader, check_dataset_consistency, check_worker_safety
-from ddpsafe.data._loader.reachable import left_as_it_was
+from ddpsafe.data._loader.reachable import restored_after_reading
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -335,7 +335,7 @@ def test_put_back_also_where_the_read_raises() -> None:
     """A failed look leaves nothing behind either."""
     dataset = Counting(None)
     before = dict(dataset.cache)
-    with pytest.raises(AttributeError), left_as_it_was(dataset):
+    with pytest.raises(AttributeError), restored_after_reading(dataset):
         dataset[0]
     assert dataset.cache == before
     assert Counting.reads == 0

@@ -83,7 +83,7 @@ def test_an_error_of_the_sampler_is_not_taken_for_a_lost_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is raised at once: no worker is dying that could be waited for."""
-    monkeypatch.setattr(worker_death, "_DYING", timedelta(minutes=10))
+    monkeypatch.setattr(worker_death, "_EXIT_WAIT", timedelta(minutes=10))
     batches = iter(DataLoader(Numbers(40), 4, sampler=Unreadable(), num_workers=1))
     with pytest.raises(FileNotFoundError, match="samples"):
         list(batches)
@@ -122,9 +122,9 @@ def test_timeout_names_the_worker_that_owes_the_batch_and_what_it_reads(fifo: st
         list(iterator)
     Path(fifo).write_bytes(b"")
     message = str(caught.value)
-    assert "No batch came within timeout=1 s in rank 0 (world_size 1)" in message
+    assert "Rank 0 (world_size 1) received no batch within timeout=1 s" in message
     assert "worker 1 (pid " in message
-    assert "reads index 13 (samples[13] is /data/00013.jpg)" in message
+    assert "is reading index 13 (samples[13] is /data/00013.jpg)" in message
     assert "What to do" in message
     assert (caught.value.worker, caught.value.index, caught.value.timeout_s) == (1, 13, 1.0)
     assert isinstance(caught.value, RuntimeError)

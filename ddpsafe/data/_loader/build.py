@@ -1,4 +1,4 @@
-"""Sampler, seeds, workers and the check of the data in one call: what ``ctx.loader`` is."""
+"""Sampler, seeds, workers and the check of the data in one call: `ctx.loader`."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def build_loader(
     Args:
         dataset: The dataset, the same on every rank.
         batch_size: Samples per batch of one rank.
-        train: ``True`` shuffles and gives ranks equally many samples; ``False`` reads each
-            sample exactly once, in order, for evaluation (collect with `gather_exact`).
-        shuffle: Whether to shuffle for training; yes by default.
-        seed: Of the order and of the workers; by default that of ``launch(seed=)``, else that
-            of ``torch.manual_seed`` on rank 0 if every rank called it, else 0.
-        check: Whether to compare the dataset over the ranks, and to keep its fingerprint in the
-            state. Where neither paths nor a fingerprint identify it, 64 of its items are read.
-        options: As of `DataLoader`: ``num_workers``, ``collate_fn``, ``batch_sampler``, ...
+        train: ``True`` shuffles and gives all ranks the same number of samples; ``False`` reads
+            each sample exactly once, in order, for evaluation (collect with `gather_exact`).
+        shuffle: Whether to shuffle for training; true by default.
+        seed: Seed of the order and of the workers; by default that of ``launch(seed=)``, else
+            that of ``torch.manual_seed`` on rank 0 if every rank called it, else 0.
+        check: Whether to compare the dataset across ranks, and to keep its fingerprint in the
+            state. If neither paths nor a fingerprint identify it, 64 of its items are read.
+        options: Further arguments of `DataLoader`: ``num_workers``, ``collate_fn``, ...
 
     Returns:
         The loader; loop ``for epoch in loader.epochs(n)``.
 
     Raises:
         DatasetInconsistencyError: On every rank, if the ranks' datasets or arguments differ.
-        DataConfigError: An argument would have no effect beside another one.
+        DataConfigError: An argument would have no effect, given another one.
     """
     sampler = options.get("sampler")
     batch_sampler = options.get("batch_sampler")
@@ -61,7 +61,7 @@ def build_loader(
     if shuffle and not train:
         raise _no_effect("shuffle=True", "train=False reads in the order of the dataset")
     if shuffle and isinstance(dataset, IterableDataset):
-        raise _no_effect("shuffle=True", "a stream comes in its own order")
+        raise _no_effect("shuffle=True", "a stream has its own order")
     if not train and getattr(dataset, "even", None) is not None:
         raise _no_effect("train=False", "ShardedIterable(even=...) drops or repeats samples")
     if batch_sampler is not None and batch_size != 1:
@@ -73,7 +73,7 @@ def build_loader(
         else:
             order_seed = run_seed() or 0 if seed is None else seed
             if seed is None and check:
-                # ``torch.manual_seed`` need not be equal on all ranks: rank 0's is taken.
+                # The seeds of ``torch.manual_seed`` may differ between ranks; rank 0's counts.
                 seeds = gather_json(chosen_seed(), None)
                 order_seed = 0 if None in seeds else int(seeds[0])
             options["sampler"] = DistributedSampler(

@@ -1,8 +1,7 @@
-"""How workers that outlive an epoch learn of the next one, and say what they are reading.
+"""How persistent workers receive the next epoch, and report what they are reading.
 
-Persistent workers hold a copy of the dataset from before the first epoch:
-``dataset.set_epoch()`` in the main process does not reach them. A few integers in shared
-memory do.
+They hold a copy of the dataset from before the first epoch: ``dataset.set_epoch()`` in the main
+process does not reach them. A few integers in shared memory do.
 """
 
 from __future__ import annotations
@@ -28,14 +27,16 @@ if TYPE_CHECKING:
 
     from ddpsafe.data._loader.replay import Tracker
 
+# Places in the shared cells: the epoch, the offset, and one cell for each worker from here on.
 _EPOCH: Final = 0
 _OFFSET: Final = 1
 _FIRST_WORKER: Final = 2
-_NOTHING: Final = -1
+# A worker's cell: the index it reads (from 0), or one of these.
+_NOTHING: Final = -1  # it has read nothing in this epoch
 _UNKNOWN: Final = -2
-_BATCH: Final = -3  # less the first index of a batch that the dataset reads at once
+_BATCH: Final = -3  # minus the first index, of a batch that the dataset reads with __getitems__
 _UNREAD: Final = object()
-_LARGEST_INDEX: Final = 1 << 62
+_LARGEST_INDEX: Final = 1 << 62  # so that `_BATCH - index` fits into an int64 cell
 _SHOWN_INDICES: Final = 3
 _NOTES_IN_EXCEPTIONS: Final = sys.version_info >= (3, 11)
 
@@ -49,13 +50,13 @@ class EpochBoard:
         self._view: memoryview | None = None
 
     def cells(self) -> memoryview:
-        """Return the integers as a memoryview: an order faster than indexing the tensor."""
+        """Return the integers as a memoryview, ten times faster than indexing the tensor."""
         if self._view is None:
             self._view = memoryview(self._cells.numpy())  # type: ignore[arg-type]  # has the buffer protocol
         return self._view
 
     def announce(self, epoch: int, offset: int) -> None:
-        """Tell the workers which epoch comes, and where it is resumed."""
+        """Publish to the workers which epoch begins, and at which offset it resumes."""
         self.cells()[_EPOCH] = epoch
         self.cells()[_OFFSET] = offset
         for worker in range(len(self._cells) - _FIRST_WORKER):
@@ -71,19 +72,19 @@ class EpochBoard:
         return int(self.cells()[_OFFSET])
 
     def reading(self, worker: int) -> int | None:
-        """Return the index that a worker reads; ``None`` where it reads none, or that is not known."""
+        """Return the index that a worker is reading; ``None`` if it reads none or it is unknown."""
         value = int(self.cells()[_FIRST_WORKER + worker])
         return None if value < 0 else value
 
     def describe(self, worker: int, dataset: object) -> str:
-        """Name what a worker reads; empty where that is not known."""
+        """Describe what a worker is reading; empty if that is unknown."""
         value = int(self.cells()[_FIRST_WORKER + worker])
-        if value <= _BATCH:  # which of its samples, only the dataset knows
+        if value <= _BATCH:  # only the dataset knows which sample of the batch
             return f"the batch that begins with index {_BATCH - value}"
         return describe_index(dataset, value) if value >= 0 else ""
 
     def has_begun(self, worker: int) -> bool:
-        """Tell whether a worker has read anything in this epoch."""
+        """Return whether a worker has read anything in this epoch."""
         return int(self.cells()[_FIRST_WORKER + worker]) != _NOTHING
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class EpochBoard:
 
 
 def epoch_targets(*items: object) -> list[Any]:
-    """Find what wants to know the epoch: the dataset, what it wraps, the collate function."""
+    """Find what has a ``set_epoch()``: each of `items`, or else the datasets it wraps."""
     found: list[Any] = []
     waiting = list(items)
     while waiting:
@@ -107,27 +108,27 @@ def epoch_targets(*items: object) -> list[Any]:
     return found
 
 
-def tell_epoch(*items: object, epoch: int, but: object) -> list[Any]:
-    """Call ``set_epoch()`` of the targets in `items`, except `but`.
+def set_epoch_of(*items: object, epoch: int, excluded: object) -> list[Any]:
+    """Call ``set_epoch()`` of the targets in `items`, except `excluded`.
 
     Returns:
-        Those that keep what they were given: if they hold another epoch later, the user set it.
+        Targets that keep the very object: if one holds another epoch later, the user set it.
     """
-    told = []
+    keeping = []
     for target in epoch_targets(*items):
-        if target is but:
+        if target is excluded:
             continue
         target.set_epoch(epoch)
         if getattr(target, "epoch", None) is epoch:
-            told.append(target)
-    return told
+            keeping.append(target)
+    return keeping
 
 
 class NamingDataset:
-    """Stands before the user's dataset where its samples are read, and names the one that fails.
+    """Wraps the user's dataset where samples are read, and names the sample that fails.
 
-    Which it is only the reader knows: a frame's ``index`` may have another value by then, and since
-    Python 3.12 torch's own is gone with its comprehension.
+    The traceback's frames do not show which one it was: ``index`` may have changed in the user's
+    frame, and since Python 3.12 (PEP 709) torch's comprehension has no frame of its own.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -140,7 +141,7 @@ class NamingDataset:
         return Skip if index is Skip else self._read([index])[0]
 
     def __getitems__(self, indices: Any) -> Any:
-        # A batch sampler may yield arrays and tensors, which are neither true nor false.
+        # A batch sampler may yield arrays and tensors, whose truth value raises.
         if type(indices) is list and indices and indices[0] is Skip:
             return [Skip]
         many = getattr(self.dataset, "__getitems__", None)
@@ -161,7 +162,7 @@ class NamingDataset:
             for index in self._reported(indices):
                 items.append(dataset[index])
         except Exception as error:
-            if index is not _UNREAD:  # else the sampler yields something other than a batch
+            if index is not _UNREAD:  # else the sampler yielded something that is no batch
                 self._annotate(error, describe_index(dataset, index))
             raise
         return items
@@ -174,7 +175,7 @@ class NamingDataset:
 
 
 class FollowedDataset(NamingDataset):
-    """Stands before the user's dataset inside a worker, and follows the board."""
+    """Wraps the user's dataset in a worker: follows the board's epoch, and reports each index."""
 
     def __init__(
         self,
@@ -193,7 +194,7 @@ class FollowedDataset(NamingDataset):
         self._reseed: Callable[[int], None] | None = None
 
     def enter_worker(self, worker_id: int, reseed: Callable[[int], None], rank: int) -> None:
-        """Learn which worker this is; runs in the worker."""
+        """Record which worker this is; runs in the worker."""
         self._worker = worker_id
         self._rank = rank
         self._reseed = reseed
@@ -233,7 +234,7 @@ class FollowedDataset(NamingDataset):
         for index in indices:
             cells[cell] = _number_of(index)
             yield index
-        cells[cell] = _UNKNOWN  # it collates, or waits for indices
+        cells[cell] = _UNKNOWN  # the worker collates, or waits for indices
 
     def _annotate(self, error: Exception, what: str) -> None:
         note = f"While reading {what} in DataLoader worker {self._worker} of rank {self._rank}."
@@ -241,16 +242,16 @@ class FollowedDataset(NamingDataset):
 
 
 def _number_of(index: object) -> int:
-    """Return an index as a number from 0, if it is one: samplers draw numpy's and torch's, too."""
+    """Return an index as a number from 0, also one of numpy or torch; else `_UNKNOWN`."""
     try:
-        number = operator.index(index)  # type: ignore[arg-type]  # what is tried
+        number = operator.index(index)  # type: ignore[arg-type]  # raises TypeError for others
     except (TypeError, ValueError, RuntimeError):
         return _UNKNOWN
     return number if 0 <= number <= _LARGEST_INDEX else _UNKNOWN
 
 
 def _is_read_singly(dataset: object) -> bool:
-    """Tell whether all that a batch is read by is torch's `Subset`, which reads sample by sample."""
+    """Return whether only torch's `Subset` has ``__getitems__``, and reads sample by sample."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
         if not callable(getattr(dataset, "__getitems__", None)):
@@ -259,17 +260,17 @@ def _is_read_singly(dataset: object) -> bool:
 
 
 def _describe_batch(indices: Any) -> str:
-    """Name a batch by its first indices, where it has such and they can be read a second time."""
+    """Describe a batch by its first indices, if it can be iterated a second time."""
     try:
         more = ", …" * (len(indices) > _SHOWN_INDICES)
         listed = ", ".join(map(str, itertools.islice(indices, _SHOWN_INDICES)))
-    except Exception:  # noqa: BLE001 - as below
+    except Exception:  # noqa: BLE001 - describing a failure must not fail
         return "a batch"
     return f"a batch of indices [{listed}{more}]"
 
 
 def describe_index(dataset: object, index: object) -> str:
-    """Name an index, and what the dataset lists there where it lists paths, as torchvision's do."""
+    """Describe an index, with its path if the dataset lists paths, as torchvision's do."""
     number = _number_of(index)
     if isinstance(dataset, Subset) and number >= 0:
         with contextlib.suppress(Exception):
@@ -286,7 +287,7 @@ def describe_index(dataset: object, index: object) -> str:
 
 
 def limit_notes(error: Exception) -> list[str]:
-    """Say which limit of the machine an OSError hit, if it hit one."""
+    """Return a note on the limit of open files if the error is an OSError that hit it."""
     if not isinstance(error, OSError):
         return []
     return [describe_open_files()] if error.errno in {errno.EMFILE, errno.ENFILE} else []

@@ -1,4 +1,4 @@
-"""One pass over a loader: what it has delivered, of which epoch, and the state after that."""
+"""One pass over a loader: which batches it has delivered, of which epoch, and the state then."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._loader.sampler_search import batch_geometry, find_epoch_holder
-from ddpsafe.data._loader.worker_death import explained, watch_workers
+from ddpsafe.data._loader.worker_death import explain_worker_error, watch_workers
 from ddpsafe.data._samplers.base import Cursor, require_int
 from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
 
@@ -32,14 +32,14 @@ class Delivery:
 
     Attributes:
         epoch: The epoch of the pass, as the loader marked it; ``None`` before the first pass.
-        batches: How many batches were handed out.
-        used: How many of them count as read, where something between loader and user says so.
-        exhausted: Whether the end was reached.
-        superseded: Why the pass must not go on, if another one began or a state was loaded.
-        severe: Whether going on would deliver wrong data.
+        batches: How many batches were delivered.
+        used: How many of them count as read, if `even_steps` reads ahead; else ``None``.
+        exhausted: Whether the pass reached its end.
+        superseded: Why the pass is no longer valid: another one began, or a state was loaded.
+        severe: Whether a superseded pass would deliver wrong data.
         in_loop: Whether the pass belongs to a loop over ``loader.epochs()``.
-        complete: Whether the epoch counts as read, though this pass may not have reached its end.
-        chosen: Whether the user set the epoch, for this pass or for one before it that was broken off.
+        complete: Whether the epoch counts as read, even if this pass did not reach its end.
+        chosen: Whether the user set the epoch, for this pass or for an earlier, broken-off one.
     """
 
     epoch: AutoEpoch | None = None
@@ -53,12 +53,12 @@ class Delivery:
     chosen: bool = False
 
     def supersede(self, why: str, *, severe: bool) -> None:
-        """Note that the pass is over, whatever still holds its iterator."""
+        """End the pass, even if something still holds its iterator."""
         self.superseded = why
         self.severe = severe
 
     def count_used(self, batches: int | None) -> int:
-        """Return how many batches count as read: the first `batches`, or as `used` says, or all."""
+        """Return how many batches count as read: `batches` if given, else `used`, else all."""
         if batches is None:
             return self.batches if self.used is None else self.used
         used = require_int(batches, "batches")
@@ -73,13 +73,13 @@ class Delivery:
         return used
 
     def is_finished(self, used: int) -> bool:
-        """Tell whether the epoch counts as read once so many batches were used."""
+        """Return whether the epoch is complete after `used` batches."""
         at_end = self.exhausted and self.used is None and used == self.batches
         return self.complete or at_end
 
 
 class EpochIterator(Generic[T_co]):
-    """What ``iter(loader)`` returns: torch's iterator, counted."""
+    """torch's iterator, with a count of what it delivered; ``iter(loader)`` returns it."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class EpochIterator(Generic[T_co]):
         delivery: Delivery,
         holder: Any,
         board: EpochBoard | None,
-        look_at_first: Callable[[object], None] | None = None,
-        draws: torch.Tensor | None = None,
+        on_first_batch: Callable[[object], None] | None = None,
+        rng_state: torch.Tensor | None = None,
         replay: Replay | None = None,
         *,
         loader: object = None,
@@ -98,12 +98,12 @@ class EpochIterator(Generic[T_co]):
         self._holder = holder
         self._board = board
         self._mark = delivery.epoch
-        self._look_at_first = look_at_first
-        self._draws = draws
+        self._on_first_batch = on_first_batch
+        self._rng_state = rng_state
         self._replay = replay
-        self._loader = loader  # lives as long as what is drawn for it
-        self._outlives = False  # whether it has gone on after another iteration began
-        self.is_told = False  # whether a worker's death has been raised
+        self._loader = loader  # kept alive: `Replay` has only a weak reference to it
+        self._warned = False  # whether it has warned that another iteration has begun
+        self.has_explained = False  # whether it has raised a worker's death
         watch_workers(self, inner)
 
     def __iter__(self) -> EpochIterator[T_co]:
@@ -121,11 +121,11 @@ class EpochIterator(Generic[T_co]):
                         fix="finish or drop one iteration before the next begins, or make two loaders.",
                     )
                 )
-            if not self._outlives:
-                self._outlives = True
+            if not self._warned:
+                self._warned = True
                 warnings.warn(
-                    f"an iterator is used further although {delivery.superseded}; only the newest "
-                    "is counted for state_dict().",
+                    f"an iterator is still used although {delivery.superseded}; state_dict() "
+                    "counts only the newest one.",
                     DataWarning,
                     stacklevel=2,
                 )
@@ -137,16 +137,16 @@ class EpochIterator(Generic[T_co]):
             self._holder.epoch = self._mark
             delivery.chosen = True
         try:
-            if self._draws is None:
+            if self._rng_state is None:
                 batch = next(self._inner)
             else:
-                # Read with the generator of this rank's data; that of the training stays as it is.
+                # Draw from this rank's own generator state; training continues with its own.
                 outer = torch.get_rng_state()
-                torch.set_rng_state(self._draws)
+                torch.set_rng_state(self._rng_state)
                 try:
                     batch = next(self._inner)
                 finally:
-                    self._draws = torch.get_rng_state()
+                    self._rng_state = torch.get_rng_state()
                     torch.set_rng_state(outer)
         except StopIteration:
             delivery.exhausted = True
@@ -157,26 +157,26 @@ class EpochIterator(Generic[T_co]):
             explanation = self.explain(error)
             if explanation is None:
                 raise
-            self.is_told = True
+            self.has_explained = True
             raise explanation from (explanation.__cause__ or error)
         delivery.batches += 1
         if self._replay is not None:
             batch = self._replay.receive(batch)
-        if self._look_at_first is not None:
-            look, self._look_at_first = self._look_at_first, None
+        if self._on_first_batch is not None:
+            look, self._on_first_batch = self._on_first_batch, None
             look(batch)
         return batch
 
     def explain(self, error: Exception) -> Exception | None:
-        """Return what is known of an error that a worker's death or silence has caused."""
-        return explained(error, self._inner, self._board)
+        """Return what explains an error, if a worker that died or timed out caused it."""
+        return explain_worker_error(error, self._inner, self._board)
 
     def count_as_used(self, batches: int) -> None:
-        """Count this many batches as read, and the end as not reached; `even_steps` calls it."""
+        """Count only these batches as read, and the end as not reached; `even_steps` calls it."""
         self._delivery.used = batches
 
     def finish(self) -> None:
-        """Count the epoch as read, though batches may be left; `even_steps` calls it."""
+        """Count the epoch as read, even if batches are left; `even_steps` calls it."""
         self._delivery.used = None
         self._delivery.complete = True
 
@@ -190,7 +190,7 @@ class EpochIterator(Generic[T_co]):
 
 
 def late_set_epoch(asked: int, running: int, batches: int) -> LateSetEpochError:
-    """Word the refusal of an epoch that can no longer take effect."""
+    """Make the error for an epoch that can no longer take effect."""
     return LateSetEpochError(
         Explanation(
             f"set_epoch({asked}) came after iter(): the iteration of epoch {running} has begun "
@@ -203,7 +203,7 @@ def late_set_epoch(asked: int, running: int, batches: int) -> LateSetEpochError:
 
 
 def cursor_of(loader: DataLoader[Any]) -> Cursor | None:
-    """Return the sampler that knows the position and whose batches can be counted."""
+    """Return the loader's cursor, if it has one and its batches can be counted."""
     resolved = _resolve(loader)
     return None if resolved is None else resolved[0]
 
@@ -215,14 +215,14 @@ def save_state(
     require_order(loader)
     resolved = _resolve(loader)
     if resolved is None or replay is not None:
-        assert replay is not None, "made where no cursor is"  # noqa: S101 - our own invariant
+        assert replay is not None, "a loader without a cursor has one"  # noqa: S101 - our own invariant
         used = delivery.count_used(batches)
         finished = delivery.is_finished(used)
         epoch = find_epoch_holder(loader).epoch if delivery.epoch is None else delivery.epoch
         return replay.state(int(epoch), used, delivery.batches, finished=finished)
     cursor, batch_size, drop_last = resolved
     if delivery.epoch is None or cursor.epoch is not delivery.epoch:
-        # Nothing was read of the epoch that the cursor stands in.
+        # Nothing of the cursor's epoch has been read.
         used, exhausted = 0, False
     else:
         used = delivery.count_used(batches)
@@ -231,12 +231,12 @@ def save_state(
 
 
 def require_order(loader: DataLoader[Any]) -> None:
-    """Refuse a state of a loader that delivers batches in no order."""
+    """Raise if the loader may deliver batches out of order."""
     if not loader.in_order:
         raise DataConfigError(
             Explanation(
-                "This loader has no state: in_order=False delivers batches in no order.",
-                cause="a resume must know which samples were read, and find the others again.",
+                "This loader has no state: in_order=False delivers batches in any order.",
+                cause="a resume must know which samples were read and which were not.",
                 fix="use in_order=True.",
             )
         )

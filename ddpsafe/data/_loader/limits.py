@@ -1,4 +1,4 @@
-"""Limits of the machine that workers would run into, looked at before they do."""
+"""Warns of the machine's limits before workers run into them: open files, shared memory, cores."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - the mount whose size is the limit
 _MIB: Final = 2**20
+# Low estimates on purpose: how large batches are is unknown before the first one.
 _LEAST_BYTES_PER_BATCH: Final = 2**16
 _TENSORS_PER_BATCH: Final = 2
 _FILES_PER_WORKER: Final = 4
-_BUSY: Final = 2
+_MAX_PROCESSES_PER_CORE: Final = 2
 
 
 def warn_of_limits(loader: DataLoader[Any]) -> None:
-    """Say what the workers of this loader will be short of: files, memory to share, cores.
+    """Warn if this loader's workers will run short of open files, shared memory or cores.
 
-    Only what is certain enough to say before a batch was read; see `check_shared_memory`.
+    Before a batch is read only clear shortages are known; `check_shared_memory` measures one.
     """
     if loader.num_workers == 0:
         return
@@ -47,7 +48,7 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
                     f"{num_workers} workers with {in_flight} batches in flight need about {needed} "
                     f"open files; this process has {held} and may have {soft} (RLIMIT_NOFILE, hard "
                     f"limit {hard}).",
-                    cause="each tensor that a worker sends is an open file until it is used.",
+                    cause="each tensor that a worker sends is an open file until it is freed.",
                     fix=f"`ulimit -n {hard}`, fewer workers, or "
                     "torch.multiprocessing.set_sharing_strategy('file_system').",
                 )
@@ -58,19 +59,19 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
             Explanation(
                 f"{SHARED_MEMORY} has {free / _MIB:.1f} MiB free of {total / _MIB:.1f} MiB, for "
                 f"{in_flight} batches in flight.",
-                cause="the container has little shared memory, or a killed job has left files there.",
-                fix="raise --shm-size, delete what is left there, or num_workers=0.",
+                cause="the container has little shared memory, or a killed job left files there.",
+                fix="raise --shm-size, delete leftover files there, or set num_workers=0.",
             )
         )
     cores, ranks = count_cores(), local_world_size()
-    shared = cores == os.cpu_count()  # a rank with cores of its own shares them with no rank
-    # More workers than cores in one rank is what torch itself warns about.
-    if shared and num_workers <= cores and num_workers * ranks > _BUSY * cores:
+    shared = cores == os.cpu_count()  # False: this rank is pinned to cores of its own
+    # torch itself warns of more workers than cores in one rank.
+    if shared and num_workers <= cores and num_workers * ranks > _MAX_PROCESSES_PER_CORE * cores:
         found.append(
             Explanation(
                 f"{ranks} ranks with {num_workers} workers each are {num_workers * ranks} processes "
                 f"on {cores} cores.",
-                cause="num_workers counts for each rank, not for the machine.",
+                cause="num_workers is per rank, not per machine.",
                 fix=f"num_workers={max(1, cores // ranks)}, unless workers mostly wait for storage.",
             )
         )
@@ -79,12 +80,12 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
 
 
 def batches_in_flight(loader: DataLoader[Any]) -> int:
-    """Return how many batches the workers of a loader prepare ahead, at most."""
+    """Return how many batches the workers of a loader prepare ahead."""
     return loader.num_workers * (loader.prefetch_factor or 1)
 
 
 def check_shared_memory(batch: object, *, batches: int) -> None:
-    """Compare a batch, times those that are in flight on this machine, with /dev/shm."""
+    """Warn if the batches in flight on this machine, each as large as `batch`, exceed /dev/shm."""
     total = shared_memory_bytes()[1]
     needed = tensor_bytes(batch) * batches * local_world_size()
     if total is None or needed <= total:
@@ -93,15 +94,15 @@ def check_shared_memory(batch: object, *, batches: int) -> None:
         f"Batches of {tensor_bytes(batch) / _MIB:.1f} MiB, {batches} of them in flight for each "
         f"of {local_world_size()} ranks, need {needed / _MIB:.0f} MiB of {SHARED_MEMORY}, which "
         f"has {total / _MIB:.0f} MiB.",
-        cause="workers hand over batches in shared memory; a worker that finds none left is "
-        "killed by SIGBUS.",
+        cause="workers pass batches through shared memory; a worker that finds it full is killed "
+        "by SIGBUS.",
         fix="lower num_workers, prefetch_factor or batch_size; in a container raise --shm-size.",
     )
     warnings.warn(str(text), DataWarning, stacklevel=4)
 
 
 def shared_memory_bytes() -> tuple[int | None, int | None]:
-    """Return how much of /dev/shm is free, and its size; ``None`` where there is none."""
+    """Return how much of /dev/shm is free, and its size; ``None`` if it does not exist."""
     try:
         stats = os.statvfs(SHARED_MEMORY)
     except OSError:
@@ -112,7 +113,7 @@ def shared_memory_bytes() -> tuple[int | None, int | None]:
 def tensor_bytes(batch: object) -> int:
     """Return the size of the tensors in a batch."""
     if isinstance(batch, torch.Tensor):
-        return batch.untyped_storage().nbytes()  # a view takes its whole storage along
+        return batch.untyped_storage().nbytes()  # sending a view sends its whole storage
     if isinstance(batch, Mapping):
         return sum(tensor_bytes(part) for part in batch.values())
     if isinstance(batch, list | tuple):
@@ -121,7 +122,7 @@ def tensor_bytes(batch: object) -> int:
 
 
 def describe_open_files() -> str:
-    """Say how many files this process may open, and what to do about it."""
+    """Describe how many files this process may open, and what to do about it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = Explanation(
         f"This process may open {soft} files (RLIMIT_NOFILE, hard limit {hard}).",

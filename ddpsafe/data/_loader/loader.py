@@ -1,4 +1,4 @@
-"""torch's DataLoader for ranks: sets the epoch, seeds the workers, resumes in mid-epoch."""
+"""torch's DataLoader for ranks: sets the epoch, seeds the workers, resumes mid-epoch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpsafe.data._loader.epochs import (
     NamingDataset,
     add_note,
     limit_notes,
-    tell_epoch,
+    set_epoch_of,
 )
 from ddpsafe.data._loader.iteration import (
     Delivery,
@@ -66,10 +66,10 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Epochs:
-    """The epochs that are left of a run: what ``loader.epochs(n)`` returns.
+    """The remaining epochs of a run, as ``loader.epochs(n)`` returns them.
 
     Attributes:
-        current: The epoch that the loop is in; ``None`` before and after.
+        current: The epoch that the loop is in; ``None`` before and after the loop.
     """
 
     def __init__(self, loader: DataLoader[Any], num_epochs: int) -> None:
@@ -102,7 +102,7 @@ class Epochs:
 def local_sampler(
     dataset: object, *, shuffle: bool | None, seed: int | None
 ) -> tuple[LocalSampler | None, bool | None]:
-    """Make the resumable sampler of a world of one; in larger worlds the caller must give one."""
+    """Make a resumable sampler for a single rank; with more ranks the caller must pass one."""
     sized = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
     if not sized or current_replica().num_replicas > 1:
         return None, shuffle
@@ -113,7 +113,7 @@ def local_sampler(
 
 
 def worker_seed(seed: int | None, holder: object) -> int:
-    """Return the seed of the workers: the loader's, the one chosen for the run, the sampler's."""
+    """Return the seed of the workers: the loader's, else the run's, else the sampler's."""
     if seed is not None:
         return require_int(seed, "seed")
     chosen = chosen_seed()
@@ -126,10 +126,10 @@ def worker_seed(seed: int | None, holder: object) -> int:
 class DataLoader(TorchDataLoader[T_co]):
     """torch's `DataLoader` with torch's arguments, safe to use in every rank.
 
-    It sets the epoch by itself (``set_epoch()`` by the user wins) and tells the sampler, the
-    dataset and the collate function, in persistent workers too; seeds workers by
-    (seed, epoch, rank, worker); leaves the global random number generator alone; resumes
-    exactly, under another world size, batch size or number of workers as well.
+    It sets the epoch of the sampler, the dataset and the collate function, in persistent workers
+    too; an epoch that you set with ``set_epoch()`` wins. It seeds workers by (seed, epoch, rank,
+    worker) and leaves the global random number generator alone. It resumes exactly: with
+    ddpsafe's samplers also under another world size, batch size or number of workers.
 
     Recommended loop::
 
@@ -138,10 +138,10 @@ class DataLoader(TorchDataLoader[T_co]):
                 ...
 
     Args:
-        dataset: As in torch, and so are all arguments up to `in_order`.
-        pin_memory: By default yes where CUDA is in use.
-        seed: Of the workers, and of the order if the loader makes the sampler. By default that of
-            ``launch(seed=)`` or ``torch.manual_seed``, else the sampler's, else 0.
+        dataset: As in torch, like all arguments up to `in_order`.
+        pin_memory: By default true if this process has initialized CUDA.
+        seed: Seed of the workers, and of the order if the loader makes the sampler. By default
+            that of ``launch(seed=)`` or ``torch.manual_seed``, else the sampler's, else 0.
         worker_safety: What to do if the dataset holds an open handle that workers would share:
             ``"error"``, ``"warn"`` or ``"off"``.
 
@@ -229,23 +229,23 @@ class DataLoader(TorchDataLoader[T_co]):
         self._measured = False
         self._board: EpochBoard | None = None
         self._delivery = Delivery()
-        self._told: list[Any] = []
+        self._epoch_targets: list[Any] = []
         self._running: weakref.ref[EpochIterator[T_co]] | None = None
         self._loop: weakref.ref[Epochs] | None = None
         follows_state = is_stateful(dataset) or cursor_of(self) is None
         self._replay = Replay(self) if follows_state else None
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; otherwise each iteration is the next one.
+        """Choose the epoch of the next iteration; by default each iteration reads the next epoch.
 
-        An iteration that is broken off, a look at the first batch for example, leaves the chosen
-        epoch to the next iteration; one that reached its end does not.
+        The chosen epoch stays until an iteration of it is complete. One that you break off, for
+        example after a look at the first batch, leaves it to the next iteration.
 
         Args:
-            epoch: From 0. The epoch of a loaded state keeps its offset; others start at the beginning.
+            epoch: From 0. The epoch of a loaded state keeps its offset; any other starts at 0.
 
         Raises:
-            LateSetEpochError: An iteration has begun and delivered nothing yet: too late.
+            LateSetEpochError: An iteration of another epoch has begun, though without a batch yet.
         """
         check_epoch(epoch)
         running = None if self._running is None else self._running()
@@ -258,40 +258,40 @@ class DataLoader(TorchDataLoader[T_co]):
         self._holder.set_epoch(int(epoch))
 
     def epochs(self, num_epochs: int) -> Epochs:
-        """Loop over the epochs that are left: ``for epoch in loader.epochs(10)``.
+        """Loop over the remaining epochs: ``for epoch in loader.epochs(10)``.
 
-        Within the loop every iteration reads the loop's epoch, so that a look at the first batch
-        costs none; an unfinished iteration before the loop does not count either.
+        Within the loop every iteration reads the loop's epoch, so a look at the first batch does
+        not use up an epoch. Neither does an unfinished iteration before the loop.
 
         Args:
-            num_epochs: How many epochs there are in all, those before a resume included.
+            num_epochs: How many epochs the run has in total, including those before a resume.
 
         Returns:
-            The epochs, from the resumed one (or the next, if iterated before) on; their number
-            is ``len()`` of it.
+            The epochs, starting with the resumed one (or the next one, if the loader has been
+            iterated before). ``len()`` is their number.
         """
         return Epochs(self, require_int(num_epochs, "num_epochs"))
 
     def first_epoch_of_loop(self) -> int:
-        """Return where `epochs` begins: a look that was left unfinished before it does not count as an epoch."""
+        """Return where `epochs` begins: an unfinished iteration before it does not count."""
         delivery = self._delivery
         if delivery.epoch is not None and not (delivery.exhausted or delivery.in_loop):
             return self._chosen_epoch(int(delivery.epoch))
         return self._next_epoch()
 
     def enter_loop(self, loop: Epochs, epoch: int) -> None:
-        """Read `epoch` in each iteration until `leave_loop`; `epochs` calls it."""
+        """Read `epoch` in each iteration until `leave_loop`; `Epochs` calls it."""
         self._loop = None
         self.set_epoch(epoch)
         self._loop = weakref.ref(loop)
 
     def leave_loop(self, loop: Epochs) -> None:
-        """Follow the iterations again; `epochs` calls it."""
+        """Let each iteration read the next epoch again; `Epochs` calls it."""
         if self._current_loop() is loop:
             self._loop = None
 
     def _current_loop(self) -> Epochs | None:
-        return None if self._loop is None else self._loop()  # a loop left with break is gone
+        return None if self._loop is None else self._loop()  # freed if left with break
 
     def _chosen_epoch(self, otherwise: int) -> int:
         epoch = self._holder.epoch
@@ -306,10 +306,14 @@ class DataLoader(TorchDataLoader[T_co]):
         if loop is not None and loop.current is not None:
             return self._chosen_epoch(int(last or 0) if kept else loop.current)
         if not isinstance(epoch, AutoEpoch):
-            chosen = _chosen_by_dataset(self._told) if last is not None and epoch == last else None
+            chosen = (
+                _chosen_by_dataset(self._epoch_targets)
+                if last is not None and epoch == last
+                else None
+            )
             return int(epoch) if chosen is None else chosen
         if last is not None:
-            chosen = _chosen_by_dataset(self._told)
+            chosen = _chosen_by_dataset(self._epoch_targets)
             following = int(last) if kept else int(last) + 1
             return following if chosen is None else chosen
         finished = (
@@ -320,7 +324,7 @@ class DataLoader(TorchDataLoader[T_co]):
         return int(epoch) + 1 if finished else int(epoch)
 
     def __len__(self) -> int:
-        """Return how many batches an epoch has; a resumed one delivers fewer of them."""
+        """Return how many batches a whole epoch has; a resumed one delivers fewer."""
         steps = getattr(self._holder, "steps_of_epoch", None)
         geometry = batch_geometry(self, self._holder) if steps is not None else None
         if steps is None or geometry is None:
@@ -335,19 +339,22 @@ class DataLoader(TorchDataLoader[T_co]):
         if not isinstance(self._holder.epoch, AutoEpoch):  # the user set it
             chosen = loop is None or epoch != loop.current
         else:
-            by_dataset = loop is None and _chosen_by_dataset(self._told) is not None
+            by_dataset = loop is None and _chosen_by_dataset(self._epoch_targets) is not None
             chosen = by_dataset or self._keeps_epoch()
         self._delivery.supersede("another iteration has begun", severe=self.persistent_workers)
         last = self._delivery
         holder, self._holder = self._holder, enter_epoch(self._holder, epoch)
-        chosen = chosen and holder is self._holder  # else it cannot tell whether its epoch was set
+        # A holder that had to be replaced cannot show whether the user set its epoch.
+        chosen = chosen and holder is self._holder
         self._delivery = Delivery(epoch=epoch, in_loop=loop is not None, chosen=chosen)
         if loop is not None and last.exhausted and last.epoch == epoch:
-            # The loop's epoch is complete: reading on in it moves the position no more.
+            # The loop's epoch was already read to its end: reading it again moves no position.
             self._delivery.complete = True
         if self.num_workers > 0 and self._board is None:
             self._board = EpochBoard(self.num_workers)
-        self._told = tell_epoch(self.dataset, self.collate_fn, epoch=epoch, but=self._holder)
+        self._epoch_targets = set_epoch_of(
+            self.dataset, self.collate_fn, epoch=epoch, excluded=self._holder
+        )
         if self._board is not None:
             offset = self._holder.offset() if hasattr(self._holder, "offset") else 0
             self._board.announce(epoch, offset)
@@ -358,24 +365,25 @@ class DataLoader(TorchDataLoader[T_co]):
             next(inner)
         for _ in range(skipped):
             next(inner)
-        # torch.manual_seed() and launch(seed=) seed torch equally on all ranks, so that models
-        # agree; augmentations drawn from it, where no worker reads, would coincide over the ranks.
-        draws = None
+        # torch.manual_seed() and launch(seed=) seed torch equally on all ranks, so that their
+        # models start equal. Without workers, augmentations would draw from the same generator
+        # and be equal on all ranks, too.
+        rng_state = None
         replica = current_replica()
         if self.num_workers == 0 and replica.num_replicas > 1:
             key = derive_keys(self._worker_seed, epoch, replica.rank, 0, count=1)[0]
-            draws = torch.Generator().manual_seed(key >> 1).get_state()
-        look_at_first = None
+            rng_state = torch.Generator().manual_seed(key >> 1).get_state()
+        on_first_batch = None
         if self.num_workers > 0 and not self._measured:
             self._measured = True
-            look_at_first = functools.partial(check_shared_memory, batches=batches_in_flight(self))
+            on_first_batch = functools.partial(check_shared_memory, batches=batches_in_flight(self))
         iterator = EpochIterator(
             inner,
             self._delivery,
             self._holder,
             self._board,
-            look_at_first,
-            draws,
+            on_first_batch,
+            rng_state,
             self._replay,
             loader=self,
         )
@@ -383,25 +391,25 @@ class DataLoader(TorchDataLoader[T_co]):
         return iterator  # type: ignore[return-value]  # delegates to torch's iterator
 
     def _keeps_epoch(self) -> bool:
-        """Tell whether the last iteration leaves its epoch: the user set it, and it was broken off."""
+        """Return whether the epoch stays: the user set it, and the last iteration was broken off."""
         delivery = self._delivery
         if not delivery.chosen or delivery.complete:
             return False
         if delivery.used is not None:
-            return True  # `even_steps` has looked ahead: an end met there is not that of all ranks
+            return True  # `even_steps` reads ahead: this rank's end need not be that of all ranks
         if delivery.exhausted:
             return False
         try:
             length = len(self._index_sampler)
         except (TypeError, NotImplementedError):  # a stream, or a sampler without a length
             return True
-        # Where no batch is left, it was read to its end, though it was not asked for it.
+        # With no batch left the epoch is complete, though the loop did not ask for another one.
         skipped = 0 if self._replay is None else self._replay.skipped()
         return skipped + delivery.batches < length
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:
-            with self._read_here():
+            with self._wrapped_for_reading():
                 return super()._get_iterator()
         init = self.worker_init_fn
         parts: dict[str, object] = {
@@ -413,8 +421,8 @@ class DataLoader(TorchDataLoader[T_co]):
             parts, requested=self.multiprocessing_context, safety=self.worker_safety
         )
         try:
-            with self._followed(), warnings.catch_warnings():
-                # torch recommends fork here, which is what made the dataset unsafe.
+            with self._wrapped_for_workers(), warnings.catch_warnings():
+                # torch's warning recommends fork, under which workers would share open handles.
                 warnings.filterwarnings("ignore", message="Got pickle error when attempting")
                 return super()._get_iterator()
         except Exception as error:
@@ -428,8 +436,8 @@ class DataLoader(TorchDataLoader[T_co]):
             raise explanation from error
 
     @contextlib.contextmanager
-    def _followed(self) -> Iterator[None]:
-        """Let the workers receive the dataset behind its follower; `self.dataset` stays."""
+    def _wrapped_for_workers(self) -> Iterator[None]:
+        """Wrap the dataset while workers start; `self.dataset` is the user's again afterwards."""
         if not isinstance(self.worker_init_fn, WorkerInit) or self._board is None:
             yield
             return
@@ -449,8 +457,8 @@ class DataLoader(TorchDataLoader[T_co]):
             self.worker_init_fn.board = None
 
     @contextlib.contextmanager
-    def _read_here(self) -> Iterator[None]:
-        """Let torch read the dataset here: from where its state says, and naming a sample that fails."""
+    def _wrapped_for_reading(self) -> Iterator[None]:
+        """Wrap the dataset to read it without workers: it resumes, and names a sample that fails."""
         tracker = None if self._replay is None else self._replay.tracker
         dataset = self.dataset
         if isinstance(dataset, IterDataPipe | MapDataPipe):
@@ -469,8 +477,8 @@ class DataLoader(TorchDataLoader[T_co]):
 
     @contextlib.contextmanager
     def _private_generator(self, epoch: int) -> Iterator[None]:
-        # torch draws the base seed of the workers here; from the global generator it would
-        # make a validation pass change the training that follows.
+        # torch rng_state the workers' base seed here. Drawn from the global generator, it would let a
+        # validation pass change the training that follows.
         if self.generator is not None:
             yield
             return
@@ -488,14 +496,14 @@ class DataLoader(TorchDataLoader[T_co]):
         Args:
             batches: How many batches of this iteration were used, if something between the
                 loader and the training loop (a prefetcher) holds some back.
-            compare: Make sure that all ranks are at the same place; every rank calls it then.
+            compare: Check that all ranks are at the same position; every rank must call it then.
 
         Returns:
             A small dict of plain values, equal on every rank: save it from rank 0 alone.
 
         Raises:
             DataConfigError: The sampler cannot be resumed, or ``in_order=False``.
-            DatasetInconsistencyError: With `compare`, on every rank: a rank is elsewhere.
+            DatasetInconsistencyError: With `compare`, on every rank: the positions differ.
         """
         state = save_state(self, self._delivery, batches, self._replay)
         if compare:
@@ -503,10 +511,11 @@ class DataLoader(TorchDataLoader[T_co]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Continue where `state` was taken: nothing is lost, nothing is repeated.
+        """Continue where `state` was taken: no sample is lost or repeated.
 
         Args:
-            state: What `state_dict` returned; of any world size, batch size, worker count.
+            state: What `state_dict` returned. With ddpsafe's samplers the world size, the batch
+                size and the number of workers may have changed since.
             strict: Refuse a state of other data; ``False`` warns instead.
 
         Raises:
@@ -518,7 +527,7 @@ class DataLoader(TorchDataLoader[T_co]):
             self._holder = enter_epoch(
                 self._holder, AutoEpoch(self._replay.load(state, strict=strict))
             )
-            # They hold a dataset that stands somewhere else; new ones receive the state.
+            # Persistent workers hold the dataset at its old position; new ones receive the state.
             iterator, self._iterator = self._iterator, None
             shutdown = getattr(iterator, "_shutdown_workers", None)
             if shutdown is not None:
@@ -538,7 +547,7 @@ class DataLoader(TorchDataLoader[T_co]):
         )
 
     def remember_fingerprint(self, fingerprint: str) -> None:
-        """Keep the dataset's fingerprint in the state, so that it is not loaded for other data."""
+        """Keep the dataset's fingerprint in the state, which is then refused for other data."""
         if hasattr(self._holder, "fingerprint"):
             self._holder.fingerprint = fingerprint
 
@@ -547,15 +556,15 @@ class DataLoader(TorchDataLoader[T_co]):
         return {**self.__dict__, "_running": None, "_board": None, "_iterator": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Be a copy with a position of its own."""
+        """Restore as a copy with its own position."""
         self.__dict__.update(state)
         if self._replay is not None:
             self._replay = self._replay.copy_for(self)
 
 
-def _chosen_by_dataset(told: list[Any]) -> int | None:
-    """Return the epoch the user gave the dataset since the last iteration, if they did."""
-    for target in told:
+def _chosen_by_dataset(targets: list[Any]) -> int | None:
+    """Return the epoch that the user set on the dataset since the last iteration, if any."""
+    for target in targets:
         if not isinstance(target.epoch, AutoEpoch):
             return int(target.epoch)
     return None

@@ -1,8 +1,8 @@
 """What a worker would receive with a dataset: its attributes, containers, closures and globals.
 
-The search for hazards (`worker_safety`) and the first look at the data (`_consistency`), which
-leaves it as it was, both go this way. Objects of any library are met, so each look at one may
-raise anything.
+The search for hazards (`worker_safety`) walks these objects, and so does the consistency check
+(`_consistency`), to undo what its reads change. The objects may come from any library, so
+inspecting one may raise anything.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
 
     Part = tuple[str, Any]
 
-_MOST_OBJECTS: Final = 100_000
-_AT_ONCE: Final = 200
-_LONGEST_KEY: Final = 40
-_SMALL_BYTES: Final = 2**16
+_MAX_OBJECTS: Final = 100_000
+_PARTS_PER_TURN: Final = 200
+_MAX_KEY_CHARS: Final = 40
+_MAX_RESTORED_BYTES: Final = 2**16
 
 PLAIN: Final = frozenset(
     {str, bytes, bytearray, int, float, complex, bool, type(None), range, slice, type(...)}
 )
 _SEQUENCES: Final = (list, tuple, set, frozenset, collections.deque)
 _CONTAINERS: Final = frozenset({*_SEQUENCES, dict})
-# What holds nothing that a worker would read from. A logger writes, whatever its handlers are.
+# Not searched: they hold nothing that a worker would read from. A logger only writes.
 _OPAQUE: Final = (
     type,
     types.ModuleType,
@@ -73,7 +73,7 @@ _OPAQUE: Final = (
     weakref.ref,
     PerProcess,
 )
-# Objects that write from threads of their own; by module and name, as they may not be installed.
+# Objects that only write; by package and class name, since the libraries may not be installed.
 _WRITERS: Final = {
     ("torch", "SummaryWriter"),
     ("tensorboardX", "SummaryWriter"),
@@ -82,33 +82,34 @@ _WRITERS: Final = {
     ("tqdm", "tqdm"),
     ("rich", "Console"),
 }
-# What the workers of a DataLoader call.
+# What a DataLoader worker calls.
 _ENTRIES: Final = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
 
 
-def _remembered(function: Callable[[type], T]) -> Callable[[type], T]:
+def _cached(function: Callable[[type], T]) -> Callable[[type], T]:
     return functools.lru_cache(maxsize=256)(function)
 
 
 def reachable(root: object, *, name: str, into_c: bool = True) -> Iterator[Part]:
     """Yield `root` and what it reaches, each with its path, nearest first.
 
-    At most 100,000 objects beside numbers and texts; long containers wait for what is near.
+    It ends after 100,000 objects, not counting numbers and strings. Of a long container the
+    parts after the first 200 come later, so that they do not crowd out near objects.
 
     Args:
         root: Where to begin.
         name: What to call it in paths.
-        into_c: Whether to look at what objects of C code hold: to be seen, never to be changed.
+        into_c: Whether to include what objects of C code hold; such parts must not be changed.
     """
-    seen: dict[int, object] = {}  # keeps what it lists, so that an id is never used twice
+    seen: dict[int, object] = {}  # holds the objects, so that no id is reused
     near: collections.deque[Part] = collections.deque([(name, root)])
     far: collections.deque[Iterator[Part]] = collections.deque()
-    while len(seen) < _MOST_OBJECTS:
+    while len(seen) < _MAX_OBJECTS:
         if not near:
             if not far:
                 return
             rest = far.popleft()
-            near.extend(itertools.islice(rest, _AT_ONCE))
+            near.extend(itertools.islice(rest, _PARTS_PER_TURN))
             if near:
                 far.append(rest)
             continue
@@ -118,12 +119,12 @@ def reachable(root: object, *, name: str, into_c: bool = True) -> Iterator[Part]
         seen[id(item)] = item
         yield path, item
         parts = iter(parts_of(path, item, into_c=into_c))
-        near.extend(itertools.islice(parts, _AT_ONCE))
+        near.extend(itertools.islice(parts, _PARTS_PER_TURN))
         far.append(parts)
 
 
 def parts_of(path: str, item: Any, *, into_c: bool = True) -> Iterable[Part]:
-    """Return what an object refers to, with paths; nothing if it cannot be looked at."""
+    """Return what an object refers to, with paths; nothing if it cannot be inspected."""
     try:
         return itertools.chain(_parts(path, item), _held_by_c(path, item) if into_c else ())
     except Exception:  # noqa: BLE001 - an object of any library may raise anything
@@ -135,9 +136,9 @@ def _parts(path: str, item: Any) -> Iterable[Part]:  # noqa: PLR0911 - a table o
     if issubclass(kind, _OPAQUE) or is_writer(kind) or is_standard_stream(item):
         return ()
     if issubclass(kind, zipfile.ZipFile | tarfile.TarFile) and item.mode in {"w", "x"}:
-        return ()  # it writes; the file below it can be read as well
+        return ()  # it only writes, though the file below it is readable too
     if kind.__module__ == "_io":
-        return ()  # a file's raw file is not moved beside it, which would confuse its buffer
+        return ()  # not the raw file below: moving it would leave the buffer above out of step
     if issubclass(kind, np.ndarray):
         return _entries(path, item.flat) if item.dtype == object else ()
     if issubclass(kind, dict):
@@ -166,7 +167,7 @@ def _parts(path: str, item: Any) -> Iterable[Part]:  # noqa: PLR0911 - a table o
 
 def _is_plain(value: Any) -> bool:
     kind = type(value)
-    # The garbage collector stops tracking tuples and dicts that hold plain values alone.
+    # The garbage collector does not track tuples and dicts that hold only plain values.
     return kind in PLAIN or (kind in {tuple, dict} and not gc.is_tracked(value))
 
 
@@ -180,7 +181,7 @@ def _entries(path: str, items: Iterable[Any]) -> Iterator[Part]:
 
 def _key(key: object) -> str:
     text = repr(key) if type(key) in PLAIN else f"<{type(key).__name__}>"
-    return text if len(text) <= _LONGEST_KEY else f"{text[:_LONGEST_KEY]}..."
+    return text if len(text) <= _MAX_KEY_CHARS else f"{text[:_MAX_KEY_CHARS]}..."
 
 
 def _named(path: str, values: Any) -> list[Part]:
@@ -222,7 +223,7 @@ def vars_of(item: Any) -> dict[str, Any]:
 
 
 def _held_by_c(path: str, item: Any) -> list[Part]:
-    # csv.reader, map, an iterator, a cache: what C code holds is known to the collector alone.
+    # csv.reader, map, an iterator, a cache: only the garbage collector knows what C code holds.
     kind: type = type(item)
     if (
         kind in _CONTAINERS
@@ -238,7 +239,7 @@ def _held_by_c(path: str, item: Any) -> list[Part]:
     return [(f"{path}.<{type(held).__name__}>", held) for held in gc.get_referents(item)]
 
 
-@_remembered
+@_cached
 def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
     """Return the slots of a class and its bases, by name."""
     found: dict[str, types.MemberDescriptorType] = {}
@@ -252,7 +253,7 @@ def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
 def _read_slot(member: types.MemberDescriptorType, item: object) -> Any:
     try:
         return member.__get__(item, type(item))
-    except Exception:  # noqa: BLE001 - an empty slot, or one that refuses
+    except Exception:  # noqa: BLE001 - an empty slot, or a getter that raises
         return _ABSENT
 
 
@@ -279,7 +280,7 @@ def _function_parts(path: str, function: types.FunctionType) -> list[Part]:
 
 @functools.lru_cache(maxsize=1024)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Return the globals that a function reads or sets, those of functions within it included."""
+    """Return the globals that a function reads or sets, including those of nested functions."""
     names = {
         str(step.argval)
         for step in dis.get_instructions(code)
@@ -293,7 +294,7 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1)
 def _library_folders() -> tuple[str, ...]:
-    # By its real path too: an environment's `lib64` is a link, and a base Python may be one.
+    # Real paths too: an environment's `lib64` is a link, and the base Python may be one.
     paths = [
         path
         for key, path in sysconfig.get_paths().items()
@@ -306,15 +307,15 @@ def _library_folders() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def is_user_file(filename: str) -> bool:
-    """Tell whether code is the user's: no library's, torch's or ddpsafe's. A notebook's is."""
+    """Return whether code is the user's, as in a notebook, and not a library's or ddpsafe's."""
     if filename.startswith("<frozen"):
         return False
     return not package_of(filename) and not filename.startswith(_library_folders())
 
 
-@_remembered
+@_cached
 def is_user_class(kind: type) -> bool:
-    """Tell whether a class is the user's."""
+    """Return whether a class is the user's."""
     if kind.__module__ in {"__main__", "__mp_main__"}:
         return True
     module = sys.modules.get(kind.__module__)
@@ -323,7 +324,7 @@ def is_user_class(kind: type) -> bool:
 
 
 def class_attributes(kind: type) -> dict[str, Any]:
-    """Return what the user's classes hold themselves, functions and descriptors left out."""
+    """Return the data attributes of the user's classes, without functions and descriptors."""
     found: dict[str, Any] = {}
     for base in kind.__mro__:
         if is_user_class(base):
@@ -338,9 +339,9 @@ def class_attributes(kind: type) -> dict[str, Any]:
     return found
 
 
-@_remembered
+@_cached
 def worker_methods(kind: type) -> tuple[types.FunctionType, ...]:
-    """Return the user's methods that reading a sample may call, found by their names."""
+    """Return the user's methods that reading a sample may call, found by the names they use."""
     found: dict[str, types.FunctionType] = {}
     waiting = list(_ENTRIES)
     while waiting:
@@ -348,7 +349,7 @@ def worker_methods(kind: type) -> tuple[types.FunctionType, ...]:
         if name in found or name == "__init__":
             continue
         member = next((vars(b)[name] for b in kind.__mro__ if name in vars(b)), None)
-        for _ in range(3):  # what a property or a decorator wraps
+        for _ in range(3):  # unwrap a property, a class method or decorators
             if not isinstance(member, types.FunctionType):
                 wrapped = ("fget", "__wrapped__", "__func__")
                 member = next(filter(None, (getattr(member, each, None) for each in wrapped)), None)
@@ -359,32 +360,32 @@ def worker_methods(kind: type) -> tuple[types.FunctionType, ...]:
 
 
 def is_standard_stream(item: object) -> bool:
-    """Tell whether this is the process's own input or output, also as a test harness sets it."""
+    """Return whether this is the process's stdin, stdout or stderr, also if it was replaced."""
     streams = (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__)
     return any(item is stream for stream in streams)
 
 
 def is_writer(kind: type) -> bool:
-    """Tell whether objects of this class write logs, progress or metrics, and read nothing."""
+    """Return whether objects of this class only write: logs, progress or metrics."""
     return any(
         (base.__module__.partition(".")[0], base.__name__) in _WRITERS for base in kind.__mro__
     )
 
 
 @contextlib.contextmanager
-def left_as_it_was(dataset: object) -> Iterator[None]:
-    """Undo what reading a dataset changes in it, so that a look at it is none that it can tell.
+def restored_after_reading(dataset: object) -> Iterator[None]:
+    """Undo what reading a dataset changes in it.
 
     Attributes, containers, class attributes and globals get back what they held, generators
-    their state and files their position: a dataset that opens its file at the first read has
-    not opened it afterwards. What reads outside of the dataset's own objects is not followed.
+    their state and files their position. A dataset that opens its file at the first read is
+    unopened again afterwards. Changes outside the dataset's own objects are not undone.
     """
     with closing_what_opens():
-        undo: list[Callable[[], bool]] = []  # each puts something back, and says if it had to
+        undo: list[Callable[[], bool]] = []  # each restores something and returns if it had to
         for _, item in reachable(dataset, name="dataset", into_c=False):
             with contextlib.suppress(Exception):  # an object of any library may raise anything
                 for step in _steps(item):
-                    undo.append(step)  # noqa: PERF402 - what came before an exception is kept
+                    undo.append(step)  # noqa: PERF402 - keeps the steps before an exception
         try:
             yield
         finally:
@@ -392,7 +393,7 @@ def left_as_it_was(dataset: object) -> Iterator[None]:
             del undo
             if any(changed):
                 with warnings.catch_warnings():
-                    # What the look has opened is closed by being dropped, which Python remarks on.
+                    # Files that the read opened close as they are freed: a ResourceWarning each.
                     warnings.simplefilter("ignore", ResourceWarning)
                     gc.collect(1)
 
@@ -402,7 +403,7 @@ def _apply(step: Callable[[], bool]) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             return step()
-    except Exception:  # noqa: BLE001 - an object of any library may refuse
+    except Exception:  # noqa: BLE001 - an object of any library may raise anything
         return False
 
 
@@ -420,12 +421,12 @@ def _steps(item: Any) -> Iterator[Callable[[], bool]]:
     elif issubclass(kind, np.random.RandomState) or issubclass(kind, torch.Generator):
         yield functools.partial(_restore_by, item.set_state, item.get_state())
     elif issubclass(kind, torch.Tensor):
-        if item.device.type == "cpu" and item.nbytes <= _SMALL_BYTES:
+        if item.device.type == "cpu" and item.nbytes <= _MAX_RESTORED_BYTES:
             yield functools.partial(
                 _restore_array, item.detach().numpy(), item.detach().numpy().copy()
             )
     elif issubclass(kind, np.ndarray):
-        if item.nbytes <= _SMALL_BYTES and item.flags.writeable:
+        if item.nbytes <= _MAX_RESTORED_BYTES and item.flags.writeable:
             yield functools.partial(_restore_array, item, item.copy())
     elif callable(getattr(kind, "cache_info", None)):
         if item.cache_info().currsize == 0:

@@ -1,10 +1,10 @@
-"""The position of a loader whose sampler or dataset is not ddpsafe's: states of its parts, or replay.
+"""The position of a loader whose sampler or dataset is not ddpsafe's: saved states, or replay.
 
 A part with ``state_dict()`` and ``load_state_dict()`` (a dataset, its iterator, a sampler, its
-iterator) is asked for its state after each batch that was delivered. A part without is replayed:
-a sampler draws its indices again, from the generators as they were, and they must be the same; a
-stream is read again up to the position. Unlike ddpsafe's own positions, these belong to one rank,
-one world size, one batch size and one number of workers.
+iterator) gives its state after each delivered batch. A part without them is replayed. A sampler
+draws its indices again, from the restored generators, and must draw the same ones. A stream is
+read again up to the position. Unlike ddpsafe's own positions, these fit only the same rank,
+world size, batch size and number of workers.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-_REMEMBERED: Final = 64
-_COMPARED: Final = 4
+_KEPT_POSITIONS: Final = 64  # of the last batches: what ``state_dict(batches=)`` can go back to
+_COMPARED_BATCHES: Final = 4  # of each worker, before they are taken for copies of one stream
 
 
 def is_stateful(item: object) -> bool:
-    """Tell whether an object can say where it is, and go there."""
+    """Return whether an object can save and load its state."""
     return callable(getattr(item, "state_dict", None)) and callable(
         getattr(item, "load_state_dict", None)
     )
 
 
 class Skip:
-    """Stands for a sample of a batch that is there to be dropped."""
+    """Placeholder for a sample of a batch that will be dropped."""
 
 
 @dataclass(slots=True)
 class Parcel:
-    """A batch on its way from a worker, with where that worker's data stand after it."""
+    """A batch on its way from a worker, with the state of that worker's data after it."""
 
     batch: Any
     worker: int
@@ -67,11 +67,11 @@ class Parcel:
 
 
 class Tracker:
-    """Opens a dataset where a state says, and tells where it stands; in a worker or without."""
+    """Opens a dataset at a saved state, and returns its state; in a worker or without workers."""
 
     def __init__(self, dataset: Any, batch_size: int | None) -> None:
         self.is_stream = isinstance(dataset, IterableDataset)
-        # torch shards and seeds data pipes by their type: nothing may stand before them.
+        # torch shards and seeds data pipes by their type, so they must not be wrapped.
         self.is_pipe = isinstance(dataset, IterDataPipe)
         self.is_stateful = is_stateful(dataset) and not self.is_pipe
         self.resume: dict[int, dict[str, Any]] = {}
@@ -82,29 +82,29 @@ class Tracker:
         self._count = 0
 
     def enter(self, dataset: Any) -> None:
-        """Bring a dataset that is not a stream to its state."""
+        """Load the saved state into a dataset that is not a stream."""
         self._dataset = dataset
         saved = self.resume.pop(_worker(), None)
         if saved is not None and saved["dataset"] is not None and self.is_stateful:
             dataset.load_state_dict(saved["dataset"])
 
     def leave(self) -> None:
-        """Forget the pass before."""
+        """Drop the dataset and iterator of the previous pass."""
         self._dataset = self._iterator = None
 
     def has_entered(self) -> bool:
-        """Tell whether the dataset of this pass stands where its state says."""
+        """Return whether this pass has loaded its state into the dataset."""
         return self._dataset is not None
 
     def open(self, dataset: Any) -> Iterator[Any]:
-        """Iterate over a stream, from where its state says."""
+        """Iterate over a stream from its saved state on."""
         worker = _worker()
         saved = self.resume.pop(worker, None)
         self._dataset, self._count = dataset, 0
         state = saved["dataset"] if saved is not None and self.is_stateful else None
         if state is not None and saved is not None and saved.get("is_iterator"):
-            # A stream that is its own iterator. Some take the state when they are iterated next;
-            # others begin again then, take it at once, and may have nothing to take it into before.
+            # A stream that is its own iterator. Some apply a loaded state at the next iter().
+            # Others start over at iter(), so they need the state after it, and may raise before.
             with contextlib.suppress(Exception):
                 dataset.load_state_dict(copy.deepcopy(state))
             iterator = iter(dataset)
@@ -128,7 +128,7 @@ class Tracker:
 
     def _counted(self, iterator: Iterator[Any], skipped: int) -> Iterator[Any]:
         yield from (Skip for _ in range(skipped))
-        while True:  # a for loop would call iter() again, which restarts some
+        while True:  # a for loop would call iter() again, which restarts some streams
             try:
                 item = next(iterator)
             except StopIteration:
@@ -137,7 +137,7 @@ class Tracker:
             yield item
 
     def state(self) -> dict[str, Any] | None:
-        """Return where the data stand now; ``None`` where there is nothing to tell."""
+        """Return the state of the data now; ``None`` if there is none to save."""
         if self.is_pipe or not (self.is_stream or self.is_stateful):
             return None
         iterator, dataset = self._iterator, self._dataset
@@ -156,7 +156,7 @@ def _worker() -> int:
 
 
 class TrackedStream(IterableDataset[Any]):
-    """Stands before a stream that is read without workers."""
+    """Wraps a stream that is read without workers."""
 
     def __init__(self, dataset: Any, tracker: Tracker) -> None:
         self.dataset = dataset
@@ -167,7 +167,7 @@ class TrackedStream(IterableDataset[Any]):
 
 
 class ParcelCollate:
-    """Puts the worker's state beside each batch; the user's function collates."""
+    """Collates with the user's function, and sends the worker's state along with each batch."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], tracker: Tracker) -> None:
         self._collate_fn = collate_fn
@@ -181,9 +181,9 @@ class ParcelCollate:
 
 
 class EqualWorkers:
-    """Notices a stream that each worker reads from its beginning, so that samples come twice.
+    """Warns of a stream that every worker reads as a whole, so that samples are repeated.
 
-    Whether a stream divides itself shows in what it delivers alone.
+    Only what it delivers shows whether a stream divides itself among the workers.
     """
 
     def __init__(self, dataset: object, num_workers: int) -> None:
@@ -192,23 +192,23 @@ class EqualWorkers:
         self._is_open = isinstance(dataset, IterableDataset) and num_workers > 1
 
     def add(self, worker: int, batch: Any) -> None:
-        """Take a batch; warn after four of each worker if they were the same ones."""
+        """Record a batch; warn after four of each worker if they were the same ones."""
         if not self._is_open or worker < 0:
             return
         first, own = self._batches[0], self._batches[worker]
         own.append(_content(batch, 0))
         if worker and own != first[: len(own)]:
             self._is_open = False
-        elif worker == len(self._batches) - 1 and len(own) == _COMPARED:
+        elif worker == len(self._batches) - 1 and len(own) == _COMPARED_BATCHES:
             self.end(stacklevel=5)
 
     def begin(self) -> None:
-        """Forget a pass that was left."""
+        """Drop the batches of an unfinished pass."""
         for own in self._batches:
             own.clear()
 
     def end(self, *, stacklevel: int = 4) -> None:
-        """Warn, if all that was taken speaks for it: equal for each worker, but not constant."""
+        """Warn if all workers delivered the same batches; those of a constant stream prove nothing."""
         if self._is_open and len({tuple(own) for own in self._batches}) == 1:
             first = self._batches[0]
             if len(set(first)) > 1 or len(first) == 1:
@@ -221,7 +221,7 @@ class EqualWorkers:
             f"All {count} workers deliver the same batches: each sample of {self._name} is read "
             f"{count} times.",
             cause="each worker iterates over a copy of the whole stream.",
-            fix="wrap it in ddpsafe.data.ShardedIterable, let its __iter__ choose by "
+            fix="wrap it in ddpsafe.data.ShardedIterable, divide it in __iter__ with "
             "torch.utils.data.get_worker_info(), or use num_workers=1.",
         )
         return str(text)
@@ -230,13 +230,13 @@ class EqualWorkers:
 def _content(value: Any, start: int) -> int:
     if isinstance(value, torch.Tensor):
         head = f"{value.dtype}{value.layout}".encode()
-        # Sparse, nested and quantized ones, and those without data, cannot be seen as bytes.
+        # Sparse, nested, quantized and meta tensors cannot be viewed as bytes.
         with contextlib.suppress(RuntimeError):
             rows = value.detach().cpu().contiguous().reshape(-1)
             raw = rows.view(torch.uint8).numpy().data if rows.numel() else b""
             return zlib.crc32(raw, zlib.crc32(head + str(tuple(value.shape)).encode(), start))
         return zlib.crc32(repr(value).encode(), zlib.crc32(head, start))
-    if isinstance(value, np.ndarray):  # its repr() leaves out what is in the middle
+    if isinstance(value, np.ndarray):  # its repr() leaves out the middle of long arrays
         start = zlib.crc32(f"{value.dtype}{value.shape}".encode(), start)
         if value.dtype != object:
             return zlib.crc32(value.tobytes(), start)
@@ -251,8 +251,8 @@ def _content(value: Any, start: int) -> int:
 
 
 @dataclass(slots=True)
-class _Drawn:
-    """What is known after a batch: a checksum of all indices, the sampler's state, the workers'."""
+class _Position:
+    """The position after a batch: checksum of all indices, state of the sampler and the workers."""
 
     checksum: int | None = 0
     sampler: Any = None
@@ -261,12 +261,12 @@ class _Drawn:
 
 
 class Replay:
-    """The position of one loader that ddpsafe's samplers do not know."""
+    """The position of one loader whose sampler or dataset is not ddpsafe's."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        # Not held: persistent workers, which a loader holds, would stay until the garbage collector
-        # comes by. An iteration holds its loader, so whoever asks for it here finds it.
-        self._of: weakref.ref[DataLoader[Any]] | None = weakref.ref(loader)
+        # Weak: a reference cycle would keep the loader's persistent workers alive until the garbage
+        # collector runs. An iteration holds its loader, so the loader exists whenever it is needed.
+        self._loader_ref: weakref.ref[DataLoader[Any]] | None = weakref.ref(loader)
         self.tracker = Tracker(loader.dataset, loader.batch_size)
         self.finished = False
         self._loaded: dict[str, Any] | None = None
@@ -275,31 +275,31 @@ class Replay:
 
     @property
     def _loader(self) -> DataLoader[Any]:
-        loader = None if self._of is None else self._of()
+        loader = None if self._loader_ref is None else self._loader_ref()
         assert loader is not None, "used without its loader"  # noqa: S101 - our own invariant
         return loader
 
     def copy_for(self, loader: DataLoader[Any]) -> Replay:
         """Return the position of a copy of the loader, pickled or not."""
         copied = copy.copy(self)
-        copied._of = weakref.ref(loader)  # noqa: SLF001 - of the same class
+        copied._loader_ref = weakref.ref(loader)  # noqa: SLF001 - of the same class
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the loader, which pickles this."""
-        return {**self.__dict__, "_of": None}
+        return {**self.__dict__, "_loader_ref": None}
 
     def _begin(self) -> None:
         self._equal_workers.begin()
         self._base = 0
-        self._start = _Drawn()
-        self._drawn: collections.deque[_Drawn] = collections.deque()
-        self._delivered: collections.deque[_Drawn] = collections.deque(maxlen=_REMEMBERED)
+        self._start = _Position()
+        self._drawn: collections.deque[_Position] = collections.deque()
+        self._delivered: collections.deque[_Position] = collections.deque(maxlen=_KEPT_POSITIONS)
         self._random: dict[str, str | None] = {"torch": None, "generator": None}
         self._pending: dict[str, Any] | None = None
 
     def begin_epoch(self, epoch: int) -> int:
-        """Prepare a pass; return how many batches come first that are to be dropped."""
+        """Prepare a pass; return how many of its first batches the loader must drop."""
         loaded, self._loaded = self._loaded, None
         self.finished = False
         self._begin()
@@ -313,7 +313,7 @@ class Replay:
         self._pending = saved
         self._base = saved["batches"]
         workers = {int(worker): state for worker, state in saved["workers"].items()}
-        self._start = _Drawn(saved["checksum"], saved["sampler"], workers, saved["last_worker"])
+        self._start = _Position(saved["checksum"], saved["sampler"], workers, saved["last_worker"])
         if self.tracker.is_pipe:
             return self._base  # read again and discarded
         self.tracker.resume = dict(workers)
@@ -323,7 +323,7 @@ class Replay:
         return self.tracker.first_worker
 
     def receive(self, batch: Any) -> Any:
-        """Take a delivered batch; return what the user gets."""
+        """Record the position after a delivered batch; return the batch for the user."""
         last = self._delivered[-1] if self._delivered else self._start
         drawn = self._drawn.popleft() if self._drawn else copy.copy(last)
         drawn.workers, drawn.last_worker = last.workers, last.last_worker
@@ -341,7 +341,7 @@ class Replay:
         return self._base
 
     def end(self) -> None:
-        """Learn that a pass has reached its end."""
+        """Note that the pass has reached its end."""
         self._equal_workers.end()
 
     def state(self, epoch: int, used: int, delivered: int, *, finished: bool) -> dict[str, Any]:
@@ -353,8 +353,9 @@ class Replay:
             raise DataConfigError(
                 Explanation(
                     f"batches={used}, but only the last {len(self._delivered)} positions are kept.",
-                    cause="the position of a foreign sampler or dataset is its state, not a number.",
-                    fix="save closer to the step that the state is for.",
+                    cause="the position of a sampler or dataset that is not ddpsafe's is its state, "
+                    "which a number of batches cannot restore.",
+                    fix="save sooner after the step that the state is for.",
                 )
             )
         at = self._delivered[-1 - back] if used else self._start
@@ -363,9 +364,9 @@ class Replay:
             if back and self.tracker.state() is not None:
                 raise DataConfigError(
                     Explanation(
-                        f"batches={used}, but the dataset stands after batch {delivered}.",
-                        cause="without workers a dataset tells only where it is now.",
-                        fix="save before the next batch is taken, or use num_workers=1.",
+                        f"batches={used}, but the dataset has already read batch {delivered}.",
+                        cause="without workers only the dataset's current state can be saved.",
+                        fix="save before the next batch is read, or use num_workers=1.",
                     )
                 )
             state = self.tracker.state()
@@ -391,12 +392,12 @@ class Replay:
         }
 
     def _random_of_order(self) -> dict[str, str | None]:
-        """Return the states of the generators that this pass draws its order from, or will."""
+        """Return the states of the generators that this pass draws, or will draw, its order from."""
         if self._random["torch"] is not None or self.tracker.is_stream:
             return self._random
         if self._pending is not None:
             return {key: self._pending[key] for key in self._random}
-        # In a world of more ranks they are this rank's own, and follow the seed and the epoch.
+        # With more ranks the loader derives torch's generator from seed, epoch and rank.
         alone = current_replica().num_replicas == 1
         torchs = _text(torch.get_rng_state()) if alone else None
         return {"torch": torchs, "generator": _generator_text(self._generator())}
@@ -415,7 +416,7 @@ class Replay:
         return same
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> int:
-        """Take a state for the next pass; return its epoch."""
+        """Load a state for the next pass; return its epoch."""
         parsed = parse_state(state)
         compare_identity(parsed["identity"], self._identity(), strict=strict, what="loader")
         saved = parsed.get("replay")
@@ -423,8 +424,8 @@ class Replay:
             raise StateMismatchError(
                 Explanation(
                     "The state belongs to a sampler of ddpsafe.data.",
-                    cause="the loader has another sampler now.",
-                    fix="make the loader with the sampler that it had.",
+                    cause="this loader has a sampler or dataset that is not ddpsafe's.",
+                    fix="make the loader with the sampler and dataset that it was saved with.",
                 )
             )
         rank = current_replica().rank
@@ -433,7 +434,7 @@ class Replay:
                 raise StateMismatchError(
                     Explanation(
                         f"The state belongs to rank {saved['rank']}, but this is rank {rank}.",
-                        cause="the dataset or the sampler keeps a state of its own on each rank.",
+                        cause="the dataset or the sampler has its own state on each rank.",
                         fix="save it on every rank: ddpsafe.checkpoint.PerRank(loader) in a Checkpointer.",
                     ),
                     differences={"rank": (saved["rank"], rank)},
@@ -460,8 +461,8 @@ class Replay:
         return found if isinstance(found, torch.Generator) else None
 
     def indices(self) -> Iterator[Any]:
-        """Draw what the loader reads, noting after each batch where the sampler stands."""
-        # The batch that comes next is the one of the worker after the last: earlier ones pass.
+        """Draw what the loader reads, recording the sampler's position after each batch."""
+        # Resume with the worker after the last one: those before it get a batch that is dropped.
         nothing = [Skip] if self._loader.batch_sampler is not None else Skip
         yield from itertools.repeat(nothing, self.tracker.first_worker)
         source, pending = self._source(), self._pending
@@ -484,10 +485,10 @@ class Replay:
                 if self._base and expected is not None and checksum != expected:
                     raise StateMismatchError(
                         Explanation(
-                            f"{self._name()} draws other indices than before the state "
-                            f"was saved, so the {self._base} batches that were read are not known.",
-                            cause="its order depends on something that the state does not hold: Python's or "
-                            "numpy's generator, a counter, the time.",
+                            f"{self._name()} draws other indices than before the state was saved, "
+                            f"so it is unknown which samples the first {self._base} batches had.",
+                            cause="its order depends on something that the state does not hold: "
+                            "Python's or numpy's generator, a counter, the time.",
                             fix="give the sampler state_dict() and load_state_dict(), draw from a "
                             "torch.Generator, or use ddpsafe.data.DistributedSampler.",
                         )
@@ -501,7 +502,7 @@ class Replay:
         for batch in itertools.chain([] if first is Skip else [first], batches):
             checksum = zlib.crc32(repr(batch).encode(), checksum or 0)
             state = None if owner is None else copy.deepcopy(owner.state_dict())
-            self._drawn.append(_Drawn(checksum, state))
+            self._drawn.append(_Position(checksum, state))
             yield batch
 
 
@@ -520,13 +521,13 @@ class TrackedIndices:
 
 
 def _batches(source: Any, saved: Any) -> tuple[Iterator[Any], Any]:
-    """Return what a sampler or batch sampler draws from its state on, and what has the state."""
+    """Return what a sampler draws from its saved state on, and the object that has the state."""
     plain = type(source) is BatchSampler
     sampler = source.sampler if plain else source
     if saved is not None and is_stateful(sampler):
         sampler.load_state_dict(saved)
     elif saved is None and isinstance(sampler, Cursor):
-        # It may stand where an earlier pass was resumed; another epoch begins at 0.
+        # It may hold the offset of an earlier resume; a change of epoch resets it to 0.
         epoch = sampler.epoch
         sampler.set_epoch(int(epoch) + 1)
         sampler.set_epoch(epoch)
@@ -535,7 +536,7 @@ def _batches(source: Any, saved: Any) -> tuple[Iterator[Any], Any]:
     if saved is not None and is_stateful(iterator) and iterator is not sampler:
         iterator.load_state_dict(saved)
     if plain:
-        # As torch's BatchSampler, which keeps the iterator, and so its state, to itself.
+        # Like torch's BatchSampler, which does not expose its iterator and so the iterator's state.
         size, drops = source.batch_size, source.drop_last
         batches = iter(lambda: list(itertools.islice(iterator, size)), [])
         return (batch for batch in batches if len(batch) == size or not drops), owner

@@ -1,4 +1,4 @@
-"""Finds, in a loader, the sampler that divides the data and the one that knows the position."""
+"""Finds in a loader the sampler that divides the data, and the one that tracks the position."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 # Accelerate nests its own batch samplers three deep.
-_DEEPEST: Final = 4
+_MAX_NESTING: Final = 4
 _UNDIVIDED: Final = (
     RandomSampler,
     SequentialSampler,
@@ -41,13 +41,13 @@ _UNDIVIDED: Final = (
 
 
 class OwnEpoch:
-    """The epoch of a loader whose sampler knows of none."""
+    """The epoch of a loader whose sampler has none."""
 
     def __init__(self) -> None:
         self.epoch: int = AutoEpoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch."""
+        """Set the epoch."""
         self.epoch = epoch
 
 
@@ -57,7 +57,7 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
     if isinstance(loader.dataset, IterableDataset):
         return [loader.dataset]
     item: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    while item is not None and len(found) < _DEEPEST:
+    while item is not None and len(found) < _MAX_NESTING:
         found.append(item)
         inner = getattr(item, "batch_sampler", None)
         item = getattr(item, "sampler", None) if inner is None else inner
@@ -71,7 +71,7 @@ def find_epoch_holder(loader: DataLoader[Any]) -> Any:
         if isinstance(item, Cursor):
             return item
     for item in chain:
-        # Without a readable epoch it is unknown whether the user has set it: leave it alone.
+        # If its epoch cannot be read, a value that the user set would be overwritten unseen.
         if callable(getattr(item, "set_epoch", None)) and isinstance(
             getattr(item, "epoch", None), int
         ):
@@ -80,28 +80,29 @@ def find_epoch_holder(loader: DataLoader[Any]) -> Any:
 
 
 def enter_epoch(holder: Any, epoch: int) -> Any:
-    """Set the epoch; return the holder, which keeps the very object it was given."""
+    """Set the epoch; return the holder, or an `OwnEpoch` if it does not keep the very object."""
     holder.set_epoch(epoch)
     if holder.epoch is epoch:
         return holder
     try:
         holder.epoch = epoch
     except AttributeError:
-        # Its epoch cannot be marked as ours, so a later change by the user would go unnoticed.
+        # Its epoch cannot be marked as set by the loader, so a later change by the user would
+        # go unnoticed.
         holder = OwnEpoch()
         holder.set_epoch(epoch)
     return holder
 
 
 def mark_unset(holder: Any) -> None:
-    """Mark epoch 0 of a sampler that no loader has read: it is where samplers begin, and not set."""
+    """Mark a new sampler's epoch 0 as not set by the user: it is where samplers start."""
     if type(holder.epoch) is int and holder.epoch == 0:
         with contextlib.suppress(AttributeError):
             holder.epoch = AutoEpoch(0)
 
 
 def batch_geometry(loader: DataLoader[Any], cursor: Cursor) -> tuple[int, bool] | None:
-    """Return (batch size, drop_last) of what batches the cursor's indices; ``None``: unknown."""
+    """Return (batch size, drop_last) of what batches the cursor's indices; ``None`` if unknown."""
     batcher: Any = loader.batch_sampler
     sampler: Any = loader.sampler
     dataset: Any = loader.dataset
@@ -118,7 +119,7 @@ def batch_geometry(loader: DataLoader[Any], cursor: Cursor) -> tuple[int, bool] 
 
 
 def check_population(loader: DataLoader[Any], cursor: object) -> None:
-    """Refuse a sampler that was made for a dataset of another length."""
+    """Raise if the sampler was made for a dataset of another length; warn if it leaves no batch."""
     if loader.drop_last and hasattr(cursor, "steps_of_epoch") and len(loader) == 0:
         warnings.warn(
             f"drop_last=True leaves no batch of {loader.batch_size} for this rank: nothing is read.",
@@ -141,11 +142,11 @@ def check_population(loader: DataLoader[Any], cursor: object) -> None:
 
 
 def refuse_undivided(loader: DataLoader[Any]) -> None:
-    """Raise if every rank would read the same samples, or some samples would be read by none.
+    """Raise if every rank would read the same samples, or some samples would never be read.
 
     Raises:
-        MissingDistributedSamplerError: The sampler knows nothing of ranks.
-        DataConfigError: It divides by a number that does not fit the world.
+        MissingDistributedSamplerError: The sampler does not divide the data.
+        DataConfigError: It divides the data by a number that does not divide the world size.
     """
     world = resolve_replica(None, None)
     if world.num_replicas == 1:
@@ -155,15 +156,15 @@ def refuse_undivided(loader: DataLoader[Any]) -> None:
     if divided:
         sampler = divided[0]
         replicas = sampler.num_replicas
-        # Fewer replicas than ranks is right where ranks share a model (tensor parallel).
+        # Fewer replicas than ranks are right if ranks share a model (tensor parallelism).
         if world.num_replicas % replicas == 0:
             return
         raise DataConfigError(
             Explanation(
                 f"{type(sampler).__name__} divides the data by {replicas}, but the world has "
                 f"{world.num_replicas} ranks.",
-                cause="num_replicas was given by hand, or the sampler was made before the process "
-                "group: samples would be lost or read twice.",
+                cause="num_replicas was passed explicitly, or the sampler was made before the "
+                "process group: samples would be lost or read twice.",
                 fix="leave num_replicas and rank out, and make the sampler after the process group.",
             )
         )

@@ -1,4 +1,4 @@
-"""Turns "DataLoader worker exited unexpectedly" into who, where, why and what to do."""
+"""Turns "DataLoader worker exited unexpectedly" into which worker, where, why and what to do."""
 
 from __future__ import annotations
 
@@ -32,57 +32,59 @@ if TYPE_CHECKING:
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class _Explaining:
+class _ExplainingHandler:
     """A SIGCHLD handler that explains what torch's handler raises."""
 
-    def __init__(self, theirs: Callable[[int, FrameType | None], object]) -> None:
-        self._theirs = theirs
+    def __init__(self, inner: Callable[[int, FrameType | None], object]) -> None:
+        self._inner = inner
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         try:
-            self._theirs(number, frame)
+            self._inner(number, frame)
         except RuntimeError as error:
             for iterator in list(_watched):
                 explanation = iterator.explain(error)
-                if explanation is not None and iterator.is_told:
-                    return  # torch would raise it again at the end of any child process
+                if explanation is not None and iterator.has_explained:
+                    return  # torch's handler raises again whenever any child process ends
                 if explanation is not None:
-                    iterator.is_told = True
+                    iterator.has_explained = True
                     raise explanation from (explanation.__cause__ or error)
             raise
 
 
 def watch_workers(iterator: Any, inner: Any) -> None:
-    """Explain the deaths of an iterator's workers, and end them when the iterator is dropped.
+    """Explain the death of an iterator's workers, and end them when the iterator is dropped.
 
     Args:
-        iterator: ddpsafe's iterator; its ``explain(error)`` turns a worker's death into an error.
-        inner: torch's, with the worker processes.
+        iterator: ddpsafe's iterator; its ``explain(error)`` makes the error for a dead worker.
+        inner: torch's iterator, which owns the worker processes.
     """
     if not getattr(inner, "_workers", None):
         return
     _watched.add(iterator)
     if not getattr(inner, "_persistent_workers", False):
-        # A traceback keeps the iterator in a cycle. The garbage collector would end the queues to
-        # the workers before it ends the iterator, which then waits 5 s for each dead worker.
+        # A traceback keeps the iterator in a reference cycle. The garbage collector would close
+        # the workers' queues before the iterator, which then waits 5 s for each dead worker.
         util.Finalize(iterator, inner._shutdown_workers)  # noqa: SLF001 - torch's own end of an iteration
     handler = signal.getsignal(signal.SIGCHLD)
     on_main_thread = threading.current_thread() is threading.main_thread()
-    if on_main_thread and callable(handler) and not isinstance(handler, _Explaining):
-        signal.signal(signal.SIGCHLD, _Explaining(handler))
+    if on_main_thread and callable(handler) and not isinstance(handler, _ExplainingHandler):
+        signal.signal(signal.SIGCHLD, _ExplainingHandler(handler))
 
 
-_DYING: Final = timedelta(seconds=1)
-"""How long a worker that no longer answers may take to end."""
+# The sockets of a dying worker close before its exit code is known: how long to wait for that.
+_EXIT_WAIT: Final = timedelta(seconds=1)
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
-def explained(error: Exception, iterator: object, board: EpochBoard | None) -> Exception | None:
-    """Return the explanation of a worker's death or silence, or ``None`` if it is neither."""
+def explain_worker_error(
+    error: Exception, iterator: object, board: EpochBoard | None
+) -> Exception | None:
+    """Return what explains an error that a dead or timed-out worker caused; else ``None``."""
     if isinstance(error, OSError):
         is_short_of_files = error.errno in {errno.EMFILE, errno.ENFILE}
-    else:  # what a worker raised comes as a text with the note in it, and without its number
+    else:  # a worker's own error arrives as text, without an errno
         texts = ("Too many open files", "received 0 items of ancdata")
         is_short_of_files = isinstance(error, RuntimeError) and any(
             text in str(error) for text in texts
@@ -93,14 +95,15 @@ def explained(error: Exception, iterator: object, board: EpochBoard | None) -> E
     workers: list[BaseProcess] = getattr(iterator, "_workers", [])
     if not workers or not isinstance(error, (RuntimeError, OSError, EOFError)):
         return None
-    # A worker's own error is told as "Caught … in DataLoader worker process".
+    # torch prefixes an error that a worker raised: "Caught … in DataLoader worker process".
     if isinstance(error, WorkerDiedError) or str(error).startswith("Caught "):
         return None
     *_, (raising, _) = traceback.walk_tb(error.__traceback__)
     package = raising.f_globals.get("__name__", "").partition(".")[0]
     if not isinstance(error, RuntimeError) and package in {"multiprocessing", "torch"}:
-        # The worker that has the batch did not hand it over: where it is ending, it is dead soon.
-        for pause_s in Deadline.after(_DYING).pauses_s():
+        # torch fetches a batch's tensors through a socket of the worker. If that failed because
+        # the worker is dying, its exit code is known shortly.
+        for pause_s in Deadline.after(_EXIT_WAIT).pauses_s():
             if any(process.exitcode for process in workers):
                 break
             time.sleep(pause_s)
@@ -147,18 +150,18 @@ def _explain(
 
 def _timed_out(iterator: Any, board: EpochBoard | None, dataset: object) -> WorkerTimeoutError:
     replica = current_replica()
-    # torch keeps, for each batch under way, the worker that was given it.
-    owed = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", None))
-    worker = None if owed is None else int(owed[0])
+    # For each batch in flight torch keeps which worker prepares it.
+    task = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", None))
+    worker = None if task is None else int(task[0])
     index = None if board is None or worker is None else board.reading(worker)
     waited_s = float(getattr(iterator, "_timeout", 0))
-    owing = "a worker" if worker is None else f"worker {worker} (pid {_pid(iterator, worker)})"
+    late = "a worker" if worker is None else f"worker {worker} (pid {_pid(iterator, worker)})"
     sample = "" if board is None or worker is None else board.describe(worker, dataset)
-    reading = f", which reads {sample}" if sample else ""
+    reading = f" and is reading {sample}" if sample else ""
     return WorkerTimeoutError(
         Explanation(
-            f"No batch came within timeout={waited_s:g} s in rank {replica.rank} "
-            f"(world_size {replica.num_replicas}): {owing} owes it{reading}.",
+            f"Rank {replica.rank} (world_size {replica.num_replicas}) received no batch within "
+            f"timeout={waited_s:g} s: {late} has not delivered it{reading}.",
             cause="reading that sample hangs or is slow (a stalled mount, a lock held at the fork), "
             "or collating is.",
             fix="read that index alone with num_workers=0; raise timeout= if it is merely slow.",
@@ -176,7 +179,7 @@ def _pid(iterator: Any, worker: int) -> int | None:
 
 
 def _why(exitcode: int) -> tuple[str, str, list[str]]:
-    """Return the likely cause, what to do, and the state of the limit that was hit."""
+    """Return the likely cause, what to do, and how much of the exhausted resource is left."""
     if exitcode == -signal.SIGKILL:
         cause = "the machine or the container ran out of memory."
         fix = (
@@ -202,7 +205,7 @@ def _why(exitcode: int) -> tuple[str, str, list[str]]:
 
 
 def describe_shared_memory() -> str:
-    """Say how large /dev/shm is and how much of it is free."""
+    """Describe how large /dev/shm is and how much of it is free."""
     free, total = shared_memory_bytes()
     if free is None or total is None:
         return f"{SHARED_MEMORY} does not exist."
@@ -210,7 +213,7 @@ def describe_shared_memory() -> str:
 
 
 def describe_memory() -> str:
-    """Say how much memory the machine has left, and the container's limit."""
+    """Describe how much memory the machine has left, and the container's limit."""
     parts = [
         f"the machine has {int(line.split()[1]) / 2**10:.0f} MiB available"
         for line in _read(Path("/proc/meminfo")).splitlines()
@@ -220,7 +223,7 @@ def describe_memory() -> str:
     if limit is not None:
         parts.append(f"the container's limit is {limit / 2**20:.0f} MiB")
     parts += [
-        f"it has killed {line.split()[1]} processes for memory so far"
+        f"the OOM killer has ended {line.split()[1]} of its processes so far"
         for line in _read(_CGROUP / "memory.events").splitlines()
         if line.startswith("oom_kill ")
     ]

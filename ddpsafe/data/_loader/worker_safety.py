@@ -1,7 +1,8 @@
-"""What in a dataset must not cross into a worker process, where it sits, and what is done then.
+"""Finds what in a dataset must not cross into a worker process, and reports where it is.
 
-Workers start as torch starts them, so as under torchrun: forked, up to Python 3.13 on Linux, also
-where CUDA is up. What a fork would share is looked for first; the start method is never changed.
+Workers start as torch starts them, with or without ddpsafe: forked on Linux up to Python 3.13,
+even if CUDA is initialized. The start method is never changed; before a fork, the dataset is
+searched for what the processes would share.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ Severity = Literal["unsafe", "caution", "memory"]
 WorkerSafety = Literal["error", "warn", "off"]
 
 _BIG_LIST: Final = 100_000
-_DEEPEST: Final = 8
+_MAX_DEPTH: Final = 8
 _LAST_STANDARD_FD: Final = 2
 
-# Handles of libraries that need not be installed: the first part of the module, and the class or
-# one of its bases. Each keeps a position, a session or threads that a fork would share or lose.
-_FOREIGN_HANDLES: Final = {
+# (top-level package, class or one of its bases). By name, since the libraries may not be
+# installed. Each keeps a position, a session or threads that a fork would share or lose.
+_LIBRARY_HANDLES: Final = {
     ("h5py", "File"),
     ("h5py", "Group"),
     ("h5py", "Dataset"),
@@ -93,9 +94,8 @@ _FOREIGN_HANDLES: Final = {
     ("torch", "PyTorchFileReader"),
 }
 
-
-# What raises once it is closed, of classes that have no word for it.
-_USES: Final[dict[tuple[str, str], Callable[[Any], object]]] = {
+# Classes without an attribute that tells whether they are closed: a call that raises if they are.
+_RAISES_IF_CLOSED: Final[dict[tuple[str, str], Callable[[Any], object]]] = {
     ("av", "Container"): lambda item: item.flags,
     ("lmdb", "Environment"): lambda item: item.path(),
     ("lmdb", "Transaction"): lambda item: item.id(),
@@ -106,20 +106,20 @@ _USES: Final[dict[tuple[str, str], Callable[[Any], object]]] = {
         False  # noqa: FBT003 - grpc's signature
     ),
 }
-# pyarrow's files in memory: nothing below them has a position.
+# pyarrow's files in memory: they have no file position that a fork would share.
 _IN_MEMORY: Final = {"MemoryMappedFile", "BufferReader"}
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHazard:
-    """Something in a dataset that does not survive the way into a worker process.
+    """Something in a dataset that must not be inherited by, or sent to, a worker process.
 
     Attributes:
         path: Where it is, e.g. ``dataset.readers[0].file``.
         kind: What it is, e.g. ``"open file"``.
         severity: ``"unsafe"``: wrong data or a crash. ``"caution"``: may fail or hang.
-            ``"memory"``: right, but each worker's copy grows.
+            ``"memory"``: correct, but each worker's copy grows.
         fix: What to do instead.
     """
 
@@ -136,17 +136,17 @@ def check_worker_safety(dataset: object, *, name: str = "dataset") -> tuple[Work
     """Find what a dataset holds that must not be inherited by, or sent to, workers.
 
     Files open for reading, sockets, databases, started pools and CUDA tensors are shared by a
-    fork and cannot be pickled for a spawn; locks may be inherited locked; lambdas cannot be
-    pickled; long lists are copied page by page as their reference counts change. Searched are
-    attributes, containers, closures, class attributes, and the globals that the user's own
-    methods read. `PerProcess`, loggers, writers and what is closed are safe.
+    fork and cannot be pickled for a spawn. Locks may be inherited locked. Lambdas cannot be
+    pickled. Long lists are copied page by page as their reference counts change. The search
+    covers attributes, containers, closures, class attributes, and the globals that the user's
+    own methods read. `PerProcess`, loggers, writers and closed handles are safe.
 
     Args:
-        dataset: The dataset, or anything else that is handed to workers.
+        dataset: The dataset, or anything else that is passed to workers.
         name: What to call it in paths.
 
     Returns:
-        What was found, the worst first; empty if nothing was.
+        The hazards found, the worst first.
     """
     found = list(find_handles(dataset, name=name))
     if not any(hazard.severity == "unsafe" for hazard in found):
@@ -158,8 +158,8 @@ def check_worker_safety(dataset: object, *, name: str = "dataset") -> tuple[Work
                     path=path,
                     kind=f"cannot be pickled ({error})",
                     severity="caution",
-                    fix="Workers that are spawned cannot receive it: use a function or class at "
-                    "module level.",
+                    fix="Spawned workers cannot receive it: use a function or class at module "
+                    "level.",
                 )
             )
     order = {"unsafe": 0, "caution": 1, "memory": 2}
@@ -169,12 +169,12 @@ def check_worker_safety(dataset: object, *, name: str = "dataset") -> tuple[Work
 def refuse_unsafe_workers(
     parts: dict[str, object], *, requested: Any, safety: WorkerSafety
 ) -> None:
-    """Say what forked workers would share, before they start.
+    """Raise or warn if forked workers would share an open handle with this process.
 
     Args:
-        parts: What goes to the workers, by name: the dataset, collate_fn, worker_init_fn.
+        parts: What the workers receive, by name: the dataset, collate_fn, worker_init_fn.
         requested: The loader's ``multiprocessing_context``.
-        safety: What to do about it.
+        safety: Whether to raise, to warn, or not to search.
 
     Raises:
         UnsafeWorkersError: The dataset holds an open handle.
@@ -182,7 +182,7 @@ def refuse_unsafe_workers(
     if safety == "off":
         return
     if requested is None:
-        # Asking the default context for its method would fix it for the whole process.
+        # get_start_method() without allow_none would fix the method for the whole process.
         method = mp.get_start_method(allow_none=True) or mp.get_all_start_methods()[0]
     else:
         method = requested if isinstance(requested, str) else requested.get_start_method()
@@ -199,7 +199,7 @@ def refuse_unsafe_workers(
             f"The workers would share an open handle with this process: {unsafe[0].path} "
             f"({unsafe[0].kind}).",
             cause="it was opened before the workers start. After a fork they share its position, "
-            "so they read each other's records, without an error.",
+            "so they read each other's records without an error.",
             fix="open it in the worker: self.file = ddpsafe.data.PerProcess(open, path, 'rb'), then "
             "self.file.get(). If the dataset pickles: multiprocessing_context='forkserver'. If "
             "worker_init_fn reopens it: worker_safety='off'.",
@@ -211,7 +211,7 @@ def refuse_unsafe_workers(
 
 
 def explain_pickling(error: Exception, parts: dict[str, object]) -> UnsafeWorkersError | None:
-    """Say which part of the dataset kept spawned workers from starting, if one did."""
+    """Return the error that names the part which spawned workers cannot receive, if there is one."""
     for name, part in parts.items():
         where = find_unpicklable(part, name=name)
         if where is not None:
@@ -230,7 +230,7 @@ def explain_pickling(error: Exception, parts: dict[str, object]) -> UnsafeWorker
 
 def find_handles(root: object, *, name: str) -> Iterator[WorkerHazard]:
     """Walk what workers would receive; yield what is a hazard by its type."""
-    inside: set[int] = set()  # parts of a hazard that was named already
+    inside: set[int] = set()  # ids of the parts of a hazard that was already yielded
     for path, item in reachable(root, name=name):
         hazard = None if id(item) in inside else _find_hazard(path, item)
         if hazard is not None:
@@ -242,20 +242,20 @@ def find_handles(root: object, *, name: str) -> Iterator[WorkerHazard]:
 def find_unpicklable(root: object, *, name: str, depth: int = 0) -> tuple[str, str] | None:
     """Return the path and the error of the innermost part that cannot be pickled."""
     try:
-        _Probe(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL).dump(root)
+        _ProbingPickler(_NullFile(), protocol=pickle.HIGHEST_PROTOCOL).dump(root)
     except Exception as raised:  # noqa: BLE001 - a __reduce__ may raise anything
         error = f"{type(raised).__name__}: {raised}"
     else:
         return None
-    for path, part in parts_of(name, root) if depth < _DEEPEST else ():
+    for path, part in parts_of(name, root) if depth < _MAX_DEPTH else ():
         inner = find_unpicklable(part, name=path, depth=depth + 1)
         if inner is not None:
             return inner
     return name, error
 
 
-class _Nowhere(io.RawIOBase):
-    """A file that keeps nothing: pickling tells whether it works, at no memory."""
+class _NullFile(io.RawIOBase):
+    """A file that discards what is written: an attempt to pickle then costs no memory."""
 
     def writable(self) -> bool:
         return True
@@ -264,12 +264,12 @@ class _Nowhere(io.RawIOBase):
         return len(data)
 
 
-class _Probe(pickle.Pickler):
-    """Fails where pickling would, and for what would only fail to be imported by a worker."""
+class _ProbingPickler(pickle.Pickler):
+    """Fails where pickling would, and also where only the import in the worker would fail."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor or (type(obj) is np.ndarray and not obj.dtype.hasobject):
-            # They do pickle; copying hundreds of megabytes would tell no more.
+            # They can be pickled; copying hundreds of megabytes would show no more.
             return (int, ())
         is_here = getattr(obj, "__module__", None) == "__main__"
         if is_here and not hasattr(sys.modules["__main__"], "__file__"):
@@ -279,8 +279,8 @@ class _Probe(pickle.Pickler):
 
 
 def _find_hazard(path: str, item: Any) -> WorkerHazard | None:
-    with contextlib.suppress(Exception):  # an object of any library may raise when looked at
-        # By its real type: isinstance() asks the object for its __class__, which may raise or lie.
+    with contextlib.suppress(Exception):  # an object of any library may raise when inspected
+        # Its real type: isinstance() also reads __class__, which a proxy overrides or raises from.
         kind = type(item)
         handle = _handle_kind(item)
         if handle is not None:
@@ -315,16 +315,16 @@ def _find_hazard(path: str, item: Any) -> WorkerHazard | None:
 
 
 def _handle_kind(item: Any) -> str | None:
-    """Return what sort of open handle an object is; ``None`` if it is none, closed, or writes."""
+    """Return the kind of open handle; ``None`` if it is closed, only writes, or is no handle."""
     kind = type(item)
     for base in kind.__mro__:
         package = base.__module__.partition(".")[0]
         if package == "builtins" and "lmdb" in sys.modules:
-            package = "lmdb"  # its C extension does not say where its types are from
+            package = "lmdb"  # its C extension leaves __module__ of its types at "builtins"
         name = (package, base.__name__)
-        if name in _FOREIGN_HANDLES:
+        if name in _LIBRARY_HANDLES:
             harmless = package == "pyarrow" and (kind.__name__ in _IN_MEMORY or not item.readable())
-            closed = harmless or _is_closed(item, _USES.get(name))
+            closed = harmless or _is_closed(item, _RAISES_IF_CLOSED.get(name))
             return None if closed else f"{package}.{kind.__name__}"
     for base, find_kind in _STANDARD_HANDLES:
         if issubclass(kind, base):
@@ -333,7 +333,7 @@ def _handle_kind(item: Any) -> str | None:
 
 
 def _archive_kind(item: Any) -> str | None:
-    # An archive is as open as the file below it; one in memory is copied by a fork.
+    # An archive shares the position of the file below it; one in memory is copied by a fork.
     if item.mode in {"w", "x"}:
         return None
     below = item.fp if isinstance(item, zipfile.ZipFile) else item.fileobj
@@ -346,7 +346,7 @@ def _database_kind(item: Any) -> str | None:
     try:
         connection.total_changes  # noqa: B018 - raises where the connection is closed
     except sqlite3.ProgrammingError as error:
-        if "closed" in str(error):  # the other reason is another thread
+        if "closed" in str(error):  # else another thread made it, and it is open
             return None
     return f"sqlite3 {type(item).__name__}"
 
@@ -357,9 +357,9 @@ def _executor_kind(item: Any) -> str | None:
     return f"started {type(item).__name__}" if is_running else None
 
 
-# In this order: the first base that fits decides.
+# The first base that matches decides.
 _STANDARD_HANDLES: Final[tuple[tuple[type, Callable[[Any], str | None]], ...]] = (
-    (tempfile.SpooledTemporaryFile, lambda _: None),  # asking for its number writes it to the disk
+    (tempfile.SpooledTemporaryFile, lambda _: None),  # its fileno() would write it to disk
     (io.IOBase, lambda item: "open file" if _is_shared_file(item) else None),
     (socket.socket, lambda item: "open socket" if item.fileno() != -1 else None),
     (zipfile.ZipFile, _archive_kind),
@@ -373,22 +373,22 @@ _STANDARD_HANDLES: Final[tuple[tuple[type, Callable[[Any], str | None]], ...]] =
 
 
 def _is_shared_file(item: Any) -> bool:
-    """Tell whether a fork would share the position of a file that is read."""
+    """Return whether a file is open for reading, with a position that a fork would share."""
     if is_standard_stream(item) or item.closed or not item.readable():
         return False
     try:
         number = item.fileno()
-        # A terminal, /dev/null, /dev/urandom: there is no position to share.
+        # Character devices have no position to share: a terminal, /dev/null, /dev/urandom.
         return number > _LAST_STANDARD_FD and not stat.S_ISCHR(os.fstat(number).st_mode)
     except (OSError, ValueError):
         return False
 
 
-def _is_closed(item: Any, use: Callable[[Any], object] | None) -> bool:
-    """Ask a library's object whether it is closed; each library has its own word for it."""
-    if use is not None:
+def _is_closed(item: Any, raises_if_closed: Callable[[Any], object] | None) -> bool:
+    """Return whether a library's object is closed; each library has its own name for it."""
+    if raises_if_closed is not None:
         try:
-            use(item)
+            raises_if_closed(item)
         except AttributeError:
             return False
         except Exception:  # noqa: BLE001 - each library raises an error of its own
