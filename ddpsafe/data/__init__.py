@@ -1,4 +1,4 @@
-"""Data that every rank reads once: samplers, loader, per-process resources, exact evaluation.
+"""Samplers, loader, per-process resources and exact evaluation: each sample is read by one rank.
 
 Importing it imports torch; ``import ddpsafe`` alone does not. Errors are in
 `ddpsafe.data.errors`.

@@ -1,4 +1,4 @@
-"""Gathering rows and texts of different sizes from all ranks, without pickles."""
+"""Gathers rows and JSON values of different sizes from all ranks, without pickle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def group_size(group: ProcessGroup | None) -> int:
 
 
 def group_rank(group: ProcessGroup | None) -> int:
-    """Return this process's rank in the group; 0 without one."""
+    """Return this process's rank in the group; 0 without a process group."""
     return dist.get_rank(group) if has_group() else 0
 
 
@@ -31,16 +31,16 @@ def gather_rows(rows: torch.Tensor, group: ProcessGroup | None) -> list[torch.Te
     """Return the rows of every rank, by rank.
 
     Args:
-        rows: Shape (k, w), uint8; k may differ between ranks and be 0, w may not.
+        rows: Shape (k, w), uint8; k may differ between ranks and be 0, w is the same on all.
         group: The ranks that take part; all of them call this.
 
     Returns:
-        For each rank shape (k of that rank, w), uint8, on the CPU.
+        One tensor for each rank, shape (k of that rank, w), uint8, on the CPU.
     """
     size = group_size(group)
     if size == 1:
         return [rows.cpu()]
-    # A backend for the CPU needs no copy and no device; NCCL alone has none.
+    # A CPU backend needs no device and no copy to it; a group with NCCL only has no CPU backend.
     if "cpu:" in str(dist.get_backend_config(group)):
         device = torch.device("cpu")
     else:
@@ -57,18 +57,18 @@ def gather_rows(rows: torch.Tensor, group: ProcessGroup | None) -> list[torch.Te
 
 
 def gather_json(value: object, group: ProcessGroup | None) -> list[Any]:
-    """Return the plain value of every rank, by rank; JSON, so nothing is unpickled from a peer."""
+    """Return the plain value of every rank, by rank. As JSON, so no peer's pickle is loaded."""
     text = json.dumps(value).encode()
     rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unsqueeze(1)
     return [json.loads(part.numpy().tobytes()) for part in gather_rows(rows, group)]
 
 
 def as_rows(values: torch.Tensor) -> torch.Tensor:
-    """Return (k, ...) of any dtype as the same bytes, (k, w) uint8."""
+    """Return values of shape (k, ...) and any dtype as their bytes, shape (k, w), uint8."""
     width = math.prod(values.shape[1:])
     if values.numel() == 0:
         return torch.empty((len(values), width * values.dtype.itemsize), dtype=torch.uint8)
-    # A copy with plain strides: .contiguous() keeps odd ones where a size is 1.
+    # Copied for default strides: .contiguous() keeps other ones if a size is 1.
     rows = torch.empty((len(values), width), dtype=values.dtype)
     return rows.copy_(values.detach().reshape(len(values), width)).view(torch.uint8)
 
@@ -77,7 +77,7 @@ def encode(value: Any) -> Any:
     """Return JSON that `decode` turns into an equal value of the same types.
 
     Raises:
-        TypeError: A part is of a type that would come back as another one.
+        TypeError: A part has a type that would come back as another one.
     """
     kind = type(value)
     if value is None or kind in {bool, int, float, str}:
@@ -105,7 +105,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(form: Any) -> Any:
-    """Return the value that `encode` was given; tensors come back on the CPU."""
+    """Return a value equal to the one `encode` was given, with tensors on the CPU."""
     if isinstance(form, list):
         return [decode(part) for part in form]
     if not isinstance(form, dict):
@@ -130,10 +130,10 @@ def decode(form: Any) -> Any:
 
 
 def is_plain_tensor(value: torch.Tensor) -> bool:
-    """Tell whether the bytes of a tensor's elements are all there is to it."""
+    """Return whether dtype, shape and the elements' bytes describe a tensor completely."""
     return value.layout is torch.strided and not value.is_quantized and not value.is_nested
 
 
 def is_plain_array(value: np.ndarray[Any, Any] | np.generic) -> bool:
-    """Tell whether ``dtype.str`` and the bytes of an array's elements are all there is to it."""
+    """Return whether ``dtype.str``, shape and the elements' bytes describe an array completely."""
     return not value.dtype.hasobject and value.dtype.names is None

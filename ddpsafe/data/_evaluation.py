@@ -1,4 +1,4 @@
-"""Evaluation of each sample exactly once: results back in dataset order, in equal steps if needed."""
+"""Evaluates each sample exactly once: results in dataset order, in equal steps if needed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 def masked_batches(loader: DataLoader[T_co]) -> Iterator[tuple[Any, int]]:
-    """Read a padded loader in equally many steps on every rank, telling repeats apart.
+    """Read a padded loader in the same number of steps on every rank, and mark repeats.
 
     For models that communicate in their forward (FSDP, SyncBatchNorm), where a rank without a
     batch would leave the others waiting. Keep ``outputs[:n_valid]``, and collect them with
@@ -47,7 +47,7 @@ def masked_batches(loader: DataLoader[T_co]) -> Iterator[tuple[Any, int]]:
         loader: With ``sampler=EvalSampler(dataset, pad=True)``.
 
     Yields:
-        The batch, and how many of its first samples count; 0 if all of them are repeats.
+        The batch, and how many of its first samples are not repeats.
 
     Raises:
         DataConfigError: The loader's sampler does not pad, so ranks may take unequal steps.
@@ -68,7 +68,7 @@ def _padded(loader: DataLoader[Any]) -> tuple[PositionSampler, int]:
         raise DataConfigError(
             Explanation(
                 f"masked_batches: {type(loader.sampler).__name__} does not pad with repeats.",
-                cause="ranks may then take different numbers of steps.",
+                cause="ranks may take different numbers of steps without it.",
                 fix="make the loader with sampler=EvalSampler(dataset, pad=True).",
             )
         )
@@ -91,32 +91,33 @@ def gather_exact(
 ) -> Values | None:
     """Collect per-sample results of all ranks in dataset order, so that metrics are exact.
 
-    Every rank calls it, ranks without a sample too. What one process would have computed
-    is returned, bit for bit and of the same types.
+    Every rank calls it, even without a sample. It returns what one process would have computed,
+    bit for bit and with the same types.
 
     Args:
         values: Results of this rank's samples: a tensor or array (k, ...), a list of k values
-            (numbers, texts, bytes, tensors of any shapes, arrays, and lists, tuples and dicts
+            (numbers, strings, bytes, tensors of any shape, arrays, and lists, tuples and dicts
             of them), or a dict of these.
-        indices: The dataset index of each, k of them: the rank's `EvalSampler` itself will do.
-        n: The size of the dataset; by default the number of results. With it, a missing
-            last sample is noticed too.
-        duplicates: ``"error"`` refuses an index that comes twice, ``"drop"`` keeps the first.
+        indices: The dataset index of each result; the rank's `EvalSampler` itself works, too.
+        n: The size of the dataset; by default the number of results. With it, a missing last
+            sample is found, too.
+        duplicates: ``"error"`` refuses repeated indices, ``"drop"`` keeps the first result.
         dst: Return the results on this rank of the group only, ``None`` on the others.
         group: The ranks that take part; all by default.
 
     Returns:
-        As `values`, but (n, ...) and in dataset order, on the CPU.
+        Like `values`, but (n, ...) and in dataset order, on the CPU.
 
     Raises:
-        DataConfigError: On every rank, if one rank's values and indices do not fit.
-        IncompleteGatherError: On every rank, if an index is missing or comes twice.
+        DataConfigError: On every rank, if values and indices of a rank do not fit together, or
+            the ranks' values differ in form.
+        IncompleteGatherError: On every rank, if an index is missing or repeated.
     """
     own: NDArray[np.int64] = np.empty(0, dtype=np.int64)
     leaves: dict[str, Any] = {}
     try:
         own = _indices(indices)
-        # Tensors and arrays as they are and lists encoded, by the text of their key.
+        # By the JSON of their key. Tensors and arrays stay as they are; lists are encoded.
         parts = {_WHOLE: values}
         if isinstance(values, Mapping):
             parts = {json.dumps(encode(key)): part for key, part in values.items()}
@@ -125,7 +126,7 @@ def gather_exact(
             for name, part in parts.items()
         }
         spec = _describe(leaves, len(own), named=isinstance(values, Mapping))
-    except Exception as error:  # noqa: BLE001 - raised on every rank: alone, it would leave the others waiting
+    except Exception as error:  # noqa: BLE001 - raised below on every rank; raised here, it would leave the others waiting
         spec = {"error": str(error) or type(error).__name__}
     specs = gather_json(spec, group)
     problems = [f"rank {rank}: {spec['error']}" for rank, spec in enumerate(specs) if spec["error"]]
@@ -145,8 +146,8 @@ def gather_exact(
         raise DataConfigError(
             Explanation(
                 f"The results cannot be gathered: {problems[0]}.",
-                cause="ranks computed different things, or kept results of some batches only.",
-                fix="append results and indices of every batch, the same on every rank.",
+                cause="ranks computed different things, or kept the results of only some batches.",
+                fix="append results and indices of every batch, in the same form on every rank.",
                 details=problems[1:],
             )
         )
@@ -157,7 +158,7 @@ def gather_exact(
         ]
     )
     order = _check_cover(index, n, duplicates)
-    # The form is that of a rank with samples: one without cannot know it.
+    # Take the form from a rank with samples: a rank without any does not have it.
     form = next((each for each in specs if each["count"]), specs[0])
     gathered = {
         name: _gather_leaf(leaves.get(name), leaf, order, group)
@@ -176,11 +177,11 @@ def _indices(indices: Iterable[int]) -> NDArray[np.int64]:
 
 
 def _describe(leaves: Mapping[str, Any], count: int, *, named: bool) -> dict[str, Any]:
-    """Say what this rank has: of each leaf its kind, dtype and the shape of a row.
+    """Describe this rank's values: kind, dtype and shape of a row, for each leaf.
 
     Raises:
-        ValueError: A leaf has not one entry for each index.
-        TypeError: It is not a plain tensor or array.
+        ValueError: A leaf does not have one entry for each index.
+        TypeError: A tensor or array is not described by its rows' bytes (sparse, object, …).
     """
     specs = {}
     for name, leaf in leaves.items():
@@ -197,7 +198,9 @@ def _describe(leaves: Mapping[str, Any], count: int, *, named: bool) -> dict[str
         elif isinstance(leaf, np.ndarray) and is_plain_array(leaf):
             kind, dtype = "array", leaf.dtype.str
         elif is_array:
-            message = f"{label}: a {type(leaf).__name__} of {leaf.dtype} has more than plain rows"
+            message = (
+                f"{label}: a {type(leaf).__name__} of {leaf.dtype} cannot be sent as plain rows"
+            )
             raise TypeError(message)
         else:
             kind, dtype = "list", ""
@@ -222,14 +225,14 @@ def _check_cover(
     raise IncompleteGatherError(
         Explanation(
             f"{len(index)} results do not cover {size} samples once each: {len(missing)} are "
-            f"missing, {len(repeated)} come more than once, {len(outside)} have an index outside 0 to {size - 1}.",
+            f"missing, {len(repeated)} are repeated, {len(outside)} have an index outside 0 to {size - 1}.",
             cause="the sampler pads with repeats, drop_last dropped some, or a batch's results "
             "were not kept.",
             fix="read with EvalSampler and without drop_last; if the sampler pads, pass "
             "duplicates='drop'.",
             details=[
                 f"missing: {missing[:_SHOWN].tolist()}",
-                f"more than once: {repeated[:_SHOWN].tolist()}",
+                f"repeated: {repeated[:_SHOWN].tolist()}",
                 f"outside: {outside[:_SHOWN].tolist()}",
             ],
         ),
@@ -251,7 +254,7 @@ def _gather_leaf(
     shape = (len(order), *spec["shape"])
     is_array = spec["kind"] == "array"
     dtype = np.dtype(spec["dtype"]) if is_array else getattr(torch, spec["dtype"])
-    # The bytes of each row, (k, w) uint8; a rank without a sample may have any leaf.
+    # The bytes of each row, (k, w) uint8; the leaf of a rank without samples may have any form.
     width = math.prod(spec["shape"]) * dtype.itemsize
     count = 0 if leaf is None else len(leaf)
     if count * width == 0:

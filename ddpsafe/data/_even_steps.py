@@ -1,4 +1,4 @@
-"""Loops in which ranks may have different numbers of batches, without a hang."""
+"""Loops that do not hang if ranks have different numbers of batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpsafe.data._replica import has_group
 from ddpsafe.data.errors import DataConfigError, UnevenStepsError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,9 @@ class EvenSteps(Generic[T]):
     """What `even_steps` returns: iterate over it once per epoch.
 
     Attributes:
-        weight: With ``policy="dummy"``: what to multiply this step's mean loss by, so that the
-            gradient that DDP averages is the mean over all samples of all ranks. 1.0 otherwise.
-        dropped: With ``policy="min"``: whether this rank had a batch left at the stop.
+        weight: With ``policy="dummy"``: the factor for this step's mean loss that makes the
+            gradient averaged by DDP the mean over all samples of all ranks. 1.0 otherwise.
+        dropped: With ``policy="min"``: whether this rank had a batch left when all stopped.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class EvenSteps(Generic[T]):
             yield from self._loader
 
     def _agreed(self) -> Iterator[T]:
-        """Look one batch ahead, and ask whether every rank has one while the step runs."""
+        """Read one batch ahead; during each step, gather whether every rank has the next one."""
         source = iter(self._loader)
         last: T | None = None
         for step in itertools.count():
@@ -72,30 +72,32 @@ class EvenSteps(Generic[T]):
                 batch, has_batch = next(source), True
             except StopIteration:
                 batch, has_batch = None, False
-            # Positions are equal on all ranks: each counts the steps, whatever it has fetched.
+            # Count steps, not fetched batches, so that the saved position is equal on all ranks.
             getattr(source, "count_as_used", _ignore)(step)
             count = self._size(batch) if has_batch else -1  # type: ignore[arg-type]  # a batch
             own = torch.tensor([count], dtype=torch.int64)
             every = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-            # A group of its own: votes must not queue behind gradients, or wait for the device.
+            # A separate group: the counts must not queue behind gradients or wait for the device.
             if self._group is None:
                 self._group = dist.new_group(backend="gloo")
-            votes = _Votes(every, dist.all_gather(every, own, group=self._group, async_op=True))
+            work = dist.all_gather(every, own, group=self._group, async_op=True)
             if step > 0:
                 yield last  # type: ignore[misc]  # set by the step before
-            counts = votes.counts()
-            if not self._goes_on(counts, step):
+            if work is not None:
+                work.wait()
+            counts = [int(count) for count in every]  # samples of each rank; -1: no batch
+            if not self._continues(counts, step):
                 self.dropped = has_batch
                 getattr(source, "finish", _ignore)()
                 return
             last = batch if has_batch else last
-            # The batch of the next step is decided; its weight holds while it is used.
+            # Set only now: until here, the weight of the step before was in use.
             if self._policy == "dummy":
                 total = sum(count for count in counts if count > 0)
                 mine = max(0, counts[dist.get_rank(self._group)]) if has_batch else 0
                 self.weight = len(counts) * mine / max(1, total)
 
-    def _goes_on(self, counts: list[int], step: int) -> bool:
+    def _continues(self, counts: list[int], step: int) -> bool:
         finished = [rank for rank, count in enumerate(counts) if count < 0]
         if len(finished) in {0, len(counts)}:
             return not finished
@@ -106,7 +108,7 @@ class EvenSteps(Generic[T]):
                     Explanation(
                         f"{ranks_text(finished)} (world_size {len(counts)}) {have} no batch at all "
                         "that could be repeated.",
-                        cause="the dataset is smaller than the world, or its files are divided unevenly.",
+                        cause="there are fewer samples than ranks, or files are divided unevenly.",
                         fix="use fewer ranks, or policy='join'.",
                     ),
                     finished_ranks=finished,
@@ -125,25 +127,12 @@ class EvenSteps(Generic[T]):
                 step=step,
             )
         logger.warning(
-            "stopped after %d steps: %d of %d ranks have no further batch",
+            "stopped after %d steps: %d of %d ranks have no more batches",
             step,
             len(finished),
             len(counts),
         )
         return False
-
-
-class _Votes:
-    """An answer that is under way: how many samples each rank has, -1 for no batch."""
-
-    def __init__(self, every: list[torch.Tensor], work: Work | None) -> None:
-        self._every = every
-        self._work = work
-
-    def counts(self) -> list[int]:
-        if self._work is not None:
-            self._work.wait()
-        return [int(count) for count in self._every]
 
 
 def even_steps(
@@ -154,21 +143,21 @@ def even_steps(
     size: Callable[[T], int] | None = None,
     group: ProcessGroup | None = None,
 ) -> EvenSteps[T]:
-    """Make all ranks take equally many steps; needed only where their batches differ in number.
+    """Make all ranks take the same number of steps; needed only if their numbers of batches differ.
 
     Map-style datasets with `DistributedSampler` never need it. Every rank makes it, and
     iterates over it once per epoch.
 
     Args:
         loader: Where batches come from.
-        policy: ``"min"`` stops all ranks when one runs out. ``"dummy"`` goes on until all have:
-            a rank without a batch gets its last one again; multiply the loss by ``weight``.
-            ``"join"`` lets torch's `Join` answer for ranks that ran out. ``"error"`` raises on
-            every rank, naming who ran out.
+        policy: ``"min"`` stops all ranks when one runs out. ``"dummy"`` continues until all have
+            run out: a rank without a batch gets its last one again; multiply the loss by
+            ``weight``. ``"join"`` lets torch's `Join` take part in collectives for ranks that ran
+            out. ``"error"`` raises on every rank, naming the ranks that ran out.
         model: The DDP model, for ``policy="join"``.
         size: Number of samples of a batch, for ``policy="dummy"``; the length of its first
             tensor by default.
-        group: A group with a CPU backend for the votes; one of its own by default.
+        group: A group with a CPU backend to exchange the counts; a new gloo group by default.
 
     Raises:
         DataConfigError: The policy is unknown, or ``"join"`` without a model or with SyncBatchNorm.
@@ -179,7 +168,7 @@ def even_steps(
         modules: Callable[[], Iterable[object]] = getattr(_require_model(model), "modules", list)
         if any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules()):
             raise _bad(
-                "policy='join' cannot answer for SyncBatchNorm, which would hang",
+                "policy='join' does not cover the collectives of SyncBatchNorm, which would hang",
                 "use policy='min' or 'dummy'",
             )
     return EvenSteps(loader, policy=policy, model=model, size=size or batch_length, group=group)
@@ -207,7 +196,7 @@ def _require_model(model: Joinable | None) -> Joinable:
 
 
 def _ignore(*_: int) -> None:
-    """Stand for what an iterator that is not ddpsafe's does not have."""
+    """Do nothing: other libraries' iterators do not count used batches."""
 
 
 def _bad(what: str, fix: str) -> DataConfigError:

@@ -1,4 +1,4 @@
-"""Divides a stream over ranks and workers, so that every sample is read once."""
+"""Divides a stream among ranks and workers, so that every sample is read once."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ Even = Literal["truncate", "repeat", "error"]
 
 
 class ShardedIterable(IterableDataset[T], Generic[T]):
-    """A stream, divided over ranks and DataLoader workers.
+    """A stream, divided among ranks and DataLoader workers.
 
     ``shard="batch"`` (for streams that are cheap to read): item q goes to rank q % R, and whole
-    batches to workers, in turn. The batches a rank receives are identical for any number of
-    workers, and the position can be resumed under any world size, batch size and worker count.
+    batches to workers, in turn. A rank receives the same batches with any number of workers, and
+    can resume under any world size, batch size and number of workers.
     ``shard="files"`` (for large data): each rank, then each worker, reads its own files.
-    ``shard="sample"`` strides over ranks and workers; its order depends on the worker count.
+    ``shard="sample"`` strides over ranks and workers; its order depends on the number of workers.
 
     `source` may have ``set_epoch(epoch)``, called before each pass, and ``seek(position)``,
     called before a resumed pass instead of reading up to the position.
 
     Args:
-        source: What to iterate over, from the start in each epoch and worker: an iterable, or a function
-            that returns one. With ``shard="files"``: the paths.
+        source: What to iterate over, from the start in each epoch and worker: an iterable, or a
+            function that returns one. With ``shard="files"``: the paths.
         shard: How to divide.
         read: With ``shard="files"``: path -> iterable of its samples.
         even: With ``shard="batch"``, if the ranks' shares differ by one at the end:
             ``"truncate"`` drops the incomplete round, ``"repeat"`` fills it from the beginning,
             ``"error"`` raises on every rank, ``None`` leaves it (see `even_steps`).
-        batch_size: Samples per batch of a rank; `ddpsafe.data.DataLoader` sets it by itself.
-        num_replicas: Among how many ranks to divide; the world size by default.
-        rank: Whose part to read, from 0; this rank by default.
+        batch_size: Samples per batch of a rank; `ddpsafe.data.DataLoader` sets it.
+        num_replicas: The number of ranks to divide among; the world size by default.
+        rank: The rank whose part to read, from 0; this rank by default.
 
     Raises:
         DataConfigError: Fewer files than ranks, or arguments that do not go together.
@@ -86,15 +86,15 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
             )
         if self.even is not None and self.shard != "batch":
             raise _bad(
-                f"even={self.even!r} needs shard='batch': no rank knows how much the others read",
+                f"even={self.even!r} needs shard='batch': a rank does not know how much others read",
                 "wrap the loader in even_steps()",
             )
         if (self.shard == "files") != (self.read is not None):
             raise _bad("shard='files' and read= go together", "pass read=function(path) -> samples")
         if self.shard == "files" and len(self.files()) < self.num_replicas:
             raise _bad(
-                f"{len(self.files())} files are too few for {self.num_replicas} ranks: some would "
-                "have nothing to read while the others wait for them",
+                f"{len(self.files())} files are too few for {self.num_replicas} ranks: some ranks "
+                "would have nothing to read",
                 "write more, smaller files, use fewer ranks, or shard='batch'",
             )
 
@@ -103,7 +103,7 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
         return sorted((os.fspath(path) for path in cast("Any", self.source)), key=os.fsencode)
 
     def bind_loader(self, *, batch_size: int, num_workers: int) -> None:
-        """Learn the loader's batch size and worker count; the loader calls it."""
+        """Take over the loader's batch size and number of workers; the loader calls it."""
         self.batch_size = batch_size
         self._num_workers = num_workers
         readers = self.num_replicas * max(1, num_workers)
@@ -123,7 +123,7 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
             return iter(())
         if self.shard == "files":
             own = self.files()[self.rank :: self.num_replicas][worker::workers]
-            assert self.read is not None, "checked with the arguments"  # noqa: S101 - our own invariant
+            assert self.read is not None, "checked in __init__"  # noqa: S101 - our own invariant
             return itertools.chain.from_iterable(self.read(path) for path in own)
         if self.shard == "sample":
             stream = itertools.islice(self._open(), self.rank, None, self.num_replicas)
@@ -155,7 +155,7 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
             slot = place % self.num_replicas
             if slot == self.rank:
                 held.append(item)
-            # To truncate, an item counts only once its round is complete.
+            # With "truncate", hold an item back until its round is complete.
             if self.even != "truncate" or slot == self.num_replicas - 1:
                 yield from held
                 held.clear()
@@ -179,7 +179,7 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
                 yield item
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch: the same epoch keeps a resumed offset, any other starts at 0."""
+        """Set the epoch: the same epoch keeps a resumed offset, any other starts at 0."""
         check_epoch(epoch)
         if epoch != self.epoch:
             self._consumed, self._finished = 0, False
@@ -190,7 +190,7 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
         return self._consumed
 
     def seek_consumed(self, consumed: int) -> None:
-        """Learn the offset in a worker that outlives the epoch."""
+        """Set the offset in a persistent worker."""
         self._consumed = consumed
 
     def batches_to_skip(self) -> int:
@@ -198,7 +198,7 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
         return 0 if self.shard == "batch" else self._consumed
 
     def is_finished(self) -> bool:
-        """Tell whether a loaded state says that nothing of this epoch is left."""
+        """Return whether a loaded state was saved at the end of this epoch."""
         return self._finished
 
     def identity(self) -> dict[str, object]:
@@ -235,7 +235,7 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
         """Continue where `state` was taken.
 
         Raises:
-            StateMismatchError: It is damaged, or this way of dividing needs the same topology.
+            StateMismatchError: It is damaged, or its `shard`, ranks, workers or batch size differ.
         """
         parsed = parse_state(state)
         compare_identity(

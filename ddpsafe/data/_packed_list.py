@@ -15,15 +15,15 @@ T = TypeVar("T")
 
 
 class PackedList(Sequence[T], Generic[T]):
-    """A read-only list whose items lie packed in one buffer.
+    """A read-only list whose items are pickled into one buffer.
 
-    Reading an item of a Python list writes its reference count, so a forked worker comes to copy
-    the whole list; spawned ones receive a copy each. The buffer is one tensor: a fork
-    leaves it shared, and torch passes it to spawned workers through shared memory.
+    Reading an item of a Python list writes its reference count, so each forked worker ends up
+    copying the whole list, and each spawned one receives a copy. The buffer is one tensor: it
+    stays shared after a fork, and torch passes it to spawned workers through shared memory.
     (As detectron2's NumpySerializedList.)
 
     Args:
-        items: What to keep; anything that pickles. Items come back equal, not identical.
+        items: What to store; anything that pickles. Items come back equal, not identical.
     """
 
     def __init__(self, items: Iterable[T]) -> None:

@@ -1,8 +1,8 @@
 """Resources that every process opens for itself: files, databases, connections.
 
-A handle that crosses a fork is shared with the parent, its file position included. Two
-workers then read each other's records, without an error: 6 % of the records were wrong with two
-workers, 23 % with four.
+A handle inherited by fork is shared with the parent, including its file position. Workers then
+read each other's records without an error: 6 % of the records were wrong with two workers, 23 %
+with four.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Scope = Literal["process", "thread"]
 
-_CLOSE_EARLY: Final = 10
+_CLOSE_EARLY: Final = 10  # exit priority: higher ones run first when a process ends
 
-# Values that came here by fork. They belong to the parent: dropping them could run a __del__
-# that closes the parent's session (TLS, sqlite, lmdb), so they are kept for good.
+# Values inherited by fork. They belong to the parent: freeing them could run a __del__ that
+# closes the parent's session (TLS, sqlite, lmdb), so they are kept until this process ends.
 _parked: list[object] = []
 _alive: weakref.WeakSet[PerProcess[Any]] = weakref.WeakSet()
 _hook_installed = threading.Event()
 
 
 class PerProcess(Generic[T]):
-    """A value that is made once in each process (or thread) that asks for it.
+    """A value that is made once in each process (or thread) that uses it.
 
-    It travels by fork, spawn and forkserver: only the factory and its arguments do, never the
-    value. The value is closed once when its process ends, DataLoader workers included
-    (`atexit` handlers do not run there), or when this object is collected.
+    It survives fork, spawn and forkserver: only the factory and its arguments cross over, never
+    the value. The value is closed once: when its process ends, also in DataLoader workers (where
+    `atexit` handlers do not run), or when this object is garbage-collected.
 
     Example:
         >>> class Records(Dataset):
@@ -54,9 +54,9 @@ class PerProcess(Generic[T]):
     Args:
         factory: Makes the value; importable by name if workers are spawned.
         args: Its positional arguments.
-        close: Called with the value when its process ends; nothing by default.
+        close: Called with the value when its process ends; by default nothing is called.
         scope: ``"thread"`` makes one value for each thread of each process.
-        name: What errors call it; the factory's name by default.
+        name: Its name in errors; the factory's name by default.
 
     Raises:
         DataConfigError: The factory cannot be called, or the scope is unknown.
@@ -91,7 +91,7 @@ class PerProcess(Generic[T]):
 
     @property
     def opened_before_fork(self) -> bool:
-        """Whether the parent process had opened it before this process was forked."""
+        """Whether the parent process opened it before this process was forked."""
         return self._inherited
 
     def get(self) -> T:
@@ -135,7 +135,7 @@ class PerProcess(Generic[T]):
             return value
 
     def is_open(self) -> bool:
-        """Tell whether this process has opened it."""
+        """Return whether this process has opened it."""
         return bool(self._values) and self._pid == os.getpid()
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class PerProcess(Generic[T]):
             closer()
 
     def park(self) -> None:
-        """Give up values that came by fork without touching them; runs after each fork."""
+        """Set inherited values aside without closing or freeing them; runs after each fork."""
         inherited = bool(self._values) or self._inherited
         _parked.extend([self._values, self._closers])
         for closer in self._closers.values():
@@ -165,7 +165,7 @@ class PerProcess(Generic[T]):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Arrive empty."""
+        """Restore without a value."""
         self.__dict__.update(state)
         self._start_empty()
 
@@ -175,7 +175,7 @@ class PerProcess(Generic[T]):
 
 @contextlib.contextmanager
 def closing_what_opens() -> Iterator[None]:
-    """Close what is opened within: for a look at the data before workers are forked."""
+    """Close what is opened within, so that reading the data before a fork leaves nothing open."""
     opened = {id(resource) for resource in _alive if resource.is_open()}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which part of the data is mine: the rank and the world that samplers divide by."""
+"""The rank and the world size that samplers divide the data by, and the seed of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ddpsafe._errors import Explanation
 from ddpsafe.data.errors import DataConfigError
 
-_LARGEST_SEED: Final = 2**48
+_MIN_RANDOM_SEED: Final = 2**48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,26 +24,26 @@ class Replica:
 
 
 def has_group() -> bool:
-    """Tell whether this process is part of a process group."""
+    """Return whether this process has a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def current_replica() -> Replica:
-    """Return rank and world size of the process group, or the world of one without a group."""
+    """Return rank and world size of the process group; without one, rank 0 of 1."""
     if has_group():
         return Replica(num_replicas=dist.get_world_size(), rank=dist.get_rank())
     return Replica(num_replicas=1, rank=0)
 
 
 def resolve_replica(num_replicas: int | None, rank: int | None) -> Replica:
-    """Complete what the caller gave from the process group, and check it.
+    """Fill in what the caller left out from the process group, and check it.
 
     Raises:
-        DataConfigError: The rank lies outside of the world, or a launcher announces more
-            ranks (``WORLD_SIZE``) while no process group exists that could tell them apart.
+        DataConfigError: The rank is outside of the world, or a launcher announced more ranks
+            (``WORLD_SIZE``) but there is no process group yet to tell which one this is.
     """
     if num_replicas is None or rank is None:
-        # Reading as a world of one here would feed every rank the same data, silently.
+        # Without this check every rank would silently read the same data.
         announced = os.environ.get("WORLD_SIZE", "1").strip()
         if not has_group() and announced.isdecimal() and int(announced) > 1:
             raise DataConfigError(
@@ -73,7 +73,7 @@ def resolve_replica(num_replicas: int | None, rank: int | None) -> Replica:
 
 
 def run_seed() -> int | None:
-    """Return the seed that ``launch(seed=)`` gave to all ranks; ``None`` without."""
+    """Return the seed that ``launch(seed=)`` gave to all ranks, if any."""
     given = os.environ.get("_DDPSAFE_SEED", "")
     return int(given) if given.isdigit() else None
 
@@ -81,13 +81,13 @@ def run_seed() -> int | None:
 def chosen_seed() -> int | None:
     """Return the seed of ``torch.manual_seed``, else the run's; ``None`` if none was chosen.
 
-    torch begins each process with 64 random bits, so a seed below 2**48 is one that was chosen.
+    torch starts each process with a seed of 64 random bits, so one below 2**48 was chosen.
     """
-    initial = torch.initial_seed()  # launch(seed=) has set it too
-    return initial if initial < _LARGEST_SEED else run_seed()
+    initial = torch.initial_seed()  # launch(seed=) sets it, too
+    return initial if initial < _MIN_RANDOM_SEED else run_seed()
 
 
 def local_world_size() -> int:
-    """Return how many ranks the launcher says this machine has; 1 without a launcher."""
+    """Return how many ranks run on this machine (``LOCAL_WORLD_SIZE``); 1 without a launcher."""
     announced = os.environ.get("LOCAL_WORLD_SIZE", "1").strip()
     return int(announced) if announced.isdecimal() else 1

@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on how many ranks and workers there are, or differ by them."""
+"""Random numbers per sample, independent of ranks and workers, or per rank and worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RngKind = Literal["torch", "numpy", "random"]
 def seed_worker(seed: int, epoch: int, rank: int, worker_id: int) -> None:
     """Seed `random`, numpy's global generator and torch's, differently for each worker.
 
-    torch mixes no rank into its worker seeds (torch/utils/data/_utils/worker.py), so ranks
+    torch's worker seeds do not depend on the rank (torch/utils/data/_utils/worker.py), so ranks
     with equal seeds draw equal augmentations.
 
     Args:
@@ -45,11 +45,11 @@ def _seed_everything(words: list[int]) -> None:
     first, second, *rest = (int(word) for word in sequence.generate_state(6, np.uint32))
     random.seed(first << 32 | second)
     np.random.seed(rest)  # noqa: NPY002 - augmentations use the global generator
-    # torch.manual_seed would cost 154 us, nearly all of it for devices a worker must not touch.
+    # torch.manual_seed takes 154 us, nearly all of it for devices that a worker must not touch.
     torch.default_generator.manual_seed(random.getrandbits(63))
     random.seed(second << 32 | first)
     info = get_worker_info()
-    if info is not None:  # torch promises that it equals torch.initial_seed()
+    if info is not None:  # torch documents that it equals torch.initial_seed()
         object.__setattr__(info, "seed", torch.initial_seed())
 
 
@@ -70,12 +70,12 @@ def sample_rng(
 
     Args:
         seed: The run's seed.
-        epoch: From 0; a dataset learns it by its ``set_epoch()``, which the loader calls.
+        epoch: From 0; the loader passes it to the dataset's ``set_epoch()``.
         index: The sample's index in the dataset.
-        kind: Whose generator.
+        kind: The library of the generator.
 
     Returns:
-        A fresh generator that belongs to this sample alone.
+        A new generator for this sample.
     """
     key = derive_keys(seed, epoch, index, count=1)[0]
     if kind == "torch":
@@ -86,7 +86,7 @@ def sample_rng(
         return random.Random(key)  # noqa: S311 - augmentation, not secrets
     raise DataConfigError(
         Explanation(
-            f"There is no generator of the kind {kind!r}.",
+            f"kind cannot be {kind!r}.",
             cause="the name is misspelled.",
             fix="choose 'torch', 'numpy' or 'random'.",
         )
@@ -96,7 +96,7 @@ def sample_rng(
 class WorkerInit:
     """Seeds a DataLoader worker by (seed, epoch, rank, worker), then runs the user's function.
 
-    A class and not a closure: spawned workers receive it pickled.
+    A class rather than a closure, because spawned workers receive it pickled.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class WorkerInit:
 
     def __call__(self, worker_id: int) -> None:
         """Run in the worker, before it reads anything."""
-        # What ps, top and the launcher's report of a hang show beside the pid; Linux keeps 15 letters.
+        # The name that ps, top and the launcher's report of a hang show; Linux keeps 15 bytes.
         with contextlib.suppress(OSError):
             Path("/proc/self/comm").write_text(f"data_worker_{worker_id}", encoding="ascii")
         rank, info = self.rank(), get_worker_info()
@@ -117,23 +117,23 @@ class WorkerInit:
         if epoch is not None:
             seed_worker(self.seed, epoch, rank, worker_id)
         else:
-            # Another loader (Accelerate, Lightning) rebuilt itself from ours and starts the
-            # workers: torch's own seed is then what changes from epoch to epoch.
+            # Another loader (Accelerate, Lightning) was rebuilt from this one and starts the
+            # workers. Only torch's own seed then changes from epoch to epoch.
             _seed_everything([self.seed, info.seed if info else 0, rank, worker_id])
         if info is not None and isinstance(info.dataset, FollowedDataset):
             follower = info.dataset
             follower.enter_worker(
                 worker_id, lambda epoch: seed_worker(self.seed, epoch, rank, worker_id), rank
             )
-            # Worker init functions configure get_worker_info().dataset: give them the user's own.
+            # Worker init functions configure get_worker_info().dataset: it must be the user's.
             object.__setattr__(info, "dataset", follower.dataset)
         if self.user_fn is not None:
             self.user_fn(worker_id)
 
     def rank(self) -> int:
-        """Return the rank that owns the worker; a forked worker still knows the group."""
+        """Return the rank that owns the worker; a forked worker still has the process group."""
         return current_replica().rank if has_group() else self._rank
 
     def __getstate__(self) -> dict[str, Any]:
-        """Take the rank along: a spawned worker has no process group to ask."""
+        """Pickle the rank: a spawned worker has no process group to read it from."""
         return {**self.__dict__, "_rank": self.rank()}

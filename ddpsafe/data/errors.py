@@ -4,17 +4,17 @@
 
     DDPSafeError
       DataError
-        DataConfigError (also ValueError)      the call is wrong: n = 0, rank outside, NaN weights
+        DataConfigError (also ValueError)      bad arguments: n = 0, rank outside, NaN weights
         MissingDistributedSamplerError         every rank would read everything
         StateMismatchError (also ValueError)   the state belongs to other data, or is damaged
-        DatasetChangedError                    the dataset is not what it was when reading began
+        DatasetChangedError                    the length of the dataset is not the sampler's
         LateSetEpochError                      set_epoch() came after iter()
-        UnsafeWorkersError                     the dataset cannot be handed to worker processes
+        UnsafeWorkersError                     the dataset cannot be passed to worker processes
         WorkerDiedError (also RuntimeError)    a DataLoader worker process died
         WorkerTimeoutError (also RuntimeError) no batch came within the loader's timeout
-        DatasetInconsistencyError              the ranks do not see the same data
+        DatasetInconsistencyError              the ranks do not have the same data
         UnevenStepsError                       a rank ran out of batches before the others
-        IncompleteGatherError                  results miss samples or hold them twice
+        IncompleteGatherError                  results lack samples or have them twice
       DataWarning (a UserWarning)              something you would want to know
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class DataError(DDPSafeError):
-    """Base of everything that ``ddpsafe.data`` raises."""
+    """Base of all errors that ``ddpsafe.data`` raises."""
 
 
 class DataConfigError(DataError, ValueError):
@@ -61,7 +61,7 @@ class StateMismatchError(DataError, ValueError):
 
 
 class DatasetChangedError(DataError):
-    """The length of the dataset changed after the sampler was made."""
+    """The length of the dataset differs from what the sampler was made for."""
 
 
 class LateSetEpochError(DataError):
@@ -88,7 +88,7 @@ class WorkerDiedError(DataError, RuntimeError):
         worker: The worker's id, from 0.
         pid: Its process id.
         exitcode: As `multiprocessing` gives it: negative for a signal.
-        index: The dataset index it was reading; ``None`` where unknown.
+        index: The dataset index it was reading; ``None`` if unknown.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class WorkerDiedError(DataError, RuntimeError):
 
 
 class WorkerTimeoutError(DataError, RuntimeError):
-    """No batch came within the loader's ``timeout``, though all workers live.
+    """A rank received no batch within the loader's ``timeout``, though its workers are alive.
 
     Attributes:
         rank: The rank that waited, from 0.
-        worker: The worker that owes the batch, from 0; ``None`` where unknown.
-        index: The dataset index it is reading; ``None`` where unknown.
+        worker: The worker that has not delivered the batch, from 0; ``None`` if unknown.
+        index: The dataset index it is reading; ``None`` if unknown.
         timeout_s: How long the rank waited.
     """
 
@@ -140,8 +140,8 @@ class DatasetInconsistencyError(DataError):
     """The ranks do not hold the same dataset, order, seed or batch size.
 
     Attributes:
-        ranks: The ranks that differ from the majority, or that could not read.
-        index: The first item that differs; ``None`` where it is not an item.
+        ranks: The ranks that differ from the majority, or that could not read the dataset.
+        index: The first item that differs; ``None`` if the difference is not in one item.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class UnevenStepsError(DataError):
     """Some ranks ran out of batches while others still have some.
 
     Attributes:
-        finished_ranks: The ranks without a further batch.
-        step: The step at which it showed, from 0.
+        finished_ranks: The ranks that have no further batch.
+        step: The first step for which they had none, from 0.
     """
 
     def __init__(
@@ -172,8 +172,8 @@ class IncompleteGatherError(DataError):
     """The gathered results do not cover the dataset exactly once.
 
     Attributes:
-        missing: Indices that were not delivered, the first of them.
-        duplicated: Indices delivered more than once, the first of them.
+        missing: The first indices that were not delivered.
+        duplicated: The first indices that were delivered more than once.
     """
 
     def __init__(
@@ -189,4 +189,4 @@ class IncompleteGatherError(DataError):
 
 
 class DataWarning(UserWarning):
-    """Nothing is lost, but it is probably not what was meant."""
+    """No data is lost, but the call probably does not do what was meant."""

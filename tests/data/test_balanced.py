@@ -132,7 +132,7 @@ def test_batches_that_too_many_ranks_leave_unread_are_counted(
     resumed.load_state_dict(state)
     assert resumed.is_finished()
     assert resumed.dropped_batches == 1
-    assert "1 of 3 batches are left out" in caplog.text
+    assert "1 of 3 batches are dropped" in caplog.text
 
 
 def test_epochs_differ_and_repeat() -> None:

@@ -27,7 +27,7 @@ def test_results_come_back_in_dataset_order(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("fault", "kind", "text"),
     [
-        ("duplicate", "IncompleteGatherError", "more than once: [0]"),
+        ("duplicate", "IncompleteGatherError", "repeated: [0]"),
         ("missing", "IncompleteGatherError", "missing: [7]"),
         ("length", "DataConfigError", "rank 1: values has 3 entries for 4 indices"),
         ("dtype", "DataConfigError", "rank 1"),
@@ -137,8 +137,8 @@ def test_arrays_come_back_as_arrays(dtype: str) -> None:
     [
         ([object()], "builtins.object is not a tensor, an array or a plain value"),
         ([Point(1)], "Point is not"),
-        (torch.eye(1).to_sparse(), "has more than plain rows"),
-        (np.array([object()]), "has more than plain rows"),
+        (torch.eye(1).to_sparse(), "cannot be sent as plain rows"),
+        (np.array([object()]), "cannot be sent as plain rows"),
         (3, "not iterable"),
         (torch.tensor(3), "is a single number"),
     ],

@@ -172,7 +172,7 @@ def test_state_at_the_end_of_an_epoch_begins_the_next() -> None:
     explicit = loaders(N, 2, 8)[0]
     explicit.load_state_dict(state)
     explicit.set_epoch(0)
-    with pytest.warns(DataWarning, match="nothing is left of it; the next epoch is 1"):
+    with pytest.warns(DataWarning, match="nothing is left to read; the next epoch is 1"):
         assert read(explicit) == []
     assert len(read(explicit)) == 7
 
@@ -281,7 +281,7 @@ def test_position_given_up_by_set_epoch_is_said() -> None:
     read(loader, 2)
     resumed = loaders(N, 2, 8)[0]
     resumed.load_state_dict(loader.state_dict())
-    with pytest.warns(DataWarning, match="gives up the position"):
+    with pytest.warns(DataWarning, match="discards the position"):
         resumed.sampler.set_epoch(0)  # type: ignore[union-attr]
 
 

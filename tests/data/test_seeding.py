@@ -112,7 +112,7 @@ def test_sample_rng_has_three_kinds() -> None:
     assert isinstance(sample_rng(0, 0, 0), torch.Generator)
     assert sample_rng(0, 0, 1, "numpy").random() != sample_rng(0, 1, 0, "numpy").random()
     assert sample_rng(0, 0, 1, "random").random() == sample_rng(0, 0, 1, "random").random()
-    with pytest.raises(DataConfigError, match="kind 'jax'"):
+    with pytest.raises(DataConfigError, match="kind cannot be 'jax'"):
         sample_rng(0, 0, 0, "jax")  # type: ignore[call-overload]
 
 

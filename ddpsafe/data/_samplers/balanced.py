@@ -46,28 +46,30 @@ class BalancedBatchSampler(Sampler[list[int]]):
     """Deals each global batch so that ranks have equal counts and similar total lengths.
 
     With ``window=0`` the samples of every global batch are exactly those of
-    `DistributedSampler`: only who gets which changes, so training statistics do not (a third
-    less step time for packed sequences of lognormal lengths). With ``window=k`` samples of k global
-    batches are sorted by length first, which saves padding as well. Use as ``batch_sampler=``.
+    `DistributedSampler`. Only which rank gets which changes, so training statistics do not (a
+    third less step time for packed sequences of lognormal lengths). With ``window=k`` the samples
+    of k global batches are sorted by length first, which also saves padding. Use it as
+    ``batch_sampler=``.
 
     Args:
         lengths: Shape (n,), the length of each sample.
-        batch_size: Samples per batch of one rank; the most, where `max_tokens` is given.
+        batch_size: Samples per batch of one rank; with `max_tokens`, the maximum.
         window: How many global batches are sorted by length together; 0 for none.
         cost: What a batch costs; see `Cost`.
         max_tokens: Fill batches up to this cost instead of a fixed size.
-        num_replicas: Among how many ranks to divide; the world size by default.
-        rank: Whose part to read, from 0; this rank by default.
-        shuffle: Whether to shuffle, as `DistributedSampler`.
+        num_replicas: The number of ranks to divide among; the world size by default.
+        rank: The rank whose part to read, from 0; this rank by default.
+        shuffle: Whether to shuffle, as in `DistributedSampler`.
         seed: The same on every rank; by default that of ``launch(seed=)``, else 0.
         drop_last: Drop the last global batch if it is smaller.
         algorithm: The shuffle, as in `DistributedSampler`.
-        largest_first: Begin each epoch with a batch of the longest samples, so that memory that
-            does not suffice shows at once: the largest batch of the first window, or of the whole
-            epoch with `max_tokens`.
+        largest_first: Begin each epoch with a batch of the longest samples, so that a lack of
+            memory shows at once: the largest batch of the first window, or with `max_tokens` of
+            the whole epoch.
 
     Attributes:
-        dropped_batches: With `max_tokens`: how many batches of the epoch found no step.
+        dropped_batches: With `max_tokens`: how many batches at the end of the epoch are dropped,
+            because they are fewer than the ranks.
 
     Raises:
         DataConfigError: Lengths are negative, NaN or not of shape (n,); a sample is longer than
@@ -150,7 +152,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return self._place.consumed()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch: the same epoch keeps a resumed offset, any other starts at 0."""
+        """Set the epoch: the same epoch keeps a resumed offset, any other starts at 0."""
         check_epoch(epoch)
         if epoch != self.epoch:
             self._place = EpochPosition()
@@ -158,7 +160,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._order.set_epoch(int(epoch))
 
     def is_finished(self) -> bool:
-        """Tell whether a loaded state says that nothing of this epoch is left."""
+        """Return whether a loaded state was saved at the end of this epoch."""
         return self._place.start > 0 and self._steps_left() == 0
 
     def __len__(self) -> int:
@@ -182,12 +184,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
             return iter(())
         return self._batches()
 
-    def _note_dropped_batches(self) -> None:
+    def _warn_of_dropped_batches(self) -> None:
         left = len(self._all_batches()) - self._place.start
         self.dropped_batches = left % self.num_replicas
         if self.dropped_batches:
             logger.warning(
-                "epoch %d: %d of %d batches are left out, for they cannot be divided evenly among %d ranks",
+                "epoch %d: %d of %d batches are dropped: they cannot be divided evenly among %d ranks",
                 int(self.epoch),
                 self.dropped_batches,
                 len(self._all_batches()),
@@ -195,7 +197,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             )
 
     def _all_batches(self) -> list[list[int]]:
-        assert self._tokens is not None, "only asked for with max_tokens"  # noqa: S101 - our own invariant
+        assert self._tokens is not None, "called only with max_tokens"  # noqa: S101 - our own invariant
         epoch = int(self.epoch)
         if self._token_list is None or self._token_list[0] != epoch:
             order = np.fromiter(self._order, dtype=np.int64, count=len(self.lengths))
@@ -206,20 +208,20 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def _batches(self) -> Iterator[list[int]]:
         if self._tokens is not None:
             batches = self._all_batches()
-            self._note_dropped_batches()
+            self._warn_of_dropped_batches()
             for step in range(self._steps_left()):
                 yield batches[self._place.start + self.rank + step * self.num_replicas]
             return
         look_up = self._order.open_epoch()
         words = (self.seed, int(self.epoch))
         for batch in self._plan().read(self._place, self._costs, look_up, words):
-            lacking = -len(batch) % self.num_replicas
-            # As torch: what is missing at the end is repeated from the epoch's beginning.
-            positions = [place % len(self.lengths) for place in range(lacking)]
+            missing = -len(batch) % self.num_replicas
+            # Like torch, fill the last batch with samples from the epoch's beginning.
+            positions = [place % len(self.lengths) for place in range(missing)]
             extra = [look_up(place, place + 1)[0] for place in positions]
             padded = np.concatenate([batch, np.asarray(extra, dtype=np.int64)])
-            hands = deal(self._costs[padded], self.num_replicas, padded=self._padded)
-            yield padded[hands[self.rank]].tolist()
+            shares = deal(self._costs[padded], self.num_replicas, padded=self._padded)
+            yield padded[shares[self.rank]].tolist()
 
     def identity(self) -> dict[str, object]:
         """Return what must be equal for a saved position to mean the same."""
@@ -261,11 +263,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position this epoch was resumed at; the loader counts what came since."""
+        """Return the position that this epoch was resumed at; the loader counts from there."""
         return self.state_after(0, batch_size=1, drop_last=False, exhausted=False)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Continue where `state` was taken; world size and batch size may be others.
+        """Continue where `state` was taken; world size and batch size may have changed since.
 
         Raises:
             StateMismatchError: It is damaged, or belongs to other data.
@@ -278,7 +280,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.epoch = AutoEpoch(parsed["epoch"])
         self._order.set_epoch(parsed["epoch"])
         if self._tokens is not None:
-            # The list of batches must stay as it was, whatever the world size is now.
+            # Keep the saved window, whatever the world size is now: it determines the batches.
             self._tokens = replace(self._tokens, window=int(parsed["token_window"]))
             self._token_list = None
             end = len(self._all_batches())
@@ -286,7 +288,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             end = len(self.lengths)
         self._place = EpochPosition(start=end) if parsed["finished"] else place
         if self._tokens is not None and self.is_finished():
-            self._note_dropped_batches()  # too few are left for a step: no pass will say so
+            self._warn_of_dropped_batches()  # too few are left for a step, so no pass will warn
 
 
 def _at_least(value: int, least: int, name: str) -> int:

@@ -1,4 +1,4 @@
-"""Samplers that deal the positions of one global order to the ranks, and the saved position."""
+"""The base of samplers that deal one global order to the ranks, and the saved position."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class AutoEpoch(int):
-    """An epoch that the user did not set: the loader did, a loaded state, or nothing yet.
+    """An epoch that the user did not set: it is the loader's, a loaded state's or the initial one.
 
-    A plain integer in ``sampler.epoch`` means that the user called ``set_epoch()`` since, and
-    the user wins. The mark works for every sampler that keeps what it was given, torch's too.
+    A plain integer in ``sampler.epoch`` means that the user has called ``set_epoch()`` since, and
+    the user wins. This works for every sampler that keeps the object it was given, torch's too.
     """
 
     __slots__ = ()
@@ -33,16 +33,16 @@ class AutoEpoch(int):
 
 @runtime_checkable
 class Cursor(Protocol):
-    """Owns (epoch, consumed): how many samples of which epoch all ranks together have read."""
+    """Tracks the position: the epoch, and how many of its samples all ranks together have read."""
 
     epoch: int
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch; the same epoch keeps the offset, any other starts at 0."""
+        """Set the epoch; the same epoch keeps the offset, any other starts at 0."""
         ...
 
     def is_finished(self) -> bool:
-        """Tell whether nothing of this epoch is left, because a loaded state says so."""
+        """Return whether a loaded state was saved at the end of this epoch."""
         ...
 
     def state_after(
@@ -58,21 +58,21 @@ class Cursor(Protocol):
 
 VERSION: Final = 1
 
-# torchdata's samplers and loaders write these keys; their position is not ours.
-_FOREIGN: Final = ("yielded", "next_yielded", "_snapshot", "_num_yielded", "dl_state_dict")
+# torchdata's samplers and loaders write these keys; ddpsafe cannot read their position.
+_TORCHDATA_KEYS: Final = ("yielded", "next_yielded", "_snapshot", "_num_yielded", "dl_state_dict")
 
 
 def parse_state(state: object) -> dict[str, Any]:
-    """Check the form of a saved state; what it belongs to is checked by `compare_identity`.
+    """Check the form of a saved state; `compare_identity` checks which data it belongs to.
 
     Raises:
         StateMismatchError: It is not a state, is damaged, or another version wrote it.
     """
     if not isinstance(state, dict):
         raise _damaged(f"a state is a dict, not {type(state).__name__}")
-    foreign = [key for key in _FOREIGN if key in state]
+    foreign = [key for key in _TORCHDATA_KEYS if key in state]
     if foreign:
-        raise _damaged(f"the key {foreign[0]!r} is torchdata's; its position cannot be read here")
+        raise _damaged(f"the key {foreign[0]!r} is torchdata's, whose positions ddpsafe cannot use")
     version = state.get("version")
     if not isinstance(version, int) or isinstance(version, bool):
         raise _damaged("it has no version")
@@ -102,7 +102,7 @@ def _damaged(why: str) -> StateMismatchError:
         Explanation(
             f"The state of the data cannot be read: {why}.",
             cause="the file is damaged, or another library wrote it.",
-            fix="load what state_dict() of ddpsafe.data returned.",
+            fix="load a state that a state_dict() of ddpsafe.data returned.",
         )
     )
 
@@ -129,8 +129,8 @@ def compare_identity(
     text = Explanation(
         f"The state does not belong to this {what}: {', '.join(sorted(differences))} differ.",
         cause="the dataset, the seed or the sampler changed after the state was saved.",
-        fix="restore them, begin the epoch again, or load with strict=False if samples may be "
-        "lost or repeated.",
+        fix="restore them, restart the epoch, or load with strict=False if samples may be lost or "
+        "repeated.",
         details=listed,
     )
     if strict:
@@ -143,22 +143,23 @@ def digest(data: bytes | memoryview) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+# Indices are looked up in chunks that double: the first one is fast, many are cheap.
 FIRST_CHUNK: Final = 256
 LARGEST_CHUNK: Final = 1 << 14
 
 
 class Lookup(Protocol):
-    """Local range of one rank -> dataset indices."""
+    """A range of one rank's samples -> dataset indices."""
 
     def __call__(self, start: int, stop: int) -> list[int]:
-        """Return the indices of the rank's samples number `start` to `stop`."""
+        """Return the dataset indices of the rank's samples number `start` to `stop`."""
         ...
 
 
 class _DrawnCount:
-    """How far an iteration came, without counting each index.
+    """How many indices an iteration has yielded, without counting each of them.
 
-    The chunk being handed out knows how much of it is left (`operator.length_hint`).
+    `operator.length_hint` of the current chunk's iterator is how many of them are left.
     """
 
     def __init__(self) -> None:
@@ -173,12 +174,12 @@ class PositionSampler(Sampler[int]):
     """Deals the positions of an epoch's global order to the ranks.
 
     Attributes:
-        num_replicas: Among how many ranks the data are divided.
+        num_replicas: The number of ranks that the data are divided among.
         rank: The rank that this sampler serves, from 0.
         epoch: The epoch whose order is dealt.
         num_samples: How many samples this rank has left in the epoch.
-        total_size: How many samples all ranks together have left, repeats included.
-        fingerprint: Digest of the dataset, kept in the state; ``None`` if it was not taken.
+        total_size: How many samples all ranks together have left, including repeats.
+        fingerprint: Digest of the dataset, kept in the state; ``None`` if there is none.
     """
 
     num_replicas: int
@@ -203,7 +204,7 @@ class PositionSampler(Sampler[int]):
         self.num_replicas = replica.num_replicas
         self.rank = replica.rank
         self.seed = run_seed() or 0 if seed is None else require_int(seed, "seed")
-        # Whether a loader chose the seed, and not the caller: a state then brings its own.
+        # Whether a loader chose the seed, and not the caller: a loaded state then replaces it.
         self.takes_seed_of_state = False
         self.drop_last = drop_last
         self.pad = pad
@@ -227,7 +228,7 @@ class PositionSampler(Sampler[int]):
 
     @abstractmethod
     def open_epoch(self) -> Lookup:
-        """Make the order of this epoch, for this rank, from the base on."""
+        """Make this rank's part of the order of this epoch, from the resumed position on."""
 
     def _check_dataset(self) -> None:
         """Raise if the dataset is not what the sampler was made for."""
@@ -255,7 +256,7 @@ class PositionSampler(Sampler[int]):
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch: the same epoch keeps a resumed offset, any other starts at 0.
+        """Set the epoch: the same epoch keeps a resumed offset, any other starts at 0.
 
         Args:
             epoch: From 0. The order is a function of it.
@@ -267,8 +268,8 @@ class PositionSampler(Sampler[int]):
         if epoch != self.epoch:
             if self._resumed and (not self.is_finished() or epoch != self.epoch + 1):
                 warnings.warn(
-                    f"set_epoch({epoch}) gives up the position that was just loaded (epoch "
-                    f"{int(self.epoch)}, {self._base} samples read); epoch {epoch} starts at its beginning.",
+                    f"set_epoch({epoch}) discards the position that was just loaded (epoch "
+                    f"{int(self.epoch)}, {self._base} samples read); epoch {epoch} starts at 0.",
                     DataWarning,
                     stacklevel=3,
                 )
@@ -279,7 +280,7 @@ class PositionSampler(Sampler[int]):
         self._measure()
 
     def is_finished(self) -> bool:
-        """Tell whether a loaded state says that nothing of this epoch is left."""
+        """Return whether a loaded state was saved at the end of this epoch."""
         return self._base >= self.size()
 
     def steps_of_epoch(self, *, batch_size: int, drop_last: bool) -> int:
@@ -304,7 +305,7 @@ class PositionSampler(Sampler[int]):
         return len(range(rank, left, self.num_replicas))
 
     def valid_samples(self) -> int:
-        """Return how many of this rank's remaining samples are not repeats; those come first."""
+        """Return how many of this rank's remaining samples are not repeats; repeats come last."""
         left = max(0, self.size() - self._base)
         return min(self.num_samples, len(range(self.rank, left, self.num_replicas)))
 
@@ -319,8 +320,8 @@ class PositionSampler(Sampler[int]):
     ) -> dict[str, Any]:
         """Return the state after `batches` batches of each rank.
 
-        The count is global and the same on every rank: rank 0 has the most samples in a
-        strided deal, so its number of steps is that of every rank.
+        It is the same on every rank. Dealt in turn from rank 0, rank 0 has the most samples, so
+        its number of steps stands for all.
         """
         most = self._count_of(0)
         steps = most // batch_size if drop_last else -(-most // batch_size)
@@ -331,8 +332,8 @@ class PositionSampler(Sampler[int]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the indices drawn so far.
 
-        A loader draws ahead of what it delivers, by ``num_workers * prefetch_factor`` batches.
-        Save the state of `ddpsafe.data.DataLoader` instead, which counts what it delivered.
+        A loader draws ``num_workers * prefetch_factor`` batches ahead of what it delivers. Save
+        the state of `ddpsafe.data.DataLoader` instead, which counts the delivered batches.
         """
         drawn = self._progress.drawn()
         finished = drawn >= self._count_of(0)
@@ -349,7 +350,7 @@ class PositionSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Continue where `state` was taken; world size and batch size may be others.
+        """Continue where `state` was taken; world size and batch size may have changed since.
 
         Args:
             state: What `state_dict` of this sampler or of its loader returned.
@@ -369,9 +370,9 @@ class PositionSampler(Sampler[int]):
         if parsed["consumed"] > self.size() and strict:
             raise StateMismatchError(
                 Explanation(
-                    f"The state has read {parsed['consumed']} samples of {self.size()}.",
+                    f"The state is after {parsed['consumed']} samples of an epoch of {self.size()}.",
                     cause="the state is damaged.",
-                    fix="load an intact state, or begin the epoch again.",
+                    fix="load an intact state, or restart the epoch.",
                 )
             )
         self._base = self.size() if parsed["finished"] else min(parsed["consumed"], self.size())
@@ -380,7 +381,7 @@ class PositionSampler(Sampler[int]):
         self._resumed = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the iteration under way: the list iterator would ship its chunk."""
+        """Pickle without the iteration under way: a list iterator pickles its whole chunk."""
         return {**self.__dict__, "_progress": _DrawnCount()}
 
 
@@ -398,7 +399,7 @@ def require_int(value: object, name: str) -> int:
 
 
 def check_epoch(epoch: int) -> None:
-    """Refuse an epoch that is not a whole number from 0."""
+    """Raise if an epoch is not a whole number from 0."""
     if require_int(epoch, "epoch") < 0:
         raise DataConfigError(
             Explanation(
@@ -410,9 +411,9 @@ def check_epoch(epoch: int) -> None:
 
 
 def warn_empty_epoch(epoch: int) -> None:
-    """Say that the loaded state was taken at the end of this epoch."""
+    """Warn that the loaded state was saved at the end of this epoch."""
     warnings.warn(
-        f"epoch {int(epoch)} was complete when its state was saved, so nothing is left of it; "
+        f"epoch {int(epoch)} was complete when its state was saved, so nothing is left to read; "
         f"the next epoch is {int(epoch) + 1}. Leave set_epoch() out, or loop over "
         "loader.epochs(n).",
         DataWarning,

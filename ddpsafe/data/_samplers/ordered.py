@@ -27,7 +27,7 @@ _INT32_LIMIT: Final = 2**31
 class _OrderedSampler(PositionSampler):
     """A permutation of the dataset per epoch, or the dataset's own order."""
 
-    dataset: Any  # torch declares a Dataset; lengths and other sized things are taken too
+    dataset: Any  # torch declares a Dataset; a length and any sized object work, too
     shuffle: bool
 
     def __init__(
@@ -83,7 +83,7 @@ class _OrderedSampler(PositionSampler):
                     Explanation(
                         f"{self._n} samples are too few for {self.num_replicas} ranks with "
                         "drop_last=True: every rank would read nothing.",
-                        cause="the dataset is smaller than the world.",
+                        cause="the dataset has fewer samples than there are ranks.",
                         fix="use fewer ranks, or drop_last=False.",
                     )
                 )
@@ -127,8 +127,8 @@ class _OrderedSampler(PositionSampler):
         if not self.shuffle:
             return lambda start, stop: self._positions(start, stop).tolist()
         if self.algorithm == "torch":
-            # The permutation is the one of ``DistributedSampler.__iter__``
-            # (torch/utils/data/distributed.py); int32 gives the same one as int64 in half the memory.
+            # The permutation of ``DistributedSampler.__iter__`` (torch/utils/data/distributed.py);
+            # int32 gives the same one as int64 in half the memory.
             n, first = self._n, self._base + self.rank
             generator = torch.Generator().manual_seed(self.seed + int(self.epoch))
             dtype = torch.int32 if n < _INT32_LIMIT else torch.int64
@@ -147,18 +147,18 @@ class _OrderedSampler(PositionSampler):
 class DistributedSampler(_OrderedSampler, TorchDistributedSampler[object]):
     """torch's `DistributedSampler`, bit for bit, in O(n / num_replicas) memory and resumable.
 
-    Differences: a state; ``pad=False``; an opt-in shuffle that needs no memory; without a
-    process group it serves a world of one; an empty dataset, a changed length and a loss of
-    every sample are errors.
+    Differences: it has a state, ``pad=False``, and an opt-in shuffle that needs no memory.
+    Without a process group it serves a single rank. It raises if the dataset is empty, if its
+    length changes, or if drop_last would drop every sample.
 
     Args:
         dataset: The dataset, or its length.
-        num_replicas: Among how many ranks to divide; the world size by default.
-        rank: Whose part to read, from 0; this rank by default.
+        num_replicas: The number of ranks to divide among; the world size by default.
+        rank: The rank whose part to read, from 0; this rank by default.
         shuffle: Whether to shuffle; the order is a function of (seed, epoch).
-        seed: The same on every rank; by default that of ``launch(seed=)``, else 0 as torch's.
-        drop_last: Drop the tail so that all ranks have equally many samples.
-        pad: Repeat samples so that all ranks have equally many (torch's way). ``False``
+        seed: The same on every rank; by default that of ``launch(seed=)``, else 0 like torch's.
+        drop_last: Drop the tail so that all ranks have the same number of samples.
+        pad: Repeat samples so that all ranks have the same number, as torch does. ``False``
             repeats none: ranks then differ by at most one sample.
         algorithm: ``"torch"`` for torch's order; ``"feistel-v1"`` for a frozen shuffle whose
             first index takes under a millisecond at any n, without torch's bias beyond 5e7.
@@ -194,15 +194,15 @@ class DistributedSampler(_OrderedSampler, TorchDistributedSampler[object]):
 class EvalSampler(DistributedSampler):
     """Reads every sample exactly once over all ranks, in dataset order, for evaluation.
 
-    No sample is repeated; ranks differ by at most one, and are empty where n < num_replicas.
+    No sample is repeated; ranks differ by at most one, and some are empty if n < num_replicas.
     Evaluate the unwrapped model (``ctx.unwrap(model)``): a DDP forward synchronises buffers,
     and a rank without a batch would not take part. Collect with `gather_exact`.
 
     Args:
         dataset: The dataset, or its length.
-        num_replicas: Among how many ranks to divide; the world size by default.
-        rank: Whose part to read, from 0; this rank by default.
-        pad: Repeat samples so that all ranks take equally many steps, for models that
+        num_replicas: The number of ranks to divide among; the world size by default.
+        rank: The rank whose part to read, from 0; this rank by default.
+        pad: Repeat samples so that all ranks take the same number of steps, for models that
             communicate in their forward (FSDP, SyncBatchNorm); read with `masked_batches`.
     """
 
@@ -217,15 +217,15 @@ class EvalSampler(DistributedSampler):
         super().__init__(dataset, num_replicas, rank, shuffle=False, pad=pad)
 
     def indices(self) -> list[int]:
-        """Return the dataset indices of this rank's samples, repeats left out."""
+        """Return the dataset indices of this rank's samples, without repeats."""
         return list(self._positions(0, self.valid_samples()).tolist())
 
 
 class LocalSampler(_OrderedSampler):
-    """What the loader uses by itself in a world of one; deliberately no `DistributedSampler`.
+    """The loader's default with a single rank; deliberately not a `DistributedSampler`.
 
-    Frameworks that add a distributed sampler (Lightning Fabric, Accelerate) still see that
-    none is there.
+    Frameworks that add a distributed sampler (Lightning Fabric, Accelerate) can thus still see
+    that the loader has none.
     """
 
     def __init__(self, dataset: Sized, *, shuffle: bool, seed: int | None) -> None:

@@ -1,12 +1,12 @@
 """Shuffles that need no memory: any position of an epoch's order, without the order.
 
-`feistel-v1` is a frozen name: the same (n, seed, epoch) gives the same order in every
-release, on every machine. A better one would get a new name.
+`feistel-v1` is frozen: the same (n, seed, epoch) gives the same order in every release, on
+every machine. A better algorithm would get a new name.
 
-A Feistel network is a bijection of the numbers of b bits whatever its round function is;
-numbers outside of [0, n) are sent through again until they fall inside (cycle walking: Black
-and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Below `SMALL` the rounds are
-measurably not uniform over all permutations, and a list costs nothing, so `torch.randperm` is used.
+A Feistel network is a bijection of the b-bit numbers for any round function. Numbers outside of
+[0, n) pass through it again until they fall inside (cycle walking: Black and Rogaway, "Ciphers
+with Arbitrary Finite Domains", 2002). Up to `SMALL` the rounds are measurably not uniform over
+all permutations, and a list costs nothing, so `torch.randperm` is used.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _MIX_2: Final = 0x94D049BB133111EB
 
 
 def derive_keys(*words: int, count: int) -> list[int]:
-    """Derive `count` 64-bit keys from integers, each absorbed on its own.
+    """Derive `count` 64-bit keys from integers.
 
-    The words are not added up, so (seed 0, epoch 1) and (seed 1, epoch 0) differ.
+    The words are mixed in one by one and not added up, so that (seed 0, epoch 1) and (seed 1,
+    epoch 0) differ.
     The generator is SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number
     Generators", 2014).
     """
@@ -55,7 +56,7 @@ def _splitmix(state: int) -> int:
 
 
 def uniform_at(positions: NDArray[np.int64], key: int) -> NDArray[np.float64]:
-    """Return the random numbers of a stream at any of its positions.
+    """Return the random numbers of a stream at the given positions.
 
     Args:
         positions: Shape (k,), int64.
@@ -106,7 +107,7 @@ class FeistelPermutation:
         self._n = np.uint64(n)
         self._low = np.uint64(low)
         self._low_mask = np.uint64((1 << low) - 1)
-        # The topmost bits of a product are the best mixed ones.
+        # The highest bits of a product are the best mixed ones.
         self._to_high = np.uint64(64 - high)
         self._to_low = np.uint64(64 - low)
         self._keys = [np.uint64(key) for key in keys]

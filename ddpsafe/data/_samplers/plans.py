@@ -27,13 +27,13 @@ function of each length (e.g. its square, for attention)."""
 def deal(costs: NDArray[np.float64], num_replicas: int, *, padded: bool) -> list[NDArray[np.int64]]:
     """Divide a global batch so that ranks have equal counts and similar costs.
 
-    Longest processing time first (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969),
-    with each rank closed when it has its share. Where batches are padded, balance cannot
-    shorten the step (the longest sample is somewhere), so neighbours in length stay together.
+    Longest processing time first (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969); a
+    rank that has its share receives no more. If batches are padded, balance cannot shorten the
+    step (one rank has the longest sample), so samples of similar length stay together.
 
     Args:
         costs: Shape (g,), float64; g is a multiple of `num_replicas`.
-        num_replicas: Over how many ranks.
+        num_replicas: The number of ranks.
         padded: Whether a batch costs its longest sample times its size.
 
     Returns:
@@ -43,14 +43,14 @@ def deal(costs: NDArray[np.float64], num_replicas: int, *, padded: bool) -> list
     order = np.argsort(-costs, kind="stable")
     if padded or num_replicas == 1:
         return [np.sort(order[r * share : (r + 1) * share]) for r in range(num_replicas)]
-    hands: list[list[int]] = [[] for _ in range(num_replicas)]
+    shares: list[list[int]] = [[] for _ in range(num_replicas)]
     loads = [(0.0, rank) for rank in range(num_replicas)]
     for place in order.tolist():
         load, rank = heapq.heappop(loads)
-        hands[rank].append(place)
-        if len(hands[rank]) < share:
+        shares[rank].append(place)
+        if len(shares[rank]) < share:
             heapq.heappush(loads, (load + float(costs[place]), rank))
-    return [np.sort(np.asarray(hand, dtype=np.int64)) for hand in hands]
+    return [np.sort(np.asarray(own, dtype=np.int64)) for own in shares]
 
 
 def check_lengths(lengths: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
@@ -83,7 +83,7 @@ def item_costs(lengths: NDArray[np.float64], cost: Cost) -> NDArray[np.float64]:
 
 
 def bad_balance(what: str, fix: str) -> DataConfigError:
-    """Word a refused argument of `BalancedBatchSampler`."""
+    """Make the error for bad arguments of `BalancedBatchSampler`."""
     return DataConfigError(
         Explanation(
             f"BalancedBatchSampler: {what}.", cause="the arguments do not fit.", fix=f"{fix}."
@@ -110,7 +110,7 @@ class TokenPlan:
     largest_first: bool = False
 
     def check(self, lengths: NDArray[np.float64]) -> None:
-        """Refuse samples that fit into no batch."""
+        """Raise if a sample fits into no batch."""
         longest = int(np.argmax(lengths))
         if lengths[longest] > self.max_tokens:
             raise bad_balance(
@@ -161,7 +161,7 @@ _FIRST: Final = (0, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A window, or what was left of it, planned with one global batch size.
+    """A window, or the rest of one, planned with one global batch size.
 
     Attributes:
         batch: Samples per global batch.
@@ -179,8 +179,8 @@ class EpochPosition:
     """A position in a balanced epoch.
 
     Attributes:
-        start: Where the window under way starts; everything before was delivered.
-        segments: How that window was planned so far.
+        start: Where the current window starts; everything before it was delivered.
+        segments: How the current window has been planned so far.
     """
 
     start: int = 0
@@ -215,7 +215,7 @@ class EpochPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
-    """The global batches of an epoch, from any place on.
+    """The global batches of an epoch, from any position on.
 
     Attributes:
         n: How many samples the epoch has.
@@ -240,7 +240,7 @@ class WindowPlan:
         if last is None:
             end = min(self.n, place.start + max(1, self.window) * self.batch)
             return Segment(batch=self.batch, delivered=0, end=end), end - place.start
-        # What is left of a window planned with another size is filled up to whole batches.
+        # The rest of a window planned with another size is extended to whole batches.
         end = min(self.n, last.end + -left % self.batch)
         return Segment(batch=self.batch, delivered=0, end=end), left + end - last.end
 
@@ -326,6 +326,6 @@ class WindowPlan:
             order.remove(0)
             order.insert(0, 0)
         shuffled = [batches[i] for i in order]
-        # A smaller batch comes last, so that batches delivered always count alike.
+        # A smaller batch comes last, so that all delivered batches before it have one size.
         rest = ordered[whole * size :]
         return [*shuffled, rest] if len(rest) else shuffled

@@ -26,26 +26,26 @@ _SHOWN: int = 3
 class WeightedSampler(PositionSampler):
     """Draws indices by weight; the stream is the same for any world size, and can be resumed.
 
-    torch's `WeightedRandomSampler` knows no ranks and refuses more than 2**24 weights. Here
-    position p of the stream is a function of (seed, epoch, p) alone, so each rank draws its own
-    positions and nothing is broadcast.
+    torch's `WeightedRandomSampler` does not divide among ranks and refuses more than 2**24
+    weights. Here position p of the stream depends only on (seed, epoch, p), so each rank draws
+    its own positions and nothing is broadcast.
 
     Args:
         weights: Shape (n,), not negative, not all zero; they need not sum to 1.
         num_samples: How many to draw per epoch over all ranks; n by default.
         replacement: Whether a sample can be drawn twice in an epoch.
-        mode: ``"iid"`` draws independently. ``"repeat"`` takes weights as repeat factors: sample
-            i comes floor(w) or ceil(w) times per epoch, w times on average, in shuffled order
+        mode: ``"iid"`` draws independently. ``"repeat"`` uses weights as repeat factors: sample
+            i appears floor(w) or ceil(w) times per epoch, w times on average, in shuffled order
             (detectron2's RepeatFactorTrainingSampler); the epoch's length then varies.
-        num_replicas: Among how many ranks to divide; the world size by default.
-        rank: Whose part to read, from 0; this rank by default.
+        num_replicas: The number of ranks to divide among; the world size by default.
+        rank: The rank whose part to read, from 0; this rank by default.
         seed: The same on every rank; by default that of ``launch(seed=)``, else 0.
-        drop_last: Drop the tail so that all ranks have equally many samples.
-        pad: Repeat the first draws so that all ranks have equally many.
+        drop_last: Drop the tail so that all ranks have the same number of samples.
+        pad: Repeat the first draws so that all ranks have the same number of samples.
 
     Raises:
         DataConfigError: Weights are negative, NaN, infinite, all zero or not of shape (n,);
-            more samples are asked for than can be drawn.
+            more samples are requested than can be drawn.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only after the subject of the call
@@ -71,7 +71,7 @@ class WeightedSampler(PositionSampler):
             raise _bad_call(f"mode cannot be {self.mode!r}", "choose 'iid' or 'repeat'")
         if self.mode == "repeat" and num_samples is not None:
             raise _bad_call(
-                "mode='repeat' decides itself how many samples an epoch has",
+                "with mode='repeat' the weights decide how many samples an epoch has",
                 "leave num_samples out, or scale the weights",
             )
         draws = (
@@ -82,7 +82,7 @@ class WeightedSampler(PositionSampler):
             raise _bad_call(
                 f"{draws} samples cannot be drawn from {possible} with a weight above zero"
                 f"{'' if self.replacement else ' without replacement'}",
-                "ask for fewer samples, or use replacement=True",
+                "request fewer samples, or use replacement=True",
             )
         self._draws = draws
         self._digest = digest(self.weights.tobytes())
@@ -127,8 +127,8 @@ class WeightedSampler(PositionSampler):
                 return list(np.minimum(places, last).tolist())
 
             return draw
-        # Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006: the
-        # smallest exponential arrival times are a draw without replacement.
+        # Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006: the samples
+        # with the smallest exponential arrival times are a draw without replacement.
         uniform = uniform_at(np.arange(len(self.weights), dtype=np.int64), key)
         with np.errstate(divide="ignore"):
             arrivals = -np.log1p(-uniform) / self.weights
