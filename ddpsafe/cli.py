@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 HEALTHY, UNHEALTHY, USAGE = 0, 1, 2
-"""Exit codes of ``ddpsafe doctor``: nothing will break a job, something will, the call is wrong."""
+"""Exit codes of ``ddpsafe doctor``: nothing will break a job, something will, wrong usage."""
 
 NOBODY_READS: Final = 128 + 13
-"""The reader of the output has gone, as in ``ddpsafe config | head -1``: what SIGPIPE would say."""
+"""Exit code if the output's reader has exited, as in ``ddpsafe config | head -1``: as by SIGPIPE."""
 
 _COMMANDS: Final = {
     "doctor": "examine",
@@ -34,34 +34,34 @@ _COMMANDS: Final = {
     "run": "run_ranks",
     "template": "print_template",
 }
-"""The function of each command, in the module of its name."""
+"""The function of each command, in ``ddpsafe._commands.<command>``."""
 
 TEMPLATES: Final = ("slurm", "kubernetes", "compose", "sagemaker")
-"""Places where jobs run, for which ``ddpsafe template`` has a file."""
+"""The places where jobs run that ``ddpsafe template`` has a file for."""
 
 _DOCTOR: Final = """\
-Examine this host for what breaks DistributedDataParallel jobs; with --nnodes, call it on every
-node at the same time, and it examines the connections between them too. Under srun or torchrun
-the options about nodes come from the launcher.
+Check this host for what breaks DistributedDataParallel jobs. With --nnodes, run it on every node
+at the same time: it then checks the connections between them, too. Under srun or torchrun the
+options about nodes come from the launcher.
 """
 _EXIT_CODES: Final = "exit codes: 0 healthy or warnings only, 1 something failed, 2 wrong usage"
 _EXPLAIN: Final = """\
-Read the logs of a job that failed, of any launcher and any size, and print what went wrong, the
-most likely cause first, with the lines it rests on and what to do. Nothing leaves this machine.
+Read the logs of a failed job, of any launcher and any size, and print what went wrong, the most
+likely cause first, with the lines that show it and what to do. Nothing leaves this machine.
 """
 _EXPLAIN_EXIT_CODES: Final = (
-    "exit codes: 0 no failure known in the logs, 1 one was found, 2 wrong usage"
+    "exit codes: 0 no known failure in the logs, 1 one was found, 2 wrong usage"
 )
 _STATUS: Final = """\
-Ask running launches of this user on this host where their ranks are: phase, steps, last collective,
-line, processor and memory. The ranks go on meanwhile, and no process is traced.
+Show where the ranks of your running launches on this host are: phase, steps, last collective,
+line, CPU and memory. The ranks keep running, and no process is traced.
 """
 _STATUS_EXIT_CODES: Final = "exit codes: 0 a launch is running, 1 none is, 2 wrong usage"
 _RUN: Final = """\
 Start the ranks of a script on this host, as torchrun does: each runs the script from its first
-line, with RANK, WORLD_SIZE and the like set, and its init_process_group() meets the others. For
-several nodes run it once on each, with --nnodes and --rdzv-endpoint; under srun with one task per
-node it finds them by itself.
+line, with RANK, WORLD_SIZE and the like set, and init_process_group() connects them. For several
+nodes run it once on each, with --nnodes and --rdzv-endpoint; under srun with one task per node it
+takes both from Slurm.
 """
 _RUN_EPILOG: Final = """\
 Accepts torchrun's command lines; a note names each option that has no effect here.
@@ -75,19 +75,19 @@ _RUN_OPTIONS: Final = (
     ("--backend", "NAME", "for launch() and setup() in the script: gloo, nccl; auto by default"),
     ("--seed", "N", "the seed of every rank"),
     ("--preflight", "WHAT", "off, local or full"),
-    ("--timeout", "TIME", "of an attempt, as --timeouts.attempt: 30s, 10min, 12h"),
-    ("--retry", "N", "attempts in all, as --retry.attempts"),
+    ("--timeout", "TIME", "limit of an attempt, like --timeouts.attempt: 30s, 10min, 12h"),
+    ("--retry", "N", "attempts in total, like --retry.attempts"),
     ("--max-restarts", "N", "attempts after the first, for failures that a retry can fix"),
     ("--shutdown-timeout", "S", "seconds between SIGTERM and SIGKILL"),
     ("--nnodes", "N", "nodes, each of which runs this command: a number, or MIN:MAX"),
     ("--node-rank", "I", "this node, from 0; node 0 is the host of the endpoint"),
-    ("--rdzv-endpoint", "HOST:PORT", "where the nodes meet; its host serves it"),
+    ("--rdzv-endpoint", "HOST:PORT", "address of the rendezvous, which its host serves"),
     ("--rdzv-id", "ID", "name of the job, the same on all nodes"),
     ("--interface", "NAME", "the network interface of the ranks of this node"),
     ("--secret-file", "FILE", "a file with the job's secret; nodes without it cannot join"),
-    ("-t --tee", "STD", "as torchrun: show every rank's output, each line with its rank"),
-    ("-r --redirects", "STD", "as torchrun: 3 shows nothing on the console"),
-    ("--local-ranks-filter", "RANKS", "as torchrun: 0 shows rank 0's output"),
+    ("-t --tee", "STD", "like torchrun: show every rank's output, each line with its rank"),
+    ("-r --redirects", "STD", "like torchrun: 3 shows nothing on the console"),
+    ("--local-ranks-filter", "RANKS", "like torchrun: 0 shows rank 0's output"),
 )
 PARTS: Final = {
     "timeouts": (
@@ -102,17 +102,15 @@ PARTS: Final = {
     ),
     "retry": ("attempts", "on", "backoff_initial", "backoff_max", "jitter", "no_progress"),
 }
-"""Fields of the parts of a configuration that ``ddpsafe run`` has options for; a test compares."""
+"""Fields of `timeouts` and `retry`, each an option of ``ddpsafe run``. A test compares them."""
 
-_PARTS: Final = (
-    "Each overrides one field of the configuration; docs/reference/config.md says what it means."
-)
+_PARTS: Final = "Each overrides one field of the configuration; see docs/reference/config.md."
 TORCHRUN_NOTED: Final = {
     "--rdzv-backend": "nodes always meet at the endpoint, and ranks of one node in a private folder",
-    "--rdzv-conf": "rendezvous.join and timeouts.rendezvous of the configuration bound the start",
-    "--local-addr": "--interface says on which interface the ranks of several nodes talk",
-    "--monitor-interval": "the end of a rank is seen at once",
-    "--event-log-handler": "RUN_DIR has a report of each attempt that failed",
+    "--rdzv-conf": "rendezvous.join and timeouts.rendezvous of the configuration limit the start",
+    "--local-addr": "--interface chooses the network interface of the ranks of several nodes",
+    "--monitor-interval": "the exit of a rank is noticed at once",
+    "--event-log-handler": "RUN_DIR has a report of each failed attempt",
     "--role": "ranks have no roles",
     "--numa-binding": "ranks are not bound to cores; numactl can do that",
     "--signals-to-handle": "SIGINT, SIGTERM, SIGHUP and SIGUSR1 are handled",
@@ -120,19 +118,19 @@ TORCHRUN_NOTED: Final = {
     "--duplicate-stderr-filters": "RUN_DIR has the whole output of each rank",
     "--logs-specs": "RUN_DIR has the output of each rank",
 }
-"""torchrun's options that have no effect here, and why none is needed."""
+"""torchrun's options that have no effect here, and why they are not needed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: Those after the name of the program; of this process by default.
+        arguments: The arguments after the program's name; this process's by default.
 
     Returns:
         The exit code.
     """
-    # A question mark for what the terminal's encoding lacks, rather than a failure.
+    # Print "?" for a character that the terminal cannot encode, instead of failing.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -169,30 +167,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 command = find_command(options.command)
             return command(options)
         finally:
-            if sys.stdout is not None:  # None where the caller has closed it
+            if sys.stdout is not None:  # None if the process was started with it closed
                 sys.stdout.flush()
-            if arguments is None:  # the interpreter ends: what is loaded is not worth a search
-                gc.freeze()
+            if arguments is None:
+                gc.freeze()  # the interpreter ends: spare it a collection of all modules
     except BrokenPipeError:
         try:
             sys.stdout.flush()
             sys.stderr.flush()
         except BrokenPipeError:
-            # Else Python, which flushes once more at its end, would complain about the reader's.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
+            # Python flushes once more at exit, and would print an error about the broken pipe.
+            devnull = os.open(os.devnull, os.O_WRONLY)
             for output in (sys.stdout, sys.stderr):
-                os.dup2(nowhere, output.fileno())
-            os.close(nowhere)
+                os.dup2(devnull, output.fileno())
+            os.close(devnull)
         return NOBODY_READS
     except KeyboardInterrupt:
-        # As a program without Python would end: no traceback, and a shell's loop ends, too.
+        # Die by the signal, without a traceback, so that a shell's loop around it ends, too.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
         return 128 + signal.SIGINT
 
 
 def find_command(name: str) -> Callable[[argparse.Namespace], int]:
-    """Return what a command does; its modules are loaded only now, so that help is instant."""
+    """Return the function of a command. Its module is imported only now, so that help is fast."""
     module = importlib.import_module(f"ddpsafe._commands.{name}")
     command: Callable[[argparse.Namespace], int] = getattr(module, _COMMANDS[name])
     return command
@@ -205,8 +203,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ddpsafe", description=__doc__)
     parser.add_argument("--version", action="version", version=f"ddpsafe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_doctor(commands.add_parser, "examine this host, or all nodes of a job")
-    about = "print the configuration, and where each value comes from"
+    _add_doctor(commands.add_parser, "check this host, or all nodes of a job")
+    about = "print the configuration and where each value comes from"
     config = commands.add_parser("config", help=about, description=f"{about.capitalize()}.")
     _add_common(config)
     _add_checkpoint(commands.add_parser, "list, verify, compare and import checkpoints")
@@ -225,19 +223,19 @@ def make_parser() -> argparse.ArgumentParser:
     status.add_argument(
         "--watch", action="store_true", help="repeat every second, until the launch has ended"
     )
-    status.add_argument("--stacks", action="store_true", help="the stacks of all threads, too")
+    status.add_argument("--stacks", action="store_true", help="show the stacks of all threads, too")
     status.add_argument("--json", action="store_true", help="print JSON")
 
     about = "write the page of a run: report.html"
     report = commands.add_parser("report", help=about, description=f"{about.capitalize()}.")
     report.add_argument("run_dir", metavar="RUN_DIR", help="the run directory of a launch")
 
-    about = "say what went wrong, from the logs of any launcher"
+    about = "find what went wrong in the logs of any launcher"
     explain = commands.add_parser(
         "explain", help=about, description=_EXPLAIN, epilog=_EXPLAIN_EXIT_CODES
     )
     explain.add_argument(
-        "logs", metavar="LOG", nargs="*", help="files or folders; standard input without any, or -"
+        "logs", metavar="LOG", nargs="*", help="files or folders; by default, or with -, stdin"
     )
     form = explain.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
@@ -257,7 +255,7 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser], about: str) -> None
     nodes.add_argument("--nnodes", metavar="N", help="number of nodes")
     nodes.add_argument("--node-rank", metavar="I", help="this node, from 0")
     nodes.add_argument(
-        "--rdzv-endpoint", metavar="HOST:PORT", help="where the nodes meet; node 0 listens there"
+        "--rdzv-endpoint", metavar="HOST:PORT", help="the rendezvous, on which node 0 listens"
     )
     nodes.add_argument("--interface", metavar="NAME", help="the network interface of the ranks")
     nodes.add_argument("--backend", metavar="NAME", help="gloo, nccl, …; auto by default")
@@ -266,7 +264,7 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser], about: str) -> None
         metavar="FILE",
         help="a file that only the nodes of the job can read; nodes without it cannot join",
     )
-    nodes.add_argument("--no-mesh", action="store_true", help="examine this host only")
+    nodes.add_argument("--no-mesh", action="store_true", help="check this host only")
     _add_common(parser)
     parser.add_argument("--nproc-per-node", metavar="N", help="ranks on this node")
     parser.add_argument(
@@ -275,16 +273,16 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser], about: str) -> None
         default="1min",
         help="for each half; 30, 30s, 2min (%(default)s)",
     )
-    parser.add_argument("--explain", metavar="CODE", help="print the page of a finding, and end")
-    parser.add_argument("--html", metavar="FILE", help="write a page with who reaches whom")
-    parser.add_argument("--verbose", action="store_true", help="show what is well, too")
+    parser.add_argument("--explain", metavar="CODE", help="print the page of a finding and exit")
+    parser.add_argument("--html", metavar="FILE", help="write a page of which hosts reach which")
+    parser.add_argument("--verbose", action="store_true", help="show passed checks, too")
 
 
 def _add_checkpoint(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
     parser = add("checkpoint", help=about, description=f"{about.capitalize()}.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     place = "a directory that a Checkpointer writes to"
-    which = "a checkpoint's folder, or a directory, of which the newest is taken"
+    which = "a checkpoint's folder, or a directory, whose newest checkpoint is used"
 
     listing = actions.add_parser("ls", help="list the checkpoints of a directory")
     listing.add_argument("directory", metavar="DIRECTORY", help=place)
@@ -292,7 +290,7 @@ def _add_checkpoint(add: Callable[..., argparse.ArgumentParser], about: str) -> 
         "verify", help="check every byte; exits with 1 if a checkpoint is damaged"
     )
     verifying.add_argument("directory", metavar="DIRECTORY", help=place)
-    verifying.add_argument("--step", metavar="N", type=int, help="this one only")
+    verifying.add_argument("--step", metavar="N", type=int, help="only this checkpoint")
     comparing = actions.add_parser("diff", help="compare two; exits with 1 if they differ")
     comparing.add_argument("before", metavar="BEFORE", help=which)
     comparing.add_argument("after", metavar="AFTER", help=which)
@@ -301,7 +299,7 @@ def _add_checkpoint(add: Callable[..., argparse.ArgumentParser], about: str) -> 
     importing.add_argument("directory", metavar="DIRECTORY", help=place)
     importing.add_argument("--step", metavar="N", type=int, required=True, help="its step")
     importing.add_argument(
-        "--name", metavar="NAME", default="model", help="of a lone model's state"
+        "--name", metavar="NAME", default="model", help="name of the state if the file has only one"
     )
     importing.add_argument(
         "--rename",
@@ -321,18 +319,19 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _add_config_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", metavar="FILE", help="a TOML file, in place of the pyproject.toml here"
+        "--config", metavar="FILE", help="a TOML file, instead of the pyproject.toml here"
     )
 
 
 def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
-    # Else an option of the script that begins as two of these do would be called ambiguous.
     parser = add(
         "run",
         help=about,
-        usage="ddpsafe run [OPTION …] SCRIPT …",  # its forty options would hide what is wrong
+        # In an error, a usage line with all forty options would hide what is wrong.
+        usage="ddpsafe run [OPTION …] SCRIPT …",
         description=_RUN,
         epilog=_RUN_EPILOG,
+        # Else an option of the script that is a prefix of two of these would be ambiguous.
         allow_abbrev=False,
     )
     for names, metavar, text in _RUN_OPTIONS:
@@ -349,16 +348,16 @@ def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
         "-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m"
     )
     _add_both(parser, "--no-python", action="store_true", help="SCRIPT is a program, not Python")
-    _add_both(parser, "--standalone", action="store_true", help="one node; always so")
-    # Of `python -m torch.distributed.launch`; always so, as under torchrun.
+    _add_both(parser, "--standalone", action="store_true", help="one node")
+    # Accepted without effect: an option of `python -m torch.distributed.launch`.
     _add_both(parser, "--use-env", action="store_true", help=argparse.SUPPRESS)
-    _add_both(parser, "--run-path", action="store_true", help=argparse.SUPPRESS)  # always so
+    _add_both(parser, "--run-path", action="store_true", help=argparse.SUPPRESS)
     for names in ("--master-addr", "--master-port"):
         _add_both(parser, names, metavar="VALUE", help=argparse.SUPPRESS)
     for names in TORCHRUN_NOTED:
         _add_both(parser, names, metavar="VALUE", help=argparse.SUPPRESS)
     _add_both(parser, "--virtual-local-rank", action="store_true", help=argparse.SUPPRESS)
-    # Optional for argparse only: without it the command says what is missing, with an example.
+    # Optional for argparse: without a script, the command prints an error with an example.
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the script of each rank")
     parser.add_argument(
         "arguments", metavar="…", nargs=argparse.REMAINDER, help="arguments of the script"
@@ -366,17 +365,17 @@ def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
 
 
 def _add_both(parser: argparse._ActionsContainer, names: str, **how: Any) -> None:
-    """Add an option with hyphens and with underscores, as torchrun has each."""
+    """Add an option spelled with hyphens and with underscores, as in torchrun."""
     given = names.split()
     spellings = [*given, *(f"--{name[2:].replace('-', '_')}" for name in given if name[1] == "-")]
     parser.add_argument(*dict.fromkeys(spellings), **how)
 
 
 def say(text: str) -> None:
-    """Print to the user."""
+    """Print a result to standard output."""
     print(text)
 
 
 def complain(text: str) -> None:
-    """Print what went wrong, apart from what was asked for."""
+    """Print an error or a note to standard error."""
     print(text, file=sys.stderr)

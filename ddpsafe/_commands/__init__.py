@@ -1,1 +1,1 @@
-"""What the commands of ``ddpsafe.cli`` do; loaded when one of them is called."""
+"""The commands of ``ddpsafe.cli``, one module each; imported when the command is called."""

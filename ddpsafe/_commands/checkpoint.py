@@ -1,4 +1,4 @@
-"""``ddpsafe checkpoint``: what checkpoints there are, whether they are whole, and how two differ."""
+"""``ddpsafe checkpoint``: lists checkpoints, verifies, compares and imports them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
     import torch
 
-SHOWN: Final = 60
+_MAX_VALUE_CHARS: Final = 60
 _RENAME: Final = "write --rename state_dict=model, once for each name."
 
 
 def handle_checkpoints(options: Namespace) -> int:
-    """Do what is asked for; errors are told as they are, and end with 2."""
+    """Run the action; print an error of the checkpoints without a traceback, and exit with 2."""
     actions = {"ls": _list, "verify": _verify, "diff": _diff, "import": _import}
     try:
         return actions[options.action](options)
@@ -54,7 +54,7 @@ def _list(options: Namespace) -> int:
     for step, folder in _find(options.directory):
         try:
             found.append(asdict(read_info(folder)) | {"damage": None})
-        except RestoreError as error:  # noqa: PERF203 - a damaged one is listed as such
+        except RestoreError as error:  # noqa: PERF203 - a damaged checkpoint is listed as damaged
             found.append({"step": step, "damage": error.explanation.what})
     if options.json:
         say(json.dumps(found, indent=2))
@@ -67,9 +67,9 @@ def _find(place: str) -> list[tuple[int | None, Path]]:
     """Return the steps and folders of the checkpoints at a place, newest first.
 
     Args:
-        place: A directory that a Checkpointer writes to; or the folder of one checkpoint, which may be
-            set aside, copied, or a link such as ``latest``. Its step is ``None`` where its name does
-            not tell.
+        place: A directory that a Checkpointer writes to; or the folder of one checkpoint, which may
+            be renamed, copied, or a link such as ``latest``. Its step is ``None`` if its name has
+            none.
     """
     path = Path(place).absolute()
     folder = path.resolve()
@@ -82,7 +82,7 @@ def _find(place: str) -> list[tuple[int | None, Path]]:
 
 
 def _require_some(place: str, step: int | None = None) -> list[tuple[int | None, Path]]:
-    """Return what `_find` does, or of it the checkpoint of one step; refuse a place without."""
+    """Return what `_find` does, or only the checkpoint of `step`; raise if there is none."""
     path = Path(place).absolute()
     found = _find(place)
     if step is not None:
@@ -124,7 +124,7 @@ def _verify(options: Namespace) -> int:
 
 
 def _damage_of(folder: Path, step: int | None) -> str | None:
-    """Check every file, and that what is in them loads; return what is wrong."""
+    """Check every file and load the checkpoint; return what is wrong, if anything."""
     try:
         manifest = read_manifest(folder)
         for name in manifest.files:
@@ -148,9 +148,9 @@ def _diff(options: Namespace) -> int:
         elif path not in then:
             differences.append({"path": path, "difference": "only in the second"})
         else:
-            said = _difference(_whole(before, then[path]), _whole(after, now[path]))
-            if said:
-                differences.append({"path": path, "difference": said})
+            text = _difference(_whole(before, then[path]), _whole(after, now[path]))
+            if text:
+                differences.append({"path": path, "difference": text})
     if options.json:
         say(
             json.dumps(
@@ -172,7 +172,7 @@ def _load(place: str) -> Loaded:
         raise CorruptCheckpointError(
             Explanation(
                 f"The checkpoint {folder} is damaged: {exc}.",
-                fix="compare another; see: ddpsafe checkpoint verify DIRECTORY.",
+                fix="find an intact one with: ddpsafe checkpoint verify DIRECTORY.",
             )
         ) from exc
 
@@ -210,7 +210,7 @@ def _difference(before: Any, after: Any) -> str:
         return f"{type(before).__name__}, then {type(after).__name__}"
     if before == after or (before != before and after != after):  # noqa: PLR0124 - NaN
         return ""
-    return f"{str(before)[:SHOWN]}, then {str(after)[:SHOWN]}"
+    return f"{str(before)[:_MAX_VALUE_CHARS]}, then {str(after)[:_MAX_VALUE_CHARS]}"
 
 
 def _describe(tensor: torch.Tensor) -> str:
@@ -223,9 +223,9 @@ def _import(options: Namespace) -> int:
     for each in options.rename:
         old, separator, new = each.partition("=")
         if not separator:
-            raise _misuse(f"--rename {each}: it is not OLD=NEW.", _RENAME)
+            raise _misuse(f"--rename {each} is not OLD=NEW.", _RENAME)
         if old in rename:
-            raise _misuse(f"--rename {each}: {old!r} has another new name already.", _RENAME)
+            raise _misuse(f"--rename {each}: {old!r} already has another new name.", _RENAME)
         rename[old] = new
     directory = Path(options.directory).absolute()
     info = import_file(options.file, directory, options.step, name=options.name, rename=rename)
@@ -238,13 +238,13 @@ def _import(options: Namespace) -> int:
 
 
 def _misuse(
-    what: str, fix: str = "give a directory that a Checkpointer has written to."
+    what: str, fix: str = "name a directory that a Checkpointer has written to."
 ) -> CheckpointConfigError:
     return CheckpointConfigError(Explanation(what, fix=fix))
 
 
 def _printable(text: str) -> str:
-    """Show control characters rather than let the terminal interpret them: checkpoints are foreign."""
+    """Escape control characters: a checkpoint may come from anywhere, and the terminal obeys them."""
     return "".join(
         each
         if each.isprintable() or each == "\n"

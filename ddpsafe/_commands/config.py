@@ -1,4 +1,4 @@
-"""``ddpsafe config``: the configuration as it is resolved here, and where each value comes from."""
+"""``ddpsafe config``: prints the configuration that applies here, and where each value comes from."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def explain_config(options: Namespace) -> int:
         for part in location:
             field = getattr(field, part, None)
         if isinstance(field, timedelta):
-            text = show_duration(field)  # as one would write it, rather than in ISO 8601
+            text = show_duration(field)  # "30s", and not the ISO 8601 of pydantic's JSON
         if location[0] == "env":
             text = hide_value(location[-1], text)
         rows.append((".".join(location), mask.text(text), source))
@@ -59,7 +59,7 @@ def explain_config(options: Namespace) -> int:
 
 
 def _values(model: BaseModel, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every field, those of parts and tables one by one."""
+    """Yield the location and value of every field, also those inside parts and tables."""
     plain = model.model_dump(mode="json")
     for name in type(model).model_fields:
         value = getattr(model, name)

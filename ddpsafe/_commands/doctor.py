@@ -1,4 +1,4 @@
-"""``ddpsafe doctor``: options to fields, report to terminal, file or pipe."""
+"""``ddpsafe doctor``: turns options into fields, and shows the report on a terminal or in a pipe."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
 _LAST_PORT: Final = 65535
 _MARKS: Final = {"failed": "✗ failed", "warning": "! warning", "ok": "✓ ok"}
 _STYLES: Final = {"failed": "bold red", "warning": "yellow", "ok": "green"}
-_MOST_LINES: Final = 40
+_MAX_MATRIX_LINES: Final = 40
 
 
 def examine(options: Namespace) -> int:
-    """Examine as the options say, and show what was found."""
+    """Run the checks that the options select, and show the report."""
     if options.explain is not None:
         return _explain(options.explain)
     try:
         try:
             world = find_world(os.environ)
-        except ConfigError:  # a finding of its own: DS-ENV-001
+        except ConfigError:  # reported as a finding, DS-ENV-001
             world = None
         if world is not None and world.local_rank > 0:
-            return HEALTHY  # the first process of each node speaks for it
-        config, fields = _what_is_asked(options, world)
+            return HEALTHY  # the first process of each node checks it
+        config, fields = _read_options(options, world)
         report = _examine(options, config, fields)
         if options.html:
             Path(options.html).write_text(report.to_html(), encoding="utf-8")
@@ -73,7 +73,7 @@ def _explain(code: str) -> int:
     page = read_page(code.upper())
     if page is None:
         near = find_near(code.upper(), list(CODES))
-        hint = f" Did you mean {near}?" if near else f" Codes are written as {next(iter(CODES))}."
+        hint = f" Did you mean {near}?" if near else f" Codes look like {next(iter(CODES))}."
         complain(f"--explain: there is no finding {code!r}.{hint}")
         return USAGE
     say(page.rstrip())
@@ -100,7 +100,7 @@ def _examine(options: Namespace, config: LaunchConfig | None, fields: dict[str, 
 
 
 def _secret(path: str) -> str:
-    """Read what the nodes of a job know."""
+    """Read the secret of the job from a file."""
     try:
         secret = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
@@ -110,8 +110,8 @@ def _secret(path: str) -> str:
         raise ConfigError(Explanation(what, cause="a wrong path.", fix=fix)) from None
     if not secret:
         what = f"--secret-file: {path} is empty."
-        fix = to_copy("write a secret into it:", f"openssl rand -hex 32 > {shlex.quote(path)}")
-        raise ConfigError(Explanation(what, cause="nothing was written into it.", fix=fix))
+        fix = to_copy("write a secret to it:", f"openssl rand -hex 32 > {shlex.quote(path)}")
+        raise ConfigError(Explanation(what, cause="nothing was written to it.", fix=fix))
     return secret
 
 
@@ -120,7 +120,7 @@ def _bad_timeout(text: str, why: str) -> ConfigError:
     return ConfigError(Explanation(f"--timeout: got {text!r}.", cause=f"{why}.", fix=fix))
 
 
-def _what_is_asked(
+def _read_options(
     options: Namespace, world: World | None
 ) -> tuple[LaunchConfig | None, dict[str, Any]]:
     config = LaunchConfig.from_toml(options.config) if options.config else None
@@ -143,30 +143,30 @@ def _what_is_asked(
 
 
 def next_port(endpoint: str) -> str:
-    """Return an endpoint one port above.
+    """Return the endpoint with the next port.
 
     Raises:
-        ConfigError: There is no port above.
+        ConfigError: It has the highest port.
     """
     host, _, port = endpoint.rpartition(":")
     if int(port) >= _LAST_PORT:
-        message = f"The nodes meet one port above {endpoint} to examine each other; there is none."
+        message = f"The nodes check each other on the port after that of {endpoint}: there is none."
         raise ConfigError(message)
     return f"{host}:{int(port) + 1}"
 
 
 def _of_launcher(world: World | None) -> dict[str, Any]:
-    """Return what srun or torchrun knows of the nodes; nothing on a single one."""
+    """Return the fields that srun or torchrun gives about the nodes; none for a single node."""
     if world is None or world.nnodes == 1:
         return {}
     from ddpsafe._worker.join.launcher_address import find_endpoint
 
     endpoint = find_endpoint(world, os.environ)
-    # torchrun's own store listens at MASTER_PORT.
+    # If the endpoint is served, torchrun's own store occupies MASTER_PORT.
     where = next_port(str(endpoint)) if endpoint.is_served else str(endpoint)
     try:
         parse_endpoint(where)
-    except ValueError:  # DS-ENV-003 says why; there is no place to meet
+    except ValueError:  # without an endpoint the nodes cannot meet; DS-ENV-003 reports it
         return {}
     return {
         "nnodes": world.nnodes,
@@ -178,12 +178,12 @@ def _of_launcher(world: World | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show what is being waited for: one live line on a terminal, lines elsewhere."""
+    """Show what the checks are waiting for: one live line on a terminal, lines elsewhere."""
     if quiet:
         yield lambda _: None
         return
     if not sys.stderr.isatty():
-        # In a log only what takes long is worth a line.
+        # In a log, only steps that take long are worth a line.
         yield lambda line: None if isinstance(line, AreaStep) else complain(printable(line))
         return
     with Console(stderr=True).status("starting") as status:
@@ -191,7 +191,7 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def show_report(report: Report, *, verbose: bool) -> None:
-    """Print a report; what is well only where `verbose`."""
+    """Print a report; passed checks only if `verbose`."""
     shown = [each for each in report.findings if verbose or each.severity != "ok"]
     on_terminal = sys.stdout.isatty()
     if on_terminal:
@@ -206,7 +206,7 @@ def show_report(report: Report, *, verbose: bool) -> None:
             Console().print(table)
     else:
         for finding in shown:
-            if finding.severity == "ok":  # the others come below, whole
+            if finding.severity == "ok":  # the others are printed below in full
                 say(printable(f"ok {finding.code}: {finding.fact}"))
     if report.matrix is not None:
         hosts, directions = report.matrix.hostnames, report.matrix.directions
@@ -220,16 +220,16 @@ def show_report(report: Report, *, verbose: bool) -> None:
         ]
         opened = len(directions) - len(closed)
         say(f"\n{len(hosts)} hosts: {opened} of {len(directions)} directions are open")
-        for line in lines[:_MOST_LINES]:
+        for line in lines[:_MAX_MATRIX_LINES]:
             say(line)
-        if len(lines) > _MOST_LINES:
-            say(f"  … and {len(lines) - _MOST_LINES} more")
+        if len(lines) > _MAX_MATRIX_LINES:
+            say(f"  … and {len(lines) - _MAX_MATRIX_LINES} more")
     for number, finding in enumerate(shown):
         if finding.severity != "ok":
             if number or on_terminal or report.matrix is not None:
                 say("")
             severity = "" if on_terminal else f"{finding.severity} "
-            say(severity + finding.as_text())  # not through rich: a line to copy must not be broken
+            say(severity + finding.as_text())  # not through rich, which wraps commands to copy
     if shown:
         say("")
     fine = sum(1 for each in report.findings if each.severity == "ok")

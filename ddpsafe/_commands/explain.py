@@ -1,4 +1,4 @@
-"""``ddpsafe explain``: what went wrong, from the logs of any launcher."""
+"""``ddpsafe explain``: finds what went wrong in the logs of any launcher."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 _SHOWN: Final = 5
 _LOGS: Final = {".log", ".out", ".err", ".txt", ".json", ".stacks", ".pkl", ".pickle", ""}
 _NO_LOGS: Final = {"ranks.json"}
-"""Of an attempt without a failure: its timeline, which a log reader has nothing to learn from."""
-_WIDTH: Final = 160
-_AGAIN: Final = {
+"""The timeline of an attempt without a failure: it holds no log lines."""
+_MAX_COLUMNS: Final = 160
+_RETRY_TEXTS: Final = {
     "never": "Starting it again will not help.",
     "once": "Starting it again may help, once.",
     "yes": "It can be started again as it is.",
@@ -30,7 +30,7 @@ _AGAIN: Final = {
 
 
 def explain_logs(options: argparse.Namespace) -> int:
-    """Read logs, and print what they say, best first."""
+    """Read logs, and print what went wrong, the most likely cause first."""
     reader = LogReader()
     if not options.logs or options.logs == ["-"]:
         if sys.stdin.isatty():
@@ -48,10 +48,9 @@ def explain_logs(options: argparse.Namespace) -> int:
                         reader.read(stream)
             except OSError as error:  # noqa: PERF203 - a file costs far more
                 complain(f"ddpsafe explain: {error.filename} cannot be read: {error.strerror}")
+                # Files of a folder may vanish or be unreadable; one that was named must not.
                 if str(path) in options.logs:
-                    return (
-                        USAGE  # of a folder, a file that has just gone or is not readable is left
-                    )
+                    return USAGE
         for finding in recordings.findings():
             reader.add(finding)
     causes = reader.causes()
@@ -78,7 +77,7 @@ def _read_report(path: Path) -> dict[str, Any] | None:
 
 
 def _files(names: list[str]) -> Iterator[Path]:
-    """Yield the logs; of a folder those that look like one, the run directory of a launch included."""
+    """Yield the named files, and of a folder those that look like logs; it may be a run directory."""
     for name in names:
         path = Path(name)
         if path.is_dir():
@@ -87,7 +86,7 @@ def _files(names: list[str]) -> Iterator[Path]:
                 for each in path.rglob("*")
                 if each.suffix in _LOGS
                 and each.is_file()
-                # The same facts as in report.json, for a reader; and stacks are of ranks that live.
+                # report.txt has the facts of report.json once more.
                 and not (each.name == "report.txt" and each.with_suffix(".json").exists())
                 and each.name not in _NO_LOGS
             )
@@ -99,18 +98,18 @@ def _files(names: list[str]) -> Iterator[Path]:
 def _lines(causes: list[Cause], lines: int) -> Iterator[str]:
     if not causes:
         read = "this line" if lines == 1 else f"these {lines} lines"
-        yield f"No failure is known in {read}."
-        yield "Read their end; the first error of all ranks counts, not the last one."
+        yield f"No known failure was found in {read}."
+        yield "Read the end of each rank's log: the earliest error is the cause, not the last one."
         return
     for number, cause in enumerate(causes[:_SHOWN]):
         rank = "" if cause.rank is None else f" (rank {cause.rank})"
         if number == 1:
-            yield "Also seen, and less likely the reason:"
+            yield "Also found, and less likely the cause:"
         yield f"{cause.code}{rank}: {cause.cause}"
         yield f"  What to do: {cause.fix}"
-        yield f"  {_AGAIN[cause.retry]}"
+        yield f"  {_RETRY_TEXTS[cause.retry]}"
         for at, text in cause.evidence:
-            yield f"  line {at}: {text[:_WIDTH]}" if at else f"  {text[:_WIDTH]}"
+            yield f"  line {at}: {text[:_MAX_COLUMNS]}" if at else f"  {text[:_MAX_COLUMNS]}"
         if cause.count > len(cause.evidence):
             yield f"  and {cause.count - len(cause.evidence)} more such lines"
         yield ""

@@ -1,4 +1,4 @@
-"""``ddpsafe report``: the page of a run directory, written again."""
+"""``ddpsafe report``: writes the page of a run directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def write_report_page(options: argparse.Namespace) -> int:
-    """Write the page, and say where it is."""
+    """Write the page and print its path."""
     folder = Path(options.run_dir)
     if not any(folder.glob("attempt-*")):
         complain(f"ddpsafe report: {folder} is not a run directory: it has no attempt-1")
@@ -21,6 +21,6 @@ def write_report_page(options: argparse.Namespace) -> int:
     try:
         say(str(write_page(folder)))
     except OSError as error:
-        complain(f"ddpsafe report: {folder} cannot be written to: {error.strerror}")
+        complain(f"ddpsafe report: cannot write to {folder}: {error.strerror}")
         return USAGE
     return HEALTHY

@@ -1,4 +1,4 @@
-"""``ddpsafe run``: the ranks of a script, each of which runs it as ``__main__``."""
+"""``ddpsafe run``: starts the ranks of a script, each of which runs it as ``__main__``."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 def run_ranks(options: Namespace) -> int:
-    """Start the ranks and wait for them; the exit code is that of the error, if there is one."""
+    """Start the ranks and wait for them; an error decides the exit code."""
     if is_directory_gone():
-        complain("The current directory has been removed; go to one that exists.")
+        complain("The current directory has been removed; change to one that exists.")
         return USAGE
     if options.script is None:
         complain(
@@ -65,17 +65,17 @@ def run_ranks(options: Namespace) -> int:
         if is_json:
             complain(json_of_error(error))
         else:
-            # As Python would print it, the rank's own exception first; ddpsafe's frames say nothing.
+            # As Python prints it, the rank's own exception first, without ddpsafe's frames.
             complain("".join(traceback.format_exception(without_frames(error))).rstrip())
         return error.exit_code
     return HEALTHY
 
 
 def read_options(options: Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Return fields of `LaunchConfig`, and notes about what torchrun would do and this does not.
+    """Return fields of `LaunchConfig`, and notes on options that act differently from torchrun.
 
     Raises:
-        ConfigError: It is not a number where one is needed.
+        ConfigError: A value that must be a number is not one.
     """
     names = ("nproc_per_node", "run_dir", "console", "start_method", "backend", "seed", "preflight")
     fields: dict[str, Any] = {
@@ -88,12 +88,12 @@ def read_options(options: Namespace) -> tuple[dict[str, Any], list[str]]:
     if fields.get("nnodes", 1) > 1 and "PET_NPROC_PER_NODE" in os.environ:  # torchrun's option
         fields.setdefault("nproc_per_node", os.environ["PET_NPROC_PER_NODE"])
     fields |= _read_parts(options)
-    # Whose output the console shows; files have the output of every rank in any case.
+    # These choose whose output the console shows; files have every rank's output in any case.
     tee, redirects, ranks = options.tee, options.redirects, options.local_ranks_filter
     if ranks:
         fields.setdefault("console", "rank-zero" if ranks == "0" else "tagged")
         if ranks != "0":
-            notes.append("--local-ranks-filter: the console shows every rank, or rank 0 alone.")
+            notes.append("--local-ranks-filter: the console shows every rank, or only rank 0.")
     elif tee not in (None, "0"):
         fields.setdefault("console", "tagged")
         if tee != "3":
@@ -111,10 +111,10 @@ def read_options(options: Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _read_parts(options: Namespace) -> dict[str, dict[str, Any]]:
-    """Return the fields of timeouts and of retry: by their own names, by torchrun's and in short.
+    """Return the fields of timeouts and retry, from ddpsafe's, torchrun's and the short options.
 
     Raises:
-        ConfigError: A number is not one.
+        ConfigError: A value that must be a number is not one.
     """
     timeouts: dict[str, Any] = {}
     retry: dict[str, Any] = {}
@@ -135,16 +135,16 @@ def _read_parts(options: Namespace) -> dict[str, dict[str, Any]]:
         for name in names:
             value = getattr(options, f"{part}.{name}")
             if value is not None:
-                # As in a variable of the environment, where "null" stands for None.
+                # As in environment variables, "null" stands for None.
                 parts[part][name] = None if value == "null" else value
     return {part: given for part, given in parts.items() if given}
 
 
 def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
-    """Return the fields that say which nodes there are, and where they meet; add to the notes.
+    """Return the fields about the nodes and their rendezvous; append to `notes`.
 
     Raises:
-        ConfigError: A number is not one.
+        ConfigError: A value that must be a number is not one.
     """
     fields: dict[str, Any] = {}
     rendezvous: dict[str, Any] = {
@@ -169,38 +169,37 @@ def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
     if options.standalone:
         fields["nnodes"] = 1
     if "nnodes" not in fields and "DDPSAFE_NNODES" not in os.environ and options.config is None:
-        fields, rendezvous = _complete(fields, rendezvous, notes)
+        fields, rendezvous = _fill_in_node(fields, rendezvous, notes)
     if fields.get("nnodes", 1) == 1 and "DDPSAFE_NNODES" not in os.environ:
         if fields.pop("node_rank", 0) != 0:
             what = (
                 f"--node-rank={options.node_rank} is not possible: without --nnodes the job has one "
-                "node, of rank 0."
+                "node, whose node_rank is 0."
             )
             raise ConfigError(Explanation(what, fix="add --nnodes, the same on all nodes."))
         notes += [
-            f"--{name.replace('_', '-')} has no effect: the ranks of one node meet at a place that "
-            "only they can reach."
-            for name in _OF_SEVERAL_NODES
+            f"--{name.replace('_', '-')} has no effect: the ranks of one node meet in a private "
+            "folder."
+            for name in _MULTI_NODE_OPTIONS
             if getattr(options, name) is not None
         ]
         return fields
-    if "JOB_COMPLETION_INDEX" in os.environ:  # of a pod of an indexed Job of Kubernetes
+    if "JOB_COMPLETION_INDEX" in os.environ:  # set in the pods of a Kubernetes Indexed Job
         index = require_int(os.environ, "JOB_COMPLETION_INDEX", because="--nnodes")
         fields.setdefault("node_rank", index)
     if "endpoint" in rendezvous:
-        rendezvous["endpoint"] = complete_endpoint(
-            rendezvous["endpoint"]
-        )  # as torchrun completes it
+        # Add the default port, as torchrun does.
+        rendezvous["endpoint"] = complete_endpoint(rendezvous["endpoint"])
     return {**fields, **({"rendezvous": rendezvous} if rendezvous else {})}
 
 
-_OF_SEVERAL_NODES: Final = ("rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "interface")
+_MULTI_NODE_OPTIONS: Final = ("rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "interface")
 
 
-def _complete(
+def _fill_in_node(
     fields: dict[str, Any], rendezvous: dict[str, Any], notes: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Take what is not said from the variables of srun, mpirun or a pod, and say so in a note."""
+    """Fill in missing fields from the variables of srun, mpirun or a pod, with a note about it."""
     place = find_node_place(os.environ)
     if place is None:
         return fields, rendezvous
@@ -212,7 +211,7 @@ def _complete(
     at = rendezvous.get("endpoint")
     notes.append(
         f"{place.said_by} says: this is node {fields.get('node_rank', '?')} of {place.nnodes}"
-        + (f", and they meet at {at}." if at else "; --rdzv-endpoint has to say where they meet.")
+        + (f", and they meet at {at}." if at else "; --rdzv-endpoint must name where they meet.")
     )
     return fields, rendezvous
 
@@ -221,7 +220,7 @@ def _number(options: Namespace, name: str) -> int:
     text = str(getattr(options, name))
     if not text.isdecimal():
         option = f"--{name.replace('_', '-')}"
-        raise ConfigError(Explanation(f"{option}={text} is not a whole number from 0 on."))
+        raise ConfigError(Explanation(f"{option}={text} is not a whole number of at least 0."))
     return int(text)
 
 
@@ -238,10 +237,10 @@ def _require_target(options: Namespace) -> str:
     kind = _kind_of(options)
     name: str = options.script
     if kind == "module":
-        # Of a module at least the package has to be there; nothing is imported to look for it.
+        # Check only that the top-level package exists, since looking further would import it.
         package = name.partition(".")[0]
         path, here = sys.path, str(Path.cwd())
-        sys.path = [here, *path]  # as the ranks have it
+        sys.path = [here, *path]  # as in the ranks
         try:
             found = importlib.util.find_spec(package)
         except (ImportError, ValueError):  # e.g. an empty name, or __main__
@@ -249,13 +248,13 @@ def _require_target(options: Namespace) -> str:
         finally:
             sys.path = path
         if found is None:
-            message = f"There is no module {package!r} in {here} or among the installed ones."
+            message = f"There is no module {package!r} in {here} or among the installed packages."
             raise ConfigError(message)
         return name
     if kind == "program":
         if shutil.which(name) is None:
             message = (
-                f"There is no program {name!r} to be run; a file needs a path and to be executable."
+                f"There is no program {name!r} to run; a file needs a path and must be executable."
             )
             raise ConfigError(message)
         return name
@@ -263,7 +262,7 @@ def _require_target(options: Namespace) -> str:
         near = difflib.get_close_matches(name, [each.name for each in Path.cwd().glob("*.py")], n=1)
         advice = f"did you mean {near[0]}?" if near else "for a module write -m MODULE."
         if Path(name).name.startswith("python"):
-            advice = "every rank runs the script with this Python, so leave that word out."
+            advice = "every rank runs the script with this Python already; leave that word out."
         message = f"There is no script {name!r} in {Path.cwd()}; {advice}"
         raise ConfigError(message)
     return str(Path(name).absolute())

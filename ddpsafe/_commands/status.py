@@ -1,4 +1,4 @@
-"""``ddpsafe status``: what the ranks of a running launch do, asked from another terminal."""
+"""``ddpsafe status``: shows from another terminal what the ranks of running launches do."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     Facts = dict[str, Any]
 
 _RANKS_LOG: Final = re.compile(r"(?P<run>.+)/attempt-\d+/rank-\d+\.out(?: \(deleted\))?")
-_EVERY_S: Final = 1.0
-_CPU_S: Final = 0.1
+_WATCH_INTERVAL_S: Final = 1.0
+_CPU_SAMPLE_S: Final = 0.1
 _MIB: Final = 1 << 20
 _CLEAR: Final = "\x1b[H\x1b[2J"
 _COLUMNS: Final = ("rank", "pid", "phase", "steps", "steps/s", "last step", "cpu", "memory")
@@ -43,7 +43,8 @@ def show_status(options: argparse.Namespace) -> int:
         while True:
             folders = [Path(options.run_dir)] if options.run_dir is not None else find_run_dirs()
             launches = [_read(folder, stacks=options.stacks) for folder in folders]
-            if options.run_dir is None:  # what was found by its ranks may be between two attempts
+            # Between two attempts a launch has no socket, so it looks ended while ranks exit.
+            if options.run_dir is None:
                 launches = [each for each in launches if each["state"] != "ended"]
             if options.json:
                 say(json.dumps({"launches": launches}, ensure_ascii=False))
@@ -55,15 +56,15 @@ def show_status(options: argparse.Namespace) -> int:
             code = HEALTHY if is_running else UNHEALTHY
             if not options.watch or code != HEALTHY:
                 return code
-            time.sleep(_EVERY_S)
+            time.sleep(_WATCH_INTERVAL_S)
     except KeyboardInterrupt:
         return HEALTHY
 
 
 def find_run_dirs() -> list[Path]:
-    """Return the run directories of this user's launches on this host, by what their ranks write to.
+    """Return the run directories of this user's launches on this host, found by their ranks.
 
-    No launch has to register: the log that is a rank's standard output names the run directory.
+    No launch has to register: a rank's standard output is a log file in the run directory.
     """
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
@@ -77,7 +78,7 @@ def find_run_dirs() -> list[Path]:
 
 
 def _read(folder: Path, *, stacks: bool) -> Facts:
-    """Return what is known of the launch in a run directory.
+    """Return the facts about the launch in a run directory.
 
     ``state`` is ``running``, ``ended``, ``dead`` (its launcher was killed), ``silent`` (the launcher
     does not answer), or ``unknown``.
@@ -104,7 +105,7 @@ def _read(folder: Path, *, stacks: bool) -> Facts:
 
 
 def _find_report(folder: Path) -> Facts | None:
-    """Return what the newest attempt that failed came to."""
+    """Return the report of the newest failed attempt."""
     for path in sorted(folder.glob("attempt-*/report.json"), reverse=True):
         with contextlib.suppress(OSError, ValueError):
             report = json.loads(path.read_text(encoding="utf-8"))
@@ -114,7 +115,7 @@ def _find_report(folder: Path) -> Facts | None:
 
 
 def _read_usage(pids: Iterable[int]) -> dict[int, Facts]:
-    """Return processor and memory of processes, their children included."""
+    """Return CPU and memory use of processes, including their children."""
     families: dict[int, list[psutil.Process]] = {}
     for pid in pids:
         with contextlib.suppress(psutil.Error):
@@ -123,7 +124,7 @@ def _read_usage(pids: Iterable[int]) -> dict[int, Facts]:
     for each in (each for family in families.values() for each in family):
         with contextlib.suppress(psutil.Error):
             each.cpu_percent()
-    time.sleep(_CPU_S)
+    time.sleep(_CPU_SAMPLE_S)
     usage: dict[int, Facts] = {}
     for pid, family in families.items():
         cpu = memory = 0.0
@@ -145,7 +146,7 @@ def _lines(launch: Facts) -> list[str]:
         if launch["longest_step_s"]:
             head += f", longest time between steps {launch['longest_step_s']:.1f} s"
         waits = [each["text"] for each in launch.get("stragglers", ())]
-        # How the GPUs run of ranks that the others wait for, and of those that are slowed.
+        # Add the GPUs of the ranks that others wait for, and GPUs that are throttled.
         late = {rank for each in launch.get("stragglers", ()) for rank in each.get("ranks", ())}
         waits += [
             f"rank {rank['rank']} is on {gpu['text']}"
@@ -156,7 +157,7 @@ def _lines(launch: Facts) -> list[str]:
         has_gpus = any(each.get("gpu_memory_bytes") for each in launch["ranks"])
         hosts = {each["hostname"] for each in launch["ranks"]}
         if len(hosts) > 1:
-            # With the host where the process is: of other hosts only that is known.
+            # Show the host beside the pid. The pid is unknown for processes on other hosts.
             ranks = [
                 {**each, "pid": f"{each['hostname']} {each['pid'] or ''}".rstrip()}
                 for each in launch["ranks"]
@@ -179,7 +180,7 @@ def _lines(launch: Facts) -> list[str]:
                     stacks += ["", f"rank {rank['rank']}, {name}, the last call first:"]
                     stacks += [f"  {file}:{line} in {call}" for file, line, call in each["frames"]]
         return [printable(line) for line in [head, *table, *waits, *stacks]]
-    said = {
+    line = {
         "ended": f"no launch is running in {folder}",
         "dead": f"the launcher of {folder} died without cleaning up; its ranks end with it",
         "silent": f"the launcher of {folder} does not answer: {launch.get('error')}",
@@ -187,21 +188,21 @@ def _lines(launch: Facts) -> list[str]:
     }[state]
     report = launch.get("report")
     if not report:
-        return [said]
+        return [line]
     first = str(report["message"]).partition("\n")[0]
     return [
-        said,
+        line,
         printable(f"attempt {report['attempt']} failed: {report['error']}: {first}"),
         printable(f"see {report['path']}"),
     ]
 
 
 def gpu_facts(reading: _gpus.GpuReading) -> Facts:
-    """Return what is told of a GPU: what was read, and what follows from it."""
+    """Return the facts about a GPU: what was read, and what follows from it."""
     facts = asdict(reading)
     del facts["slowdowns"]
-    said = {"slowed_by": reading.slowed_by, "is_throttled": reading.is_throttled}
-    return {**facts, **said, "text": str(reading)}
+    derived = {"slowed_by": reading.slowed_by, "is_throttled": reading.is_throttled}
+    return {**facts, **derived, "text": str(reading)}
 
 
 def _row(rank: Facts, *, has_gpus: bool) -> list[str]:

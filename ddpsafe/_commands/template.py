@@ -1,4 +1,4 @@
-"""``ddpsafe template``: a file to start from, for a place where jobs run."""
+"""``ddpsafe template``: prints a job file to start from."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _FILES: Final = dict(
 
 
 def print_template(options: Namespace) -> int:
-    """Print the template that was asked for."""
+    """Print the template of a place."""
     say(read_template(options.place).rstrip("\n"))
     return HEALTHY
 
 
 def read_template(place: str) -> str:
-    """Return the template of a place; the one of SageMaker is a program, which is not imported here."""
+    """Return the template of a place as text."""
     return (files("ddpsafe") / "templates" / _FILES[place]).read_text(encoding="utf-8")

@@ -198,7 +198,7 @@ def test_names_may_be_swapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     place = [str(tmp_path / "file.pt"), str(tmp_path / "c"), "--step", "1"]
     code, _, err = run(capsys, "import", *place, "--rename", "a=b", "--rename", "a=c")
     assert code == 2
-    assert "'a' has another new name already" in err
+    assert "'a' already has another new name" in err
     assert run(capsys, "import", *place, "--rename", "a=b", "--rename", "b=a")[0] == 0
     state = {"a": 0, "b": 0}
     assert Checkpointer(tmp_path / "c", access="read").restore(state) == 1

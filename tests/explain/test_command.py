@@ -36,7 +36,7 @@ def test_a_log_without_a_failure_says_so() -> None:
     """Exit code 0, and a hint where to look."""
     run = explain(log="epoch 1 loss 0.3\n")
     assert run.code == 0
-    assert "No failure is known in this line." in run.out
+    assert "No known failure was found in this line." in run.out
 
 
 def test_files_and_folders_are_read_together(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ REFUSED: list[Any] = [
     ("--nproc 2 train.py", "there is no option --nproc; did you mean --nproc-per-node?"),
     ("--timeout 3x train.py", "got '3x': it is not a duration"),
     ("trian.py", "did you mean train.py?"),
-    ("python train.py", "so leave that word out"),
+    ("python train.py", "leave that word out"),
     ("--no-python -m train", "exclude each other"),
     ("--no-python ./no-such-program", "There is no program './no-such-program'"),
 ]
@@ -339,7 +339,7 @@ def test_what_this_command_cannot_do_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("", "examine this host"),
+        ("", "check this host"),
         ("docter", "there is no command 'docter'; did you mean doctor?"),
         ("version", "there is no command 'version'; choose from doctor, "),
     ],
