@@ -1,7 +1,7 @@
-"""Flight-recorder dumps of torch: which rank is missing in which collective, and who called another.
+"""torch's flight-recorder dumps: which rank is missing in a collective, or called another one.
 
 Each rank writes what it last enqueued on each group, as a pickle of plain values or as JSON. A
-pickle may come from anywhere, so it is read by an unpickler that knows no class and no function.
+pickle may come from anywhere, so the unpickler refuses every class and function.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-_MOST_BYTES: Final = 256 << 20
-_HEAD: Final = 512
+_MAX_DUMP_BYTES: Final = 256 << 20
+_HEAD_BYTES: Final = 512
 _JSON: Final = re.compile(
     rb'^\s*\{\s*"(?:entries|pg_config|pg_status|comm_lib_version|nccl_version|version)"'
 )
@@ -34,7 +34,7 @@ _SAME_SIZES: Final = ("allreduce", "broadcast", "reduce", "reducescatter")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedFailure:
-    """What the dumps show: a code of the catalogue, the facts of its text, and where it is seen."""
+    """What the dumps show: a code of the catalogue, the facts for its text, and the evidence."""
 
     code: str
     facts: dict[str, str]
@@ -44,7 +44,7 @@ class RecordedFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recorded:
-    """One collective, as one rank recorded it."""
+    """One call of a collective, as recorded by one rank."""
 
     number: int
     record: int
@@ -59,18 +59,18 @@ class _Recorded:
         return f"{self.name} number {self.number} of shape {self.sizes}{self.where} ({self.state})"
 
     def matches(self, other: _Recorded) -> bool:
-        """Tell whether two ranks' calls may be of the same collective."""
+        """Return whether two ranks' calls may belong to the same collective."""
         if self.name != other.name or self.dtypes != other.dtypes:
             return False
         return _plain(self.name) not in _SAME_SIZES or self.sizes == other.sizes
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, texts, lists, tuples and dicts; a pickle that wants more is refused."""
+    """Reads numbers, strings, lists, tuples and dicts, and refuses a pickle with anything else."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        """Refuse it: to look a function up is the first step of calling it."""
-        msg = f"a flight recording holds plain values, this file asks for {module}.{name}"
+        """Refuse: a pickle can only call a function that it has looked up here."""
+        msg = f"a flight recording has only plain values, but this file refers to {module}.{name}"
         raise pickle.UnpicklingError(msg)
 
 
@@ -78,7 +78,7 @@ class FlightRecordings:
     """The dumps of the ranks of one job."""
 
     def __init__(self) -> None:
-        """Know none yet."""
+        """Start without dumps."""
         self._members: dict[str, set[int]] = {}
         self._calls: dict[str, dict[int, dict[int, _Recorded]]] = {}
         self._dumped: set[int] = set()
@@ -89,10 +89,10 @@ class FlightRecordings:
         Raises:
             OSError: It cannot be read.
         """
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+        if not path.is_file() or path.stat().st_size > _MAX_DUMP_BYTES:
             return False
         with path.open("rb") as stream:
-            head = stream.read(_HEAD)
+            head = stream.read(_HEAD_BYTES)
             if not (_PICKLE.match(head) or _JSON.match(head)):
                 return False
             data = head + stream.read()
@@ -102,13 +102,13 @@ class FlightRecordings:
                 if _PICKLE.match(head)
                 else json.loads(data)
             )
-            return self._take(dump, path)
+            return self._add_dump(dump, path)
         except (pickle.UnpicklingError, ValueError, EOFError, KeyError, IndexError, TypeError):
             return False
         except (AttributeError, MemoryError, OverflowError, RecursionError):
             return False
 
-    def _take(self, dump: Any, path: Path) -> bool:
+    def _add_dump(self, dump: Any, path: Path) -> bool:
         entries = dump["entries"] if isinstance(dump, dict) else dump
         if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
             return False
@@ -124,14 +124,14 @@ class FlightRecordings:
                 is_named = isinstance(named, (list, tuple)) and named
                 group = str(named[0] if is_named else each.get("pg_id", "0"))
                 calls.append((group, _call_of(each)))
-        # In a dump the ranks of a group are a text: "[0, 1]".
+        # A dump has the ranks of a group as a string: "[0, 1]".
         members = {
             str(group.get("name", name)): set(
                 map(int, re.findall(r"\d+", str(group.get("ranks", ""))))
             )
             for name, group in groups.items()
         }
-        # All of it could be read: nothing of a file that is refused may stay.
+        # The whole file could be read. Only now keep it, so that nothing of a refused file stays.
         for group, call in calls:
             self._calls.setdefault(group, {}).setdefault(rank, {})[call.number] = call
         for name, ranks in members.items():
@@ -140,7 +140,7 @@ class FlightRecordings:
         return True
 
     def findings(self) -> Iterator[RecordedFailure]:
-        """Yield what each group shows, the one that stopped first in first place."""
+        """Yield what each group shows, beginning with the group that stopped first."""
         for group, calls in sorted(self._calls.items(), key=lambda each: _first_stuck(each[1])):
             found = self._examine(group, calls)
             if found is not None:
@@ -149,7 +149,7 @@ class FlightRecordings:
     def _examine(
         self, group: str, calls: dict[int, dict[int, _Recorded]]
     ) -> RecordedFailure | None:
-        # Under gloo the default group, "0", is written with an empty name.
+        # gloo's dumps give the default group, "0", an empty name.
         members = self._members.get(group) or (group == "0" and self._members.get("")) or set(calls)
         mismatch = _find_mismatch(group, calls)
         if mismatch is not None:
@@ -158,7 +158,7 @@ class FlightRecordings:
         if at == _NEVER:
             return None
         inside = {rank: own[at] for rank, own in calls.items() if at in own}
-        # A rank that is past this collective has completed it, whatever its ring buffer has kept.
+        # A rank with a later call has completed this one, even if its ring buffer dropped the call.
         missing = {
             rank for rank in members & self._dumped if max(calls.get(rank, {}), default=0) < at
         }
@@ -176,38 +176,44 @@ class FlightRecordings:
             facts["missing"] = ranks_text(sorted(missing))
             code = "FLIGHT-missing"
             return RecordedFailure(
-                code=code, facts=facts, rank=min(missing), evidence=(last + evidence)[:_SHOWN]
+                code=code,
+                facts=facts,
+                rank=min(missing),
+                evidence=(last + evidence)[:_MAX_EVIDENCE],
             )
         if silent:
             facts["missing"] = ranks_text(sorted(silent))
             code = "FLIGHT-no-dump"
             return RecordedFailure(
-                code=code, facts=facts, rank=min(silent), evidence=evidence[:_SHOWN]
+                code=code, facts=facts, rank=min(silent), evidence=evidence[:_MAX_EVIDENCE]
             )
         queued = sorted(rank for rank, each in inside.items() if each.state == "scheduled")
         if queued and len(queued) < len(inside):
             facts["missing"] = ranks_text(queued)
             return RecordedFailure(
-                code="FLIGHT-not-started", facts=facts, rank=queued[0], evidence=evidence[:_SHOWN]
+                code="FLIGHT-not-started",
+                facts=facts,
+                rank=queued[0],
+                evidence=evidence[:_MAX_EVIDENCE],
             )
         return RecordedFailure(
-            code="FLIGHT-stuck", facts=facts, rank=None, evidence=evidence[:_SHOWN]
+            code="FLIGHT-stuck", facts=facts, rank=None, evidence=evidence[:_MAX_EVIDENCE]
         )
 
 
-_SHOWN: Final = 4
+_MAX_EVIDENCE: Final = 4
 _NEVER: Final = 1 << 62
 
 
 def _first_stuck(calls: dict[int, dict[int, _Recorded]]) -> int:
-    """Return the number of the first collective that a rank has not ended, or has not begun."""
+    """Return the number of the first collective that a rank has not completed, or not called."""
     pending = [call.number for own in calls.values() for call in own.values() if not call.is_over]
     if pending:
         return min(pending)
     last = [max(own) for own in calls.values()]
     if not last or min(last) == max(last):
         return _NEVER
-    # All that was called has ended, in errors as it seems, and one rank has called less.
+    # Every call is over, probably with an error, and one rank has made fewer calls.
     return min(last) + 1
 
 
@@ -233,7 +239,7 @@ def _find_mismatch(group: str, calls: dict[int, dict[int, _Recorded]]) -> Record
             }
             lines = [(each.record, f"rank {who}: {each}") for who, each in sorted(inside.items())]
             return RecordedFailure(
-                code="FLIGHT-mismatch", facts=facts, rank=rank, evidence=lines[:_SHOWN]
+                code="FLIGHT-mismatch", facts=facts, rank=rank, evidence=lines[:_MAX_EVIDENCE]
             )
     return None
 
@@ -248,14 +254,14 @@ def _call_of(entry: dict[str, Any]) -> _Recorded:
         sizes=", ".join(str([int(each) for each in size]) for size in sizes) or "[]",
         dtypes=",".join(map(str, entry.get("input_dtypes") or ())),
         state=str(entry.get("state", "?")),
-        # gloo never says "completed"; a call that has ended, also in an error, is retired.
+        # gloo never records "completed"; a call that is over, also by an error, is "retired".
         is_over=entry.get("state") == "completed" or bool(entry.get("retired")),
         where=_where(entry.get("frames") or ()),
     )
 
 
 def _where(frames: Iterable[dict[str, Any]]) -> str:
-    """Return the last call that is not of a library: frames come innermost first."""
+    """Return the innermost call outside of libraries; frames are listed innermost first."""
     for frame in frames:
         file = str(frame.get("filename", ""))
         if file and not _LIBRARY.search(file):
@@ -263,6 +269,6 @@ def _where(frames: Iterable[dict[str, Any]]) -> str:
     return ""
 
 
-@functools.cache  # of the few names of collectives, for each pair of calls
+@functools.cache  # there are few names, but one call for each pair of records
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z]|base|coalesced|tensor", "", name.lower())
