@@ -885,7 +885,10 @@ class LogReader:
     ) -> Cause:
         facts = {name: value or "" for name, value in match.groupdict().items()}
         if rule.raised_in is not None:
-            facts["said"] = self._exception_text(body, _rank_of(line))
+            text = body.strip().rstrip(":")
+            if text == "AssertionError" and _rank_of(line) in self._asserted:
+                text += f": {self._asserted.pop(_rank_of(line))}"  # its condition
+            facts["said"] = text[:300].removesuffix(".")
         cause = where.get(rule.code)
         level = rule.level
         warning = _WARNING.search(line)
@@ -907,13 +910,6 @@ class LogReader:
         if len(cause.evidence) < _MAX_EVIDENCE:
             cause.evidence.append((number, body[:_MAX_EVIDENCE_CHARS]))
         return cause
-
-    def _exception_text(self, exception: str, rank: int | None) -> str:
-        """Return an exception's text; for an assertion without one, its condition."""
-        bare = exception.strip().rstrip(":")
-        if bare == "AssertionError" and rank in self._asserted:
-            bare = f"{bare}: {self._asserted.pop(rank)}"
-        return bare[:300].removesuffix(".")
 
     def _note_exception(
         self,

@@ -378,11 +378,11 @@ def _refuse_differing_data(
     # Find the first compared item that differs: first its chunk, then its place in the chunk.
     count = len(view.indices)
     chunks = [view.digest(start, start + chunk) for start in range(0, count, chunk)]
-    number = _first_unequal(*_two_of(gather_json(chunks, group), odd[0], usual))
+    number = _first_unequal(gather_json(chunks, group), odd[0], usual)
     first = 0 if number is None else number * chunk
     # All ranks take part in both gathers, even if the first one found no difference.
     items = [view.digest(i, i + 1) for i in range(first, min(first + chunk, count))]
-    offset = _first_unequal(*_two_of(gather_json(items, group), odd[0], usual))
+    offset = _first_unequal(gather_json(items, group), odd[0], usual)
     place = None if number is None or offset is None else first + offset
     if len({report["length"] for report in reports}) > 1 and "probes" in view.kind:
         place = None  # probes of datasets of unequal length are not the same items
@@ -408,11 +408,8 @@ def _refuse_differing_data(
     )
 
 
-def _two_of(values: list[Any], odd: int, usual: int) -> tuple[list[str], list[str]]:
-    return values[odd], values[usual]
-
-
-def _first_unequal(left: list[str], right: list[str]) -> int | None:
+def _first_unequal(digests: list[list[str]], odd: int, usual: int) -> int | None:
+    left, right = digests[odd], digests[usual]
     for place, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
             return place

@@ -53,15 +53,6 @@ def masked_batches(loader: DataLoader[T_co]) -> Iterator[tuple[Any, int]]:
         DataConfigError: The loader's sampler does not pad, so ranks may take unequal steps.
     """
     batches = iter(loader)
-    sampler, batch_size = _padded(loader)
-    valid = sampler.valid_samples()
-    for batch in batches:
-        counted = min(batch_size, valid)
-        valid -= counted
-        yield batch, counted
-
-
-def _padded(loader: DataLoader[Any]) -> tuple[PositionSampler, int]:
     sampler = find_epoch_holder(loader)
     geometry = batch_geometry(loader, sampler) if isinstance(sampler, PositionSampler) else None
     if geometry is None or not sampler.pad or sampler.drop_last:
@@ -72,7 +63,11 @@ def _padded(loader: DataLoader[Any]) -> tuple[PositionSampler, int]:
                 fix="make the loader with sampler=EvalSampler(dataset, pad=True).",
             )
         )
-    return sampler, geometry[0]
+    batch_size, valid = geometry[0], sampler.valid_samples()
+    for batch in batches:
+        counted = min(batch_size, valid)
+        valid -= counted
+        yield batch, counted
 
 
 Values = TypeVar("Values", bound="torch.Tensor | NDArray[Any] | Mapping[Any, Any] | Sequence[Any]")

@@ -70,7 +70,22 @@ class PerProcess(Generic[T]):
         scope: Scope = "process",
         name: str | None = None,
     ) -> None:
-        _check_arguments(factory, scope)
+        if not callable(factory):
+            raise DataConfigError(
+                Explanation(
+                    f"PerProcess needs a function that opens the resource, not {factory!r}.",
+                    cause="the opened resource was passed.",
+                    fix="pass the function and its arguments: PerProcess(open, path, 'rb').",
+                )
+            )
+        if scope not in get_args(Scope):
+            raise DataConfigError(
+                Explanation(
+                    f"There is no scope {scope!r}.",
+                    cause="the name is misspelled.",
+                    fix="choose 'process' or 'thread'.",
+                )
+            )
         self._factory = factory
         self._args = args
         self._close = close
@@ -183,25 +198,6 @@ def closing_what_opens() -> Iterator[None]:
         for resource in list(_alive):
             if resource.is_open() and id(resource) not in opened:
                 resource.close()
-
-
-def _check_arguments(factory: object, scope: str) -> None:
-    if not callable(factory):
-        raise DataConfigError(
-            Explanation(
-                f"PerProcess needs a function that opens the resource, not {factory!r}.",
-                cause="the opened resource was passed.",
-                fix="pass the function and its arguments: PerProcess(open, path, 'rb').",
-            )
-        )
-    if scope not in get_args(Scope):
-        raise DataConfigError(
-            Explanation(
-                f"There is no scope {scope!r}.",
-                cause="the name is misspelled.",
-                fix="choose 'process' or 'thread'.",
-            )
-        )
 
 
 def _close_value(close: Callable[[T], object] | None, value: T) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._replica import Replica, resolve_replica
+from ddpsafe.data._replica import resolve_replica
 from ddpsafe.data._samplers.base import AutoEpoch, Cursor
 from ddpsafe.data._samplers.ordered import LocalSampler
 from ddpsafe.data.errors import (
@@ -176,18 +176,15 @@ def refuse_undivided(loader: DataLoader[Any]) -> None:
             stacklevel=4,
         )
     elif isinstance(chain[-1], _UNDIVIDED):
-        raise _missing(chain[-1], world)
-
-
-def _missing(sampler: object, world: Replica) -> MissingDistributedSamplerError:
-    shuffle = not isinstance(sampler, SequentialSampler) and getattr(sampler, "shuffle", True)
-    return MissingDistributedSamplerError(
-        Explanation(
-            f"Rank {world.rank} (world_size {world.num_replicas}) would read the whole dataset, "
-            f"as would every other rank: {type(sampler).__name__} does not divide it.",
-            cause="the loader has no distributed sampler.",
-            fix=f"DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle={shuffle})); "
-            "for evaluation sampler=EvalSampler(dataset). If this rank is meant to read "
-            "everything: DistributedSampler(dataset, num_replicas=1, rank=0).",
+        sampler = chain[-1]
+        shuffle = not isinstance(sampler, SequentialSampler) and getattr(sampler, "shuffle", True)
+        raise MissingDistributedSamplerError(
+            Explanation(
+                f"Rank {world.rank} (world_size {world.num_replicas}) would read the whole dataset, "
+                f"as would every other rank: {type(sampler).__name__} does not divide it.",
+                cause="the loader has no distributed sampler.",
+                fix=f"DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle={shuffle})); "
+                "for evaluation sampler=EvalSampler(dataset). If this rank is meant to read "
+                "everything: DistributedSampler(dataset, num_replicas=1, rank=0).",
+            )
         )
-    )

@@ -155,7 +155,9 @@ def _timed_out(iterator: Any, board: EpochBoard | None, dataset: object) -> Work
     worker = None if task is None else int(task[0])
     index = None if board is None or worker is None else board.reading(worker)
     waited_s = float(getattr(iterator, "_timeout", 0))
-    late = "a worker" if worker is None else f"worker {worker} (pid {_pid(iterator, worker)})"
+    late = "a worker"
+    if worker is not None:
+        late = f"worker {worker} (pid {iterator._workers[worker].pid})"  # noqa: SLF001 - torch has no public name for it
     sample = "" if board is None or worker is None else board.describe(worker, dataset)
     reading = f" and is reading {sample}" if sample else ""
     return WorkerTimeoutError(
@@ -171,11 +173,6 @@ def _timed_out(iterator: Any, board: EpochBoard | None, dataset: object) -> Work
         index=index,
         timeout_s=waited_s,
     )
-
-
-def _pid(iterator: Any, worker: int) -> int | None:
-    pid: int | None = iterator._workers[worker].pid  # noqa: SLF001 - torch has no public name for it
-    return pid
 
 
 def _why(exitcode: int) -> tuple[str, str, list[str]]:
