@@ -99,7 +99,7 @@ def _lines(causes: list[Cause], lines: int) -> Iterator[str]:
     if not causes:
         read = "this line" if lines == 1 else f"these {lines} lines"
         yield f"No known failure was found in {read}."
-        yield "Read the end of each rank's log: the earliest error is the cause, not the last one."
+        yield "Read the end of each rank's log: the first error of all ranks counts, not the last one."
         return
     for number, cause in enumerate(causes[:_SHOWN]):
         rank = "" if cause.rank is None else f" (rank {cause.rank})"

@@ -354,7 +354,7 @@ _SAME_SIZES: Final = ("ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_R
 """Collectives in which every rank passes the same number of elements."""
 _MAX_ALIKE: Final = 1_000
 """After so many lines with the same grams of rules, each of which had a cause, further ones are
-skipped: they have the same cause, and reading them would take a minute per GB."""
+skipped as having the same cause, so that no log takes a minute per GB."""
 
 
 @dataclass(slots=True, kw_only=True)
