@@ -244,7 +244,7 @@ def _misuse(
 
 
 def _printable(text: str) -> str:
-    """Escape control characters: a checkpoint may come from anywhere, and the terminal obeys them."""
+    """Escape control characters, which a terminal acts on: a checkpoint may come from anywhere."""
     return "".join(
         each
         if each.isprintable() or each == "\n"

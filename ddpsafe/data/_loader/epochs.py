@@ -162,7 +162,7 @@ class NamingDataset:
             for index in self._reported(indices):
                 items.append(dataset[index])
         except Exception as error:
-            if index is not _UNREAD:  # else the sampler yielded something that is no batch
+            if index is not _UNREAD:  # else what the sampler yielded is not a batch
                 self._annotate(error, describe_index(dataset, index))
             raise
         return items

@@ -315,7 +315,7 @@ def _find_hazard(path: str, item: Any) -> WorkerHazard | None:
 
 
 def _handle_kind(item: Any) -> str | None:
-    """Return the kind of open handle; ``None`` if it is closed, only writes, or is no handle."""
+    """Return the kind of open handle; ``None`` if it is closed or only writes, and for others."""
     kind = type(item)
     for base in kind.__mro__:
         package = base.__module__.partition(".")[0]
