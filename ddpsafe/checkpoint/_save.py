@@ -131,7 +131,6 @@ class Save:
         self._step = request.step
         self._deadline = request.ranks.deadline()
         self._given_up = threading.Event()
-        self._publishing = threading.Lock()
         self._not_removed: list[str] = []
         # The exchange that rank 0's answer goes to next: the first gives the folder, if there are
         # shards; the second, or else the first, tells how the save ended.
@@ -187,11 +186,10 @@ class Save:
         with _directory.unfinished(place.directory, self._step) as folder:
             files, shards = self._lead_shards(folder)
             _write_files(folder, self._request, parts, files, shards)
-            with self._publishing:
-                if self._given_up.is_set():
-                    raise _GivenUpError
-                place.require_lock(self._step)
-                _directory.publish(folder, self._step)
+            if self._given_up.is_set():
+                raise _GivenUpError
+            place.require_lock(self._step)
+            _directory.publish(folder, self._step)
         place.metrics[self._step] = self._request.metrics
         self._not_removed = _directory.prune(place.directory, place.keep, place.metrics)
 
