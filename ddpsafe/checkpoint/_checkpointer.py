@@ -1,4 +1,4 @@
-"""`Checkpointer`: save and restore the state of a training, whatever happens in between."""
+"""`Checkpointer`: saves and restores the state of a training, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ if TYPE_CHECKING:
 
     from ddpsafe.checkpoint._exchange import Absence
 
-# How long an error may keep a process for a save that is under way.
-_LAST_WAIT: Final = timedelta(seconds=5)
+# How long a `with` block that an error leaves waits for a save in the background.
+_WAIT_ON_ERROR: Final = timedelta(seconds=5)
 
-_SHOWN: Final = 8
+_MAX_LISTED: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """What is known of a checkpoint without loading it.
+    """What is known about a checkpoint without loading it.
 
     Attributes:
         step: The step it was saved at.
         saved_at: When, in UTC, as ISO 8601.
         world_size: How many ranks saved it.
-        size_bytes: What its files take.
+        size_bytes: Total size of its files.
         names: Names in its state.
         metrics: As given to `Checkpointer.save`; ``None`` for NaN and infinity.
         metadata: As given to `Checkpointer.save`.
@@ -97,19 +97,19 @@ class _Pending:
 class Checkpointer:
     """Keeps checkpoints of a training in a directory that all ranks share.
 
-    Every method is called by all ranks, in the same order, except `latest`, `path` and `info`, which
-    any rank may call. Without a process group it is for one process alone.
+    All ranks must call every method in the same order, except `latest`, `path` and `info`, which any
+    rank may call alone. Without a process group, a checkpointer serves a single process.
 
     Args:
-        directory: Absolute; on storage that every node sees. It is made if need be, and is this
-            job's alone while the checkpointer is open.
-        keep: How many checkpoints stay; ``None`` for all; a `Keep` for other rules.
-        every: When `is_due` says yes: every so many steps, or about so often.
+        directory: Absolute path on storage that every node sees. It is created if it does not exist,
+            and no other job can write to it while the checkpointer is open.
+        keep: How many checkpoints to keep: a number, ``None`` for all, or a `Keep` for other rules.
+        every: When `is_due` returns True: every so many steps, or about once per duration.
         timeout: How long a save, or one step of a restore, may take.
-        on_failure: ``"raise"`` raises a `SaveError` on every rank, ``"warn"`` warns on rank 0 and
-            lets the training go on.
-        access: ``"read"`` only restores, next to a job that writes.
-        rng: Save and restore the random number generators of each rank too.
+        on_failure: What happens when a save fails: ``"raise"`` raises a `SaveError` on every rank,
+            ``"warn"`` warns on rank 0 and lets the training continue.
+        access: ``"read"`` only restores, and may run beside a job that writes.
+        rng: Also save and restore the random number generators of each rank.
 
     Raises:
         CheckpointConfigError: An argument is wrong.
@@ -137,9 +137,9 @@ class Checkpointer:
         self._rng = rng
         self._ranks = Ranks(timeout)
         self._newest: int | None = None
-        self._is_ours = False
+        self._newest_is_ours = False
         self._versions: dict[str, int] = {}
-        self._place: _save.Publisher | None = None
+        self._publisher: _save.Publisher | None = None
         self._pending: _Pending | None = None
         self._copies = HostCopies()
         self._entered = False
@@ -149,8 +149,9 @@ class Checkpointer:
             lock, self._newest = _directory.open_directory(self._ranks, self._directory)
             self._ranks.note_folder(self._directory)
             if lock is not None:
-                weakref.finalize(self, lock.release)  # for those who neither use `with` nor close()
-                self._place = _save.Publisher(
+                # For callers that use neither `with` nor close().
+                weakref.finalize(self, lock.release)
+                self._publisher = _save.Publisher(
                     directory=self._directory,
                     lock=lock,
                     keep=rules,
@@ -158,7 +159,7 @@ class Checkpointer:
 
     @property
     def directory(self) -> Path:
-        """Where they are."""
+        """Where the checkpoints are."""
         return self._directory
 
     def latest(self) -> int | None:
@@ -182,12 +183,12 @@ class Checkpointer:
         return self._directory / _directory.folder_name(_require_step(step, "path"))
 
     def info(self, step: int) -> CheckpointInfo:
-        """Return what is known of a step's checkpoint, its metrics and metadata among it.
+        """Return what is known about a step's checkpoint, including its metrics and metadata.
 
-        Only the manifest is read; ``ddpsafe checkpoint verify`` checks the files.
+        This reads only the manifest. ``ddpsafe checkpoint verify`` checks the files.
 
         Raises:
-            MissingCheckpointError: There is none of that step.
+            MissingCheckpointError: There is no checkpoint of that step.
             CorruptCheckpointError: Its manifest is damaged.
             NewerFormatError: A newer ddpsafe wrote it.
         """
@@ -196,14 +197,14 @@ class Checkpointer:
         return read_info(self.path(step))
 
     def is_due(self, step: int) -> bool:
-        """Tell whether it is time to save, by the checkpointer's `every`; the same on all ranks.
+        """Return whether it is time to save, according to `every`; the same answer on all ranks.
 
-        Every so many steps: where a multiple of it has been passed since the last save. Every so
-        often: rank 0 looks at its clock at a few steps that it chooses by how fast the training
-        goes, and the others follow; so no step waits for that but those few.
+        With a number of steps, a save is due once the step has passed a multiple of that number since
+        the last save. With a duration, rank 0 decides by its clock and the other ranks wait for its
+        answer. They do so only at a few steps, which rank 0 chooses by the speed of the training.
 
         Args:
-            step: Number of the step, as for `save`. Called by all ranks with the same steps.
+            step: Number of the step, as for `save`. All ranks must pass the same steps.
 
         Raises:
             CheckpointConfigError: The checkpointer was made without `every`.
@@ -212,7 +213,7 @@ class Checkpointer:
             raise _misuse(
                 "is_due() without every=.",
                 "it does not know how often to save.",
-                "make it with every=1000 steps, or every=timedelta(minutes=10).",
+                "create it with every=1000 steps, or every=timedelta(minutes=10).",
             )
         return self._schedule.is_due(_require_step(step, "is_due"), self._newest, self._ranks)
 
@@ -225,27 +226,27 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save the state of the training; once this returns, no crash loses it.
+        """Save the state of the training. Once this returns, no crash loses it.
 
         Args:
             state: Objects with ``state_dict`` and ``load_state_dict`` (models, optimizers,
-                schedulers, scalers, loaders), tensors and plain values, by name. The same names
-                on every rank; rank 0's values are kept, except for what is marked `PerRank`, and
-                for distributed tensors, of which each rank writes its part.
-            step: Number of the step, from 0, never smaller than the one before. A step that is
-                saved already, or was restored, is not saved again; a `CheckpointWarning` says so
-                where the parameters, the metrics or the metadata are others now.
+                schedulers, scalers, loaders), tensors and plain values, by name. Every rank passes
+                the same names. Rank 0's values are saved, except that each rank saves its own
+                `PerRank` objects and its own part of distributed tensors.
+            step: Number of the step, from 0, never smaller than in the call before. A step that was
+                already saved or restored is not saved again; a `CheckpointWarning` reports it if
+                the parameters, the metrics or the metadata have changed.
             asynchronous: Return once the state is copied to host memory, and write in the
-                background, one save at a time. How it ended shows in the next call and on leaving
-                the ``with`` block, which is needed for that.
-            metrics: Numbers such as a loss, for `Keep` and for `info`; rank 0's are kept.
-            metadata: Plain values that `info` returns, and JSON can hold; rank 0's are kept.
+                background, one save at a time. A failure is reported by the next call, or on
+                leaving the ``with`` block, which an asynchronous save requires.
+            metrics: Numbers such as a loss, for `Keep` and for `info`; rank 0's are saved.
+            metadata: Plain values that JSON can hold, for `info`; rank 0's are saved.
 
         Raises:
-            SaveError: Nothing was saved, on any rank; the checkpoints from before are unharmed.
+            SaveError: Nothing was saved, on any rank; earlier checkpoints are unharmed.
             StepOrderError: `step` is smaller than the newest.
-            UnsafeStateError: The state holds what could not be loaded again.
-            CheckpointConfigError: The metrics or the metadata are not what they should be.
+            UnsafeStateError: The state contains values that could not be loaded again.
+            CheckpointConfigError: The metrics or the metadata are invalid.
         """
         _require_open(closed=self._closed, entered=self._entered, asynchronous=asynchronous)
         self.wait()
@@ -254,10 +255,11 @@ class Checkpointer:
             lost = self._begin(state, step, metrics, metadata, asynchronous=asynchronous)
             if not asynchronous:
                 self._finish()
-        if lost:  # not before: where warnings are errors, the other ranks would wait for this one
+        # Only now: where warnings are errors, this raises, and the other ranks would wait for this one.
+        if lost:
             warn(
-                f"step {step} is saved already and is not saved again. What differs now is lost: "
-                f"{', '.join(lost)}. Save it under a larger step."
+                f"step {step} is already saved and is not saved again. These changes are lost: "
+                f"{', '.join(lost)}. Save them under a larger step."
             )
 
     def _begin(
@@ -269,7 +271,7 @@ class Checkpointer:
         *,
         asynchronous: bool,
     ) -> list[str]:
-        """Begin a save; return what is lost where the step is saved already with something else."""
+        """Begin a save; return what is lost because the step was already saved with other values."""
         ranks = self._ranks
         lost: list[str] = []
         ranks.note_saving()
@@ -296,10 +298,10 @@ class Checkpointer:
         except Exception as exc:
             exchange.fail(exc)
             raise
-        # Rank 0 alone decides what is saved already; the others do as it answers.
-        place = None if self._is_saved(step) else self._place
-        if self._place is not None and not isinstance(state, Snapshot):
-            if place is None:
+        # Only rank 0 decides whether the step is already saved; the others follow its answer.
+        publisher = None if self._is_saved(step) else self._publisher
+        if self._publisher is not None and not isinstance(state, Snapshot):
+            if publisher is None:
                 if self._versions != _versions_of(state):
                     lost.append("the parameters of the models")
                 with contextlib.suppress(RestoreError):
@@ -311,7 +313,7 @@ class Checkpointer:
                 self._versions = _versions_of(state)
         request = _save.SaveRequest(
             ranks=ranks,
-            place=place,
+            publisher=publisher,
             snapshot=snapshot,
             step=step,
             metrics=numbers,
@@ -325,15 +327,15 @@ class Checkpointer:
         if pending is None:
             return
         pending.save.finish()
-        self._go_on_from(pending.step, is_new=not self._is_saved(pending.step))
+        self._set_newest(pending.step, is_new=not self._is_saved(pending.step))
         if self._schedule is not None:
             self._schedule.note_saved()
 
     def wait(self) -> None:
-        """Wait for the save that goes on in the background, if one does.
+        """Wait for the save in the background, if there is one.
 
         Raises:
-            SaveError: It failed, on every rank.
+            SaveError: The save failed; raised on every rank.
         """
         with self._tolerating():
             self._finish()
@@ -341,30 +343,30 @@ class Checkpointer:
     def restore(
         self, state: MutableMapping[str, Any], *, step: int | None = None, strict: bool = True
     ) -> int | None:
-        """Load a checkpoint into the objects: the newest that every rank sees and finds whole.
+        """Load into the objects the newest checkpoint that every rank sees and finds undamaged.
 
-        A damaged one is reported by a `CheckpointWarning` and the one before is used. Checkpoints
-        that are newer than the one in use are set aside, so that the training can save those
+        A `CheckpointWarning` reports each damaged checkpoint, and the one before it is used.
+        Checkpoints newer than the restored one are set aside, so that the training can save those
         steps again.
 
         Args:
-            state: Objects by name, as for `save`. Tensors are filled in place; a plain value is put
-                into the mapping. Names that only the checkpoint has are left out.
+            state: Objects by name, as for `save`. Tensors are filled in place; plain values are put
+                into the mapping. Names that only the checkpoint has are ignored.
             step: Load the checkpoint of this step, and no other.
             strict: With ``False``, what the checkpoint lacks stays as it is: whole objects, and
-                tensors of models that it does not have or has in another shape or dtype. A
-                `CheckpointWarning` lists it.
+                tensors of models that are missing from it or have another shape or dtype there. A
+                `CheckpointWarning` lists them.
 
         Returns:
-            The step it was saved at; ``None`` where there is no checkpoint yet.
+            The step it was saved at; ``None`` if there is no checkpoint yet.
 
         Raises:
-            CorruptCheckpointError: There are checkpoints, and all are damaged, or the one asked for.
-            MissingCheckpointError: No checkpoint, or not the one asked for, is there for every rank.
+            CorruptCheckpointError: All checkpoints, or the requested one, are damaged.
+            MissingCheckpointError: The ranks have no checkpoint in common, or not the requested one.
             NewerFormatError: A newer ddpsafe wrote it.
-            CheckpointMismatchError: It is of other names, tensors or optimizers, and nothing was
-                changed; or an object's own ``load_state_dict`` refused, after those before it in
-                `state` were changed.
+            CheckpointMismatchError: Its names, tensors or optimizers differ, and nothing was changed;
+                or an object's own ``load_state_dict`` raised after the objects before it in `state`
+                were changed.
         """
         _require_open(closed=self._closed, entered=self._entered, asynchronous=False)
         self.wait()
@@ -381,12 +383,12 @@ class Checkpointer:
             )
         )
         if restored is not None:
-            self._go_on_from(restored, is_new=False)
+            self._set_newest(restored, is_new=False)
             self._versions = _versions_of(state)
         return restored
 
     def close(self) -> None:
-        """Wait for what goes on in the background, and let other jobs use the directory.
+        """Wait for a save in the background, and unlock the directory for other jobs.
 
         Raises:
             SaveError: The save in the background failed.
@@ -400,8 +402,8 @@ class Checkpointer:
     def _release(self) -> None:
         self._closed = True
         self._ranks.close()
-        if self._place is not None:
-            self._place.lock.release()
+        if self._publisher is not None:
+            self._publisher.lock.release()
 
     def __enter__(self) -> Self:
         self._entered = True
@@ -416,10 +418,11 @@ class Checkpointer:
         if kind is None:
             self.close()
             return
-        # The others may be dead: nothing is said to them, but what is nearly written is kept.
+        # The other ranks may be dead, so this sends them nothing. But a save that is nearly written
+        # is worth a short wait.
         if self._pending is not None:
             with contextlib.suppress(Exception):
-                self._pending.save.abandon(_LAST_WAIT)
+                self._pending.save.abandon(_WAIT_ON_ERROR)
         if not self._closed:
             self._release()
 
@@ -438,17 +441,17 @@ class Checkpointer:
         if self._access == "read":
             raise _misuse(
                 "save() with access='read'.",
-                "this checkpointer has no right to write.",
-                "make it with access='write'.",
+                "this checkpointer may only read.",
+                "create it with access='write'.",
             )
         if self._newest is not None and step <= self._newest and not self._is_saved(step):
             raise StepOrderError(
                 Explanation(
                     f"step {step} is not after step {self._newest}, the newest checkpoint in {self._directory}.",
-                    cause="the training went on from it and counts again."
-                    if self._is_ours
-                    else "restore() was not called, or the directory is another training's.",
-                    fix="begin to count at the step that restore() returns; for a new training choose "
+                    cause="the training continued from it but started counting again."
+                    if self._newest_is_ours
+                    else "restore() was not called, or the directory belongs to another training.",
+                    fix="count on from the step that restore() returns; for a new training choose "
                     "an empty directory.",
                 ),
                 step=step,
@@ -456,16 +459,16 @@ class Checkpointer:
             )
         return step
 
-    def _go_on_from(self, step: int, *, is_new: bool) -> None:
-        self._newest, self._is_ours = step, True
+    def _set_newest(self, step: int, *, is_new: bool) -> None:
+        self._newest, self._newest_is_ours = step, True
         self._ranks.note_checkpoint(step, is_new=is_new)
 
     def _is_saved(self, step: int) -> bool:
-        return self._is_ours and step == self._newest
+        return self._newest_is_ours and step == self._newest
 
 
 def _versions_of(state: Mapping[str, Any]) -> dict[str, int]:
-    """Return how often each parameter of the models was changed in place, as torch counts it."""
+    """Return torch's count of in-place changes of each parameter of the models."""
     from torch import nn
 
     return {
@@ -485,25 +488,25 @@ def import_file(
     name: str = "model",
     rename: Mapping[str, str] | None = None,
 ) -> CheckpointInfo:
-    """Turn a ``torch.save`` file into the checkpoint of a step that `Checkpointer.restore` can load.
+    """Turn a ``torch.save`` file into a checkpoint that `Checkpointer.restore` can load.
 
-    The file holds a dict of states by name, or the state of one model. What DDP and torch.compile put
-    before the names of parameters is left out. Nothing in the file is executed.
+    The file holds a dict of states by name, or the state of one model. The prefixes that DDP and
+    torch.compile put before the names of parameters are removed. Nothing in the file is executed.
 
     Args:
         file: The file.
         directory: Where the checkpoint goes; as for `Checkpointer`.
         step: Its step.
-        name: What the state is called where the file holds that of one model.
-        rename: Other names for those in the file, such as ``{"state_dict": "model"}``.
+        name: Name of the state if the file holds that of one model.
+        rename: New names for those in the file, such as ``{"state_dict": "model"}``.
 
     Returns:
-        What is known of the checkpoint.
+        What is known about the checkpoint.
 
     Raises:
-        CheckpointConfigError: The file is missing, or holds something else; or a name in `rename` is
-            not in it, or would stand for two states.
-        SaveError: It could not be written.
+        CheckpointConfigError: The file is missing, or holds something else; or `rename` has a name
+            that is not in the file, or gives two states the same name.
+        SaveError: The checkpoint could not be written.
     """
     step = _require_step(step, "import_file")
     tree = _read_foreign(file)
@@ -516,7 +519,7 @@ def import_file(
             Explanation(
                 f"{file} cannot be imported under these names: {problem}.",
                 cause=f"the names in the file are {_quoted(tree)}.",
-                fix="rename names that are in the file, each to a name of its own.",
+                fix="rename only names that are in the file, each to a different name.",
             )
         )
     tree = {named[old]: _without_wrappers(value) for old, value in tree.items()}
@@ -539,7 +542,7 @@ def import_file(
 
 
 def _problem_of_names(named: Mapping[str, object], rename: Mapping[str, object]) -> str:
-    """Return why the states of a file cannot have the names they were given, if they cannot."""
+    """Return why the states of a file cannot have these names; empty if they can."""
     unknown = [old for old in rename if old not in named]
     if unknown:
         return f"it has no {_quoted(unknown)} to rename"
@@ -554,18 +557,18 @@ def _problem_of_names(named: Mapping[str, object], rename: Mapping[str, object])
 
 def _quoted(names: Iterable[object]) -> str:
     shown = [repr(name) for name in names]
-    return ", ".join(shown[:_SHOWN]) + (", …" if len(shown) > _SHOWN else "")
+    return ", ".join(shown[:_MAX_LISTED]) + (", …" if len(shown) > _MAX_LISTED else "")
 
 
 def _read_foreign(file: str | os.PathLike[str]) -> dict[Any, Any]:
-    """Load a file that ddpsafe did not write, without executing anything that is in it.
+    """Load a file that ddpsafe did not write, without executing anything in it.
 
     Raises:
-        CheckpointConfigError: It is missing, is not a file of torch.save, or holds something else.
+        CheckpointConfigError: It is missing, not written by torch.save, or holds something else.
     """
     import torch
 
-    fix = "give a file that torch.save has written."
+    fix = "pass a file that torch.save wrote."
     try:
         tree = torch.load(file, map_location="cpu", weights_only=True)
         if isinstance(tree, dict) and tree:
@@ -577,12 +580,12 @@ def _read_foreign(file: str | os.PathLike[str]) -> dict[Any, Any]:
         fix = "save {name: state_dict} with torch.save, and import that."
     except OSError as exc:
         problem = exc.strerror or str(exc)
-    except Exception as exc:  # noqa: BLE001 - torch raises whatever a foreign file leads it to
+    except Exception as exc:  # noqa: BLE001 - a foreign file can make torch raise anything
         if not zipfile.is_zipfile(file):
-            problem = "it is not a file of torch.save, or only a part of one"
+            problem = "torch.save did not write it, or it is incomplete"
         elif isinstance(exc, pickle.UnpicklingError):
             problem = "weights_only=True does not allow what it holds"
-            fix = "load it where you trust it, and save {name: state_dict} again with torch.save."
+            fix = "if you trust it, load it yourself and save {name: state_dict} again with torch.save."
             with contextlib.suppress(Exception):
                 refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
                 problem += f": {_quoted(refused)}"
@@ -598,7 +601,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _without_wrappers(state: Any) -> Any:
-    """Return a model's state without what DDP and torch.compile put before its names."""
+    """Return a model's state without the prefixes that DDP and torch.compile put before its names."""
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         return state
     is_model = bool(state) and all(map(_is_tensor, state.values()))
@@ -610,41 +613,44 @@ def _without_wrappers(state: Any) -> Any:
 
 
 class _Schedule:
-    """When to save: every so many steps, or about so often, the same on all ranks."""
+    """When to save, the same on all ranks: every so many steps, or about once per duration."""
 
     def __init__(self, every: int | timedelta) -> None:
         self._every = every
         self._saved_s = time.monotonic()
         self._first: tuple[int, float] | None = None
-        self._next_look = 0
-        self._seen: int | None = None
+        self._next_check = 0
+        self._last_step: int | None = None
 
     def note_saved(self) -> None:
-        """Begin to count again."""
+        """Measure the duration from now."""
         self._saved_s = time.monotonic()
 
     def is_due(self, step: int, newest: int | None, ranks: Ranks) -> bool:
-        """Tell whether it is time."""
+        """Return whether it is time."""
         if isinstance(self._every, int):
-            before = newest if newest is not None else self._seen
-            self._seen = step
-            if before is None or before >= step:  # the first call: due at a multiple only
+            before = newest if newest is not None else self._last_step
+            self._last_step = step
+            # No step to count from: due at a multiple only.
+            if before is None or before >= step:
                 return step % self._every == 0 and before != step
             return step // self._every > before // self._every
-        if step < self._next_look:
+        if step < self._next_check:
             return False
         exchange = ranks.begin("is_due()")
         exchange.send(Message(facts={}))
         if ranks.is_main:
-            answer = self._look(step, self._every.total_seconds())
+            answer = self._decide(step, self._every.total_seconds())
             exchange.announce(answer)
         else:
-            answer = exchange.receive(ranks.deadline(), functools.partial(_absent, ranks, step))
-        self._next_look = answer["next"]
+            answer = exchange.receive(
+                ranks.deadline(), functools.partial(_absence_error, ranks, step)
+            )
+        self._next_check = answer["next"]
         return bool(answer["due"])
 
-    def _look(self, step: int, every_s: float) -> dict[str, Any]:
-        """Decide, on rank 0, whether it is time, and at which step to look again."""
+    def _decide(self, step: int, every_s: float) -> dict[str, Any]:
+        """Decide on rank 0 whether it is time, and at which step to check again."""
         now = time.monotonic()
         if self._first is None or step < self._first[0]:
             self._first = (step, now)
@@ -652,16 +658,16 @@ class _Schedule:
         left_s = every_s - (now - self._saved_s)
         due = left_s <= 0
         speed = steps / passed_s if passed_s > 0 else 0.0
-        wait = (every_s if due else left_s) * speed
-        # Never more than twice as far as is known: the first steps are slow.
-        return {"due": due, "next": step + max(1, min(math.floor(wait), max(steps, 1)))}
+        wait_steps = math.floor((every_s if due else left_s) * speed)
+        # Skip no more steps than were measured: the first ones are slow, so the speed is a guess.
+        return {"due": due, "next": step + max(1, min(wait_steps, steps))}
 
 
-def _absent(ranks: Ranks, step: int, absence: Absence) -> SaveError:
+def _absence_error(ranks: Ranks, step: int, absence: Absence) -> SaveError:
     error = SaveError(
         absence.explain(
             ranks,
-            f"tell whether a save is due at step {step}",
+            f"decide whether a save is due at step {step}",
             cause="did not call is_due(), hangs, or is much slower.",
             fix="call is_due() on every rank with the same steps.",
         ),
@@ -673,10 +679,10 @@ def _absent(ranks: Ranks, step: int, absence: Absence) -> SaveError:
 
 
 def read_info(folder: Path) -> CheckpointInfo:
-    """Return what is known of a checkpoint without loading it.
+    """Return what is known about a checkpoint without loading it.
 
     Raises:
-        RestoreError: Its manifest is damaged or newer.
+        RestoreError: Its manifest is damaged, or has a newer format.
     """
     try:
         manifest = read_manifest(folder)
@@ -684,7 +690,7 @@ def read_info(folder: Path) -> CheckpointInfo:
         raise CorruptCheckpointError(
             Explanation(
                 f"The checkpoint {folder} is damaged: {exc}.",
-                cause="the disk fails, or the files were changed, or copied in part.",
+                cause="the disk is failing, or the files were changed or only partly copied.",
                 fix="restore another step.",
             ),
             problems=[str(exc)],
@@ -703,24 +709,24 @@ def read_info(folder: Path) -> CheckpointInfo:
 
 
 def missing_step(directory: Path, step: int) -> MissingCheckpointError:
-    """Return the error of a step that has no checkpoint."""
+    """Make the error for a step that has no checkpoint."""
     return MissingCheckpointError(
         Explanation(
             f"There is no checkpoint of step {step} in {directory}.",
             cause="it was not saved, or has been removed since.",
-            fix="ask for one that is there; see: ddpsafe checkpoint ls DIRECTORY.",
+            fix="choose one that exists; see: ddpsafe checkpoint ls DIRECTORY.",
         )
     )
 
 
-# What a `Checkpointer` is made and called with, validated before anything happens.
+# Validation of the arguments of a `Checkpointer` and its methods, before anything happens.
 
 
 def _require_absolute(directory: object) -> Path:
     """Return the directory as a path.
 
     Raises:
-        CheckpointConfigError: It is relative, or no path.
+        CheckpointConfigError: It is relative, or not a path.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -730,7 +736,7 @@ def _require_absolute(directory: object) -> Path:
         raise _misuse(
             f"{directory!r} is an address, not a directory.",
             "checkpoints need a file system that can rename.",
-            "write to a directory, and copy what is in it to other storage.",
+            "write to a directory, and copy its contents to other storage.",
         )
     try:
         path: Path = TypeAdapter(AbsolutePath).validate_python(directory)
@@ -747,32 +753,36 @@ def _require_absolute(directory: object) -> Path:
 
 
 def _misuse(what: str, cause: str, fix: str) -> CheckpointConfigError:
-    """Word the error of a wrong call."""
+    """Make the error for a wrong call."""
     return CheckpointConfigError(Explanation(f"Checkpointer: {what}", cause=cause, fix=fix))
 
 
 def _check_arguments(
     keep: object, every: object, timeout: object, *, on_failure: str, access: str
 ) -> None:
-    """Refuse what no checkpointer can be made with.
+    """Refuse invalid arguments.
 
     Raises:
-        CheckpointConfigError: As it says.
+        CheckpointConfigError: An argument is invalid.
     """
     if keep is not None and not isinstance(keep, Keep) and not is_whole(keep, 1):
         raise _misuse(
-            f"keep={keep!r}.", "it is a number of checkpoints.", "write keep=1 or more, or None."
+            f"keep={keep!r}.",
+            "it must be a number of checkpoints.",
+            "write keep=1 or more, or None.",
         )
     is_duration = isinstance(every, timedelta) and every > timedelta(0)
     if every is not None and not is_duration and not is_whole(every, 1):
         raise _misuse(
             f"every={every!r}.",
-            "it is a number of steps, or a duration.",
+            "it must be a number of steps, or a duration.",
             "write every=1000, or every=timedelta(minutes=10).",
         )
     if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
         raise _misuse(
-            f"timeout={timeout!r}.", "it is a duration.", "write timeout=timedelta(minutes=30)."
+            f"timeout={timeout!r}.",
+            "it must be a duration longer than zero.",
+            "write timeout=timedelta(minutes=30).",
         )
     for name, value, choices in (
         ("on_failure", on_failure, ("raise", "warn")),
@@ -780,20 +790,20 @@ def _check_arguments(
     ):
         if value not in choices:
             raise _misuse(
-                f"{name}={value!r}.", "there is no such choice.", f"write {' or '.join(choices)}."
+                f"{name}={value!r}.", "this is not a choice.", f"write {' or '.join(choices)}."
             )
 
 
 def _require_step(step: object, call: str) -> int:
-    """Return a step as a number of Python, whatever kind of whole number it is.
+    """Return a step of any integer type as an int.
 
     Raises:
-        CheckpointConfigError: It is none.
+        CheckpointConfigError: It is not an integer, or out of range.
     """
     whole = -1
     if not isinstance(step, bool):
         with contextlib.suppress(TypeError):
-            whole = operator.index(step)  # type: ignore[arg-type]  # what is tried
+            whole = operator.index(step)  # type: ignore[arg-type]  # raises TypeError for others
     if not 0 <= whole < 10**18:
         raise _misuse(
             f"{call}(step={step!r}).",
@@ -806,21 +816,21 @@ def _require_step(step: object, call: str) -> int:
 
 
 def _require_open(*, closed: bool, entered: bool, asynchronous: bool) -> None:
-    """Refuse a call that comes too late, or needs a ``with`` block and has none.
+    """Refuse a call after close(), or an asynchronous save outside of a ``with`` block.
 
     Raises:
-        CheckpointConfigError: As it says.
+        CheckpointConfigError: The call is one of these.
     """
     if closed:
         raise _misuse(
             "this one is closed.",
-            "the with block was left, or close() called.",
-            "make another Checkpointer, or call this one before it is closed.",
+            "its with block has ended, or close() was called.",
+            "create another Checkpointer, or call this one before it is closed.",
         )
     if asynchronous and not entered:
         raise _misuse(
             "save(asynchronous=True) outside of its with block.",
-            "without one, the training may end before the last save has.",
+            "without one, the training may end before its last save is finished.",
             "write: with Checkpointer(…) as checkpointer:",
         )
 
@@ -830,17 +840,17 @@ def _require_numbers(metrics: object, *, ranked_by: str | None) -> dict[str, flo
         return {}
     numbers: dict[str, float | None] = {}
     try:
-        given = {name: float(value) for name, value in dict(metrics).items()}  # type: ignore[call-overload]  # what is tried
+        given = {name: float(value) for name, value in dict(metrics).items()}  # type: ignore[call-overload]  # raises for others
         numbers = {name: value if math.isfinite(value) else None for name, value in given.items()}
-        cause = "" if all(map(is_text, given)) else "a name is not a text that UTF-8 can hold."
-    except Exception as exc:  # noqa: BLE001 - a user's type may refuse in any way
-        cause = f"they are not numbers by name: {exc}"
+        cause = "" if all(map(is_text, given)) else "a name is not a string that UTF-8 can encode."
+    except Exception as exc:  # noqa: BLE001 - a user's type may raise anything
+        cause = f"they are not a mapping of names to numbers: {exc}"
     if cause:
         raise _misuse(f"save(metrics={metrics!r}).", cause, 'write metrics={"loss": 0.3}.')
     if numbers and ranked_by is not None and ranked_by not in numbers:
         raise _misuse(
             f"save(metrics={metrics!r}).",
-            f"Keep(metric={ranked_by!r}) is not among them",
+            f"Keep(metric={ranked_by!r}) is not among them.",
             f'write metrics={{"{ranked_by}": …}}, or another name in Keep(metric=).',
         )
     return numbers
@@ -850,11 +860,11 @@ def _require_plain(metadata: object) -> dict[str, Any]:
     if metadata is None:
         return {}
     try:
-        plain: dict[str, Any] = from_json(dict(metadata))  # type: ignore[call-overload]  # what is tried
+        plain: dict[str, Any] = from_json(dict(metadata))  # type: ignore[call-overload]  # raises for others
     except (TypeError, ValueError, RecursionError) as exc:
         raise _misuse(
             f"save(metadata=…) of {type(metadata).__name__}.",
             f"it is not a mapping that JSON can hold: {exc}",
-            "pass a dict of texts, numbers, lists and dicts; the keys are texts.",
+            "pass a dict of strings, numbers, lists and dicts; the keys must be strings.",
         ) from None
     return plain

@@ -1,10 +1,9 @@
-"""Files whose every byte is checked: a CRC-32 for each block, kept beside the file.
+"""Files of which every byte is checked: a CRC-32 for each block, stored in the manifest.
 
-CRC-32 because it costs least: ISA-L's, made of carry-less multiplications, runs at 27 GB/s on one
-core of an EPYC and at twice that in its cache, so a block is checked on its way and needs no
-thread of its own; zlib's takes 4.2 GB/s, SHA-256 with the processor's own instructions 1.8 GB/s.
-It finds every flipped bit and every burst up to 32 bits; it does not stop an attacker, who can
-compute it.
+CRC-32 costs least. ISA-L's uses carry-less multiplication and runs at 27 GB/s on one core of an EPYC,
+twice that in the cache, so blocks are checked while they are read or written, without another thread.
+zlib's runs at 4.2 GB/s, SHA-256 with the processor's own instructions at 1.8 GB/s. CRC-32 finds every
+flipped bit and every burst of up to 32 bits. It does not stop an attacker, who can compute it.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
 
 BLOCK_BYTES: Final = 2**20
-"""Length of a block; the last one of a file is shorter."""
+"""Length of a block; the last one of a file may be shorter."""
 
-# How much the kernel may keep before the disk is to begin.
-_UNSENT_BYTES: Final = 32 * 2**20
+_WRITEBACK_BYTES: Final = 32 * 2**20
+"""How many bytes to write before the kernel is asked to start writing them to disk."""
 
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
 
@@ -35,15 +34,15 @@ class DamagedFileError(Exception):
 
 
 class ChecksumWriter:
-    """Writes a new file and adds up its checksums.
+    """Writes a new file and computes its checksums.
 
-    An error of the file system is raised by `close` and not by `write`: torch calls that from C++,
-    where an exception does not always get through.
+    An error of the file system is raised by `close` and not by `write`, because torch calls `write`
+    from C++, and an exception does not always get through that.
 
     Attributes:
-        size: Bytes so far.
+        size: Bytes written so far.
         crc32: One checksum for each block, complete after `close`.
-        error: What the file system refused, if it did.
+        error: The first error of the file system, if any.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +59,7 @@ class ChecksumWriter:
         view = memoryview(data).cast("B")
         self.size += len(view)
         for start in range(0, len(view), BLOCK_BYTES):
-            # What has just been summed up is in the cache when the kernel copies it.
+            # Checksum first: the data is then in the cache when the kernel copies it.
             piece = rest = view[start : start + BLOCK_BYTES]
             while len(rest):
                 part = rest[: BLOCK_BYTES - self._in_block]
@@ -79,9 +78,9 @@ class ChecksumWriter:
         return len(view)
 
     def _start_writeback(self, count: int) -> None:
-        """Let the disk begin now; otherwise all of it would be left to the fsync at the end."""
+        """Start writing to disk now, or the fsync at the end would have to write everything."""
         self._unsent += count
-        if self._unsent >= _UNSENT_BYTES:
+        if self._unsent >= _WRITEBACK_BYTES:
             _start_writeback(self._file.fileno(), self._file.tell() - self._unsent, self._unsent)
             self._unsent = 0
 
@@ -90,10 +89,10 @@ class ChecksumWriter:
         self._crc, self._in_block = 0, 0
 
     def flush(self) -> None:
-        """Do nothing: what is written is with the kernel already; torch asks for it."""
+        """Do nothing: the file is unbuffered. torch requires the method."""
 
     def close(self) -> None:
-        """Bring the file to the disk."""
+        """Flush the file to disk and close it."""
         if self._in_block:
             self._end_block()
         try:
@@ -119,10 +118,10 @@ class ChecksumWriter:
 
 
 def _start_writeback(fd: int, offset: int, length: int) -> None:
-    """Let Linux begin to write, without waiting; elsewhere, and where it refuses, the fsync does.
+    """Ask Linux to start writing, without waiting; if it cannot, the fsync writes everything.
 
-    Not posix_fadvise(POSIX_FADV_DONTNEED), which begins too and drops what is written already: a
-    restore would read it from the disk.
+    Not posix_fadvise(POSIX_FADV_DONTNEED): it also starts writing, but drops pages that are already
+    written, and a restore would have to read them from the disk.
     """
     begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if begin is not None:
@@ -130,16 +129,16 @@ def _start_writeback(fd: int, offset: int, length: int) -> None:
 
 
 class VerifiedFile:
-    """A file of a checkpoint, and what it was when it was written; closed by ``with``.
+    """A file of a checkpoint that is checked while it is read; closed by ``with``.
 
     Args:
-        fd: An open descriptor, which it closes.
-        name: What errors call it.
+        fd: An open descriptor; this object closes it.
+        name: Name of the file in errors.
         size: Its length when it was written, in bytes.
         crc32: Its checksums, one for each block.
 
     Raises:
-        DamagedFileError: It is shorter or longer.
+        DamagedFileError: The file is shorter or longer.
     """
 
     def __init__(self, fd: int, name: str, *, size: int, crc32: list[int]) -> None:
@@ -156,21 +155,21 @@ class VerifiedFile:
     def check(self) -> None:
         """Check every block.
 
-        Read, not mapped: where the disk fails, that raises, and a mapping would end the process.
-        What has been read is in the page cache for whoever maps the file next.
+        The file is read, not mapped: a disk error then raises OSError, while a mapping would end the
+        process with SIGBUS. The pages stay in the page cache for a mapping of the file later.
         """
         buffer = memoryview(bytearray(min(BLOCK_BYTES, self._size)))
         for number in range(len(self._crc32)):
             self._read_block(number, buffer)
 
     def read(self, start: int, length: int) -> bytearray:
-        """Return bytes, checked with the blocks that they lie in."""
+        """Return bytes, after checking the blocks that contain them."""
         data = bytearray(length)
         view, at = memoryview(data), start
         buffer = memoryview(bytearray(min(BLOCK_BYTES, self._size)))
         while view:
             number, offset = divmod(at, BLOCK_BYTES)
-            if offset == 0 and len(view) >= BLOCK_BYTES:  # a whole one goes where it belongs
+            if offset == 0 and len(view) >= BLOCK_BYTES:  # read a whole block without another copy
                 count = len(self._read_block(number, view[:BLOCK_BYTES]))
             else:
                 part = self._read_block(number, buffer)[offset : offset + len(view)]

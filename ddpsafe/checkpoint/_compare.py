@@ -1,4 +1,4 @@
-"""A checkpoint in memory is compared with the objects, before any of them is changed."""
+"""Compares a checkpoint in memory with the objects, before any of them is changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ddpsafe.checkpoint._format import OptimizerFacts
     from ddpsafe.checkpoint._restore import Loaded
 
-_SHOWN: Final = 8
+_MAX_LISTED: Final = 8
 _ABSENT: Final = "nothing"
 
 Differences = dict[str, tuple[object, object]]
@@ -44,11 +44,12 @@ def compare(
     """Compare names, tensors, and the parameters of optimizers.
 
     Returns:
-        What stays as it is where it is not strict, and why: names, and paths of tensors of models.
+        What a restore that is not strict leaves unchanged, and why: names, and paths of tensors in
+        models.
 
     Raises:
-        CheckpointMismatchError: With what differs, where it is strict.
-        CheckpointConfigError: A plain value could not be given back.
+        CheckpointMismatchError: Something differs, and the restore is strict.
+        CheckpointConfigError: A plain value could not be put into the mapping.
     """
     import torch
 
@@ -60,9 +61,9 @@ def compare(
     if plain and not isinstance(state, MutableMapping):
         raise CheckpointConfigError(
             Explanation(
-                f"{', '.join(plain)} are plain values, and the mapping cannot be changed.",
-                cause=f"a {type(state).__name__} was passed; a value without "
-                "load_state_dict is given back by putting it into the mapping.",
+                f"{', '.join(plain)} are plain values, but the mapping cannot be changed.",
+                cause=f"a {type(state).__name__} was passed; values without load_state_dict are "
+                "restored by putting them into the mapping.",
                 fix="pass a dict and read the values from it after restore().",
             )
         )
@@ -93,7 +94,7 @@ def _line(saved: object, now: object) -> str:
 
 
 def tensors_of(tree: Any, name: str) -> Tensors:
-    """Return shape and dtype of each tensor of a tree, by its path without the name."""
+    """Return shape and dtype of each tensor in a tree, by its path without the name."""
     import torch
     from torch.nn.parameter import is_lazy
 
@@ -102,7 +103,7 @@ def tensors_of(tree: Any, name: str) -> Tensors:
         if not isinstance(leaf, torch.Tensor) or is_lazy(leaf):
             continue
         shape: tuple[Any, ...] = tuple(leaf.shape) if not leaf.is_nested else ()
-        if leaf.is_nested:  # it has a shape for each of its parts
+        if leaf.is_nested:  # a nested tensor has a shape for each of its parts
             shape = tuple(tuple(each.shape) for each in leaf.unbind())
         found[path.removeprefix(name)] = (shape, str(leaf.dtype).removeprefix("torch."))
     return found
@@ -111,7 +112,7 @@ def tensors_of(tree: Any, name: str) -> Tensors:
 def _compare_tensors(
     name: str, value: Any, saved: Any, unwrap: Callable[[nn.Module], nn.Module]
 ) -> Differences:
-    """Compare the tensors of a model, or of a tensor, which torch would cast without a word."""
+    """Compare a tensor, or those of a model; torch would silently cast a different dtype."""
     import torch
     from torch.nn.parameter import is_lazy
 
@@ -136,23 +137,21 @@ def _compare_tensors(
             facts = (kept[1], own[1])
         differences[f"{name}{path}"] = facts
     for path, leaf in leaves(current, name):
-        if is_lazy(leaf):  # load_state_dict gives it its shape
+        if is_lazy(leaf):  # load_state_dict sets its shape
             differences.pop(path, None)
-        elif (
-            isinstance(leaf, torch.Tensor) and leaf.is_meta
-        ):  # which load_state_dict leaves as it is
+        elif isinstance(leaf, torch.Tensor) and leaf.is_meta:  # load_state_dict would not change it
             differences.setdefault(path, ("values", "on the meta device, which has none"))
     return differences
 
 
 def _compare_optimizers(loaded: Loaded, name: str, value: Any) -> Differences:
-    """Compare classes and parameters: a new optimizer has no state yet to compare with."""
+    """Compare the class and the shapes of the parameters: a new optimizer has no state yet."""
     from torch.optim import Optimizer
 
     if not isinstance(value, Optimizer):
         return {}
     saved, now = loaded.manifest.optimizers.get(name), optimizer_facts(value)
-    if saved is not None and not saved.kind:  # of an imported file: not known
+    if saved is not None and not saved.kind:  # from an imported file, where the class is not known
         return {}
     if saved is None or saved.kind != now.kind:
         return {name: ("no optimizer" if saved is None else saved.kind, now.kind)}
@@ -171,8 +170,8 @@ def _count(facts: OptimizerFacts) -> str:
 
 
 def _list(shapes: list[list[int]]) -> str:
-    shown = [str(tuple(shape)) for shape in shapes[:_SHOWN]]
-    return f"{len(shapes)} of shapes {', '.join(shown)}{', …' if len(shapes) > _SHOWN else ''}"
+    shown = [str(tuple(shape)) for shape in shapes[:_MAX_LISTED]]
+    return f"{len(shapes)} of shapes {', '.join(shown)}{', …' if len(shapes) > _MAX_LISTED else ''}"
 
 
 def _mismatch(loaded: Loaded, differences: Differences) -> CheckpointMismatchError:
@@ -180,23 +179,24 @@ def _mismatch(loaded: Loaded, differences: Differences) -> CheckpointMismatchErr
         f"{path} is not in the checkpoint"
         if saved == _ABSENT and now in ("shared", PER_RANK)
         else f"{path}: {_line(saved, now)}"
-        for path, (saved, now) in list(differences.items())[:_SHOWN]
+        for path, (saved, now) in list(differences.items())[:_MAX_LISTED]
     ]
     number = len(differences)
     wrapper = _find_wrapper(differences)
-    if number > _SHOWN:
-        listed.append(f"… and {number - _SHOWN} more")
+    if number > _MAX_LISTED:
+        listed.append(f"… and {number - _MAX_LISTED} more")
     return CheckpointMismatchError(
         Explanation(
-            f"The checkpoint {loaded.folder} is of other objects: {number} {'differs' if number == 1 else 'differ'}.",
-            cause=f"a wrapper puts {wrapper!r} before the names of the model; DDP's and torch.compile's "
-            "are left out, others are not."
+            f"The checkpoint {loaded.folder} does not fit the objects: "
+            f"{number} {'difference' if number == 1 else 'differences'}.",
+            cause=f"a wrapper puts {wrapper!r} before the names of the model's tensors; ddpsafe removes "
+            "only the prefixes of DDP and torch.compile."
             if wrapper
             else "the model was changed since, or this is another job's directory.",
-            fix="save and restore the model without its wrapper, or with it."
+            fix="use the wrapper both for saving and for restoring, or for neither."
             if wrapper
-            else "build the model as it was, begin in a directory of its own, or restore what fits "
-            "with strict=False.",
+            else "build the model as before, start in a new directory, or restore what fits with "
+            "strict=False.",
             details=listed,
         ),
         differences=differences,
@@ -204,7 +204,7 @@ def _mismatch(loaded: Loaded, differences: Differences) -> CheckpointMismatchErr
 
 
 def _find_wrapper(differences: Differences) -> str:
-    """Return what stands before the names of all tensors that differ, on one side only."""
+    """Return the prefix that all differing tensors have on one side only; empty if there is none."""
     saved = {path for path, (_, now) in differences.items() if now == _ABSENT}
     present = {path for path, (then, _) in differences.items() if then == _ABSENT}
     longer, shorter = sorted((saved, present), key=lambda paths: -max(map(len, paths), default=0))

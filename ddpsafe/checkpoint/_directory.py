@@ -5,10 +5,10 @@
     <directory>/
       step-000000000200/         complete: it was renamed into place after everything was on disk
       latest -> step-000000000200
-      .saving-000000000300-<id>/ being written, or left by a job that died meanwhile
-      .deleting-…/               on its way out
-      .aside-step-…/             was found damaged, or left behind by a rollback; of the last restore
-      .lock                      who writes here
+      .saving-000000000300-<id>/ being written, or left over from a job that died while saving
+      .deleting-…/               being deleted
+      .aside-step-…/             set aside by the last restore: damaged, or newer than the restored one
+      .lock                      which job writes here
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ _SAVING: Final = ".saving-"
 _DELETING: Final = ".deleting-"
 LATEST: Final = "latest"
 
-SEE: Final = timedelta(seconds=5)
+VISIBLE_WITHIN: Final = timedelta(seconds=5)
 """How long a network file system may take to show one host what another has written."""
 
-_PAUSE_S: Final = 0.1
+_POLL_S: Final = 0.1
 
 
 def folder_name(step: int) -> str:
-    """Return the name of a step's checkpoint; names sort as steps do."""
+    """Return the name of a step's folder; names sort like steps up to 12 digits."""
     return f"step-{step:012}"
 
 
 def step_of(name: str) -> int | None:
-    """Return the step whose checkpoint a folder of that name holds, if it is one."""
+    """Return the step that a folder's name stands for; ``None`` for other names."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and name == folder_name(int(match[1])) else None
 
@@ -82,7 +82,7 @@ def _names(directory: Path) -> list[str]:
 
 @contextlib.contextmanager
 def unfinished(directory: Path, step: int) -> Iterator[Path]:
-    """Make a folder to write a checkpoint into; it goes again when that fails."""
+    """Make a folder to write a checkpoint into; remove it if the block raises."""
     folder = directory / f"{_SAVING}{step:012}-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     try:
@@ -93,17 +93,17 @@ def unfinished(directory: Path, step: int) -> Iterator[Path]:
 
 
 def _delete(path: Path) -> None:
-    """Remove what is there, as far as that goes: a folder, or a link or a file in its place."""
-    shutil.rmtree(path, ignore_errors=True)  # which leaves a link alone
+    """Remove a folder, or a link or a file in its place, as far as possible."""
+    shutil.rmtree(path, ignore_errors=True)  # it does not remove a link
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def publish(folder: Path, step: int) -> Path:
-    """Make a finished folder the checkpoint of its step, on disk too, or not at all.
+    """Make a finished folder the checkpoint of its step, safely on disk, or not at all.
 
     Raises:
-        FileExistsError: That step has one.
+        FileExistsError: That step already has a checkpoint.
         OSError: The file system refused it.
     """
     directory = folder.parent
@@ -119,7 +119,7 @@ def publish(folder: Path, step: int) -> Path:
         raise
     try:
         sync_directory(directory)
-    except OSError:  # it may not outlast a crash: it must not look as if it were saved
+    except OSError:  # a crash may undo the rename, so the step must not look as if it were saved
         with contextlib.suppress(OSError):
             final.rename(folder)
         raise
@@ -128,9 +128,9 @@ def publish(folder: Path, step: int) -> Path:
 
 
 def _point_to(final: Path) -> None:
-    """Renew the link for people and scripts; nothing here reads it."""
+    """Update the link for people and scripts; ddpsafe does not read it."""
     scratch = final.parent / f".{LATEST}-{uuid.uuid4().hex[:8]}"
-    with contextlib.suppress(OSError):  # some file systems have no links
+    with contextlib.suppress(OSError):  # some file systems have no symbolic links
         scratch.symlink_to(final.name)
         try:
             scratch.replace(final.parent / LATEST)
@@ -139,7 +139,7 @@ def _point_to(final: Path) -> None:
 
 
 def sync_directory(path: Path | str) -> None:
-    """Bring a directory's entries to the disk."""
+    """Flush a directory's entries to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -151,20 +151,20 @@ def sync_directory(path: Path | str) -> None:
 
 
 _IN_THE_WAY: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
-# Of network file systems that sync entries always.
+# From network file systems that cannot fsync a directory because they always write entries at once.
 _CANNOT_SYNC: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """Which checkpoints stay when a new one is saved; each rule adds to the others.
+    """Which checkpoints stay when a new one is saved. A checkpoint stays if any rule keeps it.
 
     Attributes:
-        newest: So many of the newest; ``None`` for all.
-        every: Also, for ever, those whose step is a multiple of this.
-        best: Also so many with the best `metric`.
-        metric: Its name among the ``metrics`` given to `Checkpointer.save`.
-        mode: Whether the smallest or the largest is the best.
+        newest: Keep this many of the newest; ``None`` for all.
+        every: Also keep, for ever, those whose step is a multiple of this.
+        best: Also keep this many with the best `metric`.
+        metric: Name of the metric among the ``metrics`` passed to `Checkpointer.save`.
+        mode: Whether the smallest or the largest value is the best.
     """
 
     newest: int | None = 3
@@ -174,12 +174,12 @@ class Keep:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        """Refuse rules that keep nothing, or that lack their half."""
+        """Refuse rules that keep nothing, and `best` without `metric` or the reverse."""
         problem = ""
         if not (self.newest is None or is_whole(self.newest, 1)):
-            problem = f"newest={self.newest!r} is not a number of checkpoints from 1, nor None"
+            problem = f"newest={self.newest!r} is neither a number of checkpoints from 1 nor None"
         elif not (self.every is None or is_whole(self.every, 1)):
-            problem = f"every={self.every!r} is not a number of steps from 1, nor None"
+            problem = f"every={self.every!r} is neither a number of steps from 1 nor None"
         elif not is_whole(self.best, 0):
             problem = f"best={self.best!r} is not a number of checkpoints from 0"
         elif (self.best > 0) != isinstance(self.metric, str):
@@ -196,17 +196,17 @@ class Keep:
             )
 
     def needs_metrics(self) -> bool:
-        """Tell whether the metrics of the checkpoints decide."""
+        """Return whether the choice depends on the metrics of the checkpoints."""
         return self.best > 0 and self.newest is not None
 
     def find_doomed(
         self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float | None]]
     ) -> list[int]:
-        """Return the steps that go.
+        """Return the steps to remove.
 
         Args:
-            steps: Those that are there, newest first.
-            metrics: Theirs, by step; of two that are equally good, the newer one stays.
+            steps: The existing steps, newest first.
+            metrics: Their metrics. Of two equally good checkpoints, the newer one stays.
         """
         if self.newest is None:
             return []
@@ -225,21 +225,21 @@ class Keep:
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Tell whether a value is an integer from `least` on; a bool does not count."""
+    """Return whether a value is an integer of at least `least`; a bool is not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 Metrics = dict[int, dict[str, float | None]]
-"""Of checkpoints, by step."""
+"""Metrics of checkpoints, by step."""
 
 
 def prune(directory: Path, keep: Keep, metrics: Metrics) -> list[str]:
-    """Remove the checkpoints that do not stay; return why some could not be.
+    """Remove the checkpoints that `keep` does not keep; return why some could not be removed.
 
     Args:
         directory: Where they are.
-        keep: Which stay.
-        metrics: Those that are known; others are read from the checkpoints, and noted here.
+        keep: Which ones stay.
+        metrics: Metrics read so far. Missing ones are read from the checkpoints and added.
     """
     try:
         steps = complete_steps(directory)
@@ -253,7 +253,7 @@ def prune(directory: Path, keep: Keep, metrics: Metrics) -> list[str]:
         return [str(exc)]
     problems = []
     for step in doomed:
-        # Out of sight first, so that one that is half gone never looks complete.
+        # Rename it first, so that a partly deleted checkpoint never looks complete.
         name = folder_name(step)
         hidden = directory / f"{_DELETING}{name}-{uuid.uuid4().hex[:8]}"
         try:
@@ -268,14 +268,14 @@ def prune(directory: Path, keep: Keep, metrics: Metrics) -> list[str]:
 
 
 def set_aside(directory: Path, steps: Sequence[int]) -> list[Path]:
-    """Take checkpoints out of the row, for a person to look at; those set aside before go."""
+    """Hide checkpoints from restores but keep them for inspection; remove those set aside before."""
     for old in directory.glob(f"{_ASIDE}*"):
         _delete(old)
     targets = []
     for step in steps:
         name = folder_name(step)
         target = directory / f"{_ASIDE}{name}-{uuid.uuid4().hex[:8]}"
-        with contextlib.suppress(FileNotFoundError):  # only another node shows it
+        with contextlib.suppress(FileNotFoundError):  # only another node sees it
             (directory / name).rename(target)
             targets.append(target)
     sync_directory(directory)
@@ -289,29 +289,29 @@ def set_aside(directory: Path, steps: Sequence[int]) -> list[Path]:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what jobs left that died while they saved or deleted; only the lock's owner may."""
+    """Remove leftovers of jobs that died while saving or deleting; only the lock's owner may."""
     for name in _names(directory):
         if name.startswith((_SAVING, _DELETING, f".{LATEST}-")):
             _delete(directory / name)
 
 
 def free_bytes(directory: Path) -> int:
-    """Return what a process without privileges may still write."""
+    """Return how many bytes an unprivileged process can still write."""
     facts = os.statvfs(directory)
     return facts.f_bavail * facts.f_frsize
 
 
 def open_directory(ranks: Ranks, directory: Path) -> tuple[DirectoryLock | None, int | None]:
-    """Make the directory this job's, all ranks together.
+    """Create and lock the directory on rank 0, and make sure that every rank sees it.
 
     Returns:
-        The lock, on rank 0, and the newest step that is there.
+        The lock, on rank 0 only, and the newest step in the directory.
 
     Raises:
         DirectoryError: It cannot be written to, or is not the same for all ranks.
-        DirectoryLockedError: Another job has it.
+        DirectoryLockedError: Another job holds the lock.
     """
-    absent = functools.partial(_absent, ranks, directory)
+    absence_error = functools.partial(_absence_error, ranks, directory)
     opening, seeing = (ranks.begin("Checkpointer()") for _ in range(2))
     locks: list[DirectoryLock] = []
 
@@ -326,7 +326,7 @@ def open_directory(ranks: Ranks, directory: Path) -> tuple[DirectoryLock | None,
                 Explanation(
                     f"rank 0 cannot write checkpoints to {directory}: {exc}.",
                     cause=find_cause(directory, exc),
-                    fix="choose a directory that this user may read and write.",
+                    fix="choose a directory that this user can read and write.",
                 ),
                 rank=0,
             ) from exc
@@ -344,7 +344,8 @@ def open_directory(ranks: Ranks, directory: Path) -> tuple[DirectoryLock | None,
             ]
             raise DirectoryError(
                 Explanation(
-                    f"{ranks_text(blind)} on {', '.join(hosts)} does not see what rank 0 wrote to {directory}.",
+                    f"rank 0 wrote to {directory}, but {ranks_text(blind)} on {', '.join(hosts)} cannot "
+                    "see it.",
                     cause="the directory is not shared between the nodes, a mount is missing there, or "
                     "the ranks were given different paths.",
                     fix="give every rank the same directory on storage that all nodes share.",
@@ -357,10 +358,10 @@ def open_directory(ranks: Ranks, directory: Path) -> tuple[DirectoryLock | None,
 
     try:
         opening.send(Message(facts={}))
-        facts = opening.agree(lead, absent)
+        facts = opening.agree(lead, absence_error)
         sees = ranks.is_main or _sees(directory, facts["id"])
         seeing.send(Message(facts={"sees": sees, "host": ranks.host, "directory": str(directory)}))
-        seeing.agree(require_seen, absent)
+        seeing.agree(require_seen, absence_error)
     except BaseException:
         for lock in locks:
             lock.release()
@@ -369,17 +370,18 @@ def open_directory(ranks: Ranks, directory: Path) -> tuple[DirectoryLock | None,
 
 
 def _make(directory: Path) -> None:
-    """Make the directory, and bring its entries above to the disk: it may hold the only checkpoint."""
-    new = [directory, *directory.parents]
-    new = [path for path in new if not path.exists()]
+    """Create the directory and flush it to disk, as it may hold the only checkpoint."""
+    new = [path for path in [directory, *directory.parents] if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in new:
-        with contextlib.suppress(PermissionError):  # the parent may be closed to this user
+        with contextlib.suppress(
+            PermissionError
+        ):  # this user may not be allowed to open the parent
             sync_directory(path.parent)
 
 
 def list_steps(directory: Path) -> list[int]:
-    """Return the steps that have a checkpoint, newest first; none where there is no directory.
+    """Return the steps that have a checkpoint, newest first; none if the directory does not exist.
 
     Raises:
         DirectoryError: It cannot be read.
@@ -391,13 +393,13 @@ def list_steps(directory: Path) -> list[int]:
             Explanation(
                 f"The checkpoints in {directory} cannot be read: {exc}.",
                 cause=find_cause(directory, exc),
-                fix="give the directory that a Checkpointer has written to.",
+                fix="pass the directory that a Checkpointer has written to.",
             )
         ) from exc
 
 
 def find_cause(directory: Path, exc: OSError) -> str:
-    """Tell why a file system refused something below a directory."""
+    """Return why a file system refused an operation in a directory."""
     with contextlib.suppress(OSError):
         if directory.is_symlink() and not directory.exists():
             return f"it is a link to {directory.readlink()}, which does not exist."
@@ -408,43 +410,44 @@ def find_cause(directory: Path, exc: OSError) -> str:
 
 _CAUSES: Final = {
     errno.EROFS: "the file system is mounted read-only.",
-    errno.EACCES: "it belongs to another user, and this one has no right to that.",
-    errno.EPERM: "it belongs to another user, and this one has no right to that.",
-    errno.ENOENT: "the directory, or a part of its path, is not there.",
+    errno.EACCES: "it belongs to another user, and this one has no permission.",
+    errno.EPERM: "it belongs to another user, and this one has no permission.",
+    errno.ENOENT: "the directory, or a part of its path, does not exist.",
     errno.ENOTDIR: "a part of its path is not a directory.",
     errno.ENOSPC: "the disk is full, or has no inodes left.",
     errno.EDQUOT: "this user's quota is used up.",
-    errno.EFBIG: "it is larger than the file system, or a limit such as ulimit -f, allows.",
+    errno.EFBIG: "the file is larger than the file system, or a limit such as ulimit -f, allows.",
     errno.EIO: "the disk has failed; see dmesg.",
-    errno.ESTALE: "the network mount was exported again or has gone.",
-    errno.ETIMEDOUT: "its storage does not answer.",
-    errno.EMFILE: "this process has as many files open as it may; see ulimit -n.",
-    errno.ENFILE: "this host has as many files open as it may.",
+    errno.ESTALE: "the network mount was exported again or no longer exists.",
+    errno.ETIMEDOUT: "its storage does not respond.",
+    errno.EMFILE: "this process has reached its limit of open files; see ulimit -n.",
+    errno.ENFILE: "this host has reached its limit of open files.",
     errno.ENOMEM: "this host, or this job's share of it, has no memory left.",
 }
 
 
 def _sees(directory: Path, lock_id: str) -> bool:
-    """Look until this host shows the lock that rank 0 has written, or does not in time."""
-    deadline = Deadline.after(SEE)
+    """Wait until this host shows the lock that rank 0 has written; return False if it does not."""
+    deadline = Deadline.after(VISIBLE_WITHIN)
     while True:
         with contextlib.suppress(OSError):
-            os.listdir(directory)  # noqa: PTH208 - makes NFS look again
+            os.listdir(directory)  # noqa: PTH208 - makes NFS refresh its cache of the directory
         owner = read_owner(directory)
         if owner is not None and owner.id == lock_id:
             return True
         if deadline.expired():
             return False
-        time.sleep(_PAUSE_S)
+        time.sleep(_POLL_S)
 
 
-def _absent(ranks: Ranks, directory: Path, absence: Absence) -> CheckpointError:
+def _absence_error(ranks: Ranks, directory: Path, absence: Absence) -> CheckpointError:
     error = DirectoryError(
         absence.explain(
             ranks,
             f"open {directory}",
-            cause="made no Checkpointer, hangs, or waits for a file system that does not answer.",
-            fix="make the Checkpointer on every rank, at the same place of the script.",
+            cause="did not create a Checkpointer, hangs, or waits for a file system that does not "
+            "respond.",
+            fix="create the Checkpointer on every rank, at the same point of the script.",
         ),
         rank=absence.ranks[0],
     )

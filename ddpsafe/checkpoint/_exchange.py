@@ -1,8 +1,8 @@
-"""Exchanges: how the ranks that save and restore together agree, over the store.
+"""Exchanges: how the ranks agree over the store while they save and restore.
 
-In an exchange every rank sends rank 0 a message, and rank 0 announces one answer. A rank that failed
-says so; a rank whose process has ended is noticed while the others wait for it. No rank waits in a
-collective, which would not end when a peer dies.
+In an exchange every rank sends rank 0 a message, and rank 0 announces one answer. A rank that fails
+reports it, and the ranks that wait notice when a process has exited. No rank waits in a collective,
+which would not end when a peer dies.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
     from ddpsafe._worker.store_sync import Control
 
     Decide = Callable[[dict[int, "Message"]], dict[str, Any]]
-    Absent = Callable[["Absence"], errors.CheckpointError]
+    MakeError = Callable[["Absence"], errors.CheckpointError]
 
 BEAT_S: Final = 5.0
-"""How often a rank shows those on other hosts that it lives."""
+"""How often a rank renews the heartbeat that ranks on other hosts see."""
 SILENCE_S: Final = 30.0
-"""A rank on another host that shows nothing for so long has ended, or its host has."""
-_LOOK_S: Final = 0.25
-"""How often a waiting rank looks whether the others live."""
+"""A rank on another host counts as lost if its heartbeat has not changed for this long."""
+_CHECK_S: Final = 0.25
+"""How often a waiting rank checks that the others are alive."""
 
-_MAX_TEXT: Final = 4_000
+_MAX_ERROR_CHARS: Final = 4_000
 _NOT_FACTS: Final = {"explanation", "exit_code", "origin"}
-_number_of_ranks = itertools.count()
+_ranks_counter = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class Message:
     Attributes:
         facts: Plain values.
         data: Bytes that go with them.
-        failure: What it failed with, as `to_wire` has it; ``None`` where it did not.
-        call: The call that it belongs to; set when it is sent.
+        failure: The sender's error as `to_wire` describes it; ``None`` if it has not failed.
+        call: The call that it belongs to; set by `Exchange.send`.
     """
 
     facts: dict[str, Any]
@@ -66,25 +66,25 @@ class Message:
     call: str = ""
 
     def dumps(self) -> bytes:
-        """Return it as bytes: a line of JSON and what goes with it."""
+        """Return it as bytes: a line of JSON, then `data`."""
         head = {"facts": self.facts, "failure": self.failure, "call": self.call}
         return json.dumps(head).encode() + b"\n" + self.data
 
     @classmethod
     def loads(cls, raw: bytes) -> Message:
-        """Read it back."""
+        """Read a message from its bytes."""
         head, _, data = raw.partition(b"\n")
         return cls(data=data, **json.loads(head))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absence:
-    """Ranks that were waited for and did not come.
+    """Ranks that did not send the message that another rank waited for.
 
     Attributes:
-        ranks: Which.
-        waited_s: How long, in seconds.
-        lost: How it shows that the first of them will never come; empty where it still may.
+        ranks: Those ranks.
+        waited_s: How long the other rank waited, in seconds.
+        lost: Why the first of them will never send it; empty if it still may.
     """
 
     ranks: list[int]
@@ -93,24 +93,24 @@ class Absence:
 
     @property
     def origin(self) -> Origin:
-        """Whether a rank has ended, or took too long: `DDPSafeError.origin`."""
+        """Whether a rank is lost or took too long, as `DDPSafeError.origin`."""
         return "peer-lost" if self.lost else "timeout"
 
     def explain(self, who: object, doing: str, *, cause: str, fix: str) -> Explanation:
-        """Explain what the others were doing, and what ended it.
+        """Explain what the ranks were doing, and why it failed.
 
         Args:
             who: The rank that waited.
-            doing: What the ranks were to do, as after "to".
-            cause: Why the ranks may not have come in time.
-            fix: What helps against that.
+            doing: What the ranks were doing, as an infinitive without "to".
+            cause: Why the ranks may be late; a predicate that follows their names.
+            fix: What to do about that.
         """
-        gone = self.ranks[0]
+        first = self.ranks[0]
         if self.lost:
             return Explanation(
-                f"{who} cannot {doing}: rank {gone} is gone (noticed after {self.waited_s:.1f} s).",
+                f"{who} cannot {doing}: rank {first} is lost (noticed after {self.waited_s:.1f} s).",
                 cause=self.lost,
-                fix=f"look at the last lines of rank {gone}'s output; what was saved before is "
+                fix=f"look at the last lines of rank {first}'s output; earlier checkpoints are "
                 "unharmed.",
             )
         names = ranks_text(self.ranks)
@@ -123,7 +123,7 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """A rank's process, as it describes itself to the others."""
+    """The identity of a rank's process, as it is sent to the other ranks."""
 
     host: str
     kernel: str
@@ -132,7 +132,7 @@ class _Process:
 
     @classmethod
     def myself(cls) -> _Process:
-        """Describe this one."""
+        """Describe this process."""
         try:
             namespace = str(Path("/proc/self/ns/pid").readlink())
         except OSError:
@@ -141,82 +141,90 @@ class _Process:
         return cls(socket.gethostname(), f"{boot_id()} {namespace}", pid, _start_of(pid) or "")
 
     def has_ended(self) -> bool:
-        """Tell whether a process of this kernel and pid namespace has ended."""
+        """Return whether it has exited; only for processes of this kernel and pid namespace."""
         return bool(self.started) and _start_of(self.pid) != self.started
 
 
 def _start_of(pid: int) -> str | None:
-    """Return when a process started, in ticks since the boot; ``None`` once it has ended."""
+    """Return when a process started, in clock ticks since boot; ``None`` once it has exited.
+
+    With the pid it identifies a process even after the kernel has given the pid to another one.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name, in parentheses, may hold anything
+    # The name, in parentheses, may contain anything, parentheses too. The state is field 3 of proc(5),
+    # Z for a zombie and X for a dead process, and the start time is field 22.
+    fields = text.rpartition(")")[2].split()
     return None if fields[0] in ("Z", "X") else fields[19]
 
 
-class _Lives:
-    """Which of the other ranks live: processes of this host by pid, others by what they show.
+class _PeerWatch:
+    """Finds ranks that have exited: on this host by their process, on others by their heartbeat.
 
-    A thread shows that this rank lives. It keeps nothing but the connection, so that it ends with
-    the `Ranks` that made this.
+    A thread renews this rank's own heartbeat. It refers only to the connection, not to this object,
+    so that it can be stopped when the `Ranks` that made this is garbage-collected.
     """
 
     def __init__(self, control: Control, name: str, rank: int, *, on_many_hosts: bool) -> None:
         self._control = control
         self._name = name
         self._myself = _Process.myself()
-        self._known: dict[int, _Process] = {}
-        self._shown: dict[int, tuple[bytes | None, float, float]] = {}
-        self._next_look_s = 0.0
+        self._processes: dict[int, _Process] = {}
+        # By rank: its heartbeat, since when it has been unchanged, and when it was last read.
+        self._heartbeats: dict[int, tuple[bytes | None, float, float]] = {}
+        self._next_check_s = 0.0
         self._stop = threading.Event()
         control.put(f"{name}/process/{rank}", json.dumps(asdict(self._myself)).encode())
         if on_many_hosts:
             work = (control, f"{name}/beat/{rank}", self._stop)
-            threading.Thread(target=_beat, args=work, name="ddpsafe-lives", daemon=True).start()
+            threading.Thread(target=_beat, args=work, name="ddpsafe-beat", daemon=True).start()
 
     def stop(self) -> None:
-        """Show nothing any more."""
+        """Stop this rank's heartbeat."""
         self._stop.set()
 
     def find_lost(
-        self, ranks: Collection[int], has_come: Callable[[int], bool]
+        self, ranks: Collection[int], has_sent: Callable[[int], bool]
     ) -> tuple[int, str] | None:
-        """Return the first of the ranks that has ended and has not come before, and how it shows."""
+        """Return the first rank that is lost and has not sent its message, and why it is lost."""
         now = time.monotonic()
-        if now < self._next_look_s:
+        if now < self._next_check_s:
             return None
-        self._next_look_s = now + _LOOK_S
+        self._next_check_s = now + _CHECK_S
         for rank in ranks:
-            how = self._how_lost(rank, now)
-            if how and not has_come(rank):
-                return rank, how
+            why = self._why_lost(rank, now)
+            if why and not has_sent(rank):
+                return rank, why
         return None
 
-    def _how_lost(self, rank: int, now: float) -> str:
+    def _why_lost(self, rank: int, now: float) -> str:
         departed = self._control.departure()
         if departed is not None and departed.rank == rank:
             return f"it has failed: {departed.error}"
-        if rank not in self._known:
-            raw = _look(self._control, f"{self._name}/process/{rank}")
+        if rank not in self._processes:
+            raw = _read(self._control, f"{self._name}/process/{rank}")
             if raw is None:
                 return ""
-            self._known[rank] = _Process(**json.loads(raw))
-        process = self._known[rank]
+            self._processes[rank] = _Process(**json.loads(raw))
+        process = self._processes[rank]
         if process.kernel == self._myself.kernel:
             where = f"{process.pid} on {process.host}"
             return f"its process {where} has ended." if process.has_ended() else ""
         silent = self._is_silent(rank, now)
-        return f"nothing has come from {process.host} for {SILENCE_S:g} s." if silent else ""
+        return (
+            f"it has sent no heartbeat from {process.host} for {SILENCE_S:g} s." if silent else ""
+        )
 
     def _is_silent(self, rank: int, now: float) -> bool:
-        shown = _look(self._control, f"{self._name}/beat/{rank}")
-        before, since_s, looked_s = self._shown.get(rank, (None, now, now))
-        # Only what is seen while looking counts: between two waits, or while this process was
-        # suspended, no rank looks. A rank that never showed anything does not on this network.
-        if shown is None or shown != before or now - looked_s > 2 * BEAT_S:
+        beat = _read(self._control, f"{self._name}/beat/{rank}")
+        before, since_s, read_s = self._heartbeats.get(rank, (None, now, now))
+        # Count only the time in which this rank kept reading: it does not read between two waits,
+        # nor while its process is suspended. A rank without any heartbeat does not count as silent.
+        if beat is None or beat != before or now - read_s > 2 * BEAT_S:
             since_s = now
-        self._shown[rank] = (shown, since_s, now)
+        self._heartbeats[rank] = (beat, since_s, now)
         return now - since_s > SILENCE_S
 
 
@@ -224,28 +232,30 @@ def _beat(control: Control, key: str, stop: threading.Event) -> None:
     for number in itertools.count():
         try:
             control.put(key, str(number).encode())
-        except Exception:  # noqa: BLE001 - the store has gone, and with it those who look
+        except Exception:  # noqa: BLE001 - without the store, no rank can read the heartbeat
             return
         if stop.wait(BEAT_S):
             return
 
 
-def _look(control: Control, key: str) -> bytes | None:
+def _read(control: Control, key: str) -> bytes | None:
+    """Return the value of a key, or ``None`` if it is not set; without waiting."""
     return control.take(key, deadline=Deadline.after(timedelta(0)))
 
 
 class Ranks:
-    """This rank among the ranks of the job; alone where there is no process group.
+    """This rank among the ranks of the job; a world of one without a process group.
 
     Args:
-        timeout: How long rank 0 may take, and the others, in one exchange.
+        timeout: How long an exchange may wait for rank 0, or for the other ranks.
 
     Attributes:
         rank: This rank.
-        world_size: How many there are.
+        world_size: Number of ranks.
         host: Name of this rank's host.
         timeout: As given.
-        read_keys: Keys of the last exchange, to be removed once all are in the next one.
+        read_keys: Keys that rank 0 has written or read, to be removed once all ranks are in the next
+            exchange.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -257,51 +267,51 @@ class Ranks:
         self.world_size = self._context.world_size if self._control is not None else 1
         self.host = socket.gethostname()
         self.timeout = timeout
-        self._name = f"checkpoint/{next(_number_of_ranks)}"
+        self._name = f"checkpoint/{next(_ranks_counter)}"
         self._exchanges = itertools.count()
         self.read_keys: list[str] = []
-        self._lives: _Lives | None = None
+        self._peers: _PeerWatch | None = None
         if self._control is not None and self.world_size > 1:
             several = self._context.world.local_world_size != self.world_size
-            self._lives = _Lives(self._control, self._name, self.rank, on_many_hosts=several)
-            weakref.finalize(self, self._lives.stop)
+            self._peers = _PeerWatch(self._control, self._name, self.rank, on_many_hosts=several)
+            weakref.finalize(self, self._peers.stop)
 
     @property
     def is_main(self) -> bool:
-        """True on the rank that writes."""
+        """True on rank 0, which writes the checkpoint."""
         return self._context.is_main
 
     def __str__(self) -> str:
         return f"{self._context.world} on {self.host} in attempt {self._context.attempt}"
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model inside DDP and compile wrappers."""
+        """Return the model inside the wrappers of DDP and torch.compile."""
         return self._context.unwrap(model)
 
     def note_checkpoint(self, step: int, *, is_new: bool) -> None:
-        """Tell the launcher, where ddpsafe started this rank, which checkpoint it goes on from."""
+        """Report the newest saved or restored step to the launcher, if ddpsafe started this rank."""
         from ddpsafe._worker.environment import note_checkpoint
 
         note_checkpoint(step, is_new=is_new)
 
     def note_folder(self, path: Path) -> None:
-        """Tell the launcher, where ddpsafe started this rank, where the checkpoints are."""
+        """Report the directory of the checkpoints to the launcher, if ddpsafe started this rank."""
         from ddpsafe._worker.environment import note_checkpoint_folder
 
         note_checkpoint_folder(str(path))
 
     def note_saving(self) -> None:
-        """Tell the launcher, where ddpsafe started this rank, that it has begun to save."""
+        """Report the begin of a save to the launcher, if ddpsafe started this rank."""
         from ddpsafe._worker.environment import note_saving
 
         note_saving()
 
     def begin(self, call: str) -> Exchange:
-        """Begin the next exchange; every rank does, in the same order, in the same call."""
+        """Begin the next exchange. Every rank must begin the same ones in the same order."""
         return Exchange(self, self._control, f"{self._name}/{next(self._exchanges)}", call)
 
-    def forget(self, control: Control | None) -> None:
-        """Remove what was said in exchanges that are over: the store would grow with every save."""
+    def drop_read_keys(self, control: Control | None) -> None:
+        """Remove the messages of finished exchanges, or the store would grow with every save."""
         keys, self.read_keys = self.read_keys, []
         for key in keys:
             if control is not None:
@@ -312,23 +322,23 @@ class Ranks:
         return Deadline.after(self.timeout)
 
     def find_lost(
-        self, ranks: Collection[int], has_come: Callable[[int], bool]
+        self, ranks: Collection[int], has_sent: Callable[[int], bool]
     ) -> tuple[int, str] | None:
-        """Return one of the ranks that has ended and has not come, and how it shows, if one has."""
-        return None if self._lives is None else self._lives.find_lost(ranks, has_come)
+        """Return a rank that is lost and has not sent its message, and why it is lost, if any."""
+        return None if self._peers is None else self._peers.find_lost(ranks, has_sent)
 
     def has_ended(self, rank: int) -> bool:
-        """Tell whether a rank is known to have ended."""
+        """Return whether a rank is known to be lost."""
         return self.find_lost([rank], lambda _: False) is not None
 
     def close(self) -> None:
-        """Show the others no sign of life any more."""
-        if self._lives is not None:
-            self._lives.stop()
+        """Stop this rank's heartbeat."""
+        if self._peers is not None:
+            self._peers.stop()
 
 
 class Exchange:
-    """All ranks send rank 0 a message, rank 0 answers all."""
+    """All ranks send rank 0 a message, and rank 0 sends all of them one answer."""
 
     def __init__(self, ranks: Ranks, control: Control | None, name: str, call: str) -> None:
         self._ranks = ranks
@@ -338,51 +348,51 @@ class Exchange:
         self._mine: Message | None = None
 
     def send(self, message: Message) -> None:
-        """Send rank 0 this rank's message, without waiting for it."""
+        """Send this rank's message to rank 0 without waiting."""
         message = replace(message, call=self._call)
         if self._ranks.rank == 0:
             self._mine = message
         if self._control is not None:
-            here = b"here" if self._ranks.rank == 0 else message.dumps()
-            # A store that has gone with rank 0 shows, and is told, when this rank waits for the answer.
+            data = b"here" if self._ranks.rank == 0 else message.dumps()
+            # If the store ended with rank 0, this rank reports it when it waits for the answer.
             with contextlib.suppress(*(() if self._ranks.is_main else (RuntimeError,))):
-                self._control.put(self._key(self._ranks.rank), here)
+                self._control.put(self._key(self._ranks.rank), data)
 
     def _key(self, rank: int) -> str:
         return f"{self._name}/{rank}"
 
-    def agree(self, decide: Decide, absent: Absent) -> dict[str, Any]:
-        """Let rank 0 decide on what all ranks sent, and give every rank its answer.
+    def agree(self, decide: Decide, absence_error: MakeError) -> dict[str, Any]:
+        """Let rank 0 decide by the messages of all ranks, and return its answer on every rank.
 
         Args:
-            decide: Makes the answer of the ranks' messages, on rank 0; what it raises, all raise.
-            absent: Makes the error of ranks that do not come.
+            decide: Makes the answer from the messages, on rank 0. If it raises, every rank raises.
+            absence_error: Makes the error for ranks that did not send their message.
 
         Returns:
             The answer.
 
         Raises:
-            CheckpointError: A rank failed, did not come, or rank 0 did not accept its message.
+            CheckpointError: A rank failed, or sent nothing, or rank 0 rejected its message.
         """
         deadline = self._ranks.deadline()
         if not self._ranks.is_main:
-            return self.receive(deadline, absent)
+            return self.receive(deadline, absence_error)
         try:
-            answer = decide(self.gather(deadline, absent))
+            answer = decide(self.gather(deadline, absence_error))
         except BaseException as exc:
             self.announce(error=exc)
             raise
         self.announce(answer)
         return answer
 
-    def gather(self, deadline: Deadline, absent: Absent) -> dict[int, Message]:
-        """Collect, on rank 0, what the ranks sent.
+    def gather(self, deadline: Deadline, absence_error: MakeError) -> dict[int, Message]:
+        """Collect the ranks' messages on rank 0.
 
         Returns:
-            Their messages by rank, its own included.
+            The messages by rank, including its own.
 
         Raises:
-            CheckpointError: A rank failed, has ended, or did not send in time.
+            CheckpointError: A rank failed, is lost, or did not send in time.
         """
         messages = {} if self._mine is None else {0: self._mine}
         missing = list(range(1, self._ranks.world_size))
@@ -396,11 +406,11 @@ class Exchange:
                 missing = [rank for rank in missing if not self._has_sent(rank)]
                 break
             messages[missing.pop(0)] = Message.loads(raw)
-        if not missing:  # whoever is in this exchange has done with those before it
-            self._ranks.forget(self._control)
+        if not missing:  # all ranks are in this exchange, so no rank reads earlier ones any longer
+            self._ranks.drop_read_keys(self._control)
         self._ranks.read_keys += [self._key(rank) for rank in messages]
         if missing:
-            raise absent(Absence(ranks=missing, waited_s=deadline.waited_s(), lost=lost))
+            raise absence_error(Absence(ranks=missing, waited_s=deadline.waited_s(), lost=lost))
         for rank, message in messages.items():
             if message.failure is not None:
                 raise from_wire(message.failure, str(self._ranks))
@@ -408,18 +418,18 @@ class Exchange:
         return messages
 
     def _require_same_call(self, rank: int, message: Message) -> None:
-        """Refuse what was sent in another call: it would be taken for something else.
+        """Refuse a message from another call: its facts would be misread.
 
         Raises:
-            CheckpointConfigError: It was.
+            CheckpointConfigError: The calls differ.
         """
         if message.call == self._call:
             return
         raise errors.CheckpointConfigError(
             Explanation(
                 f"rank {rank} calls {message.call} while {self._ranks} calls {self._call}.",
-                cause="the ranks take different ways through the script, as after a condition that "
-                "differs from rank to rank.",
+                cause="the ranks take different paths through the script, for example after a "
+                "condition that differs from rank to rank.",
                 fix="call the methods of a Checkpointer on every rank, in the same order.",
             ),
             rank=rank,
@@ -430,15 +440,15 @@ class Exchange:
         key: str,
         senders: Collection[int],
         deadline: Deadline,
-        has_come: Callable[[int], bool],
+        has_sent: Callable[[int], bool],
     ) -> tuple[bytes | None, tuple[int, str] | None]:
-        """Wait for a key; return its value, or else which sender has ended and how it shows."""
+        """Wait for a key; return its value, or else a sender that is lost and why."""
         assert self._control is not None  # noqa: S101 - a rank that waits has peers
         for pause_s in deadline.pauses_s():
-            raw = _look(self._control, key)
+            raw = _read(self._control, key)
             if raw is not None:
                 return raw, None
-            lost = self._ranks.find_lost(senders, has_come)
+            lost = self._ranks.find_lost(senders, has_sent)
             if lost is not None:
                 return None, lost
             time.sleep(pause_s)
@@ -446,12 +456,12 @@ class Exchange:
 
     def _has_sent(self, rank: int) -> bool:
         assert self._control is not None  # noqa: S101 - a rank that waits has peers
-        return _look(self._control, self._key(rank)) is not None
+        return _read(self._control, self._key(rank)) is not None
 
     def announce(
         self, answer: dict[str, Any] | None = None, *, error: BaseException | None = None
     ) -> None:
-        """Answer, on rank 0, all the others."""
+        """Send rank 0's answer, or its error, to all other ranks."""
         if isinstance(error, errors.CheckpointError) and error.rank is None:
             error.rank = 0
         if self._control is None:
@@ -460,22 +470,23 @@ class Exchange:
         message = Message(facts=answer or {}, failure=failure, call=self._call)
         self._control.put(f"{self._name}/answer", message.dumps())
         self._ranks.read_keys.append(f"{self._name}/answer")
-        if error is not None:  # it may end this rank, and under torchrun the store with it
+        # The error may end this rank, and under torchrun the store with it, before others read it.
+        if error is not None:
             self._control.stay(self._name, self._ranks.has_ended)
 
     def fail(self, error: BaseException) -> None:
-        """Say, on any rank, that nothing will come of this exchange."""
+        """Report on any rank that this exchange has failed."""
         if self._ranks.is_main:
             self.announce(error=error)
         else:
             self.send(Message(facts={}, failure=to_wire(error, rank=self._ranks.rank)))
 
-    def receive(self, deadline: Deadline, absent: Absent) -> dict[str, Any]:
-        """Wait, on another rank, for the answer of rank 0.
+    def receive(self, deadline: Deadline, absence_error: MakeError) -> dict[str, Any]:
+        """Wait for rank 0's answer on another rank.
 
         Raises:
-            CheckpointError: Rank 0 announced that it, or another rank, failed; or it has ended, or
-                did not answer in time.
+            CheckpointError: Rank 0 announced a failure of its own or of another rank; or it is lost,
+                or did not answer in time.
         """
         from ddpsafe._worker import pending_exception
 
@@ -485,21 +496,21 @@ class Exchange:
         with pending_exception.waiting():
             try:
                 raw, lost = self._wait(
-                    answer, [0], deadline, lambda _: _look(control, answer) is not None
+                    answer, [0], deadline, lambda _: _read(control, answer) is not None
                 )
-            except RuntimeError as exc:  # torch's, for a store that does not answer
-                why = "the store that it, or the launcher, served has gone."
-                gone = Absence(ranks=[0], waited_s=deadline.waited_s(), lost=why)
-                raise absent(gone) from exc
+            except RuntimeError as exc:  # torch raises it when the store does not respond
+                why = "the store, which it or the launcher served, is no longer reachable."
+                lost_store = Absence(ranks=[0], waited_s=deadline.waited_s(), lost=why)
+                raise absence_error(lost_store) from exc
         if raw is None:
-            # Those that have not sent; rank 0 alone where all have, and it does not answer.
+            # Name the ranks that have not sent; if all have, rank 0 alone, which has not answered.
             silent = [rank for rank in range(self._ranks.world_size) if not self._has_sent(rank)]
             missing = [0] if lost else silent or [0]
             why = "" if lost is None else lost[1]
-            raise absent(Absence(ranks=missing, waited_s=deadline.waited_s(), lost=why))
+            raise absence_error(Absence(ranks=missing, waited_s=deadline.waited_s(), lost=why))
         message = Message.loads(raw)
         if message.failure is not None:
-            with contextlib.suppress(RuntimeError):  # rank 0 may have left with the store
+            with contextlib.suppress(RuntimeError):  # rank 0 may have exited, and the store with it
                 control.acknowledge(self._name)
             raise from_wire(message.failure, str(self._ranks)) from None
         self._require_same_call(0, message)
@@ -509,12 +520,12 @@ class Exchange:
 def to_wire(error: BaseException, *, rank: int) -> dict[str, Any]:
     """Describe an error in plain values."""
     if not isinstance(error, errors.CheckpointError):
-        text = f"{type(error).__name__}: {error}"[:_MAX_TEXT]
-        return {"kind": "", "said": {"what": text}, "facts": {"rank": rank}}
+        text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
+        return {"kind": "", "explanation": {"what": text}, "facts": {"rank": rank}}
     facts = {name: value for name, value in vars(error).items() if name not in _NOT_FACTS}
     facts["rank"] = rank if error.rank is None else error.rank
-    said = _plain(asdict(error.explanation))
-    return {"kind": type(error).__name__, "said": said, "facts": _plain(facts)}
+    explanation = _plain(asdict(error.explanation))
+    return {"kind": type(error).__name__, "explanation": explanation, "facts": _plain(facts)}
 
 
 def _plain(facts: dict[str, Any]) -> dict[str, Any]:
@@ -522,11 +533,16 @@ def _plain(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_wire(failure: dict[str, Any], who: str) -> errors.CheckpointError:
-    """Make another rank's error again, saying that it was only seen here."""
-    facts = dict(failure["facts"])
-    said = Explanation(**{**failure["said"], "details": tuple(failure["said"].get("details", ()))})
-    said = replace(said, what=f"{said.what} (met by rank {facts['rank']}, seen by {who})")
+    """Rebuild another rank's error from `to_wire`, with a note on which rank raised it first."""
+    facts, known = dict(failure["facts"]), failure["explanation"]
+    explanation = Explanation(**{**known, "details": tuple(known.get("details", ()))})
+    what = f"{explanation.what} (raised on rank {facts['rank']}, seen by {who})"
+    explanation = replace(explanation, what=what)
     kind = errors.BY_NAME.get(failure["kind"])
-    error = kind(said, **facts) if kind else errors.CheckpointError(said, rank=facts["rank"])
+    error = (
+        kind(explanation, **facts)
+        if kind
+        else errors.CheckpointError(explanation, rank=facts["rank"])
+    )
     error.origin = "peer-lost"  # another rank failed; this one only waited for it
     return error

@@ -1,8 +1,8 @@
-"""What a checkpoint consists of, and how it is validated: the manifest, and opening the files it names.
+"""The manifest of a checkpoint: its fields, its validation, and how the files it names are opened.
 
-A checkpoint is data from outside: another user may have written it. So the manifest is validated
-field by field, only the files that this version writes are opened, and only regular ones; what is
-anything else is damage, and the checkpoint before is used.
+A checkpoint is untrusted input: another user may have written it. So the manifest is validated field
+by field, and only regular files with the names that this version writes are opened. Anything else
+counts as damage, and the checkpoint before is used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VERSION: Final = 2
 """Version of the format: of the folder's layout and of this file."""
 
 Kept = Literal["replicated", "per rank", "sharded"]
-"""Where the state of a name is kept."""
+"""How the state of a name is stored."""
 
 REPLICATED: Final = "replicated"
 PER_RANK: Final = "per rank"
@@ -47,7 +47,7 @@ SHARDED: Final = "sharded"
 
 _MAX_MANIFEST_BYTES: Final = 256 * 2**20
 _MAX_CORNERS: Final = 2**24
-"""Of the pieces of one tensor: a forged one could take hours to look at."""
+"""Limit for the corners of one tensor's pieces: checking a forged manifest could take hours."""
 _OUTER: Final = re.compile(rb'\{"crc32":([0-9]{1,10}),"content":(.*)\}\n', re.DOTALL)
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -62,7 +62,7 @@ class _Part(BaseModel):
 
 
 class FileFacts(_Part):
-    """One file as it was written.
+    """Size and checksums of one file as it was written.
 
     Attributes:
         size_bytes: Its length.
@@ -81,10 +81,10 @@ class FileFacts(_Part):
 
 
 class OptimizerFacts(_Part):
-    """What an optimizer was made of; its state alone does not tell.
+    """Class and parameters of an optimizer, which cannot be read from its state.
 
     Attributes:
-        kind: Name of its class; empty where it is not known.
+        kind: Name of its class; empty if it is not known.
         groups: Shapes of its parameters, by group.
     """
 
@@ -93,12 +93,12 @@ class OptimizerFacts(_Part):
 
 
 class Piece(_Part):
-    """A part of a distributed tensor, as one rank wrote it: its values in order, without gaps.
+    """A part of a distributed tensor as one rank wrote it: its values contiguous, in C order.
 
     Attributes:
-        file: Where it is.
-        start: At which byte.
-        offsets: Where it lies in the tensor.
+        file: The file it is in.
+        start: Its first byte in the file.
+        offsets: Its position in the tensor.
         sizes: Its shape.
     """
 
@@ -114,12 +114,12 @@ class Piece(_Part):
 
 
 class ShardedTensor(_Part):
-    """A distributed tensor: what it is as a whole, and where its pieces are.
+    """A distributed tensor: its dtype, its full shape, and its pieces.
 
     Attributes:
-        dtype: Name of its type in torch.
-        shape: Its shape, as a whole.
-        pieces: They cover it, each value once.
+        dtype: Name of its dtype in torch.
+        shape: Shape of the whole tensor.
+        pieces: Its pieces, which cover each value once.
     """
 
     dtype: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,40}$")]
@@ -139,10 +139,10 @@ class ShardedTensor(_Part):
         return self
 
     def torch_dtype(self) -> torch.dtype:
-        """Return its type.
+        """Return the dtype.
 
         Raises:
-            DamagedFileError: torch has no such type.
+            DamagedFileError: torch has no such dtype.
         """
         import torch
 
@@ -153,10 +153,10 @@ class ShardedTensor(_Part):
 
 
 def _make_up(shape: list[int], pieces: list[Piece]) -> bool:
-    """Tell whether pieces, none of them empty or outside, cover a tensor, each value once.
+    """Return whether pieces, none of them empty or outside, cover each value of a tensor once.
 
-    Blocks of the right volume do if every corner of theirs that is not a corner of the whole is met an
-    even number of times: then each value is covered an odd number of times.
+    Pieces whose volumes add up to the tensor's do so if each of their corners that is not a corner of
+    the tensor is shared by an even number of pieces. Then each value is covered an odd number of times.
     """
     if sum(piece.numel for piece in pieces) != math.prod(shape):
         return False
@@ -171,7 +171,7 @@ def _make_up(shape: list[int], pieces: list[Piece]) -> bool:
 
 
 class Manifest(_Part):
-    """Everything to know about a checkpoint before its files are opened.
+    """What must be known about a checkpoint before its files are opened.
 
     Attributes:
         step: The step it was saved at.
@@ -179,13 +179,13 @@ class Manifest(_Part):
         saved_at: When, in UTC, as ISO 8601.
         ddpsafe: Version of ddpsafe that wrote it.
         torch: Version of torch that wrote it.
-        names: Names in the state, and where each is kept.
+        names: Names in the state, and how the state of each is stored.
         files: Its files, by path below the checkpoint's folder.
-        optimizers: Those among the names that are optimizers.
-        ranks: Where each rank's own part lies in its file: offset and length in bytes.
+        optimizers: The optimizers, by name.
+        ranks: Offset and length in bytes of each rank's own part in its file.
         shards: Distributed tensors, by their path in the state.
-        metrics: Numbers that the caller gave, such as a loss; ``None`` for NaN and infinity.
-        metadata: Plain values that the caller gave.
+        metrics: The caller's numbers, such as a loss; ``None`` for NaN and infinity.
+        metadata: The caller's plain values.
         block_bytes: Length of the blocks that have a checksum.
         version: Version of the format.
     """
@@ -220,7 +220,7 @@ class Manifest(_Part):
         for tensor in self.shards.values():
             for piece in tensor.pieces:
                 facts = self.files.get(piece.file)
-                # Eight bits are the shortest that values have; the dtype is looked up by its reader.
+                # A value takes at least one byte; `check_shards` checks with the real dtype.
                 if facts is None or piece.start + piece.numel > facts.size_bytes:
                     message = "a piece does not lie in its file"
                     raise ValueError(message)
@@ -235,7 +235,7 @@ class Manifest(_Part):
         """Open one of its files for reading.
 
         Raises:
-            DamagedFileError: The file is missing, is not a regular file, or is of another length.
+            DamagedFileError: The file is missing, is not a regular file, or has another length.
         """
         facts = self.files[name]
         fd = open_regular(folder, name)
@@ -251,20 +251,20 @@ NOT_DAMAGE: Final = (
     errno.ESTALE,
     errno.ETIMEDOUT,
 )
-"""What keeps a process from reading a file that may be whole."""
+"""Errors that keep a process from reading a file that may be undamaged."""
 
 
 def open_regular(folder: Path, name: str) -> int:
-    """Open a file below a folder for reading, if it is a regular one and no link leads to it.
+    """Open a regular file below a folder for reading, without following links.
 
-    A pipe would be waited for, and a link could lead anywhere.
+    A link could lead anywhere, and opening a pipe would block.
 
     Returns:
         The descriptor.
 
     Raises:
-        DamagedFileError: It is missing, or something else.
-        OSError: This process cannot open it now, which does not tell how it is: see `NOT_DAMAGE`.
+        DamagedFileError: It is missing, or not a regular file.
+        OSError: This process cannot open it now, but it may be undamaged: see `NOT_DAMAGE`.
     """
     *above, last = name.split("/")
     with contextlib.ExitStack() as stack:
@@ -294,7 +294,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        DamagedFileError: It is missing or not what was written.
+        DamagedFileError: It is missing, or not what was written.
         NewerFormatError: A newer ddpsafe wrote it.
         RestoreError: A ddpsafe before 0.1 wrote it, with distributed tensors.
     """
@@ -305,10 +305,10 @@ def read_manifest(folder: Path) -> Manifest:
 def parse_manifest(data: bytes, folder: Path) -> Manifest:
     """Read the bytes of a manifest; for errors see `read_manifest`."""
     if len(data) > _MAX_MANIFEST_BYTES:
-        raise DamagedFileError(f"{NAME} is larger than any manifest")
+        raise DamagedFileError(f"{NAME} is larger than {_MAX_MANIFEST_BYTES} bytes")
     match = _OUTER.fullmatch(data)
     if match is None:
-        raise DamagedFileError(f"{NAME} cannot be read: it does not begin and end as manifests do")
+        raise DamagedFileError(f"{NAME} cannot be read: it does not begin and end like a manifest")
     content = match[2]
     if int(match[1]) != zlib.crc32(content):
         raise DamagedFileError(f"{NAME} does not have the checksum it was written with")
@@ -336,8 +336,8 @@ def parse_manifest(data: bytes, folder: Path) -> Manifest:
         raise RestoreError(
             Explanation(
                 f"The checkpoint {folder} has format 1 and holds distributed tensors.",
-                cause="their index is a pickle there, which could execute code; it is not opened.",
-                fix="restore it with the ddpsafe that wrote it, into an unsharded model, and save that.",
+                cause="in that format their index is a pickle, which could execute code, so it is not opened.",
+                fix="restore it into an unsharded model with the ddpsafe that wrote it, and save that.",
             )
         )
     if (SHARDED in manifest.names.values()) != bool(manifest.shards):
@@ -351,15 +351,15 @@ class _Version(BaseModel):
 
 
 def from_json(value: Any) -> Any:
-    """Return plain values as JSON gives them back; tuples become lists.
+    """Return plain values as they come back from JSON; tuples become lists.
 
     Raises:
-        TypeError, ValueError: JSON has no such values, UTF-8 no such texts.
+        TypeError, ValueError: JSON cannot hold the values, or UTF-8 cannot encode the strings.
         RecursionError: They are nested too deep.
     """
     text = json.dumps(value, allow_nan=False, ensure_ascii=False)
     plain = json.loads(text.encode())
     if [path for path, _ in leaves(plain, "")] != [path for path, _ in leaves(value, "")]:
-        message = "a key is not a text"
+        message = "a key is not a string"
         raise TypeError(message)
     return plain

@@ -1,14 +1,14 @@
-"""One job writes into a directory: the lock, its owner, and what becomes of it when they die.
+"""The lock that lets only one job write into a directory, and how a dead owner loses it.
 
-Two signs say that an owner lives. A record lock on ``.lock`` ends with its process, however that
-ends, and reaches over hosts on file systems that carry locks (NFSv4, Lustre with ``flock``, GPFS). It is
-one of an open file description where the kernel has those: a record lock of a process would go
-whenever that process closes any descriptor of the file, as a backup of the directory does. Where no
-lock reaches, the owner's heartbeat does: the file's modification time, which a thread renews. It is
-compared with itself, never with the clock of another host.
+There are two signs that an owner is alive:
 
-The directory may be shared with other users, so the file is opened without following links, and one
-that ddpsafe did not write is left as it is.
+- A record lock on ``.lock``. The kernel releases it when the owner's process ends, however it ends, and
+  file systems that support locks across hosts (NFSv4, Lustre with ``flock``, GPFS) extend it to them.
+- A heartbeat, where record locks do not work: a thread renews the file's modification time. It is
+  compared only with its own earlier value, never with the clock of another host.
+
+The directory may be shared with other users. So the file is opened without following links, and a file
+that ddpsafe did not write is left untouched.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ NAME: Final = ".lock"
 BEAT_S: Final = 5.0
 """How often the owner renews the heartbeat."""
 SILENCE_S: Final = 30.0
-"""An owner on another host whose heartbeat does not change for so long is dead."""
+"""An owner whose heartbeat has not changed for this long counts as dead."""
 DYING_S: Final = 5.0
-"""How long to wait for an owner on this host that may be on its way out."""
+"""How long to wait for the record lock of an owner that may be about to end."""
 
 _BUSY: Final = (errno.EACCES, errno.EAGAIN)
-_PAUSE_S: Final = 0.05
+_POLL_S: Final = 0.05
 _MAX_BYTES: Final = 4096
-_LOOK: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Who writes into the directory.
+    """The process that writes into the directory.
 
     Attributes:
         host: Its host name.
-        boot: Identifies the kernel it runs on.
+        boot: Boot id of the kernel it runs on.
         pid: Its process id there.
-        job: What the scheduler or the launcher calls the job; empty where neither does.
-        since: When it began, in UTC, as ISO 8601.
-        id: Tells two owners apart.
-        lock: Which record lock it holds: that of its open file, of its process, or none.
+        job: The job's name from the scheduler or the launcher; empty if there is none.
+        since: When it took the lock, in UTC, as ISO 8601.
+        id: Unique id of this owner.
+        lock: Which kind of record lock it holds: of its open file, of its process, or none.
     """
 
     host: str
@@ -92,13 +92,16 @@ class Owner:
         return f"process {self.pid}{job} on {self.host}, since {self.since}"
 
 
+# A lock of an open file description, where the kernel has those. A process drops its own record locks
+# when it closes any descriptor of the file, as a backup of the directory does.
 _FILE_LOCK: Final = "open file"
 _PROCESS_LOCK: Final = "process"
 _NO_LOCK: Final = "none"
 
-# Of this process, so that a second checkpointer is told so; a record lock of the process would let it in.
+# Directories that this process has locked. A record lock of the process would let a second
+# Checkpointer of the same process in.
 _mine: dict[str, int] = {}
-# A forked child has the open file too, and would keep its lock when this process has ended.
+# Descriptors to close in a forked child, which would otherwise keep the lock after this process ends.
 _held: set[int] = set()
 
 
@@ -113,15 +116,15 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class DirectoryLock:
-    """The right to write into a directory.
+    """This process's lock on a directory.
 
     Args:
-        directory: It exists.
+        directory: An existing directory.
         owner: This process.
 
     Raises:
-        DirectoryLockedError: Another living process has it.
-        DirectoryError: What is in the lock's place was not made by ddpsafe.
+        DirectoryLockedError: Another living process holds the lock.
+        DirectoryError: The lock file was not made by ddpsafe.
         OSError: The directory cannot be written to.
     """
 
@@ -132,17 +135,17 @@ class DirectoryLock:
         if _mine.get(self._key) == os.getpid():
             raise DirectoryLockedError(
                 Explanation(
-                    f"Another Checkpointer of this very process writes into {directory} ({owner}).",
-                    cause="it was made before, by a cell of a notebook that ran twice for example, and was "
-                    "not closed.",
-                    fix="call close() on the former one, or use it in a with block.",
+                    f"Another Checkpointer of this process writes into {directory} ({owner}).",
+                    cause="it was created earlier and not closed, for example by a notebook cell that "
+                    "ran twice.",
+                    fix="call close() on the earlier one, or use it in a with block.",
                 ),
                 owner=asdict(owner),
             )
         self._fd = _open(directory)
         try:
-            self.owner = replace(owner, lock=self._take_record(directory))
-            self._outwait(directory)
+            self.owner = replace(owner, lock=self._take_record_lock(directory))
+            self._wait_out_former_owner(directory)
             self._write()
         except BaseException:
             os.close(self._fd)
@@ -150,21 +153,20 @@ class DirectoryLock:
         _mine[self._key] = os.getpid()
         _held.add(self._fd)
         self._stop = threading.Event()
-        self._beat = threading.Thread(target=self._beat_on, name="ddpsafe-lock", daemon=True)
+        self._beat = threading.Thread(target=self._keep_beating, name="ddpsafe-lock", daemon=True)
         self._beat.start()
 
-    def _take_record(self, directory: Path) -> str:
-        """Take the record lock; return which kind this file system has."""
+    def _take_record_lock(self, directory: Path) -> str:
+        """Take the record lock; return its kind, which depends on the file system."""
         ends_s = time.monotonic() + DYING_S
-        while (kind := self._try_record()) is None:
+        while (kind := self._try_record_lock()) is None:
             if time.monotonic() > ends_s:
                 raise _locked(directory, self._read(), "it holds the lock")
-            time.sleep(_PAUSE_S)
+            time.sleep(_POLL_S)
         return kind
 
-    def _try_record(self) -> str | None:
-        """Return which kind of record lock this process has now; ``None`` while another has it."""
-        # The lock of an open file description: other descriptors of the file leave it alone.
+    def _try_record_lock(self) -> str | None:
+        """Try to take the record lock; return its kind, or ``None`` if another process holds it."""
         command = getattr(fcntl, "F_OFD_SETLK", None)
         # struct flock: type, whence, start, length (0: to the end), pid (0 for these locks)
         lock = struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -172,7 +174,7 @@ class DirectoryLock:
             if command is not None:
                 fcntl.fcntl(self._fd, command, lock)
                 return _FILE_LOCK
-        except OSError as exc:  # another has it, or this file system has no such locks
+        except OSError as exc:  # another process holds it, or this file system has no such locks
             if exc.errno in _BUSY:
                 return None
         try:
@@ -181,33 +183,35 @@ class DirectoryLock:
             return None if exc.errno in _BUSY else _NO_LOCK
         return _PROCESS_LOCK
 
-    def _outwait(self, directory: Path) -> None:
-        """Make sure that the owner in the file is dead where the record lock does not say so.
+    def _wait_out_former_owner(self, directory: Path) -> None:
+        """Wait until the heartbeat of the owner named in the file has been silent for long enough.
 
-        It does where both are processes of one kernel and the former one's lock was that of its open
-        file: a lock of a process may have gone while the process lives.
+        Raises:
+            DirectoryLockedError: Its heartbeat continues.
         """
         former = self._read()
         if former is None:
             return
+        # On one kernel, taking the lock of the open file proves that the former owner has ended.
+        # The lock of a process does not: the owner may have dropped it and live on.
         if {former.lock, self.owner.lock} == {_FILE_LOCK} and former.boot == self.owner.boot:
             return
         last = self._beat_time()
         ends_s = time.monotonic() + SILENCE_S
         while time.monotonic() < ends_s:
             if self._beat_time() != last:
-                raise _locked(directory, former, "its heartbeat goes on")
+                raise _locked(directory, former, "its heartbeat continues")
             if self._read() is None:
                 return
             time.sleep(min(1.0, SILENCE_S / 10))
 
     def _beat_time(self) -> int:
-        # Through the path: NFS renews what it knows of a file when it is opened.
+        # By the path: NFS refreshes a file's attributes when the file is opened.
         with contextlib.suppress(OSError):
-            fd = os.open(self._path, _LOOK)
+            fd = os.open(self._path, _READ_FLAGS)
             beat = os.fstat(fd).st_mtime_ns
             os.close(fd)
-            if self.owner.lock == _PROCESS_LOCK:  # which closing has just dropped
+            if self.owner.lock == _PROCESS_LOCK:  # the close has just dropped it
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return beat
         return 0
@@ -220,37 +224,34 @@ class DirectoryLock:
         os.pwrite(self._fd, json.dumps(asdict(self.owner)).encode(), 0)
         os.fsync(self._fd)
 
-    def _beat_on(self) -> None:
+    def _keep_beating(self) -> None:
         while not self._stop.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # shows in the next save
+            with contextlib.suppress(OSError):  # the next save reports it
                 os.utime(self._fd)
-            if (
-                self.owner.lock == _PROCESS_LOCK
-            ):  # a descriptor closed elsewhere may have dropped it
+            # A descriptor of the file that was closed elsewhere in this process may have dropped it.
+            if self.owner.lock == _PROCESS_LOCK:
                 with contextlib.suppress(OSError):
                     fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def find_loss(self) -> str | None:
-        """Return how the lock was lost, if it was."""
+        """Return how the lock was lost; ``None`` if this process still holds it."""
         try:
             ours, theirs = os.fstat(self._fd), self._path.stat(follow_symlinks=False)
         except OSError:
             return "the directory, or the lock in it, was removed, or is no longer mounted."
         if (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino):
-            return (
-                "the lock was replaced by another file: the directory was removed and made again."
-            )
+            return "the lock file was replaced: the directory was removed and created again."
         found = self._read()
         if found is None or found.id != self.owner.id:
             who = "another process" if found is None else str(found)
             return (
-                f"{who} has taken it over, since this process stood still for so long that it was "
-                "taken for dead."
+                f"{who} has taken it over, because this process was suspended for so long that it "
+                "counted as dead."
             )
         return None
 
     def release(self) -> None:
-        """Let others write, if it was not done before: the file stays, without an owner."""
+        """Unlock the directory. The file stays, without an owner; a second call does nothing."""
         if self._stop.is_set() or os.getpid() != self.owner.pid:
             return
         self._stop.set()
@@ -264,7 +265,7 @@ class DirectoryLock:
 
 
 def _open(directory: Path) -> int:
-    """Open the lock file, made if need be, and refuse one that ddpsafe did not write.
+    """Open the lock file, or create it, and refuse one that ddpsafe did not write.
 
     Raises:
         DirectoryError: It is a link, a pipe, another user's, or holds something else.
@@ -284,12 +285,12 @@ def _open(directory: Path) -> int:
         if not stat.S_ISREG(facts.st_mode):
             problem = "it is not a regular file"
         elif facts.st_nlink > 1:
-            problem = "it has a second name, so that another file would be written"
+            problem = "it has another hard link, so that another file would be overwritten"
         elif facts.st_uid not in (os.geteuid(), directory.stat().st_uid):
             problem = f"it belongs to another user (uid {facts.st_uid})"
         # A host that lost power may have left zeros.
         elif (data := os.pread(fd, _MAX_BYTES, 0)).strip(b"\0") and _parse_owner(data) is None:
-            problem = "it holds something else than a lock of ddpsafe"
+            problem = "its content was not written by ddpsafe"
     except BaseException:
         os.close(fd)
         raise
@@ -304,7 +305,7 @@ def _foreign(path: Path, problem: str) -> DirectoryError:
         Explanation(
             f"{path} cannot be used as the lock of the directory: {problem}.",
             cause="it was not made by ddpsafe; another user of the directory may have put it there.",
-            fix="look at it, and remove it if no job of yours needs it.",
+            fix="inspect it, and remove it if none of your jobs needs it.",
         ),
         rank=0,
     )
@@ -322,9 +323,9 @@ def _parse_owner(data: bytes) -> Owner | None:
 
 
 def read_owner(directory: Path) -> Owner | None:
-    """Return who writes into a directory, as far as this rank sees it."""
+    """Return the owner of a directory's lock, if this rank can read one."""
     try:
-        fd = os.open(directory / NAME, _LOOK)
+        fd = os.open(directory / NAME, _READ_FLAGS)
     except OSError:
         return None
     try:
@@ -337,13 +338,13 @@ def read_owner(directory: Path) -> Owner | None:
 
 
 def _locked(directory: Path, owner: Owner | None, sign: str) -> DirectoryLockedError:
-    who = "a process that has not said who it is" if owner is None else str(owner)
+    who = "an unknown process" if owner is None else str(owner)
     return DirectoryLockedError(
         Explanation(
             f"Another job writes checkpoints into {directory}: {who} ({sign}).",
-            cause="two jobs were given one directory, or the job before this one still ends.",
-            fix="give each job a directory of its own, or end the other job; to read only, "
-            "make Checkpointer(..., access='read').",
+            cause="two jobs were given the same directory, or the previous job has not ended yet.",
+            fix="give each job its own directory, or end the other job; to read only, use "
+            "Checkpointer(..., access='read').",
         ),
         owner=None if owner is None else asdict(owner),
     )

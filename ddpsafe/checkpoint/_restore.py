@@ -1,6 +1,6 @@
-"""A restore: the ranks agree on a checkpoint that all of them see and find whole, and load it.
+"""A restore: the ranks agree on a checkpoint that all of them see and find undamaged, and load it.
 
-A checkpoint is read and compared with the objects first, on every rank; only then is any changed.
+Every rank first reads the checkpoint and compares it with the objects. Only then is any object changed.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
-    """What is to be restored.
+    """The arguments of one restore.
 
     Attributes:
         ranks: The ranks.
         directory: Where the checkpoints are.
         state: The objects, by name.
-        step: This step and no other; ``None`` for the newest.
-        strict: Refuse a checkpoint that lacks some of the state, or has other tensors.
+        step: Restore this step and no other; ``None`` for the newest.
+        strict: Refuse a checkpoint that lacks some of the state, or has different tensors.
         with_rng: Restore the random number generators too.
-        may_tidy: Set aside the checkpoints that are newer than the one in use.
+        may_tidy: Set aside checkpoints newer than the restored one.
     """
 
     ranks: Ranks
@@ -84,17 +84,18 @@ class RestoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A checkpoint, every byte checked, and not yet put anywhere.
+    """A checkpoint that has been read and checked, before it is put into any object.
 
     Attributes:
-        folder: Where it came from.
-        manifest: What it consists of.
+        folder: The checkpoint's folder.
+        manifest: Its manifest.
         replicated: State that all ranks share, by name. Its tensors may be mapped from the file.
         own: This rank's own part, by name; ``None`` if the saved world had no such rank.
-        rng: This rank's random number generators; ``None`` as `own`, or if they were not saved.
+        rng: This rank's random number generators; ``None`` if the saved world had no such rank, or
+            did not save them.
         shards: The distributed tensors.
-        mapped: Addresses of the values that lie in a mapped file.
-        left: What stays as it is, where the restore is not strict: paths and why.
+        mapped: Addresses of the tensors' memory, which may belong to a mapped file.
+        left: Paths that a restore with ``strict=False`` leaves unchanged, each with the reason.
     """
 
     folder: Path
@@ -108,13 +109,13 @@ class Loaded:
 
 
 def restore(request: RestoreRequest) -> int | None:
-    """Load the newest checkpoint that every rank can, or the one that was asked for.
+    """Load the newest checkpoint that every rank can load, or the requested one.
 
     Returns:
-        Its step; ``None`` where there is none on any rank.
+        Its step; ``None`` if no rank sees a checkpoint.
 
     Raises:
-        RestoreError: There are some, and none can be used.
+        RestoreError: There are checkpoints, but none can be used.
     """
     ranks = request.ranks
     exchange = ranks.begin("restore()")
@@ -124,17 +125,17 @@ def restore(request: RestoreRequest) -> int | None:
         exchange.fail(exc)
         raise
     exchange.send(Message(facts={"steps": own, "host": ranks.host, "asked": request.step}))
-    answer = exchange.agree(functools.partial(_common, request), functools.partial(_absent, ranks))
-    steps: list[int] = answer["steps"]  # that every rank sees, newest first
-    seen: list[int] = answer["seen"]  # that any of them sees
+    absence_error = functools.partial(_absence_error, ranks)
+    answer = exchange.agree(functools.partial(_agree_on_steps, request), absence_error)
+    steps: list[int] = answer["steps"]  # those that every rank sees, newest first
+    seen: list[int] = answer["seen"]  # those that at least one rank sees
     problems: list[str] = []
     for step in steps:
         exchange = ranks.begin("restore()")
         loaded, message = _load(request, step)
         exchange.send(message)
         answer = exchange.agree(
-            functools.partial(_agree_on_damage, request.directory, step),
-            functools.partial(_absent, ranks),
+            functools.partial(_agree_on_damage, request.directory, step), absence_error
         )
         if loaded is not None and answer["use"]:  # every rank could load it
             _apply_everywhere(request, loaded)
@@ -151,23 +152,24 @@ def restore(request: RestoreRequest) -> int | None:
     raise CorruptCheckpointError(
         Explanation(
             what,
-            cause="the disk fails, or the files were changed, or copied in part.",
-            fix="restore the directory from a copy; remove it to begin again at step 0."
+            cause="the disk is failing, or the files were changed or only partly copied.",
+            fix="restore the directory from a backup, or remove it to start again at step 0."
             if request.step is None
-            else "restore another step; restore() without step= takes the newest that is whole.",
+            else "restore another step; restore() without step= takes the newest undamaged one.",
             details=problems[:8],
         ),
         problems=problems,
     )
 
 
-def _common(request: RestoreRequest, messages: dict[int, Message]) -> dict[str, Any]:
+def _agree_on_steps(request: RestoreRequest, messages: dict[int, Message]) -> dict[str, Any]:
     directory = request.directory
     for rank, message in messages.items():
         if message.facts["asked"] != request.step:
             raise RestoreError(
                 Explanation(
-                    f"rank {rank} restores step {message.facts['asked']}, and rank 0 {request.step}.",
+                    f"rank {rank} restores step {message.facts['asked']}, but rank 0 restores "
+                    f"step {request.step}.",
                     cause="the ranks call restore() with different steps.",
                     fix="pass the same step= on every rank.",
                 ),
@@ -181,9 +183,9 @@ def _common(request: RestoreRequest, messages: dict[int, Message]) -> dict[str, 
         if request.step not in common:
             raise MissingCheckpointError(
                 Explanation(
-                    f"There is no checkpoint of step {request.step} in {directory} for every rank.",
-                    cause=f"the ranks see {_list(common)}.",
-                    fix="ask for one of these; see: ddpsafe checkpoint ls DIRECTORY.",
+                    f"Not every rank sees a checkpoint of step {request.step} in {directory}.",
+                    cause=f"the ranks have {_steps_text(common)} in common.",
+                    fix="choose one that every rank sees; see: ddpsafe checkpoint ls DIRECTORY.",
                 ),
                 steps=by_host,
             )
@@ -191,7 +193,7 @@ def _common(request: RestoreRequest, messages: dict[int, Message]) -> dict[str, 
     if seen == common:
         return {"steps": common, "seen": seen}
     lacking = [
-        f"rank {rank} on {message.facts['host']} sees {_list(message.facts['steps'])}"
+        f"rank {rank} on {message.facts['host']} sees {_steps_text(message.facts['steps'])}"
         for rank, message in messages.items()
         if set(message.facts["steps"]) != set(seen)
     ]
@@ -199,7 +201,7 @@ def _common(request: RestoreRequest, messages: dict[int, Message]) -> dict[str, 
         raise MissingCheckpointError(
             Explanation(
                 f"No checkpoint in {directory} is visible to every rank: "
-                f"some ranks see {_list(seen)}.",
+                f"some ranks see {_steps_text(seen)}.",
                 cause="the directory is not shared between the nodes, or a mount is missing.",
                 fix="mount the same storage on every node, or copy the checkpoints there.",
                 details=lacking[:8],
@@ -207,13 +209,13 @@ def _common(request: RestoreRequest, messages: dict[int, Message]) -> dict[str, 
             steps=by_host,
         )
     warn(
-        f"not every rank sees step {seen[0]} in {directory}; step {common[0]} is the newest that "
-        f"all see, and is used ({'; '.join(lacking[:8])})."
+        f"not every rank sees step {seen[0]} in {directory}; using step {common[0]}, the newest "
+        f"that all ranks see ({'; '.join(lacking[:8])})."
     )
     return {"steps": common, "seen": seen}
 
 
-def _list(steps: list[int]) -> str:
+def _steps_text(steps: list[int]) -> str:
     return "no step" if not steps else "step " + ", ".join(map(str, steps[:4]))
 
 
@@ -228,14 +230,18 @@ def _agree_on_damage(directory: Path, step: int, messages: dict[int, Message]) -
     ]
     if problems:
         warn(
-            f"the checkpoint of step {step} in {directory} is damaged and is not used: "
+            f"the checkpoint of step {step} in {directory} is damaged and is skipped: "
             + "; ".join(problems[:4])
         )
     return {"use": not problems, "problems": problems}
 
 
 def _load(request: RestoreRequest, step: int) -> tuple[Loaded | None, Message]:
-    """Read a checkpoint and compare it with the objects; rank 0 decides on what fails."""
+    """Read a checkpoint and compare it with the objects.
+
+    Returns:
+        The checkpoint, or ``None`` if this rank cannot use it; and the message for rank 0.
+    """
     ranks = request.ranks
     facts: dict[str, Any] = {"damage": None, "host": ranks.host}
     try:
@@ -253,8 +259,8 @@ def _load(request: RestoreRequest, step: int) -> tuple[Loaded | None, Message]:
         # file, until the garbage collector runs.
         if ranks.world_size > 1:
             logger.debug("step %d cannot be restored", step, exc_info=True)
-            told = _unreadable(request.directory, step, exc) if isinstance(exc, OSError) else exc
-            return None, Message(facts=facts, failure=to_wire(told, rank=ranks.rank))
+            error = _unreadable(request.directory, step, exc) if isinstance(exc, OSError) else exc
+            return None, Message(facts=facts, failure=to_wire(error, rank=ranks.rank))
         if isinstance(exc, OSError):
             raise _unreadable(request.directory, step, exc) from exc
         raise
@@ -262,29 +268,32 @@ def _load(request: RestoreRequest, step: int) -> tuple[Loaded | None, Message]:
 
 
 def _unreadable(directory: Path, step: int, exc: OSError) -> RestoreError:
-    """Explain what is not damage: an older checkpoint in its place would lose work for nothing."""
+    """Make the error for a checkpoint that is not damaged but cannot be read now.
+
+    It ends the restore: falling back to an older checkpoint would lose work for nothing.
+    """
     return RestoreError(
         Explanation(
             f"The checkpoint of step {step} in {directory} cannot be read: {exc}.",
             cause=_directory.find_cause(directory, exc),
-            fix="let this process read it, and restore again; no other checkpoint was tried.",
+            fix="let this process read it, and restore again; no older checkpoint was tried.",
         )
     )
 
 
 def load_checkpoint(folder: Path, step: int | None, *, rank: int, world_size: int) -> Loaded:
-    """Read what this rank needs.
+    """Read and check what this rank needs.
 
     Args:
         folder: The checkpoint's folder.
-        step: The step that it has to be of; ``None`` where that is not known.
-        rank: Whose part is read.
-        world_size: Over how many ranks the check of the shards is divided.
+        step: The step that it must be of; ``None`` if that is not known.
+        rank: The rank whose own part is read.
+        world_size: Number of ranks among which the checking of the shards is divided.
 
     Raises:
         DamagedFileError: A file is not what was written, or was written for another step.
         NewerFormatError: A newer ddpsafe wrote it.
-        RestoreError: It is whole and cannot be read all the same.
+        RestoreError: It is undamaged, but cannot be loaded.
     """
     import torch
 
@@ -305,7 +314,7 @@ def load_checkpoint(folder: Path, step: int | None, *, rank: int, world_size: in
     _sharded.check_shards(folder, manifest, rank=rank, world_size=world_size)
     own = None if part is None else part.get("own")
     rng = None if part is None else part.get("rng")
-    # Refuse what no `Checkpointer` writes, with right checksums or not.
+    # Refuse what no `Checkpointer` writes, even if the checksums are correct.
     shared = {name for name, kept in manifest.names.items() if kept != PER_RANK}
     if replicated.keys() != shared:
         raise DamagedFileError(f"{STATE} does not hold the names that {NAME} lists")
@@ -339,8 +348,8 @@ _NO_MAPPING: Final = re.compile(r"mmap", re.IGNORECASE)
 def _read(file: VerifiedFile | io.BytesIO, path: Path) -> dict[str, Any]:
     """Load a torch file that has been checked.
 
-    From a file it is mapped: ranks of one node share the pages, and a page that has been copied to
-    where it belongs can go again.
+    A file on disk is mapped: the ranks of a node share its pages, and the kernel can drop a page once
+    it has been copied into an object.
     """
     import torch
 
@@ -354,9 +363,9 @@ def _read(file: VerifiedFile | io.BytesIO, path: Path) -> dict[str, Any]:
             Explanation(
                 f"{path} is undamaged, but torch {torch.__version__} cannot load it: "
                 f"{str(exc)[:500]}",
-                cause="another version of torch wrote it, or it holds a type that was allowed "
-                "then with torch.serialization.add_safe_globals and is not now.",
-                fix="allow the type again, or restore with the torch named in manifest.json.",
+                cause="another version of torch wrote it, or it holds a type that was then allowed "
+                "with torch.serialization.add_safe_globals and is not allowed now.",
+                fix="allow the type again, or restore with the torch version named in manifest.json.",
             )
         ) from exc
     if not isinstance(loaded, dict):
@@ -367,18 +376,19 @@ def _read(file: VerifiedFile | io.BytesIO, path: Path) -> dict[str, Any]:
 def _map(descriptor: str, path: Path) -> Any:
     import torch
 
-    source = descriptor if os.path.exists(descriptor) else str(path)  # noqa: PTH110 - a text
+    # By its descriptor it is certainly the file that was checked, even if the path was replaced.
+    source = descriptor if os.path.exists(descriptor) else str(path)  # noqa: PTH110 - a string
     try:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError as exc:
         if not _NO_MAPPING.search(str(exc)):
             raise
-        logger.debug("%s cannot be mapped and is read", path, exc_info=True)
+        logger.debug("%s cannot be mapped, reading it instead", path, exc_info=True)
         return torch.load(source, map_location="cpu", weights_only=True)
 
 
 def _apply_everywhere(request: RestoreRequest, loaded: Loaded) -> None:
-    """Change the objects; when those of one rank refuse, every rank raises."""
+    """Load the checkpoint into the objects; if that fails on one rank, every rank raises."""
     exchange = request.ranks.begin("restore()")
     try:
         _apply(request, loaded)
@@ -386,17 +396,17 @@ def _apply_everywhere(request: RestoreRequest, loaded: Loaded) -> None:
         exchange.fail(exc)
         raise
     exchange.send(Message(facts={}))
-    exchange.agree(lambda _: {}, functools.partial(_absent, request.ranks))
+    exchange.agree(lambda _: {}, functools.partial(_absence_error, request.ranks))
     if loaded.left and request.ranks.is_main:
         listed = "; ".join(f"{path}: {why}" for path, why in list(loaded.left.items())[:8])
         more = f"; … and {len(loaded.left) - 8} more" if len(loaded.left) > 8 else ""  # noqa: PLR2004
-        warn(f"restored step {loaded.manifest.step} in part; left as it was: {listed}{more}")
+        warn(f"restored step {loaded.manifest.step} in part; left unchanged: {listed}{more}")
 
 
 def _set_aside(request: RestoreRequest, newer: list[int], problems: list[str]) -> None:
-    """Set aside what is newer than the checkpoint in use: damaged, not shared, or rolled back.
+    """Set aside checkpoints newer than the restored one: damaged, not shared, or rolled back.
 
-    The training comes to those steps again and saves them again.
+    The training will reach those steps again and save them again.
     """
     if not newer or not request.may_tidy or not request.ranks.is_main:
         return
@@ -407,14 +417,14 @@ def _set_aside(request: RestoreRequest, newer: list[int], problems: list[str]) -
         logger.warning("some of the newer steps %s could not be set aside: %s", listed, exc)
     else:
         logger.warning(
-            "newer steps %s were set aside, as %s: %s",
+            "newer steps %s were set aside as %s: %s",
             listed,
             ", ".join(map(str, targets)),
             "; ".join(map(str, problems)),
         )
 
 
-def _absent(ranks: Ranks, absence: Absence) -> RestoreError:
+def _absence_error(ranks: Ranks, absence: Absence) -> RestoreError:
     error = RestoreError(
         absence.explain(
             ranks,
@@ -428,15 +438,15 @@ def _absent(ranks: Ranks, absence: Absence) -> RestoreError:
     return error
 
 
-# How a checkpoint becomes the state of objects that have been compared with it.
+# Loading a checkpoint into objects that have been compared with it.
 
 
 def _apply(request: RestoreRequest, loaded: Loaded) -> None:
-    """Give every object its saved state.
+    """Load its saved state into every object.
 
     Raises:
-        RestoreError: An object's own ``load_state_dict`` refused, or a file can no longer be read;
-            those before it in the mapping have been changed then.
+        RestoreError: An object's own ``load_state_dict`` raised, or a file can no longer be read. The
+            objects before it in the mapping have already been changed.
     """
     state = request.state
     name = ""
@@ -447,21 +457,21 @@ def _apply(request: RestoreRequest, loaded: Loaded) -> None:
             if isinstance(value, PerRank):
                 if loaded.own is None:
                     logger.warning(
-                        "%r is not restored on rank %d: the checkpoint was saved with fewer ranks; "
-                        "it keeps its present state",
+                        "%r is not restored on rank %d and keeps its present state: the checkpoint "
+                        "was saved with fewer ranks",
                         name,
                         request.ranks.rank,
                     )
                 else:
-                    _give(loaded, name, value.stateful, loaded.own[name])
+                    _load_into(loaded, name, value.stateful, loaded.own[name])
             else:
                 _restore_one(loaded, state, name, request.ranks.unwrap)
     except (DamagedFileError, OSError) as exc:
         raise RestoreError(
             Explanation(
-                f"{loaded.folder} could be read at first, and no longer: {exc}",
-                cause="the storage fails, or the checkpoint was changed meanwhile.",
-                fix="look at that storage, and restore again.",
+                f"{loaded.folder} was readable at first, but no longer is: {exc}",
+                cause="the storage is failing, or the checkpoint was changed during the restore.",
+                fix="check that storage, and restore again.",
             )
         ) from exc
     except CheckpointError:
@@ -470,9 +480,9 @@ def _apply(request: RestoreRequest, loaded: Loaded) -> None:
         raise RestoreError(
             Explanation(
                 f"{name!r} cannot be restored from {loaded.folder}: {type(exc).__name__}: {exc}",
-                cause="the object cannot take it, or it is not what a Checkpointer saves.",
-                fix="create model and optimizer again before you try again, for some have their saved state "
-                "already; or restore another step.",
+                cause="the object cannot load it, or a Checkpointer did not save it.",
+                fix="create model and optimizer again before you retry, as some already have their "
+                "saved state; or restore another step.",
             )
         ) from exc
     if request.with_rng and loaded.rng is not None:
@@ -483,7 +493,7 @@ def _apply(request: RestoreRequest, loaded: Loaded) -> None:
                 Explanation(
                     f"The random number generators in {loaded.folder} cannot be set: {exc}",
                     cause="another version of Python, NumPy or torch wrote them.",
-                    fix="make the Checkpointer with rng=False.",
+                    fix="create the Checkpointer with rng=False.",
                 )
             ) from exc
 
@@ -505,12 +515,13 @@ def _restore_one(
                 (key, kept) for key, kept in tree.items() if f"{name}[{key!r}]" not in loaded.left
             )
         tree = named_for(model, tree)
-        _give(loaded, name, model, tree, **({"strict": False} if partly else {}))
+        _load_into(loaded, name, model, tree, **({"strict": False} if partly else {}))
+        # A module that loads with assign=True keeps the tensors it was given.
         for tensor in (*model.parameters(), *model.buffers()):
-            if _is_mapped(loaded, tensor):  # a module that keeps what it is given: assign=True
+            if _is_mapped(loaded, tensor):
                 tensor.data = tensor.data.clone()
     elif isinstance(value, Optimizer):
-        _give(loaded, name, value, _for_optimizer(loaded, value, saved, name))
+        _load_into(loaded, name, value, _for_optimizer(loaded, value, saved, name))
     elif isinstance(value, torch.Tensor):
         if _sharded.is_sharded(value):
             loaded.shards.fill(value, saved, name)
@@ -523,13 +534,16 @@ def _restore_one(
                     value.copy_(whole)
     elif is_stateful(value):
         now = value.state_dict() if loaded.manifest.shards else None
-        _give(loaded, name, value, _filled(loaded, saved, now, name))
+        _load_into(loaded, name, value, _filled(loaded, saved, now, name))
     elif isinstance(state, MutableMapping):
         state[name] = _own_memory(loaded, _whole(loaded.shards, saved, name))
 
 
 def _filled(loaded: Loaded, saved: Any, now: Any, name: str, *, keep_mapped: bool = False) -> Any:
-    """Return a saved state in which distributed tensors are those of now, filled, and others whole."""
+    """Return a saved state with its tensors whole, except where the object has distributed ones now.
+
+    Those are filled with the saved values and returned in their place.
+    """
     current = {path: leaf for path, leaf in leaves(now, name) if _sharded.is_sharded(leaf)}
 
     def put(path: str, leaf: Any) -> Any:
@@ -552,7 +566,7 @@ def _whole_leaf(shards: _sharded.SavedShards, leaf: Any) -> Any:
 
 
 def _for_optimizer(loaded: Loaded, optimizer: Any, saved: Any, name: str) -> Any:
-    """Return an optimizer's saved state with its tensors laid out as its parameters are now."""
+    """Return an optimizer's saved state, its tensors sharded as its parameters are now."""
     import torch
 
     shards = loaded.shards
@@ -560,7 +574,7 @@ def _for_optimizer(loaded: Loaded, optimizer: Any, saved: Any, name: str) -> Any
     if not any(map(_sharded.is_sharded, parameters)) or not isinstance(saved.get("state"), dict):
         return _own_memory(loaded, _whole(shards, saved, name))
 
-    def laid_out(key: object, entry: Any) -> Any:
+    def sharded_entry(key: object, entry: Any) -> Any:
         known = isinstance(key, int) and 0 <= key < len(parameters)
         parameter: Any = parameters[key] if known else None  # type: ignore[call-overload]  # known
         if not _sharded.is_sharded(parameter):
@@ -582,13 +596,13 @@ def _for_optimizer(loaded: Loaded, optimizer: Any, saved: Any, name: str) -> Any
 
         return replace_leaves(entry, name, put)
 
-    states = {key: laid_out(key, entry) for key, entry in saved["state"].items()}
+    states = {key: sharded_entry(key, entry) for key, entry in saved["state"].items()}
     rest = {key: value for key, value in saved.items() if key != "state"}
     return _own_memory(loaded, {"state": states, **_whole(shards, rest, name)})
 
 
 def _own_memory(loaded: Loaded, tree: Any) -> Any:
-    """Return a tree whose tensors keep no file mapped: an object may keep what it is given."""
+    """Return a tree without mapped tensors: an object may keep them, and with them the mapping."""
     import torch
 
     copies: dict[int, torch.Tensor] = {}
@@ -612,16 +626,16 @@ def _is_mapped(loaded: Loaded, tensor: torch.Tensor) -> bool:
     )
 
 
-def _give(loaded: Loaded, name: str, value: Any, saved: Any, **options: Any) -> None:
+def _load_into(loaded: Loaded, name: str, value: Any, saved: Any, **options: Any) -> None:
     try:
         value.load_state_dict(saved, **options)
     except Exception as exc:
         raise CheckpointMismatchError(
             Explanation(
-                f"{name!r} ({type(value).__name__}) refused its state from {loaded.folder}: {exc}",
-                cause="it was made with other arguments than the one that was saved.",
-                fix="make it as it was, or leave it out of the state that is restored; make the "
-                "other objects again, some have their saved state already.",
+                f"{name!r} ({type(value).__name__}) could not load its state from {loaded.folder}: {exc}",
+                cause="it was created with other arguments than the saved one.",
+                fix="create it as before, or leave it out of the state to restore; create the other "
+                "objects again, as some already have their saved state.",
             ),
             differences={name: (type(saved).__name__, type(value).__name__)},
         ) from exc

@@ -1,10 +1,15 @@
-"""A save: every rank takes part, rank 0 publishes, and all learn how it ended.
+"""A save: every rank takes part, rank 0 publishes the checkpoint and announces the result.
 
-In order: every rank sends rank 0 what it saves, and its own part as bytes. Rank 0 makes sure that all
-mean the same, and makes a folder. Where there are distributed tensors, it sends the others the
-folder, each rank writes a file of its own, and sends what it wrote. Rank 0 writes the rest, and renames
-the folder into place. Threads write, so that a disk that does not answer
-holds no rank, and an asynchronous save is the same sequence, waited for later.
+The sequence:
+
+1. Every rank sends rank 0 the step, the names, and its own part as bytes.
+2. Rank 0 checks that all ranks agree, and creates a folder.
+3. If there are distributed tensors, rank 0 announces the folder. Each rank writes a file of its own
+   and sends rank 0 a description of it.
+4. Rank 0 writes the rest and renames the folder into place.
+
+Threads do the writing, so that storage that does not respond cannot block a rank forever. An
+asynchronous save is the same sequence, waited for later.
 """
 
 from __future__ import annotations
@@ -48,11 +53,11 @@ if TYPE_CHECKING:
     from ddpsafe.checkpoint._lock import DirectoryLock
     from ddpsafe.checkpoint._state import Snapshot
 
-# A thread that is past its deadline may still be at its last step.
-_LAST_STEP: Final = timedelta(seconds=1)
+# At the deadline a thread may already be publishing, which takes one rename and a few fsyncs.
+_PUBLISH_TIME: Final = timedelta(seconds=1)
 
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-_MARGIN_BYTES: Final = 2**20
+_DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_MARGIN_BYTES: Final = 2**20  # room for the manifest, which is not counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +66,9 @@ class Publisher:
 
     Attributes:
         directory: The directory.
-        lock: The right to write there.
+        lock: This job's lock on the directory.
         keep: Which checkpoints stay.
-        metrics: Those that are known of the checkpoints that are there.
+        metrics: Metrics of existing checkpoints, as far as they have been read.
     """
 
     directory: Path
@@ -72,21 +77,21 @@ class Publisher:
     metrics: _directory.Metrics = field(default_factory=dict)
 
     def require_lock(self, step: int) -> None:
-        """Refuse to publish into a directory that has vanished or belongs to another job now.
+        """Refuse to publish into a directory that has vanished or that another job has taken over.
 
         Raises:
-            SaveError: It does.
+            SaveError: The lock is lost.
         """
         lost = self.lock.find_loss()
         if lost is None:
             return
         raise SaveError(
             Explanation(
-                f"The checkpoint of step {step} was not saved: this job's lock on "
-                f"{self.directory} is gone.",
+                f"The checkpoint of step {step} was not saved: this job has lost its lock on "
+                f"{self.directory}.",
                 cause=lost,
-                fix="if another job writes there, end one of the two; if the directory has vanished, look at "
-                "its mount. Then start this job again.",
+                fix="if another job writes there, end one of the two; if the directory has vanished, "
+                "check its mount. Then start this job again.",
             ),
             step=step,
         )
@@ -94,19 +99,20 @@ class Publisher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """One save, as a rank was asked for it.
+    """The arguments of one save, on one rank.
 
     Attributes:
         ranks: The ranks.
-        place: Where it goes, on rank 0; ``None`` on the others, and where the step is saved already.
+        publisher: Publishes the checkpoint on rank 0; ``None`` on the other ranks, and if the step is
+            already saved.
         snapshot: What this rank saves.
         step: The step.
-        metrics: Numbers that go with it.
-        metadata: Plain values that go with it.
+        metrics: Numbers to save with it.
+        metadata: Plain values to save with it.
     """
 
     ranks: Ranks
-    place: Publisher | None
+    publisher: Publisher | None
     snapshot: Snapshot
     step: int
     metrics: dict[str, float | None]
@@ -114,15 +120,15 @@ class SaveRequest:
 
 
 class _GivenUpError(Exception):
-    """No rank waits for this save any more."""
+    """The wait for this save ended, so it must not be published."""
 
 
 class Save:
     """This rank's part of a save that has begun.
 
     Args:
-        request: What is saved.
-        first: The exchange in which this rank sends what it saves; it has not sent yet.
+        request: What to save.
+        first: The exchange in which this rank will send its part of the save.
     """
 
     def __init__(self, request: SaveRequest, first: Exchange) -> None:
@@ -132,8 +138,8 @@ class Save:
         self._deadline = request.ranks.deadline()
         self._given_up = threading.Event()
         self._not_removed: list[str] = []
-        # The exchange that rank 0's answer goes to next: the first gives the folder, if there are
-        # shards; the second, or else the first, tells how the save ended.
+        # The exchange in which rank 0 answers next. With shards, the answer to the first exchange is
+        # the folder and the answer to the second is the result; without, the first has the result.
         self._answering = first
         snapshot = request.snapshot
         first.send(
@@ -153,10 +159,10 @@ class Save:
             self._call = BoundedCall(work, name=f"ddpsafe-save-{request.step}")
 
     def _gather(self, exchange: Exchange) -> dict[int, Message]:
-        return exchange.gather(self._deadline, self._absent)
+        return exchange.gather(self._deadline, self._absence_error)
 
     def _lead(self) -> None:
-        """Rank 0's part."""
+        """Do rank 0's part: check, write, publish, and remove old checkpoints."""
         messages = self._gather(self._answering)
         first = messages[0].facts
         for other, answer in messages.items():
@@ -164,36 +170,40 @@ class Save:
                 if answer.facts.get(key) != first.get(key):
                     raise CheckpointConfigError(
                         Explanation(
-                            f"rank {other} saves {key} {answer.facts.get(key)!r}, and rank 0 "
+                            f"rank {other} saves {key} {answer.facts.get(key)!r}, but rank 0 saves "
                             f"{first.get(key)!r}.",
-                            cause="the ranks count their steps differently, or build other states.",
+                            cause="the ranks count their steps differently, or build different states.",
                             fix="call save() on every rank with the same step and the same names.",
                         ),
                         rank=other,
                     )
-        place = self._request.place
-        if place is None:  # saved already
+        publisher = self._request.publisher
+        if publisher is None:  # already saved
             return
-        place.require_lock(self._step)
+        publisher.require_lock(self._step)
         parts = [messages[rank].data for rank in sorted(messages)]
         needed = size_bytes(self._request.snapshot.replicated) + sum(map(len, parts))
         needed += sum(message.facts["shard_bytes"] for message in messages.values())
         needed += needed // 100 + _MARGIN_BYTES
-        free = _directory.free_bytes(place.directory)
+        directory = publisher.directory
+        free = _directory.free_bytes(directory)
         if free < needed:
-            cause = f"it takes about {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free."
-            raise _no_space(place.directory, self._step, needed, free, cause)
-        with _directory.unfinished(place.directory, self._step) as folder:
-            files, shards = self._lead_shards(folder)
+            cause = f"it needs about {needed / 1e6:.1f} MB, but only {free / 1e6:.1f} MB are free."
+            raise _no_space(directory, self._step, needed, free, cause)
+        with _directory.unfinished(directory, self._step) as folder:
+            files, shards = self._collect_shards(folder)
             _write_files(folder, self._request, parts, files, shards)
             if self._given_up.is_set():
                 raise _GivenUpError
-            place.require_lock(self._step)
+            publisher.require_lock(self._step)
             _directory.publish(folder, self._step)
-        place.metrics[self._step] = self._request.metrics
-        self._not_removed = _directory.prune(place.directory, place.keep, place.metrics)
+        publisher.metrics[self._step] = self._request.metrics
+        self._not_removed = _directory.prune(directory, publisher.keep, publisher.metrics)
 
-    def _lead_shards(self, folder: Path) -> tuple[dict[str, FileFacts], dict[str, ShardedTensor]]:
+    def _collect_shards(
+        self, folder: Path
+    ) -> tuple[dict[str, FileFacts], dict[str, ShardedTensor]]:
+        """Let every rank write its shards into the folder; return what the manifest says of them."""
         if self._second is None:
             return {}, {}
         self._answering.announce({"folder": str(folder)})
@@ -207,9 +217,9 @@ class Save:
         except (ValueError, KeyError) as exc:
             raise SaveError(
                 Explanation(
-                    f"The checkpoint of step {self._step} was not saved: what the ranks wrote does "
-                    "not make up the distributed tensors.",
-                    cause="the ranks have different models, or shard them otherwise.",
+                    f"The checkpoint of step {self._step} was not saved: the parts that the ranks "
+                    "wrote do not make up the distributed tensors.",
+                    cause="the ranks have different models, or shard them differently.",
                     fix="build the same model on the same mesh on every rank.",
                     details=str(exc).splitlines()[:4],
                 ),
@@ -217,10 +227,10 @@ class Save:
             ) from exc
 
     def _write_own_shards(self) -> None:
-        """Write another rank's distributed tensors to where rank 0 says."""
-        assert self._second is not None  # noqa: S101 - there are such
-        answer = self._answering.receive(self._deadline, self._absent)
-        if "folder" not in answer:  # saved already
+        """Write this rank's distributed tensors, on another rank than 0, into rank 0's folder."""
+        assert self._second is not None  # noqa: S101 - there are distributed tensors
+        answer = self._answering.receive(self._deadline, self._absence_error)
+        if "folder" not in answer:  # already saved
             return
         self._answering = self._second
         folder = Path(answer["folder"])
@@ -233,70 +243,70 @@ class Save:
         self._second.send(Message(facts=written))
 
     def finish(self) -> None:
-        """Wait for the end of it, and on rank 0 tell the others.
+        """Wait for the save to end; rank 0 then announces the result to the others.
 
         Raises:
-            CheckpointError: It failed, or took too long; it is not saved then and never will be.
+            CheckpointError: The save failed or took too long. It will not be published later.
         """
         if not self._ranks.is_main:
             if self._call is not None:
                 self._await(self._deadline.remaining_s())
             if self._second is None or self._answering is self._second:
-                self._answering.receive(self._ranks.deadline(), self._absent)
+                self._answering.receive(self._ranks.deadline(), self._absence_error)
             return
         try:
             self._await(self._deadline.remaining_s())
         except BaseException as exc:
             self._answering.announce(error=exc)
             raise
-        self._answering.announce({"saved": self._request.place is not None})
-        # The disk will fill up; said once the save is known to be good.
-        if self._not_removed and self._request.place is not None:
-            place = self._request.place
+        publisher = self._request.publisher
+        self._answering.announce({"saved": publisher is not None})
+        # The disk will fill up. Warn only now that the save has succeeded.
+        if self._not_removed and publisher is not None:
             warn(
-                f"{len(self._not_removed)} checkpoints more than {place.keep} stay in "
-                f"{place.directory}, as they could not be removed; remove them by hand: "
+                f"{len(self._not_removed)} checkpoints beyond {publisher.keep} could not be removed "
+                f"from {publisher.directory} and will fill up the disk; remove them by hand: "
                 + "; ".join(self._not_removed[:4])
             )
 
     def abandon(self, limit: timedelta) -> None:
-        """Give what is nearly written a moment to end, and tell no other rank: they may be dead."""
-        if self._request.place is not None:
+        """Give a save that is nearly written a moment to end, without sending the others anything."""
+        if self._request.publisher is not None:
             self._await(limit.total_seconds())
 
     def _await(self, limit_s: float) -> None:
-        assert self._call is not None  # noqa: S101 - begun on ranks that write
+        assert self._call is not None  # noqa: S101 - only ranks that write wait here
         try:
             ended = self._call.wait(limit_s)
-        except BaseException:  # Ctrl-C: a save that was broken off must not appear later
+        except BaseException:  # Ctrl-C: an interrupted save must not be published later
             self._given_up.set()
             raise
         if not ended:
             self._given_up.set()
-            # Whoever is publishing already has the last word.
-            if not self._call.wait(_LAST_STEP.total_seconds()):
-                raise self._too_slow()
+            # A thread that is already publishing may still finish.
+            if not self._call.wait(_PUBLISH_TIME.total_seconds()):
+                raise self._timeout_error()
         try:
             self._call.result()
         except _GivenUpError:
-            raise self._too_slow() from None
+            raise self._timeout_error() from None
         except CheckpointError:
             raise
         except Exception as exc:
-            place = self._request.place
-            error = exc if place is None else _explain(exc, place.directory, self._step)
+            publisher = self._request.publisher
+            error = exc if publisher is None else _explain(exc, publisher.directory, self._step)
             if error is exc:
                 raise
             raise error from exc
 
-    def _too_slow(self) -> SaveTimeoutError:
+    def _timeout_error(self) -> SaveTimeoutError:
         waited_s = self._deadline.waited_s()
         return SaveTimeoutError(
             Explanation(
                 f"{self._ranks} could not write the checkpoint of step {self._step} in "
                 f"{waited_s:.1f} s.",
-                cause="the storage is slow or does not answer.",
-                fix="look at that storage; raise the Checkpointer's timeout if it is only slow.",
+                cause="the storage is slow or does not respond.",
+                fix="check that storage; raise the Checkpointer's timeout if it is only slow.",
             ),
             step=self._step,
             missing_ranks=[self._ranks.rank],
@@ -304,13 +314,13 @@ class Save:
             rank=self._ranks.rank,
         )
 
-    def _absent(self, absence: Absence) -> SaveError:
-        writes = absence.ranks == [0] and not self._ranks.is_main
+    def _absence_error(self, absence: Absence) -> SaveError:
+        only_writer_missing = absence.ranks == [0] and not self._ranks.is_main
         explanation = absence.explain(
             self._ranks,
             f"save step {self._step}",
-            cause="waits for storage that is slow or does not answer, is stopped, or hangs."
-            if writes
+            cause="waits for storage that is slow or does not respond, is stopped, or hangs."
+            if only_writer_missing
             else "did not call save(), hangs, or is much slower.",
             fix="let every rank call save() at the same step; raise the Checkpointer's timeout "
             "if the storage is only slow.",
@@ -330,8 +340,7 @@ class Save:
 def _no_space(directory: Path, step: int, needed: int, free: int, cause: str) -> NoSpaceError:
     return NoSpaceError(
         Explanation(
-            f"The checkpoint of step {step} does not fit into {directory}; those from before are "
-            "unharmed.",
+            f"The checkpoint of step {step} does not fit into {directory}; earlier ones are unharmed.",
             cause=cause,
             fix="free some space, lower keep, or choose a directory on a larger disk.",
         ),
@@ -348,12 +357,12 @@ def _write_files(
     files: dict[str, FileFacts],
     shards: dict[str, ShardedTensor],
 ) -> None:
-    """Write what rank 0 writes into a new folder: the state, the parts of the ranks, the manifest."""
+    """Write rank 0's files into a new folder: the state, the parts of the ranks, the manifest."""
     import torch
 
     files = dict(files)
     with ChecksumWriter(folder / STATE) as writer, explaining(request.snapshot.replicated):
-        torch.save(request.snapshot.replicated, writer)  # type: ignore[arg-type]  # write() is all it needs
+        torch.save(request.snapshot.replicated, writer)  # type: ignore[arg-type]  # it only calls write()
     files[STATE] = FileFacts(size_bytes=writer.size, crc32=writer.crc32)
     places: list[tuple[int, int]] = []
     with ChecksumWriter(folder / RANKS) as writer:
@@ -376,14 +385,15 @@ def _write_files(
         metadata=request.metadata,
     )
     data = manifest.dumps()
-    try:
+    try:  # a manifest that no restore would accept must fail the save
         parse_manifest(data, folder)
     except DamagedFileError as exc:
         raise SaveError(
             Explanation(
-                f"The checkpoint of step {request.step} was not saved: it could not be read again.",
+                f"The checkpoint of step {request.step} was not saved: its manifest could not be "
+                "read back.",
                 cause=str(exc),
-                fix="save fewer or plainer names, metrics and metadata.",
+                fix="save fewer or simpler names, metrics and metadata.",
             ),
             step=request.step,
         ) from exc
@@ -400,10 +410,10 @@ def _version_of(package: str) -> str:
 
 
 def _explain(exc: Exception, directory: Path, step: int) -> Exception:
-    """Explain what the file system refused; return other errors as they are."""
+    """Turn an error of the file system into a `SaveError`; return other errors as they are."""
     if not isinstance(exc, OSError) or isinstance(exc, SaveError):
         return exc
-    if exc.errno in _FULL:
+    if exc.errno in _DISK_FULL:
         try:
             free = _directory.free_bytes(directory)
         except OSError:
@@ -413,10 +423,10 @@ def _explain(exc: Exception, directory: Path, step: int) -> Exception:
     if isinstance(exc, FileExistsError):
         return SaveError(
             Explanation(
-                f"Step {step} was not saved: {exc.filename} is there already.",
+                f"Step {step} was not saved: {exc.filename} already exists.",
                 cause="a save of this step was interrupted when it was nearly done, or the folder "
                 "was put there by hand.",
-                fix="go on, and save the next step; or remove the folder and save this one again.",
+                fix="continue and save the next step; or remove the folder and save this one again.",
             ),
             step=step,
         )

@@ -1,7 +1,7 @@
 """Distributed tensors (FSDP2, DTensor): each rank writes its own part, and reads what it needs.
 
-A part is written as plain bytes, and where it lies in its tensor stands in the manifest. So nothing
-has to be unpickled, no collective can hang, and a tensor can be read whole, or in other parts.
+A part is written as plain bytes, and the manifest says where it lies in its tensor. So nothing has to
+be unpickled, no collective can hang, and a tensor can be read whole or in other parts.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ if TYPE_CHECKING:
     import torch
 
 MARK: Final = "\0shard "
-"""Stands in the replicated part where a distributed tensor was; no text of a user begins so."""
+"""Start of the string that replaces a distributed tensor in the replicated part.
+
+A state in which a user's string starts with it is refused.
+"""
 
 
 def is_sharded(value: object) -> bool:
-    """Tell whether a value is a distributed tensor."""
-    # Who has one has imported this; importing it takes a tenth of a second.
+    """Return whether a value is a distributed tensor."""
+    # A process that has one has imported this module. Importing it here would take 0.1 s.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def split(tree: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Take the distributed tensors out of a state; return the rest and them, by path."""
+    """Take the distributed tensors out of a state; return the rest, and the tensors by path."""
     parts: dict[str, torch.Tensor] = {}
 
     def take(path: str, leaf: Any) -> Any:
@@ -49,12 +52,12 @@ def split(tree: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def _local(tensor: Any, path: str) -> tuple[list[int], list[int], torch.Tensor] | None:
-    """Return where this rank's part lies, its shape, and its values; ``None`` outside of the mesh."""
+    """Return offsets, shape and values of this rank's part; ``None`` if it is not in the mesh."""
     if tensor.device_mesh.get_coordinate() is None:
         return None
     if any(placement.is_partial() for placement in tensor.placements):
-        raise _unsaveable(path, "sums that are not added up yet (a Partial placement)")
-    chunks = tensor.__create_chunk_list__()  # torch's protocol for checkpoints
+        raise _unsaveable(path, "partial sums that are not reduced yet (a Partial placement)")
+    chunks = tensor.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
     local = tensor.to_local()
     if len(chunks) != 1 or tuple(local.shape) != tuple(chunks[0].sizes):
         raise _unsaveable(path, f"a local part that is {type(local).__name__}, not one block")
@@ -66,17 +69,17 @@ def _unsaveable(path: str, what: str) -> CheckpointConfigError:
         Explanation(
             f"{path} is a distributed tensor that cannot be saved or restored.",
             cause=f"it has {what}.",
-            fix="pass tensor.full_tensor() in its place.",
+            fix="pass tensor.full_tensor() instead.",
         )
     )
 
 
 Own = dict[str, tuple[list[int], list[int], "torch.Tensor"]]
-"""By path: where this rank's part lies in its tensor, its shape, and its values."""
+"""By path: the offsets of this rank's part in its tensor, its shape, and its values."""
 
 
 def own_parts(shards: Mapping[str, torch.Tensor]) -> Own:
-    """Return what this rank writes; of copies, the first rank's."""
+    """Return the parts that this rank writes. Of identical copies, only the mesh's first rank writes one."""
     own: Own = {}
     for path, tensor in shards.items():
         sharded: Any = tensor  # a DTensor
@@ -86,7 +89,7 @@ def own_parts(shards: Mapping[str, torch.Tensor]) -> Own:
             for at, placement in zip(place, sharded.placements, strict=False)
             if placement.is_replicate()
         ):
-            continue  # another rank of the mesh has the same part, and writes it
+            continue  # another rank of the mesh has the same part and writes it
         found = _local(tensor, path)
         if found is not None:
             own[path] = found
@@ -102,7 +105,7 @@ def write_shards(own: Own, folder: Path, rank: int) -> dict[str, Any]:
     """Write this rank's parts into a file of its own.
 
     Returns:
-        What rank 0 needs for the manifest, as plain values.
+        What rank 0 needs for the manifest, in plain values.
     """
     import torch
 
@@ -119,7 +122,7 @@ def write_shards(own: Own, folder: Path, rank: int) -> dict[str, Any]:
 
 
 def describe(shards: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return shape and dtype of each distributed tensor, as plain values."""
+    """Return dtype and shape of each distributed tensor, in plain values."""
     return {
         path: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         for path, tensor in shards.items()
@@ -129,14 +132,14 @@ def describe(shards: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 def index_of(
     whole: Mapping[str, Any], written: Iterable[Mapping[str, Any]]
 ) -> tuple[dict[str, FileFacts], dict[str, ShardedTensor]]:
-    """Make the manifest's part of what all ranks wrote.
+    """Make the manifest's entries for the parts that all ranks wrote.
 
-    Of a part that ranks of different meshes have written, as tensor parallelism on a part of the ranks
-    leads to, the first rank's is taken.
+    If ranks of different meshes wrote the same part, the lowest rank's is used. That happens when each
+    group of ranks has its own mesh, as with tensor parallelism inside subgroups.
 
     Args:
         whole: What `describe` returned.
-        written: What `write_shards` returned, on each rank.
+        written: What `write_shards` returned on each rank.
 
     Raises:
         ValueError: They do not make up the tensors.
@@ -157,10 +160,10 @@ def index_of(
 
 
 def check_shards(folder: Path, manifest: Manifest, *, rank: int, world_size: int) -> None:
-    """Check this rank's share of the shards' files, and that each piece is as long as it says.
+    """Check this rank's share of the shard files, and that every piece lies inside its file.
 
     Raises:
-        DamagedFileError: One is not what was written.
+        DamagedFileError: A file is not what was written, or a piece does not lie in it.
     """
     for tensor in manifest.shards.values():
         width = tensor.torch_dtype().itemsize
@@ -174,17 +177,17 @@ def check_shards(folder: Path, manifest: Manifest, *, rank: int, world_size: int
 
 
 class SavedShards:
-    """The distributed tensors of a checkpoint, read only where they are asked for."""
+    """The distributed tensors of a checkpoint, read from the files on demand."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
         self._manifest = manifest
 
     def find(self, leaf: object) -> ShardedTensor | None:
-        """Return the tensor that a leaf of the replicated part stands for, if it does.
+        """Return the distributed tensor that a leaf of the replicated part stands for, if any.
 
         Raises:
-            DamagedFileError: It stands for one that the checkpoint does not have.
+            DamagedFileError: It stands for a tensor that the checkpoint does not have.
         """
         if not isinstance(leaf, str) or not leaf.startswith(MARK):
             return None
@@ -194,7 +197,7 @@ class SavedShards:
         return tensor
 
     def on_meta(self, tree: Any, name: str) -> Any:
-        """Return the tree with tensors without values where distributed ones were."""
+        """Return the tree with tensors on the meta device where distributed ones were."""
         import torch
 
         def put(_: str, leaf: Any) -> Any:
@@ -214,11 +217,11 @@ class SavedShards:
         return whole
 
     def fill(self, target: Any, source: Any, path: str) -> None:
-        """Fill this rank's part of a distributed tensor, whichever way its values were saved.
+        """Fill this rank's part of a distributed tensor from a sharded or a whole saved one.
 
         Args:
             target: The distributed tensor.
-            source: The leaf of the checkpoint: what stands for a distributed tensor, or a whole one.
+            source: The leaf of the checkpoint: a whole tensor, or the mark of a distributed one.
             path: Its path, for errors.
         """
         import torch
@@ -235,16 +238,16 @@ class SavedShards:
                 self._read(saved, offsets, local)
 
     def _read(self, saved: ShardedTensor, offsets: list[int], target: torch.Tensor) -> None:
-        """Fill the block of a tensor that begins at `offsets` from the pieces that it meets."""
+        """Fill the block of a tensor that begins at `offsets` from the pieces that overlap it."""
         import torch
 
         dtype = saved.torch_dtype()
         for piece in saved.pieces:
-            met = _meet(piece, offsets, target.shape)
-            if met is None:
+            overlap = _overlap(piece, offsets, target.shape)
+            if overlap is None:
                 continue
-            in_piece, in_target, sizes = met
-            # Rows of the first dimension lie one after the other: only those asked for are read.
+            in_piece, in_target, sizes = overlap
+            # Rows along the first dimension are contiguous in the file: read only those needed.
             row = math.prod(piece.sizes[1:]) * dtype.itemsize
             first, rows = (in_piece[0], sizes[0]) if sizes else (0, 1)
             with self._manifest.open(self._folder, piece.file) as file:
@@ -258,10 +261,10 @@ class SavedShards:
                 target.copy_(values[0])
 
 
-def _meet(
+def _overlap(
     piece: Piece, offsets: list[int], sizes: Iterable[int]
 ) -> tuple[list[int], list[int], list[int]] | None:
-    """Return where a piece and a block meet: offsets in each, and the size; ``None`` if nowhere."""
+    """Return the overlap of a piece and a block: its offsets in each, and its shape."""
     in_piece, in_block, common = [], [], []
     for a, n, b, m in zip(piece.offsets, piece.sizes, offsets, sizes, strict=True):
         begin, end = max(a, b), min(a + n, b + m)
@@ -280,14 +283,14 @@ def _part(tensor: torch.Tensor, offsets: list[int], sizes: list[int]) -> torch.T
 
 
 def like(parameter: Any, dtype: torch.dtype) -> Any:
-    """Return a new distributed tensor that lies as a parameter does."""
+    """Return a new distributed tensor with the layout of a parameter."""
     import torch
 
     return torch.empty_like(parameter.detach(), dtype=dtype)
 
 
 def copied_to_all(whole: torch.Tensor, parameter: Any) -> Any:
-    """Return a distributed tensor that every rank of a parameter's mesh has as a whole."""
+    """Return a distributed tensor that is replicated on every rank of a parameter's mesh."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = parameter.device_mesh

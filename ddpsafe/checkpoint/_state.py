@@ -1,6 +1,6 @@
 """The state of a training at one moment, gathered by name from its objects.
 
-Only what loads again without executing anything may go into it.
+It may contain only values that load again without executing code.
 """
 
 from __future__ import annotations
@@ -27,41 +27,40 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _CONTAINERS: Final = (dict, list, tuple)
-_SHOWN: Final = 5
+_MAX_LISTED: Final = 5
 _COMPILED: Final = "_orig_mod."
-"""What torch.compile puts into the names of a submodule's parameters."""
+"""What torch.compile inserts into the names of a submodule's parameters."""
 
 MAX_RANK_BYTES: Final = 16 * 2**20
-"""What one rank may keep for itself: it travels over the store."""
+"""Limit for one rank's own state, which travels to rank 0 over the store."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object whose state can be taken and put back."""
+    """An object whose state can be saved and loaded."""
 
     def state_dict(self) -> Any:
         """Return the state."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Take a state over."""
+        """Load a state."""
 
 
 class PerRank:
     """Marks an object whose state differs from rank to rank.
 
-    Each rank saves its own and gets its own back. Under another world size, ranks that the saved
-    world did not have keep what they have.
+    Each rank saves and restores its own state. After a restart with more ranks, the additional ranks
+    keep the state they have.
 
     Args:
-        stateful: The object of this rank.
+        stateful: This rank's object.
     """
 
     def __init__(self, stateful: Stateful) -> None:
         if not is_stateful(stateful):
             raise CheckpointConfigError(
                 Explanation(
-                    f"PerRank({type(stateful).__name__}): it has no state_dict and "
-                    "load_state_dict.",
+                    f"PerRank({type(stateful).__name__}): it lacks state_dict or load_state_dict.",
                     cause="a plain value was marked.",
                     fix="mark an object that has both.",
                 )
@@ -70,21 +69,21 @@ class PerRank:
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Tell whether a value is an object with a state, and not a state."""
+    """Return whether a value is an object with `state_dict` and `load_state_dict`; a class is not."""
     return isinstance(value, Stateful) and not isinstance(value, type)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """State as it is saved.
+    """The state as one rank saves it.
 
     Attributes:
-        replicated: What all ranks share, by name; whole on rank 0, empty on the others.
-        own: What this rank alone has, as bytes of a torch file.
+        replicated: What all ranks share, by name; complete on rank 0, empty on the others.
+        own: This rank's own state, as the bytes of a torch file.
         shards: This rank's parts of distributed tensors, by path in the state.
         sharded: Dtype and shape of the distributed tensors, by path; the same on all ranks.
-        names: Where each name is kept.
-        optimizers: What the optimizers among them are made of.
+        names: How the state of each name is stored.
+        optimizers: Class and parameter shapes of the optimizers, by name.
     """
 
     replicated: dict[str, Any]
@@ -106,12 +105,12 @@ def take_snapshot(
 
     Args:
         state: The objects, by name.
-        unwrap: Removes DDP's wrapper.
-        whole: Keep what is the same on all ranks, as rank 0 does.
-        with_rng: Take the random number generators too.
+        unwrap: Removes the wrappers of a model.
+        whole: Keep the state that all ranks share; only rank 0 does.
+        with_rng: Include the random number generators.
 
     Raises:
-        CheckpointConfigError: It is not a mapping of names.
+        CheckpointConfigError: `state` is not a mapping of names.
         UnsafeStateError: Something in it could not be loaded again.
     """
     from torch.optim import Optimizer
@@ -147,7 +146,7 @@ def take_snapshot(
 
 
 def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
-    """Return what an optimizer is made of."""
+    """Return the class and the parameter shapes of an optimizer."""
     groups = [[list(each.shape) for each in group["params"]] for group in optimizer.param_groups]
     return OptimizerFacts(kind=type(optimizer).__qualname__, groups=groups)
 
@@ -156,7 +155,7 @@ def check_names(state: object) -> None:
     """Refuse a state that is not a mapping of names.
 
     Raises:
-        CheckpointConfigError: As it says.
+        CheckpointConfigError: It is not.
     """
     if not isinstance(state, Mapping):
         cause = f"it is of type {type(state).__name__}."
@@ -166,7 +165,7 @@ def check_names(state: object) -> None:
         wrong = [name for name in state if not is_text(name)]
         if not wrong:
             return
-        cause = f"the key {wrong[0]!r} is not a text that UTF-8 can hold."
+        cause = f"the key {wrong[0]!r} is not a string that UTF-8 can encode."
     raise CheckpointConfigError(
         Explanation(
             "The state is not a mapping of names to objects.",
@@ -177,7 +176,7 @@ def check_names(state: object) -> None:
 
 
 def is_text(value: object) -> bool:
-    """Tell whether a value is a text that a manifest can hold: one from a file name may not be."""
+    """Return whether a value is a string that UTF-8 can encode; some file names are not."""
     if not isinstance(value, str):
         return False
     try:
@@ -188,7 +187,7 @@ def is_text(value: object) -> bool:
 
 
 def state_of(value: Any, unwrap: Callable[[nn.Module], nn.Module]) -> Any:
-    """Return the state of one object, or the value itself where it is none."""
+    """Return the state of an object, or the value itself if it is plain."""
     from torch import nn
 
     if isinstance(value, nn.Module):
@@ -198,15 +197,15 @@ def state_of(value: Any, unwrap: Callable[[nn.Module], nn.Module]) -> Any:
 
 
 def plain_names(names: Iterable[object]) -> dict[Any, Any]:
-    """Return the names of parameters, each with what it is called where nothing is compiled."""
+    """Map parameter names to those of the uncompiled model; to ``None`` if these are ambiguous."""
     plain = {name: name.replace(_COMPILED, "") if isinstance(name, str) else name for name in names}
     return plain if len(set(plain.values())) == len(plain) else dict.fromkeys(plain)
 
 
 def renamed(state: Any, names: Mapping[Any, Any]) -> Any:
-    """Return a model's state with other names for its tensors; itself where none is another.
+    """Return a model's state with its tensors renamed; the same object if no name changes.
 
-    torch keeps versions of modules beside the tensors, which get the names of their modules.
+    The versions of modules that torch keeps beside the tensors get the uncompiled names too.
     """
     if not isinstance(state, dict) or all(names.get(name, name) in (name, None) for name in state):
         return state
@@ -221,7 +220,7 @@ def renamed(state: Any, names: Mapping[Any, Any]) -> Any:
 
 
 def named_for(model: nn.Module, saved: Any) -> Any:
-    """Return a saved state with the names that the parameters of a model have now."""
+    """Return a saved state with the names that a model's parameters have now."""
     if not isinstance(saved, dict):
         return saved
     now = {plain: name for name, plain in plain_names(model.state_dict()).items() if plain}
@@ -231,7 +230,7 @@ def named_for(model: nn.Module, saved: Any) -> Any:
 
 
 def own_bytes(own: dict[str, Any], rng: dict[str, Any] | None) -> bytes:
-    """Return what one rank has of its own as bytes of a torch file.
+    """Return one rank's own state as the bytes of a torch file.
 
     Raises:
         CheckpointConfigError: It is too large to travel over the store.
@@ -245,8 +244,8 @@ def own_bytes(own: dict[str, Any], rng: dict[str, Any] | None) -> bytes:
     if len(data) > MAX_RANK_BYTES:
         raise CheckpointConfigError(
             Explanation(
-                f"What this rank keeps for itself takes {len(data)} bytes; at most "
-                f"{MAX_RANK_BYTES} travel to rank 0.",
+                f"This rank's own state takes {len(data)} bytes; at most {MAX_RANK_BYTES} can be "
+                "sent to rank 0.",
                 cause=f"{', '.join(sorted(own))} is large and marked PerRank.",
                 fix="mark only what differs between ranks; shard large tensors with FSDP2.",
             )
@@ -258,10 +257,10 @@ def require_loadable(state: dict[str, Any]) -> None:
     """Refuse a state that ``torch.load(weights_only=True)`` would refuse.
 
     Args:
-        state: What is to be saved, by name.
+        state: The state to save, by name.
 
     Raises:
-        UnsafeStateError: It holds such values; it says where.
+        UnsafeStateError: It has such values, at `UnsafeStateError.paths`.
     """
     found = list(_refused(state))
     if found:
@@ -270,10 +269,10 @@ def require_loadable(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def explaining(state: dict[str, Any]) -> Iterator[None]:
-    """Say which value of a state it is that torch cannot copy or save.
+    """Turn an error of torch into one that names the values that torch cannot copy or save.
 
     Raises:
-        UnsafeStateError: In place of what torch raises, such as KeyError for a dtype it cannot save.
+        UnsafeStateError: Instead of torch's error, such as KeyError for a dtype it cannot save.
     """
     try:
         yield
@@ -286,15 +285,14 @@ def explaining(state: dict[str, Any]) -> Iterator[None]:
 
 
 def _unsafe(found: list[tuple[str, str]]) -> UnsafeStateError:
-    listed = [f"{path}: {why}" for path, why in found[:_SHOWN]]
-    more = [f"… and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    listed = [f"{path}: {why}" for path, why in found[:_MAX_LISTED]]
+    more = [f"… and {len(found) - _MAX_LISTED} more"] if len(found) > _MAX_LISTED else []
     values = "a value" if len(found) == 1 else f"{len(found)} values"
-    what = f"The state holds {values} that could not be loaded again."
     return UnsafeStateError(
         Explanation(
-            what,
-            cause="checkpoints are loaded with weights_only=True, so that none can execute code; "
-            "that allows tensors, numbers, texts, and dicts, lists and tuples of them.",
+            f"The state holds {values} that could not be loaded again.",
+            cause="checkpoints are loaded with weights_only=True, so that they cannot execute code; "
+            "that allows tensors, numbers, strings, and dicts, lists and tuples of them.",
             fix="return plain values from state_dict(), or allow the type on both sides with "
             "torch.serialization.add_safe_globals.",
             details=[*listed, *more],
@@ -304,17 +302,18 @@ def _unsafe(found: list[tuple[str, str]]) -> UnsafeStateError:
 
 
 def require_finite(tree: object, name: str) -> None:
-    """Refuse a tree that cannot be walked to its end, or would be read as something else.
+    """Refuse a tree that is too deep, or that has a string reserved for distributed tensors.
 
     Raises:
-        UnsafeStateError: It holds itself, or a text that stands for a distributed tensor.
+        UnsafeStateError: It contains itself, is nested too deep, or has such a string.
     """
     try:
-        for path, leaf in leaves(tree, f"state[{name!r}]", MAX_DEPTH - 2):  # of what it stands in
+        # It is saved inside one or two more containers.
+        for path, leaf in leaves(tree, f"state[{name!r}]", MAX_DEPTH - 2):
             if isinstance(leaf, str) and leaf.startswith(_sharded.MARK):
-                raise _unsafe([(path, f"a text that begins with {_sharded.MARK!r}")])
+                raise _unsafe([(path, f"a string that begins with {_sharded.MARK!r}")])
     except RecursionError:
-        why = f"a dict, list or tuple that holds itself, or is nested deeper than {MAX_DEPTH}"
+        why = f"a dict, list or tuple that contains itself, or is nested deeper than {MAX_DEPTH}"
         raise _unsafe([(f"state[{name!r}]", why)]) from None
 
 
@@ -328,7 +327,7 @@ def _refused(state: dict[str, Any]) -> Iterator[tuple[str, str]]:
             continue
         if type(leaf) in PLAIN:
             continue
-        # torch 2.15 saves nested tensors and does not load them.
+        # torch 2.15 saves nested tensors but cannot load them.
         if isinstance(leaf, torch.Tensor) and type(leaf) in tensors and not leaf.is_nested:
             continue
         why = _try(leaf)
@@ -338,7 +337,7 @@ def _refused(state: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _advice(leaf: object) -> str:
-    """Return what to write in a value's place, where that is known."""
+    """Return what to write instead of a value; empty if that is not known."""
     import numpy as np
 
     if isinstance(leaf, np.generic):
@@ -346,12 +345,12 @@ def _advice(leaf: object) -> str:
     if isinstance(leaf, np.ndarray):
         return "a NumPy array: write torch.from_numpy(value)"
     if is_stateful(leaf):
-        return "has a state of its own: give it a name at the top of the state, not in a container"
+        return "has a state of its own: give it its own name in the state, not inside a container"
     return ""
 
 
 def _suspects(tree: object, path: str) -> Iterator[tuple[str, object]]:
-    """Yield the leaves, the keys, and containers of other types, emptied of their items."""
+    """Yield leaves, keys, and empty copies of containers that are not plain dicts, lists or tuples."""
     if isinstance(tree, _CONTAINERS) and not hasattr(tree, "_fields"):
         if type(tree) not in _CONTAINERS:
             empty: Any = tree
@@ -373,7 +372,7 @@ def _suspects(tree: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 def _try(value: object) -> str | None:
-    """Save and load one value; return why that is refused, if it is."""
+    """Save and load one value; return why that fails, if it does."""
     import torch
 
     file = io.BytesIO()
@@ -383,13 +382,13 @@ def _try(value: object) -> str | None:
         torch.load(file, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError:
         return "weights_only=True does not allow it"
-    except Exception as exc:  # noqa: BLE001 - a user's type may refuse in any way
+    except Exception as exc:  # noqa: BLE001 - a user's type may raise anything
         return (str(exc).splitlines() or [""])[0][:120] or type(exc).__name__
     return None
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states, in types that load without executing anything."""
+    """Return the states of the generators, in types that load without executing code."""
     import numpy as np
     import torch
 
@@ -412,7 +411,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def load_rng_state(state: dict[str, Any]) -> None:
-    """Set the generators to saved states; that of a GPU only where there is one."""
+    """Set the generators to saved states; that of a GPU only if there is one."""
     import numpy as np
     import torch
 

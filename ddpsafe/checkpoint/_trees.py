@@ -1,4 +1,4 @@
-"""State as trees of dicts, lists and tensors: walked, copied to host memory, measured."""
+"""State as trees of dicts, lists and tensors: walking, copying to host memory, measuring."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
-"""Types of values that are what they are: never copied, and loadable everywhere."""
+"""Types of immutable values that need no copy and load everywhere."""
 
 
 MAX_DEPTH: Final = 100
-"""Containers within each other: what is saved must be readable further down the stack, and as JSON."""
+"""How deep containers may be nested. A state must also be readable from deeper in the stack, and as JSON."""
 
 
 def leaves(tree: object, path: str, left: int = MAX_DEPTH) -> Iterator[tuple[str, Any]]:
-    """Walk plain dicts, lists and tuples; yield everything else with its path.
+    """Walk dicts, lists and tuples except named tuples; yield everything else with its path.
 
     Raises:
-        RecursionError: They are nested deeper than `left`, or hold themselves.
+        RecursionError: They are nested deeper than `left`, or contain themselves.
     """
     if isinstance(tree, dict):
         items: Any = tree.items()
@@ -40,9 +40,9 @@ def leaves(tree: object, path: str, left: int = MAX_DEPTH) -> Iterator[tuple[str
 
 
 def replace_leaves(tree: Any, path: str, change: Callable[[str, Any], Any]) -> Any:
-    """Return a copy of the tree in which each leaf is what `change` makes of it.
+    """Return a copy of the tree with each leaf replaced by ``change(path, leaf)``.
 
-    Containers keep their type where it is a plain one; others are leaves of `leaves` too.
+    Containers keep their type. The leaves are those of `leaves`.
     """
     if isinstance(tree, dict):
         items = {
@@ -50,8 +50,8 @@ def replace_leaves(tree: Any, path: str, change: Callable[[str, Any], Any]) -> A
         }
         if type(tree) is dict:
             return items
-        same = tree.copy()  # an OrderedDict, a Counter or a defaultdict stays what it is
-        if hasattr(tree, "__dict__"):  # torch notes the versions of modules there
+        same = tree.copy()  # keeps the type: OrderedDict, Counter, defaultdict
+        if hasattr(tree, "__dict__"):  # torch stores the versions of modules there, in _metadata
             same.__dict__.update(tree.__dict__)
         for key, value in items.items():
             same[key] = value
@@ -65,16 +65,16 @@ def replace_leaves(tree: Any, path: str, change: Callable[[str, Any], Any]) -> A
 
 
 class HostCopies:
-    """Memory of the host that tensors are copied to, kept from one save to the next.
+    """Host memory that tensors are copied to, reused from one save to the next.
 
-    Allocating it again would cost more than the copy: every page has to be faulted in.
+    Allocating it again would cost more than the copy, as every page must be faulted in.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def copy(self, tree: Any) -> Any:
-        """Copy a state; tensors that are one and the same stay so."""
+        """Copy a state; the same tensor under two names is copied once."""
         import torch
 
         done: dict[tuple[object, ...], torch.Tensor] = {}
@@ -87,14 +87,12 @@ class HostCopies:
             if key in done:
                 return done[key]
             source = leaf.detach()
+            # Sparse, quantized and nested tensors do not lie in one plain buffer.
             if source.layout is not torch.strided or source.is_quantized or source.is_nested:
-                done[key] = source.to(
-                    "cpu", copy=True
-                )  # sparse, nested or quantized: no plain memory
+                done[key] = source.to("cpu", copy=True)
             else:
                 buffer = self._buffers.get(path)
-                known = None if buffer is None else (buffer.shape, buffer.dtype)
-                if buffer is None or known != (source.shape, source.dtype):
+                if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
                     buffer = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
                 done[key] = buffer.copy_(source, non_blocking=True)
             buffers[path] = done[key]
@@ -103,7 +101,7 @@ class HostCopies:
         copied = replace_leaves(tree, "", change)
         self._buffers = buffers
         for device in {key[0] for key in done if isinstance(key[0], torch.device)}:
-            if device.type == "cuda":  # each has a stream of its own on which the copies run
+            if device.type == "cuda":  # the copies run asynchronously on each device's stream
                 torch.cuda.synchronize(device)
         return copied
 
@@ -111,14 +109,14 @@ class HostCopies:
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     import torch
 
-    if tensor.layout is not torch.strided or tensor.is_nested:  # has neither an address nor strides
+    if tensor.layout is not torch.strided or tensor.is_nested:  # it has no address and no strides
         return (tensor.device, id(tensor))
     place = (tensor.device, tensor.data_ptr() if tensor.numel() else id(tensor))
     return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride(), id(type(tensor)))
 
 
 def size_bytes(tree: object) -> int:
-    """Return about how many bytes a state takes in a file."""
+    """Return the approximate size of a state in a file."""
     import torch
 
     storages: dict[object, int] = {}
@@ -134,7 +132,7 @@ def size_bytes(tree: object) -> int:
 
 
 def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return what a tensor's values lie in; for a sparse or a nested one that is several tensors."""
+    """Return the plain tensors that hold a tensor's values: several for a sparse or a jagged one."""
     import torch
 
     tensor = tensor.detach()
@@ -146,9 +144,9 @@ def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]  # noqa: SLF001 - public ones want it coalesced
+        return [tensor._indices(), tensor._values()]  # noqa: SLF001 - the public ones need it coalesced
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []  # a layout that torch alone knows: nothing is known of its memory
+    return []  # an opaque layout such as mkldnn's

@@ -7,19 +7,19 @@
         CheckpointConfigError (also ValueError)  the call is wrong: relative directory, keep=0
         DirectoryError                           not writable, or not the same for all ranks
         DirectoryLockedError                     another job writes there
-        UnsafeStateError (also TypeError)        the state holds what could not be loaded again
-        StepOrderError (also ValueError)         the step is older than what is saved
-        SaveError                                nothing was saved; the last good one is there
+        UnsafeStateError (also TypeError)        the state has values that could not be loaded again
+        StepOrderError (also ValueError)         the step is older than the newest checkpoint
+        SaveError                                nothing was saved; earlier checkpoints are intact
           NoSpaceError                           the disk is full
           SaveTimeoutError (also TimeoutError)   a rank did not do its part in time
         RestoreError                             nothing was restored
-          CorruptCheckpointError                 what there is has been damaged
+          CorruptCheckpointError                 all checkpoints, or the requested one, are damaged
           NewerFormatError                       a newer ddpsafe wrote it
           MissingCheckpointError                 a node does not see what the others see
           CheckpointMismatchError (also ValueError)  it belongs to another model
       CheckpointWarning (a UserWarning)          something you would want to know
 
-An error that one rank meets is raised on every rank, with `rank` saying whose it is.
+An error on one rank is raised on every rank, and its `rank` names that rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CheckpointError(DDPSafeError):
     """Base of everything that ``ddpsafe.checkpoint`` raises.
 
     Attributes:
-        rank: The rank that met it; ``None`` where every rank did.
+        rank: The rank where the error occurred; ``None`` if it occurred on every rank.
     """
 
     def __init__(self, explanation: Explanation | str, *, rank: int | None = None) -> None:
@@ -52,14 +52,14 @@ class CheckpointError(DDPSafeError):
 
 
 class CheckpointConfigError(CheckpointError, ValueError):
-    """A `Checkpointer` was made or called with bad arguments."""
+    """A `Checkpointer` was created or called with bad arguments."""
 
 
 class DirectoryError(CheckpointError):
     """The directory cannot be used: not writable, vanished, or not the same for all ranks.
 
     Attributes:
-        hosts: The hosts where it is wrong, sorted.
+        hosts: The hosts where it cannot be used, sorted.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DirectoryLockedError(CheckpointError):
     """Another job writes into the directory.
 
     Attributes:
-        owner: What is known of it: ``host``, ``pid``, ``job``, ``since``.
+        owner: What is known about that job: ``host``, ``pid``, ``job``, ``since``.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class UnsafeStateError(CheckpointError, TypeError):
     """The state holds values that ``torch.load(weights_only=True)`` would refuse.
 
     Attributes:
-        paths: Where, e.g. ``state['config']['loss']``.
+        paths: Where the values are, e.g. ``state['config']['loss']``.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class StepOrderError(CheckpointError, ValueError):
 
     Attributes:
         step: The step that was to be saved.
-        newest: The step that is there.
+        newest: The step of the newest checkpoint.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class StepOrderError(CheckpointError, ValueError):
 
 
 class SaveError(CheckpointError):
-    """Nothing was saved; the checkpoints from before are as they were.
+    """Nothing was saved; earlier checkpoints are unchanged.
 
     Attributes:
         step: The step that was to be saved.
@@ -135,8 +135,8 @@ class NoSpaceError(SaveError):
     """The disk, or a quota on it, is full.
 
     Attributes:
-        needed_bytes: What the checkpoint takes, about.
-        free_bytes: What is free.
+        needed_bytes: Approximate size of the checkpoint.
+        free_bytes: Free space.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class SaveTimeoutError(SaveError, TimeoutError):
     """A rank did not do its part of a save within the checkpointer's `timeout`.
 
     Attributes:
-        missing_ranks: The ranks that did not.
-        waited_s: How long was waited, in seconds.
+        missing_ranks: The ranks that did not do their part.
+        waited_s: How long the others waited, in seconds.
     """
 
     origin = "timeout"
@@ -182,10 +182,10 @@ class RestoreError(CheckpointError):
 
 
 class CorruptCheckpointError(RestoreError):
-    """Every checkpoint that there is has been damaged.
+    """All checkpoints, or the requested one, are damaged.
 
     Attributes:
-        problems: What is wrong and where, one text for each checkpoint.
+        problems: Descriptions of what is damaged and where.
     """
 
     def __init__(
@@ -203,8 +203,8 @@ class NewerFormatError(RestoreError):
     """A newer ddpsafe wrote the checkpoint.
 
     Attributes:
-        found: The version of its format.
-        known: The newest that is understood here.
+        found: The format version of the checkpoint.
+        known: The newest format version that this ddpsafe reads.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class NewerFormatError(RestoreError):
 
 
 class MissingCheckpointError(RestoreError):
-    """The nodes have no checkpoint in common.
+    """The ranks have no checkpoint in common, or not the requested one.
 
     Attributes:
         steps: The steps that each host sees.
@@ -237,7 +237,7 @@ class CheckpointMismatchError(RestoreError, ValueError):
     """The checkpoint belongs to another model, or to other objects.
 
     Attributes:
-        differences: What differs, by name: what is saved, and what is there now.
+        differences: What differs, by path: the saved value and the present one.
     """
 
     def __init__(
@@ -255,14 +255,14 @@ class CheckpointWarning(UserWarning):
     """Nothing is lost, but you would want to know."""
 
 
-_OURS: Final = (f"{Path(__file__).parent.parent}{os.sep}", str(contextlib.__file__))
-"""What stands between a warning and the line that led to it."""
+_NOT_USER_CODE: Final = (f"{Path(__file__).parent.parent}{os.sep}", str(contextlib.__file__))
+"""Path prefixes of ddpsafe's own frames and of its context managers."""
 
 
 def warn(text: str) -> None:
-    """Warn of what does not end the training, at the line of the user's script that led to it."""
+    """Issue a `CheckpointWarning` that points to the line of the user's script."""
     frame, level = sys._getframe(1), 2  # noqa: SLF001 - inspect.stack would read the sources
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_USER_CODE):
         frame, level = frame.f_back, level + 1
     warnings.warn(f"ddpsafe: {text}", CheckpointWarning, stacklevel=level)
 
@@ -272,4 +272,4 @@ BY_NAME: Final = {
     for name, each in list(globals().items())
     if isinstance(each, type) and issubclass(each, CheckpointError)
 }
-"""Every error, by its name, as it travels between ranks."""
+"""Every error class by name: ranks send each other the name."""

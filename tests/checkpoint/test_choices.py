@@ -178,7 +178,7 @@ def test_manifest_that_could_not_be_read_again_is_not_published(
     with Checkpointer(tmp_path) as checkpointer:
         monkeypatch.setattr(_format, "_MAX_MANIFEST_BYTES", 5_000)
         checkpointer.save({"x": 1}, 1)
-        with pytest.raises(errors.SaveError, match="could not be read again"):
+        with pytest.raises(errors.SaveError, match="could not be read back"):
             checkpointer.save({"x": 1}, 2, metadata={"x": "x" * 5_000})
         assert checkpointer.restore({"x": 0}) == 1
 
@@ -225,7 +225,7 @@ def test_what_a_saved_step_does_not_take_is_told(
             checkpointer.save(state, 1, **given)
         texts = [str(each.message) for each in warned]
         assert len(texts) == (lost is not None)
-        assert lost is None or f"What differs now is lost: {lost}." in texts[0]
+        assert lost is None or f"These changes are lost: {lost}." in texts[0]
 
 
 def test_save_is_due_every_so_many_steps(tmp_path: Path) -> None:

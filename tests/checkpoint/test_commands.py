@@ -219,8 +219,8 @@ def test_file_that_would_execute_code_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "cut.pt").write_bytes((tmp_path / "list.pt").read_bytes()[:-30])
     for name, says in {
         "trap.pt": "weights_only=True does not allow what it holds: .*getattr",
-        "text.pt": "it is not a file of torch.save",
-        "cut.pt": "or only a part of one",
+        "text.pt": "torch.save did not write it",
+        "cut.pt": "or it is incomplete",
         "list.pt": "it holds a value of type list",
         "empty.pt": "it holds an empty dict",
         "missing.pt": "No such file",

@@ -60,7 +60,7 @@ def test_error_is_the_same_on_other_ranks(cls: type[errors.CheckpointError]) -> 
     assert vars(seen).keys() == vars(error).keys() | {"origin"}
     assert seen.origin == "peer-lost"
     assert seen.rank == 3
-    what = "what happened (met by rank 3, seen by rank 1 (world_size 4))"
+    what = "what happened (raised on rank 3, seen by rank 1 (world_size 4))"
     assert seen.explanation == Explanation(what, "why", "do this")
 
 
@@ -68,4 +68,4 @@ def test_error_of_another_kind_is_told_with_its_class() -> None:
     """Whatever a user's object raises in state_dict()."""
     seen = from_wire(to_wire(ZeroDivisionError("by zero"), rank=2), "rank 0 (world_size 4)")
     assert type(seen) is errors.CheckpointError
-    assert str(seen).startswith("ZeroDivisionError: by zero (met by rank 2, seen by rank 0")
+    assert str(seen).startswith("ZeroDivisionError: by zero (raised on rank 2, seen by rank 0")

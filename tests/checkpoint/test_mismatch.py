@@ -114,4 +114,4 @@ def test_refusal_of_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
     for rank in range(2):
         assert found[rank]["class"] == "CheckpointMismatchError", found
         assert found[rank]["rank"] in ((None, 1) if rank == 1 else (1,))
-        assert "'picky' (Picky) refused its state" in found[rank]["text"]
+        assert "'picky' (Picky) could not load its state" in found[rank]["text"]

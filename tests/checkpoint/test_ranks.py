@@ -36,8 +36,13 @@ def disagreement(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str
 @pytest.mark.parametrize(
     ("case", "kind", "says", "blamed"),
     [
-        ("own directories", "DirectoryError", "rank 1 on .* does not see what rank 0 wrote", 1),
-        ("step", "CheckpointConfigError", "rank 1 saves step 3, and rank 0 2", 1),
+        (
+            "own directories",
+            "DirectoryError",
+            "rank 0 wrote to .*, but rank 1 on .* cannot see it",
+            1,
+        ),
+        ("step", "CheckpointConfigError", "rank 1 saves step 3, but rank 0 saves 2", 1),
         (
             "other calls",
             "CheckpointConfigError",
@@ -45,9 +50,9 @@ def disagreement(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str
             1,
         ),
         ("unsafe on rank 0", "UnsafeStateError", r"state\['code'\]", 0),
-        ("locked", "DirectoryLockedError", "this very process", 0),
-        ("lock gone", "SaveError", "lock on .* is gone", 0),
-        ("lock gone, asynchronous", "SaveError", "lock on .* is gone", 0),
+        ("locked", "DirectoryLockedError", "Checkpointer of this process", 0),
+        ("lock gone", "SaveError", "has lost its lock on", 0),
+        ("lock gone, asynchronous", "SaveError", "has lost its lock on", 0),
     ],
 )
 def test_what_one_rank_meets_is_raised_on_every_rank(
@@ -60,7 +65,7 @@ def test_what_one_rank_meets_is_raised_on_every_rank(
         assert found["rank"] == blamed
         assert_matches(says, found["text"])
     assert (
-        f"(met by rank {blamed}, seen by rank 1 (world_size 2) on "
+        f"(raised on rank {blamed}, seen by rank 1 (world_size 2) on "
         in (disagreement[1][case]["text"])
     )
 
@@ -123,7 +128,7 @@ def test_ranks_that_see_different_checkpoints_agree_on_one_or_say_who_lacks_it(
             assert found[rank][case]["x"] == 0
     (warning,) = found[0]["older"]["warnings"]
     assert_matches(
-        "not every rank sees step 3 .*; step 2 is .*rank 1 on .* sees step 2, 1", warning
+        "not every rank sees step 3 .*; using step 2, .*rank 1 on .* sees step 2, 1", warning
     )
     assert found[1]["older"]["warnings"] == []
 
@@ -167,29 +172,29 @@ def test_other_number_of_ranks_reads_every_sample_once(tmp_path: Path) -> None:
         assert_close(ours, theirs)
 
 
-def test_host_that_shows_nothing_any_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank on another host is judged by what it shows, and only while this one looks."""
+def test_rank_without_heartbeat_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on another host is judged by its heartbeat, and only while this one reads it."""
     monkeypatch.setattr(_exchange, "SILENCE_S", 0.2)
-    monkeypatch.setattr(_exchange, "_LOOK_S", 0.0)
+    monkeypatch.setattr(_exchange, "_CHECK_S", 0.0)
     control = Control(torch.distributed.HashStore(), rank=0, world_size=3)
-    lives = _exchange._Lives(control, "here", 0, on_many_hosts=False)
+    peers = _exchange._PeerWatch(control, "here", 0, on_many_hosts=False)
     there = {"host": "gpu-07", "kernel": "another", "pid": 1, "started": "5"}
     control.put("here/process/1", json.dumps(there).encode())
 
     def look(limit_s: float) -> tuple[int, str] | None:
         ends = time.monotonic() + limit_s
         while time.monotonic() < ends:
-            lost = lives.find_lost([1, 2], lambda _: False)
+            lost = peers.find_lost([1, 2], lambda _: False)
             if lost is not None:
                 return lost
         return None
 
-    assert look(0.5) is None  # it never showed anything
+    assert look(0.5) is None  # it has no heartbeat yet
     for number in range(20):
         control.put("here/beat/1", str(number).encode())
         assert look(0.02) is None
-    assert look(10) == (1, "nothing has come from gpu-07 for 0.2 s.")
-    assert lives.find_lost([1], lambda _: True) is None  # it sent its message before
+    assert look(10) == (1, "it has sent no heartbeat from gpu-07 for 0.2 s.")
+    assert peers.find_lost([1], lambda _: True) is None  # it sent its message before
 
 
 def test_ranks_agree_when_a_save_is_due(disagreement: dict[int, dict[str, Any]]) -> None:
@@ -269,7 +274,7 @@ def test_other_shape_is_refused_before_anything_changes(
     ("victim", "how", "kind", "says"),
     [
         (1, "killed", "SaveError", r"its process \d+ on \S+ has ended"),
-        (0, "killed", "SaveError", "has ended|the store .* has gone"),
+        (0, "killed", "SaveError", "has ended|the store.* no longer reachable"),
         (1, "out of luck", "SaveError", "it has failed: .*out of luck|has ended"),
     ],
     ids=["rank 1", "rank 0, which serves the store", "raises"],
@@ -295,6 +300,6 @@ def test_rank_that_died_ends_the_save_at_once_where_no_launcher_supervises(
         assert each.exitcode is not None
     told = json.loads((tmp_path / "told").read_text())
     assert (told["class"], told["rank"], told["origin"]) == (kind, victim, "peer-lost")
-    assert f"rank {victim} is gone" in told["text"]
+    assert f"rank {victim} is lost" in told["text"]
     assert_matches(says, told["text"])
     assert told["waited_s"] < 5

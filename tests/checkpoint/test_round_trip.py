@@ -190,7 +190,7 @@ def test_wrong_calls_are_explained(tmp_path: Path) -> None:
     for state in ([1], {}, {1: 2}, {"\ud800": 1}):
         with pytest.raises(errors.CheckpointConfigError, match="not a mapping of names"):
             checkpointer.save(state, 1)  # type: ignore[arg-type]  # what is tested
-    with pytest.raises(errors.DirectoryLockedError, match=r"(?s)very process.*call close\(\)"):
+    with pytest.raises(errors.DirectoryLockedError, match=r"(?s)of this process.*call close\(\)"):
         Checkpointer(tmp_path)
     checkpointer.close()
     with pytest.raises(errors.CheckpointConfigError, match="this one is closed"):

@@ -67,7 +67,7 @@ def holding_itself() -> list[Any]:
         (torch.max(torch.ones(2, 2), 0), "torch.return_types.max"),
         (time.gmtime(0), "time.struct_time"),
         (sys.version_info, "sys.version_info"),
-        (holding_itself(), "holds itself"),
+        (holding_itself(), "contains itself"),
         (torch.empty(3, device="meta"), "meta device"),
         (np.float64(0.5), "write value.item()"),
         (np.zeros(2), "write torch.from_numpy(value)"),
@@ -120,7 +120,7 @@ def test_model_inside_of_a_container_is_told_where_it_belongs(
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(errors.UnsafeStateError) as caught:
         checkpointer.save({"models": models}, 1)
     assert caught.value.paths == ("state['models'][0]",)
-    assert "give it a name at the top of the state" in str(caught.value)
+    assert "give it its own name in the state" in str(caught.value)
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
