@@ -545,10 +545,10 @@ def test_launches_in_a_row_are_independent_also_after_a_failure(run_dir: Path) -
     ("fields", "texts"),
     [
         ({"nproc_per_node": 0}, ["nproc_per_node", "zero ranks", "device_count() is 0"]),
-        ({"nproc_per_node": -1}, ["nproc_per_node", "starts at 1"]),
+        ({"nproc_per_node": -1}, ["nproc_per_node", "smallest number of ranks is 1"]),
         ({"start_method": "fork"}, ["start_method", "inherits CUDA", '"forkserver"']),
         ({"nproc_per_nod": 2}, ["nproc_per_nod", "nproc_per_node"]),
-        ({"nnodes": 2}, ["nnodes=2", "a place to meet", "gpu-01:29400"]),
+        ({"nnodes": 2}, ["nnodes=2", "an endpoint to connect to", "gpu-01:29400"]),
         ({"env": {"RANK": "0"}}, ["env", "RANK", "the launcher sets it"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

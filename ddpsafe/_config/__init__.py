@@ -1,4 +1,4 @@
-"""What can be asked for, where it is read from, and what is said when it is wrong.
+"""The configuration of a launch: its fields, the sources they are read from, and their validation.
 
 Start at ``launch_config``. A value passes through ``sources`` and ``launch_fields``.
 """

@@ -1,4 +1,4 @@
-"""Which backends torch knows: its own, and once it is imported those that packages registered."""
+"""Which backends torch knows: its own, and those that imported packages have registered."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from ddpsafe._config.problems import find_near, raise_config_error, show
 from ddpsafe._errors import ConfigProblem
 
 KNOWN_TO_EVERY_TORCH: Final = ("nccl", "gloo", "mpi", "ucc")
-"""Whether it was built with them or not."""
+"""torch knows these names even if it was built without the libraries."""
 
 _NO_BACKEND: Final = "undefined"
-"""What torch lists for a group that has none."""
+"""torch's entry for a group without a backend."""
 
 
 def find_unknown(backend: str, known: list[str]) -> list[str]:
-    """Return the names in a backend, ``cpu:gloo,cuda:nccl`` for one, that are not among `known`."""
+    """Return the names in a backend such as ``cpu:gloo,cuda:nccl`` that are not among `known`."""
     names = [part.rpartition(":")[2] for part in backend.split(",")]
     return [name for name in names if name not in {*known, "auto"} - {_NO_BACKEND}]
 
 
 def suggest(backend: str, known: list[str]) -> str:
-    """Return what to write in place of a backend that torch does not know."""
+    """Return what to write instead of a backend that torch does not know."""
     names = [name for name in known if name != _NO_BACKEND]
     for name in find_unknown(backend, known):
         near = find_near(name, names)
@@ -34,7 +34,7 @@ def require_backend(backend: str) -> None:
     """Refuse a backend that torch does not know in this process.
 
     Raises:
-        ConfigError: Nothing that was imported so far has registered it.
+        ConfigError: No package imported so far has registered it.
     """
     if not find_unknown(backend, list(KNOWN_TO_EVERY_TORCH)):
         return
@@ -45,7 +45,7 @@ def require_backend(backend: str) -> None:
     if unknown:
         why = (
             f"torch knows no backend called {' or '.join(map(repr, unknown))}; a package that "
-            "registers one has to be imported where the script begins"
+            "registers one must be imported at the start of the script"
         )
         write = suggest(backend, known)
         raise_config_error(

@@ -20,13 +20,13 @@ from ddpsafe._config.problems import show, wrong
 from ddpsafe._errors import ConfigError, Explanation
 
 DurationLike = timedelta | float | int | str
-"""What a duration may be written as; a bare number means seconds."""
+"""The accepted forms of a duration; a bare number means seconds."""
 
 SHORTEST: Final = timedelta(milliseconds=1)
-"""torch counts timeouts in whole milliseconds and its stores read 0 as "wait for ever"."""
+"""torch counts timeouts in whole milliseconds, and its stores take 0 to mean "wait for ever"."""
 
 LONGEST: Final = timedelta(days=365)
-"""Longer than any job, and far from where nanosecond clocks overflow (292 years)."""
+"""Longer than any job, and far below the 292 years at which nanosecond clocks overflow."""
 
 _UNITS_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SPELLINGS: Final = {
@@ -38,19 +38,19 @@ _SPELLINGS: Final = {
 }
 _UNIT_OF: Final = {word: _UNITS_S[unit] for unit, words in _SPELLINGS.items() for word in words}
 _TEXT: Final = re.compile(r"\s*([+-]?[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.ASCII)
-_LONGEST_TEXT: Final = 64
-_HOW: Final = 'seconds as a number (30), or a text such as "30s", "5min", "1h", "2 days"'
+_MAX_CHARS: Final = 64
+_HOW: Final = 'seconds as a number (30), or a string such as "30s", "5min", "1h", "2 days"'
 
 
 def parse_duration(value: object, *, shortest: timedelta = SHORTEST) -> object:
     """Read a duration as people write it.
 
     Args:
-        value: A timedelta, a number of seconds, or text with a unit.
+        value: A timedelta, a number of seconds, or a string with a unit.
         shortest: The shortest duration that makes sense.
 
     Returns:
-        The timedelta; text in another form (ISO 8601, HH:MM:SS) is left to pydantic.
+        The timedelta; strings in other forms (ISO 8601, HH:MM:SS) are returned for pydantic to parse.
 
     Raises:
         PydanticCustomError: It is not a duration, not finite, too short or too long.
@@ -62,7 +62,7 @@ def parse_duration(value: object, *, shortest: timedelta = SHORTEST) -> object:
     elif isinstance(value, (int, float)):
         seconds = float(value) if abs(value) <= LONGEST.total_seconds() else math.inf
     else:
-        match = _TEXT.fullmatch(value.lower()) if len(value) <= _LONGEST_TEXT else None
+        match = _TEXT.fullmatch(value.lower()) if len(value) <= _MAX_CHARS else None
         if match is None or match[2] not in _UNIT_OF:
             return value
         seconds = float(match[1]) * _UNIT_OF[match[2]]
@@ -70,12 +70,12 @@ def parse_duration(value: object, *, shortest: timedelta = SHORTEST) -> object:
         raise wrong("NaN is not a duration", write=_HOW)
     if seconds > LONGEST.total_seconds():
         raise wrong(
-            "it is longer than 365 days, and every wait has an end here",
+            "it is longer than 365 days, the longest wait that ddpsafe allows",
             write='a shorter duration, e.g. "2 days"',
         )
     if seconds < shortest.total_seconds():
         least = "zero or longer" if not shortest else "longer than zero (1 ms at least)"
-        raise wrong(f"a duration has to be {least}", write=_HOW)
+        raise wrong(f"a duration must be {least}", write=_HOW)
     return timedelta(seconds=seconds)
 
 
@@ -92,7 +92,7 @@ def show_duration(value: timedelta) -> str:
     return f"{seconds:g} s"
 
 
-# The bounds are checked once more: ISO 8601 and HH:MM:SS are read by pydantic, which knows none.
+# The bounds are checked again afterwards: pydantic parses ISO 8601 and HH:MM:SS without any.
 Duration = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(parse_duration)]
 """A timedelta of at least 1 ms and at most 365 days; a number means seconds."""
 
@@ -104,23 +104,23 @@ else:
         WrapValidator(lambda value, read: value if value == "auto" else read(value)),
         WrapSerializer(lambda value, write: value if value == "auto" else write(value)),
     ]
-"""A `Duration`, or ``"auto"``: it is found out by the run itself."""
+"""A `Duration`, or ``"auto"``: derived from what the run itself measures."""
 
 Wait = Annotated[timedelta, BeforeValidator(_parse_wait), AfterValidator(_parse_wait)]
-"""As `Duration`, and zero is allowed: wait not at all."""
+"""Like `Duration`, but zero is allowed and means not to wait."""
 
 
 def require_wait(value: object, *, name: str) -> timedelta:
-    """Read how long to wait, an argument of a call, as the configuration reads its durations.
+    """Read a wait that was passed to a call, in any form that the configuration accepts.
 
     Args:
-        value: What was given.
+        value: The argument.
         name: The argument as its caller knows it, e.g. ``barrier(timeout=…)``.
 
     Raises:
-        ConfigError: It is not a duration, or not one that a wait can have.
+        ConfigError: It is not a duration, or out of range.
     """
-    if isinstance(value, timedelta) and timedelta(0) <= value <= LONGEST:  # needs no pydantic
+    if isinstance(value, timedelta) and timedelta(0) <= value <= LONGEST:  # the common case
         return value
     try:
         return TypeAdapter(Wait).validate_python(value)

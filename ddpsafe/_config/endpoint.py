@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 DEFAULT_PORT: Final = 29400
-"""The port that torchrun's c10d rendezvous takes by default; used in advice only."""
+"""The default port of torchrun's c10d rendezvous; used only in advice."""
 
 _FIRST_PORT, _LAST_PORT = 1024, 65535
-_LONGEST_HOST: Final = 253
+_MAX_HOST_CHARS: Final = 253
 _LABEL: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?", re.ASCII | re.IGNORECASE)
 _NUMERIC: Final = re.compile(
     r"(?:0x[0-9a-f]*|[0-9]+)(?:\.(?:0x[0-9a-f]*|[0-9]+))*\.?", re.ASCII | re.IGNORECASE
 )
-_EXAMPLE: Final = f'a host all nodes can reach, and a port: "gpu-01:{DEFAULT_PORT}"'
+_EXAMPLE: Final = f'a host that all nodes can reach, and a port: "gpu-01:{DEFAULT_PORT}"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where the nodes of a job meet.
+    """The host and port through which the nodes of a job connect.
 
     Attributes:
         host: Name or address, IPv6 without brackets.
-        port: TCP port; 0 lets the system choose one, which only a single node can use.
+        port: TCP port; 0 lets the system choose a free one, which only works with a single node.
     """
 
     host: str
@@ -45,7 +45,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """Tell whether the host, as written, is this very machine and no other."""
+        """Whether the host, as written, always means the local machine."""
         name = self.host.rstrip(".").casefold()
         address = find_address(self.host)
         by_name = name in ("localhost", "ip6-localhost") or name.endswith(".localhost")
@@ -53,7 +53,7 @@ class Endpoint:
 
 
 def find_address(host: str) -> IPAddress | None:
-    """Return the address that `host` spells out, or None where it is a name."""
+    """Return the IP address that `host` is, or None if it is a name."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -92,13 +92,13 @@ def parse_endpoint(text: str) -> Endpoint:
         problems.append(Problem(why=f"port {int(port)} cannot be used: {low}", write=usable))
     require_none(problems, given=text)
     with contextlib.suppress(ValueError):
-        # An IPv6 address has the one spelling of RFC 5952, so that nodes can compare endpoints.
+        # Spell an IPv6 address as in RFC 5952, so that nodes can compare endpoints as strings.
         host = str(ipaddress.IPv6Address(host))
     return Endpoint(host=host, port=int(port))
 
 
 def complete_endpoint(text: str, port: int = DEFAULT_PORT) -> str:
-    """Return an endpoint with a port, where the text is a host alone; others as they are."""
+    """Add a port to an endpoint that is a host alone; return others unchanged."""
     host, given = split_endpoint(text)
     return text if given or not host else show_endpoint(host, port)
 
@@ -106,8 +106,9 @@ def complete_endpoint(text: str, port: int = DEFAULT_PORT) -> str:
 def split_endpoint(text: str) -> tuple[str, str]:
     """Return host and port of an endpoint as written, each empty where it is missing.
 
-    The last colon separates the port, as in torch, unless the whole is an address and what would be
-    left of it or be its port cannot be one: ``fd77::1`` is a host alone, ``fd77::1:29500`` is not.
+    The last colon separates the port, as in torch. But an IPv6 address is a host alone unless what
+    stands before that colon is an address and what stands after it can be a port: ``fd77::1`` is a host
+    alone, ``fd77::1:29500`` is not.
     """
     if text.endswith("]"):
         return plain_host(text), ""
@@ -125,7 +126,7 @@ def _shape_problem(text: str) -> Problem | None:
     bare = "".join(text.split())
     if bare != text:
         return Problem(
-            why="there are blanks or line breaks in it, which torch takes for part of the name",
+            why="it contains blanks or line breaks, which torch would take as part of the name",
             write=repr(bare) if bare.isprintable() and bare else _EXAMPLE,
         )
     if "://" in text or "/" in text:
@@ -133,7 +134,7 @@ def _shape_problem(text: str) -> Problem | None:
     host, port = split_endpoint(text)
     if "[" in host or "]" in host or ("[" in text and ":" not in host):
         return Problem(
-            why="brackets belong around an IPv6 address, and around nothing else",
+            why="brackets belong around an IPv6 address only",
             write=f'"[2001:db8::1]:{DEFAULT_PORT}"',
         )
     if not host or not port:
@@ -147,12 +148,12 @@ def _shape_problem(text: str) -> Problem | None:
 def _name_problem(host: str) -> Problem | None:
     if _NUMERIC.fullmatch(host):
         return Problem(
-            why=f"the host {show(host)} is made of numbers but is not an IPv4 address, "
+            why=f"the host {show(host)} consists of numbers but is not an IPv4 address, "
             "and the system would read it as one (6841231 becomes 0.104.99.143)",
             write=f'a host name, or all four numbers without leading zeros: "10.0.0.7:{DEFAULT_PORT}"',
         )
     labels = host.removesuffix(".").split(".")
-    if len(host) > _LONGEST_HOST or not all(_LABEL.fullmatch(label) for label in labels):
+    if len(host) > _MAX_HOST_CHARS or not all(_LABEL.fullmatch(label) for label in labels):
         return Problem(
             why=f"{show(host)} is neither a host name nor an IP address (names have ASCII "
             "letters, digits, '-' and '.'; no part is empty or longer than 63)",
@@ -165,9 +166,9 @@ def _address_problem(host: str, address: IPAddress) -> Problem | None:
     if address.is_unspecified or (address.version == 4 and address.packed[0] == 0):  # noqa: PLR2004 - IPv4
         kind = 'means "this host" or "any address", to which no host can connect'
     elif address.is_link_local:
-        kind = "is link-local (169.254.0.0/16, fe80::/10): a network card made it up because none was assigned, and it leads nowhere beyond one cable"
+        kind = "is link-local (169.254.0.0/16, fe80::/10): the host gave it to itself because none was assigned, and routers do not forward it"
     elif address.is_multicast or str(address) == "255.255.255.255":
-        kind = "addresses many hosts at once, and TCP needs one"
+        kind = "addresses many hosts at once, but TCP needs a single one"
     else:
         kind = None
     if kind is not None:
@@ -176,16 +177,16 @@ def _address_problem(host: str, address: IPAddress) -> Problem | None:
     if not percent:
         return None
     return Problem(
-        why=f"%{scope} names an interface of one host, and other hosts have other ones",
+        why=f"%{scope} names an interface of one host, and may be another one on other hosts",
         write=f'the address alone: "{show_endpoint(plain, DEFAULT_PORT)}"',
     )
 
 
 def resolve_host(host: str, port: int) -> list[str]:
-    """Ask the system for the addresses of a name. Blocks as long as the resolver likes.
+    """Return the addresses of a name from the system's resolver; blocks as long as that does.
 
     Raises:
-        OSError: When the name does not resolve.
+        OSError: The name does not resolve.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return sorted({str(entry[4][0]) for entry in found})

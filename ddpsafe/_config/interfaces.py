@@ -1,4 +1,4 @@
-"""Network interface names, validated by the rules of the library that reads them.
+"""Network interface names, validated by the rules of the libraries that read them.
 
 gloo takes literal names, separated by commas. NCCL takes prefixes, separated by commas, after an
 optional ``^`` (all but these) and an optional ``=`` (exact names instead of prefixes).
@@ -23,7 +23,7 @@ _LONGEST_NAME: Final = 15
 
 
 def find_shape_problem(variable: str, value: str) -> Problem | None:
-    """Return what is wrong with an interface variable as written; look at no machine."""
+    """Return what is wrong with an interface variable as written, without looking at the machine."""
     if variable == NCCL:
         value = value.removeprefix("^").removeprefix("=")
     library = "gloo" if variable == GLOO else "NCCL"
@@ -35,13 +35,13 @@ def find_shape_problem(variable: str, value: str) -> Problem | None:
             why = (
                 "gloo takes literal names only; '^' and '=' belong to NCCL_SOCKET_IFNAME"
                 if library == "gloo"
-                else "'^' and '=' stand once, at the very start, in this order"
+                else "'^' and '=' may appear once each, at the very start, in this order"
             )
             return Problem(
                 why=why, write='"eth0"' if library == "gloo" else '"^docker,lo" or "=eth0"'
             )
         if find_address(item) is not None:
-            why = f"{item} is an IP address, and {library} takes the name of an interface"
+            why = f"{item} is an IP address, but {library} needs the name of an interface"
             return Problem(
                 why=why, write='the name that `ip addr` shows beside the address, e.g. "eth0"'
             )
@@ -61,11 +61,11 @@ def check_interfaces(
     """Check the interface variables of a rank's environment against this machine.
 
     Args:
-        env: The environment the ranks will have, inherited variables included.
-        existing: Names of the interfaces; asks the system by default.
+        env: The environment that the ranks will have, including inherited variables.
+        existing: Names of the interfaces; by default those of this machine.
 
     Yields:
-        Each problem; its field is the variable.
+        Each problem, with the variable as its field.
     """
     names = list(list_names() if existing is None else existing)
     for variable in (GLOO, NCCL):

@@ -1,4 +1,4 @@
-"""`LaunchConfig`: what was asked for, from arguments, environment, file and defaults."""
+"""`LaunchConfig`: the settings of a launch, from arguments, environment, file and defaults."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ if TYPE_CHECKING:
 __tracebackhide__ = True  # pytest shows the line of the caller, not these
 
 _file: ContextVar[ConfigFile | None] = ContextVar("ddpsafe_config_file", default=None)
-"""The file that the config being made is read from; pydantic-settings has no argument for it."""
+"""The file for the config being built, as pydantic-settings has no argument for it."""
 
 
 class GroupFields(TypedDict, total=False):
-    """What `process_group` and `setup` can be asked for, beside the backend: they start nothing."""
+    """The fields that `process_group` and `setup`, which start no processes, accept beside the backend."""
 
     rendezvous: Rendezvous | Mapping[str, object]
     timeouts: Timeouts | Mapping[str, object]
@@ -76,7 +76,7 @@ class GroupFields(TypedDict, total=False):
 
 
 class SpawnFields(GroupFields, total=False):
-    """`LaunchFields` of a call that has `nprocs` and `start_method` as parameters."""
+    """`LaunchFields` for a call that has `nprocs` and `start_method` as parameters of its own."""
 
     nnodes: int
     node_rank: int | None
@@ -86,22 +86,22 @@ class SpawnFields(GroupFields, total=False):
 
 
 class LaunchFields(SpawnFields, total=False):
-    """The fields of `LaunchConfig` as keyword arguments, in any form the model reads."""
+    """The fields of `LaunchConfig` as keyword arguments, in any form that the model accepts."""
 
     nproc_per_node: int | Literal["gpu", "cpu", "auto"]
     start_method: Literal["spawn", "forkserver"]
 
 
 class LaunchConfig(BaseSettings):
-    """What a launch is asked to do.
+    """The settings of a launch.
 
-    Each field comes from the argument, else from the environment (``DDPSAFE_*``, parts of a part
-    after two underscores: ``DDPSAFE_TIMEOUTS__GRACE=10``), else from ``[tool.ddpsafe]`` in the
+    Each field comes from the argument, else from the environment (``DDPSAFE_*``, with two underscores
+    before a field of a part: ``DDPSAFE_TIMEOUTS__GRACE=10``), else from ``[tool.ddpsafe]`` in the
     pyproject.toml of the current directory, else from the default. Parts (`timeouts`, `retry`,
     `rendezvous`) and tables (`env`, `data_paths`) are merged field by field.
 
     Raises:
-        ConfigError: With every problem at once.
+        ConfigError: The settings are wrong; it lists every problem.
     """
 
     model_config = SettingsConfigDict(
@@ -118,41 +118,41 @@ class LaunchConfig(BaseSettings):
         int | Literal["gpu", "cpu", "auto"], BeforeValidator(validate_nproc)
     ] = Field(
         default="auto",
-        description="Ranks on this node: a number from 1, one per GPU, one per core, or GPUs if "
-        "there are any and cores if not.",
+        description="Ranks on this node: a number from 1, one per GPU, one per core, or one per GPU if "
+        "there are any and one per core if not.",
         examples=["4", '"gpu"', '"cpu"', '"auto"'],
     )
     nnodes: Annotated[int, BeforeValidator(validate_integer)] = Field(
         default=1,
         ge=1,
         le=100_000,
-        description="Nodes of the job, each with a launcher of its own. With more than one the "
-        "launchers meet at rendezvous.endpoint and start, watch and restart their ranks together.",
+        description="Nodes of the job, each with its own launcher. With more than one, the launchers "
+        "connect through rendezvous.endpoint and start, watch and restart their ranks together.",
         examples=["2"],
     )
     node_rank: Annotated[int, BeforeValidator(validate_integer)] | None = Field(
         default=None,
         ge=0,
-        description="This node among all, from 0. In a launch, node 0 is the host of the endpoint; "
-        "the others keep the order that is said here, else that of their names (None). The doctor "
-        "asks for it where no launcher says it.",
+        description="This node's number, from 0. In a launch, node 0 is the host of the endpoint; the "
+        "other nodes are ordered by this number, or by their names (None). The doctor needs it if no "
+        "launcher sets it.",
         examples=["0", "None"],
     )
     rendezvous: Rendezvous = Field(
         default=Rendezvous(),
-        description="Where the nodes meet, needed with more than one, and on which interface.",
+        description="Where the nodes connect, required with more than one, and through which interface.",
         examples=['{"interface": "eth0"}'],
     )
     backend: Annotated[str, BeforeValidator(validate_backend)] = Field(
         default="auto",
-        description='Backend of the process group. "auto": nccl on GPUs, else gloo.',
+        description='Backend of the process group. "auto": nccl with GPUs, else gloo.',
         examples=['"auto"', '"gloo"', '"cpu:gloo,cuda:nccl"'],
     )
     start_method: Annotated[
         Literal["spawn", "forkserver"], BeforeValidator(validate_start_method)
     ] = Field(
         default="spawn",
-        description='How ranks are started. "forkserver" has torch loaded already and is faster.',
+        description='How ranks are started. "forkserver" is faster, as it has already loaded torch.',
         examples=['"spawn"', '"forkserver"'],
     )
     timeouts: Timeouts = Field(
@@ -162,18 +162,18 @@ class LaunchConfig(BaseSettings):
     )
     retry: RetryPolicy = Field(
         default=RetryPolicy(),
-        description="Which failures deserve another attempt.",
+        description="Which failures are retried.",
         examples=['{"attempts": 3, "on": {"port", "mount", "peer-lost"}}'],
     )
     data_paths: dict[str, DataPath] = Field(
         default={},
-        description="Paths the job needs, by name; checked on every node before ranks start.",
+        description="Paths that the job needs, by name; checked on every node before ranks start.",
         examples=['{"train": "/data/train"}'],
     )
     run_dir: AbsolutePath | None = Field(
         default=None,
-        description="Where logs, errors and reports go. None: a private temporary directory that "
-        "is removed when all went well.",
+        description="Directory for logs, errors and reports. None: a private temporary directory that "
+        "is removed if the launch succeeds.",
         examples=['"/scratch/runs/7"', "None"],
     )
     env: Annotated[dict[str, str], BeforeValidator(validate_env)] = Field(
@@ -183,27 +183,27 @@ class LaunchConfig(BaseSettings):
     )
     preflight: Literal["off", "local", "full"] = Field(
         default="local",
-        description='Checks before the start: none, this machine (under 100 ms), or "full", '
-        "every node and every pair of them.",
+        description='Checks before the start. "off": none. "local": this machine, in under 100 ms. '
+        '"full": every node and every pair of nodes.',
         examples=['"local"', '"full"', '"off"'],
     )
     seed: Annotated[int, BeforeValidator(validate_integer)] | None = Field(
         default=None,
         ge=0,
         lt=2**63,
-        description="Seed of every rank, as `seed_all` sets it. None: seeds are left alone.",
+        description="Seed of every rank, set as by `seed_all`. None: seeds are not changed.",
         examples=["0", "None"],
     )
     console: Literal["auto", "rank-zero", "all", "tagged", "json", "none"] = Field(
         default="auto",
-        description='Whose output the console shows. "auto": rank 0\'s under `launch`, every '
+        description="Which ranks' output the console shows. \"auto\": rank 0's under `launch`, every "
         'rank\'s under `spawn`. "tagged": every rank\'s, each line with its rank. "json": every line '
         "of every rank and of ddpsafe as an object with time, level, message, rank, attempt, node.",
         examples=['"rank-zero"', '"all"', '"tagged"', '"json"', '"none"', '"auto"'],
     )
 
     def __init__(self, /, **fields: Unpack[LaunchFields]) -> None:
-        """Read the sources and validate every field."""
+        """Read all sources and validate every field."""
         file = _file.get() or read_config_file()
         given = _parts_as_tables(dict(fields))
         token = _file.set(file)
@@ -232,14 +232,14 @@ class LaunchConfig(BaseSettings):
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], /, **fields: Unpack[LaunchFields]) -> Self:
-        """Read a config from a TOML file, in place of the pyproject.toml of this directory.
+        """Read a config from a TOML file instead of the pyproject.toml of the current directory.
 
         Args:
             path: A file with a ``[tool.ddpsafe]`` table, or with the fields at the top level.
-            **fields: Fields that win over the environment, which wins over the file.
+            **fields: Fields that override the environment, which overrides the file.
 
         Raises:
-            ConfigError: When the file cannot be read, or with every problem of the config.
+            ConfigError: The file cannot be read, or the config is wrong; it lists every problem.
         """
         token = _file.set(read_config_file(path))
         try:
@@ -249,15 +249,15 @@ class LaunchConfig(BaseSettings):
 
     @classmethod
     def resolve(cls, config: LaunchConfig | None = None, /, **fields: Unpack[LaunchFields]) -> Self:
-        """Lay `fields` over a config that is already built.
+        """Override fields of an existing config.
 
         Args:
-            config: The config; None reads environment and file as the constructor does. A config
-                that is built already is not read from anywhere a second time.
-            **fields: Fields that win over it; parts and tables are merged field by field.
+            config: The config; environment and file are not read again. With None, they are read as
+                by the constructor.
+            **fields: Fields that override it; parts and tables are merged field by field.
 
         Raises:
-            ConfigError: With every problem at once.
+            ConfigError: The result is wrong; it lists every problem.
         """
         if config is None:
             return cls(**fields)
@@ -283,31 +283,31 @@ class LaunchConfig(BaseSettings):
 
     @field_validator("node_rank")
     @classmethod
-    def _be_one_of_the_nodes(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_node_rank(cls, value: int | None, info: ValidationInfo) -> int | None:
         nnodes = info.data.get("nnodes")
         if value is not None and nnodes is not None and value >= nnodes:
             raise wrong(
-                f"nodes count from 0, and nnodes={nnodes} has {nnodes} of them",
+                f"nodes count from 0, and the last of nnodes={nnodes} is {nnodes - 1}",
                 write=f"node_rank=0 to {nnodes - 1}, or a larger nnodes",
             )
         return value
 
     @field_validator("rendezvous")
     @classmethod
-    def _let_nodes_meet(cls, value: Rendezvous, info: ValidationInfo) -> Rendezvous:
+    def _check_rendezvous(cls, value: Rendezvous, info: ValidationInfo) -> Rendezvous:
         nnodes = info.data.get("nnodes", 1)
         if nnodes > 1:
             endpoint = value.parsed()
             whys = []
             if endpoint is None:
-                whys.append(f"nnodes={nnodes} nodes need a place to meet")
+                whys.append(f"nnodes={nnodes} nodes need an endpoint to connect to")
             elif endpoint.is_loopback:
                 whys.append(
-                    f"{endpoint.host} is each node itself, so nnodes={nnodes} nodes never meet there"
+                    f"{endpoint.host} is each node itself, so nnodes={nnodes} nodes cannot connect there"
                 )
             if endpoint is not None and endpoint.port == 0:
-                whys.append(f"port 0 is another free port on each of nnodes={nnodes} nodes")
-            write = 'a host all nodes can reach, and a port: "gpu-01:29400"'
+                whys.append(f"port 0 means a different free port on each of nnodes={nnodes} nodes")
+            write = 'a host that all nodes can reach, and a port: "gpu-01:29400"'
             require_none(
                 [Problem(why=why, write=write, where=("endpoint",)) for why in whys],
                 given=value.endpoint,
@@ -315,18 +315,18 @@ class LaunchConfig(BaseSettings):
         least = value.min_nodes
         if least is not None and least > nnodes:
             raise wrong(
-                f"nnodes={nnodes} is the most there may be, and rendezvous.min_nodes={least} is more",
+                f"rendezvous.min_nodes={least} is more than nnodes={nnodes}, the maximum",
                 write=f"min_nodes={nnodes} or less, or a larger nnodes",
             )
         return value
 
     @field_validator("data_paths")
     @classmethod
-    def _have_names(cls, value: dict[str, DataPath]) -> dict[str, DataPath]:
+    def _check_names(cls, value: dict[str, DataPath]) -> dict[str, DataPath]:
         for name in value:
             if not name.strip() or not name.isprintable():
                 raise wrong(
-                    f"{show(name)} cannot be the name of a path in a message",
+                    f"{show(name)} is empty or not printable, so no message could name the path",
                     write='data_paths={"train": "/data/train"}',
                 )
         return value
@@ -336,13 +336,13 @@ describe_fields(LaunchConfig)
 
 
 def refuse_fields(fields: Mapping[str, object], allowed: type, *, why: str, write: str) -> None:
-    """Refuse fields of a `LaunchConfig` that mean nothing where they were passed.
+    """Refuse fields of a `LaunchConfig` that have no meaning for the call they were passed to.
 
     Args:
-        fields: What was passed. Names that are not fields are left to the config.
-        allowed: The typed dict of those that mean something.
-        why: Why the others do not.
-        write: What to write in place of them.
+        fields: The fields passed. The config itself refuses names that are not fields.
+        allowed: The typed dict of the fields that the call accepts.
+        why: Why the others have no meaning.
+        write: What to write instead.
 
     Raises:
         ConfigError: There are such fields.
@@ -366,7 +366,7 @@ def _names_of(fields: type) -> frozenset[str]:
 
 
 def _parts_as_tables(fields: dict[str, Any]) -> dict[str, Any]:
-    """Turn parts that are models into what the user set of them, so that sources can merge."""
+    """Turn parts that are models into tables of the fields that were set, so that sources can merge."""
     return {
         name: _set_fields(value) if isinstance(value, Part) else value
         for name, value in fields.items()
@@ -374,7 +374,7 @@ def _parts_as_tables(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set_fields(model: BaseModel) -> dict[str, Any]:
-    """Return the fields of a model that the user has set, those of its parts as tables."""
+    """Return the fields of a model that the user set, its parts as tables."""
     return _parts_as_tables({name: getattr(model, name) for name in model.model_fields_set})
 
 
@@ -384,17 +384,17 @@ def _build(
     given: dict[str, Any],
     file: ConfigFile | None = None,
 ) -> None:
-    """Call `init` with the fields; translate what pydantic finds into one `ConfigError`.
+    """Call `init` with the fields; turn the errors of pydantic into one `ConfigError`.
 
     Args:
-        config: What is built.
-        init: Pydantic's, with or without what the settings' sources hold.
+        config: The config being built.
+        init: The `__init__` of pydantic, which either reads the sources of the settings or not.
         given: The arguments of the call.
-        file: The file below them, where one is read.
+        file: The file that `init` reads as a source, if any.
     """
 
     def source(location: Sequence[int | str]) -> str:
-        """Return the variable or the file that the value at `location` came from, if one did."""
+        """Return the variable or file that set the value at `location`; empty for an argument."""
         if _is_in(location, given):
             return ""
         variable = find_variable(location)
@@ -403,11 +403,11 @@ def _build(
         return str(file.path) if file is not None and _is_in(location, file.table) else ""
 
     model = type(config)
-    # pydantic-settings takes names with an underscore for options of its own.
-    odd = [name for name in given if name.startswith("_")]
-    problems = [unknown_field(name, given[name], model) for name in odd]
+    # pydantic-settings would take names with a leading underscore for its own options.
+    underscored = [name for name in given if name.startswith("_")]
+    problems = [unknown_field(name, given[name], model) for name in underscored]
     try:
-        init(config, **{name: value for name, value in given.items() if name not in odd})
+        init(config, **{name: value for name, value in given.items() if name not in underscored})
     except ValidationError as error:
         problems += problems_of(error, model, source=source)
     problems += slipped_variables(model.model_fields)
@@ -420,7 +420,7 @@ def _is_in(location: Sequence[int | str], table: Mapping[str, object]) -> bool:
     value: object = table
     for part in location:
         if not isinstance(value, Mapping):
-            return True  # the value as a whole was given, and is wrong further down
+            return True  # the whole value was given, and the problem is further down in it
         if part not in value:
             return False
         value = value[part]

@@ -1,4 +1,4 @@
-"""What the single fields of a `LaunchConfig` may be, and why not, where they may not."""
+"""Validators for single fields of a `LaunchConfig`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ddpsafe._config.interfaces import GLOO, NCCL, find_shape_problem
 from ddpsafe._config.problems import Problem, find_near, require_none, show, wrong
 
 MOST_RANKS_PER_NODE: Final = 4096
-"""More than any machine has cores; a slip of the finger must not start 80000 processes."""
+"""More than any machine has cores; a typo must not start 80000 processes."""
 
 _BACKEND: Final = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 _COMMON_BACKENDS: Final = (*KNOWN_TO_EVERY_TORCH, "auto")
 _VENDOR_BACKENDS: Final = re.compile(r"[a-z]?ccl|cncl", re.ASCII)
-"""Vendors name their libraries one letter off nccl: xccl, hccl, rccl, mccl, cncl. They are not slips."""
+"""Vendors' libraries whose names are one letter off nccl and no typos: xccl, hccl, rccl, mccl, cncl."""
 
 _SET_BY_LAUNCHER: Final = {
     "RANK": "each rank gets its own",
@@ -37,7 +37,7 @@ _SET_BY_LAUNCHER: Final = {
 
 
 def validate_nproc(value: object) -> object:
-    """Validate `nproc_per_node`: a count from 1, or how to count."""
+    """Validate `nproc_per_node`: a number from 1, or what to count."""
     write = 'nproc_per_node=4 (a number from 1), "gpu", "cpu" or "auto"'
     if isinstance(value, str) and not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", value, re.ASCII):
         word = value.strip().lower()
@@ -52,10 +52,10 @@ def validate_nproc(value: object) -> object:
     count = require_integer(value, write=write)
     if count < 1:
         raise wrong(
-            "zero ranks would train nothing and end in success "
+            "zero ranks would train nothing and succeed "
             "(torch.cuda.device_count() is 0 on a machine without GPUs)"
             if count == 0
-            else "a count of ranks starts at 1",
+            else "the smallest number of ranks is 1",
             write='"auto" for one rank per GPU, or per core where there is no GPU; or a number from 1',
         )
     if count > MOST_RANKS_PER_NODE:
@@ -64,7 +64,7 @@ def validate_nproc(value: object) -> object:
 
 
 def require_integer(value: object, *, write: str) -> int:
-    """Return `value` as an int: a number, a text of digits, or a numpy integer; not a bool."""
+    """Return `value` as an int: an integer of any type, a whole float or a string; not a bool."""
     if isinstance(value, bool):
         raise wrong("expected an integer, got a bool", write=write)
     try:
@@ -72,7 +72,7 @@ def require_integer(value: object, *, write: str) -> int:
             return int(value)
         if isinstance(value, float) and value.is_integer() and math.isfinite(value):
             return int(value)
-        return operator.index(value)  # type: ignore[arg-type] # the TypeError is what we ask for
+        return operator.index(value)  # type: ignore[arg-type] # raises TypeError for others
     except (TypeError, ValueError):
         raise wrong(f"expected an integer, got a {type(value).__name__}", write=write) from None
 
@@ -83,7 +83,7 @@ def validate_integer(value: object) -> object:
 
 
 def validate_start_method(value: object) -> object:
-    """Validate `start_method`; say why fork is refused."""
+    """Validate `start_method`; explain why fork is refused."""
     if value == "fork":
         raise wrong(
             "a forked rank inherits CUDA (which then fails to initialise), locks held by threads "
@@ -94,9 +94,9 @@ def validate_start_method(value: object) -> object:
 
 
 def validate_backend(value: object) -> object:
-    """Validate a backend's name without torch: malformed text and slips of known names only.
+    """Validate a backend's name without torch: refuse malformed names and typos of known ones.
 
-    Backends can be registered by any package, so an unknown name is not wrong by itself.
+    Any package can register a backend, so an unknown name is not wrong by itself.
     """
     if not isinstance(value, str):
         raise wrong(
@@ -115,7 +115,7 @@ def validate_backend(value: object) -> object:
     if len(pairs) > 1 and ("" in devices or len(set(devices)) < len(devices)):
         raise wrong("a list names every device exactly once", write=write)
     if len(pairs) > 1 and any(name == "auto" for _, _, name in pairs):
-        raise wrong('"auto" chooses for all devices and stands alone', write=write)
+        raise wrong('"auto" chooses for all devices and cannot be part of a list', write=write)
     for _, _, name in pairs:
         near = find_near(name, _COMMON_BACKENDS, cutoff=0.7)
         if near not in {None, name} and not _VENDOR_BACKENDS.fullmatch(name):
@@ -128,7 +128,7 @@ def validate_backend(value: object) -> object:
 
 
 def validate_env(value: object) -> object:
-    """Validate the extra variables of the ranks: names, values, and who sets them."""
+    """Validate the extra variables of the ranks: their names, their values, and who sets them."""
     if not isinstance(value, Mapping):
         raise wrong(
             f"expected a table of variables, got a {type(value).__name__}",
@@ -136,18 +136,18 @@ def validate_env(value: object) -> object:
         )
     problems = []
     for name, text in value.items():
-        problem = _name_problem(name) or _text_problem(str(name), text)
+        problem = _name_problem(name) or _value_problem(str(name), text)
         if problem is not None:
-            named = _before_value(name)
-            where = named if isinstance(named, str) and named.isprintable() else show(named)
+            shown = _without_value(name)
+            where = shown if isinstance(shown, str) and shown.isprintable() else show(shown)
             found = Problem(why=problem.why, write=problem.write, where=(where,), given=text)
             problems.append(found)
     require_none(problems, given=value)
     return {str(name): str(text) for name, text in value.items()}
 
 
-def _before_value(name: object) -> object:
-    """Return what may be shown of a name: ``TOKEN=abc`` in its place holds the value as well."""
+def _without_value(name: object) -> object:
+    """Return a name as a message may show it: given as ``TOKEN=abc``, it contains a secret value."""
     if not isinstance(name, str) or "=" not in name:
         return name
     return f"{name.partition('=')[0]}=…"
@@ -156,25 +156,25 @@ def _before_value(name: object) -> object:
 def _name_problem(name: object) -> Problem | None:
     if not isinstance(name, str) or not _is_text(name) or not name or "=" in name:
         return Problem(
-            why=f"{show(_before_value(name))} cannot be the name of a variable (text, not empty, no '=')",
+            why=f"{show(_without_value(name))} cannot be the name of a variable (a string, not empty, no '=')",
             write='env={"NCCL_DEBUG": "INFO"}',
         )
     reason = _SET_BY_LAUNCHER.get(name)
     if reason is None and name.startswith(("TORCHELASTIC_", "DDPSAFE_")):
-        reason = "it tells ranks how they were started"
+        reason = "ranks read from it how they were started"
     if reason is None:
         return None
     return Problem(why=f"the launcher sets it: {reason}", write="nothing; leave it out of env")
 
 
-def _text_problem(name: str, text: object) -> Problem | None:
+def _value_problem(name: str, text: object) -> Problem | None:
     if isinstance(text, bool):
         why = 'libraries differ in how they spell a bool ("1", "true", "ON")'
-        return Problem(why=why, write=f'the text this one reads, e.g. {{"{name}": "1"}}')
+        return Problem(why=why, write=f'the string that this library reads, e.g. {{"{name}": "1"}}')
     if isinstance(text, (int, float)):
         return None
     if not isinstance(text, str) or not _is_text(text):
-        why = "the value of a variable is text without a null character"
+        why = "the value of a variable must be a string without a null character"
         return Problem(why=why, write=f'{{"{name}": "…"}}, or leave it out to inherit it')
     return find_shape_problem(name, text) if name in {GLOO, NCCL} else None
 

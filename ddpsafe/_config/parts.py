@@ -1,4 +1,4 @@
-"""The parts of a `LaunchConfig`: how long each phase may take, what to retry, where the nodes meet."""
+"""The parts of a `LaunchConfig`: how long phases may take, what to retry, where nodes connect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _at_most(default: timedelta, bound: str, share: float = 1.0) -> Callable[[dict[str, Any]], Any]:
-    """Make a default that gives way to a shorter `bound` which the user set."""
+    """Make a default factory that lowers `default` to `share` of the field `bound` if that is less."""
 
     def make(known: dict[str, Any]) -> timedelta:
         limit = known.get(bound)
@@ -39,8 +39,8 @@ def _at_most(default: timedelta, bound: str, share: float = 1.0) -> Callable[[di
 class Timeouts(Part):
     """How long each phase of a launch may take; every wait has an end.
 
-    A number means seconds; text such as "30s" or "5min" is read too.
-    A default is lowered where it would exceed a field that you set.
+    A number means seconds; strings such as "30s" or "5min" are accepted too.
+    A default is lowered if it would exceed a field that you set.
     """
 
     attempt: Duration | None = Field(
@@ -51,16 +51,16 @@ class Timeouts(Part):
     )
     rendezvous: Duration = Field(
         default_factory=_at_most(timedelta(minutes=5), "attempt"),
-        description="Until all ranks have joined: RendezvousTimeoutError. Where a script makes its "
-        "group itself, under `spawn` and `ddpsafe run`, it bounds that only if you set it; else the "
-        "script's own timeout does, or torch's.",
+        description="Until all ranks have joined: RendezvousTimeoutError. If a script creates its "
+        "process group itself, under `spawn` and `ddpsafe run`, this limit applies only if you set "
+        "it; else the script's own timeout applies, or torch's.",
         examples=["300", '"5min"'],
     )
     collective: Duration = Field(
         default_factory=_at_most(timedelta(minutes=10), "attempt"),
-        description="For one collective (all_reduce, …): CollectiveTimeoutError. Where a script makes "
-        "its group itself, what it names counts, then what you set here, then torch's default: "
-        "30 min, with NCCL 10.",
+        description="For one collective (all_reduce, …): CollectiveTimeoutError. If a script creates "
+        "its process group itself, the timeout it passes applies, else what you set here, else "
+        "torch's default: 30 min, or 10 min with NCCL.",
         examples=["600", '"10min"'],
     )
     barrier: Duration = Field(
@@ -72,26 +72,26 @@ class Timeouts(Part):
     progress: DurationOrAuto | None = Field(
         default=None,
         description="Between two steps of the training: ProgressTimeoutError. None: not watched. "
-        '"auto": five times what the run itself has taken so far, at least 1 min; for the first '
-        "step (known from an attempt before, at least 5 min), for steps, and for a Checkpointer's "
-        "saves apart.",
+        '"auto": five times what this run has measured so far, at least 1 min. It is measured '
+        "separately for the first step (from an earlier attempt, at least 5 min), for later steps, "
+        "and for the saves of a Checkpointer.",
         examples=['"20min"', '"auto"', "None"],
     )
     shutdown: Duration = Field(
         default=timedelta(seconds=30),
-        description="From the last rank's return until every process is gone. Ranks that are "
-        "left then are ended and the result stands.",
+        description="From the last rank's return until every process has ended. Remaining ranks are "
+        "then killed, and the result stands.",
         examples=["30"],
     )
     grace: Duration = Field(
         default_factory=_at_most(timedelta(seconds=5), "shutdown", share=0.5),
-        description="Between SIGTERM and SIGKILL. It has no error: the kill is what follows.",
+        description="Between SIGTERM and SIGKILL. It has no error, as the kill follows.",
         examples=["5"],
     )
     stop: Duration = Field(
         default=timedelta(minutes=5),
-        description="From a request to stop (SIGTERM, SIGUSR1) until ranks that ask for it have "
-        "saved and returned. It has no error: those that are left then are ended.",
+        description="From a request to stop (SIGTERM, SIGUSR1) until the ranks that call "
+        "stop_requested() have saved and returned. It has no error: remaining ranks are then ended.",
         examples=['"5min"', "25"],
     )
 
@@ -112,33 +112,33 @@ class Timeouts(Part):
 
     @field_validator("rendezvous", "collective", "barrier", "progress")
     @classmethod
-    def _end_before_the_attempt(
+    def _check_against_attempt(
         cls, value: DurationOrAuto | None, info: ValidationInfo
     ) -> DurationOrAuto | None:
         attempt = info.data.get("attempt")
         if isinstance(value, timedelta) and attempt is not None and value > attempt:
             raise wrong(
-                f"it is longer than timeouts.attempt ({show_duration(attempt)}), which would "
-                "always end the wait first, without naming a rank",
+                f"it is longer than timeouts.attempt ({show_duration(attempt)}), which would always "
+                "expire first, without naming a rank",
                 write=f"{info.field_name}={attempt.total_seconds():g}, or a longer attempt",
             )
         return value
 
     @field_validator("grace")
     @classmethod
-    def _leave_time_to_kill(cls, value: timedelta, info: ValidationInfo) -> timedelta:
+    def _check_against_shutdown(cls, value: timedelta, info: ValidationInfo) -> timedelta:
         shutdown = info.data.get("shutdown")
         if shutdown is not None and value >= shutdown:
             raise wrong(
-                f"it has to be shorter than timeouts.shutdown ({show_duration(shutdown)}): SIGTERM, "
-                "the grace, SIGKILL and the reaping all happen within the shutdown",
+                f"it must be shorter than timeouts.shutdown ({show_duration(shutdown)}), in which "
+                "SIGTERM, the grace, SIGKILL and the reaping all happen",
                 write=f"grace={shutdown.total_seconds() / 2:g}, or a longer shutdown",
             )
         return value
 
 
 DETERMINISTIC: Final = frozenset({"config", "user-error", "unpicklable"})
-"""Kinds of failure that come back the same way however often one tries."""
+"""Kinds of failure that happen again on every attempt."""
 
 
 def _split_kinds(value: object) -> object:
@@ -149,7 +149,7 @@ def _split_kinds(value: object) -> object:
     if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
     raise wrong(
-        f"expected kinds of failure, got a {type(value).__name__}",
+        f"expected failure kinds, got a {type(value).__name__}",
         write='a set of kinds and exception types: {"peer-lost", ConnectionError}',
     )
 
@@ -160,13 +160,13 @@ def _validate_kind(value: object) -> object:
             return value
         raise wrong(
             f"{value.__name__} is not a subclass of Exception; KeyboardInterrupt, SystemExit and "
-            "the like are requests to stop",
+            "the like are requests to stop, which are not retried",
             write="an exception type such as ConnectionError",
         )
     if isinstance(value, str) and value in DETERMINISTIC:
         raise wrong(
-            "a failure of this kind comes back the same way on every attempt",
-            write="the exception type you expect to pass, e.g. ConnectionError",
+            "a failure of this kind happens again on every attempt",
+            write="the exception type that another attempt can avoid, e.g. ConnectionError",
         )
     if isinstance(value, str) and value in FAILURE_KINDS:
         return value
@@ -176,20 +176,20 @@ def _validate_kind(value: object) -> object:
     choices = sorted(FAILURE_KINDS - DETERMINISTIC)
     near = find_near(value, choices)
     raise wrong(
-        f"{show(value)} is neither a kind of failure nor an exception type",
+        f"{show(value)} is neither a failure kind nor an exception type",
         write=repr(near) if near else f"one of {', '.join(choices)}",
         is_guess=near is not None,
     )
 
 
 class RetryPolicy(Part):
-    """Which failures deserve another attempt, how many, and how long to wait between them."""
+    """Which failures are retried, how often, and how long to wait between attempts."""
 
     attempts: Annotated[int, BeforeValidator(validate_integer)] = Field(
         default=3,
         ge=1,
         le=1000,
-        description="Attempts in all, the first one included; 1 never retries.",
+        description="Number of attempts, including the first one; 1 never retries.",
         examples=["3", "1 (never retry)"],
     )
     on: Annotated[
@@ -197,36 +197,36 @@ class RetryPolicy(Part):
         BeforeValidator(_split_kinds),
     ] = Field(
         default=STARTUP_KINDS,
-        description="Kinds of failure and exception types that are worth another attempt. "
-        "The default ones happen before your function runs.",
+        description="Failure kinds and exception types that are retried. The default kinds happen "
+        "before your function runs.",
         examples=['{"startup-network", "port", "mount", "peer-lost", ConnectionError}'],
     )
-    # Everything of the attempt before is gone by then, so that the first pause may be short.
+    # All processes of the failed attempt have ended by then, so the first wait may be short.
     backoff_initial: Wait = Field(
         default=timedelta(milliseconds=250),
-        description="Wait before the second attempt; doubles from one attempt to the next, and is "
-        "this short again after an attempt that made progress.",
+        description="Wait before the second attempt. It doubles with each attempt, and starts again "
+        "from this value after an attempt that made progress.",
         examples=["1"],
     )
     backoff_max: Wait = Field(
         default_factory=lambda known: max(
             timedelta(seconds=30), known.get("backoff_initial", timedelta(0))
         ),
-        description="The longest wait between two attempts, jitter aside.",
+        description="Longest wait between two attempts, not counting jitter.",
         examples=["30"],
     )
     jitter: Wait = Field(
         default=timedelta(milliseconds=250),
-        description="Up to this much is added to each wait at random, so that jobs which failed "
-        "together do not come back together.",
+        description="A random time up to this is added to each wait, so that jobs which failed "
+        "together do not retry together.",
         examples=["1"],
     )
 
     no_progress: Annotated[int, BeforeValidator(validate_integer), Field(ge=1)] | None = Field(
         default=2,
-        description="Give up after so many attempts in a row in which your function ran and made no "
-        "progress: no optimizer step, or behind a `Checkpointer` no newer checkpoint and no more "
-        "steps than an attempt before. None: never for this reason.",
+        description="Give up after this many attempts in a row in which your function ran but made no "
+        "progress: no optimizer step, or with a `Checkpointer` no newer checkpoint and no more steps "
+        "than an earlier attempt. None: never give up for this reason.",
         examples=["2", "None"],
     )
 
@@ -245,12 +245,11 @@ class RetryPolicy(Part):
 
     @field_validator("backoff_max")
     @classmethod
-    def _cover_the_first_wait(cls, value: timedelta, info: ValidationInfo) -> timedelta:
+    def _check_against_initial(cls, value: timedelta, info: ValidationInfo) -> timedelta:
         initial = info.data.get("backoff_initial", value)
         if value < initial:
             raise wrong(
-                f"it is shorter than retry.backoff_initial ({show_duration(initial)}), where the "
-                "waits begin",
+                f"it is shorter than retry.backoff_initial ({show_duration(initial)}), the first wait",
                 write=f"backoff_max={initial.total_seconds():g}, or a shorter backoff_initial",
             )
         return value
@@ -261,34 +260,34 @@ class RetryPolicy(Part):
 
 
 class Rendezvous(Part):
-    """Where the nodes of one job meet; a single node needs none of it."""
+    """Where the nodes of a job connect; a single node needs none of it."""
 
     endpoint: str | None = Field(
         default=None,
-        description="host:port that every node can reach; an IPv6 address in brackets.",
+        description="host:port that every node can reach; an IPv6 address goes in brackets.",
         examples=['"gpu-01:29400"', '"[2001:db8::1]:29400"'],
     )
     interface: str | None = Field(
         default=None,
-        description="Network interface the ranks of this node talk on, by its literal name. "
-        'By default none is chosen (None; "null" in a variable): gloo takes the one of the '
-        "host's name, NCCL the first it finds. "
-        '"auto" asks the routes for the one that leads to rank 0. '
-        "A variable of gloo or NCCL that you set wins.",
+        description="Network interface that the ranks of this node use, by its literal name. "
+        'None ("null" in a variable) chooses none: gloo then uses the one that the host name '
+        "resolves to, NCCL the first it finds. "
+        '"auto" uses the one on the route to rank 0. '
+        "Variables of gloo or NCCL that you set override this.",
         examples=['"eth0"', '"auto"', "None"],
     )
 
     id: str | None = Field(
         default=None,
-        description="Name of the job at the endpoint, the same on all its nodes; a late node of "
-        "another job is refused by it. None: every job at an endpoint has the same one.",
+        description="Name of the job at the endpoint, the same on all its nodes, so that a late node "
+        "of another job is refused. None: all jobs at an endpoint have the same name.",
         examples=['"run-7"', "None"],
     )
     min_nodes: Annotated[int, BeforeValidator(validate_integer)] | None = Field(
         default=None,
         ge=1,
-        description="Start with so many nodes, and go on with so many after the loss of one; "
-        "nnodes is the most. None: all nnodes.",
+        description="Smallest number of nodes to start with, and to continue with after nodes are "
+        "lost; nnodes is the maximum. None: all nnodes.",
         examples=["2", "None"],
     )
     join: Duration = Field(
@@ -298,14 +297,14 @@ class Rendezvous(Part):
     )
     last_call: Wait = Field(
         default=timedelta(seconds=10),
-        description="How long min_nodes nodes wait for more of them before they start.",
+        description="How long min_nodes nodes wait for more nodes before they start.",
         examples=["10", '"1min"'],
     )
     secret_file: AbsolutePath | None = Field(
         default=None,
-        description="A file with the secret of the job, by which nodes know each other. None: the "
-        "variable DDPSAFE_JOB_SECRET, else one derived from endpoint and id, which keeps jobs apart "
-        "and does not keep attackers out.",
+        description="A file with the job's secret, by which its nodes authenticate each other. None: "
+        "the variable DDPSAFE_JOB_SECRET, else a secret derived from endpoint and id, which keeps "
+        "jobs apart but does not keep attackers out.",
         examples=['"/etc/ddpsafe/secret"', "None"],
     )
 
@@ -313,7 +312,7 @@ class Rendezvous(Part):
     @classmethod
     def _validate_id(cls, value: str | None) -> str | None:
         if value is not None and not (value.strip() and value.isprintable()):
-            raise wrong("the id of a job is a text that can be printed", write='id="run-7"')
+            raise wrong("the id of a job must be printable and not empty", write='id="run-7"')
         return value
 
     @field_validator("endpoint")
@@ -331,5 +330,5 @@ class Rendezvous(Part):
         return value
 
     def parsed(self) -> Endpoint | None:
-        """Return the endpoint as host and port, or None where there is none."""
+        """Return the endpoint as host and port, or None if there is none."""
         return None if self.endpoint is None else parse_endpoint(self.endpoint)

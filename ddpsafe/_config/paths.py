@@ -1,4 +1,4 @@
-"""Paths of data: absolute, and looked at before anything starts, without ever hanging."""
+"""Data paths: absolute, and checked before anything starts, without ever hanging."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _validate_path(value: object) -> Path:
         )
     text = os.fspath(value)
     if not isinstance(text, str):
-        raise wrong("a path in bytes", write='an absolute path as text: "/data/train"')
+        raise wrong("it is a path in bytes", write='an absolute path as a string: "/data/train"')
     example = 'an absolute path: "/data/train"'
     if not text.strip():
         raise wrong("it is empty, which means the current directory", write=example)
@@ -49,13 +49,13 @@ def _validate_path(value: object) -> Path:
         raise wrong(f"{show(text)} has characters that no path can have", write=example)
     if text.startswith("~"):
         raise wrong(
-            "'~' is expanded by shells only; here it is a directory of that name",
+            "only shells expand '~'; here it is a directory of that name",
             write=f'"{Path(text).expanduser()}"' if text[:2] in {"~", "~/"} else example,
         )
     if not _WINDOWS and "\\" in text:
         raise wrong(
-            "it has backslashes, which do not separate directories on this system but are part "
-            "of a name",
+            "it has backslashes, which on this system do not separate directories but are part of "
+            "a name",
             write=f'"{text.replace(chr(92), "/")}"',
         )
     if not Path(text).is_absolute():
@@ -66,18 +66,18 @@ def _validate_path(value: object) -> Path:
         raise wrong(
             "it is relative, and ranks on other nodes or under another launcher start in other "
             "directories",
-            write=f'"{here / text}"; for a data path also DataPath.here("{text}"), which means '
-            "relative to the directory the job is launched from",
+            write=f'"{here / text}"; for a data path also DataPath.here("{text}"), relative to the '
+            "directory from which the job is launched",
         )
     return Path(text)
 
 
 AbsolutePath = Annotated[Path, BeforeValidator(_validate_path)]
-"""A `pathlib.Path` that is absolute; usable as a field's type in any pydantic model."""
+"""An absolute `pathlib.Path`; usable as the type of a field in any pydantic model."""
 
 
 class DataPathFields(TypedDict, total=False):
-    """The fields of a `DataPath` beside its path, as keyword arguments."""
+    """The fields of a `DataPath` other than its path, as keyword arguments."""
 
     kind: Literal["any", "directory", "file"]
     wait: DurationLike | None
@@ -87,40 +87,37 @@ class DataPathFields(TypedDict, total=False):
 
 
 class DataPath(Part):
-    """A path the job needs, and what has to be true of it before any rank starts.
+    """A path that the job needs, and conditions that it must meet before any rank starts.
 
-    Making one looks at nothing; `check` looks once, `require` waits.
+    Creating one does not access the path. `check` checks it once, `require` waits for it.
     """
 
-    path: AbsolutePath = Field(
-        description="Where it is: an absolute path.", examples=['"/data/train"']
-    )
+    path: AbsolutePath = Field(description="The absolute path.", examples=['"/data/train"'])
     kind: Literal["any", "directory", "file"] = Field(
         default="any",
-        description="What it has to be.",
+        description="What the path must be.",
         examples=['"directory"', '"file"', '"any"'],
     )
     wait: Duration | None = Field(
         default=None,
-        description="How long to wait for a mount that comes late. None: one look.",
+        description="How long to wait for a late mount. None: check once.",
         examples=['"2min"', "None"],
     )
     mount: Literal["any", "inside", "point"] = Field(
         default="any",
-        description='"inside": on a file system mounted anywhere below "/", so that the empty '
-        'directory under a mount that failed does not pass. "point": the path itself is where '
-        "it is mounted.",
+        description='"inside": it must be on a file system mounted below "/", so that the empty '
+        'directory left by a failed mount does not pass. "point": it must be a mount point itself.',
         examples=['"inside"', '"point"', '"any"'],
     )
     min_entries: int | None = Field(
         default=None,
         ge=1,
-        description="A directory with fewer entries is not ready.",
+        description="Smallest number of entries that a ready directory has.",
         examples=["1000", "None"],
     )
     marker: str | None = Field(
         default=None,
-        description="A file inside the directory whose presence says that it is complete.",
+        description="A file inside the directory whose presence shows that it is complete.",
         examples=['"_SUCCESS"', "None"],
     )
 
@@ -137,9 +134,7 @@ class DataPath(Part):
 
     @field_validator("min_entries", "marker")
     @classmethod
-    def _ask_of_directories_only(
-        cls, value: int | str | None, info: ValidationInfo
-    ) -> int | str | None:
+    def _require_directory(cls, value: int | str | None, info: ValidationInfo) -> int | str | None:
         if value is not None and info.data.get("kind") == "file":
             raise wrong(
                 f"only a directory can have {info.field_name}, and kind is 'file'",
@@ -154,7 +149,7 @@ class DataPath(Part):
             return None
         parts = Path(value).parts
         if not parts or Path(value).is_absolute() or ".." in parts or "\0" in value:
-            raise wrong("it has to name a file inside the directory", write='marker="_SUCCESS"')
+            raise wrong("it must name a file inside the directory", write='marker="_SUCCESS"')
         return value
 
     @classmethod
@@ -165,28 +160,28 @@ class DataPath(Part):
         base: str | os.PathLike[str] | None = None,
         **fields: Unpack[DataPathFields],
     ) -> DataPath:
-        """Make one from a path that is relative on purpose.
+        """Make one from an intentionally relative path.
 
         Args:
             path: The path, relative to `base`.
-            base: An absolute directory; the current one by default, at the time of this call,
-                which is the directory the job is launched from.
+            base: An absolute directory; by default the current one at the time of this call, from
+                which the job is launched.
             **fields: The other fields.
         """
-        given: object = path  # what is not a path is validated as it is, and refused
+        given: object = path  # the constructor refuses what is not a path
         text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else given
         if isinstance(text, str) and not text.startswith("~"):
             path = os.path.normpath((Path.cwd() if base is None else Path(base)) / text)
         return cls(path=path, **fields)
 
     def check(self, *, patience: timedelta = PATIENCE) -> list[str]:
-        """Look once, without waiting for what is late.
+        """Check the path once, without waiting for it to become ready.
 
         Args:
-            patience: How long the file system may take to answer before it counts as hung.
+            patience: How long the file system may take to respond before it counts as hung.
 
         Returns:
-            What is not ready and what to do about it; empty when all is well.
+            What is not ready and what to do about it; empty if the path is ready.
         """
         return [str(reason) for reason in PathWatch(self).look(patience)]
 
@@ -197,15 +192,15 @@ class DataPath(Part):
         deadline: Deadline | None = None,
         report: Callable[[str], None] | None = None,
     ) -> Path:
-        """Return the path once it is ready; wait for it as long as `wait` says.
+        """Return the path once it is ready; wait for it up to `wait`.
 
         Args:
-            name: What to call it in messages.
-            deadline: Ends the wait earlier than `wait` does.
-            report: Takes a line now and then while the wait is long; logs a warning by default.
+            name: Name of the path in messages.
+            deadline: Ends the wait before `wait` does.
+            report: Called with a line now and then during a long wait; logs a warning by default.
 
         Raises:
-            PreflightError: When it is not ready by then; its kind is "mount".
+            PreflightError: It is not ready by then; the error's kind is "mount".
         """
         require_data_paths({name: self}, deadline=deadline, report=report)
         return self.path
@@ -217,17 +212,17 @@ def require_data_paths(
     deadline: Deadline | None = None,
     report: Callable[[str], None] | None = None,
 ) -> None:
-    """Wait until all data paths are ready, each as long as its own `wait` says.
+    """Wait until all data paths are ready, for each up to its own `wait`.
 
-    The waits run from the same moment, so that they do not add up.
+    All waits begin at the same moment, so that they do not add up.
 
     Args:
         data_paths: The paths by name.
         deadline: Ends every wait; none by default.
-        report: Takes a line now and then while a wait is long; logs a warning by default.
+        report: Called with a line now and then during a long wait; logs a warning by default.
 
     Raises:
-        PreflightError: When some are not ready, with all of them; its kind is "mount".
+        PreflightError: Some are not ready; it lists all of them, and its kind is "mount".
     """
     began = Deadline.after(None) if deadline is None else deadline
     own = {

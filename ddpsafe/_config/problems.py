@@ -1,6 +1,7 @@
 """How a wrong configuration is reported: every problem at once, in one `ConfigError`.
 
-Validators raise `wrong`; pydantic collects; `problems_of` turns what it found into `ConfigProblem`s.
+Validators raise `wrong`, pydantic collects these errors, and `problems_of` turns them into
+`ConfigProblem`s.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = True  # pytest shows the line of the caller, not these
 
-_SHOWN_CHARS: Final = 120
+_MAX_SHOWN_CHARS: Final = 120
 
 SAME: Final = object()
-"""Stands for: the validated value itself is what the user gave."""
+"""Default of `Problem.given`: the user gave the validated value itself."""
 
 _UNKNOWN: Final = "there is no such field"
 
@@ -41,9 +42,9 @@ COUNTS_OF_RANKS: Final = (
 )  # fmt: skip
 """What other launchers and torch call the number of ranks."""
 
-# What other launchers and torch call a field, and what to write here: (model, name) -> text.
-# `{value}` is the value that was given.
-_ELSEWHERE: Final[dict[str, dict[str, str]]] = {
+# What other launchers and torch call a field, and what to write instead, by model and name.
+# `{value}` is the given value.
+_NAMES_ELSEWHERE: Final[dict[str, dict[str, str]]] = {
     "LaunchConfig": {
         **dict.fromkeys(
             COUNTS_OF_RANKS,
@@ -138,14 +139,14 @@ _ELSEWHERE: Final[dict[str, dict[str, str]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What a validator has found; where it stands in the configuration, pydantic adds.
+    """A problem that a validator found; pydantic adds its place in the configuration.
 
     Attributes:
         why: Why the value is wrong, as a clause without a full stop.
-        write: What to write instead, to copy where possible.
-        where: Keys below the field that is validated; empty for the field itself.
-        given: The value as the user gave it, where it is not the validated value itself.
-        is_guess: Whether `write` is a guess at what was meant.
+        write: What to write instead, ready to copy if possible.
+        where: Keys below the validated field; empty for the field itself.
+        given: The value as the user gave it, if it differs from the validated value.
+        is_guess: Whether `write` is a guess at what the user meant.
     """
 
     why: str
@@ -156,7 +157,7 @@ class Problem:
 
 
 class Part(BaseModel):
-    """A part of the configuration; made directly, it reports what is wrong as the whole does."""
+    """A part of the configuration. Created on its own, it reports problems like the whole config."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
@@ -164,7 +165,7 @@ class Part(BaseModel):
         """Validate every field.
 
         Raises:
-            ConfigError: With every problem at once.
+            ConfigError: A field is wrong; it lists every problem.
         """
         try:
             super().__init__(**fields)
@@ -173,38 +174,38 @@ class Part(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Give the docstring what the fields say of themselves."""
+        """Add the descriptions of the fields to the docstring."""
         super().__pydantic_init_subclass__(**kwargs)
         describe_fields(cls)
 
-    # Without this mark pydantic calls `__init__` for a part inside another model too, where the
-    # problems have to arrive one by one, with their place in the whole.
+    # Without this mark, pydantic would also call `__init__` for a part inside another model. There the
+    # problems must reach pydantic one by one, so that each gets its place in the whole config.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
 
 def describe_fields(model: type[BaseModel]) -> None:
-    """Let ``help()`` of a model list its fields: name and meaning, as the reference has them."""
-    if model.__doc__ is not None:  # python -OO
+    """Add each field's name and description to a model's docstring, for ``help()``."""
+    if model.__doc__ is not None:  # it is None under python -OO
         lines = [f"    {name}: {field.description}" for name, field in model.model_fields.items()]
         model.__doc__ = "\n".join([inspect.cleandoc(model.__doc__), "", "Attributes:", *lines])
 
 
 def wrong(why: str, *, write: str, is_guess: bool = False) -> PydanticCustomError:
     """Make the error that a validator raises for one problem."""
-    # The texts travel as context: braces in a user's value must not be read as a template.
+    # pydantic formats the message as a template, so the texts, which may contain braces, are context.
     context = {"why": why, "write": write, "is_guess": is_guess}
     return PydanticCustomError("ddpsafe", "{why}", context)
 
 
 def require_none(problems: Iterable[Problem], *, given: object) -> None:
-    """Raise all the problems of one value at once, if there are any.
+    """Raise all problems of one value at once, if there are any.
 
     Args:
-        problems: What is wrong.
-        given: The validated value; shown for problems that carry none of their own.
+        problems: The problems.
+        given: The validated value, shown for problems without a value of their own.
 
     Raises:
-        ValidationError: When there is a problem; pydantic merges it into its own report.
+        ValidationError: There are problems; pydantic merges them into its own report.
     """
     details: list[InitErrorDetails] = [
         {
@@ -219,22 +220,22 @@ def require_none(problems: Iterable[Problem], *, given: object) -> None:
 
 
 def show(value: object) -> str:
-    """Return a printable, short form of any value, however odd it is."""
+    """Return a short, printable form of any value."""
     try:
         text = repr(value)
     except Exception:  # noqa: BLE001 - the repr of a user's object may raise anything
         return f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}…"
 
 
 def show_at(location: Iterable[int | str], value: object) -> str:
-    """Return what may be shown of the value at a place of the configuration.
+    """Return the value at a place in the configuration as a message may show it, without secrets.
 
-    The variables of the ranks hold tokens and passwords, and what is wrong may be the very text
-    that they are to be read from: of `env` as a whole nothing is shown, nor of a secret name.
+    The ranks' variables hold tokens and passwords. So neither `env` as a whole, which may be a string
+    that could not be parsed, nor a variable with a secret name is shown.
     """
     path = [str(part) for part in location]
-    if len(path) == 1 and "env" in path[0].casefold():  # env, and what it is misspelt as
+    if len(path) == 1 and "env" in path[0].casefold():  # env and misspellings of it
         return f"a {type(value).__name__} that is not shown, as it may hold secrets"
     return HIDDEN if any(map(is_secret_name, path)) else show(_without_secrets(value))
 
@@ -251,8 +252,8 @@ def _without_secrets(value: object) -> object:
 
 
 def find_near(word: object, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the choice that `word` looks like a slip of, if there is one."""
-    if not isinstance(word, str) or len(word) > _SHOWN_CHARS:
+    """Return the choice that `word` is probably a misspelling of, if any."""
+    if not isinstance(word, str) or len(word) > _MAX_SHOWN_CHARS:
         return None
     folded = {choice.casefold(): choice for choice in choices}
     near = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=cutoff)
@@ -260,9 +261,9 @@ def find_near(word: object, choices: Iterable[str], *, cutoff: float = 0.6) -> s
 
 
 def raise_config_error(problems: Iterable[ConfigProblem]) -> NoReturn:
-    """Raise the one `ConfigError` that lists all problems.
+    """Raise one `ConfigError` that lists all problems.
 
-    Without a cause: pydantic's own list of the same problems would only stand above ours.
+    It has no cause: a traceback would first show pydantic's own list of the same problems.
     """
     found = tuple(problems)
     count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
@@ -277,16 +278,16 @@ def problems_of(
     *,
     source: Callable[[Location], str] = lambda _: "",
 ) -> list[ConfigProblem]:
-    """Return every problem of a pydantic error, in the terms of `model`.
+    """Turn a pydantic error into problems, in the terms of `model`.
 
     Args:
-        error: What pydantic found.
-        model: The model that was built; its field names and examples help the reader.
-        source: Tells where the value at a location came from; empty for an argument.
+        error: The error of pydantic.
+        model: The model that was built; its field names and examples go into the problems.
+        source: Returns where the value at a location came from; empty for an argument.
     """
     found = []
     for detail in error.errors(include_url=False):
-        # A default that depends on a field which is wrong: not a second problem.
+        # A default that depends on a wrong field is not a second problem.
         if detail["type"] == "default_factory_not_called":
             continue
         location = detail["loc"]
@@ -294,7 +295,7 @@ def problems_of(
         owner = _model_at(model, [part for part in parents if part != ""])
         field = None if owner is None else owner.model_fields.get(str(name))
         if field is not None and get_origin(field.annotation) is frozenset:
-            location = location[:-1]  # which element of a set it is: the user gave none an index
+            location = location[:-1]  # the index in the set, which means nothing to the user
         write, is_guess = _write(detail, model)
         problem = ConfigProblem(
             field=".".join(map(str, location)) or model.__name__,
@@ -313,10 +314,10 @@ def _why(detail: ErrorDetails) -> str:
         case "extra_forbidden":
             return _UNKNOWN
         case "missing":
-            return "this field has to be given"
+            return "this field is required"
         case "time_delta_parsing":
             return "it is not a duration"
-        case "ddpsafe":  # of `wrong`
+        case "ddpsafe":  # made by `wrong`
             return detail["msg"]
         case "value_error":
             return str(detail["ctx"]["error"]) if "ctx" in detail else detail["msg"]
@@ -325,7 +326,7 @@ def _why(detail: ErrorDetails) -> str:
 
 
 def _write(detail: ErrorDetails, model: type[BaseModel]) -> tuple[str, bool]:
-    """Return what to write instead, and whether that is a guess at what was meant."""
+    """Return what to write instead, and whether that is a guess at what the user meant."""
     if detail["type"] == "ddpsafe":
         return str(detail["ctx"]["write"]), bool(detail["ctx"]["is_guess"])
     *parents, name = detail["loc"] or ("",)
@@ -339,13 +340,13 @@ def _write(detail: ErrorDetails, model: type[BaseModel]) -> tuple[str, bool]:
             return repr(near), True
     if field is not None and field.examples:
         return " or ".join(f"{name}={example}" for example in field.examples), False
-    return "a value of the kind the reference of the configuration shows for this field", False
+    return "a value as shown for this field in the configuration reference", False
 
 
 def suggest_field(name: object, value: object, model: type[BaseModel]) -> tuple[str, bool]:
-    """Return what to write in place of a field that does not exist, and whether it is a guess."""
-    template = _ELSEWHERE.get(model.__name__, {}).get(str(name).casefold().strip("_-"))
-    # "timeout" of torch is one duration, and a table is what is meant to be ours.
+    """Return what to write instead of a field that does not exist, and whether it is a guess."""
+    template = _NAMES_ELSEWHERE.get(model.__name__, {}).get(str(name).casefold().strip("_-"))
+    # torch's "timeout" is one duration; a table under that name is a misspelling of "timeouts".
     if template is not None and not (isinstance(value, (Mapping, Part)) and "{{" in template):
         is_count = isinstance(value, int) and not isinstance(value, bool)
         one_more = show(int(value) + 1) if is_count else "3"  # type: ignore[call-overload] # is_count
@@ -357,7 +358,7 @@ def suggest_field(name: object, value: object, model: type[BaseModel]) -> tuple[
 
 
 def unknown_field(name: str, value: object, model: type[BaseModel]) -> ConfigProblem:
-    """Return the problem of a field that does not exist, where pydantic does not find it."""
+    """Make the problem for a field that does not exist and that pydantic does not see."""
     write, is_guess = suggest_field(name, value, model)
     given = show_at([name.strip("_")], value)
     return ConfigProblem(field=name, given=given, why=_UNKNOWN, write=write, is_guess=is_guess)
@@ -366,7 +367,7 @@ def unknown_field(name: str, value: object, model: type[BaseModel]) -> ConfigPro
 def _model_at(model: type[BaseModel], path: Iterable[int | str]) -> type[BaseModel] | None:
     current: Any = model
     for part in path:
-        if get_origin(current) is dict:  # a table: its values are of one type
+        if get_origin(current) is dict:  # a table, whose values all have one type
             current = get_args(current)[1]
             continue
         field = None if current is None else current.model_fields.get(str(part))
@@ -374,5 +375,5 @@ def _model_at(model: type[BaseModel], path: Iterable[int | str]) -> type[BaseMod
         is_model = isinstance(kind, type) and get_origin(kind) is None
         known = get_origin(kind) is dict or (is_model and issubclass(kind, BaseModel))  # type: ignore[arg-type] # is_model
         current = kind if known else None
-    # On Python 3.10 a dict[…] is a type as well.
+    # On Python 3.10, dict[…] is an instance of type too.
     return current if isinstance(current, type) and get_origin(current) is None else None

@@ -1,6 +1,6 @@
-"""The sources of a config's fields besides arguments: ``DDPSAFE_*`` variables and a TOML file.
+"""The sources of a config's fields other than arguments: ``DDPSAFE_*`` variables and a TOML file.
 
-Also which variable set a value, which variables are misspelt, and which file is to be trusted.
+Also finds which variable set a value, which variables are misspelt, and which file can be trusted.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class ConfigFile:
     """A configuration file that was read.
 
     Attributes:
-        path: Where it is.
-        table: The fields as TOML gave them.
-        is_implicit: Whether it was taken because it lay in the current directory, without being named.
+        path: Its path.
+        table: Its fields, as read from TOML.
+        is_implicit: Whether it was found in the current directory, not named.
     """
 
     path: Path
@@ -60,14 +60,14 @@ class ConfigFile:
 
 
 class EnvironmentSource(EnvSettingsSource):
-    """``DDPSAFE_*`` variables, read when a config is made.
+    """``DDPSAFE_*`` variables, read when a config is created.
 
-    As pydantic-settings reads them, apart from two things: text that is not JSON reaches the
-    field's own validator, whose message helps; and ``DDPSAFE_ENV__NAME`` keeps the case of NAME.
+    It differs from pydantic-settings in two ways. A string that is not JSON is passed to the field's
+    validator, which has a better error message. And ``DDPSAFE_ENV__NAME`` keeps the case of NAME.
     """
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        """Read JSON where it is JSON; leave other text to the field's validator."""
+        """Parse JSON; leave other strings to the field's validator."""
         try:
             return super().decode_complex_value(field_name, field, value)
         except (ValueError, RecursionError):
@@ -76,7 +76,7 @@ class EnvironmentSource(EnvSettingsSource):
     def explode_env_vars(
         self, field_name: str, field: FieldInfo, env_vars: Mapping[str, str | None]
     ) -> dict[str, Any]:
-        """Collect the nested variables of a field; names of the ranks' variables as they are."""
+        """Collect the nested variables of a field; those of `env` keep the case of their names."""
         if field_name != "env":
             return super().explode_env_vars(field_name, field, env_vars)
         return {
@@ -99,9 +99,9 @@ def find_variable(location: Iterable[int | str]) -> str | None:
 
 
 def slipped_variables(fields: Iterable[str]) -> Iterator[ConfigProblem]:
-    """Yield a problem for every ``DDPSAFE_*`` variable that is nearly, but not, a field.
+    """Yield a problem for every ``DDPSAFE_*`` variable that looks like a misspelt field.
 
-    Other unknown ones are left alone: they may belong to another version or to a tool of the user.
+    Other unknown variables may belong to another version or to a tool of the user.
     """
     known = list(fields)
     for name, text in sorted(os.environ.items()):
@@ -119,17 +119,17 @@ def slipped_variables(fields: Iterable[str]) -> Iterator[ConfigProblem]:
 
 
 def read_config_file(path: object = None) -> ConfigFile | None:
-    """Read the fields of a config out of a TOML file.
+    """Read the fields of a config from a TOML file.
 
     Args:
         path: A file with a ``[tool.ddpsafe]`` table, or with the fields at the top level; by
-            default the pyproject.toml of the current directory, if there is one to be trusted.
+            default the pyproject.toml of the current directory, if it can be trusted.
 
     Returns:
-        The file; its table is empty where a ``[tool]`` table has none for ddpsafe.
+        The file; its table is empty if a ``[tool]`` table has none for ddpsafe.
 
     Raises:
-        ConfigError: When the file cannot be read, is not TOML, or has no table there.
+        ConfigError: The file cannot be read, is not TOML, or ``tool.ddpsafe`` is not a table.
     """
     if path is not None and not isinstance(path, (str, os.PathLike)):
         _refuse_file(path, f"expected a path, got a {type(path).__name__}")
@@ -145,25 +145,25 @@ def read_config_file(path: object = None) -> ConfigFile | None:
 
 
 def find_file() -> Path | None:
-    """Return the pyproject.toml of the current directory, if there is one to be trusted.
+    """Return the pyproject.toml of the current directory, if it exists and can be trusted.
 
-    The rule is git's, of ``safe.directory`` (CVE-2022-24765): what another user has put into the
-    directory in which a command happens to be typed must not decide what the command runs.
+    The rule is that of git's ``safe.directory`` (CVE-2022-24765): a file that another user put into
+    the directory where a command happens to be typed must not decide what the command runs.
     """
     path = Path("pyproject.toml")
     try:
         if not path.is_file():
             return None
         here = Path.cwd()
-        # Behind a link, its target counts too.
+        # If it is a link, the directory of its target counts too.
         doubt = _doubt_of(path) or _doubt_of(here) or _doubt_of(path.resolve().parent)
-    except OSError:  # a directory that may not be searched, or was removed
+    except OSError:  # the directory cannot be searched, or was removed
         return None
     if doubt is None:
         return path
     logger.warning(
-        "%s/pyproject.toml is not read: %s. Take the right to write away from others, or name the "
-        "file: --config pyproject.toml, LaunchConfig.from_toml('pyproject.toml').",
+        "%s/pyproject.toml is not read: %s. Remove the write permission of others, or name the file: "
+        "--config pyproject.toml, LaunchConfig.from_toml('pyproject.toml').",
         here,
         doubt,
     )
@@ -171,20 +171,20 @@ def find_file() -> Path | None:
 
 
 def _doubt_of(path: Path) -> str | None:
-    """Return why a path may hold what another user has written, or None."""
+    """Return why another user may have written the content of a path, or None."""
     link, status = path.lstat(), path.stat()
     kind = "directory" if stat.S_ISDIR(status.st_mode) else "file"
     if not is_owner_trusted(status):
         return f"the {kind} belongs to another user (uid {status.st_uid})"
-    if not is_owner_trusted(link):  # who may let it lead elsewhere, once this has been looked at
+    if not is_owner_trusted(link):  # its owner could point it elsewhere after this check
         return f"the link belongs to another user (uid {link.st_uid})"
     if kind == "directory" and status.st_mode & stat.S_ISVTX:
-        return None  # each user's files are their own there, as in /tmp
+        return None  # sticky, as /tmp: no user can replace the files of another
     return f"other users may write to the {kind}" if others_may_write(status) else None
 
 
 def implicit_file_problems(file: ConfigFile | None) -> Iterator[ConfigProblem]:
-    """Yield a problem for each variable that a file which was not named may not set."""
+    """Yield a problem for each variable in `env` that an implicit file must not set."""
     env = None if file is None or not file.is_implicit else file.table.get("env")
     if file is None or not isinstance(env, dict):
         return
@@ -196,7 +196,7 @@ def implicit_file_problems(file: ConfigFile | None) -> Iterator[ConfigProblem]:
                 source=str(file.path),
                 why="it chooses which code runs, and this file was found in the current "
                 "directory, not named",
-                write="nothing here: pass env={…}, set the variable where you start the command, "
+                write="nothing here; pass env={…}, set the variable where you start the command, "
                 "or name the file (--config, LaunchConfig.from_toml)",
             )
 

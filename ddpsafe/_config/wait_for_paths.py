@@ -1,4 +1,4 @@
-"""Whether a path of data is ready: one look that reports, and a wait that ends."""
+"""Whether a data path is ready: a single check, and a wait with a deadline."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 PATIENCE: Final = timedelta(seconds=5)
-"""How long one look may take before the file system counts as hung."""
+"""How long one check may take before the file system counts as hung."""
 
 _FIRST_REPORT_S, _REPORT_EVERY_S = 2.0, 10.0
 _POLL_FIRST_S, _POLL_MAX_S = 0.05, 1.0
 
 
 class Wanted(Protocol):
-    """What a path has to be; `ddpsafe.DataPath` is one."""
+    """The conditions that a path must meet; `ddpsafe.DataPath` is one."""
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """The path."""
 
     @property
     def kind(self) -> str:
-        """What it has to be: "any", "directory" or "file"."""
+        """What it must be: "any", "directory" or "file"."""
 
     @property
     def mount(self) -> str:
-        """What has to be mounted: "any", "inside" or "point"."""
+        """What must be mounted: "any", "inside" or "point"."""
 
     @property
     def min_entries(self) -> int | None:
-        """How many entries a directory has at least."""
+        """Smallest number of entries of a directory."""
 
     @property
     def marker(self) -> str | None:
-        """Name of a file that has to exist inside."""
+        """Name of a file that must exist inside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class NotReady:
     """One reason why a path is not ready.
 
     Attributes:
-        what: What was seen.
+        what: The observation.
         cause: The likely cause.
         fix: What to do about it.
     """
@@ -74,7 +74,7 @@ class NotReady:
 
 
 class PathWatch:
-    """Looks at one path, again and again, without ever hanging with it."""
+    """Checks one path repeatedly, without ever hanging when its file system does."""
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
@@ -82,10 +82,10 @@ class PathWatch:
         self._looking_since = Deadline.after(None)
 
     def look(self, patience: timedelta = PATIENCE) -> list[NotReady]:
-        """Look once; return what is not ready.
+        """Check once; return what is not ready.
 
-        A look that hangs goes on in its own daemon thread, and the next one waits for the same:
-        however long the file system is gone, one thread is all that stays with it.
+        A check that hangs continues in its own daemon thread, and the next call waits for the same
+        thread. So however long a file system hangs, only one thread hangs with it.
         """
         if self._call is None:
             self._looking_since = Deadline.after(None)
@@ -94,7 +94,7 @@ class PathWatch:
             return [
                 NotReady(
                     what=f"{self._wanted.path} has not answered for {self._looking_since.waited_s():.1f} s",
-                    cause="it lies on a network file system whose server is gone",
+                    cause="it is on a network file system whose server does not respond",
                     fix=f"Check the server and the mount (`findmnt -T {self._wanted.path}`), then remount",
                 )
             ]
@@ -108,13 +108,13 @@ def find_not_ready(
     """Wait until a path is ready.
 
     Args:
-        wanted: The path and what has to be true of it.
-        name: What to call it in messages.
-        deadline: When to give up; one that has expired means a single look.
-        report: Takes a line now and then while the wait is long; logs a warning by default.
+        wanted: The path and its conditions.
+        name: Name of the path in messages.
+        deadline: When to give up; an expired one means a single check.
+        report: Called with a line now and then during a long wait; logs a warning by default.
 
     Returns:
-        What is still not ready; empty when all is well.
+        What is still not ready; empty if the path is ready.
     """
     watch = PathWatch(wanted)
     progress = _WaitReport(name, wanted.path, deadline, report or _log)
@@ -127,7 +127,7 @@ def find_not_ready(
     )
 
     def look() -> list[NotReady]:
-        # A wait that is over still gets one honest look; one that goes on looks no longer than it.
+        # After the deadline there is still one full check. Before it, a check ends with the wait.
         remaining = deadline.remaining_s()
         shortened = min(PATIENCE, timedelta(seconds=max(remaining, 0.1)))
         return watch.look(PATIENCE if remaining <= 0 else shortened)
@@ -146,7 +146,7 @@ def _log(line: str) -> None:
 
 
 class _WaitReport:
-    """Says now and then what a long wait is waiting for."""
+    """Reports now and then what a long wait is waiting for."""
 
     def __init__(
         self, name: str, path: Path, deadline: Deadline, report: Callable[[str], None]
@@ -155,27 +155,27 @@ class _WaitReport:
         self._deadline = deadline
         self._report = report
         self._next_s = _FIRST_REPORT_S
-        self._spoke = False
+        self._has_reported = False
 
     def __call__(self, state: tenacity.RetryCallState) -> None:
         waited_s = self._deadline.waited_s()
         if waited_s < self._next_s or state.outcome is None:
             return
-        self._next_s, self._spoke = waited_s + _REPORT_EVERY_S, True
+        self._next_s, self._has_reported = waited_s + _REPORT_EVERY_S, True
         total_s = waited_s + self._deadline.remaining_s()
         seen = "; ".join(reason.what for reason in state.outcome.result())
         self._report(f"waiting for {self._subject}: {seen}; {waited_s:.0f} s of {total_s:.0f} s")
 
     def finish(self) -> None:
-        """Say that the wait is over, if its beginning was reported."""
-        if self._spoke:
+        """Report the end of the wait, if the wait was reported."""
+        if self._has_reported:
             self._report(f"{self._subject} is ready after {self._deadline.waited_s():.1f} s")
 
 
 def preflight_error(
     found: list[tuple[str, Path, list[NotReady]]], *, waited_s: float
 ) -> PreflightError:
-    """Word one error for all the paths that are not ready."""
+    """Make one error for all paths that are not ready."""
     reasons = [(name, path, reason) for name, path, left in found for reason in left]
     (name, _, first), *others = reasons
     message = Explanation(
@@ -198,9 +198,9 @@ def _look(wanted: Wanted) -> Iterator[NotReady]:
                 "directory" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "device"
             )
             yield NotReady(
-                what=f"{wanted.path} is a {found}, no {wanted.kind}",
-                cause="the path is that of something else, or an unpacking step is missing",
-                fix=f'Give the path of a {wanted.kind}, or kind="any"',
+                what=f"{wanted.path} is a {found}, not a {wanted.kind}",
+                cause="the path is wrong, or an unpacking step is missing",
+                fix=f'Use the path of a {wanted.kind}, or kind="any"',
             )
         if wanted.mount != "any":
             point = find_mount_point(wanted.path)
@@ -211,9 +211,9 @@ def _look(wanted: Wanted) -> Iterator[NotReady]:
                 yield NotReady(
                     what=f"nothing is mounted on {wanted.path}"
                     + (" or above it" if wanted.mount == "inside" else ""),
-                    cause=f"the mount has not happened yet or failed; the directory is one of {point}",
-                    fix=f"Mount it (`findmnt -T {wanted.path}` shows what is there), or give the data "
-                    'path a longer wait, or mount="any" where no mount is meant',
+                    cause=f"the mount has not happened yet or failed; the directory is on {point}",
+                    fix=f"Mount it (`findmnt -T {wanted.path}` shows what is mounted), or give the data "
+                    'path a longer wait, or mount="any" if no mount is expected',
                 )
         if stat.S_ISDIR(mode):
             least = wanted.min_entries or 0
@@ -222,13 +222,13 @@ def _look(wanted: Wanted) -> Iterator[NotReady]:
             if count < least:
                 yield NotReady(
                     what=f"{wanted.path} has {count} of at least {least} entries",
-                    cause="a copy is not finished, or the directory is what lies under a missing mount",
+                    cause="a copy is not finished, or this is the directory under a missing mount",
                     fix="Wait for the copy (field wait), or correct min_entries",
                 )
             if wanted.marker is not None and not (wanted.path / wanted.marker).exists():
                 yield NotReady(
                     what=f"{wanted.path / wanted.marker} does not exist",
-                    cause="what writes the data has not finished: the marker comes last",
+                    cause="the program that writes the data has not finished, as it writes the marker last",
                     fix="Wait for it (field wait), or correct marker",
                 )
         elif stat.S_ISREG(mode):
@@ -245,12 +245,12 @@ def _unreadable(path: Path, error: OSError) -> NotReady:
         return NotReady(
             what=f"{path} cannot be read ({reason})",
             cause=f"user id {os.getuid() if hasattr(os, 'getuid') else '?'} has no permission there",
-            fix=f"Look at the permissions (`namei -l {path}`) and grant reading",
+            fix=f"Check the permissions (`namei -l {path}`) and grant read access",
         )
     return NotReady(
         what=f"{path} cannot be read ({reason})",
-        cause="the mount is stale or the storage fails",
-        fix=f"Look at the mount (`findmnt -T {path}`) and at the kernel's log, then remount",
+        cause="the mount is stale or the storage is failing",
+        fix=f"Check the mount (`findmnt -T {path}`) and the kernel log, then remount",
     )
 
 
@@ -265,5 +265,5 @@ def _absent(path: Path) -> NotReady:
     return NotReady(
         what=f"{path} does not exist",
         cause=f"the path is misspelt or not mounted on this node; it exists up to {deepest}",
-        fix=f"Compare with `ls {deepest}`; for a mount that comes late, give the data path a wait",
+        fix=f"Compare with `ls {deepest}`; for a late mount, give the data path a wait",
     )

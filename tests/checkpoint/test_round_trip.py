@@ -165,7 +165,7 @@ def test_steps_do_not_go_backwards(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("runs/1",), "it is relative"),
-        (("~/runs",), "expanded by shells"),
+        (("~/runs",), "only shells expand"),
         (("s3://bucket/runs",), "is an address, not a directory"),
         (("/tmp/x", 0), "keep=0"),
         (("/tmp/x", True), "keep=True"),

@@ -449,7 +449,7 @@ def test_retry_takes_one_kind_or_several(on: object) -> None:
     ("on", "hint"),
     [
         ({"peer-lots"}, "'peer-lost'"),
-        ({"user-error"}, "same way"),
+        ({"user-error"}, "happens again"),
         ({KeyboardInterrupt}, "requests to stop"),
         ({3}, "neither"),
         (7, "set of kinds"),
@@ -480,7 +480,7 @@ def test_rank_counts_are_read(given_as: object, count: object) -> None:
 
 @pytest.mark.parametrize(
     ("given_as", "hint"),
-    [(0, "zero ranks"), (-1, "starts at 1"), (True, "bool"), (1.5, "expected an integer"),
+    [(0, "zero ranks"), (-1, "smallest number of ranks is 1"), (True, "bool"), (1.5, "expected an integer"),
      (None, "expected an integer"), ("gpus", "'gpu'"), (10**30, "no node"), ([], "expected an integer")],
 )  # fmt: skip
 def test_rank_counts_that_mean_nothing_are_refused(given_as: object, hint: str) -> None:
@@ -502,7 +502,7 @@ def test_backends_of_other_packages_are_let_be(backend: str) -> None:
     ("backend", "hint"),
     [("ncll", "'nccl'"), ("goo", "'gloo'"), ("cpu:gloo,cuda:ncll", "'cpu:gloo,cuda:nccl'"),
      ("", "neither"), ("cpu:gloo,nccl", "every device"), ("cpu:gloo,cpu:mpi", "every device"),
-     ("cuda:", "neither"), (3, "expected a name"), ("cpu:auto,cuda:nccl", "stands alone")],
+     ("cuda:", "neither"), (3, "expected a name"), ("cpu:auto,cuda:nccl", "part of a list")],
 )  # fmt: skip
 def test_slips_of_backend_names_are_refused(backend: object, hint: str) -> None:
     """Malformed text and slips of well-known names are answered with the right form."""

@@ -296,8 +296,8 @@ def test_the_backend_of_the_command_is_told_to_its_ranks_alone(
 
 
 REFUSED: list[Any] = [
-    ("--nnodes=2 --nproc_per_node=8 train.py", "nnodes=2 nodes need a place to meet"),
-    ("--nnodes=1:4 train.py", "nnodes=4 nodes need a place to meet"),
+    ("--nnodes=2 --nproc_per_node=8 train.py", "nnodes=2 nodes need an endpoint to connect to"),
+    ("--nnodes=1:4 train.py", "nnodes=4 nodes need an endpoint to connect to"),
     ("--nnodes=2 --rdzv-endpoint localhost:29400 train.py", "localhost is each node itself"),
     ("--nnodes=two train.py", "--nnodes=two is not a number of nodes"),
     ("--nnodes=4:2 --rdzv-endpoint a:29400 train.py", "--nnodes=4:2 is not a number of nodes"),
