@@ -745,8 +745,8 @@ def _require_absolute(directory: object) -> Path:
         raise CheckpointConfigError(
             Explanation(
                 f"Checkpointer({directory!r}): the directory cannot be used.",
-                cause=str(context.get("why", exc)),
-                fix=f"write {context.get('write', 'an absolute path')}",
+                cause=f"{context.get('why', exc)}.",
+                fix=f"write {context.get('write', 'an absolute path')}.",
             )
         ) from None
     return path
