@@ -381,7 +381,7 @@ class Channel:
         try:
             self._take_lines(connection)
         except GarbledError as exc:
-            self._lose(connection, OSError(f"it has sent something that is no message ({exc})"))
+            self._lose(connection, OSError(f"it has sent something that is not a message ({exc})"))
 
     def _take_lines(self, connection: _Connection) -> None:
         limit = _MAX_GREETING_BYTES if connection.node is None else _MAX_LINE_BYTES

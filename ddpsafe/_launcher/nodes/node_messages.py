@@ -412,7 +412,7 @@ def as_error(
     if isinstance(exc, Interrupted) or any(cls.__name__ in _ERRORS for cls in type(exc).__mro__):
         return exc  # type: ignore[return-value]
     # The other nodes do not get the traceback, a user does not see it in the error, and with
-    # console="none" nobody sees this launcher's log: so the error itself shows the last calls.
+    # console="none" this launcher has no log: so the error itself shows the last calls.
     calls = [
         f"  {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
         for frame, line in traceback.walk_tb(exc.__traceback__)
@@ -580,7 +580,7 @@ def unpack(line: bytes) -> NodeMessage:
     """Return the message that one line holds.
 
     Raises:
-        GarbledError: The line is no message.
+        GarbledError: The line is not a message.
     """
     try:
         name, body = json.loads(line)

@@ -246,7 +246,7 @@ class NodeLaunch:
                 if isinstance(exc, Interrupted):
                     rendezvous.dismiss(exc)
                 raise _NoRound(exc) from exc
-            assert seat is not None, "the node that serves the endpoint is no replacement"  # noqa: S101
+            assert seat is not None, "the node that serves the endpoint is not a replacement"  # noqa: S101
             self._is_between_rounds = False
             try:
                 if seat.node_rank != 0:

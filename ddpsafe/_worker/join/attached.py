@@ -117,7 +117,7 @@ _opened: RankContext | None = None
 """The rank whose group `setup` has joined, until `cleanup`."""
 
 _handled_at_setup: BaseException | None = None
-"""The exception that was being handled when `setup` was called: it is no failure of this group."""
+"""The exception that was being handled when `setup` was called: this group has not failed with it."""
 
 _joined_with: LaunchConfig | None = None
 
