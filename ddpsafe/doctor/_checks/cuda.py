@@ -231,7 +231,7 @@ def check_architecture(subject: Subject) -> Iterator[Finding]:
 _GIB: Final = 1 << 30
 _PROHIBITED, _EXCLUSIVE = 2, 3  # of nvmlComputeMode_t
 _IDLE_BYTES: Final = 2 * _GIB  # less memory in use than this is not worth a warning
-_CONTEXT_BYTES: Final = _GIB  # of the torch probe, at most
+_CONTEXT_BYTES: Final = _GIB  # allowance for the CUDA context of the torch probe itself
 
 
 def check_driver_answers(subject: Subject) -> Iterator[Finding]:
