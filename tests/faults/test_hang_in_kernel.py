@@ -67,7 +67,7 @@ def test_the_rank_is_named_and_not_waited_for(tmp_path: Path, frozen_disk: Path)
         assert "ddpsafe.CollectiveTimeoutError: rank 1 (world_size 2) is behind at" in run.err
         assert "rank 1, was waiting in the kernel for a disk or a device, at " in run.err
         assert " in write_to_a_frozen_disk, after all_reduce number 2" in run.err
-        assert "does not answer. Until it does, not even SIGKILL ends it" in run.err
+        assert "does not respond; until it does, not even SIGKILL ends the rank" in run.err
         found = re.search(r"rank 1 \(pid (\d+)\) did not end after SIGKILL: it is waiting", run.err)
         assert found is not None, run.err
         require_in_time(took_s, COLLECTIVE_S + HANG_S + KILL_S)

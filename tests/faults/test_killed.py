@@ -133,4 +133,4 @@ def test_the_fork_server_itself(tmp_path: Path) -> None:
     run = run_script(tmp_path, statements)
     assert run.code == 0, run.err
     assert run.out.startswith("255 rank ")
-    assert "fork server was killed, and with it the exit status of its ranks" in run.out
+    assert "fork server was killed, so the exit codes of its ranks are lost" in run.out
