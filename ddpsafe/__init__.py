@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         RankRaisedError as RankRaisedError,
         RendezvousTimeoutError as RendezvousTimeoutError,
     )
-    from ddpsafe._functions import (
+    from ddpsafe._context_functions import (
         all_gather as all_gather,
         all_reduce as all_reduce,
         barrier as barrier,
@@ -106,7 +106,7 @@ _HOMES: Final = {
         "RankRaisedError",
         "RendezvousTimeoutError",
     ),
-    "ddpsafe._functions": (
+    "ddpsafe._context_functions": (
         "all_gather",
         "all_reduce",
         "barrier",
@@ -131,7 +131,7 @@ __all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - the keys are strings
 
 
 # Starting and joining ranks needs kernel interfaces of Linux; the other modules do not.
-_ON_LINUX: Final = ("ddpsafe._launch", "ddpsafe._functions", "ddpsafe._worker")
+_ON_LINUX: Final = ("ddpsafe._launch", "ddpsafe._context_functions", "ddpsafe._worker")
 _POSIX: Final = {"fcntl", "resource", "termios", "pwd", "grp", "signal", "os", "socket", "select"}
 
 

@@ -60,8 +60,8 @@ def require_ready_to_join(config: LaunchConfig, world: World) -> None:
     if config.preflight == "off":
         return
     from ddpsafe import doctor
-    from ddpsafe._worker.join.launcher_address import find_endpoint
     from ddpsafe._worker.join.store import has_met
+    from ddpsafe._worker.join.store_endpoint import find_endpoint
     from ddpsafe.doctor._findings import require_healthy
 
     asked = LaunchConfig.resolve(config, nproc_per_node=world.local_world_size)

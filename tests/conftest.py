@@ -175,7 +175,7 @@ def _ranks_share_imports() -> Iterator[None]:
     ddpsafe's functions import pydantic, a fifth of a second, and the rest a tenth each.
     """
     preload = forkserver.set_forkserver_preload
-    more = ["torch._dynamo", "ddpsafe._functions", "ddpsafe.checkpoint", "ddpsafe.data"]
+    more = ["torch._dynamo", "ddpsafe._context_functions", "ddpsafe.checkpoint", "ddpsafe.data"]
     # The first to start the server may be the workers of a DataLoader, which ask for nothing.
     preload(["ddpsafe._worker.preload", "torch", *more])
     with pytest.MonkeyPatch.context() as patch:

@@ -38,7 +38,11 @@ LAYERS: Final = {
 """What may import what: only its own layer and those below."""
 
 MACHINERY: Final = {"_launcher", "_worker", "data", "checkpoint", "doctor"}
-LAUNCH: Final = {"_launch", "_functions", "_preflight"}  # what __init__ offers, and its checks
+LAUNCH: Final = {
+    "_launch",
+    "_context_functions",
+    "_preflight",
+}  # what __init__ offers, and its checks
 ENTRY_POINTS: Final = {"", "__main__", "_commands", "cli", "testing", "_rank_tests"}
 
 UPWARD_FOR_TYPES: Final = {

@@ -159,7 +159,7 @@ def _of_launcher(world: World | None) -> dict[str, Any]:
     """Return the fields that srun or torchrun gives about the nodes; none for a single node."""
     if world is None or world.nnodes == 1:
         return {}
-    from ddpsafe._worker.join.launcher_address import find_endpoint
+    from ddpsafe._worker.join.store_endpoint import find_endpoint
 
     endpoint = find_endpoint(world, os.environ)
     # If the endpoint is served, torchrun's own store occupies MASTER_PORT.

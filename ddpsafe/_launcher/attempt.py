@@ -20,13 +20,13 @@ from ddpsafe._errors import (
     RankKilledError,
     ranks_text,
 )
-from ddpsafe._launcher.diagnosis import attempt_error, readings
+from ddpsafe._launcher.diagnosis import attempt_error, rank_readings
 from ddpsafe._launcher.diagnosis.stragglers import log_stragglers
 from ddpsafe._launcher.plan import rank_env
 from ddpsafe._launcher.processes import shutdown
-from ddpsafe._launcher.processes.launcher_store import open_store
 from ddpsafe._launcher.processes.reaper import running_reaper
 from ddpsafe._launcher.processes.start import require_room, started_workers
+from ddpsafe._launcher.processes.store_folder import open_store
 from ddpsafe._launcher.watch.console import open_console, terminal_variables
 from ddpsafe._launcher.watch.signals import Interrupted, is_order, open_inbox
 from ddpsafe._launcher.watch.supervisor import Watch
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
     from ddpsafe._launcher.handle import GracePeriod
     from ddpsafe._launcher.plan import LaunchPlan
-    from ddpsafe._launcher.processes.launcher_store import LauncherStore
     from ddpsafe._launcher.processes.rank_process import RankState, Worker
     from ddpsafe._launcher.processes.start import CallFile, RunRank
+    from ddpsafe._launcher.processes.store_folder import LauncherStore
     from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._launcher.watch.hang_detection import LearnedGaps
     from ddpsafe._launcher.watch.preemption import StopRequest
@@ -128,7 +128,7 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
         PreflightError: The ranks could not be started.
         Interrupted: The launcher has to stop; all ranks have ended.
     """
-    oom_kills_before = readings.count_oom_kills()
+    oom_kills_before = rank_readings.count_oom_kills()
     with ExitStack() as stack:
         inbox = stack.enter_context(open_inbox())
         workers, end = stack.enter_context(
@@ -146,7 +146,7 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
             if given_s is None:
                 end(workers)
             else:  # as torch's join(grace_period=…): once to end by themselves, again after SIGTERM
-                readings.continue_suspended(workers)
+                rank_readings.continue_suspended(workers)
                 shutdown.await_ends(workers, Deadline.after(timedelta(seconds=given_s)))
                 end(workers, grace=timedelta(seconds=given_s))
         ended = attempt_error.EndedAttempt(
@@ -155,7 +155,7 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
             attempt=number,
             retry=plan.config.retry,
             run_dir=directory.path,
-            oom_kills=readings.count_oom_kills() - oom_kills_before,
+            oom_kills=rank_readings.count_oom_kills() - oom_kills_before,
             timeouts=timeouts,
         )
     if inbox.received is not None:
@@ -225,7 +225,7 @@ def ask_where(workers: Sequence[Worker]) -> None:
     """Ask the ranks that are alive where they are, before they are ended; may leave them suspended."""
     # A rank may have died unnoticed, as while the launcher was suspended, or may die while it is asked.
     shutdown.note_ends(workers)
-    found = readings.collect(workers)
+    found = rank_readings.collect(workers)
     for worker in workers:
         worker.note_reading(found.get(worker.rank))
     shutdown.note_ends(workers)

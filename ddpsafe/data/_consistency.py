@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ddpsafe._errors import Explanation, ranks_text
-from ddpsafe.data._collective import gather_json
+from ddpsafe.data._gathering import gather_json
 from ddpsafe.data._loader.epochs import add_note, describe_index
 from ddpsafe.data._loader.reachable import restored_after_reading
 from ddpsafe.data._loader.sampler_search import find_epoch_holder

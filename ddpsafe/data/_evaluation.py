@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._collective import (
+from ddpsafe.data._gathering import (
     as_rows,
     decode,
     encode,

@@ -12,7 +12,7 @@ from data_programs import Numbers
 from torch.utils.data import TensorDataset
 
 from ddpsafe.data import DataLoader
-from ddpsafe.data._loader.limits import check_shared_memory, tensor_bytes
+from ddpsafe.data._loader.machine_limits import check_shared_memory, tensor_bytes
 from ddpsafe.data.errors import DataWarning
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from mesh_kit import healthy_node as node
 
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor import Direction, Finding, Matrix, Report, _mesh
-from ddpsafe.doctor._mesh.connection import (
+from ddpsafe.doctor._mesh.findings.assemble import make_findings, make_matrix
+from ddpsafe.doctor._mesh.findings.observations import Results, pack, unpack
+from ddpsafe.doctor._mesh.link import (
     VERSION,
 )
-from ddpsafe.doctor._mesh.findings.all import make_findings, make_matrix
-from ddpsafe.doctor._mesh.findings.results import Results, pack, unpack
 from ddpsafe.doctor._mesh.protocol import (
     Announced,
     Contact,
@@ -38,7 +38,7 @@ from ddpsafe.doctor._mesh.protocol import (
     write,
 )
 from ddpsafe.doctor._mesh.reach_node_zero import reach_coordinator
-from ddpsafe.doctor._mesh.server import Client, Server
+from ddpsafe.doctor._mesh.socket_transport import Client, Server
 from ddpsafe.doctor._mesh.transport import gather, wait_for
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ from mesh_kit import healthy_node as node
 from ddpsafe._host import Interface
 from ddpsafe.doctor import _codes
 from ddpsafe.doctor._mesh.findings import attendance
-from ddpsafe.doctor._mesh.findings.all import make_findings
+from ddpsafe.doctor._mesh.findings.assemble import make_findings
 from ddpsafe.doctor._mesh.findings.attendance import (
     cannot_serve,
     coordinator_garbled,
     coordinator_lost,
     describe_obstacle,
 )
-from ddpsafe.doctor._mesh.findings.results import AllReduce, Results
+from ddpsafe.doctor._mesh.findings.observations import AllReduce, Results
 from ddpsafe.doctor._mesh.protocol import (
     Announced,
     Dialled,

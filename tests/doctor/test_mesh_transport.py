@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 
 from ddpsafe._clock import Deadline
-from ddpsafe.doctor._mesh.connection import (
+from ddpsafe.doctor._mesh.link import (
     LONGEST_FROM_NODE_BYTES,
     VERSION,
     UnknownPeers,
@@ -20,7 +20,7 @@ from ddpsafe.doctor._mesh.connection import (
 )
 from ddpsafe.doctor._mesh.protocol import Greeting, read
 from ddpsafe.doctor._mesh.reach_node_zero import Obstacle, Refused, reach_coordinator
-from ddpsafe.doctor._mesh.server import Client, Server
+from ddpsafe.doctor._mesh.socket_transport import Client, Server
 from ddpsafe.doctor._mesh.transport import TransportLostError, gather, wait_for
 
 SOON = timedelta(seconds=5)

@@ -12,7 +12,7 @@ import pytest
 from fault_kit import World
 
 from ddpsafe._clock import AwakeClock
-from ddpsafe._launcher.watch import live, supervisor
+from ddpsafe._launcher.watch import deadlock_watch, supervisor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,8 +23,10 @@ QUIET_S = 1.5
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warn after seconds, where launches wait for half a minute."""
-    settings = dataclasses.replace(live.SETTINGS, look_s=0.2, quiet_s=QUIET_S, first_s=60.0)
-    monkeypatch.setattr(live, "SETTINGS", settings)
+    settings = dataclasses.replace(
+        deadlock_watch.SETTINGS, look_s=0.2, quiet_s=QUIET_S, first_s=60.0
+    )
+    monkeypatch.setattr(deadlock_watch, "SETTINGS", settings)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -32,7 +34,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
         record.getMessage()
         for record in caplog.records
-        if record.name == live.logger.name and record.levelno == logging.WARNING
+        if record.name == deadlock_watch.logger.name and record.levelno == logging.WARNING
     ]
 
 
@@ -116,8 +118,8 @@ def test_a_rank_that_has_not_joined_is_named_too(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the patience of first steps: imports and data may take minutes before a group is made."""
-    settings = dataclasses.replace(live.SETTINGS, first_s=2 * QUIET_S)
-    monkeypatch.setattr(live, "SETTINGS", settings)
+    settings = dataclasses.replace(deadlock_watch.SETTINGS, first_s=2 * QUIET_S)
+    monkeypatch.setattr(deadlock_watch, "SETTINGS", settings)
     World(folder=tmp_path).spawn(programs.sleep_before_joining, 5 * QUIET_S)
     said = warnings(caplog)
     assert said, caplog.text

@@ -10,7 +10,7 @@ import pytest
 from fault_kit import World, require_hang, require_places, require_rank
 
 import ddpsafe
-from ddpsafe._launcher.watch import live
+from ddpsafe._launcher.watch import deadlock_watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,8 +125,8 @@ def test_healthy_programs_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Collectives over random subgroups, slow ranks, and a watch that asks whenever one sleeps."""
-    eager = dataclasses.replace(live.SETTINGS, look_s=0.02, sleep_s=0.02)
-    monkeypatch.setattr(live, "SETTINGS", eager)
+    eager = dataclasses.replace(deadlock_watch.SETTINGS, look_s=0.02, sleep_s=0.02)
+    monkeypatch.setattr(deadlock_watch, "SETTINGS", eager)
     world = World(folder=tmp_path, ranks=4)
     result = world.launch(programs.call_random_collectives, seed, 120)
     assert set(result.values.values()) == {"done"}

@@ -23,7 +23,7 @@ import ddpsafe
 from ddpsafe._config import RetryPolicy, Timeouts
 from ddpsafe._errors import DDPSafeError, Explanation, FailureKind, MismatchError
 from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt, conclude
-from ddpsafe._launcher.diagnosis.readings import (
+from ddpsafe._launcher.diagnosis.rank_readings import (
     StackReading,
     is_endless_recursion,
     read_crash,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ddpsafe._launcher.diagnosis.readings import read_native_error, read_position
+from ddpsafe._launcher.diagnosis.rank_readings import read_native_error, read_position
 from ddpsafe._wire.foreign_texts import (
     WatchdogPlace,
     find_kind,

@@ -51,9 +51,9 @@ def examine() -> None:
 
 def _speak(version: int) -> None:
     """Stand for a doctor of another version."""
-    from ddpsafe.doctor._mesh import connection, job, reach_node_zero, server
+    from ddpsafe.doctor._mesh import job, link, reach_node_zero, socket_transport
 
-    for module in (connection, job, reach_node_zero, server):
+    for module in (job, link, reach_node_zero, socket_transport):
         if hasattr(module, "VERSION"):
             module.VERSION = version
 
@@ -68,7 +68,7 @@ def choose_interface() -> None:
     """Choose an interface as a rank does, and print the variables that came of it."""
     from ddpsafe._clock import Deadline
     from ddpsafe._worker.join import network
-    from ddpsafe._worker.join.launcher_address import StoreEndpoint
+    from ddpsafe._worker.join.store_endpoint import StoreEndpoint
 
     asked = json.loads(sys.argv[2])
     endpoint = StoreEndpoint(host=asked["host"], port=29500, is_served=False, is_on_this_host=False)
@@ -195,10 +195,16 @@ def listen_and_close() -> None:
 def know_messages() -> None:
     """Make what checks messages, 40 ms in each process, where it is forked with them instead."""
     from ddpsafe.doctor._mesh import all_reduce, probe, protocol
-    from ddpsafe.doctor._mesh.findings import results
+    from ddpsafe.doctor._mesh.findings import observations
 
     kinds = [protocol.Answer, protocol.Facts, protocol.Greeting, protocol.Node, protocol.NodeReport]
-    kinds += [protocol.Roster, probe.Call, all_reduce.Asked, results.Peer, results.Results]
+    kinds += [
+        protocol.Roster,
+        probe.Call,
+        all_reduce.Asked,
+        observations.Peer,
+        observations.Results,
+    ]
     for kind in kinds:
         with contextlib.suppress(ValueError):
             protocol.read(kind, None)

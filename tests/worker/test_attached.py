@@ -20,8 +20,8 @@ import ddpsafe
 from ddpsafe._clock import Deadline
 from ddpsafe._host import serves_by_libuv
 from ddpsafe._worker.join import attached
-from ddpsafe._worker.join.launcher_address import StoreEndpoint, find_endpoint
 from ddpsafe._worker.join.store import agree_on_generation
+from ddpsafe._worker.join.store_endpoint import StoreEndpoint, find_endpoint
 from ddpsafe._worker.store_sync import Control
 from ddpsafe._world import find_world
 

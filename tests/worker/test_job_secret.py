@@ -12,7 +12,7 @@ import scripts
 from forked_ranks import by_hand, free_port
 
 import ddpsafe
-from ddpsafe._worker.join.launcher_address import job_secret
+from ddpsafe._worker.join.store_endpoint import job_secret
 from ddpsafe._worker.store_sync import FolderStore, SignedKeys
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch.distributed
 from ddpsafe._clock import Deadline
 from ddpsafe._host import open_tcp_store
 from ddpsafe._worker.join import store
-from ddpsafe._worker.join.launcher_address import StoreEndpoint
+from ddpsafe._worker.join.store_endpoint import StoreEndpoint
 from ddpsafe._world import World
 
 

@@ -2,7 +2,7 @@
 
 Data flows one way, and each module imports only those before it::
 
-    readings       where each rank is, from its answers or from what it wrote at a crash
+    rank_readings  where each rank is, from its answers or from what it wrote at a crash
     stragglers     which ranks make the others wait while a run makes progress
     wait_graph     which ranks wait for which, and whether that can still end
     root_cause     outcomes -> Evidence -> RULES -> the rank that broke, and the kind of failure

@@ -30,7 +30,7 @@ from ddpsafe._errors import (
     name_cells,
     ranks_text,
 )
-from ddpsafe._launcher.diagnosis.readings import CRASH, is_endless_recursion
+from ddpsafe._launcher.diagnosis.rank_readings import CRASH, is_endless_recursion
 from ddpsafe._launcher.diagnosis.root_cause import (
     find_root_cause,
     find_stuck_on_gpu,

@@ -23,7 +23,7 @@ from ddpsafe._errors import (
     ranks_text,
 )
 from ddpsafe._launcher import attempt
-from ddpsafe._launcher.diagnosis import readings
+from ddpsafe._launcher.diagnosis import rank_readings
 from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
 from ddpsafe._launcher.nodes.control_channel import BEAT_S, LOSS_S, Lost, SilenceWatch
@@ -337,7 +337,7 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
     did = "could not start its ranks"
     phase: Literal["start", "attempt"] = "start"
     error: DDPSafeError | Interrupted | None = None
-    oom_kills_before = readings.count_oom_kills()
+    oom_kills_before = rank_readings.count_oom_kills()
     config = plan.config
     try:
         with attempt.started_ranks(
@@ -420,7 +420,7 @@ def _collect(
             outcomes |= {each.rank: each for each in found.outcomes}
         if is_interrupted and not any(map(_broke_by_itself, outcomes.values())):
             ending = replace(ending, reason="signal")  # the root cause can no longer become known
-    oom_kills = readings.count_oom_kills() - oom_kills_before + sum(nodes.oom_kills.values())
+    oom_kills = rank_readings.count_oom_kills() - oom_kills_before + sum(nodes.oom_kills.values())
     return EndedAttempt(
         outcomes=dict(sorted(outcomes.items())),
         ending=ending,

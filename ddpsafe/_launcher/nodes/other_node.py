@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import DDPSafeError, LaunchError, PreemptedError
 from ddpsafe._launcher import attempt
-from ddpsafe._launcher.diagnosis import readings
+from ddpsafe._launcher.diagnosis import rank_readings
 from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt, first_line, original_of
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
 from ddpsafe._launcher.nodes.control_channel import Lost, SilenceWatch
@@ -43,8 +43,8 @@ from ddpsafe._launcher.nodes.node_zero import (
     own_outcomes,
 )
 from ddpsafe._launcher.watch.console import open_console
+from ddpsafe._launcher.watch.deadlock_watch import read_activity
 from ddpsafe._launcher.watch.hang_detection import StderrWatch
-from ddpsafe._launcher.watch.live import read_activity
 from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._launcher.watch.supervisor import Ending, has_failed, let_ranks_leave
 from ddpsafe._logging import get_logger
@@ -134,7 +134,7 @@ class Participant:
         self._node_0 = round_plan.name_of(0)
         self._silence = SilenceWatch({0: self._node_0})
         self._started = Deadline.after(None)
-        self._oom_kills = readings.count_oom_kills()
+        self._oom_kills = rank_readings.count_oom_kills()
 
     def run(self, call: CallFile, run_rank: RunRank) -> NodeResult:
         """Run the ranks until node 0 has reported how the attempt ended, and whether there is another."""
@@ -235,7 +235,7 @@ class Participant:
                 self._channel.send(
                     NodeOutcomes(
                         outcomes=tuple(map(_for_others, own_outcomes(workers).values())),
-                        oom_kills=readings.count_oom_kills() - self._oom_kills,
+                        oom_kills=rank_readings.count_oom_kills() - self._oom_kills,
                         retried=tuple(each.rank for each in workers if is_retried(each, policy)),
                     )
                 )
@@ -259,7 +259,7 @@ class Participant:
                         rank=worker.rank,
                         exit_code=worker.exitcode,
                         ended_ns=seen_ns,
-                        oom_kills=readings.count_oom_kills() - self._oom_kills,
+                        oom_kills=rank_readings.count_oom_kills() - self._oom_kills,
                     )
                 )
         self._take_messages(workers)

@@ -51,7 +51,7 @@ from ddpsafe._launcher.nodes.rendezvous import (
     warn_of_refused_node,
 )
 from ddpsafe._launcher.plan import NodesPlace
-from ddpsafe._launcher.processes.launcher_store import reserved_port
+from ddpsafe._launcher.processes.store_folder import reserved_port
 from ddpsafe._launcher.retry import run_attempts
 from ddpsafe._launcher.watch.signals import Interrupted, open_inbox
 from ddpsafe._logging import get_logger

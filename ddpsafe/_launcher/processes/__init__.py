@@ -3,7 +3,7 @@
 Each module imports only those before it::
 
     descendants     which processes belong to a launch, by identity and never by pid alone
-    launcher_store  the private folder for the store of the ranks
+    store_folder    the private folder for the store of the ranks
     rank_process    one rank: its process, its pipe, its agreement to stop
     shutdown        SIGTERM, grace, SIGKILL, and what ranks leave behind
     reaper_program  the program of the process that cleans up after a killed launcher

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from mmap import mmap
     from multiprocessing.process import BaseProcess
 
-    from ddpsafe._launcher.diagnosis.readings import RankReading
+    from ddpsafe._launcher.diagnosis.rank_readings import RankReading
     from ddpsafe._wire.messages import Message, Status
     from ddpsafe._wire.rank_pipe import Progress
     from ddpsafe._wire.spec import RankSpec

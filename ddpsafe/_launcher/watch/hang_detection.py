@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
-from ddpsafe._launcher.diagnosis.readings import read_native_error
+from ddpsafe._launcher.diagnosis.rank_readings import read_native_error
 from ddpsafe._wire.foreign_texts import says_that_it_ends
 from ddpsafe._wire.messages import MAIN_GROUP, last_in_main
 

@@ -10,6 +10,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from ddpsafe._clock import AwakeClock, Deadline
+from ddpsafe._launcher.watch.deadlock_watch import LiveWatch
 from ddpsafe._launcher.watch.hang_detection import (
     FlightWatch,
     LearnedGaps,
@@ -17,7 +18,6 @@ from ddpsafe._launcher.watch.hang_detection import (
     SequenceWatch,
     StderrWatch,
 )
-from ddpsafe._launcher.watch.live import LiveWatch
 from ddpsafe._launcher.watch.preemption import StopRequest
 from ddpsafe._logging import get_logger
 from ddpsafe._wire.messages import is_peer_origin

@@ -2,9 +2,9 @@
 
 Each module imports only those before it::
 
-    launcher_address  where the ranks meet, and whether the store there is this job's
-    network           which interface a rank uses, and whether the nodes reach each other
-    store             the store at the endpoint: connect in bounded time, or explain why not
-    joining           environment, device and group of this rank
-    attached          `process_group`, `setup` and `cleanup`
+    store_endpoint  where the ranks meet, and whether the store there is this job's
+    network         which interface a rank uses, and whether the nodes reach each other
+    store           the store at the endpoint: connect in bounded time, or explain why not
+    joining         environment, device and group of this rank
+    attached        `process_group`, `setup` and `cleanup`
 """

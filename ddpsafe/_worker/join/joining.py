@@ -18,8 +18,8 @@ from ddpsafe._secrets import take_own_secrets
 from ddpsafe._worker import environment, process_group, session, stop_agreement, torch_hooks
 from ddpsafe._worker.context import RankContext
 from ddpsafe._worker.join import network
-from ddpsafe._worker.join.launcher_address import find_endpoint, job_secret
 from ddpsafe._worker.join.store import open_stores
+from ddpsafe._worker.join.store_endpoint import find_endpoint, job_secret
 from ddpsafe._worker.session import enter
 from ddpsafe._worker.stop_agreement import StopBoard, StopCalls
 from ddpsafe._worker.store_sync import Control, SignedKeys

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ddpsafe._config import LaunchConfig
-    from ddpsafe._worker.join.launcher_address import StoreEndpoint
+    from ddpsafe._worker.join.store_endpoint import StoreEndpoint
     from ddpsafe._worker.store_sync import Control, Keys
     from ddpsafe._world import World
 

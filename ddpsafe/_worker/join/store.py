@@ -17,7 +17,7 @@ import tenacity
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import Explanation, PreflightError, RendezvousTimeoutError
 from ddpsafe._host import open_tcp_store, serves_by_libuv
-from ddpsafe._worker.join.launcher_address import (
+from ddpsafe._worker.join.store_endpoint import (
     fingerprint_of,
     job_secret,
     publish_job,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
     from ddpsafe._errors import FailureKind
-    from ddpsafe._worker.join.launcher_address import StoreEndpoint
+    from ddpsafe._worker.join.store_endpoint import StoreEndpoint
     from ddpsafe._worker.store_sync import Keys
     from ddpsafe._world import World
 

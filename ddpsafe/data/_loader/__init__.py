@@ -2,7 +2,7 @@
 
 Each module imports only those before it::
 
-    limits          warnings of the machine's limits that workers would run into
+    machine_limits  warnings of the machine's limits that workers would run into
     reachable       what a worker would receive with a dataset
     replay          positions of samplers and datasets that are not ddpsafe's
     sampler_search  which sampler divides the data, and which tracks the position

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data import IterableDataset
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._collective import gather_json
 from ddpsafe.data._consistency import check_dataset_consistency, loader_facts
+from ddpsafe.data._gathering import gather_json
 from ddpsafe.data._loader.loader import DataLoader
 from ddpsafe.data._replica import chosen_seed, run_seed
 from ddpsafe.data._samplers.ordered import DistributedSampler, EvalSampler

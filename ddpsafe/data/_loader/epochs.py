@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.utils.data import Subset
 
-from ddpsafe.data._loader.limits import describe_open_files
+from ddpsafe.data._loader.machine_limits import describe_open_files
 from ddpsafe.data._loader.replay import Skip
 from ddpsafe.data._replica import current_replica
 

@@ -32,7 +32,11 @@ from ddpsafe.data._loader.iteration import (
     require_order,
     save_state,
 )
-from ddpsafe.data._loader.limits import batches_in_flight, check_shared_memory, warn_of_limits
+from ddpsafe.data._loader.machine_limits import (
+    batches_in_flight,
+    check_shared_memory,
+    warn_of_limits,
+)
 from ddpsafe.data._loader.replay import (
     ParcelCollate,
     Replay,

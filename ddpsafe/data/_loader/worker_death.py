@@ -17,7 +17,11 @@ from ddpsafe._clock import Deadline
 from ddpsafe._errors import Explanation, signal_name
 from ddpsafe._host import read_limits
 from ddpsafe.data._loader.epochs import add_note
-from ddpsafe.data._loader.limits import SHARED_MEMORY, describe_open_files, shared_memory_bytes
+from ddpsafe.data._loader.machine_limits import (
+    SHARED_MEMORY,
+    describe_open_files,
+    shared_memory_bytes,
+)
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data.errors import WorkerDiedError, WorkerTimeoutError
 

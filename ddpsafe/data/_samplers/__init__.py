@@ -5,7 +5,7 @@ Each module imports only those before it::
     base         the global order, the rank's share of it, and the saved position
     permutation  shuffles that need no memory
     ordered      `DistributedSampler` and the exact one for evaluation
-    plans        which samples make up a global batch of balanced length
+    batch_plans  which samples make up a global batch of balanced length
     weighted     draws by weight
     balanced     `BalancedBatchSampler`
 """

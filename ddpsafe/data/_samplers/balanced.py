@@ -20,8 +20,7 @@ from ddpsafe.data._samplers.base import (
     require_int,
     warn_empty_epoch,
 )
-from ddpsafe.data._samplers.ordered import DistributedSampler
-from ddpsafe.data._samplers.plans import (
+from ddpsafe.data._samplers.batch_plans import (
     Cost,
     EpochPosition,
     TokenPlan,
@@ -31,6 +30,7 @@ from ddpsafe.data._samplers.plans import (
     deal,
     item_costs,
 )
+from ddpsafe.data._samplers.ordered import DistributedSampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

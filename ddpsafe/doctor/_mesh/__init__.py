@@ -2,7 +2,7 @@
 
 `examine` connects the nodes at the endpoint, `examine_at_store` through an existing torch store. Node
 rank 0 coordinates (`coordinator`), every other node takes part (`participant`). They exchange messages
-over a `Transport` (`transport`): a small server on node rank 0 (`server`, `reach_node_zero`), or the store.
+over a `Transport` (`transport`): a small server on node rank 0 (`socket_transport`, `reach_node_zero`), or the store.
 Node rank 0 collects the reports of all nodes and sends them to every node. Each computes its findings from
 them (`findings`), so the findings are the same everywhere.
 """
@@ -24,7 +24,7 @@ from ddpsafe.doctor._mesh.coordinator import (
     OtherCoordinatorError,
     owner_of,
 )
-from ddpsafe.doctor._mesh.findings.all import make_findings, make_matrix
+from ddpsafe.doctor._mesh.findings.assemble import make_findings, make_matrix
 from ddpsafe.doctor._mesh.findings.attendance import (
     cannot_serve,
     coordinator_garbled,
@@ -32,7 +32,7 @@ from ddpsafe.doctor._mesh.findings.attendance import (
     describe_obstacle,
     describe_trouble,
 )
-from ddpsafe.doctor._mesh.findings.fixes import find_filter_chains
+from ddpsafe.doctor._mesh.firewall import find_filter_chains
 from ddpsafe.doctor._mesh.job import Job
 from ddpsafe.doctor._mesh.local_node import LocalNode
 from ddpsafe.doctor._mesh.participant import participate, wait_for_results

@@ -17,7 +17,7 @@ from ddpsafe._clock import Deadline
 from ddpsafe._host import interface_variables
 from ddpsafe.doctor import _codes
 from ddpsafe.doctor._findings import Finding, printable
-from ddpsafe.doctor._mesh.findings.results import AllReduce
+from ddpsafe.doctor._mesh.findings.observations import AllReduce
 from ddpsafe.doctor._mesh.protocol import Address, AnyPort, Reduced, read, write
 from ddpsafe.doctor._mesh.transport import RESULTS, wait_for
 from ddpsafe.doctor._system.torch_probe import WITHOUT_DIRECTORY, find_safe_directory
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from ddpsafe.doctor._mesh.findings.results import Results, Skipped
+    from ddpsafe.doctor._mesh.findings.observations import Results, Skipped
     from ddpsafe.doctor._mesh.job import Job
     from ddpsafe.doctor._mesh.protocol import Node
     from ddpsafe.doctor._mesh.transport import Json, Transport

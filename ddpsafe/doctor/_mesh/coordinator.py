@@ -14,19 +14,19 @@ import psutil
 
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor._mesh import all_reduce
-from ddpsafe.doctor._mesh.findings.all import (
+from ddpsafe.doctor._mesh.findings.assemble import (
     make_findings,
     make_findings_before_all_reduce,
     make_matrix,
 )
 from ddpsafe.doctor._mesh.findings.attendance import count_refused
-from ddpsafe.doctor._mesh.findings.results import Peer, Results, pack
+from ddpsafe.doctor._mesh.findings.observations import Peer, Results, pack
 from ddpsafe.doctor._mesh.job import find_node_names
 from ddpsafe.doctor._mesh.pairs import EVERY_PAIR
 from ddpsafe.doctor._mesh.probe import ANSWER_S, CONNECT_S
 from ddpsafe.doctor._mesh.protocol import Attendance, Node, NodeReport, Roster, read, write
 from ddpsafe.doctor._mesh.reach_node_zero import Obstacle, find_answer
-from ddpsafe.doctor._mesh.server import Server
+from ddpsafe.doctor._mesh.socket_transport import Server
 from ddpsafe.doctor._mesh.transport import RESULTS, gather
 
 if TYPE_CHECKING:

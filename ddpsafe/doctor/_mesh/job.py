@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from ddpsafe._host import LIBRARY_VARIABLES
 from ddpsafe._world import expand_hosts, job_variables
 from ddpsafe.doctor._findings import Matrix, printable
-from ddpsafe.doctor._mesh.connection import (
+from ddpsafe.doctor._mesh.link import (
     VERSION,
 )
 from ddpsafe.doctor._mesh.protocol import Greeting, as_hostname

@@ -27,9 +27,9 @@ from ddpsafe._host import (
     port_range,
     source_address,
 )
-from ddpsafe.doctor._mesh.connection import make_nonce
-from ddpsafe.doctor._mesh.findings.fixes import find_filter_chains
-from ddpsafe.doctor._mesh.findings.results import is_closed, make_plan
+from ddpsafe.doctor._mesh.findings.observations import is_closed, make_plan
+from ddpsafe.doctor._mesh.firewall import find_filter_chains
+from ddpsafe.doctor._mesh.link import make_nonce
 from ddpsafe.doctor._mesh.probe import Listener, dial
 from ddpsafe.doctor._mesh.protocol import (
     Announced,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor._mesh import all_reduce
 from ddpsafe.doctor._mesh.coordinator import MESH
-from ddpsafe.doctor._mesh.findings.all import make_findings, make_matrix
-from ddpsafe.doctor._mesh.findings.results import unpack
+from ddpsafe.doctor._mesh.findings.assemble import make_findings, make_matrix
+from ddpsafe.doctor._mesh.findings.observations import unpack
 from ddpsafe.doctor._mesh.protocol import Attendance, Roster, read, write
 from ddpsafe.doctor._mesh.transport import (
     RESULTS,
@@ -22,7 +22,7 @@ from ddpsafe.doctor._mesh.transport import (
 
 if TYPE_CHECKING:
     from ddpsafe.doctor._findings import Finding, Matrix
-    from ddpsafe.doctor._mesh.findings.results import Results
+    from ddpsafe.doctor._mesh.findings.observations import Results
     from ddpsafe.doctor._mesh.job import Job
     from ddpsafe.doctor._mesh.local_node import LocalNode
     from ddpsafe.doctor._mesh.protocol import Node

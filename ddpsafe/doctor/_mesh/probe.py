@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe.doctor._mesh.connection import (
+from ddpsafe.doctor._mesh.link import (
     UnknownPeers,
     encode,
     prove,

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ddpsafe._clock import Deadline
 from ddpsafe._host import is_loopback
-from ddpsafe.doctor._mesh.connection import (
+from ddpsafe.doctor._mesh.link import (
     VERSION,
     BadSignatureError,
     Link,
@@ -22,7 +22,7 @@ from ddpsafe.doctor._mesh.connection import (
     notice_loss,
 )
 from ddpsafe.doctor._mesh.protocol import Answer, Rate, Text
-from ddpsafe.doctor._mesh.server import Client
+from ddpsafe.doctor._mesh.socket_transport import Client
 from ddpsafe.doctor._mesh.transport import bounded
 
 if TYPE_CHECKING:

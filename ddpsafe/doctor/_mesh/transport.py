@@ -1,6 +1,6 @@
 """`Transport`: how the nodes of one examination exchange values under topics.
 
-The one over a torch store is in this module; both ends of the one over a socket are in `server`.
+The one over a torch store is in this module; both ends of the one over a socket are in `socket_transport`.
 """
 
 from __future__ import annotations

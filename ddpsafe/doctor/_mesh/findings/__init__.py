@@ -2,11 +2,11 @@
 
 Each module imports only those before it::
 
-    results      everything that node rank 0 collected, as it is sent to every node
-    differences  what should be the same on every host
-    fixes        lines to copy: firewall rules and interface variables
-    attendance   which nodes are missing, joined twice, or could not reach the endpoint
-    addresses    addresses that other hosts cannot reach
-    connections  which direction between two hosts is closed, and why
-    all          all of them, and the matrix
+    observations  everything that node rank 0 collected, as it is sent to every node
+    differences   what should be the same on every host
+    fixes         lines to copy: firewall rules and interface variables
+    attendance    which nodes are missing, joined twice, or could not reach the endpoint
+    addresses     addresses that other hosts cannot reach
+    connections   which direction between two hosts is closed, and why
+    assemble      all of them, and the matrix
 """

@@ -14,13 +14,13 @@ from ddpsafe.doctor._mesh.findings.fixes import (
     interface_in,
     library_setting,
 )
-from ddpsafe.doctor._mesh.findings.results import as_details, is_closed
+from ddpsafe.doctor._mesh.findings.observations import as_details, is_closed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ddpsafe.doctor._mesh.findings.connections import Way
-    from ddpsafe.doctor._mesh.findings.results import Results
+    from ddpsafe.doctor._mesh.findings.observations import Results
     from ddpsafe.doctor._mesh.protocol import Dialled, Node
 
 

@@ -17,7 +17,7 @@ from ddpsafe.doctor._mesh.findings.fixes import allow, describe_chain
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ddpsafe.doctor._mesh.findings.results import Results
+    from ddpsafe.doctor._mesh.findings.observations import Results
     from ddpsafe.doctor._mesh.protocol import FilterChain, Rejected
     from ddpsafe.doctor._mesh.reach_node_zero import Obstacle
 

@@ -17,7 +17,7 @@ from ddpsafe.doctor._mesh.findings.fixes import (
     find_openings,
     library_setting,
 )
-from ddpsafe.doctor._mesh.findings.results import as_details, is_closed
+from ddpsafe.doctor._mesh.findings.observations import as_details, is_closed
 from ddpsafe.doctor._mesh.probe import SMALLEST_MTU_BYTES
 from ddpsafe.doctor._system.tcp import MAIN_TABLE
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from ddpsafe.doctor._mesh.findings.fixes import Opening
-    from ddpsafe.doctor._mesh.findings.results import Results
+    from ddpsafe.doctor._mesh.findings.observations import Results
     from ddpsafe.doctor._mesh.protocol import Dialled, Route
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from ddpsafe.doctor._findings import Severity
-    from ddpsafe.doctor._mesh.findings.results import Results
+    from ddpsafe.doctor._mesh.findings.observations import Results
     from ddpsafe.doctor._mesh.protocol import Node
     from ddpsafe.doctor._mesh.transport import Json
 

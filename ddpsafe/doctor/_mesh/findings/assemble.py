@@ -19,7 +19,7 @@ from ddpsafe.doctor._mesh.protocol import Dialled
 
 if TYPE_CHECKING:
     from ddpsafe.doctor._findings import Finding
-    from ddpsafe.doctor._mesh.findings.results import Results
+    from ddpsafe.doctor._mesh.findings.observations import Results
 
 
 def make_findings(results: Results) -> list[Finding]:

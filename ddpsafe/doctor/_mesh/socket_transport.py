@@ -7,7 +7,7 @@ import contextlib
 import socket
 from typing import TYPE_CHECKING, Final, get_args
 
-from ddpsafe.doctor._mesh.connection import (
+from ddpsafe.doctor._mesh.link import (
     LONGEST_FROM_COORDINATOR_BYTES,
     LONGEST_FROM_NODE_BYTES,
     LONGEST_GREETING_BYTES,

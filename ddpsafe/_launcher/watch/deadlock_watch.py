@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import psutil
 
 from ddpsafe._errors import ranks_text
-from ddpsafe._launcher.diagnosis.readings import (
+from ddpsafe._launcher.diagnosis.rank_readings import (
     ask_for_stacks,
     find_busy_loader_workers,
     name_awaited_loader_workers,
