@@ -39,7 +39,7 @@ from ddpsafe.checkpoint.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from ddpsafe.checkpoint._exchange import Absence, Ranks
@@ -99,8 +99,17 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
-def publish(folder: Path, step: int) -> Path:
+def publish(folder: Path, step: int, *, is_wanted: Callable[[], bool] = lambda: True) -> bool:
     """Make a finished folder the checkpoint of its step, safely on disk, or not at all.
+
+    Args:
+        folder: The folder.
+        step: Its step.
+        is_wanted: Whether the checkpoint should still be published. It is asked before the rename and
+            after it, because either may block for as long as the storage does not respond.
+
+    Returns:
+        Whether the checkpoint was published.
 
     Raises:
         FileExistsError: That step already has a checkpoint.
@@ -110,6 +119,8 @@ def publish(folder: Path, step: int) -> Path:
     for path, folders, _ in os.walk(folder):
         sync_directory(path)
         folders.sort()
+    if not is_wanted():
+        return False
     final = directory / folder_name(step)
     try:
         folder.rename(final)
@@ -123,8 +134,11 @@ def publish(folder: Path, step: int) -> Path:
         with contextlib.suppress(OSError):
             final.rename(folder)
         raise
+    if not is_wanted():
+        final.rename(folder)
+        return False
     _point_to(final)
-    return final
+    return True
 
 
 def _point_to(final: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from scripts import wait_until
 
-from ddpsafe.checkpoint import Checkpointer, errors
+from ddpsafe.checkpoint import Checkpointer, _directory, errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -272,6 +272,36 @@ def test_storage_that_does_not_answer_is_given_up_on(mount: Mount) -> None:
         assert checkpointer.latest() == 1
         assert list(directory.glob(".saving*")) == []
         checkpointer.save({"x": 3}, 3)
+
+
+@pytest.mark.root
+def test_storage_that_hangs_in_the_rename_publishes_nothing_later(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save had timed out by the time that the kernel renamed its folder, so it is taken back."""
+    directory = mount("ext4", "loop")
+    publish = _directory.publish
+
+    def freeze_and_publish(*args: Any, **kwargs: Any) -> bool:
+        subprocess.run(["fsfreeze", "-f", str(directory)], check=True)
+        return publish(*args, **kwargs)
+
+    with Checkpointer(directory, timeout=timedelta(seconds=0.5)) as checkpointer:
+        checkpointer.save({"x": 1}, 1)
+        monkeypatch.setattr(_directory, "publish", freeze_and_publish)
+        try:
+            with pytest.raises(errors.SaveTimeoutError):
+                checkpointer.save({"x": 2}, 2)
+        finally:
+            subprocess.run(["fsfreeze", "-u", str(directory)], check=True)
+        monkeypatch.undo()
+        for thread in threading.enumerate():
+            if thread.name == "ddpsafe-save-2":
+                thread.join(20)
+        assert checkpointer.latest() == 1
+        assert list(directory.glob(".saving*")) == []
+        checkpointer.save({"x": 3}, 3)
+        assert checkpointer.latest() == 3
 
 
 @pytest.mark.root

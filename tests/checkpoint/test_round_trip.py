@@ -245,7 +245,7 @@ from ddpsafe.checkpoint import Checkpointer
 from ddpsafe.checkpoint import _directory
 checkpointer = Checkpointer({str(tmp_path / "c")!r})
 checkpointer.save({{"x": 1}}, 1)
-_directory.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+_directory.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 checkpointer.save({{"x": 2}}, 2)
 """
     run = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
