@@ -389,7 +389,7 @@ class Raised:
 
     @property
     def is_certain(self) -> bool:
-        """Whether it certainly ended the rank and is the rank's own fault.
+        """Whether it certainly ended the rank, by the rank's own fault or by the loss of a peer.
 
         An exception that was seen in flight may have been handled. One raised in a wait for ranks that
         were elsewhere may be their fault.

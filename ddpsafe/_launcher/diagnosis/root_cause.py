@@ -1,14 +1,14 @@
 """Find which rank broke, which ranks failed because of it, and what kind of failure it was.
 
 `Evidence` is computed once from the outcomes of all ranks. `RULES` are then tried on it in order, and the
-first rule that finds a rank decides. They are ordered by what evidence can mean, not by when it appeared:
-a rank that lost a peer often complains before the rank that broke has reported anything.
+first rule that finds a rank decides. They are ordered by how much they prove, errors before places before
+guesses, and not by time: a rank that lost a peer often fails before the rank that broke has reported anything.
 
-A rank "handles an error" if that error may not be what ended it (`Raised.is_certain` is false): the main
+A rank's error is "uncertain" if it may not be what ended the rank (`Raised.is_certain` is false): the main
 thread is in an ``except`` or ``finally`` and may still catch it, a peer error was raised on top of it, or
-its origin is "mismatch", so that it may be the fault of ranks that were elsewhere. Such an error only counts
-together with where the ranks are. Three rules about errors therefore first ask which ranks are "out of
-place": the ones found by the first rule with `by_place`.
+its origin is "mismatch", so that it may be the fault of ranks that were elsewhere. Three rules therefore
+compare uncertain errors with the ranks that are "out of place", which are the ones that the first matching
+rule with `by_place` finds: mostly ranks that the others need and that are not there.
 
 To cover a new case, add a rule to `RULES`, its name to `RuleName`, what the error then says to `CONCLUSIONS`,
 and a row to tests/launcher/test_root_cause.py.
@@ -72,15 +72,16 @@ class Evidence:
         ranks: The outcome of every rank, sorted by rank.
         is_stuck_with_error: Whether the attempt was ended before any timeout because a rank with an
             exception in flight and another rank wait for each other in different places.
-        failed: The ranks that raised, exited or were killed, sorted by rank.
+        failed: The ranks that raised, exited or were killed, sorted by rank. An exception that was seen in
+            flight counts as raised, and so does an error that only native code reported.
         blame_no_other: The `failed` ranks that do not blame another rank, the most likely cause first;
             includes ranks that were killed or exited and so raised nothing.
-        suspects: `blame_no_other` without ranks that handle the same error in the same place as every other
-            rank with an error, as in a script that runs inside ``except ImportError``. Such an error cannot
-            explain why one of them is missing.
+        suspects: `blame_no_other` without the ranks whose uncertain error all ranks with an error share, in
+            the same place, as in a script that runs inside ``except ImportError``: it cannot explain why one
+            of them is missing. A mismatch stays.
         groups: For each process group, where its members are.
-        awaited: The ranks that have not entered a collective that others are in, and the rank whose
-            send such a rank waits for; the most likely cause first.
+        awaited: The rank that others wait for: it has not entered a collective that they are in, or has not
+            sent what one of them waits to receive. Of several, the most likely cause.
         mismatched: The ranks whose collective is the rarest of those entered under one number.
         late: The ranks that entered a collective much later than others, whose wait in it timed out;
             the latest first, each with its delay in seconds.
@@ -93,7 +94,7 @@ class Evidence:
     blame_no_other: Ranks
     suspects: Ranks
     groups: Mapping[str, Sequence[GroupPosition]]
-    awaited: Ranks
+    awaited: RankOutcome | None
     mismatched: Ranks
     late: Sequence[tuple[RankOutcome, float]]
     has_rank_outside: bool
@@ -140,8 +141,8 @@ class Evidence:
     def find_who_waited(self, root: RankOutcome) -> tuple[list[int], Collective | None]:
         """Return the ranks that waited for `root` in one collective, and that collective.
 
-        If its number does not show it, it is a collective that others are in while `root` is in
-        none. Ranks in a send or a receive are in no collective.
+        If numbers show no such collective, return the one that others are in while `root` is in none.
+        Ranks in a send or a receive are in no collective.
         """
         waiting = [
             (place.outcome.rank, place.current)
@@ -264,7 +265,7 @@ def _errors_of_all_others(evidence: Evidence) -> Ranks:
     out_of_place = evidence.find_out_of_place()
     others = [out for out in evidence.ranks if out not in out_of_place]
     suspects = evidence.suspects
-    if _suspended(evidence) or any(out.status == "returned" for out in out_of_place):
+    if any(out.status == "returned" or out.state == psutil.STATUS_STOPPED for out in out_of_place):
         # A suspended or returned rank explains the waits, so errors that are caught do not count.
         suspects = [out for out in suspects if out.raised is None or not out.raised.is_caught]
     all_others = out_of_place and others and all(out in suspects for out in others)
@@ -273,11 +274,8 @@ def _errors_of_all_others(evidence: Evidence) -> Ranks:
 
 def _error_after_peer_error(evidence: Evidence) -> Ranks:
     root = (evidence.find_out_of_place() or _unknown(evidence))[0]
-    others = [out for out in evidence.ranks if out is not root]
-    is_only_one = _raised_over_a_peer_error(root) and not any(
-        map(_raised_over_a_peer_error, others)
-    )
-    return [root] if is_only_one and not evidence.has_rank_outside else ()
+    found = [out for out in evidence.ranks if _raised_over_a_peer_error(out)]
+    return found if found == [root] and not evidence.has_rank_outside else ()
 
 
 def _suspended(evidence: Evidence) -> Ranks:
@@ -293,7 +291,7 @@ def _unknown(evidence: Evidence) -> Ranks:
     found = sorted(evidence.failed or evidence.ranks, key=_order)
     if found[0].origin == "peer-lost":
         # A wait that times out closes the rank's connections, and a peer may report that first.
-        found.sort(key=lambda outcome: outcome.origin != "timeout")
+        return [out for out in found if out.origin == "timeout"] or found
     return found
 
 
@@ -307,7 +305,7 @@ RULES: Final = (
     ),
     Rule(
         name="ended-by-itself",
-        sign="was killed, exited, or raised an error that certainly ended it, and no rank that handles an "
+        sign="was killed, exited, or raised an error that certainly ended it, and no rank with an uncertain "
         "error is a likelier cause",
         why="it broke by itself. Of several such ranks, the earliest is the root cause. Errors and crashes "
         "inside a collective come last, because another rank may have caused them. A killed rank comes "
@@ -318,7 +316,7 @@ RULES: Final = (
     ),
     Rule(
         name="error-beside-crash",
-        sign="handles an error, while another rank crashed in a collective",
+        sign="has an uncertain error, while another rank crashed in a collective",
         why="its `finally` called a collective while the others were in a different one, and gloo then "
         "wrote into their buffers, which crashed them",
         find=lambda evidence: (
@@ -327,16 +325,16 @@ RULES: Final = (
     ),
     Rule(
         name="error-out-of-place",
-        sign="handles an error and is out of place, or no rank is out of place",
-        why="an error that a rank handles may be harmless, but this one explains why the rank is missing. It "
-        "does not count if all ranks with an error handle the same one in the same place",
+        sign="has an uncertain error and is out of place, or no rank is out of place",
+        why="an uncertain error may be harmless, but this one explains why the rank is missing. It does not "
+        "count if all ranks with an error have the same one in the same place",
         find=_error_out_of_place,
     ),
     Rule(
         name="errors-of-all-others",
-        sign="handles an error, as does every rank that is not out of place, and no rank without an error is "
-        "outside a collective. If a rank is suspended, or the one out of place has returned, errors after "
-        "which the program continues do not count",
+        sign="is one of the ranks that are not out of place, all of which have an uncertain error, while no "
+        "rank without an error is outside a collective. If the rank out of place is stopped or has returned, "
+        "errors after which the program continues do not count",
         why="these ranks left the collective that another rank still waits in, so that rank only looks out of "
         "place",
         find=_errors_of_all_others,
@@ -360,8 +358,9 @@ RULES: Final = (
     Rule(
         name="returned-behind",
         sign="has returned, and is the rank that `behind` would find",
-        why="it returned too early",
-        find=lambda evidence: [out for out in evidence.awaited[:1] if out.status == "returned"],
+        why="it returned too early. This rule precedes `mismatch`, because the last call of such a rank may "
+        "seem not to match",
+        find=lambda e: [e.awaited] if e.awaited and e.awaited.status == "returned" else (),
         by_place=True,
     ),
     Rule(
@@ -376,7 +375,7 @@ RULES: Final = (
         sign="has not entered a collective of one of its groups that another rank is in, or has not sent what "
         "such a rank waits to receive",
         why="the others wait for it; of several such ranks, it is the one that waits for no other",
-        find=lambda evidence: evidence.awaited[:1],
+        find=lambda evidence: [evidence.awaited] if evidence.awaited else (),
         by_place=True,
     ),
     Rule(
@@ -448,7 +447,7 @@ class Conclusion:
         error: Its base class. Which subclass is raised depends for `RankFailedError` on how the rank
             ended, and for `LaunchTimeoutError` on which wait timed out.
         kind: Its kind; ``None`` to take it from the rank's exception or signal.
-        blames: ``rank``: the rank that was found; ``several``: all ranks that the rule found;
+        blames: ``rank``: the rank that was found; ``several``: it is one of those that disagree;
             ``gpu``: a GPU or a link between two; ``nothing``: no rank is known to be the cause.
         did: What the rank did; follows its name in the message.
         advice: The likely cause, and what to do.
@@ -616,7 +615,7 @@ def is_waiting(outcome: RankOutcome) -> bool:
 
 
 def _is_certain(outcome: RankOutcome) -> bool:
-    """Return whether its failure certainly ended it and is its own: see `Raised.is_certain`."""
+    """Return whether what is known certainly ended the rank; says nothing of whose fault it is."""
     return outcome.raised is None or outcome.raised.is_certain
 
 
@@ -648,18 +647,19 @@ def _by_likelihood(failed: Ranks) -> Ranks:
     killed = [out for out in in_order if out.status == "killed" and not _crashed_inside(out)]
     if first.raised is not None and kind_of(first.raised) in _CONNECTION_KINDS:
         # The connection may have broken because a rank was killed, whichever was seen first.
-        return sorted(in_order, key=lambda outcome: outcome not in killed)
-    if first.status == "exited":
+        likelier = killed
+    elif first.status == "exited":
         # It may have exited because it lost a rank whose end was seen a moment later.
         latest_ns = (first.ended_ns or 0) + _SAME_TIME_NS
-        before = [
+        likelier = [
             out
             for out in killed
             if out.ended_ns is not None
             and (_was_killed_from_outside(out) or out.ended_ns <= latest_ns)
         ]
-        return sorted(in_order, key=lambda outcome: outcome not in before)
-    return in_order
+    else:
+        likelier = []
+    return sorted(in_order, key=lambda outcome: outcome not in likelier)
 
 
 def _order(outcome: RankOutcome) -> tuple[bool, bool, bool, int, int]:
@@ -702,36 +702,34 @@ def _number(last: Collective | None) -> int:
 
 def _find_awaited(
     groups: Mapping[str, Sequence[GroupPosition]], outcomes: Mapping[int, RankOutcome]
-) -> Ranks:
-    """Return the ranks that have not entered a collective that another rank is in.
+) -> RankOutcome | None:
+    """Return the rank that has not entered a collective that another rank is in, if there is one.
 
-    The most likely cause comes first: a rank that waits for no other itself, for example in a smaller
-    group, then the one furthest behind in the group of all ranks. If all of them wait, follow the receives
-    from the first one. A sender at their end that does not wait is what all of them wait for, whatever
-    collective it has reached.
+    Of several, it is one that waits for no other itself, for example in a smaller group, then the one
+    furthest behind in the group of all ranks. If all of them wait, follow the receives from that one. A
+    sender at their end that does not wait is what all of them wait for, whatever collective it has reached.
     """
     awaited: dict[int, RankOutcome] = {}
-    waiting: set[int] = set()
+    ahead_of_others: set[int] = set()
     for members in groups.values():
         most = max(_number(place.current) for place in members)
         least = min(_number(place.last) for place in members)
         awaited |= {out.rank: out for out, last, _ in members if _number(last) < most}
-        waiting |= {out.rank for out, _, current in members if _number(current) > least}
+        ahead_of_others |= {out.rank for out, _, current in members if _number(current) > least}
 
     def likelihood(outcome: RankOutcome) -> tuple[bool, bool, int, int]:
         number = _number(last_in_main(outcome.position))
-        return (outcome.rank in waiting, is_waiting(outcome), number, outcome.rank)
+        return (outcome.rank in ahead_of_others, is_waiting(outcome), number, outcome.rank)
 
-    found = sorted(awaited.values(), key=likelihood)
-    sender = found[0] if found else None
-    seen: set[int] = set()
-    while sender is not None and is_waiting(sender) and sender.rank not in seen:
-        seen.add(sender.rank)
-        awaited_rank = sender.awaited_sender
-        sender = None if awaited_rank is None else outcomes.get(awaited_rank)
-    if sender is None or is_waiting(sender):
-        return found
-    return [sender, *(out for out in found if out is not sender)]
+    if not awaited:
+        return None
+    first = min(awaited.values(), key=likelihood)
+    at: RankOutcome | None = first
+    for _ in outcomes:  # a cycle of receives has no end
+        if at is None or not is_waiting(at):
+            break
+        at = None if at.awaited_sender is None else outcomes.get(at.awaited_sender)
+    return first if at is None or is_waiting(at) else at
 
 
 def _find_late(groups: Mapping[str, Sequence[GroupPosition]]) -> list[tuple[RankOutcome, float]]:
