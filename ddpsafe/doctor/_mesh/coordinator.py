@@ -105,14 +105,12 @@ class EndpointServer:
 
 def owner_of(port: int) -> str:
     """Return the end of a message: the process that listens on a port, if this user may see it."""
-    try:
+    with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
-            local = connection.laddr
-            if connection.status == psutil.CONN_LISTEN and local and local.port == port:
-                name = psutil.Process(connection.pid).name() if connection.pid else "?"
+            at_port = connection.laddr and connection.laddr.port == port
+            if at_port and connection.status == psutil.CONN_LISTEN and connection.pid:
+                name = psutil.Process(connection.pid).name()
                 return f"; {name} (pid {connection.pid}) on {socket.gethostname()} uses it"
-    except psutil.Error:
-        pass
     return ""
 
 
