@@ -194,13 +194,12 @@ class Save:
             files, shards = self._collect_shards(folder)
             _write_files(folder, self._request, parts, files, shards)
             publisher.require_lock(self._step)
-            if not _directory.publish(folder, self._step, is_wanted=self._is_wanted):
+            if not _directory.publish(
+                folder, self._step, is_wanted=lambda: not self._given_up.is_set()
+            ):
                 raise _GivenUpError
         publisher.metrics[self._step] = self._request.metrics
         self._not_removed = _directory.prune(directory, publisher.keep, publisher.metrics)
-
-    def _is_wanted(self) -> bool:
-        return not self._given_up.is_set()
 
     def _collect_shards(
         self, folder: Path

@@ -274,12 +274,8 @@ def _errors_of_all_others(evidence: Evidence) -> Ranks:
 
 def _error_after_peer_error(evidence: Evidence) -> Ranks:
     root = (evidence.find_out_of_place() or _unknown(evidence))[0]
-    found = [out for out in evidence.ranks if _raised_over_a_peer_error(out)]
+    found = [out for out in evidence.ranks if out.raised and out.raised.wraps_peer_error]
     return found if found == [root] and not evidence.has_rank_outside else ()
-
-
-def _suspended(evidence: Evidence) -> Ranks:
-    return [out for out in evidence.ranks if out.state == psutil.STATUS_STOPPED]
 
 
 def _elsewhere(evidence: Evidence) -> Ranks:
@@ -352,7 +348,7 @@ RULES: Final = (
         name="suspended",
         sign="is stopped (SIGSTOP)",
         why="the others wait for it",
-        find=_suspended,
+        find=lambda evidence: [out for out in evidence.ranks if out.state == psutil.STATUS_STOPPED],
         by_place=True,
     ),
     Rule(
@@ -617,11 +613,6 @@ def is_waiting(outcome: RankOutcome) -> bool:
 def _is_certain(outcome: RankOutcome) -> bool:
     """Return whether what is known certainly ended the rank; says nothing of whose fault it is."""
     return outcome.raised is None or outcome.raised.is_certain
-
-
-def _raised_over_a_peer_error(outcome: RankOutcome) -> bool:
-    """Return whether a rank raised an error of its own while it handled a peer error."""
-    return outcome.raised is not None and outcome.raised.wraps_peer_error
 
 
 def _crashed_inside(outcome: RankOutcome) -> bool:
