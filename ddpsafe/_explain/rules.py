@@ -267,7 +267,7 @@ _HARDWARE: Final = (
         "elsewhere",
         r"\bD[A-Za-z+<]{0,4} +(?:nfs_|nfs4_|rpc_|lustre_|ceph_|fuse_|gpfs_)\w+",
         cause="A process waits inside the kernel (state D) for a network file system: its server does not answer, or several ranks write or truncate the same file and block each other.",
-        fix="On that host, run df -h and ls of the mount, cat /proc/PID/stack, dmesg -T. Let only rank 0 write what is the same on all ranks (tokenizer, configuration), and let each rank write its own file otherwise; mount with soft or use a local disk.",
+        fix="On that host, run df -h and ls of the mount, cat /proc/PID/stack, dmesg -T. Let only rank 0 write what is the same on all ranks (tokenizer, configuration), and let each rank write its own file otherwise; use a local disk for what need not be shared.",
     ),
     _rule(
         "HW-stuck-process",
@@ -2200,7 +2200,7 @@ _NCCL: Final = (
         "never",
         r"No transport found for rank|Rank \d+ has no transport for",
         cause="NCCL has no transport left between two ranks: its variables turn all of them off (NCCL_P2P_DISABLE, NCCL_SHM_DISABLE, NCCL_NET), or the network plugin found no adapter.",
-        fix="Check env | grep NCCL_ on every host and unset what is not needed; NCCL_NET=Socket and NCCL_SOCKET_IFNAME=eth0 always work.",
+        fix="Check env | grep NCCL_ on every host and unset what is not needed; NCCL_NET=Socket with NCCL_SOCKET_IFNAME of an interface that all hosts have (eth0) needs no plugin.",
     ),
     _rule(
         "NCCL-memory-pool",
@@ -2245,7 +2245,7 @@ _NCCL: Final = (
         r"peer mapping resources exhausted|TOO_MANY_PEERS",
         over=("NCCL-cuda-failure", "CUDA-error"),
         cause="Without NVSwitch a GPU can map the memory of at most 8 others, and this job uses more than that on one host.",
-        fix="Run export NCCL_P2P_DISABLE=1 (or NCCL_P2P_LEVEL=PXB, which keeps P2P below one PCIe switch), or use at most 8 GPUs of a host in one process group.",
+        fix="Run export NCCL_P2P_DISABLE=1 (or NCCL_P2P_LEVEL=PXB, which keeps P2P between GPUs behind the same PCIe switches), or use at most 8 GPUs of a host in one process group.",
     ),
     _rule(
         "NCCL-p2p",
@@ -3335,7 +3335,7 @@ _CUDA: Final = (
         "never",
         r"(?i)(?:CUDA|HIP)(?: driver)? error: operation not (?:supported|permitted)(?! (?:when|on))|CUDA driver error: (?:invalid argument|invalid device|operation not permitted)|cudaErrorNotSupported|CUDA_ERROR_NOT_SUPPORTED|Error 801: operation not supported",
         cause="The driver, or this kind of device (WSL, a vGPU, a MIG slice, a GPU that a container shares), does not support what was requested: expandable_segments, memory shared between processes, P2P or pinned memory.",
-        fix="Run unset PYTORCH_CUDA_ALLOC_CONF; send CPU tensors between processes; set NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0; nvidia-smi -q shows the kind of device (Virtualization Mode, MIG).",
+        fix="Run unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF; send CPU tensors between processes; set NCCL_P2P_DISABLE=1 NCCL_CUMEM_ENABLE=0; nvidia-smi -q shows the kind of device (Virtualization Mode, MIG).",
     ),
     _rule(
         "CUDA-shutdown",
@@ -3363,7 +3363,7 @@ _CUDA: Final = (
         r"CachingAllocator option|Allocator backend parsed at runtime|[Ee]rror parsing \w*[Aa]llocator",
         over=("USER-exception",),
         cause="PYTORCH_CUDA_ALLOC_CONF cannot be parsed: an option that this torch does not know, a value that it does not accept, or a change after CUDA was started.",
-        fix="Run unset PYTORCH_CUDA_ALLOC_CONF, or export it before python starts, in this form: expandable_segments:True or max_split_size_mb:128 (name:value, separated by commas).",
+        fix="Run unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF, or export it before python starts, in this form: expandable_segments:True or max_split_size_mb:128 (name:value, separated by commas).",
     ),
     _rule(
         "CUDA-pinned",
