@@ -83,7 +83,7 @@ ROWS: Final[dict[str, tuple[dict[int, dict[str, Any]], str, int | None, str]]] =
         {0: WAITING, 1: dump(call(1), call(2, state="scheduled")), 2: WAITING},
         "FLIGHT-not-started",
         1,
-        "on rank 1 the GPU has not begun it",
+        "on rank 1 the GPU has not started it",
     ),
     "all are in it": (
         dict.fromkeys(RANKS, WAITING),
