@@ -26,7 +26,7 @@ import spawn_programs
 
 import ddpsafe
 from ddpsafe import LaunchConfig
-from ddpsafe._config.backends import KNOWN_TO_EVERY_TORCH
+from ddpsafe._config.backend_names import KNOWN_TO_EVERY_TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,7 +116,7 @@ def test_backends_that_packages_have_registered_are_let_be(tmp_path: Path) -> No
     code = """
     import torch.distributed as dist
     from ddpsafe import ConfigError
-    from ddpsafe._config.backends import require_backend
+    from ddpsafe._config.backend_names import require_backend
     dist.Backend.register_backend("theirs", lambda *_: None, devices=["cpu"])
     for backend in ("theirs", "cpu:theirs,cuda:nccl", "cpu:gloo,cuda:nccl", "gloo", "nccl"):
         require_backend(backend)

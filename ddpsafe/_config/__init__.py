@@ -1,6 +1,6 @@
 """The configuration of a launch: its fields, the sources they are read from, and their validation.
 
-Start at ``launch_config``. A value passes through ``sources`` and ``launch_fields``.
+Start at ``launch_config``. A value passes through ``sources`` and ``field_validators``.
 """
 
 from ddpsafe._config.launch_config import (

@@ -17,7 +17,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDict
 from typing_extensions import Self, TypedDict, Unpack
 
-from ddpsafe._config.launch_fields import (
+from ddpsafe._config.field_validators import (
     validate_backend,
     validate_env,
     validate_integer,

@@ -16,8 +16,8 @@ from pydantic import (
 
 from ddpsafe._config.durations import Duration, DurationLike, DurationOrAuto, Wait, show_duration
 from ddpsafe._config.endpoint import Endpoint, parse_endpoint
+from ddpsafe._config.field_validators import validate_integer
 from ddpsafe._config.interfaces import GLOO, find_shape_problem
-from ddpsafe._config.launch_fields import validate_integer
 from ddpsafe._config.paths import AbsolutePath
 from ddpsafe._config.problems import Part, Problem, find_near, require_none, show, wrong
 from ddpsafe._errors import FAILURE_KINDS, STARTUP_KINDS, FailureKind

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe import _gpus
-from ddpsafe._config.backends import require_backend
+from ddpsafe._config.backend_names import require_backend
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import count_cores
 from ddpsafe._launcher.processes.start import CallFile

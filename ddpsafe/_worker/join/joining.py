@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe import _gpus
 from ddpsafe._clock import Deadline
-from ddpsafe._config.backends import require_backend
+from ddpsafe._config.backend_names import require_backend
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._logging import name_rank
 from ddpsafe._secrets import take_own_secrets

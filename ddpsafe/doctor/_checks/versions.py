@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._config.backends import find_unknown, suggest
+from ddpsafe._config.backend_names import find_unknown, suggest
 from ddpsafe._host import is_directory_gone
 from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 

@@ -1,4 +1,4 @@
-"""Which backends torch knows: its own, and those that imported packages have registered."""
+"""Refuses names of backends that torch does not know, and suggests similar ones that it knows."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from ddpsafe._config.backends import KNOWN_TO_EVERY_TORCH
+from ddpsafe._config.backend_names import KNOWN_TO_EVERY_TORCH
 from ddpsafe._config.interfaces import GLOO, NCCL, find_shape_problem
 from ddpsafe._config.problems import Problem, find_near, require_none, show, wrong
 
