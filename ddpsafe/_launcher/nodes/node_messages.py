@@ -184,7 +184,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksStarted:
-    """All ranks of the node have been started."""
+    """All ranks of the node have been started; to node 0 it is a sign of life, and nothing more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +220,7 @@ class RankEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankComplaint:
+class RankNativeError:
     """Native code of a rank has printed an error that will end the process.
 
     Attributes:
@@ -279,16 +279,16 @@ class RanksEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankWord:
-    """A message to a rank of the node.
+class RankRequest:
+    """Node 0 sends a request such as `ASK_POSITION` to a rank of the node.
 
     Attributes:
         rank: The rank.
-        word: What to write to its lifeline, in hexadecimal.
+        request: The bytes to write to its lifeline, in hexadecimal.
     """
 
     rank: int
-    word: str
+    request: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -504,12 +504,12 @@ NodeMessage: TypeAlias = (
     | NodeFailed
     | RankReport
     | RankEnded
-    | RankComplaint
+    | RankNativeError
     | NodeProgress
     | NodeOutcomes
     | SignalReceived
     | RanksEnded
-    | RankWord
+    | RankRequest
     | Alive
     | Collect
     | Leave

@@ -36,11 +36,11 @@ from ddpsafe._launcher.nodes.node_messages import (
     NodeFailed,
     NodeOutcomes,
     NodeProgress,
-    RankComplaint,
     RankEnded,
+    RankNativeError,
     RankReport,
+    RankRequest,
     RanksEnded,
-    RankWord,
     RoundResult,
     SignalReceived,
     as_error,
@@ -96,10 +96,11 @@ class RemoteRank(RankState):
     def __init__(self, world: World, hostname: str, channel: Channel) -> None:
         """Know nothing yet; what is sent to the rank goes through its launcher."""
 
-        def say(word: bytes) -> None:
-            channel.send(RankWord(rank=world.rank, word=word.hex()), to=world.node_rank)
+        def send(request: bytes) -> None:
+            message = RankRequest(rank=world.rank, request=request.hex())
+            channel.send(message, to=world.node_rank)
 
-        super().__init__(say)
+        super().__init__(send)
         self.world, self.hostname = world, hostname
         self.exit_code: int | None = None
         self.is_stopped = False
@@ -199,7 +200,7 @@ class OtherNodes:
                 mono_ns=time.monotonic_ns() - message.mono_ns,
                 wall_ns=time.time_ns() - message.wall_ns,
             )
-        elif isinstance(message, (RankReport, RankEnded, RankComplaint)):
+        elif isinstance(message, (RankReport, RankEnded, RankNativeError)):
             if isinstance(message, RankEnded):
                 self.oom_kills[node] = message.oom_kills
             if message.rank in self._plan.ranks_of(node):
@@ -226,7 +227,7 @@ class OtherNodes:
 
     @staticmethod
     def _take_of_rank(
-        rank: RemoteRank, message: RankReport | RankEnded | RankComplaint, offset: ClockOffset
+        rank: RemoteRank, message: RankReport | RankEnded | RankNativeError, offset: ClockOffset
     ) -> None:
         if isinstance(message, RankReport):
             with contextlib.suppress(GarbledError):  # of a kind that is not handled here

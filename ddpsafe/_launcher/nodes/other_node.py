@@ -25,11 +25,11 @@ from ddpsafe._launcher.nodes.node_messages import (
     NodeFailed,
     NodeOutcomes,
     NodeProgress,
-    RankComplaint,
     RankEnded,
+    RankNativeError,
+    RankRequest,
     RanksEnded,
     RanksStarted,
-    RankWord,
     RoundResult,
     SignalReceived,
     as_error,
@@ -217,7 +217,7 @@ class Participant:
             for worker in workers:
                 if worker.native is not None and worker.rank not in native_sent:
                     native_sent.add(worker.rank)
-                    self._channel.send(RankComplaint(rank=worker.rank, native=worker.native))
+                    self._channel.send(RankNativeError(rank=worker.rank, native=worker.native))
             if (now_s := time.monotonic()) >= next_progress_s:
                 next_progress_s = now_s + _PROGRESS_S
                 # A stopped launcher does not read: once its buffer is full, the kernel would report
@@ -280,9 +280,9 @@ class Participant:
                 self._lost = event
                 continue
             self._silence.heard(0)
-            if isinstance(event, RankWord) and event.rank in by_rank:
+            if isinstance(event, RankRequest) and event.rank in by_rank:
                 with contextlib.suppress(ValueError, OSError):
-                    by_rank[event.rank].send(bytes.fromhex(event.word))
+                    by_rank[event.rank].send(bytes.fromhex(event.request))
             elif isinstance(event, Collect):
                 self._wants_evidence = True
             elif isinstance(event, Leave):
