@@ -254,7 +254,7 @@ def coordinate_stand_ins(nnodes: int, watched_s: float) -> dict[str, float]:
     from ddpsafe._launcher.nodes.control_channel import Channel
     from ddpsafe._launcher.nodes.node_zero import OtherNodes
     from ddpsafe._launcher.watch.signals import open_inbox
-    from ddpsafe._launcher.watch.supervisor import Watch
+    from ddpsafe._launcher.watch.supervisor import AttemptWatch
 
     listening = Channel.listen("127.0.0.1", secret=b"secret", round_id="round", nnodes=nnodes)
     nodes = tuple(
@@ -292,7 +292,7 @@ def coordinate_stand_ins(nnodes: int, watched_s: float) -> dict[str, float]:
             peers.take_news()
         start_s = time.monotonic() - began_s
         before, before_s, bytes_before = time.process_time(), time.monotonic(), loopback_bytes()
-        watch = Watch([], timeouts=Timeouts(), inbox=inbox, peers=peers)
+        watch = AttemptWatch([], timeouts=Timeouts(), inbox=inbox, peers=peers)
         watch.until_end()
         share = (time.process_time() - before) / (time.monotonic() - before_s)
         traffic = (loopback_bytes() - bytes_before) / (time.monotonic() - before_s)

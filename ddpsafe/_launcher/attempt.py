@@ -29,7 +29,7 @@ from ddpsafe._launcher.processes.start import require_room, started_workers
 from ddpsafe._launcher.processes.store_folder import open_store
 from ddpsafe._launcher.watch.console import open_console, terminal_variables
 from ddpsafe._launcher.watch.signals import Interrupted, is_order, open_inbox
-from ddpsafe._launcher.watch.supervisor import Watch
+from ddpsafe._launcher.watch.supervisor import AttemptWatch
 from ddpsafe._logging import note_attempt
 from ddpsafe._secrets import OWN_SECRETS
 from ddpsafe._stdlib_private import helpers_folder
@@ -138,7 +138,7 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
             on_start(workers, inbox)
         timeouts = plan.config.timeouts
         with open_console(workers, plan.console, inbox=inbox, limit=timeouts.attempt):
-            watch = Watch(workers, timeouts=timeouts, inbox=inbox, learned=learned)
+            watch = AttemptWatch(workers, timeouts=timeouts, inbox=inbox, learned=learned)
             ending = watch.until_end()
             if ending.reason not in ("done", "signal"):
                 ask_where(workers)
@@ -259,7 +259,9 @@ def conclude(
     """
     reason = ended.ending.reason
     ranks: list[RankState] = [*workers, *others]
-    if reason == "overdue" or (reason == "done" and any(rank.stop.is_stopping for rank in ranks)):
+    if reason == "stop-timeout" or (
+        reason == "done" and any(rank.stop.is_stopping for rank in ranks)
+    ):
         values = dict.fromkeys(rank.rank for rank in others if rank.returned is not None)
         values |= values_of(workers, ended, directory)
         stopped = conclude_stop(ended, request, values, keeps_logs=directory.is_kept)

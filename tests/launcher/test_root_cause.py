@@ -964,7 +964,7 @@ IN_FLIGHT: Final = [
         "error-out-of-place",
         ddpsafe.AttemptTimeoutError,
         "hang",
-        reason="attempt",
+        reason="attempt-timeout",
         says=("label 7", "was handling ValueError"),
     ),
     row(
@@ -1715,7 +1715,7 @@ DEADLINES: Final = [
         "unknown",
         LATE,
         "startup-network",
-        reason="rendezvous",
+        reason="rendezvous-timeout",
     ),
     row(
         "does not join, and the other one's clock runs out first",
@@ -1761,7 +1761,7 @@ DEADLINES: Final = [
         "behind",
         ddpsafe.ProgressTimeoutError,
         "hang",
-        reason="progress",
+        reason="no-progress",
     ),
     row(
         "takes too long, all at work",
@@ -1770,7 +1770,7 @@ DEADLINES: Final = [
         "unknown",
         ddpsafe.AttemptTimeoutError,
         "hang",
-        reason="attempt",
+        reason="attempt-timeout",
         facts=(("missing_ranks", (0, 1)),),
     ),
     row(
@@ -1780,7 +1780,7 @@ DEADLINES: Final = [
         "suspended",
         ddpsafe.AttemptTimeoutError,
         "hang",
-        reason="attempt",
+        reason="attempt-timeout",
         facts=(("missing_ranks", (1,)),),
     ),
 ]
@@ -1919,7 +1919,7 @@ def check(row: Row, folder: Path) -> ddpsafe.LaunchError:
         oom_kills=row.oom_kills,
         timeouts=Timeouts(progress=9, attempt=9),
     )
-    if row.reason != "rendezvous":  # no rank is asked then
+    if row.reason != "rendezvous-timeout":  # no rank is asked then
         cause = find_root_cause(outcomes, is_stuck_with_error=row.reason == "stuck-with-error")
         if row.error is not LATE:
             assert cause.root.rank == row.rank, cause.rule.name

@@ -282,13 +282,15 @@ class EndedAttempt:
 
 def conclude(ended: EndedAttempt) -> LaunchError:
     """Return the error to raise for a failed attempt, with the rank's exception as its cause."""
-    if ended.ending.reason == "rendezvous":
+    if ended.ending.reason == "rendezvous-timeout":
         return _join_error(ended)
     cause = find_root_cause(
         ended.outcomes, is_stuck_with_error=ended.ending.reason == "stuck-with-error"
     )
-    if ended.ending.reason in ("attempt", "progress"):
-        return _too_long_error(ended, cause)
+    if ended.ending.reason == "attempt-timeout":
+        return _too_long_error(ended, cause, AttemptTimeoutError, did="did not end within")
+    if ended.ending.reason == "no-progress":
+        return _too_long_error(ended, cause, ProgressTimeoutError, did="made no step within")
     conclusion = cause.conclusion
     if conclusion.is_start_likelier and _find_early(ended):
         return _join_error(ended)  # a rank's timeout ended just before the launcher's
@@ -642,7 +644,13 @@ def _find_early(ended: EndedAttempt) -> list[RankOutcome]:
     return [out for out in ended.outcomes.values() if out.phase in ("starting", "loading")]
 
 
-def _too_long_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
+def _too_long_error(
+    ended: EndedAttempt,
+    cause: RootCause,
+    cls: type[AttemptTimeoutError | ProgressTimeoutError],
+    *,
+    did: str,
+) -> LaunchError:
     """Return the error of an attempt that exceeded `timeouts.attempt` or `timeouts.progress`."""
     running = [
         outcome for outcome in ended.outcomes.values() if outcome.status in ("running", "stopped")
@@ -650,8 +658,7 @@ def _too_long_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     blames_one = cause.conclusion.blames == "rank"
     missing = [cause.root] if blames_one else (running or [cause.root])
     names = ranks_text(outcome.rank for outcome in missing)
-    setting = ended.ending.reason
-    did = {"attempt": "did not end within", "progress": "made no step within"}[setting]
+    setting = cls.setting
     likely, fix = (
         _advice_on_hang(cause)
         if blames_one
@@ -668,7 +675,6 @@ def _too_long_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         details=positions(ended.outcomes.values()),
         logs=ended.run_dir,
     )
-    cls = AttemptTimeoutError if setting == "attempt" else ProgressTimeoutError
     return cls(message, **ended.timeout_facts(missing, ended.ending.waited_s))
 
 

@@ -51,7 +51,7 @@ from ddpsafe._launcher.nodes.node_messages import (
 from ddpsafe._launcher.processes.rank_process import RankState
 from ddpsafe._launcher.watch.console import open_console
 from ddpsafe._launcher.watch.signals import Interrupted, is_order
-from ddpsafe._launcher.watch.supervisor import Watch
+from ddpsafe._launcher.watch.supervisor import AttemptWatch
 from ddpsafe._logging import get_logger
 from ddpsafe._wire.messages import RankOutcome
 from ddpsafe._wire.rank_pipe import Progress
@@ -346,7 +346,7 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
         ) as (workers, end):
             did, phase = "could not continue the attempt", "attempt"
             with open_console(workers, plan.console, inbox=inbox, limit=config.timeouts.attempt):
-                watch = Watch(workers, timeouts=config.timeouts, inbox=inbox, peers=nodes)
+                watch = AttemptWatch(workers, timeouts=config.timeouts, inbox=inbox, peers=nodes)
                 ending = watch.until_end()
                 if any(lost.is_silent for lost in nodes.lost.values()):
                     nodes.wait_until(nodes.is_known_who_is_cut_off, Deadline.after(_OTHER_LOSSES))

@@ -364,7 +364,7 @@ class Participant:
     def _ended(self, outcomes: dict[int, RankOutcome]) -> EndedAttempt:
         return EndedAttempt(
             outcomes=outcomes,
-            ending=Ending(reason="lost", waited_s=self._started.waited_s()),
+            ending=Ending(reason="node-lost", waited_s=self._started.waited_s()),
             attempt=self._number,
             retry=self._plan.config.retry,
             run_dir=self._directory.path,

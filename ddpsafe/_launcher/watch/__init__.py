@@ -4,7 +4,7 @@ Each module imports only those before it::
 
     hang_detection  ranks that wait too long, have returned too early, or make no step
     status_socket   the status of a running launch, for other processes of the same user
-    deadlock_watch  whether a running job makes progress
+    deadlock_watch  proofs of a deadlock, warnings of a long wait, answers to `ddpsafe status`
     streams         writes to the caller's streams, which never block
     signals         SIGINT, SIGTERM and SIGHUP as events of the wait
     console         the output of the ranks, on the caller's console

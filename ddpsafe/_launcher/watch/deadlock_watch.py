@@ -1,4 +1,4 @@
-"""Whether a running job makes progress: proofs of a deadlock, and warnings about a long wait.
+"""Proofs of a deadlock, warnings about a long wait, and the answers to ``ddpsafe status``.
 
 A healthy step pays nothing for it. Steps are counted in memory that launcher and rank share, and
 ``/proc`` shows whether a rank's main thread runs at all. Only ranks whose main threads have slept
@@ -7,6 +7,8 @@ deadlock, twice in a row, the attempt ends without waiting for a timeout.
 
 If there is no proof, but no step for much longer than ever before in this run, all ranks are asked
 once, then less and less often, and a warning names the ranks that wait and what they wait for.
+
+A request for the status also asks all ranks, once. `LiveWatch` does all three, for one attempt.
 """
 
 from __future__ import annotations
@@ -289,7 +291,9 @@ class DeadlockWatch:
 
 
 class LiveWatch:
-    """The deadlock proofs, the warnings, and the answers to ``ddpsafe status`` of one attempt.
+    """Proves deadlocks, warns of long waits, and answers ``ddpsafe status``, for one attempt.
+
+    All three ask the ranks where they are, and `is_deadlocked` does the next step of each.
 
     Args:
         workers: The ranks of this host.

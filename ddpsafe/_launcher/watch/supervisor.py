@@ -67,22 +67,32 @@ class Peers(Protocol):
 
 
 EndReason = Literal[
-    "done",
+    "signal",
     "failed",
+    "node-lost",
+    "done",
     "stuck-with-error",
     "left",
     "deadlock",
-    "overdue",
-    "progress",
-    "rendezvous",
-    "attempt",
-    "signal",
-    "lost",
+    "stop-timeout",
+    "attempt-timeout",
+    "no-progress",
+    "rendezvous-timeout",
 ]
-"""``deadlock``: ranks are proved to wait for ever. ``lost``: one of several nodes is lost.
-``overdue``: not all ranks stopped in time after a request to stop.
-``left``: a rank has returned, and another one waits in a collective that needs it.
-``stuck-with-error``: a rank with an exception in flight waits for the others."""
+"""If several apply, the first one is the reason, because it explains most.
+
+- ``signal``: a signal to a launcher ends the ranks without the time to save.
+- ``failed``: a rank has reported a failure, or ended without any report.
+- ``node-lost``: one of several nodes is lost, or could not start its ranks.
+- ``done``: all ranks have returned.
+- ``stuck-with-error``: a rank with an exception in flight and another rank wait for each other.
+- ``left``: a rank has returned, and another one waits in a collective that needs it.
+- ``deadlock``: ranks are proved to wait for ever.
+- ``stop-timeout``: not all ranks returned within ``timeouts.stop`` of a request to stop.
+- ``attempt-timeout``: the attempt has taken longer than ``timeouts.attempt``.
+- ``no-progress``: no rank has made a step or entered a collective within ``timeouts.progress``.
+- ``rendezvous-timeout``: not all ranks have joined within ``timeouts.rendezvous``.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +112,8 @@ class Ending:
     progress: timedelta | None = None
 
 
-class Watch:
-    """Watches one attempt.
+class AttemptWatch:
+    """Watches the ranks of one attempt, on all its nodes, until it has ended.
 
     Args:
         workers: The ranks of this node.
@@ -183,20 +193,26 @@ class Watch:
         )
 
     def _find_reason(self) -> EndReason | None:
-        """Return the reason to end the watch, if there is one; of several, the one that explains most."""
+        """Return the first reason to end the watch, in the order of `EndReason`, if there is one."""
         self._stderr.look()
+        # Not all of these only look. When they are called, `must_end` passes a request to stop on to the
+        # ranks; `is_stuck`, `has_rank_left`, `is_deadlocked` and `stalled` ask the ranks where they are,
+        # if it is time to. So a reason that holds keeps those below it from asking.
         reasons: tuple[tuple[EndReason, Callable[[], bool]], ...] = (
             ("signal", self.stop_request.must_end),
             ("failed", lambda: any(map(has_failed, self._ranks))),
-            ("lost", lambda: self._peers is not None and self._peers.has_lost_node()),
+            ("node-lost", lambda: self._peers is not None and self._peers.has_lost_node()),
             ("done", lambda: all(rank.returned is not None for rank in self._ranks)),
             ("stuck-with-error", self._flight.is_stuck),
             ("left", self._sequence.has_rank_left),
             ("deadlock", self._live.is_deadlocked),
-            ("overdue", self.stop_request.is_overdue),
-            ("attempt", self._attempt.expired),
-            ("progress", self._progress.stalled),
-            ("rendezvous", lambda: self._rendezvous.expired() and not self._have_all_joined()),
+            ("stop-timeout", self.stop_request.is_overdue),
+            ("attempt-timeout", self._attempt.expired),
+            ("no-progress", self._progress.stalled),
+            (
+                "rendezvous-timeout",
+                lambda: self._rendezvous.expired() and not self._have_all_joined(),
+            ),
         )
         return next((reason for reason, holds in reasons if holds()), None)
 
