@@ -7,9 +7,8 @@ import signal
 import socket
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from multiprocessing.util import get_temp_dir
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import (
@@ -53,46 +52,6 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.watch.signals import SignalInbox
 
 
-_CAUSE: Final = (
-    "a scheduler is taking the machine back (preemption, time limit, drained node), or the signal was "
-    "sent by hand."
-)
-
-
-def conclude_stop(
-    ended: EndedAttempt, request: StopRequest, values: Mapping[int, object], *, keeps_logs: bool
-) -> PreemptedError:
-    """Return the error that names the ranks that stopped or did not, and how to continue the job.
-
-    Args:
-        ended: What is known about the attempt.
-        request: The request to stop.
-        values: What ranks returned, by rank.
-        keeps_logs: Whether the run directory is kept.
-    """
-    late = sorted(set(ended.outcomes) - set(values))
-    ranks = f"{ranks_text(late or ended.outcomes)} (world_size {len(ended.outcomes)})"
-    where = f"on {socket.gethostname()}, {ended.when('preempted')}"
-    limit_s = request.limit.total_seconds()
-    if late:
-        what = f"{ranks} did not return within {limit_s:g} s of {request.source()}, {where}."
-        fix = "raise timeouts.stop if saving takes longer, else see where they were."
-    else:
-        what = f"{ranks} stopped on {request.source()} and returned, {where}."
-        fix = f"start the same command again; exit code {TRY_AGAIN_EXIT_CODE} tells a scheduler to do so."
-    details = attempt_error.positions(ended.outcomes.values()) if late else []
-    logs = ended.run_dir if late or keeps_logs else None
-    return PreemptedError(
-        Explanation(what, cause=_CAUSE, fix=fix, details=details, logs=logs),
-        values=values,
-        unfinished_ranks=late,
-        attempt=ended.attempt,
-        attempts=ended.retry.attempts,
-        outcomes=ended.outcomes,
-        run_dir=logs,
-    )
-
-
 def run_attempt(  # noqa: PLR0913 - the parts of one attempt
     number: int,
     *,
@@ -131,7 +90,7 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
     oom_kills_before = rank_readings.count_oom_kills()
     with ExitStack() as stack:
         inbox = stack.enter_context(open_inbox())
-        workers, end = stack.enter_context(
+        workers, end_ranks = stack.enter_context(
             started_ranks(number, plan=plan, call=call, run_rank=run_rank, directory=directory)
         )
         if on_start is not None:
@@ -144,11 +103,13 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
                 ask_where(workers)
             given_s = grace_period() if ending.reason == "failed" else None
             if given_s is None:
-                end(workers)
-            else:  # as torch's join(grace_period=…): once to end by themselves, again after SIGTERM
+                end_ranks(workers)
+            else:
+                # As in torch's join(grace_period=…), ranks get this time twice: to end by themselves, then
+                # after SIGTERM.
                 rank_readings.continue_suspended(workers)
                 shutdown.await_ends(workers, Deadline.after(timedelta(seconds=given_s)))
-                end(workers, grace=timedelta(seconds=given_s))
+                end_ranks(workers, grace=timedelta(seconds=given_s))
         ended = attempt_error.EndedAttempt(
             outcomes={worker.rank: worker.outcome() for worker in workers},
             ending=ending,
@@ -160,7 +121,14 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
         )
     if inbox.received is not None:
         cancelled.set()  # no further attempt, whatever the result of this one
-    return conclude(ended, workers, watch.stop_request, inbox.received, directory)
+    return values_or_raise(ended, workers, watch.stop_request, inbox.received, directory)
+
+
+class EndRanks(Protocol):
+    """`shutdown.end_workers` for this launch, with ``timeouts.grace`` unless `grace` is given."""
+
+    def __call__(self, workers: Sequence[Worker], *, grace: timedelta = ...) -> None:
+        """End the ranks that still run, and everything that any rank has started."""
 
 
 @contextmanager
@@ -171,7 +139,7 @@ def started_ranks(
     call: CallFile,
     run_rank: RunRank,
     directory: RunDirectory,
-) -> Iterator[tuple[list[Worker], Callable[..., None]]]:
+) -> Iterator[tuple[list[Worker], EndRanks]]:
     """Start the ranks of this node for one attempt; leaving the context ends those still running.
 
     Args:
@@ -188,7 +156,7 @@ def started_ranks(
         PreflightError: They could not be started.
     """
     require_room(plan.nproc)
-    directory.attempt(number)
+    directory.make_attempt_folder(number)
     place = plan.worlds[0]
     note_attempt(number, world_size=place.world_size, node_rank=place.node_rank)
     config = plan.config
@@ -205,7 +173,12 @@ def started_ranks(
         store = stack.enter_context(
             open_store(directory.path if directory.is_ours else None, reaper)
         )
-        end = partial(shutdown.end_workers, grace=config.timeouts.grace, launch_id=plan.launch_id)
+
+        def end_ranks(
+            workers: Sequence[Worker], *, grace: timedelta = config.timeouts.grace
+        ) -> None:
+            shutdown.end_workers(workers, grace=grace, launch_id=plan.launch_id)
+
         workers = stack.enter_context(
             started_workers(
                 _specs(plan, number, store, directory),
@@ -215,14 +188,18 @@ def started_ranks(
                 daemon=plan.daemon,
                 run_rank=run_rank,
                 reaper=reaper,
-                end=end,
+                end=end_ranks,
             )
         )
-        yield workers, end
+        yield workers, end_ranks
 
 
 def ask_where(workers: Sequence[Worker]) -> None:
-    """Ask the ranks that are alive where they are, before they are ended; may leave them suspended."""
+    """Ask the ranks that are alive where they are, before they are ended.
+
+    If one of them is suspended, `rank_readings.collect` may leave all of them so; `EndRanks` resumes and
+    ends them.
+    """
     # A rank may have died unnoticed, as while the launcher was suspended, or may die while it is asked.
     shutdown.note_ends(workers)
     found = rank_readings.collect(workers)
@@ -231,7 +208,7 @@ def ask_where(workers: Sequence[Worker]) -> None:
     shutdown.note_ends(workers)
 
 
-def conclude(
+def values_or_raise(
     ended: EndedAttempt,
     workers: Sequence[Worker],
     request: StopRequest,
@@ -264,7 +241,7 @@ def conclude(
     ):
         values = dict.fromkeys(rank.rank for rank in others if rank.returned is not None)
         values |= values_of(workers, ended, directory)
-        stopped = conclude_stop(ended, request, values, keeps_logs=directory.is_kept)
+        stopped = preempted_error(ended, request, values, keeps_logs=directory.is_kept)
         directory.holds_failure |= bool(stopped.unfinished_ranks)
         raise stopped
     if reason == "done" and not is_order(received):
@@ -272,7 +249,7 @@ def conclude(
     if reason in ("done", "signal"):
         raise Interrupted(received or signal.SIGTERM)
     directory.note_tracebacks(ended.outcomes.values())
-    error = attempt_error.conclude(ended)
+    error = attempt_error.make_error(ended)
     error.add_details(*details)
     # The launcher received a SIGTERM too: it was sent to all processes, as a cgroup or scancel --full
     # does. So it is a request to the job, and not the failure of a rank.
@@ -282,6 +259,46 @@ def conclude(
     if order is not None:
         raise Interrupted(order)
     raise error
+
+
+_CAUSE_OF_STOP: Final = (
+    "a scheduler is taking the machine back (preemption, time limit, drained node), or the signal was "
+    "sent by hand."
+)
+
+
+def preempted_error(
+    ended: EndedAttempt, request: StopRequest, values: Mapping[int, object], *, keeps_logs: bool
+) -> PreemptedError:
+    """Return the error that names the ranks that stopped or did not, and how to continue the job.
+
+    Args:
+        ended: What is known about the attempt.
+        request: The request to stop.
+        values: What ranks returned, by rank.
+        keeps_logs: Whether the run directory is kept.
+    """
+    late = sorted(set(ended.outcomes) - set(values))
+    ranks = f"{ranks_text(late or ended.outcomes)} (world_size {len(ended.outcomes)})"
+    where = f"on {socket.gethostname()}, {ended.when('preempted')}"
+    limit_s = request.limit.total_seconds()
+    if late:
+        what = f"{ranks} did not return within {limit_s:g} s of {request.source()}, {where}."
+        fix = "raise timeouts.stop if saving takes longer, else see where they were."
+    else:
+        what = f"{ranks} stopped on {request.source()} and returned, {where}."
+        fix = f"start the same command again; exit code {TRY_AGAIN_EXIT_CODE} tells a scheduler to do so."
+    details = attempt_error.positions(ended.outcomes.values()) if late else []
+    logs = ended.run_dir if late or keeps_logs else None
+    return PreemptedError(
+        Explanation(what, cause=_CAUSE_OF_STOP, fix=fix, details=details, logs=logs),
+        values=values,
+        unfinished_ranks=late,
+        attempt=ended.attempt,
+        attempts=ended.retry.attempts,
+        outcomes=ended.outcomes,
+        run_dir=logs,
+    )
 
 
 def values_of(
@@ -322,9 +339,10 @@ def _specs(
     plan: LaunchPlan, number: int, store: LauncherStore, directory: RunDirectory
 ) -> list[RankSpec]:
     config = plan.config
-    own_environment = None
-    if config.start_method == "forkserver":  # its environment is of when the server was started
-        own_environment = {
+    launcher_environment = None
+    if config.start_method == "forkserver":
+        # A fork server keeps the environment it was started with, so send today's.
+        launcher_environment = {
             name: text for name, text in os.environ.items() if name not in OWN_SECRETS
         }
     return [
@@ -344,7 +362,7 @@ def _specs(
                 **terminal_variables(plan.console, world.rank, {**os.environ, **config.env}),
                 **rank_env(plan, world, store.master_port, directory.logs(number, world)),
             },
-            inherited_env=own_environment,
+            inherited_env=launcher_environment,
             cwd=os.getcwd(),  # noqa: PTH109 - a plain string is sent to the rank
             seed=config.seed,
             child_start_method=plan.child_start_method,

@@ -56,8 +56,8 @@ class RunDirectory:
         self.owner_uid = owner_uid
         self.holds_failure = False
 
-    def attempt(self, number: int) -> Path:
-        """Make the directory of an attempt, counted from 1.
+    def make_attempt_folder(self, number: int) -> Path:
+        """Make the folder of an attempt, counted from 1, and return its path.
 
         Raises:
             PreflightError: It cannot be made, or something else is in its place.

@@ -62,7 +62,7 @@ def test_a_new_file_is_private_whatever_the_umask(tmp_path: Path) -> None:
     try:
         os.close(open_log(tmp_path / "log", WRITE))
         with open_run_directory(tmp_path / "run") as directory:
-            directory.attempt(1)
+            directory.make_attempt_folder(1)
     finally:
         os.umask(before)
     found = [tmp_path / "log", tmp_path / "run", tmp_path / "run" / "attempt-1"]
@@ -76,7 +76,7 @@ def test_an_attempt_that_was_swapped_is_refused_by_the_rank(
     """Whoever may write to the run directory can rename the attempt's; nothing follows them."""
     world = World.alone()
     with open_run_directory(tmp_path / "run") as directory:
-        attempt = directory.attempt(1)
+        attempt = directory.make_attempt_folder(1)
         attempt.rename(attempt.with_name("mine"))
         if by == "link":
             attempt.symlink_to(victim.parent)

@@ -22,7 +22,7 @@ import pytest
 import ddpsafe
 from ddpsafe._config import RetryPolicy, Timeouts
 from ddpsafe._errors import DDPSafeError, Explanation, FailureKind, MismatchError
-from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt, conclude
+from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt, make_error
 from ddpsafe._launcher.diagnosis.rank_readings import (
     StackReading,
     is_endless_recursion,
@@ -1924,7 +1924,7 @@ def check(row: Row, folder: Path) -> ddpsafe.LaunchError:
         if row.error is not LATE:
             assert cause.root.rank == row.rank, cause.rule.name
         assert cause.rule.name == row.rule
-    error = conclude(ended)
+    error = make_error(ended)
     assert type(error) is row.error, error
     assert error.kind == row.kind
     if isinstance(error, ddpsafe.RankFailedError):

@@ -197,7 +197,7 @@ def test_a_kill_for_memory_is_told_of_a_node_that_is_lost_then(ends: Ends, tmp_p
     ended, nodes, took_s = collected(ends, tmp_path, KILLED, lambda: ends.close(ends.node_1))
     assert took_s < WAITS_S - 2
     assert list(nodes.lost) == [1]
-    error = attempt_error.conclude(ended)
+    error = attempt_error.make_error(ended)
     assert isinstance(error, RankKilledError)
     assert (error.kind, error.rank, error.exit_code) == ("out-of-memory", 1, 137)
 
@@ -215,7 +215,7 @@ def test_a_node_that_could_not_start_its_ranks_says_so_whatever_node_0_says(
             ends.node_0.send(said)
 
     with open_run_directory(tmp_path / "run") as directory, soon(answer):
-        directory.attempt(1)  # in the way of the folder that the participant makes
+        directory.make_attempt_folder(1)  # in the way of the folder that the participant makes
         participant = Participant(
             1,
             plan=ends.plan,

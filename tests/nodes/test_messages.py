@@ -292,7 +292,7 @@ def test_a_node_that_was_told_to_go_alone_is_not_the_one_that_was_lost(
     )
     unused: Any = SimpleNamespace()
     with pytest.raises((NodeLostError, Interrupted)) as raised:
-        node_zero._conclude(ended, others, [], unused, inbox, unused, ROUND)
+        node_zero._values_or_raise(ended, others, [], unused, inbox, unused, ROUND)
     if named is None:
         assert isinstance(raised.value, Interrupted)
         assert raised.value.signum == inbox.received

@@ -280,7 +280,7 @@ class EndedAttempt:
         }
 
 
-def conclude(ended: EndedAttempt) -> LaunchError:
+def make_error(ended: EndedAttempt) -> LaunchError:
     """Return the error to raise for a failed attempt, with the rank's exception as its cause."""
     if ended.ending.reason == "rendezvous-timeout":
         return _join_error(ended)

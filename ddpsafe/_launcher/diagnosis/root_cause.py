@@ -573,7 +573,7 @@ CONCLUSIONS: Final[dict[RuleName, Conclusion]] = {
         is_start_likelier=True,
     ),
 }
-"""What each rule leads to; `attempt_error.conclude` makes the error from it."""
+"""What each rule leads to; `attempt_error.make_error` makes the error from it."""
 
 
 # ---- single ranks ----

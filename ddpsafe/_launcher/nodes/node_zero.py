@@ -343,7 +343,7 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
     try:
         with attempt.started_ranks(
             number, plan=plan, call=call, run_rank=run_rank, directory=directory
-        ) as (workers, end):
+        ) as (workers, end_ranks):
             did, phase = "could not continue the attempt", "attempt"
             with open_console(workers, plan.console, inbox=inbox, limit=config.timeouts.attempt):
                 watch = AttemptWatch(workers, timeouts=config.timeouts, inbox=inbox, peers=nodes)
@@ -355,7 +355,7 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
                 ended = _collect(nodes, workers, ending, number, plan, directory, oom_kills_before)
                 values: dict[int, object] = {}
                 try:
-                    values = _conclude(
+                    values = _values_or_raise(
                         ended, nodes, workers, watch.stop_request, inbox, directory, round_plan
                     )
                 except (Exception, Interrupted) as exc:  # noqa: BLE001 - raised below
@@ -364,7 +364,7 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
                         error.where = inbox.where or who
                     # Before the ranks end here, so that all nodes end theirs at the same time.
                     nodes.send(round_result_of(error))
-                end(workers)
+                end_ranks(workers)
                 # The store ends with this function, and the other nodes' ranks use it to the end.
                 longest = config.timeouts.grace + _AFTER_GRACE
                 if ending.reason == "done":
@@ -443,7 +443,7 @@ def own_outcomes(workers: Sequence[Worker]) -> dict[int, RankOutcome]:
     }
 
 
-def _conclude(
+def _values_or_raise(
     ended: EndedAttempt,
     nodes: OtherNodes,
     workers: Sequence[Worker],
@@ -464,7 +464,7 @@ def _conclude(
         error: DDPSafeError = node_lost(ended, round_plan, lost)
         raise error
     try:
-        return attempt.conclude(
+        return attempt.values_or_raise(
             ended,
             workers,
             request,

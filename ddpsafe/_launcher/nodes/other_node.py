@@ -150,7 +150,7 @@ class Participant:
                 call=call,
                 run_rank=run_rank,
                 directory=self._directory,
-            ) as (workers, end):
+            ) as (workers, end_ranks):
                 did, phase = "could not continue the attempt", "attempt"
                 for worker in workers:
                     worker.relay = lambda message, rank=worker.rank: self._channel.send(
@@ -169,7 +169,7 @@ class Participant:
                         )
                     for worker in workers:
                         worker.relay = None
-                    end(workers)
+                    end_ranks(workers)
                 outcomes = {worker.rank: worker.outcome() for worker in workers}
             did = "could not load what its ranks returned"
             if self._may_leave or (self._result is not None and self._result.name == _PREEMPTED):
