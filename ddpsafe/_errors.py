@@ -309,7 +309,8 @@ class LaunchError(DDPSafeError):
 
     Attributes:
         attempt: The attempt that failed, counted from 1.
-        attempts: How many attempts the retry policy allowed.
+        attempts: How many attempts the retry policy allowed, those that never ran included.
+            (`LaunchResult.attempts` is how many ran.)
         outcomes: What became of each rank, by rank.
         run_dir: Where the logs and reports of the launch are; ``None`` inside a rank.
         kind: What kind of failure it was, for the retry policy.

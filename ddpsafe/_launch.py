@@ -62,7 +62,8 @@ class LaunchResult(Generic[R]):
     Attributes:
         values: The return value of each rank, by rank. In a rank that another launcher started,
             only that rank's own value.
-        attempts: How many attempts it took.
+        attempts: How many attempts ran, the successful one included. (`LaunchError.attempts` is how many
+            the retry policy allowed.)
         run_dir: The run directory; ``None`` if it was temporary and has been removed.
     """
 
@@ -136,15 +137,18 @@ def spawn(
     on_retry: OnRetry | None = None,
     **fields: Unpack[SpawnFields],
 ) -> SpawnHandle | None:
-    """Run ``fn(rank, *args)`` in `nprocs` processes; a drop-in for ``torch.multiprocessing.spawn``.
+    """Run ``fn(local_rank, *args)`` in `nprocs` processes of this node, as ``torch.multiprocessing.spawn`` does.
+
+    On one node, the local rank is the rank. With several nodes the rank is in the variable ``RANK``, unless
+    the environment of the launcher sets that itself.
 
     The function may keep its own ``setup()`` and ``cleanup()``, even with a hard-coded port: its
     ``init_process_group`` uses the store of this launch.
 
     Args:
         fn: The function; its return value is discarded.
-        args: Its arguments after the rank.
-        nprocs: Number of ranks. It overrides `LaunchConfig.nproc_per_node`, the variable
+        args: Its arguments after the local rank.
+        nprocs: Number of ranks of this node. It overrides `LaunchConfig.nproc_per_node`, the variable
             ``DDPSAFE_NPROC_PER_NODE`` and the file, even where it is omitted.
         join: Wait for the ranks; otherwise return a handle.
         daemon: Make the ranks daemonic processes, which may not have children of their own.
@@ -189,7 +193,7 @@ def spawn(
 
 
 def run_processes(fn: Callable[..., object], args: Sequence[Any], config: LaunchConfig) -> None:
-    """Run ``fn(rank, *args)`` in each rank, for ``ddpsafe run``: each rank is a program of its own.
+    """Run ``fn(local_rank, *args)`` in each rank, for ``ddpsafe run``: each rank is a program of its own.
 
     Raises:
         DDPSafeError: As in `launch`.
@@ -218,22 +222,6 @@ def _run_plan(
     cancelled = cancelled or Event()
     learned = LearnedGaps()
 
-    def attempt(number: int) -> dict[int, object]:
-        nonlocal attempts
-        attempts = number
-        require_data_paths(plan.config.data_paths)
-        return run_attempt(
-            number,
-            plan=plan,
-            call=calls.current,
-            run_rank=run_rank,
-            directory=directory,
-            on_start=on_start,
-            cancelled=cancelled,
-            grace_period=grace_period,
-            learned=learned,
-        )
-
     folder = ""
     if plan.config.nnodes > 1:  # nodes may share the run directory, so each has a folder in it
         rank = "" if plan.config.node_rank is None else f"{plan.config.node_rank}-"
@@ -260,6 +248,23 @@ def _run_plan(
                 values = nodes.run()
                 attempts = nodes.attempts
             else:
+
+                def attempt(number: int) -> dict[int, object]:
+                    nonlocal attempts
+                    attempts = number
+                    require_data_paths(plan.config.data_paths)
+                    return run_attempt(
+                        number,
+                        plan=plan,
+                        call=calls.current,
+                        run_rank=run_rank,
+                        directory=directory,
+                        on_start=on_start,
+                        cancelled=cancelled,
+                        grace_period=grace_period,
+                        learned=learned,
+                    )
+
                 values = run_attempts(
                     plan.config.retry, attempt, change=calls.change, cancelled=cancelled
                 )

@@ -56,8 +56,8 @@ def semaphore_prefix(launch_id: str) -> str:
 
 CallStyle = Literal["launch", "spawn", "run"]
 """``launch`` calls ``fn(ctx, *args)`` after it has made the process group. ``spawn`` calls
-``fn(rank, *args)``, and the script makes its group itself. ``run`` does the same with a whole script, as
-torchrun does."""
+``fn(local_rank, *args)``, and the script makes its group itself. ``run`` does the same with a whole script,
+as torchrun does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

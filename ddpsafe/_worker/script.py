@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 Kind = Literal["script", "module", "program"]
 
 
-def run_script(rank: int, target: str, arguments: Sequence[str], kind: Kind) -> ScriptExit | None:
+def run_script(
+    local_rank: int, target: str, arguments: Sequence[str], kind: Kind
+) -> ScriptExit | None:
     """Run the script in this rank, as ``python script.py`` would.
 
     Returns:
         Where the script called ``sys.exit(0)``, if it did: the other ranks may still wait for a rank
         that exits so.
     """
-    del rank  # the script reads RANK
+    del local_rank  # the script reads RANK and LOCAL_RANK
     if kind == "program":
         # This process ends as the program does: by the same signal or exit code.
         code = subprocess.run([target, *arguments], check=False).returncode  # noqa: S603 - the user's own
