@@ -1,4 +1,4 @@
-"""Keeps garbage collections away from modules that stay loaded."""
+"""Exempts what stays loaded, such as torch, from garbage collections."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def out_of_collections(*, after_script: bool = False) -> Iterator[None]:
-    """Exclude everything that exists at the end of the block from garbage collections.
+def exempt_from_gc(*, after_script: bool = False) -> Iterator[None]:
+    """Collect no garbage in the block, then freeze all objects of the process (`gc.freeze`).
 
-    A full collection traverses all of torch, which takes 0.1 s. The import of torch alone triggers
-    several.
+    No later collection covers a frozen object, so one that becomes part of a garbage cycle is never
+    freed. A full collection traverses all of torch, which takes 0.1 s, and the import of torch alone
+    triggers several.
 
     Args:
         after_script: Whether the user's code has run in this process before. Its objects may be or
-            become garbage, so full collections after the block still cover everything.
+            become garbage, so nothing is frozen: full collections after the block still cover everything.
     """
     was_enabled = gc.isenabled()
     gc.disable()

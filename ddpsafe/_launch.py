@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from ddpsafe._config import LaunchConfig, SpawnFields, refuse_fields, require_data_paths
 from ddpsafe._errors import DDPSafeError, Explanation
-from ddpsafe._garbage import out_of_collections
+from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._launcher.attempt import run_attempt
 from ddpsafe._launcher.handle import SpawnHandle, as_torchs
 from ddpsafe._launcher.plan import Calls, make_plan, require_main_guard, require_may_have_children
@@ -198,7 +198,9 @@ def run_processes(fn: Callable[..., object], args: Sequence[Any], config: Launch
     Raises:
         DDPSafeError: As in `launch`.
     """
-    with out_of_collections():  # may freeze all objects: this process runs none of the user's code
+    # This process runs none of the user's code, so all that it has loaded by now may be frozen, torch
+    # above all.
+    with exempt_from_gc():
         plan = _ready_plan(config, style="run")
     _run_plan(plan, Calls(fn, args, {}, None, style="run"))
 

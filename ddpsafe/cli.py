@@ -13,7 +13,7 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._garbage import out_of_collections
+from ddpsafe._garbage import exempt_from_gc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if options.command == "run":
                     text += " Options of the script go after its name."
                 parser.error(text)
-            with out_of_collections() if arguments is None else nullcontext():
+            with exempt_from_gc() if arguments is None else nullcontext():
                 command = find_command(options.command)
             return command(options)
         finally:

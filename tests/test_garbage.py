@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 PROGRAM = """
     import gc, sys, weakref
-    from ddpsafe._garbage import out_of_collections
+    from ddpsafe._garbage import exempt_from_gc
 
     class Large:
         def __init__(self):
@@ -25,7 +25,7 @@ PROGRAM = """
         gc.disable()
     made, frozen = Large(), gc.get_freeze_count()
     try:
-        with out_of_collections(after_script=bool(after_script)):
+        with exempt_from_gc(after_script=bool(after_script)):
             1 / gc.isenabled()
     except ZeroDivisionError:
         pass

@@ -223,7 +223,7 @@ class Sender:
         self._is_cut = False
         self.is_lost = False
 
-    def is_here(self) -> bool:
+    def is_rank_process(self) -> bool:
         """Return whether this process is the rank and not a fork of it."""
         return os.getpid() == self._pid
 
@@ -232,7 +232,9 @@ class Sender:
 
         This does not raise if the launcher has exited, because the lifeline then ends the rank.
         """
-        if not self.is_here():  # before the lock, which another thread may have held at the fork
+        if (
+            not self.is_rank_process()
+        ):  # before the lock, which another thread may have held at the fork
             return
         body = pickle.dumps(message)
         with self._lock:

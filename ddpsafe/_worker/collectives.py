@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 
 from ddpsafe._errors import ConfigError, Explanation, MismatchError
-from ddpsafe._garbage import out_of_collections
+from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._wire.exception_facts import clip
 from ddpsafe._wire.payload import find_unpicklable
 
@@ -55,7 +55,7 @@ def wrap(
         return model
     options: dict[str, Any] = {"device_ids": None if device.type == "cpu" else [device]}
     options.update(ddp_kwargs)
-    with out_of_collections(after_script=True):  # DDP imports torch._dynamo
+    with exempt_from_gc(after_script=True):  # DDP imports torch._dynamo
         return nn.parallel.DistributedDataParallel(model, **options)
 
 

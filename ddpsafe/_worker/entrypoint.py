@@ -12,10 +12,10 @@ import threading
 import time
 import traceback
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast
 
 from ddpsafe._clock import BoundedCall, Deadline, HeldClock
-from ddpsafe._garbage import out_of_collections
+from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._logging import name_rank
 from ddpsafe._stdlib_private import end_as_interpreter
 from ddpsafe._wire import payload
@@ -155,9 +155,9 @@ class Reporter:
         self._reported: set[int] = set()
         self.phase: Phase = "starting"
 
-    def is_here(self) -> bool:
+    def is_rank_process(self) -> bool:
         """Return whether this process is the rank rather than a fork of it."""
-        return self._sender.is_here()
+        return self._sender.is_rank_process()
 
     def enter(self, phase: Phase) -> None:
         """Report that a phase begins."""
@@ -166,6 +166,10 @@ class Reporter:
 
     def returned(self, value: object, *, stop_calls: int) -> None:
         """Report that the user's function returned.
+
+        Args:
+            value: What it returned.
+            stop_calls: How often it had called `stop_requested`.
 
         Raises:
             CannotTravelError: The returned value cannot be pickled.
@@ -199,8 +203,15 @@ class Reporter:
         self._log_if_unsent("the function has returned, but the pipe to the launcher is closed")
         self.phase = "leaving"
 
-    def raised(self, exc: BaseException, *, final: bool, is_caught: bool = False) -> None:
-        """Report an exception: once while it is in flight, and again when it is final."""
+    def raised(self, exc: BaseException, state: Literal["in-flight", "caught", "final"]) -> None:
+        """Report an exception: once before it has left the user's function, and again when it has.
+
+        Args:
+            exc: The exception.
+            state: ``final`` once it has left the function. Before that ``caught`` if it is in an
+                ``except`` block after which the program continues, else ``in-flight``.
+        """
+        final = state == "final"
         if not final and id(exc) in self._reported:
             return
         # Taken first: describing the exception takes time, in which other ranks fail because of it.
@@ -220,7 +231,7 @@ class Reporter:
             at_ns=at_ns,
             wall_ns=wall_ns,
         )
-        self._sender.send(replace(raised, is_caught=is_caught))
+        self._sender.send(replace(raised, is_caught=state == "caught"))
         if final:
             self._log_if_unsent(raised.traceback)
 
@@ -250,12 +261,13 @@ class Reporter:
 
         self._sender.send(read_whereabouts())
 
-    def position_after(self, show_stacks: Callable[[], None]) -> None:
-        """Dump the stacks, then report where this rank is; the attempt is over by now.
+    def evidence(self, dump_stacks: Callable[[], None]) -> None:
+        """Provide what the diagnosis needs from this rank once the attempt is over.
 
-        If the main thread has an exception in flight, it is reported before the position.
+        That is a dump of its stacks, a report of the main thread's exception if one is in flight, and
+        last, a report of where it is.
         """
-        show_stacks()
+        dump_stacks()
         # In its own thread: a user's __str__ may hang, and this thread watches the launcher.
         describing = BoundedCall(self._pending_exception, name="ddpsafe-exception")
         done = describing.wait(_DESCRIBE_S)
@@ -280,7 +292,7 @@ class Reporter:
         leaving = find_on_its_way(exc, _frames_above(main))
         if leaving is None:
             return in_a_line(exc)
-        self.raised(leaving, final=False)
+        self.raised(leaving, "in-flight")
         return ""
 
     def checkpoint_folder(self, path: str) -> None:
@@ -294,13 +306,13 @@ class Reporter:
     def exception_in_flight(self) -> BaseException | None:
         """Report the exception that the user's ``except`` or ``finally`` is handling; return it."""
         # An exception of a fork is not the rank's: it is not reported, so nothing is withdrawn.
-        exc = sys.exc_info()[1] if self.is_here() else None
+        exc = sys.exc_info()[1] if self.is_rank_process() else None
         if exc is None:
             return None
         leaving = find_on_its_way(exc, _frames_above(sys._getframe()))  # noqa: SLF001 - documented, in spite of its name
         if leaving is None and isinstance(exc, GeneratorExit):
             return None
-        self.raised(leaving or exc, final=False, is_caught=leaving is None)
+        self.raised(leaving or exc, "caught" if leaving is None else "in-flight")
         return exc
 
     def recovered(self) -> None:
@@ -335,9 +347,10 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPIPE])  # see `broken_pipes_raise`
     sender = Sender(inheritance.report.fd)
     reporter = Reporter(sender, spec.logs.stderr, inheritance.shared.fd)
-    line = LauncherLine(sender, StopCalls())
-    stop = stop_agreement.Stopping(line.calls, line)
-    stop_agreement.enter(stop)
+    # The calls of `stop_requested` are numbered, and the ranks agree on the number at which all stop.
+    launcher_line = LauncherLine(sender, StopCalls())
+    stopping = stop_agreement.Stopping(launcher_line.calls, launcher_line)
+    stop_agreement.enter(stopping)
     stacks = environment.Stacks(spec.logs)
     since_start = HeldClock()
     _tie_to_launcher(
@@ -348,12 +361,12 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
             ALL_STARTED: since_start.release,
             ASK_POSITION: reporter.position,
             ASK_WHEREABOUTS: reporter.whereabouts,
-            ASK_STACKS: lambda: reporter.position_after(stacks.show_all),
+            ASK_STACKS: lambda: reporter.evidence(stacks.show_all),
             ASK_THREADS: reporter.living_threads,
-            ASK_STOP: line.promise,
-            END_NOW: stop.signals.die_of_sigterm,
+            ASK_STOP: launcher_line.promise,
+            END_NOW: stopping.signals.die_of_sigterm,
         },
-        on_agreement=line.calls.agree,
+        on_agreement=launcher_line.calls.agree,
     )
     try:
         environment.capture_output(spec.logs)
@@ -365,20 +378,20 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         environment.name_semaphores(spec.launch_id)
         reporter.enter("loading")
         value = _run_user_code(spec, reporter, inheritance, since_start)
-        if reporter.is_here():
-            reporter.returned(value, stop_calls=line.calls.count)
+        if reporter.is_rank_process():
+            reporter.returned(value, stop_calls=launcher_line.calls.count)
     except BaseException as exc:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are failures
         # Report, flush, exit: no collective, no destroy, no destructor on a failing path.
         _drop_signal_handlers()
-        if reporter.is_here():
-            reporter.raised(exc, final=True)
+        if reporter.is_rank_process():
+            reporter.raised(exc, "final")
         elif exit_code_of(exc) is None:  # a fork's own error: no other process reports it
             with contextlib.suppress(Exception):  # its __str__ raises, or stderr is closed
                 traceback.print_exception(exc)
         _flush()
         code = exit_code_of(exc)
         os._exit(1 if code is None else code)
-    if not reporter.is_here():
+    if not reporter.is_rank_process():
         # The user's function forked, and this is the child: the parent is the rank.
         _flush()
         os._exit(0)
@@ -397,7 +410,7 @@ def _run_user_code(
 
     pending_exception.report_to(reporter)
     name_rank(spec.world, spec.attempt)
-    with out_of_collections(after_script=spec.style != "run"):
+    with exempt_from_gc(after_script=spec.style != "run"):
         session.install_hooks(spec, since_start)  # imports torch
     environment.use_threads(spec.num_threads)
     environment.count_steps(

@@ -25,7 +25,7 @@ from ddpsafe._errors import (
     PreflightError,
     RendezvousTimeoutError,
 )
-from ddpsafe._garbage import out_of_collections
+from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._host import interface_variables
 from ddpsafe._launcher.nodes.control_channel import Channel, Lost, RefusedError
 from ddpsafe._launcher.nodes.node_messages import (
@@ -747,7 +747,7 @@ def _with_own_report(
 def settings_of(plan: LaunchPlan) -> dict[str, str]:
     """Return what has to be the same on all nodes; their numbers of ranks may differ."""
     # With launch() and spawn() this is the user's own process, whose garbage would stay.
-    with out_of_collections() if plan.style == "run" else contextlib.nullcontext():
+    with exempt_from_gc() if plan.style == "run" else contextlib.nullcontext():
         import torch
 
     config: dict[str, Any] = plan.config.model_dump(mode="json")
