@@ -1,4 +1,4 @@
-"""Facts about this machine: cores, mounts, network interfaces, limits; and torch's TCP store on it."""
+"""This machine: its cores, mounts, file ownership and network interfaces, torch's TCP store on it, and its limits."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ def port_range() -> range | None:
     return None
 
 
+# ---- mounts ----
+
 _MOUNTS: Final = Path("/proc/self/mountinfo")
 _MOUNT_POINT_FIELD: Final = 4
 _ESCAPE: Final = re.compile(rb"\\([0-7]{3})")
@@ -79,6 +81,9 @@ def find_mount_point(path: Path) -> Path:
         if candidate in points if points is not None else candidate.is_mount():
             return candidate
     return Path(real.anchor)
+
+
+# ---- the current directory, and who owns and may write files ----
 
 
 def is_directory_gone() -> bool:
@@ -128,6 +133,8 @@ def others_may_write(status: os.stat_result) -> bool:
     is_private = user.pw_uid != 0 and user.pw_gid == group.gr_gid and group.gr_name == user.pw_name
     return not is_private or not set(group.gr_mem) <= {user.pw_name}
 
+
+# ---- network interfaces and addresses ----
 
 LIBRARY_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 """The variables from which gloo, NCCL and TensorPipe read the name of their interface."""
@@ -329,6 +336,9 @@ def interface_variables(name: str) -> dict[str, str]:
     return dict(zip(LIBRARY_VARIABLES, (name, f"={name}", name), strict=True))
 
 
+# ---- torch's TCP store ----
+
+
 def open_tcp_store(
     host: str,
     port: int,
@@ -365,7 +375,7 @@ def serves_by_libuv() -> bool:
     return bool(TorchVersion(torch.__version__) >= "2.8")
 
 
-# Limits that a container or scheduler sets through control groups, versions 1 and 2.
+# ---- limits that a container or scheduler sets through control groups, versions 1 and 2 ----
 
 _GROUPS_OF_PROCESS: Final = Path("/proc/self/cgroup")
 _CGROUPS: Final = Path("/sys/fs/cgroup")
