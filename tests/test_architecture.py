@@ -198,11 +198,11 @@ def test_modules_of_a_folder_import_those_before_them(folder: Path) -> None:
     assert backward == []
 
 
-LAUNCHER_ORDER: Final = ("processes", "diagnosis", "watch", "attempt")
+LAUNCHER_ORDER: Final = ("processes", "diagnosis", "watch", "attempt", "nodes")
 
 
 def test_parts_of_the_launcher_import_those_below_them() -> None:
-    """Attempt > watch > diagnosis > processes: what watches may diagnose, and not the other way."""
+    """Nodes > attempt > watch > diagnosis > processes: what watches may diagnose, and not the other way."""
     upward = [
         str(each)
         for each in own_imports()

@@ -11,4 +11,5 @@
     processes/     the processes of one attempt
     watch/         the wait while they run
     diagnosis/     which rank broke, and the error that says so
+    nodes/         launches on several nodes, each with a launcher of its own
 """
