@@ -1,4 +1,4 @@
-"""What the tests of the doctor share: one process that becomes a broken host, and whole networks."""
+"""Fixtures of the doctor's tests: a process that becomes a broken host, and whole networks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _examining(_own_temporary_directory: None) -> Iterator[None]:
 
 @pytest.fixture
 def make_hosts(_examining: None) -> Iterator[MakeHosts]:
-    """Make hosts out of namespaces, or skip; where CI requires them, fail instead."""
+    """Build hosts from namespaces; skip where that fails, or fail where CI requires them."""
     require(find_obstacle())
     with contextlib.ExitStack() as stack:
         yield lambda size, **kinds: stack.enter_context(Network(size, **kinds))  # type: ignore[arg-type]

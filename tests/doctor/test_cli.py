@@ -1,4 +1,4 @@
-"""The command ``ddpsafe``: help, exit codes, JSON, the page, and secrets that stay hidden."""
+"""The command ``ddpsafe``: help, exit codes, JSON, the HTML page, and secrets that stay hidden."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def command(folder: Path, *arguments: str, **env: str) -> scripts.Run:
-    """Run the command in a process of its own, where torch cannot be imported."""
+    """Run the command in a separate process in which torch cannot be imported."""
     scripts.write(folder, "no-torch/torch.py", TORCH_IS_BROKEN)
     path = str(folder / "no-torch")
     process = scripts.Script(
@@ -39,7 +39,7 @@ def command(folder: Path, *arguments: str, **env: str) -> scripts.Run:
 
 
 def test_help_is_instant_and_loads_neither_torch_nor_pydantic(tmp_path: Path) -> None:
-    """Each command has its own; all say what they are for."""
+    """Every command has its own help, which loads only the standard library."""
     code = """
     import contextlib, io, sys
     from ddpsafe.cli import main
@@ -52,15 +52,17 @@ def test_help_is_instant_and_loads_neither_torch_nor_pydantic(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["run", "doctor", "config"])
-def test_help_is_printed_whatever_the_terminal_can_show(name: str, tmp_path: Path) -> None:
-    """In ASCII a question mark stands for what it lacks."""
+def test_help_is_printed_in_any_terminal_encoding(name: str, tmp_path: Path) -> None:
+    """In ASCII, characters that cannot be encoded become question marks."""
     run = command(tmp_path, name, "--help", PYTHONIOENCODING="ascii")
     assert (run.code, run.err) == (0, "")
     assert run.out.startswith(f"usage: ddpsafe {name}")
 
 
 @pytest.mark.parametrize("arguments", [["config"], ["config", "--config", "no"]])
-def test_reader_that_has_gone_is_no_traceback(arguments: list[str], tmp_path: Path) -> None:
+def test_a_reader_that_closed_the_pipe_causes_no_traceback(
+    arguments: list[str], tmp_path: Path
+) -> None:
     """As with ``ddpsafe config | head -1``; the exit code is that of SIGPIPE."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -76,15 +78,15 @@ def test_reader_that_has_gone_is_no_traceback(arguments: list[str], tmp_path: Pa
     assert (ending.returncode, ending.stderr or b"") == (cli.NOBODY_READS, b"")
 
 
-def test_failure_ends_with_one_and_prints_cause_fix_and_page(tmp_path: Path) -> None:
-    """In a pipe the lines are plain."""
+def test_a_failure_exits_with_1_and_prints_cause_fix_and_page(tmp_path: Path) -> None:
+    """In a pipe the output has no escape sequences."""
     run = command(tmp_path, "doctor", GLOO_SOCKET_IFNAME="ib7")
     assert run.code == 1
     assert "failed DS-NET-001: GLOO_SOCKET_IFNAME" in run.out
     assert "  Likely cause: " in run.out
     assert re.search(r"^      export GLOO_SOCKET_IFNAME=\w+$", run.out, re.MULTILINE)
     assert "  Read on: ddpsafe doctor --explain DS-NET-001" in run.out
-    assert "DS-VER-001" in run.out  # torch is broken, and everything else was looked at
+    assert "DS-VER-001" in run.out  # torch is broken, and everything else was checked
     assert "\x1b[" not in run.out
     assert run.err == ""
 
@@ -107,22 +109,22 @@ def test_failure_ends_with_one_and_prints_cause_fix_and_page(tmp_path: Path) -> 
     ],
     ids=" ".join,
 )
-def test_wrong_usage_ends_with_two_and_says_what_to_write(
+def test_wrong_usage_exits_with_2_and_shows_the_right_usage(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing was examined or started."""
+    """Nothing is examined or started."""
     try:
         code = cli.main(arguments)
-    except SystemExit as end:  # argparse's own
+    except SystemExit as end:  # raised by argparse
         code = int(str(end.code))
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     assert code == 2
-    assert said.out == ""
-    assert len(said.err) > 20
+    assert printed.out == ""
+    assert len(printed.err) > 20
 
 
-def test_json_is_all_of_stdout_and_holds_every_finding(tmp_path: Path) -> None:
-    """A machine may read it."""
+def test_json_is_all_of_stdout_and_has_every_finding(tmp_path: Path) -> None:
+    """A program can parse stdout as it is."""
     run = command(tmp_path, "doctor", "--json")
     report = json.loads(run.out)
     assert {"findings", "hostname", "matrix", "took_s"} <= report.keys()
@@ -132,8 +134,8 @@ def test_json_is_all_of_stdout_and_holds_every_finding(tmp_path: Path) -> None:
     assert run.err == ""
 
 
-def test_page_loads_nothing(tmp_path: Path) -> None:
-    """The HTML file stands alone."""
+def test_html_page_loads_no_other_file(tmp_path: Path) -> None:
+    """The HTML file is self-contained, and its text is escaped."""
     command(tmp_path, "doctor", "--html", "report.html", GLOO_SOCKET_IFNAME="<ib7>")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "DS-NET-001" in page
@@ -142,7 +144,7 @@ def test_page_loads_nothing(tmp_path: Path) -> None:
 
 
 def test_secrets_of_the_environment_are_never_printed(tmp_path: Path) -> None:
-    """Neither in a fact, nor in a fix, nor in an error, in any form of the report."""
+    """Not in a fact, a fix or an error, in any format of the report."""
     secret = "hunter2hunter2"
     env = {
         "WANDB_API_KEY": secret,
@@ -151,26 +153,26 @@ def test_secrets_of_the_environment_are_never_printed(tmp_path: Path) -> None:
         "GLOO_SOCKET_IFNAME": f"https://user:pass-{secret}@x",
         "DDPSAFE_ENV__MY_TOKEN": secret,
     }
-    said = [
+    printed = [
         command(tmp_path, "doctor", "--verbose", **env),
         command(tmp_path, "doctor", "--json", "--html", "page.html", **env),
         command(tmp_path, "config", **env),
         command(tmp_path, "config", "--json", **env),
     ]
     unreadable = {"DDPSAFE_ENV": f'{{"HF_TOKEN": "{secret}"'}
-    said += [
+    printed += [
         command(tmp_path, "doctor", **unreadable),
         command(tmp_path, "doctor", "--json", **unreadable),
     ]
-    assert "DS-ENV-007" in said[-1].out
+    assert "DS-ENV-007" in printed[-1].out
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "MASTER_ADDR" in said[0].out
-    assert "env.MY_TOKEN" in said[2].out
-    assert secret not in "".join(run.out + run.err for run in said) + page
+    assert "MASTER_ADDR" in printed[0].out
+    assert "env.MY_TOKEN" in printed[2].out
+    assert secret not in "".join(run.out + run.err for run in printed) + page
 
 
 def test_terminal_shows_a_table_and_lines_to_copy_unbroken(tmp_path: Path) -> None:
-    """On a narrow terminal the table wraps; what is to be copied does not."""
+    """On a narrow terminal the table wraps, but lines to copy do not."""
     scripts.write(tmp_path, "no-torch/torch.py", TORCH_IS_BROKEN)
     ours, theirs = pty.openpty()
     env = {
@@ -189,23 +191,23 @@ def test_terminal_shows_a_table_and_lines_to_copy_unbroken(tmp_path: Path) -> No
     ) as process:
         os.close(theirs)
         shown = b""
-        with contextlib.suppress(OSError):  # the other end was closed: it is over
+        with contextlib.suppress(OSError):  # the process closed its end
             while part := os.read(ours, 65536):
                 shown += part
         os.close(ours)
     assert process.returncode == 1
     text = shown.decode()
     assert "✗ failed" in text
-    assert "checking" in text  # the live line
+    assert "checking" in text  # the progress line
     assert "      export TORCH_DISTRIBUTED_DEBUG=INFO\r\n" in text
     folder = tmp_path / "no-torch"
     assert f"      mv {folder}/torch.py {folder}/my_torch.py\r\n" in text  # longer than a line
 
 
-def test_config_says_where_each_value_comes_from(
+def test_config_names_the_source_of_each_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Environment beats file beats default."""
+    """The environment overrides the file, and the file overrides the default."""
     text = "[tool.ddpsafe]\nnproc_per_node = 4\nseed = 1\ntimeouts = {grace = 10}\n"
     (tmp_path / "my.toml").write_text(text, encoding="utf-8")
     monkeypatch.setenv("DDPSAFE_SEED", "7")
@@ -217,10 +219,10 @@ def test_config_says_where_each_value_comes_from(
     assert found["backend"] == {"value": "auto", "source": "default"}
 
 
-def test_second_process_of_a_node_leaves_the_word_to_the_first(
+def test_only_the_first_process_of_a_node_examines_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Under srun with several tasks per node, one examines it."""
+    """Under srun with several tasks per node, the second one prints nothing."""
     place = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
@@ -229,8 +231,8 @@ def test_second_process_of_a_node_leaves_the_word_to_the_first(
 
 
 @pytest.mark.parametrize("arguments", ["doctor", "run train.py"])
-def test_directory_that_was_removed_is_what_is_named(arguments: str, tmp_path: Path) -> None:
-    """Python and torch fail there in ways that point elsewhere."""
+def test_a_removed_working_directory_is_reported(arguments: str, tmp_path: Path) -> None:
+    """Python's and torch's own errors in such a directory are misleading."""
     (tmp_path / "gone").mkdir()
     python = shlex.quote(sys.executable)
     script = f"cd gone && rmdir ../gone && exec {python} -m ddpsafe {arguments}"
@@ -238,7 +240,7 @@ def test_directory_that_was_removed_is_what_is_named(arguments: str, tmp_path: P
     ending = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, timeout=60, check=False
     )
-    said = (ending.stdout + ending.stderr).decode()
-    assert "The current directory has been removed" in said
-    assert "pip install" not in said
-    assert "Traceback" not in said
+    printed = (ending.stdout + ending.stderr).decode()
+    assert "The current directory has been removed" in printed
+    assert "pip install" not in printed
+    assert "Traceback" not in printed

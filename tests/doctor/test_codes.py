@@ -1,4 +1,4 @@
-"""Every code has a page, a check that gives it and a test that provokes it."""
+"""Every code has a page, a check that reports it and a test that provokes it."""
 
 from __future__ import annotations
 
@@ -27,49 +27,49 @@ REGISTRY: Final = PACKAGE / "doctor" / "_codes.py"
 
 
 def codes_in(*files: Path) -> set[str]:
-    """Return the codes that stand in some files."""
+    """Return the codes that some files contain."""
     return {code for file in files for code in CODE.findall(file.read_text(encoding="utf-8"))}
 
 
 def test_codes_are_unique_and_well_formed() -> None:
-    """A code belongs to one area and is never given twice."""
+    """A code belongs to one area and is never used twice."""
     assert sum(len(area) for area in AREAS) == len(CODES)
     assert [code for code in CODES if not CODE.fullmatch(code)] == []
     for area in AREAS:
         assert len({code.rpartition("-")[0] for code in area}) <= 1
 
 
-def test_every_code_has_its_page_and_every_page_its_code() -> None:
-    """A message never leads to a page that is not there."""
+def test_every_code_has_a_page_and_every_page_a_code() -> None:
+    """No message refers to a page that does not exist."""
     assert {path.stem for path in PAGES.glob("DS-*.md")} == set(CODES)
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_page_says_cause_confirmation_and_fix(code: str) -> None:
-    """Each page has the title of its code and answers the three questions of its reader."""
+def test_page_has_cause_confirmation_and_fix(code: str) -> None:
+    """Each page has the title of its code and the three sections a reader needs."""
     text = read_page(code) or ""
     assert text.startswith(f"# {code}: {CODES[code]}\n")
     headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
     assert headings == ["Cause", "How to confirm", "Fix"]
 
 
-def test_every_code_is_given_by_a_check() -> None:
-    """No code is promised that nothing finds, and none is found that is not promised.
+def test_every_code_is_reported_by_a_check() -> None:
+    """The registry lists exactly the codes that checks report.
 
-    Those between nodes have constants; test_mesh_pages.py holds that each is used.
+    Codes of the mesh are constants; test_mesh_pages.py checks that each is used.
     """
     sources = [file for file in python_files(PACKAGE) if file != REGISTRY]
     assert codes_in(*sources) | MESH.keys() == set(CODES)
 
 
 def test_every_code_is_provoked_by_a_test() -> None:
-    """A check that has never found anything is untested."""
+    """A check that has never reported anything is untested."""
     others = [file for file in python_files(CHECKOUT / "tests") if file != Path(__file__)]
     assert set(CODES) - codes_in(*others) == set()
 
 
-def test_installed_package_has_the_pages_beside_it(tmp_path: Path) -> None:
-    """As the wheel lays them out, away from the checkout, the command prints a page."""
+def test_installed_package_includes_the_pages(tmp_path: Path) -> None:
+    """In the layout of the wheel, away from the checkout, the command prints a page."""
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     for name in wheel["packages"]:
@@ -90,6 +90,6 @@ def test_installed_package_has_the_pages_beside_it(tmp_path: Path) -> None:
 
 
 def test_unknown_code_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    """A typing error is told from a code without a page."""
+    """A mistyped code gets the closest one, with the exit code of wrong usage."""
     assert main(["doctor", "--explain", "DS-NET-0001"]) == 2
     assert "DS-NET-001" in capsys.readouterr().err

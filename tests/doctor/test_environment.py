@@ -1,4 +1,4 @@
-"""Variables: what launchers leave, what is mistyped, and that the fix to copy repairs it."""
+"""Variables: leftovers of launchers, typing errors, and fixes that work when they are copied."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def worst(report: Report, code: str) -> Finding:
         ({"NCCL_ASYNC_ERROR_HANDLING": "1"}, "DS-ENV-006", "warning", "old name"),
     ],
 )
-def test_variable_is_found_and_the_copied_fix_repairs_it(
+def test_variable_is_reported_and_the_copied_fix_repairs_it(
     variables: dict[str, str], code: str, severity: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The finding names the variable; a shell in which its lines were run has it no more."""
+    """The finding names the variable; in a shell that ran its lines the check passes."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     found = worst(doctor.run(checks={"ENV"}), code)
     assert (found.severity, says in found.fact) == (severity, True), found
     lines = [line.strip() for line in found.fix.splitlines() if line.startswith("    ")]
-    # Of several lines that repair it each in its own way, the last one run wins.
+    # Where several lines are alternatives, the last one that runs decides.
     script = "\n".join([*lines, "env -0"])
     shell = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True)
     after = dict(entry.split("=", 1) for entry in shell.stdout.split("\0") if "=" in entry)
@@ -76,8 +76,8 @@ def test_variable_is_found_and_the_copied_fix_repairs_it(
     assert worst(doctor.run(checks={"ENV"}), code).severity == "ok", lines
 
 
-def test_torch_refuses_the_level_that_is_called_a_failure(tmp_path: Path) -> None:
-    """TORCH_DISTRIBUTED_DEBUG with an unknown level really ends a process with torch."""
+def test_torch_really_rejects_the_debug_level_that_is_reported(tmp_path: Path) -> None:
+    """An unknown TORCH_DISTRIBUTED_DEBUG ends a process that imports torch."""
     script = scripts.write(
         tmp_path,
         "script.py",
@@ -92,8 +92,8 @@ def test_torch_refuses_the_level_that_is_called_a_failure(tmp_path: Path) -> Non
     assert run.code != 0
 
 
-def test_loopback_is_no_master_of_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One node may meet on loopback; two may not."""
+def test_loopback_cannot_be_the_master_of_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single node may use loopback as its endpoint; two may not."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     two = {"nnodes": 2, "node_rank": 0, "rendezvous": {"endpoint": "10.0.0.7:29500"}}
@@ -103,8 +103,8 @@ def test_loopback_is_no_master_of_two_nodes(monkeypatch: pytest.MonkeyPatch) -> 
     assert "would connect to itself" in worst(together, "DS-ENV-003").fact
 
 
-def test_configuration_that_cannot_be_read_is_a_finding(tmp_path: Path) -> None:
-    """The doctor goes on by the defaults, and names the field."""
+def test_an_unreadable_configuration_is_a_finding(tmp_path: Path) -> None:
+    """The finding names the field, and the doctor continues with the defaults."""
     text = "[tool.ddpsafe]\nnproc_per_node = 0\n"
     (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
     report = doctor.run(checks={"ENV", "PATH"})
@@ -113,8 +113,8 @@ def test_configuration_that_cannot_be_read_is_a_finding(tmp_path: Path) -> None:
     assert worst(report, "DS-PATH-003").severity == "ok"
 
 
-def test_launchers_that_are_there_leave_nothing_behind() -> None:
-    """A rank of torchrun has all its variables and is not told to unset them."""
+def test_variables_of_a_running_launcher_are_not_leftovers() -> None:
+    """A rank of torchrun has all its variables, and no finding asks to unset them."""
     env = {
         "TORCHELASTIC_RUN_ID": "7",
         "RANK": "1",

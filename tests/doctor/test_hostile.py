@@ -1,4 +1,4 @@
-"""What other hosts and foreign directories say is data: nothing of it runs, prints or is pasted as ours."""
+"""What other hosts and directories of other users contain is data: it never runs, renders or is pasted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SOON: Final = timedelta(seconds=10)
 
 
 def spoiled(message: object, place: tuple[str | int, ...], value: object) -> Any:
-    """Return a message as plain data, with one value in it exchanged."""
+    """Return a message as plain data with one value replaced."""
     table = json.loads(json.dumps(write(message)))
     inner = table
     for key in place[:-1]:
@@ -60,7 +60,7 @@ def spoiled(message: object, place: tuple[str | int, ...], value: object) -> Any
 
 
 def is_refused(call: Callable[[], object]) -> bool:
-    """Tell whether a call says that its argument is wrong; any other error is the test's."""
+    """Return whether a call rejects its argument; any other error propagates."""
     try:
         call()
     except ValueError:
@@ -130,16 +130,16 @@ TOLD: Final = NodeReport(
     ],
     ids=lambda each: str(each)[:40] if isinstance(each, (str, int, float, tuple)) else "",
 )
-def test_field_of_a_message_that_makes_no_sense_is_refused(
+def test_a_message_field_with_an_invalid_value_is_refused(
     message: object, place: tuple[str | int, ...], value: object
 ) -> None:
-    """By its type, its pattern or its range; never later, and never with another error."""
+    """By its type, pattern or range, on reading, and always with the same error."""
     read(type(message), json.loads(json.dumps(write(message))))
     assert is_refused(lambda: read(type(message), spoiled(message, place, value)))
 
 
-def a_case(**changed: Any) -> Results:
-    """Return what was collected of two nodes that do not reach each other."""
+def collected_results(**changed: Any) -> Results:
+    """Return the results of two nodes that do not reach each other."""
     chains = (FilterChain("inet", "filter", "input"),)
     known: dict[str, Any] = {
         "nnodes": 2,
@@ -169,22 +169,22 @@ def a_case(**changed: Any) -> Results:
     ],
     ids=lambda each: next(iter(each)),
 )
-def test_case_whose_parts_contradict_each_other_is_refused(changed: dict[str, Any]) -> None:
-    """What node rank 0 collected is checked as a whole: no look-up in it may fail later."""
-    table = json.loads(json.dumps(write(a_case())))
+def test_contradictory_results_are_refused(changed: dict[str, Any]) -> None:
+    """Results are checked as a whole, so that no later look-up in them can fail."""
+    table = json.loads(json.dumps(write(collected_results())))
     for name, value in changed.items():
         table[name] = json.loads(json.dumps(value, default=write))
     assert is_refused(lambda: read(Results, table))
 
 
 @pytest.mark.parametrize("packed", ["", "x", "eJw=", "e30=", "AAAA" * 10, "é"])
-def test_what_is_no_case_is_refused(packed: str) -> None:
-    """Whatever is wrong with it, it is a ValueError."""
+def test_anything_but_packed_results_is_refused(packed: str) -> None:
+    """Whatever is wrong with the text, the error is a ValueError."""
     assert is_refused(lambda: unpack(packed))
 
 
-def test_every_node_makes_the_findings_itself(tmp_path: Path) -> None:
-    """From the data that node rank 0 collected; it cannot send a text, a code or a line to paste."""
+def test_every_node_derives_the_findings_itself(tmp_path: Path) -> None:
+    """Node rank 0 sends only the collected data, never a text, a code or a line to paste."""
     evil = {"$(touch${IFS}X)": {"10.77.0.2": "10.77.0.0/24"}}
     facts = Facts(env={"NCCL_X": EVIL}, versions={"torch": EVIL}, driver=EVIL)
     other = node(
@@ -199,7 +199,7 @@ def test_every_node_makes_the_findings_itself(tmp_path: Path) -> None:
             wanted=EVIL,
         ),
     )
-    case = a_case(nodes={0: node(0, facts=facts), 1: other})
+    case = collected_results(nodes={0: node(0, facts=facts), 1: other})
     again = unpack(pack(case))
     assert make_findings(again) == make_findings(case)
     assert make_matrix(again) == make_matrix(case)
@@ -210,14 +210,14 @@ def test_every_node_makes_the_findings_itself(tmp_path: Path) -> None:
         if line.startswith("    ")
     ]
     assert any("IFS" in line for line in pasted)
-    # Each command is replaced by one that does nothing; what a shell expands would still run.
+    # Each command becomes one that does nothing; shell expansions would still run.
     harmless = "\n".join(f": {line}" for line in pasted)
     subprocess.run(["bash", "-c", harmless], cwd=tmp_path, check=True, timeout=30)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_text_of_a_report_moves_no_cursor() -> None:
-    """Control characters, C1 and those that turn the direction of writing are shown, not sent."""
+def test_text_of_a_report_controls_no_terminal() -> None:
+    """Control characters, C1 and bidirectional ones are shown escaped."""
     finding = Finding(
         code="DS-MESH-031",
         severity="failed",
@@ -231,8 +231,8 @@ def test_text_of_a_report_moves_no_cursor() -> None:
     assert "\\x1b]0;owned\\x07" in text
 
 
-def test_page_of_a_report_runs_nothing() -> None:
-    """Every field is escaped, wherever it stands, and the page forbids scripts besides."""
+def test_html_page_runs_no_script() -> None:
+    """Every field is escaped everywhere, and the page's policy forbids scripts as well."""
     script = "<script>alert(1)</script>"
     finding = Finding(
         code=script,
@@ -265,7 +265,7 @@ def free_endpoint() -> str:
 
 
 def examined(endpoint: str, node_rank: int, **asked: Any) -> tuple[list[Finding], Matrix]:
-    """Be an honest node of a job of two."""
+    """Act as an honest node of a job with two nodes."""
     return _mesh.examine(
         nnodes=2,
         node_rank=node_rank,
@@ -281,7 +281,7 @@ def examined(endpoint: str, node_rank: int, **asked: Any) -> tuple[list[Finding]
 
 
 def beside(honest: Callable[[], Any], hostile: Callable[[], Any]) -> Any:
-    """Run an honest node in this thread and a hostile one in another; return what the first says."""
+    """Run an honest node here and a hostile one in a thread; return the result of the first."""
     other = threading.Thread(target=hostile, daemon=True)
     other.start()
     try:
@@ -291,7 +291,7 @@ def beside(honest: Callable[[], Any], hostile: Callable[[], Any]) -> Any:
         assert not other.is_alive()
 
 
-GARBAGE: Final = [
+INVALID_HELLOS: Final = [
     None,
     "text",
     [[[[]]]],
@@ -302,12 +302,12 @@ GARBAGE: Final = [
 ]
 
 
-@pytest.mark.parametrize("hello", GARBAGE, ids=lambda each: str(each)[:30])
-def test_node_that_says_garbage_is_a_finding(hello: object) -> None:
-    """The honest node ends with a finding about it, not with a traceback."""
+@pytest.mark.parametrize("hello", INVALID_HELLOS, ids=lambda each: str(each)[:30])
+def test_garbage_from_a_node_is_a_finding(hello: object) -> None:
+    """The honest node ends with a finding about the other one, not with a traceback."""
     endpoint = free_endpoint()
 
-    async def come() -> None:
+    async def join_job() -> None:
         greeting = Greeting(
             version=VERSION,
             nnodes=2,
@@ -326,7 +326,7 @@ def test_node_that_says_garbage_is_a_finding(hello: object) -> None:
         await wait_for(client, "results", deadline=Deadline.after(SOON))
         await client.close()
 
-    findings, _ = beside(lambda: examined(endpoint, 0), lambda: asyncio.run(come()))
+    findings, _ = beside(lambda: examined(endpoint, 0), lambda: asyncio.run(join_job()))
     assert "DS-MESH-014" in [finding.code for finding in findings]
 
 
@@ -342,8 +342,8 @@ def test_node_that_says_garbage_is_a_finding(hello: object) -> None:
     ],
     ids=str,
 )
-def test_node_rank_0_that_says_garbage_is_a_finding(topic: str, value: object) -> None:
-    """Every other node trusts node rank 0 with nothing but data."""
+def test_garbage_from_node_rank_0_is_a_finding(topic: str, value: object) -> None:
+    """The other nodes check everything that node rank 0 sends."""
     endpoint = free_endpoint()
 
     async def serve() -> None:
@@ -367,7 +367,7 @@ def test_node_rank_0_that_says_garbage_is_a_finding(topic: str, value: object) -
         said = {"roster": write(honest), "all-reduce": {"address": "", "port": 0}, topic: value}
         for each in said.items():
             await server.put(*each)  # type: ignore[arg-type]
-        while 1 not in server.disconnected():  # noqa: ASYNC110 - the transport tells by being asked
+        while 1 not in server.disconnected():  # noqa: ASYNC110 - the transport has no event for it
             await asyncio.sleep(0.01)
         await server.close()
 
@@ -378,7 +378,7 @@ def test_node_rank_0_that_says_garbage_is_a_finding(topic: str, value: object) -
 
 
 def test_service_on_loopback_is_not_dialled_for_another_host() -> None:
-    """What listens there trusts this host: an address there is only for nodes of the same host."""
+    """A service there trusts this host, so only nodes of the same host dial a loopback address."""
     dialled = threading.Event()
 
     async def probe() -> NodeReport:
@@ -417,8 +417,8 @@ def test_service_on_loopback_is_not_dialled_for_another_host() -> None:
     assert not dialled.is_set()
 
 
-def test_nodes_without_the_same_secret_are_told_so() -> None:
-    """Who does not know it takes no place, and both sides say why."""
+def test_nodes_with_different_secrets_are_reported() -> None:
+    """A node without the secret does not join, and both sides report the reason."""
     endpoint = free_endpoint()
     others: list[Finding] = []
     findings, _ = beside(
@@ -434,8 +434,8 @@ PLANTED: Final = "import os\nwith open(os.environ['MARK'], 'a') as file: file.wr
 
 @pytest.mark.root
 @pytest.mark.parametrize("unsafe", ["of another user", "writable for all"])
-def test_nothing_planted_in_a_foreign_directory_runs(tmp_path: Path, unsafe: str) -> None:
-    """As with `cd /tmp && ddpsafe doctor`, typed by root: modules that the helpers import lie there."""
+def test_code_in_an_unsafe_directory_does_not_run(tmp_path: Path, unsafe: str) -> None:
+    """As when root runs `cd /tmp && ddpsafe doctor`, and files there shadow modules."""
     folder, mark = tmp_path / "shared", tmp_path / "mark"
     folder.mkdir()
     for name in ("torch", "multiprocessing", "json", "asyncio", "numpy", "runpy", "socket"):

@@ -1,4 +1,4 @@
-"""Limits of processes and containers: real ones, set by the tests."""
+"""Limits of processes and containers, which the tests really set."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL_SHM: Final = "mount -t tmpfs -o size=16m tmpfs /dev/shm"
 
 @needs_namespaces
 def test_small_shared_memory_is_a_warning_and_the_copied_line_repairs_it() -> None:
-    """Containers have 64 MiB by default."""
+    """64 MiB is the default of containers."""
     found = examine("LIM", host=SMALL_SHM)
     assert found.severity("DS-LIM-001") == "warning"
     assert "16 MiB free of 16 MiB" in found.of("DS-LIM-001")["fact"]
@@ -38,15 +38,15 @@ def test_small_shared_memory_is_a_warning_and_the_copied_line_repairs_it() -> No
 
 @needs_namespaces
 def test_full_shared_memory_fails() -> None:
-    """Without a byte left, not even a lock can be made."""
+    """Without a free byte, not even a lock can be created."""
     fill = f"{SMALL_SHM}; head -c 16m /dev/zero > /dev/shm/left-behind"
     found = examine("LIM", "PROC", host=fill)
     assert found.severity("DS-LIM-001") == "failed"
     assert "cannot be written (No space left on device)" in found.of("DS-LIM-001")["fact"]
 
 
-def test_few_open_files_are_a_warning_with_the_limit_that_can_be_had() -> None:
-    """The hard limit is the most that ``ulimit`` may ask for."""
+def test_few_open_files_are_a_warning_with_the_highest_possible_limit() -> None:
+    """``ulimit`` cannot exceed the hard limit, so the line to copy requests that."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 1000))"
     found = examine("LIM", before=limit)
     assert found.severity("DS-LIM-002") == "warning"
@@ -54,8 +54,8 @@ def test_few_open_files_are_a_warning_with_the_limit_that_can_be_had() -> None:
 
 
 @needs_namespaces
-def test_locked_memory_matters_with_an_infiniband_card_only() -> None:
-    """Hosts without one have a small limit, and are well."""
+def test_locked_memory_matters_only_with_an_infiniband_card() -> None:
+    """A small limit on a host without such a card is normal."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))"
     card = "mount -t tmpfs tmpfs /sys/class; mkdir -p /sys/class/infiniband/mlx5_0"
     assert examine("LIM", before=limit).severity("DS-LIM-003") == "ok"
@@ -65,7 +65,7 @@ def test_locked_memory_matters_with_an_infiniband_card_only() -> None:
 
 @contextlib.contextmanager
 def control_group(controller: str, **values: str) -> Iterator[str]:
-    """Make a group of version 1, and give the Python that moves a process into it."""
+    """Create a group of cgroup version 1, and yield Python code that moves a process into it."""
     group = CGROUPS / controller / f"ddpsafe-test-{uuid.uuid4().hex[:8]}"
     try:
         group.mkdir()
@@ -80,7 +80,7 @@ def control_group(controller: str, **values: str) -> Iterator[str]:
 
 
 def test_limit_on_processes_is_read_from_the_control_group() -> None:
-    """Some more than the doctor itself needs, fewer than ranks do."""
+    """The limit is above what the doctor needs, and below what the ranks need."""
     with control_group("pids", pids__max="40") as enter:
         found = examine("LIM", before=enter, nproc_per_node=4)
     assert found.severity("DS-LIM-004") == "warning"
@@ -88,31 +88,31 @@ def test_limit_on_processes_is_read_from_the_control_group() -> None:
 
 
 def test_limit_on_memory_is_read_from_the_control_group() -> None:
-    """What is left of the container's memory is less than the host's."""
+    """The container's memory counts, not the host's."""
     with control_group("memory", memory__limit_in_bytes=str(300 * MIB)) as enter:
         found = examine("LIM", before=enter, nproc_per_node=4)
     assert found.severity("DS-LIM-005") == "warning"
     assert found.of("DS-LIM-005")["details"]["limit_bytes"] == 300 * MIB
 
 
-def test_quota_of_cores_is_compared_with_the_cores_that_are_visible() -> None:
-    """Torch starts threads for what it sees, not for what it gets."""
+def test_quota_of_cores_is_compared_with_the_visible_cores() -> None:
+    """PyTorch starts threads for the cores it sees, not for those it may use."""
     with control_group("cpu", cpu__cfs_quota_us="50000") as enter:
         found = examine("LIM", before=enter, nproc_per_node=1)
     assert found.severity("DS-LIM-006") == "warning"
     assert "quota is 0.5 cores" in found.of("DS-LIM-006")["fact"]
 
 
-def tree(root: Path, files: dict[str, str]) -> None:
+def write_tree(root: Path, files: dict[str, str]) -> None:
     """Write files below `root`."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="ascii")
 
 
-def test_version_two_binds_by_the_tightest_group_above(tmp_path: Path) -> None:
-    """A limit on a parent holds for its children, and the page cache counts as left."""
-    tree(
+def test_cgroup_version_2_uses_the_tightest_limit_of_all_parents(tmp_path: Path) -> None:
+    """A parent's limit applies to its children, and page cache counts as free."""
+    write_tree(
         tmp_path,
         {
             "membership": "0::/job/task\n",
@@ -132,9 +132,9 @@ def test_version_two_binds_by_the_tightest_group_above(tmp_path: Path) -> None:
     )
 
 
-def test_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
-    """Where the path of the host does not exist, what is mounted is the own group."""
-    tree(
+def test_container_sees_its_own_cgroup_as_the_root(tmp_path: Path) -> None:
+    """If the host's path does not exist, the mounted root is the container's own group."""
+    write_tree(
         tmp_path,
         {
             "membership": "0::/../../docker/0123\n",
@@ -146,14 +146,14 @@ def test_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
     assert limits.memory_bytes == 7 * MIB
 
 
-def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
-    """A system without them says nothing."""
+def test_no_control_groups_mean_no_limit(tmp_path: Path) -> None:
+    """A system without control groups has no limits to report."""
     assert read_limits(membership=tmp_path / "none", root=tmp_path) == Limits()
 
 
 @needs_namespaces
-def test_first_process_of_a_container_is_told_to_have_an_init() -> None:
-    """What it leaves behind is never reaped."""
+def test_pid_1_of_a_container_needs_an_init() -> None:
+    """Without one, orphaned processes are never reaped."""
     program = "from ddpsafe import doctor; print(doctor.run(checks={'LIM'}).to_json())"
     run = subprocess.run(
         ["unshare", "--pid", "--fork", sys.executable, "-c", program],

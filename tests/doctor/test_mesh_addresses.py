@@ -1,4 +1,4 @@
-"""The address that gloo or NCCL would announce is the one that is tried, and its traps are named."""
+"""The doctor tries the address that gloo or NCCL would announce, and reports its pitfalls."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TWO_CARDS = {"eth0": "10.77.0", "ib0": "10.88.0"}
 pytestmark = pytest.mark.root
 
 
-def test_own_name_on_loopback_is_found_on_every_host(make_hosts: MakeHosts) -> None:
-    """Debian's installer writes 127.0.1.1 for the host's own name, and gloo announces it."""
+def test_hostname_on_loopback_is_found_on_every_host(make_hosts: MakeHosts) -> None:
+    """Debian's installer maps the hostname to 127.0.1.1, and gloo announces that."""
     report = agree(examine(make_hosts(2, hosts_file=names_as_debian)))
     assert report.codes() == ["DS-MESH-020"]
     finding = report.one("DS-MESH-020")
@@ -38,17 +38,15 @@ def test_own_name_on_loopback_is_found_on_every_host(make_hosts: MakeHosts) -> N
     ],
     ids=str,
 )
-def test_interface_that_was_chosen_is_tried(
-    make_hosts: MakeHosts, asked: dict[str, object]
-) -> None:
-    """With an interface, or with NCCL, which never asks for the name, 127.0.1.1 does no harm."""
+def test_chosen_interface_is_tried(make_hosts: MakeHosts, asked: dict[str, object]) -> None:
+    """With an interface, or with NCCL, which does not resolve the hostname, 127.0.1.1 is harmless."""
     report = agree(examine(make_hosts(2, hosts_file=names_as_debian), **asked))
     assert report.codes() == []
     assert report.matrix["addresses"] == ["10.77.0.1", "10.77.0.2"]
 
 
-def test_own_name_without_address_is_found(make_hosts: MakeHosts) -> None:
-    """Then gloo takes loopback, with a warning that is easily missed."""
+def test_hostname_without_an_address_is_found(make_hosts: MakeHosts) -> None:
+    """In that case gloo falls back to loopback, with a warning that is easily missed."""
 
     def without_own(network: Network, index: int) -> str:
         lines = names_of_all(network, index).splitlines(keepends=True)
@@ -69,10 +67,10 @@ def test_own_name_without_address_is_found(make_hosts: MakeHosts) -> None:
     ],
     ids=str,
 )
-def test_absent_interface_is_named_with_those_that_are_there(
+def test_missing_interface_is_reported_with_those_that_exist(
     make_hosts: MakeHosts, asked: dict[str, object]
 ) -> None:
-    """One host lacks the card: it is named, its pairs are not, and the line to copy fits all."""
+    """The host without the card is named instead of its pairs, and the line to copy works on all hosts."""
     network = make_hosts(3, nics=TWO_CARDS, without={"ib0": [2]})
     told = examine(network, **asked)
     report = agree(told)
@@ -87,8 +85,8 @@ def test_absent_interface_is_named_with_those_that_are_there(
     require_in_time(told, 5)
 
 
-def test_nccl_takes_the_card_that_only_some_hosts_have(make_hosts: MakeHosts) -> None:
-    """Left to itself NCCL prefers ib0; the host without it announces another network."""
+def test_card_that_only_some_hosts_have_is_reported_with_nccl(make_hosts: MakeHosts) -> None:
+    """NCCL prefers ib0; the host without it announces another network."""
     network = make_hosts(3, nics=TWO_CARDS, without={"ib0": [2]})
     report = agree(examine(network, backend="nccl"))
     assert report.codes() == ["DS-MESH-023"]
@@ -100,10 +98,10 @@ def test_nccl_takes_the_card_that_only_some_hosts_have(make_hosts: MakeHosts) ->
 
 
 @pytest.mark.parametrize("subnet", ["10.66.0", "10.88.0"], ids=["lower", "higher"])
-def test_name_that_leads_to_a_card_of_one_host_only_is_found(
+def test_hostname_that_leads_to_a_card_of_one_host_only_is_found(
     make_hosts: MakeHosts, subnet: str
 ) -> None:
-    """Whether gloo survives it depends on which address is greater; the doctor finds it anyway."""
+    """Whether gloo works depends on which address is greater; the doctor reports it either way."""
 
     def own_card(network: Network, index: int) -> str:
         text = names_of_all(network, index)
@@ -120,8 +118,8 @@ def test_name_that_leads_to_a_card_of_one_host_only_is_found(
     assert {way for way in report.ways("open") if 2 not in way} == {(0, 1), (1, 0)}
 
 
-def test_two_nodes_of_one_host_may_talk_over_loopback(make_hosts: MakeHosts) -> None:
-    """Trying it out on one machine raises no alarm, whatever its name leads to."""
+def test_two_nodes_of_one_host_may_use_loopback(make_hosts: MakeHosts) -> None:
+    """A trial on one machine has no findings, whatever its hostname resolves to."""
     network = make_hosts(1, hosts_file=names_as_debian)
     asked = {"nnodes": 2, "endpoint": "localhost:29500", "timeout_s": 10}
     started = [start_one(network[0], network, **{**asked, "node_rank": rank}) for rank in (0, 1)]

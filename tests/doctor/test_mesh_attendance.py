@@ -1,4 +1,4 @@
-"""Who has not come is named, and what keeps a node from the endpoint is told apart."""
+"""Missing nodes are named, and causes that keep a node from the endpoint are distinguished."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ PORT = 29500
 pytestmark = pytest.mark.root
 
 
-def test_node_that_never_comes_is_named_and_the_others_are_examined(make_hosts: MakeHosts) -> None:
-    """The wait for nodes ends in time, and what is wrong between those who came is found as well."""
+def test_a_missing_node_is_named_and_the_others_are_examined(make_hosts: MakeHosts) -> None:
+    """The wait for nodes ends in time, and problems between the others are still found."""
     network = make_hosts(4)
     network[0].refuse_from(network[3])
     slurm = {"SLURM_STEP_NODELIST": "h[0-3]"}
@@ -46,8 +46,8 @@ def test_node_that_never_comes_is_named_and_the_others_are_examined(make_hosts: 
     assert any("waiting for node rank h2" in line for line in told[1].progress)
 
 
-def test_node_that_dies_during_the_check_is_named(make_hosts: MakeHosts) -> None:
-    """A process that is killed takes no other node with it, and its pairs are not blamed."""
+def test_a_node_that_dies_during_the_check_is_named(make_hosts: MakeHosts) -> None:
+    """The other nodes finish, and its pairs are not blamed."""
     network = make_hosts(3)
     dying = start_one(network[2], network, die_at="trying")
     told = examine(network, hosts=[0, 1])
@@ -59,8 +59,8 @@ def test_node_that_dies_during_the_check_is_named(make_hosts: MakeHosts) -> None
     require_in_time(told, 5)
 
 
-def test_host_that_loses_power_during_the_check_is_named(make_hosts: MakeHosts) -> None:
-    """It has stopped sending: the kernel's probes notice within 6 s."""
+def test_a_host_that_loses_power_during_the_check_is_named(make_hosts: MakeHosts) -> None:
+    """It just stops sending; the kernel's keep-alive probes notice within 6 s."""
     network = make_hosts(3)
     started = [start_one(network[index], network) for index in (0, 1)]
     vanishing = start_one(network[2], network, hang_at="trying")
@@ -75,8 +75,8 @@ def test_host_that_loses_power_during_the_check_is_named(make_hosts: MakeHosts) 
 
 
 @pytest.mark.parametrize("end", ["killed", "power"])
-def test_others_end_in_time_when_node_rank_zero_is_lost(make_hosts: MakeHosts, end: str) -> None:
-    """Whoever waits for node rank 0 says that it is gone, and which host it was on."""
+def test_the_others_end_in_time_when_node_rank_0_is_lost(make_hosts: MakeHosts, end: str) -> None:
+    """Each node that waits for node rank 0 reports its loss and its host."""
     network = make_hosts(3)
     coordinator = start_one(network[0], network, hang_at="trying", timeout_s=20)
     others = [start_one(network[index], network, timeout_s=20) for index in (1, 2)]
@@ -104,14 +104,14 @@ REFUSED = {
     ),
     "another version": (2, {1: {"protocol": 99}}, ["DS-MESH-040"]),
 }
-"""What is wrong: hosts, what some of them ask, and what all of them find."""
+"""What is wrong: the hosts, the options of some of them, and the codes that all of them report."""
 
 
 @pytest.mark.parametrize("wrong", REFUSED)
-def test_all_nodes_end_at_once_with_the_same_when_one_does_not_fit(
+def test_all_nodes_end_at_once_with_the_same_findings_when_one_does_not_fit(
     make_hosts: MakeHosts, wrong: str
 ) -> None:
-    """The nodes that are refused as well: what is known after a second is not waited for."""
+    """The refused nodes as well: nothing waits for an answer that is already known."""
     size, each, codes = REFUSED[wrong]
     told = examine(make_hosts(size), timeout_s=50, each=each)
     assert agree(told).codes() == codes
@@ -120,8 +120,8 @@ def test_all_nodes_end_at_once_with_the_same_when_one_does_not_fit(
     assert all(f"h{index}" in facts for index in each)
 
 
-def test_node_that_is_one_too_many_does_not_hold_up_the_others(make_hosts: MakeHosts) -> None:
-    """It comes while another direction is still being tried, and learns what they learn."""
+def test_a_surplus_node_does_not_delay_the_others(make_hosts: MakeHosts) -> None:
+    """It joins while a direction is still being tried, and gets the same findings as the others."""
     network = make_hosts(3)
     network[1].refuse_from(network[0])
     asked = {index: {"nnodes": 2} for index in (0, 1)}
@@ -131,10 +131,10 @@ def test_node_that_is_one_too_many_does_not_hold_up_the_others(make_hosts: MakeH
     assert report.one("DS-MESH-013")["hosts"] == ["h2"]
 
 
-def test_node_comes_back_when_node_rank_0_is_started_again(
+def test_a_node_joins_again_when_node_rank_0_is_restarted(
     make_hosts: MakeHosts, tmp_path: Path
 ) -> None:
-    """Nothing had been examined: the others need not be started again as well."""
+    """Nothing had been examined yet, so the other nodes need no restart."""
     network = make_hosts(3)
     first = start_one(network[0], network, timeout_s=20)
     other = start_one(network[1], network, timeout_s=20)
@@ -150,8 +150,8 @@ def test_node_comes_back_when_node_rank_0_is_started_again(
     assert report.one("DS-MESH-001")["hosts"] == ["node rank 2"]
 
 
-def test_taken_port_is_named_with_its_owner(make_hosts: MakeHosts) -> None:
-    """Node rank 0 names what listens there; the others find no doctor there."""
+def test_a_taken_port_is_reported_with_its_owner(make_hosts: MakeHosts) -> None:
+    """Node rank 0 names the program that listens there; the others report another program."""
     network = make_hosts(2)
     squatter = network[0].start([sys.executable, PROGRAM, "listen_and_close", str(PORT)])
     wait_for_line(squatter, "listening")
@@ -166,10 +166,10 @@ def test_taken_port_is_named_with_its_owner(make_hosts: MakeHosts) -> None:
     ("otherwise", "code"),
     [("drop", "DS-MESH-004"), ("reset", "DS-MESH-005"), ("prohibited", "DS-MESH-006")],
 )
-def test_closed_endpoint_is_told_by_the_node_that_cannot_come(
+def test_a_closed_endpoint_is_reported_by_the_node_that_cannot_connect(
     make_hosts: MakeHosts, otherwise: str, code: str
 ) -> None:
-    """Both sides end in time: who cannot come says why, node rank 0 says who did not."""
+    """Both sides end in time: that node reports why, and node rank 0 reports which node is missing."""
     network = make_hosts(2)
     network[0].open_only(22, otherwise=otherwise)
     host, visitor = examine(network, timeout_s=2)
@@ -181,8 +181,8 @@ def test_closed_endpoint_is_told_by_the_node_that_cannot_come(
     require_in_time([host], 5)
 
 
-def test_swapped_node_ranks_are_named_on_the_host_of_the_endpoint(make_hosts: MakeHosts) -> None:
-    """The doctor does run there; that "it does not run yet" would send the reader to a firewall."""
+def test_swapped_node_ranks_are_reported_on_the_host_of_the_endpoint(make_hosts: MakeHosts) -> None:
+    """The doctor does run there: "not running yet" would make the reader suspect a firewall."""
     swapped = {0: {"node_rank": 1}, 1: {"node_rank": 0}}
     visitor, _ = examine(make_hosts(2), timeout_s=1, each=swapped)
     assert visitor.codes() == ["DS-MESH-005"]
@@ -193,7 +193,7 @@ def test_swapped_node_ranks_are_named_on_the_host_of_the_endpoint(make_hosts: Ma
 
 
 def test_closed_ipv6_endpoint_is_opened_with_ip6tables(make_hosts: MakeHosts) -> None:
-    """The lines to paste are for the packet filter that the connection passes."""
+    """The lines to paste are for the packet filter that drops the connection."""
     network = make_hosts(2)
     for host in network:
         host.shell(f"ip -6 addr add fd00:77::{host.index + 1}/64 dev eth0 nodad")
@@ -204,8 +204,8 @@ def test_closed_ipv6_endpoint_is_opened_with_ip6tables(make_hosts: MakeHosts) ->
     assert f"ip6tables -I INPUT -p tcp --dport {PORT} -j ACCEPT" in found["fix"]
 
 
-def test_host_in_another_network_has_no_way_to_the_endpoint(make_hosts: MakeHosts) -> None:
-    """A host that has only the other card cannot even come."""
+def test_host_in_another_network_has_no_route_to_the_endpoint(make_hosts: MakeHosts) -> None:
+    """A host that has only the other card cannot connect at all."""
     network = make_hosts(
         2, nics={"eth0": "10.77.0", "ib0": "10.88.0"}, without={"eth0": [1], "ib0": [0]}
     )
@@ -214,16 +214,16 @@ def test_host_in_another_network_has_no_way_to_the_endpoint(make_hosts: MakeHost
     assert "ENETUNREACH" in visitor.one("DS-MESH-006")["fact"]
 
 
-def test_unknown_name_of_the_endpoint_is_told(make_hosts: MakeHosts) -> None:
-    """A name that neither the file nor a server knows."""
+def test_unknown_name_of_the_endpoint_is_reported(make_hosts: MakeHosts) -> None:
+    """Neither the hosts file nor a name server knows it."""
     network = make_hosts(2)
     (visitor,) = examine(network, hosts=[1], timeout_s=1, endpoint=f"nowhere:{PORT}")
     assert visitor.codes() == ["DS-MESH-007"]
     assert "getent hosts nowhere" in visitor.one("DS-MESH-007")["fix"]
 
 
-def test_silent_name_server_is_told_from_an_unknown_name(make_hosts: MakeHosts) -> None:
-    """The look-up itself would hang for longer than the deadline."""
+def test_silent_name_server_is_distinguished_from_an_unknown_name(make_hosts: MakeHosts) -> None:
+    """The look-up itself would block for longer than the deadline."""
     network = make_hosts(2, name_server="10.77.0.1")
     network[0].firewall("udp dport 53 drop")
     (visitor,) = examine(network, hosts=[1], timeout_s=1, endpoint=f"nowhere:{PORT}")
@@ -232,8 +232,8 @@ def test_silent_name_server_is_told_from_an_unknown_name(make_hosts: MakeHosts) 
     require_in_time([visitor], 5)
 
 
-def test_name_of_the_endpoint_that_leads_to_the_node_itself_is_told(make_hosts: MakeHosts) -> None:
-    """An /etc/hosts that was copied from node rank 0, where the name is 127.0.1.1."""
+def test_endpoint_name_that_resolves_to_the_node_itself_is_reported(make_hosts: MakeHosts) -> None:
+    """As with an /etc/hosts copied from node rank 0, where the name is 127.0.1.1."""
 
     def copied(network: Network, index: int) -> str:
         return names_of_all(network, index).replace("10.77.0.1 h0", "127.0.1.1 h0")
@@ -244,8 +244,8 @@ def test_name_of_the_endpoint_that_leads_to_the_node_itself_is_told(make_hosts: 
     require_in_time([visitor], 5)
 
 
-def test_node_that_comes_too_late_is_told_so(make_hosts: MakeHosts) -> None:
-    """The others are past it, held up by a connection that vanishes; it learns that it was late."""
+def test_a_late_node_is_reported_as_late(make_hosts: MakeHosts) -> None:
+    """The others are already examining, delayed by a connection that gets no answer."""
     network = make_hosts(3)
     network[1].refuse_from(network[0])
     told = examine(network, timeout_s=2, each={2: {"comes_after_s": 3}})

@@ -1,4 +1,4 @@
-"""What differs between hosts is shown with the odd one out; what may differ is not."""
+"""Differences between hosts are reported with the host that differs; harmless ones are not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FACTS = {
 }
 
 
-def test_what_differs_is_shown_with_the_odd_host_out(make_hosts: MakeHosts) -> None:
+def test_differences_are_reported_with_the_host_that_differs(make_hosts: MakeHosts) -> None:
     """One host has another torch, driver and variable, and an empty data folder."""
     odd = {
         "versions": {"torch": "2.12.1", "python": "3.11.7"},
@@ -50,14 +50,14 @@ def test_what_differs_is_shown_with_the_odd_host_out(make_hosts: MakeHosts) -> N
     require_in_time(told, 5)
 
 
-def test_equal_hosts_are_not_alarmed(make_hosts: MakeHosts) -> None:
-    """What is the same everywhere is not reported, nor is what belongs to one host."""
+def test_equal_hosts_have_no_findings(make_hosts: MakeHosts) -> None:
+    """Equal facts are not reported, nor are those that naturally differ between hosts."""
     own = {**FACTS, "hostname": "h1", "env": {"NCCL_DEBUG": "WARN", "CUDA_VISIBLE_DEVICES": "3"}}
     assert agree(examine(make_hosts(2), local=FACTS, each={1: {"local": own}})).codes() == []
 
 
-def test_silent_name_server_is_found_where_all_else_works(make_hosts: MakeHosts) -> None:
-    """The store of torch looks up everyone who connects: 10 to 20 s on each start, and no error."""
+def test_silent_name_server_is_found_where_everything_else_works(make_hosts: MakeHosts) -> None:
+    """The store of torch resolves each client's address: 10 to 20 s on every start, without an error."""
     network = make_hosts(2, name_server="10.77.0.1")
     network[0].firewall("udp dport 53 drop")
     told = examine(network)
@@ -69,8 +69,8 @@ def test_silent_name_server_is_found_where_all_else_works(make_hosts: MakeHosts)
     require_in_time(told, 5)
 
 
-def test_interfaces_of_different_size_are_a_warning(make_hosts: MakeHosts) -> None:
-    """TCP copes with 9000 on one end and 1500 on the other: connections are open."""
+def test_different_mtus_are_a_warning(make_hosts: MakeHosts) -> None:
+    """TCP copes with 9000 on one end and 1500 on the other, so connections are open."""
     network = make_hosts(3, mtu=9000)
     network[2].shell("ip link set eth0 mtu 1500")
     report = agree(examine(network))
@@ -79,15 +79,15 @@ def test_interfaces_of_different_size_are_a_warning(make_hosts: MakeHosts) -> No
     assert report.ways("open") == {(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)}
 
 
-def test_a_job_started_with_other_arguments_is_named(make_hosts: MakeHosts) -> None:
-    """One host was told another backend: its ranks would never meet the others."""
+def test_a_job_started_with_different_arguments_is_reported(make_hosts: MakeHosts) -> None:
+    """One host has another backend: its ranks would never join the others."""
     odd = {**FACTS, "config": {"backend": "nccl"}}
     report = agree(examine(make_hosts(3), local=FACTS, each={2: {"local": odd}}))
     assert report.codes() == ["DS-MESH-045"]
     assert report.one("DS-MESH-045")["hosts"] == ["h2"]
 
 
-def test_a_clock_that_is_off_is_named(make_hosts: MakeHosts) -> None:
+def test_a_clock_that_is_off_is_reported(make_hosts: MakeHosts) -> None:
     """Logs and file times of that host would not compare; nothing else breaks."""
     report = agree(examine(make_hosts(3), each={1: {"clock_ahead_s": 600}}))
     assert report.codes() == ["DS-MESH-043"]

@@ -1,4 +1,4 @@
-"""What is closed between hosts is named: which pair, which direction, why; the healthy are not."""
+"""Blocked connections between hosts are reported by pair, direction and cause; healthy ones are not."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ PORT = 29500
 pytestmark = pytest.mark.root
 
 
-def all_ways(count: int) -> set[tuple[int, int]]:
-    """Return every direction between so many hosts."""
+def all_directions(count: int) -> set[tuple[int, int]]:
+    """Return every direction between this many hosts."""
     return set(itertools.permutations(range(count), 2))
 
 
 @pytest.mark.parametrize(
     ("size", "limit_s"), [(2, 5), (4, 5), pytest.param(16, 10, marks=pytest.mark.soak)]
 )
-def test_healthy_hosts_are_not_alarmed(make_hosts: MakeHosts, size: int, limit_s: float) -> None:
-    """Nothing is found where nothing is wrong: no default route here, and any number of hosts."""
+def test_healthy_hosts_have_no_findings(make_hosts: MakeHosts, size: int, limit_s: float) -> None:
+    """With any number of hosts, and without a default route."""
     told = examine(make_hosts(size), timeout_s=20)
     report = agree(told)
     assert report.codes() == []
     assert report.codes("ok") == ["DS-MESH-030", "DS-MESH-051"]
-    assert report.ways("open") == all_ways(size)
+    assert report.ways("open") == all_directions(size)
     require_in_time(told, limit_s)
 
 
-def test_hosts_without_ipv6_are_not_alarmed(make_hosts: MakeHosts) -> None:
-    """IPv6 switched off is not reported."""
+def test_hosts_without_ipv6_have_no_findings(make_hosts: MakeHosts) -> None:
+    """A disabled IPv6 is not reported."""
     network = make_hosts(2)
     for host in network:
         host.shell("echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6")
     assert agree(examine(network)).codes() == []
 
 
-def test_hosts_with_ipv6_alone_are_examined_the_same(make_hosts: MakeHosts) -> None:
-    """Addresses, ports and rules are those of IPv6 where there is nothing else."""
+def test_hosts_with_only_ipv6_are_examined_too(make_hosts: MakeHosts) -> None:
+    """Addresses, ports and firewall rules are then those of IPv6."""
 
     def names(network: Network, _: int) -> str:
         return "\n".join(f"fd00:77::{each + 1} {name}" for each, name in enumerate(network.names))
@@ -63,7 +63,7 @@ def test_hosts_with_ipv6_alone_are_examined_the_same(make_hosts: MakeHosts) -> N
     assert "ip6 saddr fd00:77::/64 tcp dport" in report.one("DS-MESH-032")["fix"]
 
 
-def test_hosts_with_a_default_route_to_nowhere_are_not_alarmed(make_hosts: MakeHosts) -> None:
+def test_hosts_with_a_broken_default_route_have_no_findings(make_hosts: MakeHosts) -> None:
     """A route that no packet of the job takes is not reported."""
     assert agree(examine(make_hosts(2, routed=True))).codes() == []
 
@@ -78,17 +78,17 @@ def test_hosts_with_a_default_route_to_nowhere_are_not_alarmed(make_hosts: MakeH
         ("host-unreachable", "no-route"),
     ],
 )
-def test_only_the_endpoint_open_is_one_finding(
+def test_an_endpoint_that_is_the_only_open_port_is_one_finding(
     make_hosts: MakeHosts, otherwise: str, result: str
 ) -> None:
-    """Where only MASTER_PORT is open, gloo hangs for five times its timeout and names no host."""
+    """If only MASTER_PORT is open, gloo hangs for five times its timeout and names no host."""
     network = make_hosts(2)
     for host in network:
         host.open_only(PORT, otherwise=otherwise)
     told = examine(network)
     report = agree(told)
     assert report.codes() == ["DS-MESH-036"]
-    assert report.ways(result) == all_ways(2)
+    assert report.ways(result) == all_directions(2)
     finding = report.one("DS-MESH-036")
     assert "No host can open a connection" in finding["fact"]
     assert "firewall" in finding["cause"] or str(PORT) in finding["cause"]
@@ -104,10 +104,10 @@ def test_only_the_endpoint_open_is_one_finding(
         ("prohibited", "DS-MESH-033", "no-route"),
     ],
 )
-def test_one_direction_of_one_pair_among_four_is_named(
+def test_one_blocked_direction_among_four_hosts_is_named(
     make_hosts: MakeHosts, how: str, code: str, result: str
 ) -> None:
-    """With gloo, whether this is seen depends on which of the two has the greater address."""
+    """With gloo, detection would depend on which of the two has the greater address."""
     network = make_hosts(4)
     network[1].refuse_from(network[2], how=how)
     told = examine(network)
@@ -118,11 +118,11 @@ def test_one_direction_of_one_pair_among_four_is_named(
     assert "h2 (node rank 2) cannot open a connection to h1 (node rank 1)" in finding["fact"]
     assert "the other direction works" in finding["fact"]
     assert report.ways(result) == {(2, 1)}
-    assert report.ways("open") == all_ways(4) - {(2, 1)}
+    assert report.ways("open") == all_directions(4) - {(2, 1)}
     require_in_time(told, 5)
 
 
-def test_closed_host_among_sixteen_is_one_finding(make_hosts: MakeHosts) -> None:
+def test_one_closed_host_among_sixteen_is_one_finding(make_hosts: MakeHosts) -> None:
     """Fifteen blocked directions have one cause, and one line repairs it."""
     network = make_hosts(16)
     network[5].open_only(PORT)
@@ -131,12 +131,12 @@ def test_closed_host_among_sixteen_is_one_finding(make_hosts: MakeHosts) -> None
     assert report.codes() == ["DS-MESH-031"]
     assert "No host can open a connection TO h5 (node rank 5)" in report.one("DS-MESH-031")["fact"]
     assert report.one("DS-MESH-031")["hosts"] == ["h5"]
-    assert report.ways("open") == {way for way in all_ways(16) if way[1] != 5}
+    assert report.ways("open") == {way for way in all_directions(16) if way[1] != 5}
     require_in_time(told, 10)
 
 
 def test_host_that_lets_nothing_out_is_one_finding(make_hosts: MakeHosts) -> None:
-    """What a host's own rules keep in is told from what the others keep out."""
+    """A host's own outgoing rules are distinguished from the incoming rules of the others."""
     network = make_hosts(4)
     for host in network:
         if host.index != 3:
@@ -147,8 +147,8 @@ def test_host_that_lets_nothing_out_is_one_finding(make_hosts: MakeHosts) -> Non
     assert report.one("DS-MESH-031")["hosts"] == ["h3"]
 
 
-def test_copied_rule_repairs_what_was_found(make_hosts: MakeHosts) -> None:
-    """The lines of the finding, pasted on the hosts they name, open the way."""
+def test_copied_rule_repairs_the_connection(make_hosts: MakeHosts) -> None:
+    """The lines of the finding, pasted on the hosts they name, open the connection."""
     network = make_hosts(2)
     for host in network:
         host.open_only(PORT, otherwise="reset")
@@ -162,8 +162,8 @@ def test_copied_rule_repairs_what_was_found(make_hosts: MakeHosts) -> None:
 
 
 @pytest.mark.parametrize("program", ["accept_everything", "listen_and_close"])
-def test_proxy_in_place_of_a_host_is_found(make_hosts: MakeHosts, program: str) -> None:
-    """A transparent proxy accepts every connection; only the nonce tells."""
+def test_proxy_that_answers_for_a_host_is_found(make_hosts: MakeHosts, program: str) -> None:
+    """A transparent proxy accepts every connection; only the nonce reveals it."""
     network = make_hosts(3)
     proxy = network[1].start([sys.executable, PROGRAM, program, "9999"])
     wait_for_line(proxy, "listening")
@@ -176,16 +176,16 @@ def test_proxy_in_place_of_a_host_is_found(make_hosts: MakeHosts, program: str) 
     report = agree(told)
     assert report.codes() == ["DS-MESH-034"]
     assert report.ways("wrong-peer") == {(0, 1), (2, 1)}
-    assert report.ways("open") == all_ways(3) - {(0, 1), (2, 1)}
+    assert report.ways("open") == all_directions(3) - {(0, 1), (2, 1)}
     assert "No host can connect TO h1" in report.one("DS-MESH-034")["fact"]
     require_in_time(told, 5)
 
 
 def test_lost_large_packets_are_found(make_hosts: MakeHosts) -> None:
-    """Everything connects and small messages pass; what fills a packet vanishes without ICMP."""
+    """Connections open and small messages pass, but full-size packets vanish without ICMP."""
     network = make_hosts(3, mtu=9000)
     for host in network:
-        # With segmentation offload the switch passes what the wire would not.
+        # With segmentation offload the switch would pass packets that a wire does not.
         host.shell("ip link set eth0 gso_max_segs 1")
     network.switch.shell(f"ip link set {network[2].port('eth0')} mtu 1500")
     told = examine(network)
@@ -200,8 +200,8 @@ def test_lost_large_packets_are_found(make_hosts: MakeHosts) -> None:
     require_in_time(told, 5)
 
 
-def test_dead_switch_port_is_told_from_a_firewall(make_hosts: MakeHosts) -> None:
-    """The carrier stays and packets vanish, as with a firewall, but so do answers to ARP."""
+def test_dead_switch_port_is_distinguished_from_a_firewall(make_hosts: MakeHosts) -> None:
+    """The carrier stays and packets vanish, as with a firewall, but ARP gets no answer either."""
     network = make_hosts(3, nics={"eth0": "10.77.0", "ib0": "10.88.0"})
     network[2].cut_off("ib0")
     told = examine(network, env={"GLOO_SOCKET_IFNAME": "ib0"})
@@ -215,8 +215,8 @@ def test_dead_switch_port_is_told_from_a_firewall(make_hosts: MakeHosts) -> None
     require_in_time(told, 5)
 
 
-def test_unplugged_host_is_no_firewall(make_hosts: MakeHosts) -> None:
-    """A host that does not answer on its own wire is told from one that drops."""
+def test_unplugged_host_is_distinguished_from_a_firewall(make_hosts: MakeHosts) -> None:
+    """A host that does not answer ARP is not one whose firewall drops packets."""
     network = make_hosts(3, nics={"eth0": "10.77.0", "ib0": "10.88.0"})
     network[2].unplug("ib0")
     told = examine(network, env={"GLOO_SOCKET_IFNAME": "ib0"})

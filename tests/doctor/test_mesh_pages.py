@@ -1,4 +1,4 @@
-"""Every finding of the mesh has a page, and the page shows what the doctor prints today."""
+"""Every finding of the mesh has a page, and the page shows the doctor's current output."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ SOURCES: Final = CHECKOUT / "ddpsafe" / "doctor" / "_mesh"
 
 
 def test_pages_and_codes_are_the_same() -> None:
-    """None is missing and none is left over."""
+    """No page is missing and none is left over."""
     assert sorted(path.stem for path in PAGES.glob("DS-MESH-*.md")) == sorted(_codes.MESH)
 
 
 @pytest.mark.parametrize("code", _codes.MESH)
-def test_page_says_cause_how_to_confirm_and_fix(code: str) -> None:
-    """The heading is the finding's; each part says something."""
+def test_page_has_cause_confirmation_and_fix(code: str) -> None:
+    """The title is the finding's, and no section is empty."""
     text = (PAGES / f"{code}.md").read_text(encoding="utf-8")
     assert text.startswith(f"# {code}: {_codes.MESH[code]}\n")
     parts = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
@@ -60,16 +60,16 @@ def test_page_says_cause_how_to_confirm_and_fix(code: str) -> None:
     assert all(part.strip() for part in parts.values())
 
 
-def test_every_code_is_found_by_something() -> None:
-    """A code that nothing finds is taken off the list."""
+def test_every_code_is_used_by_a_check() -> None:
+    """A code that no check reports is removed from the list."""
     names = {value: name for name, value in vars(_codes).items() if isinstance(value, str)}
     modules = [path for path in SOURCES.rglob("*.py") if path.name != "_codes.py"]
     text = "\n".join(path.read_text(encoding="utf-8") for path in modules)
     assert [code for code in _codes.MESH if f"_codes.{names[code]}" not in text] == []
 
 
-def of(ways: Mapping[tuple[int, int], Dialled], size: int = 3, **changed: Any) -> Results:
-    """Return what was collected of hosts that reach each other, besides some directions."""
+def results_of(ways: Mapping[tuple[int, int], Dialled], size: int = 3, **changed: Any) -> Results:
+    """Return the results of hosts that all reach each other, except for some directions."""
     nodes: Mapping[int, Node] = changed.pop("nodes", {rank: node(rank) for rank in range(size)})
     told: Mapping[int, dict[str, Any]] = changed.pop("told", {})
     reports = {
@@ -94,21 +94,23 @@ def of(ways: Mapping[tuple[int, int], Dialled], size: int = 3, **changed: Any) -
     return Results(**known)
 
 
-def kept_from(trouble: Any, **changed: Any) -> Callable[[], list[Finding]]:
-    """Return what makes the finding of a node that did not come to node rank 0."""
+def findings_of_obstacle(trouble: Any, **changed: Any) -> Callable[[], list[Finding]]:
+    """Return a function that makes the findings of a node that did not reach node rank 0."""
     said = {"dropped": "no answer within 3.0 s", "no-route": "ENETUNREACH"}.get(trouble, "")
     known = {"said": said, "addresses": ("10.77.0.1",), "waited_s": 60.0, **changed}
     obstacle = Obstacle(trouble=trouble, **known)
     return lambda: [describe_obstacle(obstacle, host="h0", port=29400, node_rank=1, nnodes=4)]
 
 
-def judged(results: Results) -> Callable[[], list[Finding]]:
-    """Return what makes the findings of collected results."""
+def findings_of(results: Results) -> Callable[[], list[Finding]]:
+    """Return a function that makes the findings of collected results."""
     return lambda: make_findings(results)
 
 
-def all_ways(dialled: Callable[[int], Dialled], size: int = 3) -> dict[tuple[int, int], Dialled]:
-    """Return the same for every direction."""
+def all_directions(
+    dialled: Callable[[int], Dialled], size: int = 3
+) -> dict[tuple[int, int], Dialled]:
+    """Return the same result for every direction."""
     return {
         (here, there): dialled(there)
         for here in range(size)
@@ -117,15 +119,15 @@ def all_ways(dialled: Callable[[int], Dialled], size: int = 3) -> dict[tuple[int
     }
 
 
-def came(rank: int, nnodes: int, job: str = "") -> Greeting:
-    """Return how another node introduced itself."""
+def greeting_of(rank: int, nnodes: int, job: str = "") -> Greeting:
+    """Return the greeting of another node."""
     return Greeting(
         version=3, nnodes=nnodes, node_rank=rank, hostname="h2", pid=311, job=job, challenge="ab"
     )
 
 
 def announcing(rank: int, **announced: Any) -> Node:
-    """Return a node with another choice of its library."""
+    """Return a node whose library announces something else."""
     known = {
         "address": f"10.77.0.{rank + 1}",
         "interface": "eth0",
@@ -136,7 +138,7 @@ def announcing(rank: int, **announced: Any) -> Node:
 
 
 def with_facts(rank: int, **facts: Any) -> Node:
-    """Return a node with a fingerprint."""
+    """Return a node with these facts."""
     return node(rank, facts=Facts(**facts))
 
 
@@ -148,23 +150,29 @@ BOTH: Final = {
 TORCH: Final = {"ddpsafe": "0.1.0", "torch": "2.13.0+cpu"}
 
 PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
-    "DS-MESH-001": judged(of({}, size=4, nodes={rank: node(rank) for rank in (0, 1, 3)})),
-    "DS-MESH-002": judged(
-        of(
+    "DS-MESH-001": findings_of(
+        results_of({}, size=4, nodes={rank: node(rank) for rank in (0, 1, 3)})
+    ),
+    "DS-MESH-002": findings_of(
+        results_of(
             {},
             size=4,
             nodes={rank: node(rank) for rank in (0, 1, 3)},
             rejected=(
-                Rejected(reason="duplicate", greeting=came(1, 4), holder="h1", holder_pid=207),
+                Rejected(
+                    reason="duplicate", greeting=greeting_of(1, 4), holder="h1", holder_pid=207
+                ),
             ),
         )
     ),
-    "DS-MESH-003": kept_from("other-program", said="it sent nothing for 5.0 s"),
-    "DS-MESH-004": kept_from("dropped"),
-    "DS-MESH-005": kept_from("refused"),
-    "DS-MESH-006": kept_from("no-route"),
-    "DS-MESH-007": kept_from("unresolved", said="Name or service not known", addresses=()),
-    "DS-MESH-008": kept_from("loopback", addresses=("127.0.1.1",)),
+    "DS-MESH-003": findings_of_obstacle("other-program", said="it sent nothing for 5.0 s"),
+    "DS-MESH-004": findings_of_obstacle("dropped"),
+    "DS-MESH-005": findings_of_obstacle("refused"),
+    "DS-MESH-006": findings_of_obstacle("no-route"),
+    "DS-MESH-007": findings_of_obstacle(
+        "unresolved", said="Name or service not known", addresses=()
+    ),
+    "DS-MESH-008": findings_of_obstacle("loopback", addresses=("127.0.1.1",)),
     "DS-MESH-009": lambda: [
         cannot_serve(
             OSError(98, "Address already in use"),
@@ -172,18 +180,20 @@ PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
             owner="; python (pid 207) on h0 uses it",
         )
     ],
-    "DS-MESH-010": judged(
-        of({}, reports={rank: NodeReport(dialled=(Dialled(1 - rank, "open"),)) for rank in (0, 1)})
+    "DS-MESH-010": findings_of(
+        results_of(
+            {}, reports={rank: NodeReport(dialled=(Dialled(1 - rank, "open"),)) for rank in (0, 1)}
+        )
     ),
     "DS-MESH-011": lambda: [coordinator_lost("h0", "it closed the connection", at_store=False)],
-    "DS-MESH-012": kept_from("late"),
-    "DS-MESH-013": judged(
-        of({}, size=2, rejected=(Rejected(reason="other-job", greeting=came(1, 3)),))
+    "DS-MESH-012": findings_of_obstacle("late"),
+    "DS-MESH-013": findings_of(
+        results_of({}, size=2, rejected=(Rejected(reason="other-job", greeting=greeting_of(1, 3)),))
     ),
     "DS-MESH-014": lambda: [coordinator_garbled("h0", "a number is out of range")],
-    "DS-MESH-015": kept_from("secret"),
-    "DS-MESH-020": judged(
-        of(
+    "DS-MESH-015": findings_of_obstacle("secret"),
+    "DS-MESH-020": findings_of(
+        results_of(
             {},
             nodes={
                 0: node(0),
@@ -192,8 +202,8 @@ PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
             },
         )
     ),
-    "DS-MESH-021": judged(
-        of(
+    "DS-MESH-021": findings_of(
+        results_of(
             {},
             nodes={
                 0: node(0),
@@ -209,8 +219,8 @@ PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
             },
         )
     ),
-    "DS-MESH-024": judged(
-        of(
+    "DS-MESH-024": findings_of(
+        results_of(
             {(1, 2): Dialled(2, "refused", error="ECONNREFUSED")},
             nodes={
                 0: node(0),
@@ -223,8 +233,8 @@ PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
             },
         )
     ),
-    "DS-MESH-027": judged(
-        of(
+    "DS-MESH-027": findings_of(
+        results_of(
             {
                 (here, there): Dialled(there, "dropped")
                 for here in range(3)
@@ -246,29 +256,29 @@ PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
             },
         )
     ),
-    "DS-MESH-031": judged(
-        of({(0, 1): Dialled(1, "dropped"), (2, 1): Dialled(1, "dropped")}, told={1: INPUT})
+    "DS-MESH-031": findings_of(
+        results_of({(0, 1): Dialled(1, "dropped"), (2, 1): Dialled(1, "dropped")}, told={1: INPUT})
     ),
-    "DS-MESH-032": judged(
-        of({(2, 1): Dialled(1, "refused", error="ECONNREFUSED")}, told={1: INPUT})
+    "DS-MESH-032": findings_of(
+        results_of({(2, 1): Dialled(1, "refused", error="ECONNREFUSED")}, told={1: INPUT})
     ),
-    "DS-MESH-033": judged(
-        of(
+    "DS-MESH-033": findings_of(
+        results_of(
             {
                 (0, 2): Dialled(2, "no-route", reason="no-arp", error="EHOSTUNREACH"),
                 (2, 0): Dialled(0, "no-route", reason="no-arp", error="EHOSTUNREACH"),
             }
         )
     ),
-    "DS-MESH-036": judged(of(all_ways(lambda there: Dialled(there, "dropped")))),
-    "DS-MESH-038": judged(
-        of(
+    "DS-MESH-036": findings_of(results_of(all_directions(lambda there: Dialled(there, "dropped")))),
+    "DS-MESH-038": findings_of(
+        results_of(
             {(2, 1): Dialled(1, "dropped"), (1, 2): Dialled(2, "dropped")},
             told={2: {"routes": (Route(1, "eth1", "10.77.0.2/32"),)}},
         )
     ),
-    "DS-MESH-040": judged(
-        of(
+    "DS-MESH-040": findings_of(
+        results_of(
             {},
             nodes={
                 0: with_facts(0, versions=TORCH),
@@ -277,8 +287,8 @@ PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
             },
         )
     ),
-    "DS-MESH-041": judged(
-        of(
+    "DS-MESH-041": findings_of(
+        results_of(
             {},
             nodes={
                 0: with_facts(0, env={"OMP_NUM_THREADS": "1"}),
@@ -287,19 +297,19 @@ PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
             },
         )
     ),
-    "DS-MESH-050": judged(
-        of(
+    "DS-MESH-050": findings_of(
+        results_of(
             {},
             all_reduce=AllReduce(said={0: Reduced(error="RuntimeError: Connection reset by peer")}),
         )
     ),
 }
-"""What the findings of each code are made of; what the others need, test_pasted.py breaks for real."""
+"""What makes the findings of each code; test_pasted.py provokes the other codes for real."""
 
 
 @pytest.mark.parametrize("code", PRINTED)
-def test_page_shows_what_the_doctor_prints(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Facts, cause, lines to paste and all: a text that changes takes its page along."""
+def test_page_shows_the_output_of_the_doctor(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Facts, cause and lines to paste: a text cannot change without its page."""
     monkeypatch.setattr(socket, "gethostname", lambda: "h1")
     address = ipaddress.ip_interface("10.77.0.2/24")
     eth0 = Interface(name="eth0", networks=(address,), mtu_bytes=1500, is_running=True)

@@ -1,4 +1,4 @@
-"""Who dials whom, and what blocked directions have in common: simulated, up to 1,024 nodes."""
+"""Which node dials which, and what blocked directions share: simulated, up to 1,024 nodes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ddpsafe.doctor._mesh.pairs import EVERY_PAIR, plan_targets
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Way = tuple[int, int]
+Direction = tuple[int, int]
 
 
-def ways_of(plan: list[list[int]]) -> set[Way]:
+def directions_of(plan: list[list[int]]) -> set[Direction]:
     """Return all directions of a plan."""
     return {(node, target) for node, targets in enumerate(plan) for target in targets}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16, EVERY_PAIR])
-def test_every_pair_is_tried_while_nodes_are_few(count: int) -> None:
-    """Up to 64 nodes nothing is left to a scheme."""
+def test_every_pair_is_tried_with_few_nodes(count: int) -> None:
+    """Up to 64 nodes the plan is complete."""
     plan = plan_targets(["net"] * count, seed=1)
-    assert ways_of(plan) == set(itertools.permutations(range(count), 2))
+    assert directions_of(plan) == set(itertools.permutations(range(count), 2))
 
 
 @pytest.mark.parametrize("count", [65, 100, 256, 1000, 1024])
-def test_beyond_that_everybody_dials_and_is_dialled_about_as_often(count: int) -> None:
-    """No node dials itself or twice, and the number of connections stays bounded."""
+def test_with_many_nodes_each_dials_and_is_dialled_about_equally_often(count: int) -> None:
+    """No node dials itself or another one twice, and the number of connections stays bounded."""
     networks = [f"10.0.{node // 64}.0/26" for node in range(count)]
     plan = plan_targets(networks, seed=7)
     assert all(node not in targets for node, targets in enumerate(plan))
@@ -55,7 +55,7 @@ GROUPINGS: dict[str, Callable[[int], list[list[int]]]] = {
 @pytest.mark.parametrize("name", GROUPINGS)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_host_that_cannot_reach_a_group_is_found_among_1024(name: str, seed: int) -> None:
-    """Every host dials at least one local_node of every group but those it is in itself."""
+    """Every host dials at least one node of every group, its own groups excepted."""
     groups = GROUPINGS[name](1024)
     own = {node: number for number, group in enumerate(groups) for node in group}
     networks = [own[node] for node in range(1024)] if name.startswith("networks") else [0] * 1024
@@ -65,8 +65,8 @@ def test_host_that_cannot_reach_a_group_is_found_among_1024(name: str, seed: int
         assert reached | {own[node]} == set(range(len(groups)))
 
 
-def test_host_that_cannot_reach_a_group_of_chance_is_found_almost_surely() -> None:
-    """An eighth of the hosts, picked at random, is missed by fewer than one host in ten thousand."""
+def test_host_that_cannot_reach_a_random_group_is_found_almost_surely() -> None:
+    """With a random eighth of the hosts as the group, fewer than one host in ten thousand is missed."""
     chance = random.Random(5)
     plan = plan_targets([0] * 1024, seed=9)
     misses = 0
@@ -77,18 +77,18 @@ def test_host_that_cannot_reach_a_group_of_chance_is_found_almost_surely() -> No
 
 
 @pytest.mark.parametrize("count", [4, 16, 256, 1024])
-def test_closed_host_is_the_explanation_for_everything_that_failed(count: int) -> None:
-    """However many dialled it, it is one group, and no other host is in it."""
-    tried = ways_of(plan_targets(["net"] * count, seed=3))
+def test_closed_host_explains_every_failure(count: int) -> None:
+    """However many dialled it, all failures form one group, which names no other host."""
+    tried = directions_of(plan_targets(["net"] * count, seed=3))
     closed = {way for way in tried if way[1] == 2}
     assert group_ways(closed, tried) == [Group(shape="to", nodes=(2,), ways=tuple(sorted(closed)))]
 
 
 def test_blocked_directions_are_explained_by_as_few_hosts_as_possible() -> None:
-    """Each shape by its own name: everywhere, split, around, to, from, a pair, one way."""
+    """Each shape has its own name: everywhere, split, around, to, from, a pair, one way."""
     tried = set(itertools.permutations(range(6), 2))
 
-    def shapes(blocked: set[Way]) -> list[tuple[str, tuple[int, ...]]]:
+    def shapes(blocked: set[Direction]) -> list[tuple[str, tuple[int, ...]]]:
         groups = group_ways(blocked, tried)
         explained = [way for group in groups for way in group.ways]
         assert sorted(explained) == sorted(blocked), "each direction is explained once"
@@ -107,7 +107,7 @@ def test_blocked_directions_are_explained_by_as_few_hosts_as_possible() -> None:
     assert shapes(both) == [("to", (1,)), ("one-way", (2, 3))]
 
 
-def test_single_pair_of_hosts_is_never_blamed_on_one_of_them() -> None:
-    """With two hosts nothing tells whose fault a one-way block is: the direction is named."""
+def test_single_pair_of_hosts_is_not_blamed_on_one_of_them() -> None:
+    """With two hosts nothing shows which one is at fault, so the direction is reported."""
     tried = {(0, 1), (1, 0)}
     assert [group.shape for group in group_ways({(0, 1)}, tried)] == ["one-way"]

@@ -1,4 +1,4 @@
-"""What the mesh check does with torch: its store, its all-reduce, its interface."""
+"""The mesh check with torch: its store, its all-reduce, its interface."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.root
 
 
-def test_an_all_reduce_closes_the_examination(make_hosts: MakeHosts) -> None:
-    """Where nothing failed, every host takes part in a real one."""
+def test_the_examination_ends_with_an_all_reduce(make_hosts: MakeHosts) -> None:
+    """If nothing has failed, every host takes part in a real one."""
     report = agree(examine(make_hosts(2), collective="run", timeout_s=20))
     assert report.codes() == []
     assert "An all-reduce over 2 hosts is correct (gloo" in report.one("DS-MESH-050")["fact"]
 
 
 def test_all_reduce_that_cannot_work_fails_in_time(make_hosts: MakeHosts) -> None:
-    """A library that cannot be used is found by using it: here gloo is told a wrong transport."""
+    """A broken library is found by using it: here gloo has an invalid transport."""
     network = make_hosts(2)
     broken = {1: {"env": {"GLOO_DEVICE_TRANSPORT": "NONE"}}}
     report = agree(examine(network, collective="run", timeout_s=20, each=broken))
@@ -38,8 +38,8 @@ def test_all_reduce_that_cannot_work_fails_in_time(make_hosts: MakeHosts) -> Non
     assert report.one("DS-MESH-050")["hosts"] == ["h1"]
 
 
-def test_ranks_of_another_launcher_are_examined_over_their_store(make_hosts: MakeHosts) -> None:
-    """Under torchrun the endpoint is taken by the store of its agent; the check uses that."""
+def test_ranks_of_torchrun_are_examined_over_their_store(make_hosts: MakeHosts) -> None:
+    """The store of torchrun's agent already occupies the endpoint, so the check uses that store."""
     network = make_hosts(3)
     network[1].refuse_from(network[2], how="reset")
     started = [start_one(host, network, program="examine_at_store") for host in network]
@@ -51,14 +51,14 @@ def test_ranks_of_another_launcher_are_examined_over_their_store(make_hosts: Mak
 def start_ranks(
     network: Network, per_host: int, *, by_node: bool = False, shadow: Path | None = None
 ) -> list[Forked]:
-    """Start ranks that ask for the full preflight, as srun would, or mpirun --map-by node.
+    """Start ranks with the full preflight, as srun or mpirun --map-by node would.
 
     Args:
         network: The hosts.
-        per_host: How many ranks each of them has.
-        by_node: Whether neighbouring ranks are on different hosts.
-        shadow: A folder for a stand-in of torch, which is what the doctor's own processes then find
-            where their import of the real one is not the point.
+        per_host: The number of ranks on each host.
+        by_node: Whether consecutive ranks are on different hosts.
+        shadow: A folder with a stand-in for torch, which the doctor's child processes import
+            if the real one does not matter.
     """
     variables = {}
     if shadow is not None:
@@ -86,18 +86,18 @@ def start_ranks(
     ]
 
 
-def test_full_preflight_of_healthy_nodes_lets_the_ranks_join(make_hosts: MakeHosts) -> None:
-    """Over the port of the job alone; what follows is the job."""
+def test_ranks_join_after_a_full_preflight_of_healthy_nodes(make_hosts: MakeHosts) -> None:
+    """The preflight uses only the port of the job, which the job then uses itself."""
     for rank, process in enumerate(start_ranks(make_hosts(2), 2)):
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
         assert json.loads(out) == {str(rank): 10.0}
 
 
-def test_full_preflight_names_the_firewall_that_opens_the_port_of_the_job_only(
+def test_full_preflight_reports_a_firewall_that_opens_only_the_port_of_the_job(
     make_hosts: MakeHosts, tmp_path: Path
 ) -> None:
-    """Every rank ends at once; the first of each node has the findings, the others say so."""
+    """Every rank ends at once: the first of each node has the findings, the others refer to it."""
     network = make_hosts(2)
     for host in network:
         host.open_only(29500)
@@ -112,12 +112,12 @@ def test_full_preflight_names_the_firewall_that_opens_the_port_of_the_job_only(
             assert "tcp dport 32768-60999 accept    # on h1" in err
 
 
-def test_full_preflight_tells_ranks_that_are_not_filled_node_by_node(
+def test_full_preflight_reports_ranks_that_are_not_consecutive_on_a_node(
     make_hosts: MakeHosts, tmp_path: Path
 ) -> None:
-    """Without NODE_RANK it is derived, here wrongly: two ranks would speak for one node."""
+    """Without NODE_RANK it is derived, here wrongly: two ranks would act for one node."""
     started = start_ranks(make_hosts(2), 2, by_node=True, shadow=tmp_path)
-    first_ones = (started[0], started[2])  # of both hosts: one of them comes second
+    first_ones = (started[0], started[2])  # one per host; the other host connects second
     scripts.wait_until(lambda: any(each.poll() is not None for each in first_ones), within_s=60)
     ended = next(each for each in first_ones if each.poll() is not None)
     _, err = ended.communicate(timeout=60)
@@ -125,10 +125,10 @@ def test_full_preflight_tells_ranks_that_are_not_filled_node_by_node(
     assert "is not the only rank that considers itself the first of node 0" in err
 
 
-def test_automatic_interface_joins_hosts_whose_names_lead_to_loopback(
+def test_automatic_interface_works_where_hostnames_lead_to_loopback(
     make_hosts: MakeHosts,
 ) -> None:
-    """With /etc/hosts as Debian writes it gloo fails; ``interface="auto"`` is all it takes."""
+    """With Debian's /etc/hosts gloo fails; ``interface="auto"`` is enough to fix it."""
     network = make_hosts(2, hosts_file=names_as_debian)
     asked = json.dumps({"rendezvous": {"interface": "auto"}, "timeouts": {"rendezvous": 30}})
     started = [
@@ -160,10 +160,10 @@ def test_automatic_interface_joins_hosts_whose_names_lead_to_loopback(
         (None, {}, {}),
     ],
 )
-def test_interface_is_the_one_that_leads_to_rank_zero(
+def test_automatic_interface_is_the_one_that_leads_to_rank_0(
     make_hosts: MakeHosts, interface: str | None, env: dict[str, str], expected: dict[str, str]
 ) -> None:
-    """The kernel's route decides, for each library in its own spelling; what the user set stays."""
+    """The kernel's route decides; each library gets its own spelling, and the user's choice stays."""
     network = make_hosts(2, nics={"eth0": "10.77.0", "ib0": "10.88.0"})
     asked = json.dumps({"interface": interface, "host": "10.88.0.1"})
     for host in network:

@@ -1,4 +1,4 @@
-"""What nodes tell each other travels as bounded lines, and strangers at the port do no harm."""
+"""Nodes exchange bounded lines, and unknown clients at the port do no harm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOON = timedelta(seconds=5)
 
 
 def greeting(node_rank: int, **changed: object) -> Greeting:
-    """Return the greeting of a node of a job of three."""
+    """Return the greeting of one node of three."""
     known = {"nnodes": 3, "hostname": f"h{node_rank}", "pid": 1, "job": "", "challenge": "c"}
     return read(Greeting, {"version": VERSION, "node_rank": node_rank, **known, **changed})
 
@@ -38,10 +38,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def come(
+async def join_job(
     port: int, node_rank: int, *, secret: str = "", **changed: object
 ) -> Client | Refused | Obstacle:
-    """Come to a coordinator on this machine."""
+    """Connect to a coordinator on this machine as a node."""
     return await reach_coordinator(
         "127.0.0.1",
         port,
@@ -53,19 +53,19 @@ async def come(
 
 
 async def opened(*, secret: str = "") -> tuple[Server, int]:
-    """Return a coordinator and its port."""
+    """Return an open coordinator and its port."""
     coordinator, port = Server(greeting(0), secret=secret), free_port()
     await coordinator.open(port)
     return coordinator, port
 
 
-def test_nodes_and_node_rank_0_read_each_other_and_nobody_else() -> None:
-    """The coordinator hears all, a node hears the coordinator, also what was said before it came."""
+def test_coordinator_and_nodes_read_each_other_and_nodes_not_one_another() -> None:
+    """The coordinator reads every node; a node reads the coordinator, earlier messages included."""
 
     async def talk() -> None:
         coordinator, port = await opened()
         await coordinator.put("progress", 1)
-        one, two = await come(port, 1), await come(port, 2)
+        one, two = await join_job(port, 1), await join_job(port, 2)
         assert isinstance(one, Client)
         assert isinstance(two, Client)
         await one.put("hello", {"from": 1})
@@ -94,18 +94,18 @@ def test_nodes_and_node_rank_0_read_each_other_and_nobody_else() -> None:
     ],
     ids=lambda said: repr(said[:20]),
 )
-def test_strangers_at_the_port_change_nothing(said: bytes) -> None:
-    """Whatever is sent to the coordinator, it hangs up and the nodes go on."""
+def test_unknown_clients_at_the_port_change_nothing(said: bytes) -> None:
+    """Whatever they send, the coordinator hangs up and the nodes continue."""
 
     async def talk() -> None:
         coordinator, port = await opened()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(said)
         writer.write_eof()
-        with contextlib.suppress(ConnectionResetError):  # it did not even read all of it
+        with contextlib.suppress(ConnectionResetError):  # the coordinator did not read all of it
             assert await asyncio.wait_for(reader.read(), 5) == b""
         writer.close()
-        node = await come(port, 1)
+        node = await join_job(port, 1)
         assert isinstance(node, Client)
         await node.put("hello", "there")
         assert await gather(coordinator, "hello", [1], deadline=Deadline.after(SOON)) == {
@@ -116,8 +116,8 @@ def test_strangers_at_the_port_change_nothing(said: bytes) -> None:
     asyncio.run(talk())
 
 
-def test_a_proof_that_is_no_text_is_a_wrong_one() -> None:
-    """JSON can hold half a character, which no encoding has: it is answered as any other secret."""
+def test_a_proof_that_cannot_be_encoded_is_wrong() -> None:
+    """JSON can contain a lone surrogate, which UTF-8 cannot: it is refused like any wrong secret."""
 
     async def talk() -> bytes:
         coordinator, port = await opened()
@@ -131,8 +131,8 @@ def test_a_proof_that_is_no_text_is_a_wrong_one() -> None:
     assert json.loads(asyncio.run(talk()))["refusal"] == "secret"
 
 
-def test_who_listens_without_knowing_the_language_is_a_stranger() -> None:
-    """Another server at the endpoint, even one that repeats what it hears, is not the coordinator."""
+def test_server_without_the_protocol_is_another_program() -> None:
+    """A server at the endpoint that merely echoes its input is not the coordinator."""
 
     async def talk() -> None:
         async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -166,16 +166,16 @@ def test_who_listens_without_knowing_the_language_is_a_stranger() -> None:
         (2, {"version": VERSION + 1}, "version"),
     ],
 )
-def test_nodes_that_do_not_belong_are_sent_away(
+def test_nodes_that_do_not_belong_are_rejected(
     node_rank: int, changed: dict[str, object], trouble: str
 ) -> None:
-    """They learn why, the coordinator remembers them, and they get the results and nothing else."""
+    """They learn why, the coordinator records them, and they receive only the results."""
 
     async def talk() -> None:
         coordinator, port = await opened()
-        first = await come(port, 1)
+        first = await join_job(port, 1)
         assert isinstance(first, Client)
-        found = await come(port, node_rank, **changed)
+        found = await join_job(port, node_rank, **changed)
         assert isinstance(found, Refused)
         assert found.obstacle.trouble == trouble
         assert [each.reason for each in coordinator.rejected] == [trouble]
@@ -189,13 +189,13 @@ def test_nodes_that_do_not_belong_are_sent_away(
     asyncio.run(talk())
 
 
-def test_no_node_is_let_in_after_the_wait() -> None:
+def test_no_node_joins_after_the_wait() -> None:
     """A late node learns that it is late, not that something is broken."""
 
     async def talk() -> None:
         coordinator, port = await opened()
         coordinator.close_registration()
-        found = await come(port, 1)
+        found = await join_job(port, 1)
         assert isinstance(found, Refused)
         assert found.obstacle.trouble == "late"
         await asyncio.gather(found.client.close(), coordinator.close())
@@ -203,12 +203,12 @@ def test_no_node_is_let_in_after_the_wait() -> None:
     asyncio.run(talk())
 
 
-def test_node_notices_at_once_that_node_rank_0_is_gone() -> None:
-    """What was said stays readable; what was not will not come."""
+def test_a_node_notices_at_once_that_node_rank_0_has_exited() -> None:
+    """Messages that it has received stay readable; waiting for another one raises."""
 
     async def talk() -> None:
         coordinator, port = await opened()
-        node = await come(port, 1)
+        node = await join_job(port, 1)
         assert isinstance(node, Client)
         await coordinator.put("roster", [1])
         assert await wait_for(node, "roster", deadline=Deadline.after(SOON)) == [1]
@@ -221,17 +221,17 @@ def test_node_notices_at_once_that_node_rank_0_is_gone() -> None:
     asyncio.run(talk())
 
 
-def test_node_that_leaves_and_comes_back_before_the_roster_is_let_in() -> None:
-    """Its doctor was started again; the first one is not waited for."""
+def test_a_node_that_leaves_may_join_again_before_the_roster() -> None:
+    """Its doctor was restarted, and nothing waits for the first one."""
 
     async def talk() -> None:
         coordinator, port = await opened()
-        first = await come(port, 1)
+        first = await join_job(port, 1)
         assert isinstance(first, Client)
         await first.close()
         assert await gather(coordinator, "hello", [1], deadline=Deadline.after(SOON)) == {}
         assert 1 in coordinator.disconnected()
-        again = await come(port, 1)
+        again = await join_job(port, 1)
         assert isinstance(again, Client)
         assert 1 not in coordinator.disconnected()
         await asyncio.gather(again.close(), coordinator.close())
@@ -239,20 +239,20 @@ def test_node_that_leaves_and_comes_back_before_the_roster_is_let_in() -> None:
     asyncio.run(talk())
 
 
-def test_message_is_one_line_and_survives_the_way() -> None:
+def test_message_is_one_line_and_arrives_unchanged() -> None:
     """Line breaks in a value do not end a message."""
     line = encode({"topic": "x", "value": "two\nlines"})
     assert line.count(b"\n") == 1
     assert json.loads(line) == {"topic": "x", "value": "two\nlines"}
 
 
-def test_nodes_with_one_secret_understand_each_other() -> None:
-    """What they say is signed both ways, also what was said before one of them came."""
+def test_nodes_with_the_same_secret_can_talk() -> None:
+    """Messages are signed in both directions, also those sent before the node joined."""
 
     async def talk() -> None:
         coordinator, port = await opened(secret="ours")
         await coordinator.put("progress", "early")
-        node = await come(port, 1, secret="ours")
+        node = await join_job(port, 1, secret="ours")
         assert isinstance(node, Client)
         await node.put("hello", "there")
         await node.put("mesh", [1])
@@ -264,29 +264,29 @@ def test_nodes_with_one_secret_understand_each_other() -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("ours", ""), ("ours", "theirs"), ("", "theirs")])
-def test_node_without_the_secret_takes_no_place(ours: str, theirs: str) -> None:
-    """Both sides learn it, and the place stays free for who knows the secret."""
+def test_a_node_without_the_secret_takes_no_rank(ours: str, theirs: str) -> None:
+    """Both sides learn it, and the rank stays free for a node that knows the secret."""
 
     async def talk() -> None:
         coordinator, port = await opened(secret=ours)
-        found = await come(port, 1, secret=theirs)
+        found = await join_job(port, 1, secret=theirs)
         assert isinstance(found, Obstacle)
         assert found.trouble == "secret"
         assert [each.reason for each in coordinator.rejected] == ["secret"]
-        node = await come(port, 1, secret=ours)
+        node = await join_job(port, 1, secret=ours)
         assert isinstance(node, Client)
         await asyncio.gather(node.close(), coordinator.close())
 
     asyncio.run(talk())
 
 
-def test_idle_strangers_do_not_shut_a_node_out() -> None:
-    """More of them than there is room for: the oldest make room, and their address has a limit."""
+def test_idle_unknown_clients_do_not_shut_a_node_out() -> None:
+    """Beyond the limits, per address as well, the oldest connections are closed."""
 
     async def talk() -> None:
         coordinator, port = await opened()
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(400)]
-        node = await come(port, 1)
+        node = await join_job(port, 1)
         assert isinstance(node, Client)
         await node.put("hello", "there")
         assert await gather(coordinator, "hello", [1], deadline=Deadline.after(SOON)) == {
@@ -299,8 +299,8 @@ def test_idle_strangers_do_not_shut_a_node_out() -> None:
     asyncio.run(talk())
 
 
-def test_address_with_most_strangers_makes_room() -> None:
-    """A place is never taken from an address that has few."""
+def test_address_with_most_unknown_clients_loses_one() -> None:
+    """An address with few connections keeps them."""
 
     async def wait() -> None:
         crowd = UnknownPeers(most=4, per_address=10)

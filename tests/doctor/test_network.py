@@ -1,4 +1,4 @@
-"""Names, ports and interfaces, on hosts that the tests make in namespaces."""
+"""Names, ports and interfaces, on hosts that the tests build in namespaces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ for each in eth0 ib0 eth0-peer ib0-peer; do ip link set $each up; done
 ip addr add 10.77.0.1/24 dev eth0
 ip addr add 10.88.0.1/24 dev ib0
 """
-"""A host with two networks, none of which leads out, and without IPv6 beyond link-local."""
+"""A host with two networks, neither of which leads out, and only link-local IPv6."""
 
 
 def one_of_two(endpoint: str) -> dict[str, Any]:
@@ -48,10 +48,10 @@ def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"GLOO_SOCKET_IFNAME": "127.0.0.1"}, "IP address"),
     ],
 )
-def test_interface_variable_is_judged_by_the_rules_of_its_library(
+def test_interface_variable_is_checked_by_the_rules_of_its_library(
     variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The finding says what is wrong, and its line to copy repairs it."""
+    """The finding names the mistake, and its line to copy repairs it."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     (found,) = [each for each in doctor.run(checks={"NET"}).failed if each.code == "DS-NET-001"]
@@ -62,10 +62,10 @@ def test_interface_variable_is_judged_by_the_rules_of_its_library(
     assert doctor.run(checks={"NET"}).healthy
 
 
-def test_interface_of_the_configuration_that_is_absent_is_replaced_by_one_that_is_here(
+def test_missing_interface_of_the_configuration_is_replaced_by_an_existing_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The one line is an ``export``, which repairs it where a variable had set it."""
+    """The only line is an ``export``, which repairs it where a variable had set it."""
     monkeypatch.setenv("DDPSAFE_RENDEZVOUS__INTERFACE", "ib7")
     (found,) = [each for each in doctor.run(checks={"NET"}).failed if each.code == "DS-NET-001"]
     (line,) = lines_to_copy({"fix": found.fix})
@@ -78,18 +78,18 @@ def test_interface_of_the_configuration_that_is_absent_is_replaced_by_one_that_i
     assert doctor.run(checks={"NET"}).healthy
 
 
-def test_variable_of_a_library_that_is_not_used_does_not_matter(
+def test_variable_of_an_unused_library_does_not_matter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A profile of the cluster may set NCCL's interface where only gloo runs."""
+    """A cluster's profile may set NCCL's interface although only gloo runs."""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib7")
     assert doctor.run(checks={"NET"}, backend="gloo").healthy
     assert not doctor.run(checks={"NET"}, backend="nccl").healthy
 
 
 @needs_namespaces
-def test_interface_that_is_down_or_has_no_address_is_named() -> None:
-    """What a variable asks for has to be able to carry something."""
+def test_interface_that_is_down_or_has_no_address_is_reported() -> None:
+    """The interface that a variable names has to be usable."""
     down = examine(
         "NET",
         host=(TWO_NETWORKS + "ip link set ib0 down"),
@@ -106,7 +106,7 @@ def test_interface_that_is_down_or_has_no_address_is_named() -> None:
 
 
 @needs_namespaces
-def test_interface_that_does_not_lead_to_the_meeting_point_is_named() -> None:
+def test_interface_that_does_not_lead_to_the_endpoint_is_reported() -> None:
     """The line to copy names the one that does."""
     there = TWO_NETWORKS
     fields = one_of_two("10.77.0.9:29500")
@@ -119,22 +119,22 @@ def test_interface_that_does_not_lead_to_the_meeting_point_is_named() -> None:
 
 
 @needs_namespaces
-def test_meeting_point_without_a_route_fails() -> None:
-    """A host in other networks only cannot come."""
+def test_endpoint_without_a_route_fails() -> None:
+    """A host that is only in other networks cannot connect."""
     found = examine("NET", host=(TWO_NETWORKS), **one_of_two("10.99.0.9:29500"))
     assert found.severity("DS-NET-003") == "failed"
     assert "no route" in found.of("DS-NET-003")["fact"]
 
 
 @needs_namespaces
-def test_small_mtu_is_named() -> None:
-    """An MTU below what IPv6 needs is odd."""
+def test_small_mtu_is_reported() -> None:
+    """An MTU below the minimum of IPv6 is suspicious."""
     found = examine("NET", host=(TWO_NETWORKS + "ip link set ib0 mtu 1000"))
     assert "MTU of ib0 is 1000" in found.of("DS-NET-004")["fact"]
 
 
 @needs_namespaces
-def test_choice_between_networks_is_asked_for_with_several_nodes_only() -> None:
+def test_several_networks_are_reported_only_with_several_nodes() -> None:
     """The line to copy names the network that leads to the rendezvous endpoint."""
     there = TWO_NETWORKS
     found = examine("NET", host=there, **one_of_two("10.88.0.9:29500"))
@@ -145,8 +145,8 @@ def test_choice_between_networks_is_asked_for_with_several_nodes_only() -> None:
 
 
 @needs_namespaces
-def test_host_with_loopback_only_is_healthy_alone_and_not_among_others() -> None:
-    """No IPv6, no default route, no network: one node does without."""
+def test_host_with_only_loopback_is_healthy_only_as_a_single_node() -> None:
+    """One node needs no IPv6, no default route and no network."""
     alone = examine("NET", "NAME", "PORT", host=(""))
     among = examine("NET", host=(""), **one_of_two("10.77.0.9:29500"))
     assert alone.problems() == []
@@ -154,8 +154,8 @@ def test_host_with_loopback_only_is_healthy_alone_and_not_among_others() -> None
 
 
 @needs_namespaces
-def test_loopback_that_is_down_fails_and_the_copied_line_brings_it_up() -> None:
-    """A new network namespace is like that."""
+def test_loopback_that_is_down_fails_and_the_copied_line_enables_it() -> None:
+    """A new network namespace starts like that."""
     found = examine("NET", host=("ip link set lo down"))
     assert found.severity("DS-NET-007") == "failed"
     (line,) = lines_to_copy(found.of("DS-NET-007"))
@@ -176,10 +176,8 @@ def _with_hosts(tmp_path: Path, text: str, more: str = "") -> str:
     ["127.0.1.1 gpu-01", "127.0.0.1 gpu-01.lan gpu-01 gpu-01-ib", ""],
     ids=["debian", "localhost", "unknown"],
 )
-def test_own_name_that_leads_to_loopback_fails_with_several_nodes_only(
-    line: str, tmp_path: Path
-) -> None:
-    """The classic of Debian's installer; each copied line repairs it."""
+def test_hostname_on_loopback_fails_only_with_several_nodes(line: str, tmp_path: Path) -> None:
+    """Debian's installer is the classic cause; each copied line repairs it."""
     there = _with_hosts(tmp_path, f"127.0.0.1 localhost\n{line}\n")
     fields = one_of_two("10.77.0.9:29500")
     found = examine("NAME", host=there, **fields)
@@ -195,8 +193,8 @@ def test_own_name_that_leads_to_loopback_fails_with_several_nodes_only(
 
 
 @needs_namespaces
-def test_meeting_point_that_is_unknown_or_loopback_here_fails(tmp_path: Path) -> None:
-    """A node that looks the master up as itself waits for itself."""
+def test_endpoint_that_is_unknown_or_loopback_here_fails(tmp_path: Path) -> None:
+    """A node that resolves the master's name to itself waits for itself."""
     there = _with_hosts(tmp_path, "127.0.0.1 localhost gpu-00\n10.77.0.1 gpu-01\n")
     wrong = examine("NAME", host=there, **one_of_two("gpu-00:29500"))
     unknown = examine("NAME", host=there, **one_of_two("gpu-77:29500"))
@@ -206,7 +204,7 @@ def test_meeting_point_that_is_unknown_or_loopback_here_fails(tmp_path: Path) ->
 
 @needs_namespaces
 def test_silent_name_server_is_found_within_seconds(tmp_path: Path) -> None:
-    """A server that takes questions and never answers holds every start up for 10 to 20 s."""
+    """A server that never answers delays every start by 10 to 20 s."""
     (tmp_path / "resolv.conf").write_text("nameserver 10.77.0.1\n", encoding="utf-8")
     more = f"mount --bind {tmp_path}/resolv.conf /etc/resolv.conf"
     there = _with_hosts(tmp_path, "127.0.0.1 localhost\n10.77.0.1 gpu-01\n", more)
@@ -226,8 +224,8 @@ def taken_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def test_taken_port_is_found_with_its_owner(taken_port: int) -> None:
-    """The process that has it is named, and free is what is free."""
+def test_taken_port_is_reported_with_its_owner(taken_port: int) -> None:
+    """The process that has it is named, and a free port passes."""
     fields: dict[str, Any] = {"rendezvous": {"endpoint": f"localhost:{taken_port}"}}
     (found,) = doctor.run(checks={"PORT"}, **fields).failed
     assert found.code == "DS-PORT-001"
@@ -235,15 +233,15 @@ def test_taken_port_is_found_with_its_owner(taken_port: int) -> None:
     assert found.details["pid"] == os.getpid()
 
 
-def test_port_of_another_host_is_not_tried_here(taken_port: int) -> None:
-    """Whether it is free there is that host's to say."""
+def test_port_of_another_host_is_not_checked_here(taken_port: int) -> None:
+    """Only that host can find out whether it is free."""
     fields = one_of_two(f"192.0.2.77:{taken_port}")
     report = doctor.run(checks={"PORT"}, mesh=False, **fields)
     assert "DS-PORT-001" not in {each.code for each in report.findings}
 
 
 @needs_namespaces
-def test_port_that_the_system_hands_out_and_a_narrow_range_are_named() -> None:
+def test_ephemeral_port_and_a_narrow_range_are_reported() -> None:
     """Both come from the same setting; the copied line widens it."""
     there = "echo '20000 20100' > /proc/sys/net/ipv4/ip_local_port_range"
     fields: dict[str, Any] = {"rendezvous": {"endpoint": "localhost:20050"}}
@@ -255,12 +253,12 @@ def test_port_that_the_system_hands_out_and_a_narrow_range_are_named() -> None:
     assert examine("PORT", host=widened, **fields).problems() == []
 
 
-# What the nodes compare.
+# Facts that the nodes compare.
 
 
 @needs_namespaces
-def test_fingerprint_names_networks_and_versions_and_no_secret(tmp_path: Path) -> None:
-    """What crosses to the other nodes is plain data without passwords."""
+def test_fingerprint_has_networks_and_versions_and_no_secret(tmp_path: Path) -> None:
+    """The other nodes receive plain data without passwords."""
     (tmp_path / "a.bin").write_bytes(b"1")
     env = {
         "NCCL_PASSWORD": "correct-horse",
@@ -294,10 +292,10 @@ pathlib.Path("{tmp_path}/found.json").write_text(json.dumps(found))
         ("file", "GLOO_SOCKET_IFNAME = "),
     ],
 )
-def test_fix_is_for_the_place_where_the_variable_was_set(
+def test_fix_fits_the_place_where_the_variable_was_set(
     place: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An export does nothing where env= or the file wins over the shell."""
+    """An export has no effect where env= or the file overrides the shell."""
     name, wrong = "GLOO_SOCKET_IFNAME", "no-such0"
     monkeypatch.chdir(tmp_path)
     if place == "file":

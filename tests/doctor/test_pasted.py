@@ -20,9 +20,9 @@ Variables = dict[int, dict[str, str]]
 
 
 def paste(network: Network, finding: dict[str, Any], env: Variables) -> None:
-    """Do what the lines of a fix say, where they say it.
+    """Run the lines of a fix on the hosts that they name.
 
-    What is exported or unset changes the variables of what is started on that host afterwards.
+    An export or unset changes the variables of later programs on that host.
     """
     lines = [line.strip() for line in finding["fix"].splitlines() if line.startswith("    ")]
     for line in lines:
@@ -48,7 +48,7 @@ def paste(network: Network, finding: dict[str, Any], env: Variables) -> None:
 
 
 def trains(network: Network, env: Variables) -> bool:
-    """Tell whether a job of gloo, one rank on each host, sums up a tensor."""
+    """Return whether a gloo job with one rank on each host completes an all-reduce."""
     started = [
         start_one(
             host,
@@ -76,7 +76,7 @@ def diagnose(network: Network, env: Variables) -> Told:
 
 
 def require_repair(network: Network, env: Variables, *codes: str) -> None:
-    """Find exactly these codes, paste their lines, and see the job train."""
+    """Require exactly these codes, paste their lines, and require that the job trains."""
     report = diagnose(network, env)
     assert report.codes() == [*codes], [each["fact"] for each in report.findings]
     for code in codes:
@@ -85,13 +85,13 @@ def require_repair(network: Network, env: Variables, *codes: str) -> None:
     assert trains(network, env)
 
 
-def nothing_set(network: Network) -> Variables:
-    """Return variables for each host: none."""
+def no_variables(network: Network) -> Variables:
+    """Return an empty set of variables for each host."""
     return {host.index: {} for host in network}
 
 
 def with_docker(make_hosts: MakeHosts, size: int = 2, **kinds: object) -> Network:
-    """Make hosts that all have a bridge to containers, whose network sorts before the hosts' own."""
+    """Make hosts that all have a container bridge, whose network sorts before the hosts' own."""
     network = make_hosts(size, **{"nics": {"eth0": "192.168.5"}, **kinds})
     for host in network:
         host.add_bridge("docker0", "172.17.0.1/16")
@@ -99,9 +99,9 @@ def with_docker(make_hosts: MakeHosts, size: int = 2, **kinds: object) -> Networ
 
 
 def test_variable_set_on_one_host_is_unset_there(make_hosts: MakeHosts) -> None:
-    """Not replaced by a bridge that every host has for itself, though its network is on all hosts."""
+    """It is not replaced by each host's local bridge, although all hosts have that network."""
     network = with_docker(make_hosts)
-    env = nothing_set(network)
+    env = no_variables(network)
     network[1].shell(
         "ip link add own0 type veth peer name own1; ip addr add 10.66.0.2/24 dev own0; ip link set own0 up; ip link set own1 up"
     )
@@ -114,42 +114,42 @@ def test_variable_set_on_one_host_is_unset_there(make_hosts: MakeHosts) -> None:
     assert trains(network, env)
 
 
-def test_bridge_to_containers_on_all_hosts_is_not_the_network_that_joins_them(
+def test_container_bridge_on_all_hosts_is_not_the_network_that_joins_them(
     make_hosts: MakeHosts,
 ) -> None:
-    """Every host would announce 172.17.0.1 and dial itself: no firewall is to be opened."""
+    """Every host would announce 172.17.0.1 and dial itself, so no firewall should be opened."""
     network = with_docker(make_hosts, 3)
     env: Variables = {host.index: {"GLOO_SOCKET_IFNAME": "docker0"} for host in network}
     require_repair(network, env, "DS-MESH-024")
 
 
-def test_absent_interface_is_replaced_by_the_one_that_joins_the_hosts(
+def test_missing_interface_is_replaced_by_the_one_that_joins_the_hosts(
     make_hosts: MakeHosts,
 ) -> None:
-    """With docker0 on all hosts, and a variable that is right on none but one."""
+    """With docker0 on all hosts, and a variable that is right on only one of them."""
     network = with_docker(make_hosts)
     env: Variables = {host.index: {"GLOO_SOCKET_IFNAME": "ib0"} for host in network}
     require_repair(network, env, "DS-MESH-021")
 
 
-def test_name_on_loopback_is_repaired_on_all_hosts_by_one_line(make_hosts: MakeHosts) -> None:
-    """One finding for all of them: the cause is one."""
+def test_hostname_on_loopback_is_repaired_on_all_hosts_by_one_line(make_hosts: MakeHosts) -> None:
+    """All hosts share one cause, so there is one finding."""
     network = make_hosts(3, hosts_file=names_as_debian)
-    require_repair(network, nothing_set(network), "DS-MESH-020")
+    require_repair(network, no_variables(network), "DS-MESH-020")
 
 
-def test_address_that_a_second_host_has_too_is_taken_from_it(make_hosts: MakeHosts) -> None:
-    """Node rank 0 has both tables of interfaces, and the duplicate is in them."""
+def test_duplicate_address_is_removed_from_the_second_host(make_hosts: MakeHosts) -> None:
+    """Node rank 0 has the interfaces of both hosts, which show the duplicate."""
     network = make_hosts(3)
     network[2].shell(f"ip addr add {network[1].address()}/24 dev eth0")
-    require_repair(network, nothing_set(network), "DS-MESH-024")
+    require_repair(network, no_variables(network), "DS-MESH-024")
 
 
 @pytest.mark.parametrize("stateful", [pytest.param(True, marks=pytest.mark.soak), False])
-def test_firewall_that_lets_nothing_out_is_opened_at_its_host(
+def test_firewall_that_lets_nothing_out_is_opened_on_its_host(
     make_hosts: MakeHosts, *, stateful: bool
 ) -> None:
-    """The healthy listeners are not told to open anything."""
+    """The healthy hosts that listen get no lines to paste."""
     network = make_hosts(3)
     state = "ct state established,related accept" if stateful else "tcp sport 29500 accept"
     network[2].run(
@@ -168,16 +168,16 @@ def test_firewall_that_lets_nothing_out_is_opened_at_its_host(
         }}
         """,
     )
-    report = diagnose(network, nothing_set(network))
+    report = diagnose(network, no_variables(network))
     assert report.codes() == ["DS-MESH-031"]
     finding = report.one("DS-MESH-031")
     assert "inet guard out" in finding["cause"]
     assert "# on h0" not in finding["fix"]
     assert "# on h1" not in finding["fix"]
-    require_repair(network, nothing_set(network), "DS-MESH-031")
+    require_repair(network, no_variables(network), "DS-MESH-031")
 
 
-def test_firewall_that_drops_by_port_without_state_is_opened_at_its_host(
+def test_stateless_port_filter_is_opened_on_its_host(
     make_hosts: MakeHosts,
 ) -> None:
     """Both directions fail, as answers are dropped too; the host without a filter gets no lines."""
@@ -197,9 +197,9 @@ def test_firewall_that_drops_by_port_without_state_is_opened_at_its_host(
         }}
         """,
     )
-    report = diagnose(network, nothing_set(network))
+    report = diagnose(network, no_variables(network))
     assert all("# on h1" not in each["fix"] for each in report.findings)
-    require_repair(network, nothing_set(network), *report.codes())
+    require_repair(network, no_variables(network), *report.codes())
 
 
 @pytest.mark.parametrize(
@@ -210,23 +210,23 @@ def test_firewall_that_drops_by_port_without_state_is_opened_at_its_host(
         pytest.param(1000, marks=pytest.mark.soak),
     ],
 )
-def test_size_of_packets_that_pass_is_found_and_advised_once(
+def test_largest_packet_size_that_passes_is_found_and_advised_once(
     make_hosts: MakeHosts, mtu_bytes: int
 ) -> None:
-    """Whatever size the tunnel between has; after the lines nothing is left to advise."""
+    """Whatever the MTU of the tunnel; once the lines are pasted there is no further advice."""
     network = make_hosts(2)
     for host in network:
         host.shell("ip link set eth0 gso_max_segs 1")  # offload would carry what the wire does not
     network.switch.shell(f"ip link set {network[1].port('eth0')} mtu {mtu_bytes}")
-    report = diagnose(network, nothing_set(network))
+    report = diagnose(network, no_variables(network))
     assert report.codes() == ["DS-MESH-035"]
     found = report.one("DS-MESH-035")["details"]["mtu_bytes"]
     assert mtu_bytes - 8 <= found <= mtu_bytes
-    require_repair(network, nothing_set(network), "DS-MESH-035")
+    require_repair(network, no_variables(network), "DS-MESH-035")
 
 
-def test_route_by_another_interface_is_taken_out(make_hosts: MakeHosts) -> None:
-    """rp_filter drops what comes in by an interface that no answer would leave by: no cable is broken."""
+def test_wrong_route_is_removed(make_hosts: MakeHosts) -> None:
+    """rp_filter drops packets from an interface that answers would not use: no cable is broken."""
     network = make_hosts(3, nics={"eth0": "10.77.0", "eth1": "10.88.0"})
     env: Variables = {host.index: {"GLOO_SOCKET_IFNAME": "eth0"} for host in network}
     network[1].shell("""
@@ -237,8 +237,8 @@ def test_route_by_another_interface_is_taken_out(make_hosts: MakeHosts) -> None:
     require_repair(network, env, "DS-MESH-038")
 
 
-def test_variable_that_reached_some_hosts_is_a_warning(make_hosts: MakeHosts) -> None:
-    """All packets pass today, and a part of the job takes another network."""
+def test_variable_that_is_set_on_some_hosts_only_is_a_warning(make_hosts: MakeHosts) -> None:
+    """All packets pass today, but part of the job uses another network."""
     network = make_hosts(3, nics={"eth0": "10.77.0", "eth1": "10.88.0"})
     for host in network:
         host.shell("echo 0 > /proc/sys/net/ipv4/conf/all/rp_filter")
@@ -251,8 +251,8 @@ def test_variable_that_reached_some_hosts_is_a_warning(make_hosts: MakeHosts) ->
     assert diagnose(network, env).codes() == []
 
 
-def test_lost_packets_are_named_with_their_share(make_hosts: MakeHosts) -> None:
-    """Connections hold and nothing is closed: the cause is neither a port nor a version."""
+def test_packet_loss_is_reported_with_its_share(make_hosts: MakeHosts) -> None:
+    """Connections hold and nothing is closed: neither a port nor a version is the cause."""
     network = make_hosts(3)
     network[1].run(
         "nft",
@@ -267,7 +267,7 @@ def test_lost_packets_are_named_with_their_share(make_hosts: MakeHosts) -> None:
         }
         """,
     )
-    report = diagnose(network, nothing_set(network))
+    report = diagnose(network, no_variables(network))
     assert report.codes() == ["DS-MESH-037"], [each["fact"] for each in report.findings]
     finding = report.one("DS-MESH-037")
     assert finding["severity"] == "warning"
@@ -275,7 +275,7 @@ def test_lost_packets_are_named_with_their_share(make_hosts: MakeHosts) -> None:
     assert re.search(r"\(\d+ %\) were retransmitted", finding["fact"])
 
 
-def test_address_translation_is_named_and_no_firewall(make_hosts: MakeHosts) -> None:
+def test_address_translation_is_reported_instead_of_a_firewall(make_hosts: MakeHosts) -> None:
     """The endpoint leads to node rank 0 by an address that it does not have."""
 
     def outside(network: Network, index: int) -> str:
@@ -283,7 +283,7 @@ def test_address_translation_is_named_and_no_firewall(make_hosts: MakeHosts) -> 
         return text.replace("10.77.0.1 h0", "34.0.0.1 h0") if index else text
 
     network = make_hosts(2, nics={"eth0": "10.77.0", "eth1": "10.88.0"}, hosts_file=outside)
-    # Each host has a network of its own, which no packet of the other finds.
+    # Each host has its own network, which no packet of the other reaches.
     network[0].shell("""
         ip addr flush dev eth0; ip addr add 10.71.0.2/24 dev eth0; ip route add 10.72.0.0/24 dev eth0
         ip addr flush dev eth1
@@ -324,7 +324,7 @@ def test_address_translation_is_named_and_no_firewall(make_hosts: MakeHosts) -> 
     assert "iptables" not in report.one("DS-MESH-025")["fix"]
 
 
-def test_bridge_without_a_container_is_replaced_by_one_finding_for_all_hosts(
+def test_bridge_without_containers_is_replaced_by_one_finding_for_all_hosts(
     make_hosts: MakeHosts,
 ) -> None:
     """docker0 has no carrier while no container runs; another bridge of a host leads nowhere."""
@@ -355,8 +355,8 @@ def filtered(chain: str, *rules: str, policy: str = "accept") -> str:
         """
 
 
-def paste_until_well(network: Network, env: Variables) -> list[str]:
-    """Paste what every host is told, again and again as an operator does; return all codes."""
+def paste_until_healthy(network: Network, env: Variables) -> list[str]:
+    """Paste the lines of every host repeatedly, as an operator would; return all codes."""
     seen: list[str] = []
     for _ in range(4):
         told = examine(
@@ -380,42 +380,42 @@ def paste_until_well(network: Network, env: Variables) -> list[str]:
     return seen
 
 
-def test_filter_that_drops_answers_of_the_endpoint_is_opened_at_its_host(
+def test_filter_that_drops_answers_of_the_endpoint_is_opened_on_its_host(
     make_hosts: MakeHosts,
 ) -> None:
-    """A rule without state on the host that comes: node rank 0 filters nothing, and is not blamed."""
+    """The stateless rule is on the connecting host: node rank 0 filters nothing and is not blamed."""
     network = make_hosts(2)
     rules = filtered("input", f"ip saddr {network[0].address()} tcp dport > 1024 drop")
     network[1].run("nft", "-f", "-", given=rules)
-    codes = paste_until_well(network, nothing_set(network))
+    codes = paste_until_healthy(network, no_variables(network))
     assert "DS-MESH-004" in codes
 
 
-def test_filter_that_lets_nothing_in_is_opened_by_what_node_rank_0_prints(
+def test_filter_that_lets_nothing_in_is_opened_by_the_lines_of_node_rank_0(
     make_hosts: MakeHosts,
 ) -> None:
-    """The others cannot read its filter, and it can: which chain and which line."""
+    """Only node rank 0 can read its filter and name the chain and the line."""
     network = make_hosts(2)
     rules = filtered(
         "input", "ct state established accept", "meta l4proto icmp accept", policy="drop"
     )
     network[0].run("nft", "-f", "-", given=rules)
-    codes = paste_until_well(network, nothing_set(network))
+    codes = paste_until_healthy(network, no_variables(network))
     assert {"DS-MESH-001", "DS-MESH-004"} <= {*codes}
 
 
-def test_filter_that_keeps_in_what_goes_to_the_endpoint_is_opened_at_its_host(
+def test_filter_that_blocks_traffic_to_the_endpoint_is_opened_on_its_host(
     make_hosts: MakeHosts,
 ) -> None:
-    """Nothing leaves the second host but answers."""
+    """The second host lets out nothing but answers."""
     network = make_hosts(2)
     rules = filtered("output", "oif lo accept", "ct state established accept", policy="drop")
     network[1].run("nft", "-f", "-", given=rules)
-    paste_until_well(network, nothing_set(network))
+    paste_until_healthy(network, no_variables(network))
 
 
-def test_rule_that_picks_another_table_is_taken_out(make_hosts: MakeHosts) -> None:
-    """Only the source address decides: a look-up without it would find nothing wrong."""
+def test_rule_that_selects_another_table_is_removed(make_hosts: MakeHosts) -> None:
+    """The rule matches the source address only, so a look-up without one finds nothing wrong."""
     network = make_hosts(3, nics={"eth0": "10.77.0", "eth1": "10.88.0"})
     env: Variables = {host.index: {"GLOO_SOCKET_IFNAME": "eth0"} for host in network}
     network[1].shell("echo 1 > /proc/sys/net/ipv4/conf/all/rp_filter")
@@ -427,15 +427,15 @@ def test_rule_that_picks_another_table_is_taken_out(make_hosts: MakeHosts) -> No
 
 
 @pytest.mark.parametrize("kind", ["blackhole", "unreachable", "prohibit"])
-def test_route_that_refuses_is_taken_out(make_hosts: MakeHosts, kind: str) -> None:
-    """The kernel of the host itself refuses: no firewall answers, and no cable is broken."""
+def test_route_that_rejects_is_removed(make_hosts: MakeHosts, kind: str) -> None:
+    """The host's own kernel rejects: no firewall answers, and no cable is broken."""
     network = make_hosts(3)
     network[2].shell(f"ip route add {kind} {network[1].address()}")
-    require_repair(network, nothing_set(network), "DS-MESH-038")
+    require_repair(network, no_variables(network), "DS-MESH-038")
 
 
-def test_names_with_ipv6_that_is_dropped_are_repaired(make_hosts: MakeHosts) -> None:
-    """Both kinds of address for every name, and a network that carries one of them."""
+def test_names_whose_ipv6_is_dropped_are_repaired(make_hosts: MakeHosts) -> None:
+    """Every name has both kinds of address, but the network carries only one."""
 
     def both(network: Network, index: int) -> str:
         lines = [f"fd00:77::{each + 1} {name}" for each, name in enumerate(network.names)]
@@ -450,13 +450,13 @@ def test_names_with_ipv6_that_is_dropped_are_repaired(make_hosts: MakeHosts) -> 
             "-",
             given=filtered("input", "meta nfproto ipv6 meta l4proto tcp drop"),
         )
-    # The filter is the network's: the hosts cannot read it.
-    env = nothing_set(network)
-    codes = paste_until_well(network, env)
+    # The network drops it, so no host can see a filter.
+    env = no_variables(network)
+    codes = paste_until_healthy(network, env)
     assert codes[0] == "DS-MESH-027"
 
 
-def test_tunnel_is_not_taken_while_the_network_below_it_joins_the_hosts(
+def test_tunnel_is_not_chosen_where_the_network_below_it_joins_the_hosts(
     make_hosts: MakeHosts,
 ) -> None:
     """tailscale0 and wg0 on all hosts sort before the cards, and carry less."""
@@ -472,8 +472,8 @@ def test_tunnel_is_not_taken_while_the_network_below_it_joins_the_hosts(
     require_repair(network, env, "DS-MESH-021")
 
 
-def test_network_whose_names_are_a_bond_and_a_vlan_is_repaired(make_hosts: MakeHosts) -> None:
-    """Names with a dot, and a host's own network on a bridge: neither leads to containers."""
+def test_network_of_bonds_and_vlans_is_repaired(make_hosts: MakeHosts) -> None:
+    """Interface names with a dot and a bridge as a host's network are not container bridges."""
     nics = {"bond0": "10.66.0", "br-lan": "10.77.0", "eth0.100": "10.88.0"}
 
     def lead_to_bridge(network: Network, index: int) -> str:
@@ -486,12 +486,12 @@ def test_network_whose_names_are_a_bond_and_a_vlan_is_repaired(make_hosts: MakeH
         0: {"GLOO_SOCKET_IFNAME": "bond0"},
         1: {"GLOO_SOCKET_IFNAME": "eth0.100"},
     }
-    codes = paste_until_well(network, env)
+    codes = paste_until_healthy(network, env)
     assert codes == ["DS-MESH-023"]
 
 
-def test_alias_that_a_name_leads_to_is_an_address_of_its_interface(make_hosts: MakeHosts) -> None:
-    """The kernel calls the address eth0:1, which is not an interface."""
+def test_alias_address_belongs_to_its_interface(make_hosts: MakeHosts) -> None:
+    """The kernel labels the address eth0:1, which is not an interface."""
 
     def alias(network: Network, index: int) -> str:
         return names_of_all(network, index).replace(
@@ -501,13 +501,13 @@ def test_alias_that_a_name_leads_to_is_an_address_of_its_interface(make_hosts: M
     network = make_hosts(2, hosts_file=alias)
     for host in network:
         host.shell(f"ip addr add 10.99.0.{host.index + 1}/24 dev eth0 label eth0:1")
-    report = diagnose(network, nothing_set(network))
+    report = diagnose(network, no_variables(network))
     assert report.codes() == []
     assert report.matrix["addresses"] == ["10.99.0.1", "10.99.0.2"]
 
 
 def test_name_with_a_link_local_address_is_repaired(make_hosts: MakeHosts) -> None:
-    """An address of one wire, from avahi or a half-configured card, is nothing that others can dial."""
+    """Other hosts cannot dial such an address, which avahi or a half-configured card leaves."""
 
     def local(network: Network, index: int) -> str:
         text = names_of_all(network, index)
@@ -515,20 +515,20 @@ def test_name_with_a_link_local_address_is_repaired(make_hosts: MakeHosts) -> No
 
     network = make_hosts(2, hosts_file=local)
     network[1].shell("ip addr add 169.254.7.7/16 dev eth0")
-    require_repair(network, nothing_set(network), "DS-MESH-020")
+    require_repair(network, no_variables(network), "DS-MESH-020")
 
 
-def test_limit_of_the_rate_is_not_called_broken(make_hosts: MakeHosts) -> None:
-    """Large packets arrive, only late: nothing is said of an MTU."""
+def test_rate_limit_is_not_reported_as_broken(make_hosts: MakeHosts) -> None:
+    """Large packets arrive late but arrive, so no MTU is blamed."""
     network = make_hosts(3)
     network[1].shell("tc qdisc add dev eth0 root tbf rate 1mbit burst 4kb latency 2s")
-    report = diagnose(network, nothing_set(network))
+    report = diagnose(network, no_variables(network))
     assert "failed" not in {each["severity"] for each in report.findings}
     assert not report.ways("large-lost")
 
 
-def test_two_hosts_that_announce_one_address_are_not_called_lost(make_hosts: MakeHosts) -> None:
-    """Every packet finds the one or the other; whichever is cut off, the address is named."""
+def test_two_hosts_with_the_same_address_are_not_reported_as_lost(make_hosts: MakeHosts) -> None:
+    """Packets reach either host; whichever is cut off, the finding names the address."""
 
     def alike(network: Network, index: int) -> str:
         return names_of_all(network, index).replace("10.77.0.3 h2", "10.77.0.2 h2")
@@ -540,6 +540,6 @@ def test_two_hosts_that_announce_one_address_are_not_called_lost(make_hosts: Mak
     """)
     told = examine(network, timeout_s=10)
     assert not {"DS-MESH-010", "DS-MESH-011"} & {*told[0].codes()}
-    if "DS-MESH-024" not in told[0].codes():  # one of them has never got an answer
+    if "DS-MESH-024" not in told[0].codes():  # one of them has never received an answer
         cut_off = [each for each in told[1:] if "DS-MESH-004" in each.codes()]
         assert "arping -D -c 3 -I eth0 10.77.0.2" in cut_off[0].one("DS-MESH-004")["fix"]

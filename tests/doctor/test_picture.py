@@ -1,4 +1,4 @@
-"""The page of a report: who reaches whom, at a glance, for as many hosts as there are."""
+"""The HTML page of a report shows at a glance which host reaches which, for any number of hosts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def page(count: int, closed: dict[tuple[int, int], DialResult]) -> str:
 
 
 def cells(text: str) -> dict[str, tuple[float, float, str]]:
-    """Return the cells by their tooltips: column, row, and the letter in them."""
+    """Return the cells by their tooltips: column, row and letter."""
     svg = text[text.index("<svg") : text.index("</svg>") + len("</svg>")]
     groups = ET.fromstring(svg).iter("g")
     found = {}
@@ -44,8 +44,8 @@ def cells(text: str) -> dict[str, tuple[float, float, str]]:
     return found
 
 
-def test_closed_direction_stands_in_the_row_of_who_dials() -> None:
-    """Direction matters: one of the two between a pair may be closed."""
+def test_closed_direction_is_in_the_row_of_the_host_that_dials() -> None:
+    """Only one of a pair's two directions may be closed."""
     found = cells(page(3, {(2, 0): "dropped"}))
     assert len(found) == 6
     (closed,) = [each for title, each in found.items() if "dropped" in title]
@@ -55,14 +55,14 @@ def test_closed_direction_stands_in_the_row_of_who_dials() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 24, 25, 64])
-def test_no_two_cells_lie_on_each_other(count: int) -> None:
-    """Every pair has a place of its own, at any size."""
+def test_no_two_cells_overlap(count: int) -> None:
+    """Every pair has its own place at any size."""
     found = cells(page(count, {}))
     assert len({place[:2] for place in found.values()}) == count * (count - 1)
 
 
-def test_legend_explains_what_is_seen_and_no_more() -> None:
-    """Six results that did not happen are noise."""
+def test_legend_explains_only_results_that_occur() -> None:
+    """The six other results would be noise."""
     text = page(2, {(0, 1): "large-lost"})
     assert "an MTU black hole" in text
     assert "a proxy" not in text
@@ -98,8 +98,8 @@ def a_report(count: int) -> Report:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("count", [3, 64])
-def test_page_can_be_read_in_a_browser(tmp_path: Path, count: int, *, dark: bool) -> None:
-    """Nothing is cut off, no text drowns in its background, and the browser blocks nothing."""
+def test_page_is_readable_in_a_browser(tmp_path: Path, count: int, *, dark: bool) -> None:
+    """Nothing is cut off, all text contrasts with its background, and the browser blocks nothing."""
     file = tmp_path / "report.html"
     file.write_text(a_report(count).to_html(), encoding="utf-8")
     with Browser() as browser:

@@ -1,4 +1,4 @@
-"""The preflight of a launch: cheap, silent on a healthy machine, and an error that says it all."""
+"""The preflight of a launch is cheap, silent on a healthy machine, and raises a complete error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def test_preflight_costs_less_than_100_ms(tmp_path: Path) -> None:
-    """The first one of a process, imports included; counted in its own time, others being busy."""
+    """Measured as CPU time of the first preflight in a process, imports included."""
     code = """
     import sys, time
     import ddpsafe
@@ -38,22 +38,22 @@ def test_preflight_costs_less_than_100_ms(tmp_path: Path) -> None:
         times.append(time.process_time() - began_s)
     print(*times)
     """
-    scripts.run(tmp_path, code)  # the second run finds compiled modules, as every user's does
+    scripts.run(tmp_path, code)  # the second run finds compiled modules, as users do
     first_s, *later_s = map(float, scripts.run(tmp_path, code).lines()[0].split())
     assert first_s < 0.1
     assert min(later_s) < 0.05
 
 
-def test_healthy_machine_is_launched_on_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    """No failure, no warning, and no line for each look under ``basicConfig(level=INFO)``."""
+def test_preflight_of_a_healthy_machine_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """No failure, no warning, and no line per check under ``basicConfig(level=INFO)``."""
     caplog.set_level(logging.INFO)
     require_ready_to_launch(ddpsafe.LaunchConfig(), nproc=2, backend="gloo")
     assert caplog.messages == []
 
 
 @needs_namespaces
-def test_container_without_network_and_ipv6_raises_no_alarm() -> None:
-    """Loopback only, no default route, no IPv6, a small /dev/shm that is still enough."""
+def test_container_without_network_and_ipv6_has_no_findings() -> None:
+    """Only loopback, no default route, no IPv6, and a small but sufficient /dev/shm."""
     host = """
     echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6 || true  # where there is any
     mount -t tmpfs -o size=256m tmpfs /dev/shm
@@ -73,7 +73,7 @@ require_ready_to_launch(LaunchConfig(), nproc=2, backend="gloo")
 def test_launch_that_will_fail_is_refused_with_code_cause_and_fix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing was started; the report travels with the error."""
+    """Nothing is started, and the error carries the report."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
     with pytest.raises(ddpsafe.PreflightError) as raised:
         ddpsafe.launch(programs.describe, nproc_per_node=2)
@@ -89,15 +89,15 @@ def test_launch_that_will_fail_is_refused_with_code_cause_and_fix(
     assert str(pickle.loads(pickle.dumps(raised.value))) == message
 
 
-def test_spawn_is_examined_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both doors that start ranks look first."""
+def test_spawn_runs_the_preflight_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both functions that start ranks check the machine first."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAILS")
     with pytest.raises(ddpsafe.PreflightError, match="DS-ENV-006"):
         ddpsafe.spawn(print, nprocs=1)
 
 
 def test_preflight_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who knows better may go on."""
+    """A user who knows better can launch anyway."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
     config = ddpsafe.LaunchConfig(preflight="off")
     require_ready_to_launch(config, nproc=2, backend="gloo")
@@ -106,7 +106,7 @@ def test_preflight_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_warning_is_one_line_of_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """A launch goes on; the first rank of a node speaks, the others do not repeat it."""
+    """The launch continues; only the first rank of a node logs it."""
     monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
     world = World.alone()
     require_ready_to_join(ddpsafe.LaunchConfig(), world)
@@ -122,10 +122,10 @@ def _fields(world: World) -> dict[str, Any]:
     return {name: getattr(world, name) for name in World.__dataclass_fields__}
 
 
-def test_full_preflight_of_one_node_does_the_checks_that_take_longer(
+def test_full_preflight_of_one_node_includes_the_slow_checks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Torch is asked in a process of its own."""
+    """A separate process imports torch."""
     (tmp_path / "torch.py").write_text("raise ImportError('broken here')\n", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     config = ddpsafe.LaunchConfig(preflight="full")
@@ -133,8 +133,8 @@ def test_full_preflight_of_one_node_does_the_checks_that_take_longer(
         require_ready_to_launch(config, nproc=1, backend="gloo")
 
 
-def test_nodes_meet_one_port_above_the_job() -> None:
-    """The job's own store may listen already."""
+def test_nodes_use_the_port_above_the_jobs() -> None:
+    """The job's own store may already listen on its port."""
     assert next_port("gpu-01:29500") == "gpu-01:29501"
     assert next_port("2001:db8::1:29500") == "2001:db8::1:29501"
     with pytest.raises(ddpsafe.ConfigError, match="there is none"):
@@ -142,13 +142,13 @@ def test_nodes_meet_one_port_above_the_job() -> None:
 
 
 def test_unknown_area_is_refused() -> None:
-    """A typing error examines nothing and must not look like health."""
+    """A mistyped area would otherwise check nothing and look healthy."""
     with pytest.raises(ddpsafe.ConfigError, match="no area NTE"):
         doctor.run(checks={"NTE"})
 
 
-def test_report_is_json_and_knows_its_worst() -> None:
-    """What the library returns is what the command prints."""
+def test_report_is_json_and_has_its_overall_result() -> None:
+    """The library returns what the command prints."""
     began_s = time.monotonic()
     report = doctor.run(checks={"NET"})
     assert report.healthy

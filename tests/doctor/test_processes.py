@@ -1,4 +1,4 @@
-"""Processes, the terminal, the clock, and checks that do not come to their end."""
+"""Processes, the terminal, the clock, and checks that fail or hang."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ddpsafe.doctor import Finding
 
 
-def test_interpreter_that_is_gone_fails() -> None:
-    """Python embedded in another program names the wrong one."""
+def test_missing_interpreter_fails() -> None:
+    """Python embedded in another program reports the wrong one."""
     gone = "import multiprocessing as m; m.set_executable('/nowhere/python')"
     found = examine("PROC", before=gone)
     assert found.severity("DS-PROC-001") == "failed"
@@ -34,7 +34,7 @@ def test_interpreter_that_is_gone_fails() -> None:
 
 
 def test_ssh_session_without_tmux_is_a_warning_under_nohup_too() -> None:
-    """Nohup does not keep torchrun; tmux does."""
+    """The command nohup does not keep torchrun alive; tmux does."""
     session = {"SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22", "TMUX": ""}
     nohup = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     del session["TMUX"]
@@ -46,7 +46,7 @@ def test_ssh_session_without_tmux_is_a_warning_under_nohup_too() -> None:
 
 
 def test_clock_before_the_installation_is_a_warning(tmp_path: Path) -> None:
-    """A package from the future says that the clock is behind."""
+    """A package from the future shows that the clock is behind."""
     shutil.copytree(PACKAGE, tmp_path / "ddpsafe", ignore=shutil.ignore_patterns("__pycache__"))
     late = tmp_path / "ddpsafe" / "doctor" / "_checks" / "processes.py"
     os.utime(late, (4e9, 4e9))
@@ -63,16 +63,16 @@ def test_clock_before_the_installation_is_a_warning(tmp_path: Path) -> None:
     assert line.startswith("DS-PROC-003 The clock shows 20")
 
 
-def test_check_that_fails_is_a_finding_and_not_the_end() -> None:
-    """A system that answers otherwise than expected costs one check."""
+def test_check_that_raises_is_a_finding() -> None:
+    """A system that behaves unexpectedly costs one check, not the report."""
     broken = "import psutil; psutil.PROCFS_PATH = '/nowhere'"
     found = examine("NET", "LIM", before=broken)
     assert found.severity("DS-PROC-004") == "warning"
     assert found.severity("DS-LIM-002") == "ok"
 
 
-def test_check_that_does_not_come_back_ends_with_its_deadline() -> None:
-    """A file system that hangs delays nothing."""
+def test_check_that_hangs_ends_at_its_deadline() -> None:
+    """A hanging file system delays nothing else."""
     over = threading.Event()
 
     def check_forever(subject: Subject, /) -> Iterator[Finding]:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_data_path_that_is_not_there_fails_with_where_it_ends(tmp_path: Path) -> None:
-    """The path is named, and up to where it exists."""
+def test_missing_data_path_fails_with_the_part_that_exists(tmp_path: Path) -> None:
+    """The finding names the path and how far it exists."""
     missing = tmp_path / "data" / "train"
     report = doctor.run(checks={"PATH"}, data_paths={"train": missing, "valid": tmp_path})
     (found,) = report.failed
@@ -36,7 +36,7 @@ psutil.PROCFS_PATH = str(root)
 
 @needs_namespaces
 def test_data_path_on_a_soft_network_mount_is_a_warning(tmp_path: Path) -> None:
-    """A real mount, in a table that says it came from a server: none runs here."""
+    """A real mount in a table that names a server, since no server runs here."""
     place = tmp_path / "data"
     place.mkdir()
     found = examine(
@@ -52,7 +52,7 @@ def test_data_path_on_a_soft_network_mount_is_a_warning(tmp_path: Path) -> None:
 
 @needs_namespaces
 def test_run_directory_on_a_read_only_mount_fails(tmp_path: Path) -> None:
-    """Root may write anywhere but there."""
+    """Only such a mount stops root from writing."""
     place = tmp_path / "runs"
     place.mkdir()
     found = examine(
@@ -63,15 +63,15 @@ def test_run_directory_on_a_read_only_mount_fails(tmp_path: Path) -> None:
 
 
 def test_run_directory_below_a_file_fails(tmp_path: Path) -> None:
-    """A path through a file leads nowhere."""
+    """A path through a file cannot be created."""
     (tmp_path / "file").write_text("", encoding="utf-8")
     report = doctor.run(checks={"PATH"}, run_dir=tmp_path / "file" / "run")
     assert [each.code for each in report.failed] == ["DS-PATH-003"]
 
 
 @needs_namespaces
-def test_run_directory_without_room_is_named_in_bytes_and_in_files(tmp_path: Path) -> None:
-    """Bytes and files run out apart from each other."""
+def test_full_run_directory_is_reported_in_bytes_and_in_files(tmp_path: Path) -> None:
+    """A file system can run out of either."""
     small = examine(
         "PATH", host=f"mount -t tmpfs -o size=64m tmpfs {tmp_path}", run_dir=str(tmp_path)
     )
@@ -86,7 +86,7 @@ def test_run_directory_without_room_is_named_in_bytes_and_in_files(tmp_path: Pat
 
 
 def test_slow_run_directory_is_a_warning_within_seconds(tmp_path: Path) -> None:
-    """A disk that takes 0.5 s for every MiB is not waited for to the end."""
+    """The check does not wait for a disk that takes 0.5 s for every MiB."""
     slow = "import os, time; real = os.fsync; os.fsync = lambda fd: (time.sleep(0.5), real(fd))"
     found = examine("PATH", before=slow, run_dir=str(tmp_path))
     assert found.severity("DS-PATH-005") == "warning"
@@ -94,7 +94,7 @@ def test_slow_run_directory_is_a_warning_within_seconds(tmp_path: Path) -> None:
 
 
 def test_temporary_directory_that_does_not_exist_is_a_warning(tmp_path: Path) -> None:
-    """Python takes another one without a word; the copied line makes it."""
+    """Python silently uses another one; the copied line creates it."""
     env = {"TMPDIR": str(tmp_path / "gone")}
     found = examine("PATH", env=env)
     assert "does not exist; files go to" in found.of("DS-PATH-006")["fact"]
@@ -103,7 +103,7 @@ def test_temporary_directory_that_does_not_exist_is_a_warning(tmp_path: Path) ->
 
 
 def test_temporary_directory_too_long_for_sockets_breaks_the_forkserver(tmp_path: Path) -> None:
-    """The forkserver listens there; spawn does not."""
+    """The forkserver listens on a socket there; spawn does not."""
     deep = tmp_path / ("d" * 80)
     deep.mkdir()
     env = {"TMPDIR": str(deep)}

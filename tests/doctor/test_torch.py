@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def shadow(folder: Path, source: str) -> dict[str, str]:
-    """Write a torch.py that comes before the real one, and return the variable that does it."""
+    """Write a torch.py that shadows the real one; return the variable that makes Python find it."""
     (folder / "torch.py").write_text(source, encoding="utf-8")
     return {"PYTHONPATH": str(folder)}
 
@@ -38,17 +38,17 @@ def shadow(folder: Path, source: str) -> dict[str, str]:
         ("raise SystemExit(3)", "SystemExit"),
     ],
 )
-def test_doctor_runs_where_torch_is_broken_and_says_so(
+def test_doctor_runs_where_torch_is_broken_and_reports_it(
     source: str, says: str, tmp_path: Path
 ) -> None:
-    """Everything else is still looked at."""
+    """Everything else is still checked."""
     found = examine("VER", "GPU", "LIM", env=shadow(tmp_path, source))
     assert found.severity("DS-VER-001") == "failed"
     assert says in found.of("DS-VER-001")["fact"]
     assert found.severity("DS-LIM-002") == "ok"
 
 
-def test_torch_file_in_the_current_directory_is_what_a_script_would_find(tmp_path: Path) -> None:
+def test_torch_file_in_the_current_directory_is_reported(tmp_path: Path) -> None:
     """A training script named torch.py breaks every script beside it."""
     shadow(tmp_path, "raise ImportError('this is my script')")
     found = examine("VER", folder=tmp_path).of("DS-VER-001")
@@ -56,8 +56,8 @@ def test_torch_file_in_the_current_directory_is_what_a_script_would_find(tmp_pat
     assert lines_to_copy(found) == [f"mv {tmp_path}/torch.py {tmp_path}/my_torch.py"]
 
 
-def test_import_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
-    """A driver that does not answer delays nothing, and leaves no process behind."""
+def test_import_that_hangs_is_stopped_at_the_deadline(tmp_path: Path) -> None:
+    """A driver that does not answer delays nothing else and leaves no process behind."""
     source = "import threading; threading.Event().wait()"
     found = examine("VER", env=shadow(tmp_path, source), timeout_s=1)
     assert found.severity("DS-VER-001") == "warning"
@@ -66,7 +66,7 @@ def test_import_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
 
 
 def test_real_torch_is_imported_and_described() -> None:
-    """The version is that of the installed one."""
+    """The reported version is that of the installed torch."""
     from importlib.metadata import version
 
     found = examine("VER", "GPU")
@@ -74,45 +74,45 @@ def test_real_torch_is_imported_and_described() -> None:
     assert found.of("DS-VER-001")["details"]["gloo"] is True
 
 
-# Versions that do not fit; the torch is one that only says what it is.
+# Versions that do not fit; a stand-in reports them.
 
 
-def other_torch(folder: Path, **facts: Any) -> dict[str, str]:
-    """Write the stand-in and return the variable that brings it."""
+def stand_in_torch(folder: Path, **facts: Any) -> dict[str, str]:
+    """Write the stand-in; return the variable that makes Python find it."""
     write_torch(folder, **facts)
     return {"PYTHONPATH": str(folder)}
 
 
 def test_old_torch_fails(tmp_path: Path) -> None:
-    """Ddpsafe needs 2.6."""
-    found = examine("VER", env=other_torch(tmp_path, version="2.5.1"))
+    """The minimum for ddpsafe is 2.6."""
+    found = examine("VER", env=stand_in_torch(tmp_path, version="2.5.1"))
     assert "torch 2.5.1 is older than 2.6" in found.of("DS-VER-002")["fact"]
 
 
 @pytest.mark.parametrize(
     ("version", "severity"), [("2.9.1", "warning"), ("2.10.0", "ok"), ("2.13.0+cpu", "ok")]
 )
-def test_torch_whose_load_can_be_made_to_run_code_is_a_warning(
+def test_torch_whose_load_can_run_code_is_a_warning(
     version: str, severity: str, tmp_path: Path
 ) -> None:
-    """`weights_only=True` keeps its promise from 2.10 on."""
-    found = examine("VER", env=other_torch(tmp_path, version=version))
+    """`weights_only=True` is reliable from 2.10 on."""
+    found = examine("VER", env=stand_in_torch(tmp_path, version=version))
     assert found.severity("DS-VER-006") == severity
 
 
 def test_two_packages_of_nccl_are_a_warning(tmp_path: Path) -> None:
-    """The line to copy takes both out."""
+    """The line to copy uninstalls both."""
     write_package(tmp_path, "nvidia-nccl-cu12", "2.21.5")
     write_package(tmp_path, "nvidia-nccl-cu13", "2.27.5")
-    found = examine("VER", env=other_torch(tmp_path))
+    found = examine("VER", env=stand_in_torch(tmp_path))
     assert found.severity("DS-VER-003") == "warning"
     assert "uninstall -y nvidia-nccl-cu12 nvidia-nccl-cu13" in found.of("DS-VER-003")["fix"]
 
 
 def test_torchvision_built_for_another_torch_is_a_warning(tmp_path: Path) -> None:
-    """One of the two was upgraded without the other."""
+    """Only one of the two was upgraded."""
     write_package(tmp_path, "torchvision", "0.20.0", "numpy", "torch==2.5.0")
-    found = examine("VER", env=other_torch(tmp_path, version="2.13.0+cpu"))
+    found = examine("VER", env=stand_in_torch(tmp_path, version="2.13.0+cpu"))
     assert "built for torch 2.5.0, and torch 2.13.0" in found.of("DS-VER-004")["fact"]
     write_package(tmp_path / "right", "torchvision", "0.28.0", "torch==2.13.0")
     path = {"PYTHONPATH": f"{tmp_path}/right{os.pathsep}{tmp_path}"}
@@ -120,21 +120,21 @@ def test_torchvision_built_for_another_torch_is_a_warning(tmp_path: Path) -> Non
 
 
 def test_backend_that_the_build_lacks_fails(tmp_path: Path) -> None:
-    """Builds for the CPU have no NCCL."""
-    found = examine("VER", env=other_torch(tmp_path), backend="nccl")
+    """CPU builds have no NCCL."""
+    found = examine("VER", env=stand_in_torch(tmp_path), backend="nccl")
     assert "was built without nccl" in found.of("DS-VER-005")["fact"]
 
 
-def test_backend_that_torch_does_not_know_is_a_warning(tmp_path: Path) -> None:
+def test_unknown_backend_is_a_warning(tmp_path: Path) -> None:
     """A package that the script imports may register it, so the doctor cannot be sure."""
-    env = other_torch(tmp_path)
+    env = stand_in_torch(tmp_path)
     found = examine("VER", env=env, backend="foo")
     assert found.severity("DS-VER-005") == "warning"
     assert "no backend called 'foo'" in found.of("DS-VER-005")["fact"]
     assert examine("VER", env=env, backend="cpu:gloo").severity("DS-VER-005") == "ok"
 
 
-# GPUs, as a driver would show them.
+# GPUs, as a driver would report them.
 
 TWO_GPUS: Final = """
 mkdir -p {0} && mount -t tmpfs tmpfs {0}
@@ -147,8 +147,8 @@ touch /dev/nvidia0 /dev/nvidia1 /dev/nvidiactl
 def on_two_gpus(
     folder: Path, torch: dict[str, Any], driver: dict[str, Any] | None = None, **fields: Any
 ) -> Found:
-    """Examine a host whose driver has made two devices."""
-    env = other_torch(folder, **torch)
+    """Examine a host whose driver has created two devices."""
+    env = stand_in_torch(folder, **torch)
     if driver is not None:
         write_pynvml(folder, **driver)
     variables = fields.pop("env", {})
@@ -157,10 +157,10 @@ def on_two_gpus(
 
 
 @needs_namespaces
-def test_gpus_that_torch_does_not_see_are_a_warning_and_a_failure_where_asked_for(
+def test_gpus_that_torch_does_not_see_are_a_warning_or_if_requested_a_failure(
     tmp_path: Path,
 ) -> None:
-    """A build without CUDA trains on the CPU, unless GPUs were meant."""
+    """A CPU build trains on the CPU, which is a failure only if GPUs were requested."""
     found = on_two_gpus(tmp_path / "a", {})
     assert found.severity("DS-GPU-001") == "warning"
     assert (
@@ -174,64 +174,64 @@ def test_gpus_that_torch_does_not_see_are_a_warning_and_a_failure_where_asked_fo
 @needs_namespaces
 @pytest.mark.parametrize("text", ["0,7", "0,0", "0, x"])
 def test_visible_devices_that_do_not_exist_fail(text: str, tmp_path: Path) -> None:
-    """CUDA drops them without a word; the copied line names one that exists."""
+    """CUDA drops them silently; the copied line names one that exists."""
     found = on_two_gpus(tmp_path, {"cuda": "12.8"}, env={"CUDA_VISIBLE_DEVICES": text})
     assert found.severity("DS-GPU-002") == "failed"
     assert lines_to_copy(found.of("DS-GPU-002")) == ["export CUDA_VISIBLE_DEVICES=0"]
 
 
 def test_more_ranks_than_gpus_fail_with_nccl(tmp_path: Path) -> None:
-    """Nccl refuses two ranks on one GPU."""
-    env = other_torch(tmp_path, cuda="12.8", count=1, capability=[9, 0])
+    """NCCL refuses two ranks on one GPU."""
+    env = stand_in_torch(tmp_path, cuda="12.8", count=1, capability=[9, 0])
     found = examine("GPU", env=env, nproc_per_node=2, backend="nccl")
     assert "2 ranks with nccl need 2 GPUs" in found.of("DS-GPU-003")["fact"]
 
 
-def test_kernel_that_fails_is_named_with_its_gpu(tmp_path: Path) -> None:
-    """So is a copy between two of them, in DS-GPU-011; NCCL is another stage, DS-GPU-010."""
+def test_failing_kernel_is_reported_with_its_gpu(tmp_path: Path) -> None:
+    """DS-GPU-011 covers copies between two GPUs, and DS-GPU-010 covers NCCL."""
     facts = {
         "cuda": "12.8",
         "count": 2,
         "capability": [9, 0],
         "kernel": "CUDA error: uncorrectable",
     }
-    found = examine("GPU", env=other_torch(tmp_path, **facts))
+    found = examine("GPU", env=stand_in_torch(tmp_path, **facts))
     assert (
         "GPU 0: running a kernel fails: RuntimeError: CUDA error" in found.of("DS-GPU-009")["fact"]
     )
     assert found.severity("DS-GPU-011") == "failed"
 
 
-def test_memory_in_use_is_seen_without_the_drivers_library(tmp_path: Path) -> None:
-    """Torch knows how much, not who."""
+def test_memory_in_use_is_reported_without_the_drivers_library(tmp_path: Path) -> None:
+    """PyTorch knows how much is used, but not by which process."""
     facts = {"cuda": "12.8", "count": 1, "capability": [9, 0], "kernel": "works"}
-    found = examine("GPU", env=other_torch(tmp_path, **facts))
+    found = examine("GPU", env=stand_in_torch(tmp_path, **facts))
     assert found.severity("DS-GPU-009") == "ok"
     assert "69.0 of 80.0 GiB are already in use" in found.of("DS-GPU-006")["fact"]
 
 
-def test_kernel_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
-    """A GPU that does not answer delays nothing; what was said before it counts."""
+def test_hanging_kernel_is_stopped_at_the_deadline(tmp_path: Path) -> None:
+    """A GPU that does not answer delays nothing, and earlier findings are kept."""
     facts = {"cuda": "12.8", "count": 1, "capability": [9, 0], "kernel": "hangs"}
-    found = examine("GPU", env=other_torch(tmp_path, **facts), timeout_s=2)
+    found = examine("GPU", env=stand_in_torch(tmp_path, **facts), timeout_s=2)
     assert found.severity("DS-GPU-001") == "ok"
     assert "running a kernel has not finished after 2 s" in found.of("DS-GPU-009")["fact"]
     assert found.report["took_s"] < 6
 
 
-def test_gpu_that_torch_was_not_compiled_for_fails(tmp_path: Path) -> None:
-    """``no kernel image is available`` comes before the first step."""
+def test_gpu_without_a_kernel_image_fails(tmp_path: Path) -> None:
+    """It is reported before the first step raises ``no kernel image is available``."""
     old = {"cuda": "12.4", "count": 1, "capability": [12, 0], "arch_list": ["sm_80", "sm_90"]}
     ptx = {**old, "arch_list": ["sm_80", "compute_90"]}
-    found = examine("GPU", env=other_torch(tmp_path / "a", **old))
+    found = examine("GPU", env=stand_in_torch(tmp_path / "a", **old))
     assert "is sm_120, and torch was compiled for sm_80, sm_90" in found.of("DS-GPU-012")["fact"]
-    found = examine("GPU", env=other_torch(tmp_path / "b", **ptx))
+    found = examine("GPU", env=stand_in_torch(tmp_path / "b", **ptx))
     assert found.severity("DS-GPU-012") == "ok"
 
 
 @needs_namespaces
-def test_driver_that_cannot_be_asked_is_a_warning_without_its_library(tmp_path: Path) -> None:
-    """Without nvidia-ml-py nothing of DS-GPU-004 to DS-GPU-008 is known."""
+def test_missing_nvidia_ml_py_is_a_warning(tmp_path: Path) -> None:
+    """Without it DS-GPU-004 to DS-GPU-008 cannot be checked."""
     found = on_two_gpus(tmp_path, {"cuda": "12.8"}, {"missing": True})
     assert found.severity("DS-GPU-013") == "warning"
     broken = on_two_gpus(tmp_path / "b", {"cuda": "12.8"}, {"error": "Driver/library mismatch"})
@@ -257,10 +257,10 @@ def test_driver_that_cannot_be_asked_is_a_warning_without_its_library(tmp_path: 
         ({"linked": False}, "DS-GPU-008", "warning", "GPUs 0 and 1 do not reach"),
     ],
 )
-def test_what_the_driver_says_is_judged(
+def test_facts_of_the_driver_are_checked(
     driver: dict[str, Any], code: str, severity: str, says: str, tmp_path: Path
 ) -> None:
-    """A driver library that says so stands for GPUs which no test machine has."""
+    """A stand-in for the driver's library reports GPUs that no test machine has."""
     found = on_two_gpus(tmp_path, {"cuda": "12.9"}, driver)
     assert (found.severity(code), says in found.of(code)["fact"]) == (severity, True), found.of(
         code
@@ -268,8 +268,8 @@ def test_what_the_driver_says_is_judged(
 
 
 @needs_namespaces
-def test_healthy_driver_raises_no_alarm(tmp_path: Path) -> None:
-    """Two GPUs that are well are well in every respect."""
+def test_healthy_driver_has_no_findings(tmp_path: Path) -> None:
+    """Two healthy GPUs pass every check."""
     found = on_two_gpus(tmp_path, {"cuda": "12.9", "count": 2, "capability": [9, 0]}, {})
     codes = {line.split()[1].rstrip(":") for line in found.problems()}
     assert codes <= {"DS-GPU-009", "DS-GPU-011"}  # the stand-in for torch computes nothing
