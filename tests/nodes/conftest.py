@@ -1,4 +1,4 @@
-"""The hosts that the launchers of a job run on."""
+"""The hosts on which a job's launchers run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    """Three hosts, which stay."""
+    """Three hosts that are shared by all tests."""
     require(find_obstacle())
     with Network(3) as hosts:
         yield hosts
@@ -25,17 +25,17 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture
 def own_network() -> Iterator[Network]:
-    """Three hosts, one of which the test takes away."""
+    """Three hosts of which the test removes one."""
     require(find_obstacle())
     with Network(3) as hosts:
         yield hosts
     for left in Path(tempfile.gettempdir()).glob("ddpsafe-*"):
-        shutil.rmtree(left)  # of the host without power: its disk is this one here
+        shutil.rmtree(left)  # left by the host without power; its disk is this machine's
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher_is_left() -> Iterator[None]:
-    """End the launchers of a test that failed: the next test is on the same hosts."""
+    """End the launchers of a failed test, because the next test uses the same hosts."""
     yield
     for launcher in Launcher.started:
         launcher.kill()

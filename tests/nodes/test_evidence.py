@@ -1,6 +1,6 @@
-"""What one launcher does with what the others say of their ranks, or do not say any more.
+"""What a launcher concludes from what other launchers report about their ranks, or no longer report.
 
-The launchers' own ends of a control channel, and no ranks: what they would report is sent by the test.
+Only the two ends of a control channel are real: the test sends the messages that a launcher would.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.plan import LaunchPlan
 
 WAITS_S: Final = 15
-"""How long node 0 waits for what a launcher may still say."""
+"""How long node 0 waits for outstanding reports of a launcher."""
 
 SOON_S, LATE_S = 0.3, 4.0
-"""Before and after all other evidence has to be there."""
+"""Before and after the deadline for all other evidence."""
 
 FAULT_FOLLOWS_S: Final = 1.1
-"""After less than a second another SIGTERM is taken for the same one."""
+"""A second SIGTERM within a second counts as the same one."""
 
 
 def node(name: str) -> NodeFacts:
@@ -84,7 +84,7 @@ KILLED: Final = RankEnded(rank=1, exit_code=-signal.SIGKILL, ended_ns=1, oom_kil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """Both ends of a control channel, and the signals to one of the launchers."""
+    """Both ends of a control channel, and the signals that one of the launchers receives."""
 
     node_0: Channel
     node_1: Channel
@@ -93,14 +93,14 @@ class Ends:
     opened: list[Channel]
 
     def close(self, channel: Channel) -> None:
-        """End a launcher, as far as the other one can see."""
+        """End a launcher, as the other one sees it."""
         self.opened.remove(channel)
         channel.close()
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    """Two nodes that have met."""
+    """Two connected nodes."""
     asked: dict[str, Any] = {
         "nnodes": 2,
         "nproc_per_node": 1,
@@ -125,7 +125,7 @@ def ends() -> Iterator[Ends]:
 
 @contextmanager
 def soon(act: Callable[[], object], *, after_s: float = SOON_S) -> Iterator[None]:
-    """Do something in a moment, in another thread."""
+    """Run something in another thread after a short time."""
     timer = threading.Timer(after_s, act)
     timer.start()
     yield
@@ -140,7 +140,7 @@ def collected(
     *,
     after_s: float = SOON_S,
 ) -> tuple[attempt_error.EndedAttempt, OtherNodes, float]:
-    """Let node 0 collect evidence of a failure that node 1 has told of; return how long it took, too."""
+    """Let node 0 collect evidence of a failure reported by node 1; return the result and the time it took."""
     nodes = OtherNodes(ends.node_0, ROUND, ends.inbox)
     ends.node_1.send(said)
     rank = nodes.ranks[0]
@@ -170,8 +170,8 @@ def test_a_signal_ends_the_wait_for_a_launcher_that_does_not_answer(
     signum: signal.Signals,
     after_s: float,
 ) -> None:
-    """The attempt ends by it: no rank is blamed that may only have lost another."""
-    if before is not None:  # has asked the ranks to stop
+    """The signal ends the attempt, and blames no rank that may have failed because of another one."""
+    if before is not None:  # that asked the ranks to stop
         ends.inbox.put(before, None)
         time.sleep(FAULT_FOLLOWS_S)
     ended, _, took_s = collected(
@@ -185,15 +185,17 @@ def test_a_signal_ends_the_wait_for_a_launcher_that_does_not_answer(
     assert took_s < WAITS_S - 2
 
 
-def test_a_signal_does_not_hide_what_is_known_already(ends: Ends, tmp_path: Path) -> None:
-    """As on one node: the rank that broke is told, and there is no other attempt."""
+def test_a_signal_does_not_hide_a_known_failure(ends: Ends, tmp_path: Path) -> None:
+    """As on one node: the rank that failed is reported."""
     ended, _, _ = collected(ends, tmp_path, KILLED, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert ended.ending.reason == "failed"
     assert ended.outcomes[1].status == "killed"
 
 
-def test_a_kill_for_memory_is_told_of_a_node_that_is_lost_then(ends: Ends, tmp_path: Path) -> None:
-    """What its launcher has counted comes with the end of the rank: nothing comes later."""
+def test_an_out_of_memory_kill_is_reported_even_if_its_node_is_lost_afterwards(
+    ends: Ends, tmp_path: Path
+) -> None:
+    """The launcher's count of such kills arrives with the end of the rank."""
     ended, nodes, took_s = collected(ends, tmp_path, KILLED, lambda: ends.close(ends.node_1))
     assert took_s < WAITS_S - 2
     assert list(nodes.lost) == [1]
@@ -203,10 +205,10 @@ def test_a_kill_for_memory_is_told_of_a_node_that_is_lost_then(ends: Ends, tmp_p
 
 
 @pytest.mark.parametrize("said", [RoundResult(is_final=True), None], ids=["all is well", "nothing"])
-def test_a_node_that_could_not_start_its_ranks_says_so_whatever_node_0_says(
+def test_a_node_that_could_not_start_its_ranks_reports_that_whatever_node_0_decides(
     ends: Ends, tmp_path: Path, said: RoundResult | None
 ) -> None:
-    """Node 0 may have ended the round before it heard of it, or may be gone."""
+    """Node 0 may have ended the round before the report arrived, or may have exited."""
 
     def answer() -> None:
         if said is None:
@@ -215,7 +217,7 @@ def test_a_node_that_could_not_start_its_ranks_says_so_whatever_node_0_says(
             ends.node_0.send(said)
 
     with open_run_directory(tmp_path / "run") as directory, soon(answer):
-        directory.make_attempt_folder(1)  # in the way of the folder that the participant makes
+        directory.make_attempt_folder(1)  # blocks the folder that the participant creates
         participant = Participant(
             1,
             plan=ends.plan,

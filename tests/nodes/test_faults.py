@@ -1,4 +1,4 @@
-"""A rank of several nodes breaks: every node names it, in the same words, and nothing is left."""
+"""A rank of a job on several nodes fails: every node names it with the same message, and nothing is left."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.root
 
 COLLECTIVE_S: Final = 6
 FAULTS: Final = [
-    # what, error, exit code, promised seconds
+    # fault, error, exit code, promised seconds
     ("raise", "RankRaisedError", 1, 2.0),
     ("kill", "RankKilledError", 137, 2.0),
     ("segfault", "RankKilledError", 139, 2.0),
@@ -46,7 +46,7 @@ FAULTS: Final = [
 
 
 ON_NODE_0: Final = ("raise", "kill", "return", "barrier", "skip", "other", "stop")
-"""One fault of each way in which node 0 learns of it; a rank of node 1 has them all."""
+"""One fault for each way in which node 0 detects it; a rank of node 1 has all of them."""
 
 
 @pytest.mark.recorder
@@ -59,17 +59,17 @@ ON_NODE_0: Final = ("raise", "kill", "return", "barrier", "skip", "other", "stop
         pytest.param((1, 3), 0, None, marks=pytest.mark.soak),
     ],
 )
-def test_every_node_names_the_rank_that_broke(
+def test_every_node_names_the_rank_that_failed(
     network: Network,
     tmp_path: Path,
     nproc: tuple[int, ...],
     culprit: int,
     whats: tuple[str, ...] | None,
 ) -> None:
-    """Whatever a rank dies of, all nodes raise the same error with the same words and exit code.
+    """Whatever ends a rank, all nodes raise the same error with the same message and exit code.
 
-    It names the rank with its node and its local rank; the exception itself is there where it was
-    raised. All that within the promised seconds from the fault, and nothing is left on any host.
+    It names the rank with its node and local rank; the exception object exists only where it was
+    raised. All that happens within the promised seconds, and nothing is left on any host.
     """
     faults = [each for each in FAULTS if whats is None or each[0] in whats]
     cases = [
@@ -102,11 +102,11 @@ def test_every_node_names_the_rank_that_broke(
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.soak), 1])
-def test_the_kernels_killer_is_named_with_its_node(
+def test_an_out_of_memory_kill_is_reported_with_its_node(
     network: Network, tmp_path: Path, victim: int
 ) -> None:
-    """Memory runs out on one host: all nodes say so of its rank, not of a kill by a user."""
-    # To fill a gigabyte takes a while; and a fork server may have been there before the limit.
+    """Memory runs out on one host: all nodes report that, not a kill by a user."""
+    # Filling a gigabyte takes a while, and a fork server may be older than the limit.
     case = Case(
         name="fill",
         what="fill",
@@ -118,7 +118,7 @@ def test_the_kernels_killer_is_named_with_its_node(
     with memory_group() as group:
         if group is None:
             pytest.skip("needs a writable memory control group")
-        # A host's own /sys has no control groups in it yet.
+        # A host's own /sys has no control groups yet.
         where = "/sys/fs/cgroup"
         if group.parent.name == "memory":
             network[victim].shell(f"mount -t tmpfs cgroup {where}; mkdir -p {where}/memory")
@@ -135,8 +135,8 @@ def test_the_kernels_killer_is_named_with_its_node(
     assert f"(node {victim} 'h{victim}', local rank 0, world_size 2)" in said[0]["text"]
 
 
-def test_nodes_meet_at_an_ipv6_address_in_brackets(network: Network, tmp_path: Path) -> None:
-    """The endpoint as every other tool spells it."""
+def test_the_endpoint_may_be_an_ipv6_address_in_brackets(network: Network, tmp_path: Path) -> None:
+    """All other tools spell it like that."""
     for host in network:
         host.shell(f"ip -6 addr add fd00:77::{host.index + 1}/64 dev eth0 nodad")
     nodes = run_job(network, [Case(name="healthy")], tmp_path, nproc=(1, 1), at="[fd00:77::1]")
@@ -146,7 +146,7 @@ def test_nodes_meet_at_an_ipv6_address_in_brackets(network: Network, tmp_path: P
 def test_the_status_of_node_0_shows_the_ranks_of_all_nodes(
     network: Network, tmp_path: Path
 ) -> None:
-    """With the place of each, and whether it is stopped; its process is known on its own host only."""
+    """Each with its place and whether it is stopped; a process is known only on its own host."""
     case = Case(name="long", what="long", fields={"timeouts": {"collective": 60, "grace": 3}})
     launchers = start_job(network, [case], tmp_path, nproc=(1, 1))
     command = [sys.executable, "-m", "ddpsafe", "status", str(tmp_path / "run-long-0"), "--json"]

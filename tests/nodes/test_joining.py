@@ -1,4 +1,4 @@
-"""Nodes come to the endpoint: late, never, one too many, or as they should not; all are told."""
+"""Nodes join late, never, in surplus or with wrong settings, and every node reports it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ while True:
 
 
 def asked(endpoint: str, **fields: Any) -> dict[str, Any]:
-    """Return the fields of a launch at another endpoint."""
+    """Return the fields of a launch with another endpoint."""
     return {"nnodes": 2, "rendezvous": {"endpoint": endpoint, **fields}}
 
 
@@ -111,12 +111,12 @@ CASES: Final = [
 
 
 @needs_hosts
-def test_what_is_wrong_with_the_nodes_is_said_on_each_of_them(
+def test_problems_with_the_nodes_are_reported_on_each_of_them(
     network: Network, tmp_path: Path
 ) -> None:
-    """In seconds, and by name: who does not agree, who is one too many, who has not come, and where.
+    """Within seconds and by name: which nodes disagree, are surplus or are missing, and on which host.
 
-    Where the others can do without that node, their job goes on.
+    Where the other nodes can do without that node, their job continues.
     """
     listening = network[0].start([sys.executable, "-c", TAKEN])
     assert listening.stdout is not None
@@ -137,7 +137,7 @@ def test_what_is_wrong_with_the_nodes_is_said_on_each_of_them(
 def _require(
     said: list[dict[str, Any]], nodes: tuple[int, ...], case: str, error: str, *words: str
 ) -> list[dict[str, Any]]:
-    """Fail unless these nodes ended a case with that error, whose text has these words."""
+    """Fail unless these nodes ended a case with this error, whose text has these words."""
     found = [said[node][case] for node in nodes]
     for each in found:
         assert each.get("error") == error, each
@@ -147,7 +147,7 @@ def _require(
 
 
 def _disagreements(said: list[dict[str, Any]], _: list[str]) -> None:
-    """A different configuration is named with both values and both nodes, before any rank starts."""
+    """Different configurations are reported with both values and both nodes before any rank starts."""
     for case, nodes, words in (
         ("seeds", (0, 1), "seed: 1 on node 0 (h0), 2 on node 1 (h1)"),
         ("more nodes", (0, 1), "nnodes: 2 on node 0 (h0), 3 on node 1 (h1)"),
@@ -167,7 +167,7 @@ def _disagreements(said: list[dict[str, Any]], _: list[str]) -> None:
 
 
 def _refusals(said: list[dict[str, Any]], errors: list[str]) -> None:
-    """One node leaves, and the job of the others goes on."""
+    """The refused node ends, and the job of the others continues."""
     (sender,) = _require(
         said, (1,), "another secret", "PreflightError", "is not signed with this job's secret"
     )
@@ -184,7 +184,7 @@ def _refusals(said: list[dict[str, Any]], errors: list[str]) -> None:
 
 
 def _absences(said: list[dict[str, Any]], errors: list[str]) -> None:
-    """Who came is said while the others are waited for, and in the end."""
+    """The nodes that have joined are named during the wait and in the error."""
     came = "2 of 3 nodes reached h0:"
     names = ": h0 and h1; node rank 2 did not; node 0 listens at 10.77.0.1"
     found = _require(said, (0, 1), "never", "RendezvousTimeoutError", came, names, "within 12 s")
@@ -197,7 +197,7 @@ def _absences(said: list[dict[str, Any]], errors: list[str]) -> None:
 
 
 def _endpoints(said: list[dict[str, Any]], errors: list[str]) -> None:
-    """An endpoint that leads nowhere, or to another program."""
+    """An endpoint that cannot be reached, or that belongs to another program."""
     case = "no such name"
     for each in _require(said, (0, 1), case, "PreflightError", "cannot resolve nowhere.invalid"):
         require_in_time(each["at"] - each["began"], 15.0, case)
@@ -215,8 +215,8 @@ def _endpoints(said: list[dict[str, Any]], errors: list[str]) -> None:
 
 
 @needs_hosts
-def test_the_host_of_the_endpoint_may_be_the_last_to_come(network: Network, tmp_path: Path) -> None:
-    """The others say that nothing answers there yet, and join as soon as it does."""
+def test_the_host_of_the_endpoint_may_be_the_last_to_join(network: Network, tmp_path: Path) -> None:
+    """The others report that nothing answers yet, and join as soon as it does."""
     case = Case(name="late first", after={0: "others-wait"})
     launchers = start_job(network, [case], tmp_path, nproc=(1, 1, 1))
     scripts.wait_until(
@@ -232,8 +232,8 @@ def test_the_host_of_the_endpoint_may_be_the_last_to_come(network: Network, tmp_
 
 
 @needs_hosts
-def test_the_endpoint_may_be_loopback_on_its_own_host_alone(tmp_path: Path) -> None:
-    """Debian's installer leads a host's own name to 127.0.1.1; a copy of that file is wrong elsewhere."""
+def test_the_endpoint_may_resolve_to_loopback_only_on_its_own_host(tmp_path: Path) -> None:
+    """Debian's installer maps the hostname to 127.0.1.1; a copy of that file is wrong elsewhere."""
 
     def hosts_file(network: Network, index: int) -> str:
         return names_as_debian(network, 0 if index == 2 else index)
@@ -260,10 +260,10 @@ def test_the_endpoint_may_be_loopback_on_its_own_host_alone(tmp_path: Path) -> N
 
 
 @needs_hosts
-def test_the_name_of_the_endpoint_may_lead_to_several_addresses(tmp_path: Path) -> None:
-    """Only one of them is served: on IPv4, of a network rather than of containers; others find it.
+def test_the_name_of_the_endpoint_may_have_several_addresses(tmp_path: Path) -> None:
+    """Node 0 serves only one, preferably IPv4 and not of a container network; the others find it.
 
-    The ranks talk on the interface that is asked for, on the host of the endpoint, too.
+    The ranks use the requested interface, also on the host of the endpoint.
     """
 
     def hosts_file(_: Network, index: int) -> str:
@@ -291,7 +291,7 @@ def test_the_name_of_the_endpoint_may_lead_to_several_addresses(tmp_path: Path) 
 def test_a_node_that_is_started_twice_is_refused_the_second_time(
     network: Network, tmp_path: Path, twice: int
 ) -> None:
-    """By name, in seconds, and the job of the first ones goes on."""
+    """By name and within seconds, and the first job continues."""
     first = Case(name="job", what="held", fields={"nnodes": 2})
     second = replace(first, fields={"nnodes": 2, "run_dir": str(tmp_path / "again")})
     endpoint = "h0:28650"
@@ -324,10 +324,10 @@ EARLY_ENDS: Final = [
 
 @needs_hosts
 @pytest.mark.parametrize(("when", "error", "words"), EARLY_ENDS)
-def test_a_launcher_that_ends_before_it_has_started_ranks_is_named(
+def test_a_launcher_that_exits_before_it_starts_ranks_is_named(
     network: Network, tmp_path: Path, when: str, error: str, words: str
 ) -> None:
-    """By the others, after ``timeouts.rendezvous``; and node 0 by those that wait for its plan."""
+    """The others name it after ``timeouts.rendezvous``; those that wait for a plan name node 0."""
     fields = {"timeouts": {"rendezvous": 4}}
     cases = [
         Case(name="another node", fields=fields, leaves={2: when}),
@@ -357,7 +357,7 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 @needs_hosts
 @pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_clocks_may_be_an_hour_apart(network: Network, tmp_path: Path, ahead: int) -> None:
-    """The nodes meet, in one round after the other: torch alone would take one for dead."""
+    """The nodes join several rounds in a row; torch alone would consider one of them dead."""
     require(None if shutil.which("gcc") else "a C compiler is needed to shift a clock")
     (tmp_path / "clock.c").write_text(CLOCK)
     library = tmp_path / "clock.so"
@@ -385,7 +385,7 @@ def test_clocks_may_be_an_hour_apart(network: Network, tmp_path: Path, ahead: in
 
 
 def facts(**changes: Any) -> NodeFacts:
-    """Return a node like any other, but for these settings."""
+    """Return a node with default facts except for these settings."""
     settings = {"nnodes": "2", "backend": "gloo", "torch": "2.13.0", "Python": "3.11", "seed": "1"}
     rank, launcher = changes.pop("node_rank", None), changes.pop("launcher", "")
     return NodeFacts(
@@ -409,20 +409,22 @@ DISAGREEMENTS: Final = [
 
 
 @pytest.mark.parametrize(("changes", "words"), DISAGREEMENTS)
-def test_both_values_and_both_nodes_are_named(changes: dict[str, Any], words: str) -> None:
-    """Whatever has to be the same on all nodes and is not."""
+def test_a_disagreement_is_reported_with_both_values_and_both_nodes(
+    changes: dict[str, Any], words: str
+) -> None:
+    """This applies to every setting that has to be the same on all nodes."""
     with pytest.raises(ConfigError) as caught:
         require_same_settings([facts(hostname="h0", node_rank=0), facts(**changes)])
     assert words in caught.value.explanation.what
 
 
-def test_nodes_may_differ_in_what_is_their_own() -> None:
-    """Host, number of ranks, and a node rank that only some of them were given."""
+def test_nodes_may_differ_in_their_own_settings() -> None:
+    """Host, number of ranks, and a node rank that only some of them have been given."""
     require_same_settings([facts(hostname="h0", node_rank=0), facts(node_rank=2), facts()])
 
 
-def test_a_container_that_starts_again_is_not_taken_for_a_member_of_the_last_round() -> None:
-    """With the same name, address and pid, torch's rendezvous would give it the place of the one before."""
+def test_a_restarted_container_is_not_mistaken_for_a_member_of_the_last_round() -> None:
+    """With the same name, address and pid, torch's rendezvous would give it the previous one's place."""
     labels = [label_of(facts(node_rank=rank, launcher=each)) for rank in (1, 2) for each in "ab"]
     assert len(set(labels)) == len(labels)
     assert labels == sorted(labels)  # the nodes keep their order
@@ -433,7 +435,7 @@ LOCAL: Final = "127.0.0.1"
 
 @pytest.fixture
 def held_port() -> Iterator[socket.socket]:
-    """Hold a port without listening there: who connects is refused, and who serves, too."""
+    """Bind a port without listening on it: it can be neither connected to nor served."""
     with socket.socket() as held:
         held.bind((LOCAL, 0))
         yield held
@@ -441,7 +443,7 @@ def held_port() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def endpoint(held_port: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeRendezvous]:
-    """Make the rendezvous of a node whose endpoint has that port, of this host."""
+    """Return the rendezvous of a node on this host, whose endpoint has that port."""
     port = held_port.getsockname()[1]
     config = LaunchConfig(
         nnodes=2, nproc_per_node=1, backend="gloo", rendezvous={"endpoint": f"h0:{port}"}
@@ -455,12 +457,14 @@ def endpoint(held_port: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def serve_or_find(node: NodeRendezvous, limit_s: float, *, bound: str | None = LOCAL) -> str | None:
-    """Serve the endpoint, or find who does."""
+    """Serve the endpoint, or find the node that does."""
     return node._serve_or_find(Deadline.after(timedelta(seconds=limit_s)), [LOCAL], bound, [LOCAL])
 
 
-def test_a_program_that_holds_the_port_of_the_endpoint_is_named(endpoint: NodeRendezvous) -> None:
-    """On the host of the endpoint, where it does not even listen: no other node is missing."""
+def test_a_program_that_holds_the_port_of_the_endpoint_is_reported(
+    endpoint: NodeRendezvous,
+) -> None:
+    """Even if it does not listen; the error is not a missing node."""
     with pytest.raises(PreflightError, match="another program is using the port") as raised:
         serve_or_find(endpoint, 0.1)
     assert raised.value.kind == "port"
@@ -469,17 +473,17 @@ def test_a_program_that_holds_the_port_of_the_endpoint_is_named(endpoint: NodeRe
 def test_the_endpoint_is_served_as_soon_as_its_port_is_free(
     endpoint: NodeRendezvous, held_port: socket.socket
 ) -> None:
-    """The program that held it has ended meanwhile."""
+    """The program that held the port exits during the wait."""
     threading.Timer(0.3, held_port.close).start()
     assert serve_or_find(endpoint, 20) is None
     assert endpoint._store is not None
 
 
-def test_the_port_of_the_endpoint_is_free_before_any_garbage_is_collected(
+def test_the_port_of_the_endpoint_is_free_without_a_garbage_collection(
     endpoint: NodeRendezvous, held_port: socket.socket
 ) -> None:
     """The next launch of a script may need it at once."""
-    import torch  # noqa: F401 - a launch has by then; an import in the call keeps the call's frames
+    import torch  # noqa: F401 - loaded before any launch; an import in the call keeps the call's frames
 
     address = held_port.getsockname()
     held_port.close()
@@ -495,10 +499,10 @@ def test_the_port_of_the_endpoint_is_free_before_any_garbage_is_collected(
         gc.enable()
 
 
-def test_a_program_on_loopback_is_not_what_the_name_of_another_host_leads_to(
+def test_a_program_on_loopback_is_not_mistaken_for_the_endpoint_of_another_host(
     endpoint: NodeRendezvous, held_port: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host file has that name for loopback as well as for its address, where nothing answers."""
+    """The hosts file maps that name to loopback and to its address, where nothing answers."""
     held_port.listen()
     monkeypatch.setattr(rendezvous, "is_loopback", lambda address: address == LOCAL)
     monkeypatch.setattr(endpoint, "_look_up", lambda: [LOCAL, "127.0.0.2"])
@@ -506,10 +510,10 @@ def test_a_program_on_loopback_is_not_what_the_name_of_another_host_leads_to(
         serve_or_find(endpoint, 0.1, bound=None)
 
 
-def test_a_name_server_that_does_not_answer_is_waited_for_as_long_as_asked(
+def test_a_name_server_that_does_not_answer_is_waited_for_until_the_deadline(
     endpoint: NodeRendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each look for the endpoint asks it again."""
+    """Every look-up of the endpoint asks it again."""
     stopped = threading.Event()
     monkeypatch.setattr(endpoint, "_look_up", lambda: stopped.wait(30))
     with pytest.raises(RendezvousTimeoutError, match="neither the name server nor the host"):
@@ -521,7 +525,7 @@ def test_a_name_server_that_does_not_answer_is_waited_for_as_long_as_asked(
     ("name", "networks", "node_rank", "says"),
     [("h0", 2, 0, True), ("h0", 2, 1, False), ("h0", 1, 0, False), ("h1", 1, 0, True)],
 )
-def test_who_serves_an_endpoint_on_loopback_says_where_if_that_is_in_doubt(
+def test_a_node_with_an_endpoint_on_loopback_logs_its_address_if_that_is_ambiguous(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     *,
@@ -530,7 +534,7 @@ def test_who_serves_an_endpoint_on_loopback_says_where_if_that_is_in_doubt(
     node_rank: int,
     says: bool,
 ) -> None:
-    """The host has two networks, or another name. Node 1 may be on that host, too, and says nothing."""
+    """The host has several networks, or another name. Node 1 may be on that host too, and logs nothing."""
     ways = [
         _host.Interface(
             name=f"eth{number}",
@@ -555,6 +559,6 @@ def test_who_serves_an_endpoint_on_loopback_says_where_if_that_is_in_doubt(
         monkeypatch.setattr(node, "_own_address", lambda *_: "10.0.0.1")
         monkeypatch.setattr(node, "_serve_or_find", lambda *_: "10.0.0.1" if node_rank else None)
         monkeypatch.setattr(node, "_connect", lambda *_: None)
-        with pytest.raises(AssertionError, match="open"):  # there is no store
+        with pytest.raises(AssertionError, match="open"):  # the test has no store
             node.open()
     assert ("so node 0 listens at 10.0.0.1" in caplog.text) is says

@@ -1,4 +1,4 @@
-"""Something goes wrong in one launcher, not in a rank: all nodes end, in seconds, with the same error."""
+"""An error in one launcher rather than in a rank: all nodes end within seconds with the same error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ input()
 
 
 def require_one_error(said: list[dict[str, Any]], error: str, *words: str) -> None:
-    """Fail unless all nodes ended with one error, at nearly the same time."""
+    """Fail unless all nodes ended with the same error at nearly the same time."""
     require_the_same(said)
     assert said[0]["error"] == error, said[0]
     for word in words:
@@ -56,7 +56,7 @@ def require_one_error(said: list[dict[str, Any]], error: str, *words: str) -> No
 
 @contextlib.contextmanager
 def no_free_port(host: Host) -> Iterator[None]:
-    """Leave no port on a host for a program that asks for any."""
+    """Occupy every ephemeral port of a host."""
     where = "/proc/sys/net/ipv4/ip_local_port_range"
     before = host.run("cat", where)
     taken = host.start([sys.executable, "-c", TAKE_PORTS])
@@ -70,10 +70,10 @@ def no_free_port(host: Host) -> Iterator[None]:
         taken.kill()
 
 
-def test_a_port_that_node_0_cannot_open_is_told_on_all_nodes(
+def test_a_port_that_node_0_cannot_open_is_reported_on_all_nodes(
     network: Network, tmp_path: Path
 ) -> None:
-    """The next stores and channels need some: an error of the system or of torch, not of ddpsafe."""
+    """The next stores and channels need ports: the error comes from the system or torch, not from ddpsafe."""
     case = Case(name="ports", after={1: "no-port", 2: "no-port"})
     port = 28900
     launchers = start_job(network, [case], tmp_path, nproc=(1, 1, 1), port=port)
@@ -90,10 +90,10 @@ def test_a_port_that_node_0_cannot_open_is_told_on_all_nodes(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_disk_that_takes_no_logs_any_more_is_told_on_all_nodes(
+def test_a_disk_that_takes_no_more_logs_is_reported_on_all_nodes(
     network: Network, tmp_path: Path, victim: int
 ) -> None:
-    """A node that cannot start its ranks is named, with why, and no rank of the others is left."""
+    """The node that cannot start its ranks is named with the reason, and no rank of the others is left."""
     host, disk = network[victim], tmp_path / "disk"
     disk.mkdir()
     host.shell(f"mount -t tmpfs disk {disk}")
@@ -123,10 +123,10 @@ def test_a_disk_that_takes_no_logs_any_more_is_told_on_all_nodes(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_what_one_launcher_cannot_load_or_do_ends_all_of_them(
+def test_a_launcher_that_raises_ends_all_launchers(
     network: Network, tmp_path: Path, victim: int
 ) -> None:
-    """A result that cannot be loaded, folders that are missing, an ``on_retry`` that raises."""
+    """A result that cannot be unpickled, missing folders, an ``on_retry`` that raises."""
     missing = str(tmp_path / "there")
     (tmp_path / "there").mkdir()
     network[victim].shell(f"mount -t tmpfs other {missing}")
@@ -166,10 +166,10 @@ def test_what_one_launcher_cannot_load_or_do_ends_all_of_them(
 
 
 @pytest.mark.parametrize("how", ["drop", "reset"])
-def test_a_node_that_reaches_no_control_channel_says_so_on_all_nodes(
+def test_a_node_that_cannot_reach_the_control_channel_is_reported_on_all_nodes(
     network: Network, tmp_path: Path, how: str
 ) -> None:
-    """Only the port of the endpoint is open: the node that meets the firewall knows most of it."""
+    """Only the port of the endpoint is open; the node behind the firewall knows the cause best."""
     case = Case(name="closed", fields={"timeouts": {"rendezvous": 4}})
     port = 28950
     network[0].open_only(port, otherwise=how)
@@ -181,18 +181,18 @@ def test_a_node_that_reaches_no_control_channel_says_so_on_all_nodes(
     require_one_error(said, "PreflightError", "h1 reached no control channel of node 0 at")
 
 
-def interrupted(launchers: list[Launcher], signum: signal.Signals) -> None:
-    """Fail unless every launcher ends as a signal to it says."""
+def require_interrupted(launchers: list[Launcher], signum: signal.Signals) -> None:
+    """Fail unless every launcher ends as that signal requires."""
     assert [each.end() for each in launchers] == [-signum] * len(launchers), [
         each.err[-800:] for each in launchers
     ]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_node_0_while_it_waits_ends_all_launchers_alike(
+def test_a_signal_to_node_0_while_it_waits_ends_all_launchers(
     network: Network, tmp_path: Path, signum: signal.Signals
 ) -> None:
-    """While nodes are missing, and in the pause before another attempt."""
+    """Both while nodes are missing and in the pause before another attempt."""
     case = Case(name="never", fields={"nnodes": 3})
     launchers = start_job(network, [case], tmp_path, nproc=(1, 1))
     scripts.wait_until(
@@ -201,7 +201,7 @@ def test_a_signal_to_node_0_while_it_waits_ends_all_launchers_alike(
         within_s=60,
     )
     os.kill(launchers[0].pid, signum)
-    interrupted(launchers, signum)
+    require_interrupted(launchers, signum)
 
     retry = {**RETRY, "backoff_initial": 300, "backoff_max": 300}
     case = Case(name="pause", what="kill-until-9", rank=1, fields={"retry": retry})
@@ -212,7 +212,7 @@ def test_a_signal_to_node_0_while_it_waits_ends_all_launchers_alike(
         within_s=60,
     )
     os.kill(launchers[0].pid, signum)
-    interrupted(launchers, signum)
+    require_interrupted(launchers, signum)
     require_nothing_left(network)
 
 
@@ -239,7 +239,7 @@ WHILE_IT_OPENS: Final = """
 def test_a_signal_to_node_0_while_it_opens_the_endpoint_is_not_lost(
     network: Network, tmp_path: Path
 ) -> None:
-    """It acts on it once it waits for the others, which may take ten minutes to come."""
+    """Node 0 acts on it as soon as it waits for the others, which may take ten minutes to join."""
     launcher = Launcher(network[0], [str(scripts.write(tmp_path, "opens.py", WHILE_IT_OPENS))], {})
     assert launcher.end(60) == -signal.SIGTERM, launcher.err
     assert "SIGTERM; no rank is left running" in launcher.err

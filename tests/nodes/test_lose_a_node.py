@@ -1,4 +1,4 @@
-"""The tutorial about the loss of a node, as its readers go through it."""
+"""The tutorial about losing a node, as its readers follow it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.root
 
 CHECKOUT: Final = Path(__file__).parents[2]
 TRAINING_S: Final = 330
-"""Twelve epochs take 10 s, or minutes on a machine with many times as much to do."""
+"""Twelve epochs take 10 s, or minutes on an overloaded machine."""
 
 PAGE: Final = CHECKOUT / "docs" / "tutorial" / "lose-a-node.md"
 
 
 def command_of_the_page(folder: Path) -> list[str]:
-    """Return the command that the page has, the same for each host, for hosts h0, h1 and h2."""
+    """Return the command of the page, which is the same for the hosts h0, h1 and h2."""
     found = set(re.findall(r"^ddpsafe run .*$", PAGE.read_text(), re.MULTILINE))
     assert len(found) == 1, "the replacement is started with the command of the start"
     text = found.pop().replace("gpu-01", "h0")
@@ -33,10 +33,10 @@ def command_of_the_page(folder: Path) -> list[str]:
     return ["-m", "ddpsafe", *words, "--out", str(folder), "--data", f"{folder}/d"]
 
 
-@pytest.mark.soak  # what it rests on is in test_replacement.py, and the training in tests/docs
-@pytest.mark.timeout(480)  # two trainings to their end
-def test_the_curve_goes_on_after_the_loss_of_a_host(own_network: Network, tmp_path: Path) -> None:
-    """One of two hosts loses power in mid-epoch; a third takes its place with the same command."""
+@pytest.mark.soak  # test_replacement.py tests the parts, and tests/docs the training
+@pytest.mark.timeout(480)  # two complete trainings
+def test_training_continues_after_the_loss_of_a_host(own_network: Network, tmp_path: Path) -> None:
+    """One of two hosts loses power in mid-epoch; a third replaces it with the same command."""
     pytest.importorskip("sklearn", reason="the examples need pip install 'ddpsafe[examples]'")
     command = command_of_the_page(tmp_path)
     first, second = (Launcher(own_network[node], command, {}) for node in (0, 1))

@@ -1,4 +1,4 @@
-"""A launcher or a host of several is gone: the others name it, end their ranks, and exit with 75."""
+"""A launcher or host of several is lost: the others name it, end their ranks, and exit with 75."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.root
 
 AGAIN: Final = 75
+"""Exit code that asks for another start: EX_TEMPFAIL."""
 
 FAULT_LASTS_S: Final = 2
 FAULT_FOLLOWS_S: Final = 1.2
-"""After less than a second another SIGTERM is taken for the same one."""
+"""A second SIGTERM within a second counts as the same one."""
 
 FAULT_SHOWS_S: Final = 4
-"""Longer than what a loss takes to be named."""
-"""Exit code that asks for another start: EX_TEMPFAIL."""
+"""Longer than it takes to detect a loss."""
 
 
 def start_training(network: Network, folder: Path) -> list[Launcher]:
-    """Start a long training with two ranks on each of two hosts; wait until all train."""
+    """Start a long training with two ranks on each of two hosts; wait until all of them train."""
     case = Case(name="long", what="long", fields={"timeouts": {"collective": 60, "grace": 3}})
     launchers = start_job(network, [case], folder, nproc=[2, 2])
     scripts.wait_until(
@@ -61,9 +61,7 @@ def require_named(said: dict[str, Any], *, node: int, from_s: float, within_s: f
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_launcher_that_is_killed_is_named_at_once(
-    network: Network, tmp_path: Path, victim: int
-) -> None:
+def test_a_killed_launcher_is_named_at_once(network: Network, tmp_path: Path, victim: int) -> None:
     """The other launcher names its node within a second, and no rank of either is left."""
     launchers = start_training(network, tmp_path)
     os.kill(launchers[victim].pid, signal.SIGKILL)
@@ -76,7 +74,7 @@ def test_a_launcher_that_is_killed_is_named_at_once(
 
 
 def drop(network: Network, *, to: int, source: int) -> None:
-    """Let nothing through from one host to another; the other direction stays."""
+    """Drop all packets from one host to another; the other direction stays open."""
     address = network[source].address()
     network[to].run(
         "nft",
@@ -105,7 +103,7 @@ LOSSES: Final[dict[str, Callable[[Network, int], None]]] = {
 def test_a_host_that_vanishes_is_named_within_seconds(
     own_network: Network, tmp_path: Path, how: str, victim: int
 ) -> None:
-    """No packet says that it is gone: each side that still runs names the other within 5 s."""
+    """No packet announces it: each side that still runs names the other within 5 s."""
     launchers = start_training(own_network, tmp_path)
     before_s = time.time()
     LOSSES[how](own_network, victim)
@@ -118,8 +116,8 @@ def test_a_host_that_vanishes_is_named_within_seconds(
     require_nothing_left(own_network, besides=[victim] if how == "power" else [])
 
 
-def held(network: Network, folder: Path) -> tuple[list[Case], list[Launcher]]:
-    """Start a training on two hosts that goes on until the test makes a file."""
+def start_held_training(network: Network, folder: Path) -> tuple[list[Case], list[Launcher]]:
+    """Start a training on two hosts that continues until the test creates a file."""
     cases = [Case(name="held", what="held", fields={"timeouts": {"collective": 60}})]
     launchers = start_job(network, cases, folder, nproc=[2, 2])
     scripts.wait_until(
@@ -133,18 +131,18 @@ def held(network: Network, folder: Path) -> tuple[list[Case], list[Launcher]]:
 def require_no_failure(
     network: Network, folder: Path, cases: list[Case], launchers: list[Launcher]
 ) -> None:
-    """Let a training end; fail unless all went well, in the first attempt."""
+    """Let a training end; fail unless it succeeded in the first attempt."""
     (folder / "release-held").touch()
     for results in finish_job(network, cases, launchers):
         assert results["held"].get("attempts") == 1, results
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_network_that_is_back_after_two_seconds_is_no_loss(
+def test_a_network_outage_of_two_seconds_is_not_a_loss(
     network: Network, tmp_path: Path, victim: int
 ) -> None:
-    """No packet comes or goes meanwhile; then training goes on."""
-    cases, launchers = held(network, tmp_path)
+    """No packet passes during the outage; training continues afterwards."""
+    cases, launchers = start_held_training(network, tmp_path)
     network[victim].cut_off("eth0")
     time.sleep(FAULT_LASTS_S)
     network.switch.run("nft", "delete", "table", "bridge", f"off{victim}")
@@ -153,11 +151,11 @@ def test_a_network_that_is_back_after_two_seconds_is_no_loss(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_launcher_that_is_stopped_is_warned_of_and_not_lost(
+def test_a_stopped_launcher_causes_a_warning_and_is_not_lost(
     network: Network, tmp_path: Path, victim: int
 ) -> None:
-    """Its ranks train on; it is named after 15 s, and again when it goes on."""
-    cases, launchers = held(network, tmp_path)
+    """Its ranks keep training; the log names it after 15 s, and again when it resumes."""
+    cases, launchers = start_held_training(network, tmp_path)
     other = launchers[1 - victim]
     os.kill(launchers[victim].pid, signal.SIGSTOP)
     try:
@@ -172,11 +170,11 @@ def test_a_launcher_that_is_stopped_is_warned_of_and_not_lost(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_fails_beneath_a_stopped_launcher_is_named_when_that_goes_on(
+def test_a_rank_that_fails_under_a_stopped_launcher_is_named_when_the_launcher_resumes(
     network: Network, tmp_path: Path, victim: int
 ) -> None:
-    """The launcher alone knows how its rank ended: no other rank is blamed, once it can say so."""
-    cases, launchers = held(network, tmp_path)
+    """Only that launcher knows how its rank ended, and no other rank is blamed."""
+    cases, launchers = start_held_training(network, tmp_path)
     culprit = 2 * victim + 1
     pid = int((tmp_path / f"running-held-1-{culprit}").read_text())
     os.kill(launchers[victim].pid, signal.SIGSTOP)
@@ -192,8 +190,8 @@ def test_a_rank_that_fails_beneath_a_stopped_launcher_is_named_when_that_goes_on
 def test_a_node_can_be_ended_while_the_launcher_of_node_0_is_stopped(
     network: Network, tmp_path: Path, *, fails: bool
 ) -> None:
-    """It says what it knows of its ranks and whom it waits for; Ctrl-C ends it, and node 0 later."""
-    _, launchers = held(network, tmp_path)
+    """It logs what it knows and which node it waits for; Ctrl-C ends it at once, and node 0 later."""
+    _, launchers = start_held_training(network, tmp_path)
     stopped, other = launchers
     os.kill(stopped.pid, signal.SIGSTOP)
 
@@ -215,7 +213,7 @@ def test_a_node_can_be_ended_while_the_launcher_of_node_0_is_stopped(
     finally:
         os.kill(stopped.pid, signal.SIGCONT)
     code = stopped.end()
-    # Its launcher may act on the first thing that it was told before it reads the others.
+    # Its launcher may act on the first message before it reads the others.
     if fails and code == 0:
         said = stopped.results()["held"]
         assert (said["error"], said["rank"]) == ("RankRaisedError", 3), said
@@ -227,10 +225,10 @@ def test_a_node_can_be_ended_while_the_launcher_of_node_0_is_stopped(
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_each_of_three_nodes_says_whose_network_it_may_be(
+def test_each_of_three_nodes_reports_whose_network_probably_failed(
     own_network: Network, tmp_path: Path, victim: int
 ) -> None:
-    """The others name the one that is cut off; that one says that its own network is the likely cause."""
+    """The others name the node that is cut off, and that node reports its own network as the likely cause."""
     case = Case(name="long", what="long", fields={"timeouts": {"collective": 60, "grace": 3}})
     launchers = start_job(own_network, [case], tmp_path, nproc=[1, 1, 1])
     scripts.wait_until(
@@ -257,7 +255,7 @@ def test_each_of_three_nodes_says_whose_network_it_may_be(
 def test_a_second_request_to_stop_ends_ranks_that_still_save(
     network: Network, tmp_path: Path, victim: int
 ) -> None:
-    """The first SIGTERM lets them save; who sends another does not want to wait, on any node."""
+    """The first SIGTERM lets them save; a second one on any node means not to wait for that."""
     cases = [Case(name="job", what="stubborn")]
     launchers = start_job(network, cases, tmp_path, nproc=[2, 2])
 
@@ -282,10 +280,10 @@ def test_a_second_request_to_stop_ends_ranks_that_still_save(
 @pytest.mark.parametrize(
     ("signum", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, -signal.SIGTERM)]
 )
-def test_a_signal_to_one_launcher_ends_all_of_them_alike(
+def test_a_signal_to_one_launcher_ends_all_launchers(
     network: Network, tmp_path: Path, signum: int, code: int
 ) -> None:
-    """As on one node: the ranks of all nodes end, then each launcher does as the signal says."""
+    """As on one node: the ranks of all nodes end, then each launcher ends as the signal requires."""
     launchers = start_training(network, tmp_path)
     os.kill(launchers[1].pid, signum)
     assert [launcher.end() for launcher in launchers] == [code, code]
@@ -295,12 +293,12 @@ def test_a_signal_to_one_launcher_ends_all_of_them_alike(
     require_nothing_left(network)
 
 
-def test_a_signal_that_comes_while_ranks_end_counts_on_all_nodes(
+def test_a_signal_while_ranks_are_ending_takes_effect_on_all_nodes(
     network: Network, tmp_path: Path
 ) -> None:
-    """As on one node: a rank that has returned and hangs at exit is ended, and what it returned is dropped.
+    """As on one node: a rank that has returned but hangs at exit is ended, and its result is dropped.
 
-    Node 0 waits for it meanwhile: that it says nothing to the signal does not make the other go alone.
+    Node 0 waits for it and does not answer the signal, which must not make the other node end alone.
     """
     fields = {"timeouts": {"shutdown": 5, "grace": 4}}
     launchers = start_job(
@@ -319,19 +317,19 @@ def test_a_signal_that_comes_while_ranks_end_counts_on_all_nodes(
 
 
 def terminate(*launchers: Launcher) -> None:
-    """Send SIGTERM to every process of each, to the launcher itself last."""
+    """Send SIGTERM to every process of each launcher, and to the launcher itself last."""
     for launcher in launchers:
         for process in psutil.Process(launcher.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):  # ended with the one before
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended with the previous one
                 process.terminate()
         os.kill(launcher.pid, signal.SIGTERM)
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_sigterm_to_every_process_of_a_job_is_one_to_the_launchers(
+def test_a_sigterm_to_every_process_of_a_job_counts_as_one_to_the_launchers(
     network: Network, tmp_path: Path, first: int
 ) -> None:
-    """As a scheduler or a cgroup sends it: ranks die of it before their launchers hear of it, and are not blamed."""
+    """A scheduler or a cgroup sends it so: ranks die before their launchers react, and are not blamed."""
     launchers = start_training(network, tmp_path)
     terminate(launchers[first], launchers[1 - first])
     ends = [launcher.end() for launcher in launchers]
@@ -344,7 +342,7 @@ def test_a_sigterm_to_every_process_of_a_job_is_one_to_the_launchers(
 def test_a_sigterm_to_every_process_of_a_job_that_saves_preempts_it(
     network: Network, tmp_path: Path
 ) -> None:
-    """Ranks that call `stop_requested` do not die of it: they stop at one step, as if their launchers alone had it."""
+    """Ranks that call `stop_requested` survive it and stop at one step, as if only launchers received it."""
     case = Case(name="job", what="resume", fields={"timeouts": {"collective": 60, "grace": 3}})
     launchers = start_job(network, [case], tmp_path, nproc=[2, 2])
     scripts.wait_until(

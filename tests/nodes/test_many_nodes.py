@@ -1,4 +1,4 @@
-"""A coordinator of many nodes: it has them soon, tells them soon, and hardly takes a processor."""
+"""A coordinator connects many nodes and sends them the result quickly, with little CPU time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BENCHMARK: Final = Path(__file__).parents[2] / "benchmarks" / "nodes.py"
 
 
 def benchmark() -> ModuleType:
-    """Load the benchmark, whose stand-ins are those of this test."""
+    """Load the benchmark, whose simulated nodes this test uses."""
     spec = importlib.util.spec_from_file_location("nodes_benchmark", BENCHMARK)
     assert spec is not None
     assert spec.loader is not None
@@ -29,7 +29,7 @@ def benchmark() -> ModuleType:
 
 @pytest.mark.root
 def test_sixteen_nodes_take_little_of_a_core(network: Network) -> None:
-    """All are connected at once, all have the result within seconds, and the rest costs next to nothing."""
+    """All connect at once, all have the result within seconds, and waiting costs next to nothing."""
     found = benchmark().measure_stand_ins(network, 16, watched_s=3)
     assert found["results"] == 15
     require_in_time(found["result_s"], 2.0, "all have the result")

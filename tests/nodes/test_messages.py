@@ -1,4 +1,4 @@
-"""What launchers of several nodes tell each other: plain JSON, that they run, and their signals."""
+"""What launchers of several nodes send each other: plain JSON, signs of life, and signals."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ CLASSES = [
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_every_message_can_be_read(cls: Any) -> None:
-    """Each type that a field names is there when pydantic reads it, not for type checkers only."""
+    """All field types exist at run time, where pydantic needs them, not only under TYPE_CHECKING."""
     adapter = TypeAdapter(cls)
     adapter.rebuild(raise_errors=True)
     json.dumps(adapter.json_schema())
 
 
-def test_arrivals_at_collectives_are_shown_on_this_hosts_clock() -> None:
-    """Else a node whose clock is behind looks as if the others kept it waiting."""
+def test_arrivals_at_collectives_are_shown_in_this_hosts_time() -> None:
+    """Otherwise a node whose clock is behind appears to have been kept waiting by the others."""
     offset = node_messages.ClockOffset(wall_ns=500)
     position = Position(collectives=(), arrivals=((1, 1000), (2, 2000)))
     assert offset.shift_position(position).arrivals == ((1, 1500), (2, 2500))
@@ -66,8 +66,8 @@ def test_arrivals_at_collectives_are_shown_on_this_hosts_clock() -> None:
     assert answer.position.arrivals == ((1, 1500), (2, 2500))
 
 
-class Unreadable(Exception):  # noqa: N818 - what it is
-    """One of a user's whose text cannot be made."""
+class Unreadable(Exception):  # noqa: N818 - named for what it is
+    """A user's exception whose text cannot be made."""
 
     def __str__(self) -> str:
         raise ZeroDivisionError
@@ -87,12 +87,12 @@ class Unreadable(Exception):  # noqa: N818 - what it is
         (Unreadable(), "retry", "user-error", "its __str__ raised"),
     ],
 )
-def test_whatever_ends_a_launcher_can_be_told_to_the_other_nodes(
+def test_whatever_ends_a_launcher_can_be_sent_to_the_other_nodes(
     exc: BaseException, phase: Any, kind: str, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only what was raised before the ranks ran is of a kind that is tried again by default.
+    """By default only what is raised before the ranks run is retried.
 
-    The log of the launcher has the traceback, which the message points at, and the message its end.
+    The launcher's log has the traceback; the message refers to it and contains its end.
     """
     with pytest.raises(type(exc)):
         raise exc
@@ -128,8 +128,8 @@ with open_inbox() as inbox:
 """
 
 
-def test_a_launcher_that_can_open_no_file_any_more_can_tell_the_others() -> None:
-    """What writes a message is made before: it takes files that are imported."""
+def test_a_launcher_that_cannot_open_files_can_still_report_to_the_others() -> None:
+    """Writing a message needs imports, so they happen beforehand."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_FILES], capture_output=True, text=True, check=False
     )
@@ -138,19 +138,19 @@ def test_a_launcher_that_can_open_no_file_any_more_can_tell_the_others() -> None
 
 
 class NamedNode(NamedTuple):
-    """A node in a state of the rendezvous, as torch names it."""
+    """A node in a state of the rendezvous, with torch's attribute names."""
 
     addr: str
     pid: int
 
 
-def test_a_node_that_comes_back_under_its_old_name_and_pid_is_heard_again() -> None:
-    """As a container does; until then it is gone, whatever heartbeat it left behind."""
+def test_a_node_that_returns_under_its_old_name_and_pid_is_alive_again() -> None:
+    """As a container does; until then it is lost, whatever heartbeat it left behind."""
     times = _LocalTimes(timedelta(seconds=1))
     node = NamedNode("h1", 1)
 
     def shown(second: int) -> bool:
-        """Tell whether it counts as heard of lately, with this heartbeat in the store."""
+        """Return whether the node appears alive with this heartbeat in the store."""
         beat = datetime(2020, 1, 1, 0, 0, second, tzinfo=timezone.utc)
         state = SimpleNamespace(last_heartbeats={node: beat}, deadline=None)
         found: datetime = next(iter(times.show(state).last_heartbeats.values()))
@@ -184,7 +184,7 @@ LOST: Final = Lost(why="its launcher has ended", is_silent=False, seen_ns=1)
 
 @pytest.fixture
 def channel() -> Iterator[Channel]:
-    """Open node 0's end, without any other node."""
+    """Open node 0's end without any other node."""
     listening = Channel.listen(HERE, secret=b"secret", round_id="round", nnodes=3)
     yield listening
     listening.close()
@@ -199,7 +199,7 @@ def inbox() -> Iterator[SignalInbox]:
 
 @pytest.fixture
 def node(channel: Channel) -> Iterator[Channel]:
-    """Be node 1."""
+    """Connect as node 1."""
     dialled = Channel.dial(
         (HERE, channel.port),
         secret=b"secret",
@@ -212,18 +212,16 @@ def node(channel: Channel) -> Iterator[Channel]:
     dialled.close()
 
 
-def test_a_launcher_says_that_it_runs_whatever_it_waits_for(
-    channel: Channel, node: Channel
-) -> None:
-    """Both ends do: one that waits for the ends of its ranks, or for a decision, is not stopped."""
+def test_a_waiting_launcher_keeps_sending_signs_of_life(channel: Channel, node: Channel) -> None:
+    """Both ends do: waiting for ranks to end or for a decision is not being stopped."""
     for end in (channel, node):
         wait_until(lambda end=end: any(each == Alive() for _, each in end.events()))
 
 
-def test_a_launcher_that_is_stopped_is_not_told_so_for_ever(
+def test_a_stopped_launcher_receives_a_bounded_number_of_signs_of_life(
     channel: Channel, node: Channel
 ) -> None:
-    """The buffer of its host would fill, and it would pass for lost."""
+    """More would fill its host's buffer, and it would be considered lost."""
     for _ in range(10 * _MAX_UNANSWERED_BEATS):
         channel._send_alive()
     channel.send(Leave())
@@ -237,10 +235,10 @@ def test_a_launcher_that_is_stopped_is_not_told_so_for_ever(
     assert _MAX_UNANSWERED_BEATS <= len(heard) <= 2 * _MAX_UNANSWERED_BEATS + 1
 
 
-def test_the_end_of_a_silent_launcher_is_no_answer(
+def test_the_end_of_a_silent_launcher_is_not_an_answer(
     channel: Channel, inbox: SignalInbox, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It does not respond again: it is lost."""
+    """It counts as lost, not as responding again."""
     others, node = OtherNodes(channel, ROUND, inbox), participant(channel, inbox)
     others._silence.silent.add(1)
     channel._queue_event(1, LOST)
@@ -253,10 +251,10 @@ def test_the_end_of_a_silent_launcher_is_no_answer(
     assert caplog.text == ""
 
 
-def test_a_signal_to_another_launcher_counts_as_its_sender_meant_it(
+def test_a_signal_to_another_launcher_keeps_its_meaning(
     channel: Channel, inbox: SignalInbox
 ) -> None:
-    """Two SIGTERM in one look, as after node 0 was starved, are not one that came twice."""
+    """A starved node 0 may read two SIGTERMs at once; the sender marks which one is a repetition."""
     others = OtherNodes(channel, ROUND, inbox)
     for insists in (False, True):
         channel._queue_event(2, SignalReceived(number=signal.SIGTERM, insists=insists))
@@ -273,14 +271,14 @@ def test_a_signal_to_another_launcher_counts_as_its_sender_meant_it(
         ({}, [2], 2),
     ],
 )
-def test_a_node_that_was_told_to_go_alone_is_not_the_one_that_was_lost(
+def test_a_node_that_was_told_to_end_alone_is_not_reported_as_lost(
     channel: Channel,
     inbox: SignalInbox,
     gone: dict[int, signal.Signals],
     lost: list[int],
     named: int | None,
 ) -> None:
-    """While node 0 was stopped; what comes is the signal, unless another one is gone, too."""
+    """It ended while node 0 was stopped: node 0 reports the signal, unless another node is lost as well."""
     others = OtherNodes(channel, ROUND, inbox)
     for node, number in gone.items():
         channel._queue_event(node, SignalReceived(number=number, insists=True))
@@ -302,7 +300,7 @@ def test_a_node_that_was_told_to_go_alone_is_not_the_one_that_was_lost(
 
 
 def participant(channel: Channel, inbox: SignalInbox) -> Participant:
-    """Return a node of the round that has no ranks."""
+    """Return a node of the round without ranks."""
     directory: Any = SimpleNamespace(path=None, report=lambda *_: None)
     return Participant(
         1,
@@ -316,15 +314,15 @@ def participant(channel: Channel, inbox: SignalInbox) -> Participant:
 
 @pytest.fixture
 def silent_node_0(monkeypatch: pytest.MonkeyPatch, channel: Channel) -> Channel:
-    """Return a channel through which nothing comes, which counts as silence soon."""
+    """Return a channel without messages whose silence is noticed soon."""
     monkeypatch.setattr(other_node, "_NO_ANSWER_S", 0.5)
     return channel
 
 
-def test_each_signal_to_a_node_is_told_to_node_0_and_answered_by_itself(
+def test_each_signal_to_a_node_is_sent_to_node_0_and_answered_separately(
     silent_node_0: Channel, inbox: SignalInbox, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It says of each who decides; a Ctrl-C long after a SIGTERM waits for an answer of its own."""
+    """The log says each time which node decides; a Ctrl-C long after a SIGTERM has its own wait."""
     node = participant(silent_node_0, inbox)
     for signum in (signal.SIGUSR1, signal.SIGTERM):
         inbox.put(signum, None)
@@ -345,10 +343,10 @@ def test_each_signal_to_a_node_is_told_to_node_0_and_answered_by_itself(
     assert error.is_alone
 
 
-def test_a_node_need_not_wait_for_the_decision_of_a_stopped_node_0(
+def test_a_node_does_not_wait_for_the_decision_of_a_stopped_node_0(
     silent_node_0: Channel, inbox: SignalInbox
 ) -> None:
-    """It was stopped after it had said how the attempt ended: Ctrl-C ends the node with that."""
+    """Node 0 was stopped after it had reported how the attempt ended: Ctrl-C ends the node with that."""
     result = node_messages.round_result_of(PreflightError(node_messages.Explanation("no disk")))
     node = participant(silent_node_0, inbox)
     silent_node_0._queue_event(0, result)
@@ -359,10 +357,10 @@ def test_a_node_need_not_wait_for_the_decision_of_a_stopped_node_0(
     assert not ended.is_again
 
 
-def test_a_ctrl_c_is_bounded_where_the_launcher_of_node_0_runs_and_does_nothing(
+def test_a_ctrl_c_is_bounded_where_node_0_is_alive_but_does_nothing(
     channel: Channel, node: Channel, inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system that hangs may hold it: the thread that says that it runs goes on."""
+    """A hanging file system may block it while its thread keeps sending signs of life."""
     monkeypatch.setattr(other_node, "_DECISION", timedelta(seconds=2))
     waiting = participant(node, inbox)
     inbox.put(signal.SIGINT, None)
@@ -371,7 +369,7 @@ def test_a_ctrl_c_is_bounded_where_the_launcher_of_node_0_runs_and_does_nothing(
     assert channel.connected() == {1}
 
 
-def test_a_node_0_that_has_answered_may_take_its_time(
+def test_a_node_0_that_has_answered_may_take_longer(
     channel: Channel, node: Channel, inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own ranks end within their grace, which may be longer than a decision takes."""

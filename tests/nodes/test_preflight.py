@@ -1,4 +1,4 @@
-"""``preflight="full"``: the launchers examine the ways between them before any rank is started."""
+"""``preflight="full"``: the launchers check the connections between them before any rank starts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.root
 
 
 @pytest.mark.parametrize("closed", [pytest.param(0, marks=pytest.mark.soak), 1])
-def test_a_closed_port_range_is_named_on_both_nodes_with_the_lines_to_paste(
+def test_a_closed_port_range_is_reported_on_both_nodes_with_the_lines_to_paste(
     network: Network, tmp_path: Path, closed: int
 ) -> None:
-    """In seconds, with the direction, and before any rank has started.
+    """Within seconds, with the direction, and before any rank starts.
 
-    `test_a_node_that_replaces_another_is_examined_before_its_ranks_start` has ranks that start.
+    `test_a_node_that_replaces_another_is_examined_before_its_ranks_start` covers ranks that start.
     """
     case = Case(name="closed", what="long", fields={"preflight": "full"})
     port = 28800
@@ -52,14 +52,14 @@ def test_a_closed_port_range_is_named_on_both_nodes_with_the_lines_to_paste(
 
 
 @pytest.mark.parametrize("preflight", ["full", "local"])
-def test_a_way_between_two_other_nodes_that_is_closed_is_named(
+def test_a_closed_direction_between_two_other_nodes_is_named(
     network: Network, tmp_path: Path, preflight: str
 ) -> None:
-    """Node 0 reaches both: the pair and the direction with ``"full"``, else who could not meet."""
+    """Node 0 reaches both: ``"full"`` names the direction, ``"local"`` the ranks that did not join."""
     fields = {"preflight": preflight, "timeouts": {"rendezvous": 8}}
     case = Case(name="pair", fields=fields)
     network[2].refuse_from(network[1])
-    if preflight == "local":  # else gloo has the other way
+    if preflight == "local":  # otherwise gloo would use the other direction
         network[1].refuse_from(network[2])
     try:
         launchers = start_job(network, [case], tmp_path, nproc=(1, 1, 1))
@@ -82,7 +82,7 @@ def test_a_way_between_two_other_nodes_that_is_closed_is_named(
 def test_a_node_that_replaces_another_is_examined_before_its_ranks_start(
     own_network: Network, tmp_path: Path
 ) -> None:
-    """What its firewall closes is named on both nodes; it is refused, and the next one goes on."""
+    """Both nodes report its firewall; the node is refused, and the next one replaces it."""
     retry = {"attempts": 3, "on": ["peer-lost"], "backoff_initial": 0, "jitter": 0}
     case = Case(
         name="job", what="resume", fields={"nnodes": 2, "preflight": "full", "retry": retry}

@@ -1,4 +1,4 @@
-"""A new node is refused by itself: which one, what becomes of the others, and of a signal meanwhile."""
+"""A new node is refused: which one, how the others continue, and what a signal does meanwhile."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ UNFIT = PreflightError(Explanation("h2 reached no control channel."), kind="star
 
 @dataclass
 class Round:
-    """The round of three nodes on one of them, with a store in memory and no torch rendezvous.
+    """A round of three nodes on one of them, with a store in memory and without torch's rendezvous.
 
     Attributes:
-        forgotten: The launchers that the next round begins without.
-        findings: What the examination of the connections finds.
+        forgotten: The launchers that the next round does without.
+        findings: The findings of the connection check.
     """
 
     inbox: SignalInbox
@@ -87,7 +87,7 @@ class Round:
         )
 
     def examine(self, *_: object, **__: object) -> None:
-        """Be the examination of the connections."""
+        """Replace the connection check."""
         report: Any = SimpleNamespace(findings=self.findings)
         raise PreflightError(Explanation("1 problem."), report=report)
 
@@ -116,10 +116,10 @@ def opened() -> Iterator[Round]:
 
 
 @pytest.mark.parametrize("comes", ["late", "again"])
-def test_an_old_node_that_is_late_is_waited_for_when_a_new_one_cannot_connect(
+def test_a_late_old_node_is_awaited_when_a_new_one_cannot_connect(
     opened: Round, comes: str
 ) -> None:
-    """Only the new one is forgotten: the other has connected, or has read that it is to come again."""
+    """Only the new one is dropped: the old one has connected, or has read that it has to join again."""
     secret = opened.rendezvous.secret
     listening = Channel.listen(HERE, secret=secret, round_id="round", nnodes=3)
     opened.launch._channel = listening
@@ -167,10 +167,10 @@ def test_an_old_node_that_is_late_is_waited_for_when_a_new_one_cannot_connect(
         (("h0", "h1"), {"launcher 0"}, 1),
     ],
 )
-def test_a_new_node_is_refused_where_a_finding_names_it(
+def test_a_new_node_is_refused_if_a_finding_names_it(
     opened: Round, hosts: tuple[str, ...], known: set[str], refused: int | None
 ) -> None:
-    """Else the error ends the job: another new node would change nothing."""
+    """Otherwise the error ends the job, because another new node would change nothing."""
     opened.findings = (Finding(code="DS-MESH-010", severity="failed", fact="lost", hosts=hosts),)
     opened.board.count("ddpsafe/examined", 2)
     for node in (1, 2):
@@ -199,10 +199,10 @@ def test_a_new_node_is_refused_where_a_finding_names_it(
         (Interrupted(signal.SIGTERM), signal.SIGTERM),
     ],
 )
-def test_a_signal_to_a_node_that_is_to_come_again_ends_it(
+def test_a_signal_to_a_node_that_has_to_join_again_ends_it(
     opened: Round, error: BaseException, received: signal.Signals | None
 ) -> None:
-    """Whether it came before the refusal of the other node or meanwhile."""
+    """Whether it arrived before the refusal of the other node or after it."""
     opened.board.put(_REFUSAL, round_result_of(UNFIT, is_final=False, failed_node=2))
     if received is not None:
         opened.inbox.put(received, None)
@@ -213,8 +213,8 @@ def test_a_signal_to_a_node_that_is_to_come_again_ends_it(
     assert opened.rendezvous.takes_signals
 
 
-def test_a_signal_to_a_node_of_the_last_round_that_is_to_come_again_ends_all(opened: Round) -> None:
-    """Node 0 waits for it: it hears of the signal, and tells it to the others."""
+def test_a_signal_to_an_old_node_that_has_to_join_again_ends_all(opened: Round) -> None:
+    """Node 0 waits for that node, receives the signal and passes it to the others."""
     opened.board.put(_REFUSAL, round_result_of(UNFIT, is_final=False, failed_node=2))
     opened.launch._earlier.append(UNFIT)
     opened.inbox.put(signal.SIGTERM, None)
@@ -236,8 +236,8 @@ def test_a_signal_to_a_node_of_the_last_round_that_is_to_come_again_ends_all(ope
     assert raised[0].signum == signal.SIGTERM
 
 
-def test_an_error_after_a_refusal_is_told_to_those_that_come_again(opened: Round) -> None:
-    """They wait for the next round, and not for what is said on the channel of this one."""
+def test_an_error_after_a_refusal_reaches_the_nodes_that_join_again(opened: Round) -> None:
+    """They wait for the next round and no longer read the channel of this one."""
     opened.launch._channel = Channel.listen(HERE, secret=b"x", round_id="round", nnodes=3)
     opened.board.put(_FAILED, round_result_of(UNFIT, is_final=True, failed_node=2))
     opened.board.put(f"{_REFUSAL}/1", RoundResult())
@@ -252,10 +252,10 @@ def test_an_error_after_a_refusal_is_told_to_those_that_come_again(opened: Round
     assert over.name == "NodeLostError"
 
 
-def test_a_signal_to_node_0_while_it_refuses_a_node_is_told_to_those_that_come_again(
+def test_a_signal_to_node_0_during_a_refusal_reaches_the_nodes_that_join_again(
     opened: Round,
 ) -> None:
-    """They have read of the other node, and wait for the next round."""
+    """They have read of the refusal and wait for the next round."""
     opened.inbox.put(signal.SIGTERM, None)
     with pytest.raises(Interrupted) as raised:
         opened.launch._refuse_new_node(opened.rendezvous, opened.seat(), NODES, 2, UNFIT)

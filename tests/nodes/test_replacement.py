@@ -1,4 +1,4 @@
-"""A node is lost, or one more comes: who goes on, with whom, and from which checkpoint."""
+"""A node is lost or added: which nodes continue, with which ranks, and from which checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENDPOINT: Final = "h0:28700"
 
 
 def await_ranks(folder: Path, name: str, ranks: int, launchers: list[Launcher]) -> None:
-    """Wait until so many ranks train; no launcher that they need may end before."""
+    """Wait until this many ranks train; none of these launchers may end before."""
 
     def train() -> bool:
         ended = [each.lines[-1:] for each in launchers if each.ended_s is not None]
@@ -50,10 +50,10 @@ def await_ranks(folder: Path, name: str, ranks: int, launchers: list[Launcher]) 
     )
 
 
-def test_a_replacement_goes_on_where_the_lost_node_was(
+def test_a_replacement_resumes_where_the_lost_node_was(
     own_network: Network, tmp_path: Path
 ) -> None:
-    """Its ranks are in the attempt of the others, and all resume from the same checkpoint."""
+    """Its ranks join the others' attempt, and all resume from the same checkpoint."""
     case = Case(name="two", what="resume", fields={"nnodes": 2, "retry": RETRY})
     launchers = [
         start_node(own_network, node, [case], tmp_path, (1, 1), ENDPOINT) for node in (0, 1)
@@ -73,12 +73,12 @@ def test_a_replacement_goes_on_where_the_lost_node_was(
     assert first["first"] >= 3
 
 
-def test_a_replacement_that_is_not_fit_is_refused_and_the_others_wait_for_another(
+def test_an_unfit_replacement_is_refused_and_the_others_wait_for_another(
     network: Network, tmp_path: Path
 ) -> None:
-    """Before its ranks start, by itself and by name, as often as one comes; then one that is fit goes on.
+    """Each unfit one is refused by name before its ranks start; the first fit one resumes the job.
 
-    One of them has host and pid of the launcher that is gone, as a container that starts again.
+    One of them has the host and pid of the lost launcher, as a restarted container would.
     """
     data, checkpoints = tmp_path / "mounted" / "data", tmp_path / "checkpoints-two"
     data.mkdir(parents=True)
@@ -102,7 +102,7 @@ def test_a_replacement_that_is_not_fit_is_refused_and_the_others_wait_for_anothe
     first, second = start(0), start(1)
     await_ranks(tmp_path, "two-1", 2, [first, second])
     numbers = Path(f"/proc/{second.pid}/status").read_text().partition("NSpid:")[2].split()
-    pid = int(numbers[1])  # on its host
+    pid = int(numbers[1])  # its pid on its host
     os.kill(second.pid, signal.SIGKILL)
     second.wait_for_end()
     require_nothing_left(network, besides=[0])
@@ -149,10 +149,10 @@ def test_a_replacement_that_is_not_fit_is_refused_and_the_others_wait_for_anothe
         assert value["first"] > 0  # the step of the kill may not be saved
 
 
-def test_a_replacement_that_does_not_reach_node_0_costs_an_attempt_and_not_the_job(
+def test_a_replacement_that_cannot_reach_node_0_costs_one_attempt(
     own_network: Network, tmp_path: Path
 ) -> None:
-    """It reaches the endpoint alone, and says so; the next one goes on."""
+    """It reaches only the endpoint and reports that; the next replacement resumes the job."""
     case = Case(name="two", what="resume", fields={"nnodes": 2, "retry": RETRY})
 
     def start(node: int) -> Launcher:
@@ -174,10 +174,10 @@ def test_a_replacement_that_does_not_reach_node_0_costs_an_attempt_and_not_the_j
         assert (value["attempt"], value["of"]) == (3, 2)
 
 
-def test_the_others_go_on_without_a_lost_node_and_take_in_one_more(
+def test_the_others_continue_without_a_lost_node_and_accept_a_new_one(
     network: Network, tmp_path: Path
 ) -> None:
-    """With ``min_nodes`` two of three go on; a node that comes while they train waits for a failure."""
+    """With ``min_nodes`` two of three continue; a node that arrives while they train waits for a failure."""
     rendezvous = {"min_nodes": 2, "last_call": 3}
     fields = {"nnodes": 3, "retry": RETRY, "rendezvous": rendezvous}
     case = Case(name="more", what="resume", fields=fields)
@@ -201,10 +201,8 @@ def test_the_others_go_on_without_a_lost_node_and_take_in_one_more(
         assert value["first"] > 0  # the step of the kill may not be saved
 
 
-def test_a_node_that_waits_in_case_another_is_lost_ends_well_with_the_job(
-    network: Network, tmp_path: Path
-) -> None:
-    """It never had a rank: its launch returns nothing, and raises nothing."""
+def test_a_spare_node_ends_well_with_the_job(network: Network, tmp_path: Path) -> None:
+    """It never had a rank: its launch returns no values and raises nothing."""
     fields = {"nnodes": 2, "retry": RETRY}
     case = Case(
         name="spare",
@@ -224,12 +222,12 @@ def test_a_node_that_waits_in_case_another_is_lost_ends_well_with_the_job(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_launcher_that_is_preempted_stops_all_ranks_at_one_step(
+def test_a_preempted_launcher_stops_all_ranks_at_the_same_step(
     network: Network, tmp_path: Path, victim: int
 ) -> None:
-    """SIGTERM to any of them: every rank of every node saves the same step, all ask to be started again.
+    """SIGTERM to any launcher: every rank of every node saves the same step, and all request a restart.
 
-    The next start of the job goes on from there.
+    The next start of the job continues from that step.
     """
     fields = {"timeouts": {"collective": 60, "grace": 3}}
     cases = [Case(name="job", what="resume", fields=fields)]
@@ -269,7 +267,7 @@ SCRIPT: Final = """
 def test_a_warning_to_one_launcher_of_run_stops_the_ranks_of_all_nodes(
     network: Network, tmp_path: Path, victim: int
 ) -> None:
-    """SIGUSR1, as schedulers send before they end a job, to a script that calls `launch` in each rank."""
+    """Schedulers send SIGUSR1 before they end a job; the script calls `launch` in each rank."""
     script = scripts.write(tmp_path, "script.py", SCRIPT.format(folder=str(tmp_path)))
     options = ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=h0:{28670 + victim}"]
     command = ["-m", "ddpsafe", "run", *options, f"--run-dir={tmp_path}/run", str(script)]

@@ -1,4 +1,4 @@
-"""Attempt after attempt on several nodes: one decision for all."""
+"""Several attempts on several nodes: one decision for all nodes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ RETRY: Final[dict[str, Any]] = {
         pytest.param("raise", 0, "spawn", 4, marks=pytest.mark.soak),
     ],
 )
-def test_up_to_ten_failed_attempts_in_a_row_are_followed_by_a_good_one(
+def test_ten_failed_attempts_are_followed_by_a_successful_one(
     network: Network, tmp_path: Path, what: str, culprit: int, start_method: str, good: int
 ) -> None:
-    """With gloo, on whichever node a rank is killed or raises; all ranks know which attempt it is."""
+    """With gloo, whichever node's rank is killed or raises; all ranks know the number of the attempt."""
     fields = {"retry": RETRY, "start_method": start_method}
     case = Case(name="kills", what=f"{what}-until-{good}", rank=culprit, fields=fields)
     nodes = run_job(network, [case], tmp_path, nproc=(1, 1))
@@ -46,10 +46,10 @@ def test_up_to_ten_failed_attempts_in_a_row_are_followed_by_a_good_one(
     assert len(list(tmp_path.glob("fault-kills-*"))) == good
 
 
-def test_an_exception_of_a_type_that_is_retried_is_so_from_any_node(
+def test_an_exception_of_a_retried_type_is_retried_from_any_node(
     network: Network, tmp_path: Path
 ) -> None:
-    """Its type is checked where it was raised: it does not travel."""
+    """Its type is checked where it was raised, because the exception does not travel."""
     case = Case(name="raises", what="raise-until-2", rank=1, fields={"retry": RETRY})
     nodes = run_job(network, [case], tmp_path, nproc=(1, 1))
     assert [results["raises"]["attempts"] for results in nodes] == [2, 2]

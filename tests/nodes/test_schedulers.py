@@ -1,4 +1,4 @@
-"""Nodes that something else starts: the pods of a Job, of a PyTorchJob, and a loop over ssh."""
+"""Nodes that a scheduler starts: the pods of a Job or a PyTorchJob, and a loop over ssh."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TRAIN: Final = """
 
 
 def names_of_pods(network: Network, _: int) -> str:
-    """Write what the cluster's DNS knows but for the name of the endpoint, which comes later."""
+    """Write the cluster's DNS names, without that of the endpoint, which appears later."""
     lines = ["127.0.0.1 localhost"]
     for index in range(len(network.names)):
         names = f"h{index} job-worker-{index} train-node-0-{index}.train"
@@ -58,14 +58,14 @@ def pods() -> Iterator[Network]:
 
 
 def block(language: str, word: str) -> str:
-    """Return the block of the page that has a word in it."""
+    """Return the block of the page that contains a word."""
     blocks = re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (found,) = [each for each in blocks if word in each]
     return str(found)
 
 
 def job_command(text: str) -> tuple[list[str], dict[str, Any]]:
-    """Return the command of the Job in a manifest, and its specification."""
+    """Return the command of the Job in a manifest, and the Job's specification."""
     (job,) = [each for each in yaml.safe_load_all(text) if each["kind"] == "Job"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
     return container["command"], job["spec"]
@@ -74,7 +74,7 @@ def job_command(text: str) -> tuple[list[str], dict[str, Any]]:
 def start(
     network: Network, index: int, command: list[str], folder: Path, env: dict[str, str]
 ) -> Launcher:
-    """Run the command of a container, with a small script in the place of its own."""
+    """Run the command of a container, with a small script instead of its own."""
     assert command[:2] == ["ddpsafe", "run"]
     script = str(scripts.write(folder, "train.py", TRAIN))
     options = [each for each in command[2:-1] if not each.startswith("--run-dir")]
@@ -83,7 +83,7 @@ def start(
 
 
 def require_all_ranks(launchers: list[Launcher], ranks: int) -> None:
-    """Fail unless all ranks have met."""
+    """Fail unless all ranks have run together."""
     for launcher in launchers:
         assert launcher.end() == 0, launcher.err
     said = "\n".join(line for launcher in launchers for _, line in launcher.lines)
@@ -92,10 +92,10 @@ def require_all_ranks(launchers: list[Launcher], ranks: int) -> None:
 
 
 @pytest.mark.parametrize("source", ["template", pytest.param("page", marks=pytest.mark.soak)])
-def test_pods_of_an_indexed_job_meet_whichever_comes_first(
+def test_pods_of_an_indexed_job_may_start_in_any_order(
     pods: Network, tmp_path: Path, source: str
 ) -> None:
-    """With the command of the manifest: the name of pod 0 appears some seconds after pod 1 starts."""
+    """With the command of the manifest: pod 0's name appears some seconds after pod 1 starts."""
     text = read_template("kubernetes") if source == "template" else block("yaml", "kind: Job")
     command, spec = job_command(text)
     assert spec["completionMode"] == "Indexed"
@@ -106,7 +106,7 @@ def test_pods_of_an_indexed_job_meet_whichever_comes_first(
             "KUBERNETES_SERVICE_HOST": "10.96.0.1",
             "KUBERNETES_SERVICE_PORT": "443",
             "DDPSAFE_JOB_SECRET": "of the cluster",
-            "DDPSAFE_NPROC_PER_NODE": "1",  # for the GPUs
+            "DDPSAFE_NPROC_PER_NODE": "1",  # instead of one per GPU
         }
         launchers.append(start(pods, index, command, tmp_path, env))
     files = [pods.folder / f"hosts.{index}" for index in (0, 1)]
@@ -124,7 +124,7 @@ def test_pods_of_an_indexed_job_meet_whichever_comes_first(
 
 
 OPERATORS: Final[dict[str, dict[str, str]]] = {
-    # What a pod gets; "#" stands for its number.
+    # The variables of a pod; "#" stands for its number.
     "PyTorchJob with a master": {
         "PYTHONUNBUFFERED": "1",
         "MASTER_ADDR": "job-master-0",
@@ -158,7 +158,7 @@ OPERATORS: Final[dict[str, dict[str, str]]] = {
 
 
 IN_SOAK: Final = {"PyTorchJob with a master", "elastic PyTorchJob"}
-"""What follows from their variables is in the rows of tests/test_world.py; one launch shows the wiring."""
+"""tests/test_world.py has their variables as rows; one launch checks the wiring."""
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ IN_SOAK: Final = {"PyTorchJob with a master", "elastic PyTorchJob"}
     [pytest.param(name, marks=pytest.mark.soak) if name in IN_SOAK else name for name in OPERATORS],
 )
 def test_pods_of_an_operator_need_no_option(pods: Network, tmp_path: Path, operator: str) -> None:
-    """Number, order, endpoint and ranks of the nodes come from what it sets in each pod."""
+    """Number, order, endpoint and ranks of the nodes come from the operator's variables in each pod."""
     given = OPERATORS[operator]
     launchers = [
         start(
@@ -191,8 +191,8 @@ SSH: Final = """
 """
 
 
-def test_the_loop_over_ssh_of_the_page_starts_a_job(network: Network, tmp_path: Path) -> None:
-    """As it stands there, with an ssh that enters namespaces; only its owner may read the secret."""
+def test_the_ssh_loop_of_the_page_starts_a_job(network: Network, tmp_path: Path) -> None:
+    """As written, with an ssh that enters namespaces; only its owner may read the secret."""
     folder = tmp_path / "bin"
     folder.mkdir()
     cases = " ".join(f"{host.name}) pid={host.pid};;" for host in network)

@@ -1,4 +1,4 @@
-"""An unknown sender that reaches the ports of a job neither runs code, nor joins, nor stops it."""
+"""An unknown sender that reaches a job's ports cannot run code, join the job or stop it."""
 
 from __future__ import annotations
 
@@ -49,24 +49,24 @@ class Evil:
     """Runs a command when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
-        """Make a file."""
+        """Store the file that the command creates."""
         self._mark = mark
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Say so to pickle."""
+        """Tell pickle to run the command."""
         return os.system, (f"touch {self._mark}",)
 
 
 @pytest.fixture
 def channel() -> Iterator[Channel]:
-    """Node 0's end, for three nodes."""
+    """Open node 0's end for three nodes."""
     listening = Channel.listen("127.0.0.1", secret=b"secret", round_id="round", nnodes=3)
     yield listening
     listening.close()
 
 
 def dial(channel: Channel, *, node: int = 1, secret: bytes = b"secret") -> Channel:
-    """Be a node."""
+    """Connect as a node."""
     return Channel.dial(
         ("127.0.0.1", channel.port),
         secret=secret,
@@ -77,8 +77,8 @@ def dial(channel: Channel, *, node: int = 1, secret: bytes = b"secret") -> Chann
     )
 
 
-def hear(channel: Channel, number: int) -> list[tuple[int, object]]:
-    """Wait for so many events, besides those that each launcher sends every second."""
+def read_events(channel: Channel, number: int) -> list[tuple[int, object]]:
+    """Wait for this many events, besides the signs of life that each launcher sends every second."""
     heard: list[tuple[int, object]] = []
     for _ in Deadline.after(timedelta(seconds=10)).pauses_s():
         heard += [event for event in channel.events() if event[1] != Alive()]
@@ -95,32 +95,32 @@ def _wait(channel: Channel, limit_s: float) -> None:
     wait([channel.fileno()], limit_s)
 
 
-def test_nodes_that_know_the_secret_talk(channel: Channel) -> None:
-    """Both directions, in order; the end of a connection comes after all that was said."""
+def test_nodes_that_know_the_secret_can_talk(channel: Channel) -> None:
+    """In both directions and in order; the end of a connection is read after its messages."""
     node = dial(channel)
     node.send(Leave())
-    assert hear(channel, 2) == [(1, HELLO), (1, Leave())]
+    assert read_events(channel, 2) == [(1, HELLO), (1, Leave())]
     channel.send(Leave(), to=1)
-    assert hear(node, 1) == [(0, Leave())]
+    assert read_events(node, 1) == [(0, Leave())]
     node.send(HELLO)
     node.close()
-    (_, last), (_, lost) = hear(channel, 2)
+    (_, last), (_, lost) = read_events(channel, 2)
     assert last == HELLO
     assert isinstance(lost, Lost)
     assert not lost.is_silent
 
 
-def test_who_does_not_know_the_secret_is_refused(channel: Channel) -> None:
-    """By node 0, which says nothing to it, and hears nothing of it."""
+def test_a_sender_without_the_secret_is_refused(channel: Channel) -> None:
+    """Node 0 sends it nothing and reads nothing from it."""
     with pytest.raises((RefusedError, OSError)):
         dial(channel, secret=b"a guess")
     assert list(channel.events()) == []
     node = dial(channel)
-    assert hear(channel, 1) == [(1, HELLO)]
+    assert read_events(channel, 1) == [(1, HELLO)]
     node.close()
 
 
-def test_a_node_rank_is_taken_once(channel: Channel) -> None:
+def test_a_node_rank_is_accepted_once(channel: Channel) -> None:
     """A second node with the same rank is refused, and the first one stays."""
     node = dial(channel)
     with pytest.raises((RefusedError, OSError)):
@@ -143,8 +143,8 @@ UNKNOWN_SENDERS = [
 
 
 @pytest.mark.parametrize("said", UNKNOWN_SENDERS, ids=range(len(UNKNOWN_SENDERS)))
-def test_an_unknown_sender_is_dropped_whatever_it_says(channel: Channel, said: bytes) -> None:
-    """And a node that comes after it is heard."""
+def test_an_unknown_sender_is_dropped_whatever_it_sends(channel: Channel, said: bytes) -> None:
+    """A node that connects afterwards is still accepted."""
     with socket.create_connection(("127.0.0.1", channel.port)) as sender:
         try:
             sender.sendall(said)
@@ -153,12 +153,12 @@ def test_an_unknown_sender_is_dropped_whatever_it_says(channel: Channel, said: b
         except OSError:
             pass
         node = dial(channel)
-        assert hear(channel, 1) == [(1, HELLO)]
+        assert read_events(channel, 1) == [(1, HELLO)]
         node.close()
 
 
 def test_a_flood_of_connections_keeps_no_node_out(channel: Channel) -> None:
-    """Of unknown senders that say nothing only so many are kept, and nodes that are connected stay."""
+    """The number of silent unknown senders is limited, and connected nodes stay."""
     first = dial(channel, node=1)
     senders = [socket.create_connection(("127.0.0.1", channel.port)) for _ in range(400)]
     second = dial(channel, node=2)
@@ -193,8 +193,8 @@ channel.close()
 """
 
 
-def test_a_launcher_without_descriptors_waits_for_one_and_computes_nothing() -> None:
-    """Who comes meanwhile is heard once there is one; until then the port would be looked at for ever."""
+def test_a_launcher_without_descriptors_waits_without_using_cpu() -> None:
+    """New connections are accepted once a descriptor is free; without a pause, polling would spin."""
     done = subprocess.run(
         [sys.executable, "-c", OUT_OF_DESCRIPTORS],
         capture_output=True,
@@ -210,14 +210,14 @@ def test_a_launcher_without_descriptors_waits_for_one_and_computes_nothing() -> 
 @pytest.mark.parametrize(
     "line", [b"", b"{}", b'["Nothing", {}]', b'["Hello", {"mono_ns": "x"}]', b'["Hello"]', b"\xff"]
 )
-def test_what_is_not_a_message_is_garbled(line: bytes) -> None:
-    """Whatever arrives is either one of the messages, or refused by one exception."""
+def test_garbage_is_not_a_message(line: bytes) -> None:
+    """Every line is either one of the messages or refused with one exception."""
     with pytest.raises(GarbledError):
         unpack(line)
 
 
-def test_no_pickle_of_a_rank_goes_over_the_network() -> None:
-    """What a rank returned, and its exception itself, stay on its node; the facts travel."""
+def test_no_pickle_of_a_rank_crosses_the_network() -> None:
+    """A rank's return value and exception stay on its node; only the facts travel."""
     at = Position(collectives=())
     returned = Returned(payload=b"a pickle", position=at)
     raised = Raised(
@@ -241,8 +241,8 @@ def test_no_pickle_of_a_rank_goes_over_the_network() -> None:
         assert read.position == at
 
 
-def test_a_state_of_the_rendezvous_is_checked_before_it_is_loaded(tmp_path: Path) -> None:
-    """The pickle of an unknown sender in the store is an error of the rendezvous; torch alone would run it."""
+def test_a_state_of_the_rendezvous_is_checked_before_it_is_unpickled(tmp_path: Path) -> None:
+    """An unknown sender's pickle in the store is a rendezvous error; torch alone would run it."""
     from torch.distributed.elastic.rendezvous import RendezvousStateError
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
@@ -267,8 +267,8 @@ def test_a_state_of_the_rendezvous_is_checked_before_it_is_loaded(tmp_path: Path
     assert not mark.exists()
 
 
-def test_the_rendezvous_of_this_torch_fits_the_sealed_backend() -> None:
-    """Every class of a state is on the list of those that may be loaded."""
+def test_the_sealed_backend_can_load_every_state_of_this_torch() -> None:
+    """Every class of a state is on the list of those that may be unpickled."""
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
         _NodeDesc,
         _RendezvousState,
@@ -289,8 +289,8 @@ def test_the_rendezvous_of_this_torch_fits_the_sealed_backend() -> None:
     assert pickle.loads(backend.get_state()[0]).round == state.round
 
 
-def test_a_seal_is_of_one_key_of_one_job() -> None:
-    """A value cannot be moved to another key, or to another job."""
+def test_a_seal_is_valid_for_one_key_of_one_job() -> None:
+    """A value cannot be moved to another key or to another job."""
     seal = Seal(b"secret", "job")
     closed = seal.close("key", b"value")
     assert seal.open("key", closed) == b"value"
@@ -299,8 +299,8 @@ def test_a_seal_is_of_one_key_of_one_job() -> None:
     assert seal.open("key", closed[:-1]) is None
 
 
-def test_an_error_is_the_same_on_the_node_that_hears_of_it() -> None:
-    """Class, words, exit code and facts come through."""
+def test_an_error_is_the_same_on_the_node_that_receives_it() -> None:
+    """Class, message, exit code and facts are transmitted."""
     import ddpsafe
 
     error = ddpsafe.RankKilledError(
@@ -321,7 +321,7 @@ def test_an_error_is_the_same_on_the_node_that_hears_of_it() -> None:
     assert (copy.exit_code, copy.kind, copy.rank, copy.attempt) == (137, "killed", 3, 2)
 
 
-def test_facts_of_a_node_are_read_as_they_were_written() -> None:
+def test_facts_of_a_node_survive_serialization() -> None:
     """A node introduces itself in JSON."""
     from ddpsafe._launcher.nodes.node_messages import from_json, to_json
 
@@ -366,7 +366,7 @@ print("done", flush=True)
 
 
 def listening_of(pid: int) -> list[tuple[str, int]]:
-    """Return where a process listens, in the network that it is in."""
+    """Return where a process listens in its network namespace."""
     own = {str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()}
     found = []
     for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
@@ -383,7 +383,7 @@ def listening_of(pid: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.root
-def test_a_job_trains_on_whatever_an_unknown_host_sends_to_its_launchers(
+def test_a_job_ignores_whatever_an_unknown_host_sends_to_its_launchers(
     network: Network, tmp_path: Path
 ) -> None:
     """Garbage, pickles, a line of 1 GB and 2,000 connections, to every port of every launcher."""

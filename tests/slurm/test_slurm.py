@@ -1,4 +1,4 @@
-"""Under a real Slurm: who is a rank, who is told to go and how, and what becomes of a requeued job."""
+"""With a real Slurm: which processes are ranks, what they do on a signal, and how a requeued job continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.root
 AGAIN: Final = 75
 """Exit code that asks for another start: EX_TEMPFAIL."""
 
-WHO_AM_I: Final = """
+PRINT_PLACE: Final = """
     import os
     from ddpsafe._world import find_world
     world = find_world(os.environ)
@@ -76,34 +76,34 @@ def train(folder: Path, call: str, fields: str = "") -> list[str]:
 
 
 def places(output: str) -> list[tuple[list[int] | None, str]]:
-    """Return who the processes took themselves for, and where they were, by rank."""
+    """Return the place and the host that each process determined, ordered by rank."""
     found = re.findall(r"place (None|\[[^\]]*\]) (\S+)", output)
     return sorted((json.loads(place.replace("None", "null")), node) for place, node in found)
 
 
 def await_ranks(folder: Path, number: int) -> None:
-    """Wait until so many ranks train."""
+    """Wait until this many ranks train."""
     scripts.wait_until(lambda: len(list(folder.glob("ready-*"))) == number, within_s=50)
 
 
 def require_saved(folder: Path, number: int) -> None:
-    """Fail unless so many ranks have saved, all at the same step."""
+    """Fail unless this many ranks have saved, all at the same step."""
     found = [path.read_text() for path in folder.glob("saved-*")]
     assert len(found) == number
     assert len(set(found)) == 1, f"the ranks stopped at different steps: {found}"
 
 
 def reports(folder: Path, run: int) -> list[dict[str, Any]]:
-    """Return what the ranks of the first (0) or of the second (1) run have written down."""
+    """Return what the ranks of the first (0) or second (1) run have reported."""
     return [json.loads(path.read_text()) for path in folder.glob(f"run-{run}-*.json")]
 
 
-# Who is a rank.
+# Which processes are ranks.
 
 
 def test_tasks_of_a_step_know_their_places(slurm: Cluster, tmp_path: Path) -> None:
-    """Dealt out in blocks, and in turns, where rank // tasks per node would be wrong."""
-    command = python(tmp_path, WHO_AM_I)
+    """In blocks and in turns; for the latter rank // tasks per node would be wrong."""
+    command = python(tmp_path, PRINT_PLACE)
     block = slurm.run("srun", "-N2", "--ntasks-per-node=2", *command)
     assert places(block) == [
         ([0, 4, 0, 2, 0, 2], "n0"),
@@ -120,9 +120,9 @@ def test_tasks_of_a_step_know_their_places(slurm: Cluster, tmp_path: Path) -> No
     ]
 
 
-def test_tasks_of_a_heterogeneous_job_are_one_world(slurm: Cluster, tmp_path: Path) -> None:
+def test_tasks_of_a_heterogeneous_job_form_one_world(slurm: Cluster, tmp_path: Path) -> None:
     """One task on one node and two on another, from two components."""
-    command = python(tmp_path, WHO_AM_I)
+    command = python(tmp_path, PRINT_PLACE)
     output = slurm.run("srun", "-N1", "-n1", *command, ":", "-N1", "-n2", *command)
     assert [place for place, _ in places(output)] == [
         [0, 3, 0, 1, 0, 2],
@@ -131,9 +131,9 @@ def test_tasks_of_a_heterogeneous_job_are_one_world(slurm: Cluster, tmp_path: Pa
     ]
 
 
-def test_shells_of_a_job_are_no_ranks(slurm: Cluster, tmp_path: Path) -> None:
-    """Neither the batch script nor a shell of salloc, though both see SLURM_NTASKS=4."""
-    command = python(tmp_path, WHO_AM_I)
+def test_shells_of_a_job_are_not_ranks(slurm: Cluster, tmp_path: Path) -> None:
+    """Neither the batch script nor a shell of salloc, although both see SLURM_NTASKS=4."""
+    command = python(tmp_path, PRINT_PLACE)
     shell = f"echo ntasks $SLURM_NTASKS; {shlex.join(command)}"
     output = slurm.run("salloc", "--quiet", "-N2", "-n4", "sh", "-c", shell)
     assert "ntasks 4" in output
@@ -145,13 +145,13 @@ def test_shells_of_a_job_are_no_ranks(slurm: Cluster, tmp_path: Path) -> None:
     assert [place for place, _ in places(output)] == [None]
 
 
-# Who is told to go.
+# Which processes receive a signal.
 
 
-def test_tasks_that_are_warned_save_at_the_same_step(slurm: Cluster, tmp_path: Path) -> None:
-    """``scancel --signal=USR1`` reaches every task; two of them, on two nodes, stop as one.
+def test_tasks_that_receive_a_warning_save_at_the_same_step(slurm: Cluster, tmp_path: Path) -> None:
+    """``scancel --signal=USR1`` reaches every task; the two tasks on two nodes stop together.
 
-    srun ends with the code that asks for another start.
+    srun ends with the exit code that asks for another start.
     """
     command = train(tmp_path, "train_in_step", "(folder,)")
     step = slurm.start_command("srun", "--job-name=warned", "-N2", "-n2", *command)
@@ -164,10 +164,12 @@ def test_tasks_that_are_warned_save_at_the_same_step(slurm: Cluster, tmp_path: P
     assert "Traceback" not in output
 
 
-def test_launcher_in_a_step_is_told_and_its_ranks_save(slurm: Cluster, tmp_path: Path) -> None:
-    """``srun -n1 python train.py`` starts ranks of its own; `scancel` is SIGTERM to the launcher.
+def test_a_launcher_in_a_step_receives_the_signal_and_its_ranks_save(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    """``srun -n1 python train.py`` starts its own ranks; `scancel` sends SIGTERM to the launcher.
 
-    Slurm repeats it while the ranks save, without meaning more by it.
+    Slurm repeats the signal while the ranks save, which is not a second request.
     """
     fields = "(folder,), nproc_per_node=2, start_method='forkserver'"
     command = train(tmp_path, "train_in_step", fields)
@@ -178,11 +180,11 @@ def test_launcher_in_a_step_is_told_and_its_ranks_save(slurm: Cluster, tmp_path:
     require_saved(tmp_path, 2)
 
 
-def test_preempted_job_is_requeued_and_goes_on(slurm: Cluster, tmp_path: Path) -> None:
-    """A job of a higher partition takes the nodes; the first one saves, waits, and continues.
+def test_a_preempted_job_is_requeued_and_continues(slurm: Cluster, tmp_path: Path) -> None:
+    """A job of a higher partition takes the nodes; the first one saves, waits and continues.
 
-    It ends with 75, and ``RequeueExit=75`` in slurm.conf is enough: no line of the job script has to
-    know of it. Its parameter is that of a training that was not interrupted.
+    It exits with 75, and ``RequeueExit=75`` in slurm.conf is enough: the job script needs no line for
+    it. The final parameter is that of an uninterrupted training.
     """
     command = train(tmp_path, "train_and_resume", "(folder, 10)")
     options = ["-N2", "--ntasks-per-node=1", "--exclusive", "--requeue", "--partition=low"]
@@ -190,7 +192,7 @@ def test_preempted_job_is_requeued_and_goes_on(slurm: Cluster, tmp_path: Path) -
     await_ranks(tmp_path, 2)
     slurm.run("srun", "--partition=high", "-N3", "--exclusive", "true")
     slurm.await_state(job, "PENDING")
-    # Slurm itself would wait for two minutes, until all credentials of the first run are void.
+    # Slurm itself would wait for two minutes, until all credentials of the first run expire.
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
     assert slurm.await_end(job, "COMPLETED")["Restarts"] == "1"
     first, second = (reports(tmp_path, run) for run in (0, 1))
@@ -207,7 +209,7 @@ def test_preempted_job_is_requeued_and_goes_on(slurm: Cluster, tmp_path: Path) -
 
 
 def test_ranks_end_by_themselves_when_a_task_dies(slurm: Cluster, tmp_path: Path) -> None:
-    """Plain srun lets the other tasks run on; they notice, name the missing rank, and fail."""
+    """Plain srun lets the other tasks run; they notice the loss, name the missing rank, and fail."""
     fields = "(folder,), timeouts={'collective': 4, 'barrier': 30}"
     command = train(tmp_path, "lose_a_rank", fields)
     step = slurm.start_command("srun", "-l", "-N2", "-n3", *command)
@@ -217,7 +219,7 @@ def test_ranks_end_by_themselves_when_a_task_dies(slurm: Cluster, tmp_path: Path
         rank: "\n".join(re.findall(rf"^{rank}: (.*)$", output, re.MULTILINE)) for rank in range(2)
     }
     assert "peer" in by_rank[0]
-    # Rank 2 was killed, so the first to tell of a failure is the other one that lost it.
+    # Rank 2 was killed, so the first report comes from another rank, which failed because of it.
     assert "rank 0 did not reach it" in by_rank[1]
     assert "at the barrier 'all have evaluated'" in by_rank[1]
     assert "rank 0 failed too, because it lost another rank" in by_rank[1]
@@ -230,26 +232,26 @@ def test_ranks_end_by_themselves_when_a_task_dies(slurm: Cluster, tmp_path: Path
 
 
 def write_template(folder: Path) -> Path:
-    """Write the template, with ddpsafe and the script of this test in it."""
+    """Write the template with this ddpsafe and the script of this test."""
     text = read_template("slurm")
     command = f"{shlex.quote(sys.executable)} -m ddpsafe run"
     assert "ddpsafe run" in text
     return scripts.write(folder, "train.sh", text.replace(" ddpsafe run", f" {command}"))
 
 
-def test_slurm_takes_the_template(slurm: Cluster, tmp_path: Path) -> None:
-    """``sbatch --test-only``: every line of it is an option that Slurm knows, and can be had."""
+def test_slurm_accepts_the_template(slurm: Cluster, tmp_path: Path) -> None:
+    """``sbatch --test-only``: Slurm knows every option of it and can satisfy it."""
     path = write_template(tmp_path)
     _, output = slurm.end(slurm.start_command("sbatch", "--test-only", str(path), folder=tmp_path))
     assert re.search(r"sbatch: Job \d+ to start at .* on nodes n\[?\d", output), output
-    # Each of its options in turn, misspelled, is refused: the line above works for a reason.
+    # Each option is refused when it is misspelled, so the check above is meaningful.
     wrong = scripts.write(tmp_path, "wrong.sh", path.read_text().replace("--requeue", "--requeued"))
     code, _ = slurm.end(slurm.start_command("sbatch", "--test-only", str(wrong), folder=tmp_path))
     assert code != 0
 
 
 def test_the_template_requeues_a_job_that_was_asked_to_stop(slurm: Cluster, tmp_path: Path) -> None:
-    """The warning before the time limit: both nodes save, and the next run goes on from there."""
+    """The warning before the time limit: both nodes save, and the next run continues from there."""
     source = f"""
         from pathlib import Path
         import ddpsafe
@@ -296,10 +298,8 @@ STEP: Final = ("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0
 
 
 @pytest.mark.soak  # also in tests/nodes/test_loss.py, and by a warning in the test of the template
-def test_a_job_of_launchers_that_is_cancelled_saves_on_every_node(
-    slurm: Cluster, tmp_path: Path
-) -> None:
-    """``scancel`` is SIGTERM to the launchers of all nodes at once: still one request, one step."""
+def test_a_cancelled_job_of_launchers_saves_on_every_node(slurm: Cluster, tmp_path: Path) -> None:
+    """``scancel`` sends SIGTERM to the launchers of all nodes at once, which is one request at one step."""
     command = [*STEP, *launchers(tmp_path, "train_in_step, (folder,)")]
     job = slurm.submit(tmp_path, shlex.join(command), "-N2", "--ntasks-per-node=1")
     await_ranks(tmp_path, 2)
@@ -308,11 +308,11 @@ def test_a_job_of_launchers_that_is_cancelled_saves_on_every_node(
     require_saved(tmp_path, 2)
 
 
-def test_two_jobs_on_the_same_nodes_do_not_meet(slurm: Cluster, tmp_path: Path) -> None:
+def test_two_jobs_on_the_same_nodes_are_independent(slurm: Cluster, tmp_path: Path) -> None:
     """Each has its own endpoint, world and exit code while both train.
 
-    One task on each node is a launcher: ``ddpsafe run`` finds number and order of the nodes, and where
-    they meet, by itself. Both tasks of a job say the same sentence of its failure.
+    Each node has one launcher: ``ddpsafe run`` derives the number and order of the nodes and the
+    endpoint. Both tasks of a job report its failure with the same sentence.
     """
     jobs: dict[str, int] = {}
     for name in ("good", "bad"):
@@ -353,8 +353,8 @@ def test_two_jobs_on_the_same_nodes_do_not_meet(slurm: Cluster, tmp_path: Path) 
     assert len(told) == 2
 
 
-@pytest.mark.soak  # tests/nodes/test_loss.py has the loss of a node; this is about Slurm beside it
-def test_a_node_without_power_is_named_long_before_slurm_knows(tmp_path: Path) -> None:
+@pytest.mark.soak  # tests/nodes/test_loss.py covers the loss of a node; this test adds Slurm
+def test_a_node_without_power_is_named_long_before_slurm_notices(tmp_path: Path) -> None:
     """The launcher of the other node names it in seconds; Slurm waits for its ``SlurmdTimeout``."""
     require_slurm()
     with started_cluster(2) as cluster:
@@ -375,6 +375,6 @@ def test_a_node_without_power_is_named_long_before_slurm_knows(tmp_path: Path) -
             "allocated",
             "mixed",
         )
-    step.communicate(timeout=60)  # srun would wait for the node: it has ended with its own
+    step.communicate(timeout=60)  # srun would wait for the node, but ended with its cluster
     for left in Path(tempfile.gettempdir()).glob("ddpsafe-*"):
-        shutil.rmtree(left)  # of the node without power: its disk is this one here
+        shutil.rmtree(left)  # left by the node without power; its disk is this machine's
