@@ -1,4 +1,4 @@
-"""The examples of the documentation run as a reader would run them: as scripts, from files."""
+"""The examples of the documentation run as a reader would run them: as scripts from files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLOCK: Final = re.compile(
 
 
 class Script(NamedTuple):
-    """What a reader would put into one file."""
+    """The code that a reader would put into one file."""
 
     page: Path
     number: int
@@ -58,9 +58,9 @@ SCRIPTS: Final = [script for page in PAGES for script in scripts_of(page)]
     ids=[f"{script.page.relative_to(CHECKOUT)}-{script.number}" for script in SCRIPTS],
 )
 def test_examples_of_a_page_run_as_one_script(script: Script, tmp_path: Path) -> None:
-    """What a page shows can be pasted into a file and run, in an empty folder.
+    """Readers can paste what a page shows into a file and run it in an empty folder.
 
-    README's runs in a new interpreter, and so do its ranks, of which two are enough.
+    README's script runs in a new interpreter, and so do its ranks, of which two suffice.
     """
     file = tmp_path / "script.py"
     is_readme = script.page.name == "README.md"
@@ -90,8 +90,8 @@ PROJECT: Final = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding=
 README: Final = (CHECKOUT / "README.md").read_text(encoding="utf-8")
 
 
-def test_readme_says_why_first_and_then_shows_it() -> None:
-    """Why, twelve lines of code, what a failure looks like, how to install, what is promised."""
+def test_readme_gives_the_reasons_before_the_code() -> None:
+    """Reasons, twelve lines of code, what a failure looks like, the installation, the promises."""
     why, _, rest = README.partition("```python\n")
     code, _, rest = rest.partition("```\n")
     assert len(why.splitlines()) < 15
@@ -101,8 +101,8 @@ def test_readme_says_why_first_and_then_shows_it() -> None:
 
 
 @pytest.mark.recorder
-def test_failure_in_readme_is_what_its_script_prints(tmp_path: Path) -> None:
-    """The change that the README names, made to its script, prints the text that it shows."""
+def test_failure_in_readme_is_the_output_of_its_script(tmp_path: Path) -> None:
+    """The script with the change that the README describes prints the text that it shows."""
     code = scripts_of(CHECKOUT / "README.md")[0].text
     after = README.partition("## What a failure looks like\n")[2]
     (change,) = re.findall(r"`(range\(.+?\))`,", after)
@@ -112,21 +112,21 @@ def test_failure_in_readme_is_what_its_script_prints(tmp_path: Path) -> None:
     environment = {"TMPDIR": str(tmp_path)}
     run = scripts.Script([str(script)], folder=tmp_path, env=environment).end()
     assert run.code == 1
-    told = run.err.partition("RankLeftEarlyError: ")[2].splitlines()
+    printed = run.err.partition("RankLeftEarlyError: ")[2].splitlines()
     shown = after.partition("```text\n")[2].partition("```")[0].splitlines()
 
     def plain(line: str) -> str:
         line = re.sub(r"returned early on \S+,", "returned early on HOST,", line)
         line = re.sub(r"at \S+/train.py:\d+", "at train.py", line)
         line = re.sub(r"after \d+\.\d s", "after N s", line)
-        line = re.sub(r"number \d+", "number N", line)  # DDP's own in the beginning are counted
+        line = re.sub(r"number \d+", "number N", line)  # counts DDP's initial collectives too
         return re.sub(r"Logs: \S+", "Logs: …", line)
 
-    assert [plain(line) for line in told if line] == [plain(line) for line in shown]
+    assert [plain(line) for line in printed if line] == [plain(line) for line in shown]
 
 
-def on_pypi(text: str) -> str:
-    """Return the README as the wheel's metadata have it."""
+def rendered_for_pypi(text: str) -> str:
+    """Return the README as the wheel's metadata contains it."""
     hook = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
     assert hook["fragments"] == [{"path": "README.md"}]
     for each in hook["substitutions"]:
@@ -134,10 +134,10 @@ def on_pypi(text: str) -> str:
     return text.replace("$HFPR_VERSION", PROJECT["project"]["version"])
 
 
-def test_links_of_readme_lead_somewhere_on_pypi() -> None:
-    """None is relative there, and what it names in the repository is a file of this checkout."""
+def test_links_of_readme_work_on_pypi() -> None:
+    """No link is relative there, and links into the repository lead to existing files."""
     source = f"{PROJECT['project']['urls']['Source']}/blob/v{PROJECT['project']['version']}/"
-    links = re.findall(r"\]\(([^)\s]+)\)", on_pypi(README))
+    links = re.findall(r"\]\(([^)\s]+)\)", rendered_for_pypi(README))
     assert len(links) > 30
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
     inside = [link.removeprefix(source) for link in links if link.startswith(source)]
@@ -145,8 +145,8 @@ def test_links_of_readme_lead_somewhere_on_pypi() -> None:
     assert [link for link in inside if not (CHECKOUT / link.partition("#")[0]).exists()] == []
 
 
-def test_metadata_say_where_to_read_on() -> None:
-    """What PyPI shows beside the page; files in the repository are there."""
+def test_metadata_links_to_the_documentation() -> None:
+    """PyPI shows these links beside the page; those into the repository lead to existing files."""
     urls = PROJECT["project"]["urls"]
     assert {"Documentation", "Source", "Changelog", "Issues"} <= urls.keys()
     files = [url.partition("/blob/main/")[2] for url in urls.values() if "/blob/main/" in url]
@@ -158,7 +158,7 @@ SHELL: Final = re.compile(r"^```(?:console|sh|bash)\n(.*?)^```$", re.MULTILINE |
 
 
 def commands_of(page: Path) -> list[list[str]]:
-    """Return the commands of a page, by words, without prompts, variables, pipes, files and comments."""
+    """Return the commands of a page as words, without prompts, variables, pipes, redirections and comments."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line for block in SHELL.findall(text) for line in block.splitlines()]
     found = []
@@ -167,7 +167,7 @@ def commands_of(page: Path) -> list[list[str]]:
             try:
                 words = shlex.split(part, comments=True)
             except ValueError:
-                continue  # one line of a longer construct of the shell
+                continue  # a line of a multi-line shell construct
             if ">" in words:
                 del words[words.index(">") :]
             while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -189,8 +189,8 @@ COMMANDS: Final = [
     COMMANDS,
     ids=[f"{page.relative_to(CHECKOUT)}: {' '.join(words)}" for page, words in COMMANDS],
 )
-def test_commands_of_a_page_have_the_options_that_there_are(page: Path, words: list[str]) -> None:
-    """A reader can paste them: each option exists, and so does each extra that pip is to install."""
+def test_commands_of_a_page_use_existing_options(page: Path, words: list[str]) -> None:
+    """A reader can paste them: each option exists, and so does each extra that pip installs."""
     if Path(words[0]).name == "ddpsafe":
         if words[1:] != ["--version"]:
             make_parser().parse_args([word.rstrip("…") or "x" for word in words[1:]])
@@ -206,8 +206,8 @@ def test_commands_of_a_page_have_the_options_that_there_are(page: Path, words: l
         assert (CHECKOUT / words[words.index("-c") + 1]).is_file()
 
 
-def test_every_promise_names_a_test_that_exists() -> None:
-    """Each row of the guarantees ends with the tests that hold it."""
+def test_every_promise_names_an_existing_test() -> None:
+    """Each row of the guarantees ends with the tests that check it."""
     page = (CHECKOUT / "docs" / "guarantees.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 20
@@ -217,8 +217,8 @@ def test_every_promise_names_a_test_that_exists() -> None:
         assert [name for name in named if not (CHECKOUT / name).exists()] == []
 
 
-def test_every_path_of_the_contributors_map_exists() -> None:
-    """The map "to change X, open Y" and the tour of a failure lead to files that are there."""
+def test_every_path_in_the_contributors_map_exists() -> None:
+    """So does every path in the tour of a failure."""
     page = (CHECKOUT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     paths = re.findall(r"`((?:ddpsafe|tests|docs|benchmarks|examples)/[\w./-]*)`", page)
     assert len(paths) > 40
@@ -227,10 +227,10 @@ def test_every_path_of_the_contributors_map_exists() -> None:
     assert loose == []
 
 
-def test_links_of_pages_lead_to_files_and_headings() -> None:
-    """README's promises link to the tests that hold them; a test that moved takes its links along.
+def test_links_of_pages_lead_to_existing_files_and_headings() -> None:
+    """README's promises link to their tests; a moved test takes its links along.
 
-    ``nox -s docs`` follows those of the built site as well.
+    ``nox -s docs`` also checks the links of the built site.
     """
     pages = [*sorted(CHECKOUT.glob("*.md")), *sorted((CHECKOUT / "docs").rglob("*.md"))]
     dead, tried = [], 0
@@ -249,13 +249,13 @@ def test_links_of_pages_lead_to_files_and_headings() -> None:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """Return what a link can name after ``#``: the headings, as GitHub and MyST spell them."""
+    """Return the anchors of a page: its headings, as GitHub and MyST spell them."""
     headings = re.findall(r"^#{1,3} (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_readmes_promises_are_the_strongest_and_link_their_tests() -> None:
-    """Six of them; the rest, with all tests, is in the guarantees."""
+def test_readme_has_six_promises_that_link_their_tests() -> None:
+    """The other promises are in the guarantees."""
     page = (CHECKOUT / "README.md").read_text(encoding="utf-8")
     section = page.partition("## What is guaranteed\n")[2].partition("\n## ")[0]
     promises = [line for line in section.splitlines() if line.startswith("- ")]
@@ -271,7 +271,7 @@ INCLUDE: Final = re.compile(
 
 
 def included(page: Path) -> str:
-    """Return the code that a page includes from files, and fail where a marker is not in them."""
+    """Return the code that a page includes from files; a missing marker raises."""
     shown = []
     for block in INCLUDE.finditer(page.read_text(encoding="utf-8")):
         text = (page.parent / block["file"]).read_text(encoding="utf-8")
@@ -283,10 +283,10 @@ def included(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_tutorial_explains_what_its_script_has(page: Path) -> None:
-    """A list item that begins with a name explains a name of the script that is shown.
+def test_tutorial_explains_names_of_its_script(page: Path) -> None:
+    """A list item that begins with a name explains a name of the included script.
 
-    A page that shows no script shows the commands, which tests/nodes runs.
+    The page without a script shows commands, which tests/nodes runs.
     """
     if page.stem == "lose-a-node":
         assert "ddpsafe run --nnodes" in page.read_text(encoding="utf-8")
@@ -301,14 +301,14 @@ def test_tutorial_explains_what_its_script_has(page: Path) -> None:
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_tutorial_explains_every_call_of_ddpsafe(page: Path) -> None:
-    """What the code of a tutorial takes from ddpsafe, some tutorial has a word on."""
+    """Everything that the code of a tutorial takes from ddpsafe is mentioned in some tutorial."""
     words = "".join(each.read_text(encoding="utf-8") for each in TUTORIALS)
     used = set(re.findall(r"\bctx\.([a-z_]+)\(|\b(Checkpointer|gather_exact)\b", included(page)))
     assert [name for pair in used for name in pair if name and name not in words] == []
 
 
-def test_tutorial_shows_what_its_commands_print(tmp_path: Path) -> None:
-    """The lines of the first run are those of the script, and breaking it ends as the page says."""
+def test_tutorial_shows_the_output_of_its_commands(tmp_path: Path) -> None:
+    """The first run prints the lines shown, and the broken script ends as the page describes."""
     pytest.importorskip("sklearn", reason="the examples need the extra: ddpsafe[examples]")
     page = (CHECKOUT / "docs" / "tutorial" / "first-run.md").read_text(encoding="utf-8")
     folder = tmp_path / "digits"
@@ -330,8 +330,8 @@ def test_tutorial_shows_what_its_commands_print(tmp_path: Path) -> None:
     arguments += ["--out", str(tmp_path / "out")]
     broken = scripts.Script(arguments, folder=tmp_path).end()
     assert broken.code == 1
-    told = broken.err.partition("RankRaisedError: ")[2]
-    assert told.startswith("rank 1 (world_size 2) raised ValueError ")
-    assert ": this rank has seen enough" in told.splitlines()[0]
-    assert "Logs: " in told
-    shutil.rmtree(Path(re.findall(r"Logs: (\S+?/ddpsafe-\w+)", told)[0]))
+    printed = broken.err.partition("RankRaisedError: ")[2]
+    assert printed.startswith("rank 1 (world_size 2) raised ValueError ")
+    assert ": this rank has seen enough" in printed.splitlines()[0]
+    assert "Logs: " in printed
+    shutil.rmtree(Path(re.findall(r"Logs: (\S+?/ddpsafe-\w+)", printed)[0]))

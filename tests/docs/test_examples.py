@@ -1,4 +1,4 @@
-"""The examples run as their readers run them, and the pages about them show what is there."""
+"""The examples run as their readers run them, and the pages about them show the current code."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PORTS: Final = sorted(path.parent for path in CHECKOUT.glob("examples/ports/*/be
 TORCHRUN: Final = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 pytestmark = pytest.mark.skipif(
-    find_spec("sklearn") is None,  # importing it takes a second of each worker's time
+    find_spec("sklearn") is None,  # importing it costs each worker a second
     reason="the examples need the extra: pip install 'ddpsafe[examples]'",
 )
 
 
 def run_python(*arguments: object, cwd: Path, fresh: bool = False) -> str:
-    """Run the interpreter, in an empty folder, and return what it wrote to stdout."""
+    """Run the interpreter in a folder and return its stdout."""
     command = [*map(str, arguments)]
     run = start_python(command, cwd=cwd, env={}, fresh=fresh).end()
     assert run.code == 0, f"{command}\n{run.out}\n{run.err}"
@@ -37,13 +37,13 @@ def run_python(*arguments: object, cwd: Path, fresh: bool = False) -> str:
 def start_python(
     arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str], fresh: bool = False
 ) -> scripts.Script:
-    """Start the interpreter; its ranks are forked unless it is a new one."""
+    """Start the interpreter; its ranks are forked unless `fresh` is set."""
     starting = scripts.SPAWNING if fresh else {}
     return scripts.Script(arguments, folder=cwd, env={**starting, **env}, fresh=fresh)
 
 
 def port(name: str) -> Path:
-    """Return the script that a port ended with."""
+    """Return the final script of a port."""
     return CHECKOUT / "examples" / "ports" / name / "after.py"
 
 
@@ -54,7 +54,7 @@ def diff_of(before: Path, after: Path) -> list[str]:
 
 
 def assert_page_shows(diff: list[str], page: Path) -> None:
-    """Fail with the block to paste where a page's diff is not the files' diff."""
+    """Fail with the block to paste if the diff on the page is not the diff of the files."""
     block = "\n".join(["```diff", *diff, "```"])
     shown = block in page.read_text(encoding="utf-8")
     assert shown, f"{page} has to show:\n{block}"
@@ -62,7 +62,7 @@ def assert_page_shows(diff: list[str], page: Path) -> None:
 
 @pytest.mark.parametrize("folder", PORTS, ids=lambda folder: folder.name)
 def test_port_changes_at_most_ten_lines(folder: Path) -> None:
-    """Lines taken away and lines put in, together; blank lines aside."""
+    """Added and removed lines together, without blank ones."""
     diff = diff_of(folder / "before.py", folder / "after.py")
     changed = [line for line in diff if line[0] in "+-" and line[1:].strip()]
     assert 0 < len(changed) <= 10, "\n".join(changed)
@@ -70,13 +70,13 @@ def test_port_changes_at_most_ten_lines(folder: Path) -> None:
 
 @pytest.mark.parametrize("folder", PORTS, ids=lambda folder: folder.name)
 def test_porting_page_shows_the_diff_of_the_files(folder: Path) -> None:
-    """What the page shows cannot drift from what runs."""
+    """The page always shows the code that runs."""
     diff = diff_of(folder / "before.py", folder / "after.py")
     assert_page_shows(diff, CHECKOUT / "docs" / "how-to" / "porting.md")
 
 
 def test_digits_readme_shows_the_diff_of_the_files() -> None:
-    """What the readme shows cannot drift from what runs."""
+    """The readme always shows the code that runs."""
     assert_page_shows(
         diff_of(DIGITS / "train_by_hand.py", DIGITS / "train.py"), DIGITS / "README.md"
     )
@@ -84,11 +84,13 @@ def test_digits_readme_shows_the_diff_of_the_files() -> None:
 
 @pytest.mark.parametrize(
     "method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
-)  # torch's default for mp.spawn takes a new interpreter for each rank
-def test_two_jobs_of_the_ported_mp_spawn_script_find_the_line(method: str, tmp_path: Path) -> None:
+)  # torch's default for mp.spawn starts a new interpreter for each rank
+def test_two_simultaneous_jobs_of_the_ported_mp_spawn_script_find_the_line(
+    method: str, tmp_path: Path
+) -> None:
     """The points lie on y = 3 x + 2.
 
-    Started together, the hand-written ones meet at port 12355; these do not know of each other.
+    The original scripts would both use port 12355; the ported ones are independent.
     """
     text = port("mp_spawn").read_text(encoding="utf-8")
     assert text.count("nprocs=world_size") == 1
@@ -103,18 +105,18 @@ def test_two_jobs_of_the_ported_mp_spawn_script_find_the_line(method: str, tmp_p
         assert [float(number) for number in found.groups()] == pytest.approx([3, 2], abs=0.2)
 
 
-def test_ported_torchrun_script_goes_on_from_its_snapshot_without_torchrun(tmp_path: Path) -> None:
+def test_ported_torchrun_script_resumes_from_its_snapshot_without_torchrun(tmp_path: Path) -> None:
     """Two ranks under torchrun train three epochs; `python` alone trains the other two."""
     options = (port("torchrun_snapshot"), "--snapshot", tmp_path / "run.pt")
-    forking = ("--run-path", "--start-method", "fork")  # torchrun's own way without interpreters
+    forking = ("--run-path", "--start-method", "fork")  # torchrun without new interpreters
     first = run_python(*TORCHRUN, *forking, *options, "--epochs", 3, cwd=tmp_path)
     assert re.findall(r"^epoch (\d)", first, re.MULTILINE) == ["0", "1", "2"]
     second = run_python(*options, cwd=tmp_path)
     assert re.findall(r"^epoch (\d) \(started with 3\)", second, re.MULTILINE) == ["3", "4"]
 
 
-def test_ported_slurm_script_evaluates_on_rank_0_only(tmp_path: Path) -> None:
-    """Two tasks of a Slurm step make one world, and one of them reports."""
+def test_ported_slurm_script_evaluates_only_on_rank_0(tmp_path: Path) -> None:
+    """Two tasks of a Slurm step form one world, and one of them reports."""
     tasks = [start_slurm_task(rank, cwd=tmp_path) for rank in range(2)]
     runs = [task.end() for task in tasks]
     assert [run.code for run in runs] == [0, 0], runs
@@ -123,7 +125,7 @@ def test_ported_slurm_script_evaluates_on_rank_0_only(tmp_path: Path) -> None:
 
 
 def test_ported_slurm_script_runs_without_slurm(tmp_path: Path) -> None:
-    """Alone it is a world of one, to try things out on a laptop."""
+    """Alone it is a world of one, for trials on a laptop."""
     assert last_accuracy(run_python(port("slurm_evaluation"), cwd=tmp_path)) > 0.9
 
 
@@ -135,7 +137,7 @@ def test_ported_slurm_script_runs_without_slurm(tmp_path: Path) -> None:
     ],
 )
 def test_ported_gradient_accumulation_learns(launcher: tuple[str, ...], tmp_path: Path) -> None:
-    """Batch norm stays as it is on CPUs, which have no SyncBatchNorm."""
+    """Batch norm stays unchanged on CPUs, which have no SyncBatchNorm."""
     output = run_python(*launcher, port("gradient_accumulation"), cwd=tmp_path)
     losses = [float(loss) for loss in re.findall(r"^epoch \d: loss (\S+),", output, re.MULTILINE)]
     assert len(losses) == 6
@@ -149,8 +151,10 @@ def test_ported_gradient_accumulation_learns(launcher: tuple[str, ...], tmp_path
         pytest.param((), id="python"),
     ],
 )
-def test_digits_are_read_and_pictures_drawn(launcher: tuple[str, ...], tmp_path: Path) -> None:
-    """More than 97 percent of the test images, the same images under either launcher."""
+def test_digits_are_recognised_and_pictures_drawn(
+    launcher: tuple[str, ...], tmp_path: Path
+) -> None:
+    """More than 97 percent of the test images, with the same pictures under either launcher."""
     options = (
         *("--out", tmp_path / "out", "--data", tmp_path / "data", "--nproc-per-node", 2),
         *("--epochs", 6),
@@ -172,7 +176,7 @@ def last_accuracy(output: str) -> float:
 
 
 def assert_drawn(picture: Path) -> None:
-    """Fail unless the file is a picture of some size with black and white in it."""
+    """Fail unless the file is a picture of some size that contains black and white."""
     from PIL import Image
 
     with Image.open(picture) as image:
@@ -186,7 +190,7 @@ def start_slurm_task(rank: int, *, cwd: Path) -> scripts.Script:
     """Start the Slurm port as srun starts one of two tasks on one node."""
     place = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0, "SLURM_NTASKS": 2}
     step = {"SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": 2}
-    # The port to meet at follows from the job: no other test run on this machine may share it.
+    # The port derives from the job, so no other test run on this machine may use this job id.
     job = {"SLURM_JOB_ID": os.getpid(), "SLURM_STEP_NODELIST": "localhost"}
     variables = {name: str(value) for name, value in (place | step | job).items()}
     return start_python([str(port("slurm_evaluation"))], cwd=cwd, env=variables)

@@ -1,4 +1,4 @@
-"""What a release is made of agrees with itself."""
+"""The parts of a release are consistent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not GITHUB.is_dir(), reason="of the repository, 
 
 
 def pins_of(name: str) -> dict[str, set[str]]:
-    """Return the versions that a file of requirements names, by package."""
+    """Return the versions that a requirements file pins, by package."""
     text = (CHECKOUT / name).read_text(encoding="utf-8")
     found: dict[str, set[str]] = {}
     for package, version in PIN.findall(text):
@@ -34,7 +34,7 @@ def pins_of(name: str) -> dict[str, set[str]]:
 
 
 def locked_by_hash(name: str, *, at_least: int) -> set[str]:
-    """Return the packages of a lock file, each by hash, from no named place, and as tested."""
+    """Return the packages of a lock file; each needs a hash, the tested version and no URL."""
     text = (CHECKOUT / name).read_text(encoding="utf-8")
     assert "://" not in text
     for block in re.split(r"\n(?=\S)", text.strip()):
@@ -47,30 +47,30 @@ def locked_by_hash(name: str, *, at_least: int) -> set[str]:
 
 
 def test_the_version_is_the_same_everywhere() -> None:
-    """In the package, in its metadata, and in the changelog's next heading or an earlier one."""
+    """In the package, its metadata, and the next or an earlier heading of the changelog."""
     text = (CHECKOUT / "pyproject.toml").read_text(encoding="utf-8")
     assert f'\nversion = "{ddpsafe.__version__}"\n' in text
 
 
-def test_the_build_uses_the_tested_versions_by_their_hashes() -> None:
-    """`constraints.txt` stays the source; the lock file names no place to load from."""
+def test_the_build_uses_the_tested_versions_by_hash() -> None:
+    """`constraints.txt` stays the source; the lock file names no package index."""
     locked = locked_by_hash(".github/build-requirements.txt", at_least=10)
     wanted = (GITHUB / "build-requirements.in").read_text(encoding="utf-8").split()
     assert set(wanted) <= locked
 
 
-def test_the_lock_has_all_that_the_build_needs() -> None:
-    """Each build backend of pyproject.toml, since the build is not isolated."""
+def test_the_lock_file_covers_the_build_backends() -> None:
+    """The build is not isolated, so each build backend of pyproject.toml has to be locked."""
     text = (CHECKOUT / "pyproject.toml").read_text(encoding="utf-8")
     requires = re.search(r"^requires = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
     assert requires is not None
-    names = re.findall(r'"([\w-]+)>=[\d.]+,<\d+"', requires[1])  # its next version may break it
+    names = re.findall(r'"([\w-]+)>=[\d.]+,<\d+"', requires[1])  # with an upper bound
     assert len(names) == requires[1].count('"') / 2
     assert set(names) <= pins_of(".github/build-requirements.txt").keys()
 
 
 def test_publishing_needs_no_token() -> None:
-    """The job that publishes may say who it is, and nothing else; the build may read."""
+    """The publishing job may only prove its identity; the build may only read."""
     text = (GITHUB / "workflows" / "release.yml").read_text(encoding="utf-8")
     workflow: dict[Any, Any] = yaml.safe_load(text)
     assert workflow["permissions"] == {}
@@ -81,19 +81,19 @@ def test_publishing_needs_no_token() -> None:
     assert "password" not in text
 
 
-def test_every_action_is_named_by_its_commit() -> None:
-    """A tag of another repository may be moved to other code, a commit may not."""
+def test_every_action_is_pinned_to_a_commit() -> None:
+    """Another repository may move a tag to other code, but not a commit."""
     found = []
     for path in sorted((GITHUB / "workflows").glob("*.yml")):
         found += re.findall(r"uses: (\S+)(.*)", path.read_text(encoding="utf-8"))
     assert len(found) >= 5
     for action, comment in found:
         assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action), action
-        assert re.fullmatch(r" # v[\d.]+", comment), action  # for its reader
+        assert re.fullmatch(r" # v[\d.]+", comment), action  # for human readers
 
 
-def test_the_tests_of_ci_use_the_tested_versions_by_their_hashes() -> None:
-    """Whatever a plain installation of the extras would bring, torch and what it alone needs aside."""
+def test_the_tests_of_ci_use_the_tested_versions_by_hash() -> None:
+    """This covers everything that the extras install, except torch and its own dependencies."""
     locked = locked_by_hash("tests/requirements.txt", at_least=90)
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
@@ -103,7 +103,7 @@ def test_the_tests_of_ci_use_the_tested_versions_by_their_hashes() -> None:
 
 
 def test_issue_forms_ask_for_the_doctor() -> None:
-    """Its JSON has the versions and what is unusual about the machine; a bug report needs it."""
+    """Its JSON shows the versions and what is unusual about the machine."""
     forms = [path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"]
     assert len(forms) == 3
     for path in forms:

@@ -1,4 +1,4 @@
-"""Every command of the pages runs in a test, or a table says why it does not."""
+"""Every command on the pages runs in a test, or a table gives the reason why it does not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGES: Final = [
 
 
 def commands() -> list[str]:
-    """Return ``page: command`` for each line of a shell that a page shows."""
+    """Return ``page: command`` for each shell line that a page shows."""
     found = []
     for page in PAGES:
         name = str(page.relative_to(CHECKOUT))
@@ -42,7 +42,7 @@ SHELL: Final = "in a shell"
 PYTHON: Final = "in Python"
 DDPSAFE: Final = "in this process"
 KINDS: Final[tuple[tuple[str, str], ...]] = (
-    # what another test runs
+    # run by another test
     (r"^README.md: python3 -m venv", ".ci/run"),
     (r"/(first-run|survive-a-kill).md: (python|torchrun|rm|kill|pkill) ", "tests/docs/test_examples.py"),
     (r"/lose-a-node.md: ", "tests/nodes/test_lose_a_node.py"),
@@ -54,7 +54,7 @@ KINDS: Final[tuple[tuple[str, str], ...]] = (
     (r": ddpsafe checkpoint import", "tests/checkpoint/test_commands.py"),
     (r": ddpsafe explain", "tests/explain/test_command.py"),
     (r": pytest$", "tests/testing/test_plugin.py"),
-    # what cannot run here
+    # cannot run here
     (r": (python -m )?pip (install|download|uninstall)\b", "needs a package index"),
     (r"^CONTRIBUTING.md: (python3 -m venv|.venv/bin/p)", "needs a package index"),
     (r"(: |-)nvidia-smi|GPU-(009|012).*python|pynvml|: lspci|nvidia-fabricmanager|xid", "needs a GPU"),
@@ -68,27 +68,27 @@ KINDS: Final[tuple[tuple[str, str], ...]] = (
     (r": ip (link show|-s link show|-brief address show) dev eth0|: ip link show eth0|/net/eth0/", "needs eth0"),
     (r": getent hosts 1|: time getent|MASTER_ADDR\" \| cut", "needs a name server"),
     (r": (openssl|chmod|\(umask)", "writes a secret into the home folder"),
-    # what runs below
+    # run below
     (r": ddpsafe (config|status|template \w+|--version)\b", DDPSAFE),
     (r": python (-X importtime )?-c |: python -m torch.utils.collect_env", PYTHON),
     (r": (env|printenv|unset|export|echo|printf|ulimit|cat|free|nproc|ps|ss|ip|sysctl|date|ls|grep|df|pip|getent)\b", SHELL),
 )  # fmt: skip
-"""Of ``page: command`` a pattern, and how it runs, which test runs it, or why none does; the first holds."""
+"""Patterns of ``page: command``, with how it runs, which test runs it, or why none does; the first match counts."""
 
 
 def kind_of(command: str) -> str | None:
-    """Return the first kind that a command is of."""
+    """Return how a command runs, by the first pattern that matches."""
     return next((kind for pattern, kind in KINDS if re.search(pattern, command)), None)
 
 
 def of_kind(kind: str) -> list[str]:
-    """Return the commands of a kind, each once, without their pages and comments."""
+    """Return the commands that run in this way, each once, without pages and comments."""
     texts = [each.partition(": ")[2] for each in commands() if kind_of(each) == kind]
     return list(dict.fromkeys(re.sub(r" +#.*", "", text) for text in texts))
 
 
 def test_every_command_is_in_the_table() -> None:
-    """A new one is given a pattern, and no pattern is of commands that have gone."""
+    """Each command matches a pattern, and each pattern matches a command."""
     assert [each for each in commands() if kind_of(each) is None] == []
     first = {
         next(pattern for pattern, _ in KINDS if re.search(pattern, each)) for each in commands()
@@ -98,8 +98,8 @@ def test_every_command_is_in_the_table() -> None:
     assert [name for name in named if not (CHECKOUT / name).is_file()] == []
 
 
-def test_commands_of_a_shell_run(tmp_path: Path) -> None:
-    """Their programs take the options; `grep` may find nothing, and a name lead nowhere."""
+def test_shell_commands_run(tmp_path: Path) -> None:
+    """The programs accept the options; `grep` may find nothing, and a name may be unknown."""
     texts = [
         text
         for text in of_kind(SHELL)
@@ -128,8 +128,8 @@ def test_commands_of_a_shell_run(tmp_path: Path) -> None:
     assert run.stdout + run.stderr == ""
 
 
-def test_lines_of_python_run(tmp_path: Path) -> None:
-    """All in one interpreter, since most of their time is torch's import."""
+def test_python_commands_run(tmp_path: Path) -> None:
+    """All run in one interpreter, because importing torch takes most of their time."""
     code = []
     for text in of_kind(PYTHON):
         words = shlex.split(text.partition(" | ")[0].replace("2>&1", ""))
@@ -144,10 +144,10 @@ def test_lines_of_python_run(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_commands_of_ddpsafe_run(
+def test_ddpsafe_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They print something, and a status of no launch ends with 1."""
+    """They print something, and a status without a launch exits with 1."""
     monkeypatch.chdir(tmp_path)
     texts = of_kind(DDPSAFE)
     assert len(texts) > 5

@@ -1,6 +1,6 @@
-"""The documentation as a site: links, anchors, search, signatures, and how it looks in a browser.
+"""The documentation as a site: links, anchors, search, signatures, and its look in a browser.
 
-``nox -s docs`` builds it, which takes half a minute, and names its folder; `test_documentation` follows
+``nox -s docs`` builds it, which takes half a minute, and passes its folder; `test_documentation` checks
 the links of the pages without it.
 """
 
@@ -35,17 +35,17 @@ def site() -> Path:
 
 
 class Parsed(HTMLParser):
-    """The links of a page, and what they can lead to."""
+    """The links of a page, and its link targets."""
 
     def __init__(self, page: Path) -> None:
-        """Read a page."""
+        """Parse a page."""
         super().__init__()
         self.links: list[str] = []
         self.anchors: set[str] = set()
         self.feed(page.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Keep what is a link, a picture, a style or an anchor."""
+        """Collect links, pictures, styles and anchors."""
         for name, value in attrs:
             if name in ("href", "src") and value and (tag, value) != ("a", "#"):
                 self.links.append(value)
@@ -53,8 +53,8 @@ class Parsed(HTMLParser):
                 self.anchors.add(value)
 
 
-def test_every_link_inside_the_site_leads_to_a_place(site: Path) -> None:
-    """To a file that is there, and to an anchor of it where one is named."""
+def test_every_internal_link_has_a_target(site: Path) -> None:
+    """The file exists, and so does the anchor if the link has one."""
     pages = {path: Parsed(path) for path in site.rglob("*.html")}
     assert len(pages) > 100
     dead, tried = [], 0
@@ -66,7 +66,7 @@ def test_every_link_inside_the_site_leads_to_a_place(site: Path) -> None:
             target = path if not parts.path else (path.parent / unquote(parts.path)).resolve()
             tried += 1
             anchors = pages[target].anchors if target in pages else None
-            # The top of a page is there without an anchor.
+            # The top of a page needs no anchor.
             wants = unquote(parts.fragment)
             if not target.exists() or (wants and anchors is not None and wants not in anchors):
                 dead.append(f"{path.relative_to(site)}: {link}")
@@ -75,14 +75,14 @@ def test_every_link_inside_the_site_leads_to_a_place(site: Path) -> None:
 
 
 def test_every_public_name_has_its_signature_on_the_site(site: Path) -> None:
-    """Each is an entry that search and links can lead to."""
+    """Each is an entry that search and links can reach."""
     anchors = Parsed(site / "reference" / "api.html").anchors
     names = [name for name in ddpsafe.__all__ if not name.startswith("__")]
     assert [name for name in names if f"ddpsafe.{name}" not in anchors] == []
 
 
 def test_every_name_in_a_public_signature_is_explained() -> None:
-    """`Unpack[LaunchFields]` helps no one who cannot look up LaunchFields."""
+    """`Unpack[LaunchFields]` is useless without an entry for LaunchFields."""
     page = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
     known = {*vars(builtins), *ddpsafe.__all__, *vars(importlib.import_module("typing"))}
     known |= {
@@ -101,8 +101,8 @@ def test_every_name_in_a_public_signature_is_explained() -> None:
     assert unknown == set()
 
 
-def test_site_shows_its_version_and_can_be_searched(site: Path) -> None:
-    """A reader knows which version a page is about; the index has the words of the pages."""
+def test_site_shows_its_version_and_has_a_search_index(site: Path) -> None:
+    """A reader sees which version a page describes; the index contains the words of the pages."""
     text = (site / "how-to" / "doctor.html").read_text(encoding="utf-8")
     assert f"version {version('ddpsafe')}" in text
     assert 'role="search"' in text
@@ -111,7 +111,7 @@ def test_site_shows_its_version_and_can_be_searched(site: Path) -> None:
 
 
 def test_benchmark_pages_are_on_the_site(site: Path) -> None:
-    """With the pictures that they have."""
+    """They include their pictures."""
     for page in sorted((DOCS / "benchmarks").glob("*.md")):
         built = site / "benchmarks" / f"{page.stem}.html"
         assert built.is_file()
@@ -119,7 +119,7 @@ def test_benchmark_pages_are_on_the_site(site: Path) -> None:
         assert built.read_text(encoding="utf-8").count("<img") >= len(pictures)
 
 
-SEEN: Final = (
+PAGES_TO_VIEW: Final = (
     "index",
     "guarantees",
     "tutorial/first-run",
@@ -143,11 +143,11 @@ _CUT_TABLES: Final = """
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_pages_can_be_read_in_a_browser(site: Path, tmp_path: Path, *, dark: bool) -> None:
-    """Nothing is cut off at 1300 pixels, no text drowns in its background, nothing is missing."""
+def test_pages_are_readable_in_a_browser(site: Path, tmp_path: Path, *, dark: bool) -> None:
+    """At 1300 pixels nothing is cut off or missing, and all text contrasts with its background."""
     found = {}
     with Browser() as browser:
-        for name in SEEN:
+        for name in PAGES_TO_VIEW:
             page = browser.open(site / f"{name}.html", width=1300, dark=dark)
             found[name] = [
                 *page.overflow(),
@@ -155,7 +155,7 @@ def test_pages_can_be_read_in_a_browser(site: Path, tmp_path: Path, *, dark: boo
                 *page.poor_contrast(),
                 *page.complaints(),
             ]
-            # Of two pictures, the one that fits is shown.
+            # Of a light and a dark picture, only the matching one may be visible.
             shown = "dark" if dark else "light"
             for picture in page.evaluate(
                 "[...document.images].filter(e => e.offsetParent).map(e => e.src)"
@@ -164,4 +164,4 @@ def test_pages_can_be_read_in_a_browser(site: Path, tmp_path: Path, *, dark: boo
                     found[name].append(picture)
             page.screenshot(tmp_path / f"{name.replace('/', '-')}.png")
     assert {name: each for name, each in found.items() if each} == {}
-    assert len(list(tmp_path.glob("*.png"))) == len(SEEN)
+    assert len(list(tmp_path.glob("*.png"))) == len(PAGES_TO_VIEW)

@@ -20,7 +20,7 @@ KILLED: Final = (
 
 
 def test_json_of_standard_input() -> None:
-    """The findings, best first, with the keys that a program reads; here as a user runs it."""
+    """The best finding comes first, with the keys that programs read; run as a user runs it."""
     command = [sys.executable, "-m", "ddpsafe", "explain", "--json", "-"]
     log = LOST + KILLED
     run = subprocess.run(command, input=log, capture_output=True, text=True, check=False)
@@ -32,15 +32,15 @@ def test_json_of_standard_input() -> None:
     assert findings[0]["evidence"] == [{"line": 2, "text": KILLED.strip()}]
 
 
-def test_a_log_without_a_failure_says_so() -> None:
-    """Exit code 0, and a hint where to look."""
+def test_a_log_without_a_failure_is_reported_as_such() -> None:
+    """With exit code 0 and one sentence."""
     run = explain(log="epoch 1 loss 0.3\n")
     assert run.code == 0
     assert "No known failure was found in this line." in run.out
 
 
 def test_files_and_folders_are_read_together(tmp_path: Path) -> None:
-    """One log for each rank, in a folder: the rank that broke comes before the one that lost it."""
+    """With one log for each rank, the rank that failed comes before the rank that lost its peer."""
     (tmp_path / "rank-0.err").write_text(LOST, encoding="utf-8")
     (tmp_path / "rank-1.err").write_text("MemoryError\n", encoding="utf-8")
     run = explain(str(tmp_path))
@@ -61,7 +61,7 @@ REPORT: Final = {
 }
 
 
-def test_a_run_directory_is_explained_by_its_own_report(tmp_path: Path) -> None:
+def test_a_run_directory_is_explained_by_its_report(tmp_path: Path) -> None:
     """The report of the newest attempt comes first, with its rank, kind and fix."""
     for attempt in (1, 2):
         folder = tmp_path / f"attempt-{attempt}"
@@ -76,28 +76,28 @@ def test_a_run_directory_is_explained_by_its_own_report(tmp_path: Path) -> None:
     assert second["code"] == "DS-PEER-lost"
 
 
-def test_a_report_that_is_none_is_read_as_a_log(tmp_path: Path) -> None:
-    """Cut off, or of another program."""
+def test_an_invalid_report_is_read_as_a_log(tmp_path: Path) -> None:
+    """It is truncated, or another program wrote it."""
     for text in ("{", "[1]", '{"kind": "x"}', '{"error": "MemoryError"}\nMemoryError\n'):
         (tmp_path / "report.json").write_text(text, encoding="utf-8")
         assert explain(str(tmp_path)).code in (0, 1)
 
 
-def test_a_summary_to_paste_is_a_table() -> None:
-    """GitHub renders it."""
+def test_a_markdown_summary_is_a_table() -> None:
+    """GitHub renders it in an issue."""
     run = explain("--markdown", log=KILLED)
     assert run.out.startswith("| code | rank | cause | what to do |\n|---|---|---|---|\n")
 
 
 def test_a_missing_file_is_a_usage_error(tmp_path: Path) -> None:
-    """Named, without a traceback."""
+    """The message names the file and is not a traceback."""
     run = explain(str(tmp_path / "none.log"))
     assert run.code == 2
     assert "none.log cannot be read: No such file or directory" in run.err
 
 
-def test_binary_junk_and_a_line_without_end_are_read(tmp_path: Path) -> None:
-    """Bytes of any kind, and 8 MB without a line break: no traceback, and what follows is found."""
+def test_binary_data_and_a_very_long_line_are_read(tmp_path: Path) -> None:
+    """Arbitrary bytes and 8 MB without a line break cause no traceback, and later lines are read."""
     junk = (
         bytes(range(256)) * 200
         + b"x" * (8 << 20)
@@ -108,8 +108,8 @@ def test_binary_junk_and_a_line_without_end_are_read(tmp_path: Path) -> None:
     assert [each["code"] for each in json.loads(run.out)["findings"]] == ["DS-DISK-full"]
 
 
-def test_the_command_loads_no_torch() -> None:
-    """It answers at once, also where torch is broken."""
+def test_the_command_does_not_import_torch() -> None:
+    """It answers at once, and also where torch is broken."""
     code = (
         "import sys, io, ddpsafe.cli; sys.stdin = io.TextIOWrapper(io.BytesIO(b'x'));"
         "ddpsafe.cli.main(['explain']); sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"

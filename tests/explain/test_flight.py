@@ -1,4 +1,4 @@
-"""Flight-recorder dumps: the rank that is missing, the call that differs, and files that attack."""
+"""Flight-recorder dumps: the rank that is missing, the call that differs, and malicious files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS: Final = (0, 1, 2)
 
 
 def call(number: int, *, op: str = "all_reduce", size: int = 4, state: str = "completed", line: int = 9) -> dict[str, Any]:  # fmt: skip
-    """Return one entry, with the keys that torch 2.5 to 2.13 write."""
+    """Return one entry with the keys that torch 2.5 to 2.13 write."""
     return {
         "record_id": number - 1,
         "pg_id": 0,
@@ -95,17 +95,17 @@ ROWS: Final[dict[str, tuple[dict[int, dict[str, Any]], str, int | None, str]]] =
 
 
 def findings_of(folder: Path) -> list[dict[str, Any]]:
-    """Run the command on a folder."""
+    """Run the command on a folder and return its findings."""
     found: list[dict[str, Any]] = json.loads(explain("--json", str(folder)).out)["findings"]
     return found
 
 
 @pytest.mark.parametrize("form", ["pickle", "json"])
 @pytest.mark.parametrize(("dumps", "code", "rank", "text"), ROWS.values(), ids=ROWS.keys())
-def test_the_dumps_show_who_keeps_the_others_waiting(
+def test_the_dumps_name_the_rank_that_the_others_wait_for(
     dumps: dict[int, dict[str, Any]], code: str, rank: int | None, text: str, form: str, tmp_path: Path
 ) -> None:  # fmt: skip
-    """The collective, the ranks in it, the one that is not, and its last line."""
+    """Code, rank, the ranks in the collective, and the last line of the one that is missing."""
     recordings = FlightRecordings()
     for number, each in dumps.items():
         path = tmp_path / f"nccl_trace_rank_{number}"
@@ -117,15 +117,15 @@ def test_the_dumps_show_who_keeps_the_others_waiting(
     (tmp_path / "rank-0.err").write_text(
         "[rank0]:[E] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE)\n"
     )
-    if form == "pickle":  # the whole command, once a row: the recording says more than the watchdog
+    if form == "pickle":  # the whole command, once a row: recordings precede the watchdog
         first, *others = findings_of(tmp_path)
         assert first["code"] == f"DS-{code}"
         assert text in first["cause"]
         assert "DS-HANG-watchdog" not in [each["code"] for each in others]
 
 
-def test_a_run_that_is_well_has_no_finding(tmp_path: Path) -> None:
-    """All collectives have ended on all ranks."""
+def test_a_healthy_run_has_no_finding(tmp_path: Path) -> None:
+    """All collectives have completed on all ranks."""
     recordings = FlightRecordings()
     for rank in RANKS:
         path = tmp_path / f"trace_{rank}"
@@ -134,8 +134,8 @@ def test_a_run_that_is_well_has_no_finding(tmp_path: Path) -> None:
     assert list(recordings.findings()) == []
 
 
-def test_gloo_is_read_though_it_never_says_completed(tmp_path: Path) -> None:
-    """There a call that has ended is retired, also if it failed; the default group has no name."""
+def test_dumps_of_gloo_are_read_without_the_state_completed(tmp_path: Path) -> None:
+    """A call of gloo that has ended is retired, even if it failed; the default group has no name."""
     recordings = FlightRecordings()
     for rank, count in {0: 3, 1: 2}.items():
         entries = [call(number, state="scheduled") | {"retired": True} for number in range(1, count + 1)]  # fmt: skip
@@ -148,19 +148,19 @@ def test_gloo_is_read_though_it_never_says_completed(tmp_path: Path) -> None:
 
 
 class Attack:
-    """What would run a command if it were unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, target: Path) -> None:
-        """Take what it would write."""
+        """Store the file that the command creates."""
         self.target = target
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
-        """Return the call."""
+        """Return the call that pickle would make."""
         return os.system, (f"touch {self.target}",)
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    """It is read as a log, of which nothing is known; nothing of it is looked up or called."""
+    """It is read as a log without a known failure; nothing in it is looked up or called."""
     written = tmp_path / "written"
     folder = tmp_path / "dumps"
     folder.mkdir()
@@ -173,8 +173,8 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     "value",
     [{"entries": 3}, {"entries": [4]}, {"entries": [{"x": 1}]}, [], {"pg_config": []}, {"entries": [call(1) | {"frames": 5}]}],
 )  # fmt: skip
-def test_a_pickle_of_another_kind_is_no_recording(value: object, tmp_path: Path) -> None:
-    """No traceback; what is cut off is not one either."""
+def test_malformed_pickles_cause_no_traceback(value: object, tmp_path: Path) -> None:
+    """A truncated recording is not accepted as one."""
     path = tmp_path / "x.pkl"
     path.write_bytes(pickle.dumps(value))
     FlightRecordings().read(path)
@@ -182,8 +182,8 @@ def test_a_pickle_of_another_kind_is_no_recording(value: object, tmp_path: Path)
     assert not FlightRecordings().read(path)
 
 
-def test_a_fifo_in_a_folder_is_left_alone(tmp_path: Path) -> None:
-    """It would never end: there is no writer. The files beside it are read."""
+def test_a_fifo_in_a_folder_is_skipped(tmp_path: Path) -> None:
+    """It has no writer, so reading it would block. The other files are read."""
     os.mkfifo(tmp_path / "pipe.log")
     (tmp_path / "rank-0.err").write_text("MemoryError\n")
     assert [each["code"] for each in findings_of(tmp_path)] == ["DS-MEM-alloc"]

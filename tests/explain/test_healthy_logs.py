@@ -1,4 +1,4 @@
-"""What healthy runs, builds and tests print is not a failure, nor is a warning that stopped nothing."""
+"""The output of healthy runs, builds and tests is not a failure, nor is a warning that stops nothing."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ epoch 1 loss 0.3
 }
 
 
-def test_what_healthy_programs_print_is_not_a_failure() -> None:
+def test_output_of_healthy_programs_is_not_a_failure() -> None:
     """Launchers, NCCL, frameworks, pip, compilers and tests, with warnings and words of failures."""
     wrong = [
         f"{name}: {cause.code}, {cause.evidence}"
@@ -347,6 +347,6 @@ PROGRESS: Final = "epoch 0 step 10 loss 2.1\n"
         "joined-on-another-node",
     ],
 )
-def test_a_warning_that_a_run_outlives_is_not_a_failure(log: str, codes: list[str]) -> None:
-    """Steps that follow show that it stopped nothing; an error is one wherever it stands."""
+def test_a_warning_followed_by_progress_is_not_a_failure(log: str, codes: list[str]) -> None:
+    """Steps that follow show that it stopped nothing; an error always counts."""
     assert [cause.code for cause in explain_text(log)] == codes

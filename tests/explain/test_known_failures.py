@@ -1,8 +1,8 @@
-"""160 failures of public reports: the right cause first, of the right rank, and whether to try again.
+"""160 failures of public reports: the right cause comes first, with its rank and advice on retrying.
 
 Each row is the name of a failure, its lines, the code that has to come first with its rank, and
 whether the same start can succeed: ``no``, ``maybe`` or ``yes``. Each code was compared by hand with
-the cause and the fix that its report ended with.
+the cause and the fix in which its report ended.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ _RETRIES: Final = {
     "maybe": {"never", "once", "yes", "elsewhere"},
     "yes": {"once", "yes"},
 }
-"""What may be said. Of a failure that another start cannot repair the same lines may have a cause
-that passes, such as a name that is not known yet: ``once`` is said of those."""
+"""The allowed advice. A failure that a restart cannot repair may share its lines with one that passes,
+such as a name that is not known yet: those get ``once``."""
 _NETWORK: Final = (
     "NCCL-unreachable",
     "NCCL-refused",
@@ -202,7 +202,7 @@ _NETWORK: Final = (
 
 
 def test_the_cause_of_a_reported_failure_comes_first() -> None:
-    """With the rank whose lines show it, a fix, and whether to try again."""
+    """With the rank whose lines show it, a fix, and advice on retrying."""
     wrong = []
     for name, log, code, rank, again in FAILURES:
         first = next(iter(explain_text(log)), None)
@@ -213,15 +213,15 @@ def test_the_cause_of_a_reported_failure_comes_first() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_hardly_any_failure_that_cannot_pass_is_tried_again() -> None:
-    """A job that fails the same way each time is started again in at most one case of ten."""
+def test_hardly_any_permanent_failure_is_retried() -> None:
+    """At most one in ten jobs that fail the same way each time is restarted."""
     cannot = [row for row in FAILURES if row[4] == "no"]
     tried = [row[0] for row in cannot if explain_text(row[1])[0].retry in {"once", "yes"}]
     assert len(tried) <= len(cannot) // 10, tried
 
 
-def test_a_reported_death_of_a_peer_is_no_network_failure() -> None:
-    """Neither the first nor the second cause speaks of firewalls, interfaces or ports."""
+def test_the_reported_death_of_a_peer_is_not_a_network_failure() -> None:
+    """Neither of the first two causes is about firewalls, interfaces or ports."""
     rows = [row for row in FAILURES if row[2] in {"PEER-lost", "END-sigkill", "HANG-watchdog"}]
     assert len(rows) > 10
     for name, log, *_ in rows:
@@ -230,8 +230,8 @@ def test_a_reported_death_of_a_peer_is_no_network_failure() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
-def test_a_terminal_that_folds_lines_hides_hardly_any_failure(width: int) -> None:
-    """Of 160 it was one in seven at 80 columns, when each line was read by itself."""
+def test_folded_lines_hide_hardly_any_failure(width: int) -> None:
+    """At 80 columns a terminal hid one in seven of the 160 when each line was read by itself."""
     folded = [
         ["\n".join(textwrap.wrap(line, width, break_on_hyphens=False)) for line in log.split("\n")]
         for _, log, _, _, _ in FAILURES
@@ -258,10 +258,10 @@ def _in_docker(line: str) -> str:
     ],
     ids=["torch", "ray", "ray-logger", "vllm", "kubernetes", "docker"],
 )
-def test_what_stands_before_each_line_hides_hardly_any_failure(
+def test_line_prefixes_hide_hardly_any_failure(
     prefixed: Callable[[str], str],
 ) -> None:
-    """Ranks, loggers and container runtimes, also before the lines of one message."""
+    """Prefixes of ranks, loggers and container runtimes, also on each line of a longer message."""
     wrong = []
     for name, log, code, _, _ in FAILURES:
         first = next(iter(explain_text("\n".join(map(prefixed, log.split("\n"))))), None)

@@ -32,7 +32,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root.", "ENV-compiler", "torch cpp_extension"),
     ("RuntimeError: Error building extension 'fused_adam'", "ENV-compiler", "deepspeed"),
     ("deepspeed.ops.op_builder.builder.CUDAMismatchException: >- DeepSpeed Op Builder: Installed CUDA version 12.4 does not match the version torch was compiled with 11.8", "ENV-compiler", "deepspeed"),
-    # What the ranks waited in tells why one of them did not come.
+    # The operation that the ranks waited in shows why one of them did not enter it.
     ('[rank1]:     with training_args.main_process_first(desc="dataset map pre-processing"):\n[rank1]:     torch.distributed.barrier()\n[rank1]: RuntimeError: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete', "HANG-data-prepared", "transformers"),
     ("[rank3]:     model = AutoModelForCausalLM.from_pretrained(path)\n[rank3]:     dist.broadcast(param, 0)\n[rank3]: torch.distributed.DistBackendError: [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=BROADCAST, NumelIn=524288000, Timeout(ms)=600000) ran for 600021 milliseconds before timing out.", "HANG-weights-loaded", "transformers"),
     ('  File "train.py", line 61, in main\n    model = DistributedDataParallel(model, device_ids=[local_rank])\n  File "/env/site-packages/torch/distributed/utils.py", line 269, in _verify_param_shape_across_processes\n    return dist._verify_params_across_processes(process_group, tensors, logger)\ntorch.distributed.DistBackendError: [1] wait timeout after 600000ms', "HANG-first-collective", "torch"),
@@ -46,7 +46,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("w:22789:28201 [0] graph/rings.cc:38 NCCL WARN Error : ring 0 does not loop back to start (14 != 0)", "NCCL-rings-differ", "nccl"),
     ("RuntimeError: [enforce fail at gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: ^lo", "GLOO-interface-pattern", "gloo"),
     ("RUNTIME ERROR: SLURM does not appear to be installed.\nsrun: error: n0: tasks 1-7: Exited with exit code 1", "ENV-launcher", "parlai"),
-    # Files of a data set, what reads and what changes them.
+    # Files of a data set, their readers and concurrent changes.
     ("wave.Error: file does not start with RIFF id", "DATA-reader-failed", "python"),
     ("RuntimeError: Failed to load audio from /data/clips/1.mp3", "DATA-reader-failed", "torchaudio"),
     ("pyarrow.lib.ArrowKeyError: quux", "DATA-reader-failed", "arrow"),
@@ -187,7 +187,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("exec /usr/bin/python3: exec format error", "ENV-program", "docker"),
     ('docker: Error response from daemon: could not select device driver "" with capabilities: [[gpu]].', "CONTAINER-gpu-runtime", "docker"),
     ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest NVIDIA driver is installed and running.", "CUDA-driver-not-loaded", "nvidia"),
-    # The GPUs of a host or container: its driver, and who may use them.
+    # The GPUs of a host or container: the driver, and access to them.
     ("docker: Error response from daemon: Unknown runtime specified nvidia.\nError response from daemon: unknown or invalid runtime name: nvidia", "CONTAINER-gpu-runtime", "docker"),
     ("docker: Error response from daemon: failed to create task for container: OCI runtime create failed: error running hook #0: nvidia-container-cli: initialization error: nvml error: driver not loaded: unknown", "CUDA-driver-not-loaded", "docker"),
     ("nvidia-container-cli: initialization error: load library failed: libnvidia-ml.so.1: cannot open shared object file: no such file or directory", "CUDA-driver-not-loaded", "docker"),
@@ -304,7 +304,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     # What a backend cannot send.
     ("RuntimeError: Invalid scalar type", "PG-dtype", "gloo"),
     ("    dist.all_gather(out, mask)\nTypeError: Input tensor data type is not supported for NCCL process group: Short", "PG-dtype", "torch"),
-    # The rendezvous: its address, and who hosts it.
+    # The rendezvous: its address and its host.
     ("RuntimeError: use_libuv was requested but PyTorch was build without libuv support", "RDZV-libuv", "torch"),
     ("[2024-09-15 13:06:20] [INFO] NOTE: Redirects are currently not supported in Windows or MacOs.\n[2024-09-15 13:06:21] [INFO] raise RuntimeError: use_libuv was requested but PyTorch was build without libuv support", "RDZV-libuv", "fluxgym"),
     ("cmd = pdsh -S -w a,b python -m deepspeed.launcher.launch --node_rank=%n --master_addr= --master_port=29500 t.py", "NAME-empty", "deepspeed"),
@@ -326,20 +326,20 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("n1:1:2 [0] allocator.cc:89 NCCL WARN Cuda failure 205 'mapping of buffer object failed'", "NCCL-p2p", "nccl"),
     ("n1:1:2 [0] transport/p2p.cc:275 NCCL WARN Cuda failure 'invalid argument'\nn1:1:2 [0] NCCL INFO transport/p2p.cc:328 -> 1", "NCCL-p2p", "nccl"),
     ("n1:1:2 [0] NCCL WARN NET/IB : Got completion from peer 10.0.0.1<9> with status=12 opcode=1 len=0 vendor err 129 (Recv)", "NCCL-ib-timeout", "nccl"),
-    # What else ended a process.
+    # Other ends of a process.
     ("libgcc_s.so.1 must be installed for pthread_cancel to work\nfailed (exitcode: -6) local_rank: 0 (pid: 11) of binary: /usr/bin/python3", "ENV-library", "glibc"),
     ("(raylet) node_manager.cc:3069: 1 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed due to other reasons at node", "MEM-host-oom", "ray"),
     ("RuntimeError: NCCL error in: ../torch/lib/c10d/ProcessGroupNCCL.cpp:514, invalid usage, NCCL version 2.6.3", "NCCL-invalid-usage", "nccl"),
     ("RuntimeError: NCCL error in: /pytorch/torch/lib/c10d/ProcessGroupNCCL.cpp:784, unhandled cuda error, NCCL version 2.7.8", "NCCL-cuda-failure", "nccl"),
     ("n1:1:2 [7] include/socket.h:387 NCCL WARN Connect to 172.31.34.232<52473> failed : Connection refused", "NCCL-refused", "nccl"),
     ("n1:1:2 [0] NCCL INFO Call to connect returned Connection refused, retrying\nn1:1:2 [0] include/socket.h:390 NCCL WARN Net : Connect to 172.17.0.1<41000> failed : Connection refused", "NCCL-refused", "nccl"),
-    # Who did not come to a barrier, or to the end.
+    # Ranks that did not reach a barrier or the end.
     ("RuntimeError: Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank.\n Original exception:\n[../third_party/gloo/gloo/transport/tcp/pair.cc:598] Connection closed by peer [10.0.0.7]:44123", "HANG-barrier", "torch"),
     ("Error waiting on exit barrier. Elapsed: 315.7 seconds\nTraceback (most recent call last):", "RDZV-exit-barrier", "torchrun"),
     ("terminate called after throwing an instance of 'gloo::IoException'\n  what():  [horovod/common/gloo/http_store.cc:57] Wait timeout after 30 seconds for key(s): 0. You may want to increase the timeout via HOROVOD_GLOO_TIMEOUT_SECONDS", "RDZV-missing-rank", "horovod"),
     ("Child process 17057 (local_rank 0) FAILED (exitcode 1)\nError msg: Process failed with exitcode 1", "END-exit-code", "torchrun"),
     ("torch.distributed.DistStoreError: Timed out waiting on barrier on rank 0, for key prefix: torchelastic.agent.terminal_state (world_size=4, missing_ranks=[2, 3], timeout=300)", "HANG-barrier", "torchelastic"),
-    # What NCCL's own file that warns tells.
+    # NCCL's own warnings.
     ("n1:1:2 [1] misc/nvmlwrap.cc:187 NCCL WARN nvmlDeviceGetHandleByPciBusId() failed: Not Found\nn1:1:2 [1] NCCL INFO graph/xml.cc:850 -> 2", "NCCL-hidden-gpus", "nccl"),
     ("n1:1:2 [7] misc/nvmlwrap.cu:170 WARN nvmlDeviceSetCpuAffinity() failed: Unknown Error", "NCCL-affinity", "nccl"),
     ("n1:1:2 [0] transport.cc:33 NCCL WARN No transport found for rank 0[1000] -> rank 1[2000]", "NCCL-no-transport", "nccl"),
@@ -348,7 +348,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("n1:1:2 [0] graph/topo.cc:700 (ncclTopoGetXml) NCCL WARN Could not find any local path from gpu 3 to net.", "NCCL-topology", "nccl"),
     ("n1:1:2 [0] transport/net_ib/common.cc:80 NCCL WARN NET/IB : mlx5_3:1 async fatal event: local catastrophic error", "HW-link", "nccl"),
     ("n1:1:2 [0] include/shm.h:28 WARN something that no rule knows of", "NCCL-warned", "nccl"),
-    # Collectives that are called with what they do not take.
+    # Collectives that are called with unsupported arguments.
     ("RuntimeError: Cannot use ReduceOp.AVG with Gloo", "PG-reduce-op", "torch"),
     ("RuntimeError: ProcessGroup gloo does not support alltoall", "PG-operation", "torch"),
     ("TypeError: Invalid function argument. Expected parameter `tensor` of type torch.Tensor\n             but got <class 'float'> instead.", "PG-tensor-expected", "torch"),
@@ -361,7 +361,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("ValueError: Error initializing torch.distributed using tcp:// rendezvous: world size parameter missing", "ENV-missing-parameter", "torch"),
     ("ValueError: local_rank 4 exceeds available GPUs in CUDA_VISIBLE_DEVICES=0,1,2,3", "CUDA-ordinal", "torchelastic"),
     ("ValueError: The port number of the rendezvous endpoint 'a:b' must be an integer between 0 and 65536.", "ENV-endpoint", "torchrun"),
-    # The script, and the address that it is given.
+    # The script and its address.
     ("/opt/conda/bin/python: can't open file '/var/spool/slurmd/job71/train.py': [Errno 2] No such file or directory\n[ERROR] failed (exitcode: 2) local_rank: 0 (pid: 3) of binary: /opt/conda/bin/python", "ENV-script-path", "python"),
     ("RuntimeError: No rendezvous handler for ://", "PG-rendezvous-scheme", "torch"),
     ("RuntimeError: No rendezvous handler for tcp://", "PG-rendezvous-old", "torch"),
@@ -496,13 +496,13 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge", "CKPT-lfs-safetensors", "safetensors"),
     ("RuntimeError: storage has wrong byte size: expected 4 got 128", "CKPT-truncated", "torch"),
     ("Traceback (most recent call last):\n  File \"x.py\", line 3, in <module>\n    torch.load('model.pt')\nAttributeError: Can't get attribute 'Net' on <module '__main__' from 'x.py'>", "CKPT-pickled-class", "torch"),
-    # What is only an echo, or harmless.
+    # Consequences of other failures, and harmless lines.
     ('[W socket.cpp:601] [c10d] The IPv6 network addresses of (node1, 29500) cannot be retrieved (gai error: -3 - Temporary failure in name resolution).\nstep 100 loss 0.5\nTraceback (most recent call last):\n  File "/w/train.py", line 8, in <module>\n    main()\nZeroDivisionError: division by zero', "USER-zero-count", "torch"),
     ("Exception ignored in: <function Run.__del__ at 0x7f>\nTraceback (most recent call last):\n  File \"/env/lib/python3.11/site-packages/wandb/run.py\", line 3, in __del__\nTypeError: 'NoneType' object is not callable\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", "CUDA-oom", "python"),
     ("ValueError: loss is nan in step 7", "TRAIN-nan", "python"),
     ("Loss is nan, stopping training", "TRAIN-nan", "torchvision references"),
     ("[rank0]: Traceback (most recent call last):\n[rank1]: Traceback (most recent call last):\n[rank0]:   File \"/w/a.py\", line 1, in reduce\n[rank1]:   File \"/w/b.py\", line 2, in read\n[rank0]:     dist.all_reduce(x)\n[rank1]:     raise KeyError('id')\n[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.2]:4711\n[rank1]: KeyError: 'id'", "USER-exception", "torch"),
-    # Whole logs: what follows from a failure stands beside it.
+    # Whole logs, in which consequences stand beside the failure.
     ('W1120 10:22:01.123000 77 torch/distributed/run.py:792] \nW1120 10:22:01.123000 77 torch/distributed/run.py:792] *****************************************\nW1120 10:22:01.123000 77 torch/distributed/run.py:792] Setting OMP_NUM_THREADS environment variable for each process to be 1 in default, to avoid your system being overloaded, please further tune the variable for optimal performance in your application as needed.\n[rank2]: Traceback (most recent call last):\n[rank2]:   File "/w/train.py", line 100, in <module>\n[rank2]:     main()\n[rank2]:   File "/env/lib/python3.11/site-packages/torch/optim/adam.py", line 4, in step\n[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 2 has a total capacity of 79.1 GiB of which 1 GiB is free. Including non-PyTorch memory, this process has 78.0 GiB memory in use.\nW1120 10:25:01.123000 77 torch/distributed/elastic/multiprocessing/api.py:897] Sending process 101 closing signal SIGTERM\nE1120 10:25:02.123000 77 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: 1) local_rank: 2 (pid: 103) of binary: /usr/bin/python\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError: \nRoot Cause (first observed failure):\n[0]:\n  time      : 2025-11-20_10:25:01\n  host      : n7\n  rank      : 2 (local_rank: 2)\n  exitcode  : 1 (pid: 103)\n', "CUDA-oom", "torch"),
     ('Traceback (most recent call last):\n  File "/usr/bin/torchrun", line 8, in <module>\n    sys.exit(main())\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n======\ntrain.py FAILED\n------\nFailures:\n  <NO_OTHER_FAILURES>\n------\nRoot Cause (first observed failure):\n[0]:\n  time      : 2025-11-20_10:25:01\n  host      : n7\n  rank      : 11 (local_rank: 3)\n  exitcode  : -9 (pid: 103)\n  error_file: <N/A>\n  traceback : Signal 9 (SIGKILL) received by PID 103\n', "END-sigkill", "torch"),
     ('  0%|          | 0/100 [00:00<?, ?it/s]Traceback (most recent call last):\n  File "train.py", line 88, in <module>\n    loss.backward()\n  File "/opt/conda/lib/python3.10/site-packages/torch/_tensor.py", line 487, in backward\n    torch.autograd.backward(\nRuntimeError: Trying to backward through the graph a second time (or directly access saved tensors after they have already been freed).\n', "GRAD-twice", "torch"),
@@ -807,7 +807,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("RuntimeError: Tensors must have same number of dimensions: got 2 and 3", "USER-exception", "report"),
     ("AssertionError: no sync context manager is incompatible with gradientpartitioning logic of ZeRo stage 3", "FSDP-no-sync", "report"),
     ("DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?", "PEER-lost", "report"),
-    # A third set of reports that no rule had been written from.
+    # A third set of reports, which no rule was written from.
     ('[default3]:Traceback (most recent call last):\n[default3]:  File "train.py", line 88, in <module>\n[default3]:    torch.cuda.set_rng_state_all(state)\n[default3]:  File "/venv/lib/python3.10/site-packages/torch/cuda/random.py", line 72, in cb\n[default3]:    default_generator = torch.cuda.default_generators[idx]\n[default3]:IndexError: tuple index out of range\nW1215 23:03:38.333000 140181982818432 torch/distributed/elastic/multiprocessing/api.py:858] Sending process 5193 closing signal SIGTERM', "CKPT-world", "report"),
     ("Process finished with exit code -1073741795 (0xC000001D)", "END-sigill", "report"),
     ("Process finished with exit code -1073741819 (0xC0000005)", "END-sigsegv", "report"),
@@ -934,7 +934,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with exit code 1\n/usr/lib/python3.8/multiprocessing/semaphore_tracker.py:144: UserWarning: semaphore_tracker: There appear to be 6 leaked semaphores", "END-exit-code", "report"),
     ("munmap_chunk(): invalid pointer\n[node1:1] *** Process received signal ***\n[node1:1] Signal: Aborted (6)", "END-heap", "report"),
     ("[node1:4] *** Process received signal ***\n[node1:4] Signal: Segmentation fault (11)\n[node1:4] Signal code: Address not mapped (1)\n[node1:4] Failing at address: 0x8", "END-sigsegv", "report"),
-    # Memory of the GPU: who holds it stands in the numbers of the message.
+    # GPU memory: the numbers of the message show which process uses it.
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 0.40 GiB is free. Process 88 has 78.70 GiB memory in use. Of the allocated memory 74.10 GiB is allocated by PyTorch, and 2.20 GiB is reserved by PyTorch but unallocated.", "CUDA-oom-own", "torch"),
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 0.40 GiB is free. Process 88 has 68.70 GiB memory in use. Of the allocated memory 8.10 GiB is allocated by PyTorch, and 900.00 MiB is reserved by PyTorch but unallocated.", "CUDA-oom-others", "torch"),
     ("RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 23.65 GiB total capacity; 900.00 MiB already allocated; 12.56 MiB free; 1.10 GiB reserved in total by PyTorch)", "CUDA-oom-others", "torch"),
@@ -978,7 +978,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("    self = reduction.pickle.load(from_parent)\nModuleNotFoundError: No module named '__config__'", "MP-child-import", "python"),
     ("AttributeError: module 'torch.multiprocessing' has no attribute 'spawn'", "ENV-version", "torch"),
     ("TypeError: TrainingArguments.__init__() got an unexpected keyword argument 'evaluation_strategy'", "ENV-version", "transformers"),
-    # What torch and its neighbours say of their own arguments, one row for each mechanism.
+    # What torch and its neighbours report about their own arguments, one row for each mechanism.
     ("RuntimeError: CUDA error: CUDA driver is a stub library", "CUDA-stub", "library"),
     ("RuntimeError: CUDA error: invalid device function", "CUDA-arch", "library"),
     ("RuntimeError: CUDA error: invalid kernel image", "CUDA-arch", "library"),
@@ -1056,7 +1056,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("\tsize mismatch for roi_heads.box_predictor.cls_score.weight: copying a param with shape torch.Size([91, 1024]) from checkpoint, the shape in current model is torch.Size([3, 1024]).", "CKPT-head", "library"),
     ("\tsize mismatch for layer1.0.conv1.weight: copying a param with shape torch.Size([64, 64, 1, 1]) from checkpoint, the shape in current model is torch.Size([64, 64, 3, 3]).", "CKPT-shape", "library"),
     ("RuntimeError: Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``.", "CKPT-is-script", "library"),
-    # Mechanisms that hide behind the words of another one.
+    # Mechanisms hidden behind the words of another one.
     ('\tMissing key(s) in state_dict: "_model.module.field.aabb".\n\tUnexpected key(s) in state_dict: "_model.field.aabb".', "CKPT-prefix", "torch"),
     ("KeyError: 139892655707984", "DDP-unknown-parameter", "apex"),
     ("RuntimeError: Parallel wrappers should only be applied to the model(s) AFTER", "AMP-wrapped-first", "apex"),
@@ -1227,7 +1227,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ('[rank2]: Traceback (most recent call last):\n[rank2]:   File "/w/train.py", line 332, in train_loop\n[rank2]:     shutil.rmtree(config.checkpoint_dir)\n[rank2]: FileNotFoundError: [Errno 2] No such file or directory: \'/out/run\'', "CKPT-delete-race", "python"),
     ('Traceback (most recent call last):\n  File "/lib/python3.9/shutil.py", line 690, in _rmtree_safe_fd\n    os.unlink(entry.name, dir_fd=topfd)\nFileNotFoundError: [Errno 2] No such file or directory: \'rng_state_3.pth\'', "CKPT-delete-race", "transformers"),
     ('Traceback (most recent call last):\n  File "/w/train.py", line 3, in main\n    labels = open(path)\nFileNotFoundError: [Errno 2] No such file or directory: \'labels.txt\'', "DATA-path", "python"),
-    # A warning whose path is long is still a warning, and the error of a replica is its original's.
+    # A warning with a long path is still a warning, and a replica's error is its original's.
     ("/fsx/someone/miniconda3/envs/trl/lib/python3.12/site-packages/torch/utils/checkpoint.py:85: UserWarning: None of the inputs have requires_grad=True. Gradients will be None\nRuntimeError: Expected to mark a variable ready only once.", "DDP-ready-twice", "torch"),
     ('Traceback (most recent call last):\n  File "/w/train.py", line 3, in main\n    model(x)\nRuntimeError: Caught RuntimeError in replica 0 on device 0.\nOriginal Traceback (most recent call last):\n  File "/w/model.py", line 9, in forward\n    return self.linear(x)\nRuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`', "CUDA-library-start", "torch"),
     # What a framework does between the script and torch.
@@ -1391,7 +1391,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("OSError: [Errno 8] Exec format error: './train.sh'", "ENV-program", "torchrun"),
     ("ValueError: The run id must be a non-empty string.", "ENV-arguments", "torchrun"),
     ("ValueError: signal only works in main thread of the main interpreter", "MP-signal-thread", "python"),
-    # Loading data and starting processes, as torch 2.13 and Python say it.
+    # Loading data and starting processes, as torch 2.13 and Python report it.
     ("RuntimeError: DataLoader worker (pid 2211) is killed by signal: Illegal instruction. ", "END-sigill", "torch dataloader"),
     ("RuntimeError: DataLoader worker (pid(s) 12488) exited unexpectedly\nProcess finished with exit code -1073741795 (0xC000001D)", "END-sigill", "windows"),
     ("ERROR: Unexpected bus error encountered in worker.", "MEM-shm", "torch dataloader"),
@@ -1426,7 +1426,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("ValueError: write to closed file", "MP-used-after-close", "torch 2.13: torch.save"),
     ("RecursionError: maximum recursion depth exceeded while pickling an object", "ENV-recursion", "python"),
     ("AttributeError: Can't get attribute 'Net' on <module '__main__' from 'eval.py'>", "CKPT-main-class", "python"),
-    # DDP, FSDP, checkpoints and file systems, as torch 2.13 and Python say it.
+    # DDP, FSDP, checkpoints and file systems, as torch 2.13 and Python report it.
     ("ValueError: DistributedDataParallel's input module must be on the same type of devices, but input module parameters locate in {device(type='cpu'), device(type='cuda', index=0)}.", "DDP-device-ids", "torch ddp"),
     ("ValueError: SyncBatchNorm expected input tensor to be on cuda or xpu", "DDP-sync-batchnorm", "torch"),
     ("ValueError: expected at least 2D input (got 1D input)", "MODEL-dimensions", "torch batchnorm"),
@@ -1510,7 +1510,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("slurmstepd: error: couldn't chdir to `/home/u/x': No such file or directory: going to /tmp instead", "SLURM-workdir", "slurm"),
     ("RuntimeError: Requires distributed package to be available", "PG-no-distributed", "torch sampler"),
     ("KeyError: Caught KeyError in DataLoader worker process 0.\nKeyError: 'image'", "DATA-key", "torch dataloader"),
-    # Faults made with torch 2.13, one after the other, and what the driver and torchrun say beside them.
+    # Faults provoked one by one with torch 2.13, with what the driver and torchrun report beside them.
     ("[373871.354096] NVRM: nvAssertOkFailedNoLog: Assertion failed: Reset required [NV_ERR_RESET_REQUIRED] (0x00000062) returned from status @ kernel_channel.c:2827", "HW-gpu-lost", "driver"),
     ("NVRM: Xid (PCI:0000:5d:00): 143, pid='<unknown>', name=<unknown>, GPU init failure", "HW-gpu-lost", "driver"),
     ("kernel: NVRM: Xid (PCI:0000:dc:00): 45, pid=1818990, name=python3, Ch 00000001 caused by previous Xid 149", "HW-nvlink", "driver"),
@@ -1970,7 +1970,7 @@ ROWS: Final[tuple[tuple[str, str, str], ...]] = (
     ("AssertionError: tensor model parallel size is odd today", "ENV-megatron", "megatron"),
     ("ValueError: Accelerator was left without its device", "ENV-accelerate", "accelerate"),
     ("TypeError: Expected a DTensor here", "FSDP-failed", "torch"),
-    # Libraries that read data sets, samplers of one's own, and what cuDNN does not take.
+    # Libraries that read data sets, custom samplers, and input that cuDNN rejects.
     ("ValueError: didn't find ['y.txt'] in ['__key__', 'x.pyd']", "DATA-sample-keys", "webdataset"),
     ('Traceback (most recent call last):\n  File "/env/lib/python3.10/site-packages/datasets/utils/sharding.py", line 5, in f\n    g()\nIndexError: list index out of range', "DATA-shards-split", "datasets"),
     ('Traceback (most recent call last):\n  File "/env/lib/python3.10/site-packages/litdata/processing/data_processor.py", line 5, in f\n    g()\nRuntimeError: quux', "DATA-library-failed", "litdata"),
@@ -2050,7 +2050,7 @@ def test_failures_of_other_programs_are_known() -> None:
 
 
 def test_every_rule_has_a_row_and_no_log_has_two() -> None:
-    """A rule without one may be dead: an earlier rule may take all its lines."""
+    """A rule without a row may be dead, because an earlier rule matches all its lines."""
     here = Path(__file__)
     rules, known = (
         run_path(str(here.with_name(f"test_{name}.py"))) for name in ("rules", "known_failures")
@@ -2064,8 +2064,8 @@ def test_every_rule_has_a_row_and_no_log_has_two() -> None:
     assert [log for log, times in logs.items() if times > 1] == []
 
 
-def test_where_a_known_exception_was_raised_is_told() -> None:
-    """What a general rule says of an exception is of use only with its line."""
+def test_the_place_where_a_known_exception_was_raised_is_reported() -> None:
+    """The general advice about an exception is only useful with its line."""
     [cause] = explain_text(
         'Traceback (most recent call last):\n  File "/w/data.py", line 12, in __getitem__\n'
         "    return boxes[0]\nIndexError: list index out of range"
@@ -2090,10 +2090,8 @@ Exception:
 @pytest.mark.parametrize(
     ("log", "others"), [(OTHER_END, ["DS-MP-other-end"]), (SPAWNED, ["DS-MP-child-failed"])]
 )
-def test_a_place_that_only_hands_on_a_failure_comes_after_the_failure(
-    log: str, others: list[str]
-) -> None:
-    """The end of a pipe, and the parent of what was spawned."""
+def test_an_error_that_only_passes_on_a_failure_comes_after_it(log: str, others: list[str]) -> None:
+    """The other end of a pipe, and the parent of a spawned process."""
     raised = (
         'Traceback (most recent call last):\n  File "/w/train.py", line 5, in f\nValueError: odd'
     )
@@ -2101,8 +2099,8 @@ def test_a_place_that_only_hands_on_a_failure_comes_after_the_failure(
     assert codes == ["DS-USER-exception", *others]
 
 
-def test_a_replica_that_failed_is_not_blamed_on_the_dataset() -> None:
-    """Without the original traceback only the wrapper's own line is there."""
+def test_a_failed_replica_is_not_blamed_on_the_dataset() -> None:
+    """Without the original traceback the log has only the wrapper's line."""
     [cause] = explain_text("RuntimeError: Caught RuntimeError in replica 0 on device 0.")
     assert "dataset" not in cause.cause + cause.fix
     assert "DistributedDataParallel" in cause.fix
@@ -2122,7 +2120,7 @@ all ranks joined, 8/8 clients joined
 """
 
 
-def test_what_healthy_runs_print_is_no_failure() -> None:
-    """The start of NCCL_DEBUG=INFO, hints of DDP, and words that failures have too."""
+def test_output_of_healthy_runs_is_not_a_failure() -> None:
+    """The start of NCCL_DEBUG=INFO, hints of DDP, and words that failures also contain."""
     causes = explain_text(HEALTHY)
     assert [cause.code for cause in causes if cause.level != "noise"] == []

@@ -1,4 +1,4 @@
-"""What the catalogue says of a log: the first cause, the rank, and what must never come first."""
+"""What the catalogue finds in a log: the first cause, the rank, and what must never come first."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_failures_are_known() -> None:
 
 
 _NUMPY_S: Final = 0.5
-"""To load numpy, at most."""
+"""The most that importing numpy may take."""
 
 LAUNCHERS: Final = {
     "plain": "{}",
@@ -157,7 +157,7 @@ LAUNCHERS: Final = {
 
 @pytest.mark.parametrize("prefix", LAUNCHERS.values(), ids=LAUNCHERS.keys())
 def test_prefixes_of_launchers_do_not_hide_a_failure(prefix: str) -> None:
-    """Rank prefixes, timestamps and colours are taken off, and the rank is kept where one stands."""
+    """Rank prefixes, timestamps and colours are removed, and a rank in them is kept."""
     causes = explain_text(prefix.format("OSError: [Errno 28] No space left on device") + "\n")
     assert [cause.code for cause in causes] == ["DS-DISK-full"]
     if "3" in prefix and "10.0.0.3" not in prefix and "345" not in prefix and "31m" not in prefix:
@@ -198,8 +198,8 @@ DECORATIONS: Final = (
         ("FileNotFoundError: [Errno 2] No such file or directory: 'ninja'", "ENV-compiler"),
     ],
 )
-def test_what_stands_around_an_exception_does_not_hide_it(exception: str, code: str) -> None:
-    """The line alone is enough, whatever it stands in."""
+def test_decorations_do_not_hide_an_exception(exception: str, code: str) -> None:
+    """The exception's line is enough, whatever surrounds it."""
     for decoration in DECORATIONS:
         log = decoration.format(exception) + "\n"
         assert [cause.code for cause in explain_text(log)] == [f"DS-{code}"], log
@@ -208,8 +208,8 @@ def test_what_stands_around_an_exception_does_not_hide_it(exception: str, code: 
 
 
 @pytest.mark.parametrize("logged", ["ERROR:root:{}", "2026-11-22 10:11:12,345 - ERROR - {}"])
-def test_an_exception_that_is_logged_is_nothing_where_steps_follow(logged: str) -> None:
-    """The program has gone on after it."""
+def test_a_logged_exception_followed_by_progress_is_not_a_failure(logged: str) -> None:
+    """The program has continued after it."""
     log = logged.format("quux.BarError: foo is not bar") + "\n"
     assert [cause.code for cause in explain_text(log)] == ["DS-USER-exception"]
     assert explain_text(log + "epoch 3 step 20 loss 0.31\n") == []
@@ -252,8 +252,8 @@ TRACEBACK: Final = """\
         ("ValueError: bad batch\n", "ValueError: bad batch.", "Fix that line"),
     ],
 )
-def test_the_words_of_an_unknown_exception_say_what_to_do(log: str, cause: str, fix: str) -> None:
-    """A condition that failed, a key that is missing, a package, an option; else the line itself."""
+def test_an_unknown_exception_is_explained_by_its_message(log: str, cause: str, fix: str) -> None:
+    """A failed condition, a missing key, a package or an option is explained; anything else is quoted."""
     [found] = explain_text(log)
     assert found.code == "DS-USER-exception"
     assert found.cause.endswith(cause)
@@ -272,8 +272,8 @@ def test_the_words_of_an_unknown_exception_say_what_to_do(log: str, cause: str, 
         ("step 3 of 9: 12 values of cudaError_t", None),
     ],
 )
-def test_an_error_of_cuda_is_known_by_its_name_and_number(line: str, code: str | None) -> None:
-    """As programs print it that do not ask CUDA what it means."""
+def test_a_cuda_error_is_known_by_its_name_and_number(line: str, code: str | None) -> None:
+    """Programs print only these if they do not ask CUDA for a description."""
     assert [cause.code for cause in explain_text(line)] == ([f"DS-{code}"] if code else [])
 
 
@@ -309,10 +309,10 @@ def test_an_error_of_cuda_is_known_by_its_name_and_number(line: str, code: str |
         (("train.py:9 main", "loop.py:3 step"), "The script raised"),
     ],
 )
-def test_the_calls_of_a_traceback_tell_what_the_script_was_doing(
+def test_the_calls_of_a_traceback_show_what_the_script_was_doing(
     calls: tuple[str, ...], who: str
 ) -> None:
-    """The innermost one that says so."""
+    """The innermost known call decides."""
     lines = (re.sub(r"(.+):(\d+) (\w+)", r'  File "\1", line \2, in \3', call) for call in calls)
     [found] = explain_text(
         "\n".join(["Traceback (most recent call last):", *lines, "ValueError: odd"])
@@ -321,8 +321,8 @@ def test_the_calls_of_a_traceback_tell_what_the_script_was_doing(
     assert found.cause.count("ValueError: odd") == 1
 
 
-def test_what_a_logger_calls_an_error_counts_where_there_is_nothing_else() -> None:
-    """Its words are all that there is to say."""
+def test_a_logged_error_counts_only_without_any_other_failure() -> None:
+    """Its message is quoted, as nothing more is known; progress afterwards takes it back."""
     logged = "2026-11-22 10:11:12 ERROR trainer.py:12: the quux of rank 3 has no bar\n"
     [found] = explain_text(logged)
     assert found.cause == "A program reported an error: the quux of rank 3 has no bar."
@@ -330,8 +330,8 @@ def test_what_a_logger_calls_an_error_counts_where_there_is_nothing_else() -> No
     assert [cause.code for cause in explain_text(logged + "MemoryError\n")] == ["DS-MEM-alloc"]
 
 
-def test_a_sentence_that_names_an_exception_counts_where_there_is_nothing_else() -> None:
-    """A title, or a summary; steps that follow show that it was over."""
+def test_a_sentence_that_names_an_exception_counts_only_without_any_other_failure() -> None:
+    """It may be a title or a summary; steps that follow show that training continued."""
     title = "Training fails on 2 GPUs with quux.BarError: foo is not bar\n"
     [found] = explain_text(title)
     assert found.cause == "The script raised quux.BarError: foo is not bar."
@@ -344,8 +344,8 @@ SUMMARY: Final = "torch.distributed.elastic.multiprocessing.errors.ChildFailedEr
 
 
 @pytest.mark.parametrize("log", [PEER + TRACEBACK + SUMMARY, TRACEBACK + PEER, SUMMARY + TRACEBACK])
-def test_the_scripts_own_error_comes_before_those_that_follow_from_it(log: str) -> None:
-    """In whichever order they were printed: the exception, its line, its rank; then the lost peers."""
+def test_the_scripts_own_error_comes_before_its_consequences(log: str) -> None:
+    """In any order of printing: the exception with its line and rank, then the lost peers."""
     first, *others = explain_text(log)
     assert first.code == "DS-USER-exception"
     assert first.rank == 1
@@ -365,15 +365,15 @@ NETWORK: Final = re.compile(r"firewall|interface|port", re.IGNORECASE)
         "Fatal Python error: Segmentation fault",
     ],
 )
-def test_a_peers_death_is_never_blamed_on_the_network(end: str) -> None:
-    """What the survivors say sounds like a network failure; the one that died says why it was not."""
+def test_the_death_of_a_peer_is_never_blamed_on_the_network(end: str) -> None:
+    """The survivors' errors look like a network failure; the dead rank's output shows that it was not."""
     causes = explain_text(f"{PEER}{end}\n{PEER}")
     assert causes[0].code not in {"DS-PEER-lost", "DS-GLOO-refused", "DS-NCCL-unreachable"}
     assert NETWORK.search(causes[0].cause) is None
 
 
-def test_the_watchdog_names_the_rank_that_is_behind() -> None:
-    """Of ranks that timed out at different numbers, the lowest is the one the others waited for."""
+def test_the_watchdog_finding_names_the_rank_that_is_behind() -> None:
+    """Of ranks that timed out at different numbers, the others waited for the one with the lowest."""
     line = "[rank{0}]:[E] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={1}, OpType=ALLREDUCE)\n"
     log = "".join(line.format(rank, number) for rank, number in ((0, 96), (5, 64), (7, 96)))
     (cause,) = explain_text(log)
@@ -404,7 +404,7 @@ def test_the_watchdog_names_the_rank_that_is_behind() -> None:
     ],
 )
 def test_unused_parameters_are_named(named: str, told: str) -> None:
-    """DDP says which they are, in a line of its own or at the end of its message."""
+    """DDP names them in a separate line or at the end of its message."""
     message = "RuntimeError: Expected to have finished reduction in the prior iteration."
     for joint in ("\n", " "):
         (cause,) = explain_text(f"{message}{joint}{named}\n")
@@ -412,8 +412,8 @@ def test_unused_parameters_are_named(named: str, told: str) -> None:
         assert cause.cause.endswith(told)
 
 
-def test_ranks_that_time_out_in_different_collectives_are_told_apart() -> None:
-    """The watchdog prints what each rank waits in: one validates, and the others train on."""
+def test_ranks_that_time_out_in_different_collectives_are_distinguished() -> None:
+    """The watchdog prints each rank's collective: one rank validates while the others train."""
     line = "[rank{0}]:[E x.cpp:563] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=77, OpType={1}, NumelIn={2}, NumelOut=9, Timeout(ms)=600000) ran for 600057 milliseconds before timing out.\n"
     same = "".join(line.format(rank, "ALLREDUCE", 4311252) for rank in range(8))
     gathered = "".join(line.format(rank, "GATHER", rank) for rank in range(8))
@@ -427,16 +427,16 @@ def test_ranks_that_time_out_in_different_collectives_are_told_apart() -> None:
         assert others == []
 
 
-def test_every_rank_counts_for_who_is_behind() -> None:
-    """Lines that differ in numbers only are skipped after a few; the watchdog's numbers are read."""
+def test_every_rank_counts_in_the_search_for_the_one_behind() -> None:
+    """Of lines that differ only in numbers most are skipped, but the watchdog's are all read."""
     line = "[rank{0}]:[E] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={1}, OpType=ALLREDUCE)\n"
     log = "".join(line.format(rank, 96 - (rank == 61)) for rank in range(64))
     (cause,) = explain_text(log)
     assert (cause.rank, cause.count) == (61, 64)
 
 
-def test_torchruns_summary_gives_the_global_rank() -> None:
-    """Its other lines have the rank on their host only."""
+def test_torchruns_summary_provides_the_global_rank() -> None:
+    """Its other lines have only the local rank."""
     log = (
         "E1 api.py:869] failed (exitcode: -9) local_rank: 3 (pid: 7) of binary: python\n"
         "Root Cause (first observed failure):\n[0]:\n  time      : 2025-11-20_10:25:01\n"
@@ -446,8 +446,8 @@ def test_torchruns_summary_gives_the_global_rank() -> None:
     assert (first.code, first.rank) == ("DS-END-sigkill", 11)
 
 
-def test_tracebacks_of_ranks_may_be_mixed() -> None:
-    """Each line belongs to its rank's traceback: the file named is the one of the rank that raised."""
+def test_tracebacks_of_ranks_may_be_interleaved() -> None:
+    """Each line belongs to its rank's traceback: the file is that of the rank that raised."""
     log = """\
 [rank0]: Traceback (most recent call last):
 [rank1]: Traceback (most recent call last):
@@ -473,12 +473,12 @@ def test_tracebacks_of_ranks_may_be_mixed() -> None:
     ],
 )
 def test_a_log_without_a_failure_has_no_cause(log: str) -> None:
-    """Words that merely look like trouble are not reported."""
+    """Words that only resemble a failure are not reported."""
     assert explain_text(log) == []
 
 
-def test_notices_are_named_only_where_there_is_nothing_else() -> None:
-    """The IPv6 warning of every torch job on an IPv4 host does not stand beside a real failure."""
+def test_notices_are_reported_only_without_any_other_finding() -> None:
+    """The IPv6 warning of every torch job on an IPv4 host does not accompany a real failure."""
     notice = "[W socket.cpp:401] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address family not supported by protocol).\n"
     assert [cause.code for cause in explain_text(notice)] == ["DS-NOISE-ipv6"]
     causes = explain_text(f"{notice}MemoryError\n")
@@ -512,18 +512,18 @@ PLACED: Final = "Normal  Scheduled  Successfully assigned default/train to node-
         "over-long",
     ],
 )
-def test_what_a_later_line_takes_back_counts_when_it_comes_again(
+def test_a_failure_that_a_later_line_takes_back_counts_when_it_recurs(
     lines: list[str], codes: list[str]
 ) -> None:
-    """However often both were printed: of lines that differ in numbers only few are looked at."""
+    """However often both were printed, although of lines that differ only in numbers most are skipped."""
     log = "".join(line.format(number, number) for number, line in enumerate(lines))
     causes = explain_text(log)
     assert [cause.code for cause in causes] == codes
     assert [cause.evidence[0][0] for cause in causes] == [len(lines)] * len(codes)
 
 
-def test_codes_are_unique_and_every_rule_is_worded() -> None:
-    """A code names one mechanism; cause and fix are sentences."""
+def test_codes_are_unique_and_every_rule_has_sentences() -> None:
+    """A code names one mechanism; its cause and fix are sentences."""
     codes = [rule.code for rule in RULES]
     assert len(codes) == len(set(codes))
     for rule in RULES:
@@ -531,13 +531,13 @@ def test_codes_are_unique_and_every_rule_is_worded() -> None:
         assert rule.fix[-1] in ".:)", rule.code
 
 
-def test_a_line_that_denies_a_failure_is_none() -> None:
-    """Words of an error without the error."""
+def test_a_line_that_denies_a_failure_is_not_one() -> None:
+    """It has the words of an error without the error."""
     assert explain_text("No CUDA out of memory seen\n") == []
 
 
-def test_a_large_log_is_read_as_a_small_one() -> None:
-    """In a large one lines are found by numpy, of which a small one has no need: the same causes."""
+def test_a_large_log_is_read_like_a_small_one() -> None:
+    """Only for a large log numpy finds the lines; the causes are the same."""
     choose = random.Random(0)
     filler = "\n".join(f"error {choose.randbytes(24).hex()}" for _ in range(1500))
     foreign = (("bash: torchrun: 未找到命令", ""), ("zsh: killed     python train.py", ""))
@@ -581,7 +581,7 @@ SIGNALS: Final[tuple[tuple[int, str, str, str], ...]] = (
         "[n1:03131] Signal: {described} ({number})",
     ],
 )
-def test_every_launcher_s_way_to_tell_of_a_signal_is_known(line: str) -> None:
+def test_every_launchers_report_of_a_signal_is_known(line: str) -> None:
     """torchrun, mp.spawn, DeepSpeed, Composer, Horovod, MPI, Slurm, Kubernetes, shells and joblib."""
     for number, name, described, code in SIGNALS:
         text = line.format(number=number, name=name, described=described, code=128 + number)
@@ -601,15 +601,15 @@ def test_every_launcher_s_way_to_tell_of_a_signal_is_known(line: str) -> None:
     ids=["pasted", "json", "long-json", "windows"],
 )
 def test_a_traceback_in_one_line_is_read(log: str) -> None:
-    """As a paste without ends of lines has it, and torchrun's error file."""
+    """As in a paste that lost its line breaks, and in torchrun's error file."""
     cause = explain_text(f"[rank3]: {log}")[0]
     assert (cause.code, cause.rank) == ("DS-USER-exception", 3)
     assert "KeyError: 3" in cause.cause
     assert "t.py:9 in main" in cause.cause
 
 
-def test_an_exception_without_words_at_the_end_of_a_line_is_found() -> None:
-    """A paste without ends of lines has the call, its source and the exception in one."""
+def test_an_exception_without_a_message_at_the_end_of_a_line_is_found() -> None:
+    """A paste that lost its line breaks has the call, its source and the exception in one line."""
     log = 'Traceback (most recent call last): File "/env/torch/distributed/run.py", line 634, in run raise RendezvousClosedError() torch.distributed.elastic.rendezvous.api.RendezvousClosedError'
     assert [cause.code for cause in explain_text(log)] == ["DS-RDZV-closed"]
 
@@ -622,8 +622,8 @@ def test_an_exception_without_words_at_the_end_of_a_line_is_found() -> None:
         ("MyError: it ended. There are some potential root causes. (1) OOM", "USER-exception"),
     ],
 )
-def test_a_traceback_in_one_line_may_say_it_in_other_words(error: str, code: str) -> None:
-    """What is said in usual words is no longer the end of its line."""
+def test_a_traceback_in_one_line_may_have_an_unusual_message(error: str, code: str) -> None:
+    """The line does not end with the usual message of its failure."""
     log = f'[rank3]: Traceback (most recent call last): File "t.py", line 9, in main {error}'
     cause = explain_text(log)[0]
     assert (cause.code, cause.rank) == (f"DS-{code}", 3)
@@ -645,17 +645,15 @@ def test_a_traceback_in_one_line_may_say_it_in_other_words(error: str, code: str
     ],
     ids=["the next is longer", "the next is shorter"],
 )  # fmt: skip
-def test_two_lines_that_say_something_each_are_not_taken_for_one(
-    lines: list[str], codes: list[str]
-) -> None:
-    """The longest line of a log looks as if it were folded, whatever comes next."""
+def test_two_independent_lines_are_not_joined(lines: list[str], codes: list[str]) -> None:
+    """The longest line of a log looks folded, whatever follows it."""
     found = [cause.code.removeprefix("DS-") for cause in explain_text("\n".join(lines))]
     assert sorted(found) == sorted(codes)
 
 
 @pytest.mark.parametrize("rule", ["=" * 23, "- " * 12, "error: " * 24, "[x]" * 12])
-def test_what_stands_before_an_exception_is_read_in_linear_time(rule: str) -> None:
-    """A rule of a table, or a box: to try all ways to cut it would take for ever."""
+def test_the_text_before_an_exception_is_read_in_linear_time(rule: str) -> None:
+    """Trying every way to cut off the rule of a table or a box would take forever."""
     reader, started_s = LogReader(), time.process_time()
     reader.read_text(f"{rule} error summary\n")
     assert time.process_time() - started_s < 1
@@ -663,16 +661,16 @@ def test_what_stands_before_an_exception_is_read_in_linear_time(rule: str) -> No
 
 
 @pytest.mark.parametrize("filler", [":", ": ", "::x ", "- ", "error: ", "\\n", 'File "'])
-def test_what_stands_behind_an_exception_is_read_in_linear_time(filler: str) -> None:
-    """Names of tests, tables and what a dump of bytes may hold."""
+def test_the_text_after_an_exception_is_read_in_linear_time(filler: str) -> None:
+    """It may be names of tests, tables or a dump of bytes."""
     reader, started_s = LogReader(), time.process_time()
     reader.read_text(f"RuntimeError: CUDA error: out of memory {filler * 4000}\n")
     assert time.process_time() - started_s < 1
     assert reader.causes()
 
 
-BAD_LINE: Final = "2026-11-22 10:00:00 [rank3] error {} loader timeout {}\n"
-BAD_TRACEBACK: Final = """\
+SUSPICIOUS_LINE: Final = "2026-11-22 10:00:00 [rank3] error {} loader timeout {}\n"
+SUSPICIOUS_TRACEBACK: Final = """\
 [rank3]: Traceback (most recent call last):
 [rank3]:   File "/w/{0}/train.py", line 7, in main
 [rank3]:     loss = model_{0}(batch)
@@ -684,14 +682,18 @@ BAD_TRACEBACK: Final = """\
 
 @pytest.mark.parametrize(
     ("record", "what"),
-    [(BAD_LINE, ""), (BAD_TRACEBACK, "RuntimeError"), (BAD_TRACEBACK, "CustomFailed")],
+    [
+        (SUSPICIOUS_LINE, ""),
+        (SUSPICIOUS_TRACEBACK, "RuntimeError"),
+        (SUSPICIOUS_TRACEBACK, "CustomFailed"),
+    ],
     ids=["errors", "a-known-exception", "an-exception-of-the-script"],
 )
-def test_a_log_whose_lines_all_differ_and_look_bad_is_read_in_time(record: str, what: str) -> None:
-    """Reading costs less than 25 times what one short pattern costs on the same log; it is 1 to 9 times.
+def test_a_log_of_distinct_suspicious_lines_is_read_in_time(record: str, what: str) -> None:
+    """Reading costs less than 25 times as much as one short pattern on the same log; it is 1 to 9 times.
 
-    Both are measured here, so a busy machine slows down both. Before lines were sieved by the letters of
-    the rules, it was about 50 times.
+    Both are measured here, so a busy machine slows down both. Before the rules' letters sieved the lines,
+    it was about 50 times.
     """
     choose = random.Random(1)
     count = 60_000 // record.count("\n")
@@ -717,6 +719,6 @@ def test_a_log_whose_lines_all_differ_and_look_bad_is_read_in_time(record: str, 
         '  file "/w/train.py", line 12, in main',
     ],
 )
-def test_usual_lines_are_left_without_trying_a_rule(line: str) -> None:
-    """A rule that is looked for by letters of every line makes all logs slow."""
+def test_ordinary_lines_match_no_rules_letters(line: str) -> None:
+    """A rule whose letters occur in every line would make all logs slow."""
     assert not logs._grams(line) & logs._BY_GRAM.keys()

@@ -1,4 +1,4 @@
-"""The recipes of docs/how-to/frameworks.md, each run as the page says, with two ranks.
+"""The recipes of docs/how-to/frameworks.md, each run as the page describes, with two ranks.
 
 The libraries are large: ``nox -s frameworks`` installs them.
 """
@@ -27,11 +27,11 @@ NEEDS: Final = {
     "rays.py": "ray",
     "tasks.py": "distributed",
 }
-"""What a recipe needs beside torch."""
+"""The package that a recipe needs besides torch."""
 
 
 class Recipe(NamedTuple):
-    """One recipe of the page: its file, how it is started, and the program."""
+    """One recipe of the page: its file, its command and the program."""
 
     name: str
     command: str
@@ -39,7 +39,7 @@ class Recipe(NamedTuple):
 
 
 def read_recipes() -> list[Recipe]:
-    """Return those of the page, which begin with a comment of their name and command."""
+    """Return the recipes of the page, which begin with a comment that has their name and command."""
     blocks = re.findall(r"```python\n(# (\S+\.py): ([^,\n]+).*?)```", PAGE.read_text(), re.DOTALL)
     return [Recipe(name, command.strip(), text) for text, name, command in blocks]
 
@@ -48,21 +48,21 @@ RECIPES: Final = read_recipes()
 
 
 def test_every_block_of_the_page_is_a_recipe() -> None:
-    """None of them is left out for a comment that is spelled in another way."""
+    """A differently spelled first comment would silently drop a recipe."""
     assert PAGE.read_text().count("```python") == len(RECIPES) == 11
 
 
 @pytest.mark.timeout(LIMIT_S + 40)
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.name for recipe in RECIPES])
 def test_recipe_runs_in_two_ranks(tmp_path: Path, recipe: Recipe) -> None:
-    """Both ranks take their steps in one group, and the command ends well."""
+    """Both ranks train in one group, and the command succeeds."""
     package = NEEDS.get(recipe.name)
     if package is not None and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed; nox -s frameworks has it")
     scripts.write(tmp_path, recipe.name, recipe.text)
     program, *arguments = shlex.split(recipe.command)
     ours = ["-m", "ddpsafe"] if program == "ddpsafe" else []
-    # Larger libraries may notice that they run in a fork.
+    # Larger libraries may complain that they run in a forked process.
     fresh = package not in {None, "accelerate"}
     env = {} if fresh else scripts.FORKING
     done = scripts.Script([*ours, *arguments], folder=tmp_path, env=env, fresh=fresh).end(LIMIT_S)
@@ -75,8 +75,8 @@ def test_recipe_runs_in_two_ranks(tmp_path: Path, recipe: Recipe) -> None:
     assert int(steps["0"]) >= 4
 
 
-def test_a_daemonic_worker_of_dask_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
-    """The recipe without that line: nothing is started, and the message has it."""
+def test_a_daemonic_worker_of_dask_is_refused_with_the_line_to_add(tmp_path: Path) -> None:
+    """Without that line of the recipe nothing starts, and the message contains it."""
     if importlib.util.find_spec("distributed") is None:
         pytest.skip("distributed is not installed; nox -s frameworks has it")
     (recipe,) = [each for each in RECIPES if each.name == "tasks.py"]
