@@ -244,6 +244,7 @@ def _run_plan(
                     calls,
                     run_rank=run_rank,
                     directory=directory,
+                    on_start=on_start,
                     cancelled=cancelled,
                     require_ready_between_nodes=require_ready_between_nodes,
                 )

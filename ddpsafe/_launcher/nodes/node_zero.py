@@ -60,6 +60,7 @@ from ddpsafe._world import World
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from ddpsafe._launcher.handle import OnStart
     from ddpsafe._launcher.nodes.control_channel import Channel
     from ddpsafe._launcher.nodes.node_messages import NodeMessage, RoundPlan
     from ddpsafe._launcher.plan import LaunchPlan
@@ -320,6 +321,7 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
     run_rank: RunRank,
     directory: RunDirectory,
     inbox: SignalInbox,
+    on_start: OnStart | None = None,
     checkpoint_folders: set[str],
 ) -> dict[int, object]:
     """Run one attempt as node 0; add the ranks' checkpoint folders to `checkpoint_folders`.
@@ -345,6 +347,8 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
             number, plan=plan, call=call, run_rank=run_rank, directory=directory
         ) as (workers, end_ranks):
             did, phase = "could not continue the attempt", "attempt"
+            if on_start is not None:
+                on_start(workers, inbox)
             with open_console(workers, plan.console, inbox=inbox, limit=config.timeouts.attempt):
                 watch = AttemptWatch(workers, timeouts=config.timeouts, inbox=inbox, peers=nodes)
                 ending = watch.until_end()

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ddpsafe._config import RetryPolicy
+    from ddpsafe._launcher.handle import OnStart
     from ddpsafe._launcher.nodes.control_channel import Channel
     from ddpsafe._launcher.nodes.node_messages import RoundPlan
     from ddpsafe._launcher.plan import LaunchPlan
@@ -136,7 +137,7 @@ class Participant:
         self._started = Deadline.after(None)
         self._oom_kills = rank_readings.count_oom_kills()
 
-    def run(self, call: CallFile, run_rank: RunRank) -> NodeResult:
+    def run(self, call: CallFile, run_rank: RunRank, on_start: OnStart | None = None) -> NodeResult:
         """Run the ranks until node 0 has reported how the attempt ended, and whether there is another."""
         plan = self._plan
         workers: Sequence[Worker] = []
@@ -156,6 +157,8 @@ class Participant:
                     worker.relay = lambda message, rank=worker.rank: self._channel.send(
                         rank_report(rank, message)
                     )
+                if on_start is not None:
+                    on_start(workers, self._inbox)
                 self._channel.send(RanksStarted())
                 limit = plan.config.timeouts.attempt
                 with open_console(workers, plan.console, inbox=self._inbox, limit=limit):

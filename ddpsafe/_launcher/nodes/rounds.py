@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from threading import Event
 
+    from ddpsafe._launcher.handle import OnStart
     from ddpsafe._launcher.plan import Calls, LaunchPlan
     from ddpsafe._launcher.processes.start import RunRank
     from ddpsafe._launcher.run_directory import RunDirectory
@@ -101,6 +102,7 @@ class NodeLaunch:
         calls: What the ranks run.
         run_rank: What their processes run.
         directory: Where the logs go.
+        on_start: As `run_attempt` calls it.
         cancelled: Set when the launcher has to stop.
         require_ready_between_nodes: Examines the connections between the nodes, see `_preflight`.
     """
@@ -112,12 +114,14 @@ class NodeLaunch:
         *,
         run_rank: RunRank,
         directory: RunDirectory,
+        on_start: OnStart | None,
         cancelled: Event,
         require_ready_between_nodes: Callable[..., None],
     ) -> None:
         """Keep the arguments; `run` starts."""
         self._require_ready_between_nodes = require_ready_between_nodes
         self._plan, self._calls, self._run_rank = plan, calls, run_rank
+        self._on_start = on_start
         self._directory, self._cancelled = directory, cancelled
         self._channel: Channel | None = None
         self._is_between_rounds = False
@@ -216,6 +220,7 @@ class NodeLaunch:
                     channel=channel,
                     call=self._calls.current,
                     run_rank=self._run_rank,
+                    on_start=self._on_start,
                     directory=self._directory,
                     inbox=inbox,
                     checkpoint_folders=self._checkpoint_folders,
@@ -547,7 +552,7 @@ class NodeLaunch:
                     channel=self._channel,
                     inbox=inbox,
                     directory=self._directory,
-                ).run(self._calls.current, self._run_rank)
+                ).run(self._calls.current, self._run_rank, self._on_start)
             if ended.error is None:
                 assert ended.values is not None  # noqa: S101 - without an error there are values
                 return ended.values
