@@ -1,4 +1,4 @@
-"""A rank closes all descriptors, the pipes to its launcher among them."""
+"""A rank closes all descriptors, including the pipes to its launcher."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     "fault", [programs.fail_without_descriptors, programs.fail_with_files_for_pipes]
 )
-def test_what_it_raises_is_in_its_log_and_in_the_message(
+def test_its_exception_is_in_its_log_and_in_the_message(
     tmp_path: Path, fault: Callable[..., Any]
 ) -> None:
-    """What the pipe does not take any more is written down, and shown as its last words."""
+    """A report that cannot go through the pipe is written to the log, and shown from there."""
     world = World(folder=tmp_path)
     error = world.spawn_fails(ddpsafe.RankExitedError, programs.fail_before_the_group, fault)
     require_rank(error, 1)
@@ -31,8 +31,8 @@ def test_what_it_raises_is_in_its_log_and_in_the_message(
     assert "in raise_own_error" in error.log_path.read_text()
 
 
-def test_nothing_of_ours_is_in_its_own_files(tmp_path: Path) -> None:
-    """The numbers of the pipes may belong to files of the script's by then."""
+def test_ddpsafe_writes_nothing_to_the_scripts_files(tmp_path: Path) -> None:
+    """The descriptor numbers of the pipes may meanwhile belong to files of the script."""
     world = World(folder=tmp_path)
     world.spawn_fails(
         ddpsafe.RankExitedError, programs.fail_before_the_group, programs.fail_with_files_for_pipes

@@ -1,4 +1,4 @@
-"""The launcher's stdout is not read: a pager that waits for a key, a stalled ssh or log collector."""
+"""The launcher's stdout is not read: a pager waits for a key, or ssh or a log collector stalls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PAUSE_S: Final = 2.0
-"""How long a reader may pause after the end before it gets no more."""
+"""How long a reader may pause after the ranks have ended before the launcher stops writing."""
 
 LINES: Final = [f"{number:099d}" for number in range(3000)]
 
@@ -29,14 +29,14 @@ UNREAD: Final = "nothing reads the console"
 
 
 class Unread:
-    """A script whose stdout is read only when the test does.
+    """A script whose stdout is read only by the test.
 
     Attributes:
         process: The launcher.
     """
 
     def __init__(self, folder: Path, then: str, options: str, *, on: str, unbuffered: bool) -> None:
-        """Start two ranks, of which one writes much."""
+        """Start two ranks; one of them writes a lot."""
         text = f"""
             import console_programs
             print("before")
@@ -59,16 +59,16 @@ class Unread:
         os.close(theirs)
 
     def wait_until_stuck(self) -> None:
-        """Wait until there is more to copy than fits, and copying has begun."""
+        """Wait until there is more output than the pipe holds, and copying has begun."""
         scripts.wait_until((self._folder / "written").exists, otherwise=self.errors)
         scripts.wait_until(lambda: self._readable() > len("before\n"), otherwise=self.errors)
 
     def open_gate(self) -> None:
-        """Let the rank end."""
+        """Let the rank exit."""
         (self._folder / "gate").touch()
 
-    def come_late(self) -> None:
-        """Wait until the rank's end is longer ago than a reader may pause."""
+    def outlast_pause(self) -> None:
+        """Wait until the rank ended longer ago than a reader may pause."""
         scripts.wait_until((self._folder / "fault").exists)
         late_s = struck_at(self._folder) + PAUSE_S + 1
         scripts.wait_until(lambda: time.monotonic() > late_s)
@@ -79,25 +79,25 @@ class Unread:
         return size[0]
 
     def read(self, *, every_s: float = 0) -> list[str]:
-        """Read to the end, in small bites with a rest after each; return the lines."""
+        """Read to the end in small chunks, with a pause after each; return the lines."""
         data = b""
-        while bite := os.read(self._ours, 32768):
-            data += bite
+        while chunk := os.read(self._ours, 32768):
+            data += chunk
             ends_s = time.monotonic() + every_s
             scripts.wait_until(lambda ends_s=ends_s: time.monotonic() > ends_s)
         return data.decode().splitlines()
 
     def stop_reading(self) -> None:
-        """Go away, as ``head`` does."""
+        """Close the reading end, as ``head`` does."""
         os.close(self._ours)
         self._ours = -1
 
     def errors(self) -> str:
-        """Return what it has written to stderr so far."""
+        """Return what the script has written to stderr so far."""
         return (self._folder / "script.err").read_text()
 
     def close(self) -> None:
-        """End it, whatever happened."""
+        """Kill the script if it is still running."""
         self.process.kill()
         self.process.wait()
         if self._ours >= 0:
@@ -129,10 +129,10 @@ def unread(
         pytest.param("terminal", False, id="terminal", marks=pytest.mark.soak),
     ],
 )
-def test_failed_rank_is_told_though_nobody_reads(
+def test_failed_rank_is_reported_while_stdout_is_not_read(
     tmp_path: Path, on: str, *, unbuffered: bool
 ) -> None:
-    """The error, its exit status, and a line on what was not shown; the log has all of it."""
+    """The error, the exit status and a line about the missing output appear; the log is complete."""
     with unread(tmp_path, "raise", on=on, unbuffered=unbuffered) as script:
         script.wait_until_stuck()
         script.open_gate()
@@ -152,8 +152,10 @@ def test_failed_rank_is_told_though_nobody_reads(
         pytest.param(signal.SIGINT, id="SIGINT"),
     ],
 )
-def test_signal_ends_a_launch_that_nobody_reads(tmp_path: Path, signum: signal.Signals) -> None:
-    """As fast as any other, but for the pause that a reader may make."""
+def test_signal_ends_a_launch_whose_stdout_is_not_read(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
+    """It ends as fast as any other launch, plus the pause that a reader may make."""
     with unread(tmp_path, "return") as script:
         script.wait_until_stuck()
         sent_s = time.monotonic()
@@ -162,8 +164,8 @@ def test_signal_ends_a_launch_that_nobody_reads(tmp_path: Path, signum: signal.S
         require_in_time(time.monotonic() - sent_s, CRASH_S + PAUSE_S, script.errors())
 
 
-def test_attempt_ends_in_time_though_nobody_reads(tmp_path: Path) -> None:
-    """``timeouts.attempt`` holds for the ranks."""
+def test_attempt_timeout_holds_while_stdout_is_not_read(tmp_path: Path) -> None:
+    """A blocked console does not extend ``timeouts.attempt``."""
     limit_s = 4 * patience()
     with unread(tmp_path, "return", f"timeouts={{'attempt': {limit_s}}},") as script:
         script.wait_until_stuck()
@@ -173,23 +175,23 @@ def test_attempt_ends_in_time_though_nobody_reads(tmp_path: Path) -> None:
     assert "AttemptTimeoutError" in script.errors()
 
 
-def test_launch_that_went_well_waits_for_its_reader(tmp_path: Path) -> None:
-    """Who turns the page late still sees all of it, in order, and no complaint."""
+def test_successful_launch_waits_for_its_reader(tmp_path: Path) -> None:
+    """A reader who continues late gets all the output, in order, and no warning."""
     with unread(tmp_path, "return") as script:
         script.wait_until_stuck()
         script.open_gate()
-        script.come_late()
+        script.outlast_pause()
         assert script.read() == ["before", *LINES, "after"]
         assert script.process.wait(scripts.LIMIT_S) == 0
     assert "ddpsafe" not in script.errors()  # torch may warn of a host without a name server
 
 
 def test_signal_ends_a_launch_that_waits_for_its_reader(tmp_path: Path) -> None:
-    """All ranks have returned, and only the output is left: SIGTERM is heeded all the same."""
+    """SIGTERM still works after all ranks have returned and only output is left."""
     with unread(tmp_path, "return") as script:
         script.wait_until_stuck()
         script.open_gate()
-        script.come_late()
+        script.outlast_pause()
         assert script.process.poll() is None, script.errors()
         script.process.terminate()
         sent_s = time.monotonic()
@@ -198,7 +200,7 @@ def test_signal_ends_a_launch_that_waits_for_its_reader(tmp_path: Path) -> None:
 
 
 def test_slow_reader_of_a_failure_gets_everything(tmp_path: Path) -> None:
-    """It takes longer than the pause in all, but never pauses for long."""
+    """The pause is counted from the last read, so a steady reader may take longer in total."""
     with unread(tmp_path, "raise") as script:
         script.wait_until_stuck()
         script.open_gate()
@@ -214,10 +216,10 @@ def test_slow_reader_of_a_failure_gets_everything(tmp_path: Path) -> None:
         pytest.param(True, 1, id="-u", marks=pytest.mark.soak),
     ],
 )
-def test_reader_that_goes_away_does_not_end_the_ranks(
+def test_reader_that_exits_does_not_end_the_ranks(
     tmp_path: Path, code: int, *, unbuffered: bool
 ) -> None:
-    """As with ``| head -1``; only the script's own ``print`` and exit say that the pipe is broken."""
+    """With ``| head -1``, only the script's own ``print`` and exit report the broken pipe."""
     with unread(tmp_path, "return", unbuffered=unbuffered) as script:
         script.wait_until_stuck()
         script.stop_reading()

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_the_main_threads_line_is_named_and_the_other_threads_is_in_the_stacks(
+def test_message_shows_the_main_thread_and_the_stacks_show_the_other(
     tmp_path: Path, ranks: int
 ) -> None:
-    """The message shows where the rank waits; the run directory has all its threads."""
+    """The message shows the line where the rank waits; the run directory has all its threads."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
-def test_in_the_middle_of_training(tmp_path: Path, ranks: int, start_method: str) -> None:
-    """The rank is named, its exception comes through itself, the others failed because of it."""
+def test_a_rank_that_raises_in_training_is_blamed(
+    tmp_path: Path, ranks: int, start_method: str
+) -> None:
+    """Its exception is the error's cause, and the other ranks are shown as failed because of it."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
     error = world.launch_fails(ddpsafe.RankRaisedError, train, programs.raise_own_error)
     require_rank(error, 1)
@@ -34,8 +36,10 @@ def test_in_the_middle_of_training(tmp_path: Path, ranks: int, start_method: str
 
 
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
-def test_in_a_script_with_a_group_of_its_own(tmp_path: Path, ranks: int, start_method: str) -> None:
-    """The same for an unported script under `spawn`."""
+def test_a_rank_that_raises_in_an_unported_script_is_blamed(
+    tmp_path: Path, ranks: int, start_method: str
+) -> None:
+    """`spawn` promises the same to a script that makes its own process group."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
     error = world.spawn_fails(ddpsafe.RankRaisedError, train_by_hand, programs.raise_own_error)
     require_rank(error, 1)
@@ -43,16 +47,16 @@ def test_in_a_script_with_a_group_of_its_own(tmp_path: Path, ranks: int, start_m
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_before_the_process_group(tmp_path: Path, ranks: int) -> None:
-    """The rank is not waited for in `init_process_group`; where the others were is shown."""
+def test_a_rank_that_raises_before_init_process_group_is_blamed(tmp_path: Path, ranks: int) -> None:
+    """The others stop waiting in `init_process_group`, and the message shows where they were."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.spawn_fails(ddpsafe.RankRaisedError, programs.raise_before_the_group)
     require_rank(error, 1)
     assert "was stopped by the launcher at " in str(error)
 
 
-def test_while_the_argument_is_loaded(tmp_path: Path) -> None:
-    """An argument that cannot be unpickled on one rank fails that rank, before its function."""
+def test_a_rank_that_cannot_unpickle_its_argument_is_blamed(tmp_path: Path) -> None:
+    """The message names the phase: the function has not run yet."""
     world = World(folder=tmp_path)
     error = world.launch_fails(ddpsafe.RankRaisedError, return_rank, FailsToLoad(tmp_path))
     require_rank(error, 1)
@@ -61,16 +65,16 @@ def test_while_the_argument_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_in_the_finally_block(tmp_path: Path, ranks: int) -> None:
-    """Tidying up may fail too, and is blamed like anything else."""
+def test_a_rank_that_raises_in_finally_is_blamed(tmp_path: Path, ranks: int) -> None:
+    """An error of the cleanup code counts like any other."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(ddpsafe.RankRaisedError, programs.raise_in_finally)
     require_rank(error, 1)
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_while_rank_zero_saves(tmp_path: Path, ranks: int) -> None:
-    """The ranks at the barrier only lost rank 0."""
+def test_rank_zero_is_blamed_when_it_raises_while_saving(tmp_path: Path, ranks: int) -> None:
+    """The ranks at the barrier failed because of rank 0."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(ddpsafe.RankRaisedError, programs.raise_while_saving)
     require_rank(error, 0)
@@ -79,8 +83,8 @@ def test_while_rank_zero_saves(tmp_path: Path, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_on_every_rank(tmp_path: Path, ranks: int) -> None:
-    """The first is blamed; the others are not said to have failed because of it."""
+def test_the_first_rank_is_blamed_when_all_raise(tmp_path: Path, ranks: int) -> None:
+    """The others failed by themselves, and the message says so."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(ddpsafe.RankRaisedError, programs.raise_on_all)
     require_rank(error, 1)
@@ -88,8 +92,8 @@ def test_on_every_rank(tmp_path: Path, ranks: int) -> None:
     assert "rank 0 also failed: " in str(error)
 
 
-def test_in_ddp_after_a_step(tmp_path: Path) -> None:
-    """A model in DistributedDataParallel, an optimizer and a saved step make no difference."""
+def test_a_rank_that_raises_in_ddp_training_is_blamed(tmp_path: Path) -> None:
+    """DistributedDataParallel, an optimizer and a saved step make no difference."""
     world = World(folder=tmp_path)
     error = world.launch_fails(ddpsafe.RankRaisedError, programs.train_a_model, 1)
     require_rank(error, 1)

@@ -1,4 +1,4 @@
-"""A rank exits before its function has returned: always a failure, whatever code it gives."""
+"""A rank exits before its function returns, which is a failure whatever the exit code."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ EXITS = [
 
 @pytest.mark.parametrize(("fault", "error_class", "code"), EXITS)
 @pytest.mark.parametrize("ranks", SIZES)
-def test_it_is_a_failure_of_that_rank(
+def test_a_rank_that_exits_has_failed(
     tmp_path: Path,
     ranks: int,
     fault: Callable[..., Any],
     error_class: type[ddpsafe.RankFailedError],
     code: int,
 ) -> None:
-    """Exit code 0 included: without a returned value the work is not done."""
+    """Exit code 0 is a failure too: without a returned value the work is not done."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(error_class, train, fault)
     require_rank(error, 1)
@@ -45,13 +45,13 @@ def test_it_is_a_failure_of_that_rank(
 
 
 @pytest.mark.parametrize(("fault", "error_class", "code"), EXITS)
-def test_it_is_a_failure_in_an_unported_script_too(
+def test_a_rank_that_exits_from_an_unported_script_has_failed(
     tmp_path: Path,
     fault: Callable[..., Any],
     error_class: type[ddpsafe.RankFailedError],
     code: int,
 ) -> None:
-    """`torch.multiprocessing.spawn` returns normally for four of them."""
+    """`torch.multiprocessing.spawn` returns normally for four of these exits."""
     world = World(folder=tmp_path, start_method="forkserver")
     error = world.spawn_fails(error_class, train_by_hand, fault)
     require_rank(error, 1)
@@ -68,10 +68,10 @@ def test_it_is_a_failure_in_an_unported_script_too(
         pytest.param(raise_own_error, 1, marks=pytest.mark.soak),
     ],
 )
-def test_the_script_ends_with_the_ranks_code(
+def test_the_script_exits_with_the_ranks_exit_code(
     tmp_path: Path, fault: Callable[..., Any], code: int
 ) -> None:
-    """Nothing has to be caught: an uncaught error ends the script with the rank's own code."""
+    """The script need not catch the error for that."""
     statements = f"""
         from {fault.__module__} import {fault.__name__}
         from training_programs import train
@@ -83,8 +83,8 @@ def test_the_script_ends_with_the_ranks_code(
     assert "What to do: " in script.err
 
 
-def test_the_script_ends_with_78_where_a_retry_cannot_help(tmp_path: Path) -> None:
-    """A scheduler that knows the code does not put the job into the queue again."""
+def test_the_script_exits_with_78_where_a_retry_cannot_help(tmp_path: Path) -> None:
+    """A scheduler that knows the code does not requeue the job."""
     statements = """
         from training_programs import return_rank
         ddpsafe.launch(return_rank, nproc_per_node=0)

@@ -1,4 +1,4 @@
-"""A helper that a rank has forked off is not the rank: its errors and its steps are its own."""
+"""A helper process that a rank forks is not the rank: its errors and steps do not count as the rank's."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 def test_a_helpers_exception_does_not_end_the_job(tmp_path: Path) -> None:
-    """An optional helper fails, destroys its copy of the group and raises; the rank goes on."""
+    """The helper destroys its copy of the process group and raises; the rank continues."""
     result = World(folder=tmp_path).launch(programs.go_on_without_the_helper)
     assert result.values == {0: 0, 1: 1}
 
 
-def test_a_helpers_exception_is_not_the_reason_of_the_ranks_end(tmp_path: Path) -> None:
-    """A rank that vanishes later has vanished."""
+def test_a_helpers_exception_does_not_explain_the_ranks_exit(tmp_path: Path) -> None:
+    """A rank that exits without a report later is reported as exactly that."""
     world = World(folder=tmp_path)
     error = world.launch_fails(ddpsafe.RankExitedError, train, programs.vanish_after_the_helper)
     require_rank(error, 1)
     assert error.exit_code == 7
 
 
-def test_a_helpers_steps_do_not_take_the_ranks_exception_back(tmp_path: Path) -> None:
-    """An optimizer that steps in a fork does not show that the rank makes progress."""
+def test_a_helpers_steps_do_not_withdraw_the_ranks_exception(tmp_path: Path) -> None:
+    """An optimizer step in a forked process does not count as progress of the rank."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.RankRaisedError,

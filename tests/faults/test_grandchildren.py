@@ -1,4 +1,4 @@
-"""Processes that ranks have started: they go when the launch ends, however it ends."""
+"""Processes that ranks start are ended with the launch, however it ends."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
-def test_subprocesses_that_ignore_signals_are_gone_after_a_failure(
+def test_a_failed_launch_ends_subprocesses_that_ignore_signals(
     tmp_path: Path, ranks: int, start_method: str
 ) -> None:
-    """Those in a session of their own too."""
+    """This includes subprocesses in their own session."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
     error = world.launch_fails(ddpsafe.RankRaisedError, programs.leave_children_and_fail)
     require_rank(error, 1)
@@ -29,8 +29,8 @@ def test_subprocesses_that_ignore_signals_are_gone_after_a_failure(
     assert [pid for pid in pids if is_running(int(pid))] == []
 
 
-def test_subprocesses_are_gone_after_a_good_end(tmp_path: Path) -> None:
-    """A rank that returns leaves nothing behind either."""
+def test_a_successful_launch_ends_subprocesses(tmp_path: Path) -> None:
+    """A rank that returns leaves no process behind."""
     before = leftovers.Snapshot.take()
     values = World(folder=tmp_path).launch(programs.leave_children_and_return).values
     require_nothing_left(before)
@@ -38,8 +38,8 @@ def test_subprocesses_are_gone_after_a_good_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_a_killed_data_loader_worker_is_the_failure_of_its_rank(tmp_path: Path, ranks: int) -> None:
-    """Torch raises in the rank, or its read from the worker breaks off; no other worker is left."""
+def test_a_rank_whose_data_loader_worker_is_killed_is_blamed(tmp_path: Path, ranks: int) -> None:
+    """The rank raises torch's error, or its read from the worker fails; no other worker is left."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.RankRaisedError, programs.lose_a_loader_worker, within_s=LOADER_S
@@ -52,4 +52,4 @@ def test_a_killed_data_loader_worker_is_the_failure_of_its_rank(tmp_path: Path, 
 
 
 LOADER_S = 7.0
-"""torch's DataLoader looks after its workers every 5 s, unless a signal interrupts its wait."""
+"""torch's DataLoader checks its workers every 5 s, unless a signal interrupts its wait."""

@@ -1,4 +1,4 @@
-"""A rank computes in C with the GIL held: no Python thread of it can say anything."""
+"""A rank computes in C and holds the GIL, so none of its Python threads can answer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
-def test_the_rank_and_its_line_are_named(tmp_path: Path, ranks: int, start_method: str) -> None:
-    """The stack comes from a signal handler in C, which needs no GIL."""
+def test_a_rank_that_holds_the_gil_is_named_with_its_line(
+    tmp_path: Path, ranks: int, start_method: str
+) -> None:
+    """A signal handler in C, which does not need the GIL, reports the stack."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,

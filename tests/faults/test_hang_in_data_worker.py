@@ -1,4 +1,4 @@
-"""A DataLoader worker of a rank never answers: the rank, the worker, its pid and its line are named."""
+"""A DataLoader worker of a rank hangs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import ddpsafe
 
 
 @pytest.mark.parametrize("kind", ["ddpsafe", "torch"])
-def test_the_worker_and_its_line_are_named(tmp_path: Path, kind: str) -> None:
-    """Not only "at the loop over the loader", where the rank itself waits."""
+def test_a_hanging_worker_is_named_with_its_pid_and_line(tmp_path: Path, kind: str) -> None:
+    """The rank's own line alone would show only the loop over the loader."""
     with pytest.raises(ddpsafe.LaunchTimeoutError) as caught:
         ddpsafe.launch(
             data_programs.wait_for_a_stuck_worker,

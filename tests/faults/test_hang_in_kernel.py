@@ -1,4 +1,4 @@
-"""A rank waits inside the kernel for a disk that does not answer: no signal ends it, not SIGKILL."""
+"""A rank waits inside the kernel for a disk that does not respond, and not even SIGKILL ends it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KILL_S = 2.5
-"""How long the launcher tries to end such a rank: the grace after SIGTERM, SIGKILL, a last look."""
+"""How long the launcher tries to end such a rank: grace after SIGTERM, SIGKILL, a last check."""
 
 
 @pytest.fixture
 def frozen_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a disk of its own and freeze it: whoever writes there waits, as on a dead server."""
+    """Mount a separate disk and freeze it: a process that writes there waits, as on a dead server."""
     if os.geteuid() != 0:
         pytest.skip("needs root to mount and freeze a disk")
     image, folder = tmp_path / "image", tmp_path / programs.DISK
@@ -46,14 +46,16 @@ def frozen_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def thaw(folder: Path) -> None:
-    """Let the disk answer again, if it does not already."""
+    """Let the disk respond again, if it is still frozen."""
     subprocess.run(["fsfreeze", "--unfreeze", str(folder)], capture_output=True, check=False)
 
 
 @pytest.mark.recorder
 @pytest.mark.root
-def test_the_rank_is_named_and_not_waited_for(tmp_path: Path, frozen_disk: Path) -> None:
-    """The launcher says who cannot be ended, and ends itself; with the disk's answer he ends too."""
+def test_the_launcher_names_the_rank_and_does_not_wait_for_it(
+    tmp_path: Path, frozen_disk: Path
+) -> None:
+    """It reports that the rank cannot be ended, and exits; the rank ends once the disk responds."""
     statements = f"""
         from hang_programs import write_to_a_frozen_disk
         from training_programs import train

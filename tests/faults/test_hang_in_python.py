@@ -1,4 +1,4 @@
-"""A rank stays in its own code, asleep, busy, or in a read, while the others wait for it."""
+"""A rank sleeps, computes or reads in its own code while the others wait for it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 @pytest.mark.recorder
 @pytest.mark.parametrize("fault", [programs.sleep, programs.be_busy, programs.read_from_nobody])
 @pytest.mark.parametrize("ranks", SIZES)
-def test_the_rank_and_its_line_are_named(
+def test_the_rank_that_the_others_wait_for_is_named_with_its_line(
     tmp_path: Path, ranks: int, fault: Callable[..., Any]
 ) -> None:
-    """It is behind in the sequence of collectives, and every rank's line is shown."""
+    """It is behind in the sequence of collectives; the message shows every rank's line."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
@@ -38,8 +38,8 @@ def test_the_rank_and_its_line_are_named(
     assert set(names.values()) == {"average_gradients"}
 
 
-def test_in_an_unported_script_that_names_no_timeout(tmp_path: Path) -> None:
-    """Its group gets the launch's, where torch would wait for half an hour."""
+def test_a_hang_in_an_unported_script_ends_at_the_launchs_timeout(tmp_path: Path) -> None:
+    """A script that names no timeout gets the launch's, where torch would wait for half an hour."""
     world = World(folder=tmp_path)
     error = world.spawn_fails(
         ddpsafe.CollectiveTimeoutError,
@@ -52,8 +52,8 @@ def test_in_an_unported_script_that_names_no_timeout(tmp_path: Path) -> None:
     require_hang(error, 1)
 
 
-def test_rank_zero_is_blamed_when_it_is_rank_zero(tmp_path: Path) -> None:
-    """Its number has no part in it."""
+def test_rank_zero_is_blamed_when_it_hangs(tmp_path: Path) -> None:
+    """The rank's number plays no part in the diagnosis."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
@@ -65,8 +65,8 @@ def test_rank_zero_is_blamed_when_it_is_rank_zero(tmp_path: Path) -> None:
     require_hang(error, 0)
 
 
-def test_at_a_barrier_of_ours(tmp_path: Path) -> None:
-    """The ranks that wait name the one that did not come, and so does the launcher."""
+def test_a_rank_that_misses_ddpsafes_barrier_is_named(tmp_path: Path) -> None:
+    """Both the waiting ranks and the launcher name the missing one."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.BarrierTimeoutError,

@@ -15,7 +15,7 @@ import ddpsafe
 if TYPE_CHECKING:
     from pathlib import Path
 
-JOIN_S = 2.0
+RENDEZVOUS_S = 2.0
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -25,8 +25,8 @@ def _warm_server(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_stuck_before_the_scripts_own_setup(tmp_path: Path, ranks: int) -> None:
-    """The ranks that wait in `init_process_group` do so for ours, and name the one that is missing.
+def test_a_rank_that_hangs_before_init_process_group_is_named(tmp_path: Path, ranks: int) -> None:
+    """The waiting ranks use ddpsafe's `init_process_group`, which names the missing rank.
 
     gloo would wait for five times its timeout and name no rank.
     """
@@ -34,8 +34,8 @@ def test_stuck_before_the_scripts_own_setup(tmp_path: Path, ranks: int) -> None:
     error = world.spawn_fails(
         ddpsafe.RendezvousTimeoutError,
         programs.join_never,
-        within_s=JOIN_S + HANG_S,
-        timeouts={"rendezvous": JOIN_S},
+        within_s=RENDEZVOUS_S + HANG_S,
+        timeouts={"rendezvous": RENDEZVOUS_S},
         retry={"no_progress": None},
     )
     assert error.missing_ranks == (1,)
@@ -44,29 +44,29 @@ def test_stuck_before_the_scripts_own_setup(tmp_path: Path, ranks: int) -> None:
     assert require_places(error, [1]) == {1: "sleep"}
 
 
-def test_the_scripts_own_shorter_timeout_counts(tmp_path: Path) -> None:
-    """``init_process_group(timeout=…)`` of the script is kept."""
+def test_a_shorter_timeout_of_the_script_is_kept(tmp_path: Path) -> None:
+    """``init_process_group(timeout=…)`` overrides the launch's timeout."""
     world = World(folder=tmp_path)
     error = world.spawn_fails(
         ddpsafe.RendezvousTimeoutError,
         programs.join_never,
-        JOIN_S,
-        within_s=JOIN_S + HANG_S,
+        RENDEZVOUS_S,
+        within_s=RENDEZVOUS_S + HANG_S,
         retry={"attempts": 1},
     )
     assert error.missing_ranks == (1,)
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_stuck_while_its_arguments_are_loaded(tmp_path: Path, ranks: int) -> None:
-    """Before the function runs, the launcher keeps the time."""
+def test_a_rank_that_hangs_while_loading_its_arguments_is_named(tmp_path: Path, ranks: int) -> None:
+    """Before the function runs, the launcher itself enforces the timeout."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.RendezvousTimeoutError,
         return_rank,
         programs.SlowToLoad(tmp_path),
-        within_s=JOIN_S + HANG_S,
-        timeouts={"rendezvous": JOIN_S},
+        within_s=RENDEZVOUS_S + HANG_S,
+        timeouts={"rendezvous": RENDEZVOUS_S},
         retry={"attempts": 1},
     )
     assert error.missing_ranks == (1,)
@@ -75,8 +75,8 @@ def test_stuck_while_its_arguments_are_loaded(tmp_path: Path, ranks: int) -> Non
     assert "in load_slowly" in str(error)
 
 
-def test_stuck_in_the_import_of_the_script(tmp_path: Path) -> None:
-    """Work at the top of the script runs again in every rank; the message says so."""
+def test_ranks_that_hang_while_importing_the_script_are_named(tmp_path: Path) -> None:
+    """Top-level code of the script runs again in every rank, and the message says so."""
     arguments = write_script(
         tmp_path,
         f"""
@@ -86,7 +86,7 @@ def test_stuck_in_the_import_of_the_script(tmp_path: Path) -> None:
         try:
             ddpsafe.launch(
                 return_rank, nproc_per_node=2, start_method="spawn", run_dir=folder / "run",
-                timeouts={{"rendezvous": {JOIN_S}}}, retry={{"attempts": 1}},
+                timeouts={{"rendezvous": {RENDEZVOUS_S}}}, retry={{"attempts": 1}},
             )
         except ddpsafe.RendezvousTimeoutError as error:
             print(time.monotonic() - started)
@@ -98,7 +98,7 @@ def test_stuck_in_the_import_of_the_script(tmp_path: Path) -> None:
     top = "if __name__ == '__mp_main__':\n    time.sleep(600)\nif __name__ == '__main__':"
     script.write_text(script.read_text().replace("if __name__ == '__main__':", top))
     took_s, missing, *message = scripts.Script(arguments, folder=tmp_path).end().lines()
-    require_in_time(float(took_s), JOIN_S + HANG_S)
+    require_in_time(float(took_s), RENDEZVOUS_S + HANG_S)
     assert missing == "(0, 1)"
     assert "did not join within timeouts.rendezvous" in message[0]
     assert any("importing the script" in line for line in message)
@@ -119,7 +119,7 @@ LIMITS: list[Any] = [
 def test_a_scripts_timeouts_are_never_shortened(
     tmp_path: Path, chosen: dict[str, Any], named: float | None, group_s: float, join_s: float
 ) -> None:
-    """Those of `spawn` that were not set give way, and those that are set are no longer than they say."""
+    """Timeouts of `spawn` that are not set yield to the script's, and those that are set apply as given."""
     ddpsafe.spawn(
         programs.note_limits, (tmp_path, named), start_method="forkserver", timeouts=chosen
     )
@@ -127,15 +127,15 @@ def test_a_scripts_timeouts_are_never_shortened(
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_late_but_in_time(tmp_path: Path, ranks: int) -> None:
-    """A rank may take almost as long as the timeout."""
+def test_a_rank_may_join_shortly_before_the_timeout(tmp_path: Path, ranks: int) -> None:
+    """A slow start is not a failure."""
     world = World(folder=tmp_path, ranks=ranks)
     world.spawn(programs.join_late, 1.5, timeouts={"rendezvous": 60})
     assert len(list(tmp_path.glob("done-*"))) == ranks
 
 
-def test_late_while_its_arguments_are_loaded(tmp_path: Path) -> None:
-    """The same under `launch`."""
+def test_arguments_may_take_long_to_load(tmp_path: Path) -> None:
+    """A slow load is not a failure under `launch` either."""
     world = World(folder=tmp_path)
     late = programs.SlowToLoad(tmp_path, 1.5)
     assert world.launch(return_rank, late, timeouts={"rendezvous": 60}).values == {0: 0, 1: 1}

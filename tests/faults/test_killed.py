@@ -1,4 +1,4 @@
-"""A rank is ended by a signal."""
+"""A signal ends a rank."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     ids=["SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGABRT"],
 )
 @pytest.mark.parametrize("ranks", SIZES)
-def test_the_signal_is_named(
+def test_a_rank_that_a_signal_ends_is_blamed_and_the_signal_named(
     tmp_path: Path, ranks: int, fault: Callable[..., Any], signum: signal.Signals
 ) -> None:
-    """With its number as a fact, and 128 + signal for the script's exit status."""
+    """The error has the signal's number, and 128 + signal as the script's exit status."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(ddpsafe.RankKilledError, train, fault)
     require_rank(error, 1)
@@ -42,8 +42,10 @@ def test_the_signal_is_named(
 
 
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
-def test_in_an_unported_script(tmp_path: Path, ranks: int, start_method: str) -> None:
-    """The same under `spawn`."""
+def test_a_rank_of_an_unported_script_that_is_killed_is_blamed(
+    tmp_path: Path, ranks: int, start_method: str
+) -> None:
+    """`spawn` reports it as `launch` does."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
     error = world.spawn_fails(ddpsafe.RankKilledError, train_by_hand, programs.die_by_kill)
     require_rank(error, 1)
@@ -52,10 +54,10 @@ def test_in_an_unported_script(tmp_path: Path, ranks: int, start_method: str) ->
 @pytest.mark.parametrize(
     "fault", [programs.die_by_null_pointer, programs.die_by_short_mapping, programs.die_by_abort]
 )
-def test_a_crash_in_native_code_shows_the_python_line_that_led_there(
+def test_a_crash_in_native_code_shows_the_python_line(
     tmp_path: Path, fault: Callable[..., Any]
 ) -> None:
-    """The last words of the process are in the message, the whole stack in the log."""
+    """The message has the Python line that led to the crash, and the log has the whole stack."""
     world = World(folder=tmp_path)
     error = world.launch_fails(ddpsafe.RankKilledError, train, fault)
     assert f"in {fault.__name__}" in str(error)
@@ -66,22 +68,24 @@ def test_a_crash_in_native_code_shows_the_python_line_that_led_there(
 @pytest.mark.parametrize(
     "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
 )
-def test_before_its_function_runs(tmp_path: Path, start_method: str) -> None:
-    """A rank that died while it loaded its arguments is not waited for."""
+def test_a_rank_that_is_killed_before_its_function_runs_is_blamed(
+    tmp_path: Path, start_method: str
+) -> None:
+    """The launcher does not wait for a rank that died while it loaded its arguments."""
     world = World(folder=tmp_path, start_method=start_method)
     error = world.launch_fails(ddpsafe.RankKilledError, return_rank, KillsWhoLoads(tmp_path))
     require_rank(error, 1)
     assert "while loading the function and its arguments" in str(error)
 
 
-def test_after_its_value_has_arrived(tmp_path: Path) -> None:
-    """A rank that is killed after it has returned has done its work: the result stands."""
+def test_a_rank_that_is_killed_after_it_returned_has_not_failed(tmp_path: Path) -> None:
+    """Its work is done and its value has arrived, so the result stands."""
     world = World(folder=tmp_path)
     assert world.launch(programs.be_killed_at_exit).values == {0: 0, 1: 1}
 
 
-def test_in_a_caller_that_takes_the_exit_status(tmp_path: Path) -> None:
-    """A handler that waits for any child: it is not said that the rank exited by itself."""
+def test_a_caller_that_reaps_the_rank_does_not_mislead_the_message(tmp_path: Path) -> None:
+    """The caller's SIGCHLD handler may take the exit status; the rank did not exit by itself."""
     statements = """
         from crash_programs import die_by_kill
         from training_programs import train
@@ -94,14 +98,14 @@ def test_in_a_caller_that_takes_the_exit_status(tmp_path: Path) -> None:
         ddpsafe.launch(train, (folder, die_by_kill), **options)
     """
     run = run_script(tmp_path, statements)
-    assert run.code in (1, 128 + signal.SIGKILL), run.err  # whoever is first learns it
+    assert run.code in (1, 128 + signal.SIGKILL), run.err  # the first to wait gets the status
     said = "was killed by SIGKILL" if run.code != 1 else "a handler of SIGCHLD or os.wait()"
     assert said in run.err
     assert "rank 1 (world_size 2)" in run.err
 
 
-def test_in_a_caller_that_ignores_the_end_of_its_children(tmp_path: Path) -> None:
-    """With SIGCHLD ignored the kernel keeps no exit status; the caller's choice comes back after."""
+def test_a_kill_is_recognized_in_a_caller_that_ignores_sigchld(tmp_path: Path) -> None:
+    """The kernel keeps no exit status while SIGCHLD is ignored; the caller's choice is restored."""
     statements = """
         from crash_programs import die_by_kill
         from training_programs import train
@@ -117,8 +121,8 @@ def test_in_a_caller_that_ignores_the_end_of_its_children(tmp_path: Path) -> Non
     assert run.out == "True\n"
 
 
-def test_the_fork_server_itself(tmp_path: Path) -> None:
-    """How its ranks end can no longer be known; the next launch has a new one."""
+def test_a_killed_fork_server_is_reported_and_replaced(tmp_path: Path) -> None:
+    """The exit codes of its ranks are lost; the next launch starts a new fork server."""
     statements = """
         from training_programs import return_rank
         def kill_the_server(ctx):

@@ -1,4 +1,4 @@
-"""The launcher gets a signal: Ctrl-C, SIGTERM, SIGHUP, alone or with its whole terminal."""
+"""The launcher receives Ctrl-C, SIGTERM or SIGHUP, alone or with its whole terminal."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from fault_kit import (
         (signal.SIGHUP, "python"),
     ],
 )
-def test_the_launcher_ends_the_ranks_and_then_by_the_signal(
+def test_a_signal_ends_the_ranks_and_then_the_launcher(
     tmp_path: Path, signum: signal.Signals, how: str
 ) -> None:
-    """Its status says so, and nothing is left, wherever the ranks are.
+    """Its exit status is the signal, and no process is left, wherever the ranks are.
 
-    They are asleep, blocked in C++, or in C with the GIL held, and have DataLoader workers and
-    children that ignore signals.
+    They sleep, block in C++, or hold the GIL in C, and have DataLoader workers and children that
+    ignore signals.
     """
     with start_script(tmp_path, launch_everything(how)) as job:
         job.wait_until_up()
-        sent = time.monotonic()
+        sent_s = time.monotonic()
         os.kill(job.pid, signum)
         run = job.end()
-        require_in_time(time.monotonic() - sent, CRASH_S)
+        require_in_time(time.monotonic() - sent_s, CRASH_S)
         assert run.code == -signum, run.err
         job.require_all_gone()
     if signum == signal.SIGINT:
@@ -54,9 +54,9 @@ def test_the_launcher_ends_the_ranks_and_then_by_the_signal(
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_no_temporary_file_is_left(tmp_path: Path, signum: signal.Signals) -> None:
-    """Neither the run directory that we made nor the folder of Python's own helpers.
+    """Neither ddpsafe's run directory nor the folder of Python's own helpers remains.
 
-    By SIGKILL as soon as a rank is started: the launcher says no more then.
+    SIGKILL arrives as soon as a rank has started, so the launcher itself cannot clean up.
     """
     with tempfile.TemporaryDirectory() as temporary:  # short, for the fork server's socket
         statements = f"""
@@ -85,10 +85,10 @@ def test_no_temporary_file_is_left(tmp_path: Path, signum: signal.Signals) -> No
         pytest.param(0, signal.SIGKILL, id="killed-in-the-next-attempt"),
     ],
 )
-def test_the_logs_of_an_attempt_that_failed_are_left(
+def test_the_logs_of_a_failed_attempt_are_kept(
     tmp_path: Path, backoff_s: int, signum: signal.Signals
 ) -> None:
-    """A user who stops the next attempt still wants to know why there had to be one."""
+    """A user who stops the next attempt still wants to know why the first one failed."""
     with tempfile.TemporaryDirectory() as temporary:  # short, for the fork server's socket
         statements = f"""
             from retry_programs import die_first_and_then_wait
@@ -111,14 +111,14 @@ def test_the_logs_of_an_attempt_that_failed_are_left(
             assert f"the logs of the attempts that failed are in {kept}\n" in run.err
 
 
-def test_ctrl_c_in_the_terminal(tmp_path: Path) -> None:
-    """The terminal signals the launcher's whole group, ranks excepted: they are ended in order."""
+def test_ctrl_c_in_the_terminal_ends_the_ranks_in_order(tmp_path: Path) -> None:
+    """The terminal signals the launcher's process group, and the ranks are not in it."""
     with start_script_on_terminal(tmp_path, launch_everything("gloo")) as job:
         job.wait_until_up()
-        sent = time.monotonic()
+        sent_s = time.monotonic()
         job.type("\x03")
         code = job.end().code
-        require_in_time(time.monotonic() - sent, CRASH_S)
+        require_in_time(time.monotonic() - sent_s, CRASH_S)
         assert code == -signal.SIGINT
         job.require_all_gone()
 
@@ -126,8 +126,10 @@ def test_ctrl_c_in_the_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGTERM]
 )
-def test_the_status_is_right_without_a_stderr(tmp_path: Path, signum: signal.Signals) -> None:
-    """There is nowhere to write, and that changes nothing."""
+def test_the_exit_status_is_the_signal_without_a_stderr(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
+    """A closed stderr changes neither the exit status nor the cleanup."""
     python = shlex.join([sys.executable, *write_script(tmp_path, launch_everything("gloo"))])
     with start_script(tmp_path, command=["sh", "-c", f"exec {python} 2>&-"]) as job:
         job.wait_until_up()
@@ -136,8 +138,8 @@ def test_the_status_is_right_without_a_stderr(tmp_path: Path, signum: signal.Sig
         job.require_all_gone()
 
 
-def test_under_asyncio(tmp_path: Path) -> None:
-    """Its own handler would cancel the task, which is blocked in the launch."""
+def test_ctrl_c_ends_a_launch_under_asyncio(tmp_path: Path) -> None:
+    """The handler of asyncio would only cancel the task, which is blocked in the launch."""
     statements = """
         import asyncio
         async def main():
@@ -146,15 +148,15 @@ def test_under_asyncio(tmp_path: Path) -> None:
     """
     with start_script(tmp_path, statements) as job:
         job.wait_until_up()
-        sent = time.monotonic()
+        sent_s = time.monotonic()
         os.kill(job.pid, signal.SIGINT)
         assert job.end().code == -signal.SIGINT
-        require_in_time(time.monotonic() - sent, CRASH_S)
+        require_in_time(time.monotonic() - sent_s, CRASH_S)
         job.require_all_gone()
 
 
-def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
-    """SIGHUP ends the launcher and the ranks."""
+def test_closing_the_terminal_ends_the_launch(tmp_path: Path) -> None:
+    """The SIGHUP of the terminal ends the launcher and the ranks."""
     with start_script_on_terminal(tmp_path, launch_everything("gloo")) as job:
         job.wait_until_up()
         job.hang_up()
@@ -165,8 +167,8 @@ def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "program", [pytest.param("nohup", marks=pytest.mark.soak), "its system call"]
 )
-def test_nohup_lets_the_job_go_on(tmp_path: Path, program: str) -> None:
-    """An ignored SIGHUP stays ignored; torchrun takes it over and stops."""
+def test_nohup_lets_the_job_continue(tmp_path: Path, program: str) -> None:
+    """An ignored SIGHUP stays ignored; torchrun installs its own handler and stops."""
     launch = "print(ddpsafe.launch(orphan_programs.wait_for_go, (folder,), **options).values)"
     if program == "nohup":
         command = ["nohup", sys.executable, *write_script(tmp_path, launch)]
@@ -182,21 +184,21 @@ def test_nohup_lets_the_job_go_on(tmp_path: Path, program: str) -> None:
     assert "{0: 'went', 1: 'went'}" in run.out
 
 
-def test_a_second_ctrl_c_is_not_needed_for_a_rank_that_ignores_the_first(tmp_path: Path) -> None:
-    """Ranks that ignore SIGTERM and SIGINT are killed after the grace."""
+def test_one_ctrl_c_is_enough_for_a_rank_that_ignores_it(tmp_path: Path) -> None:
+    """Ranks that ignore SIGTERM and SIGINT are killed after the grace period."""
     with start_script(tmp_path, launch_everything("deaf")) as job:
         job.wait_until_up()
-        sent = time.monotonic()
+        sent_s = time.monotonic()
         os.kill(job.pid, signal.SIGINT)
         run = job.end()
-        require_in_time(time.monotonic() - sent, CRASH_S + 1)
+        require_in_time(time.monotonic() - sent_s, CRASH_S + 1)
         assert run.code == -signal.SIGINT
         assert "ignored SIGTERM" in run.err
         job.require_all_gone()
 
 
 def test_the_callers_own_handler_is_used_and_kept(tmp_path: Path) -> None:
-    """Who handles SIGTERM itself decides itself; the launch ends when the handler raises."""
+    """A script that handles SIGTERM decides by itself; the launch ends when its handler raises."""
     statements = """
         class Preempted(Exception):
             pass
@@ -212,16 +214,16 @@ def test_the_callers_own_handler_is_used_and_kept(tmp_path: Path) -> None:
     """
     with start_script(tmp_path, statements) as job:
         job.wait_until_up()
-        sent = time.monotonic()
+        sent_s = time.monotonic()
         os.kill(job.pid, signal.SIGTERM)
         run = job.end()
-        require_in_time(time.monotonic() - sent, CRASH_S)
+        require_in_time(time.monotonic() - sent_s, CRASH_S)
         assert run.lines() == ["save now True"]
         job.require_all_gone()
 
 
-def test_a_signal_while_ranks_start(tmp_path: Path) -> None:
-    """Ctrl-C in the import of torch ends everything too."""
+def test_a_signal_while_ranks_start_ends_them(tmp_path: Path) -> None:
+    """Ctrl-C works during the import of torch, too."""
     statements = """
         from training_programs import return_rank
         (folder / "starting").touch()
@@ -230,16 +232,16 @@ def test_a_signal_while_ranks_start(tmp_path: Path) -> None:
     with start_script(tmp_path, statements) as job:
         scripts.wait_until((tmp_path / "starting").exists)
         scripts.wait_until(lambda: len(children_of(job.pid)) >= 2)
-        sent = time.monotonic()
+        sent_s = time.monotonic()
         os.kill(job.pid, signal.SIGINT)
         run = job.end()
-        require_in_time(time.monotonic() - sent, CRASH_S)
+        require_in_time(time.monotonic() - sent_s, CRASH_S)
         assert run.code in (-signal.SIGINT, 130), run.err
         job.require_all_gone()
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the pids of a process' children."""
+    """Return the pids of a process's children."""
     try:
         return [child.pid for child in psutil.Process(pid).children()]
     except psutil.NoSuchProcess:
@@ -256,8 +258,10 @@ def handles(pid: int, signum: signal.Signals) -> bool:
 @pytest.mark.parametrize(
     "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)]
 )
-def test_during_the_pause_between_attempts(tmp_path: Path, signum: signal.Signals) -> None:
-    """It does not wait for the backoff; the logs of the failure stay, and nothing else."""
+def test_a_signal_between_attempts_ends_the_launch_at_once(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
+    """The launch does not sit out the backoff, and only the logs of the failure remain."""
     with tempfile.TemporaryDirectory() as temporary:  # short, for the fork server's socket
         statements = f"""
             from crash_programs import die_by_kill
@@ -270,11 +274,11 @@ def test_during_the_pause_between_attempts(tmp_path: Path, signum: signal.Signal
         with start_script(tmp_path, statements) as job:
             scripts.wait_until(lambda: "trying again" in job.errors())
             scripts.wait_until(lambda: handles(job.pid, signal.SIGTERM))
-            sent = time.monotonic()
+            sent_s = time.monotonic()
             os.kill(job.pid, signum)
             run = job.end()
             assert run.code == -signum
-            require_in_time(time.monotonic() - sent, CRASH_S)
+            require_in_time(time.monotonic() - sent_s, CRASH_S)
             (logs,) = Path(temporary).glob("ddpsafe-*")
             scripts.wait_until(lambda: not list(Path(temporary).glob("pymp-*")), within_s=5)
             assert f"the logs of the attempts that failed are in {logs}" in run.err

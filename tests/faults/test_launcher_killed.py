@@ -1,4 +1,4 @@
-"""The launcher is gone without a word: nothing of it outlives it by more than a second."""
+"""The launcher dies without cleaning up, and its ranks outlive it by a second at most."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
         pytest.param("gil", "spawn", marks=pytest.mark.soak),
     ],
 )
-def test_by_sigkill(tmp_path: Path, how: str, start_method: str) -> None:
-    """Ranks in Python, in C++ and with the GIL held, DataLoader workers, and stubborn children."""
+def test_sigkill_of_the_launcher_ends_everything_it_started(
+    tmp_path: Path, how: str, start_method: str
+) -> None:
+    """Ranks in Python, in C++ or with the GIL held, DataLoader workers and stubborn children end."""
     with start_script(tmp_path, launch_everything(how, start_method)) as job:
         job.wait_until_up()
         os.kill(job.pid, signal.SIGKILL)
@@ -36,8 +38,8 @@ def test_by_sigkill(tmp_path: Path, how: str, start_method: str) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_of_root_whose_ranks_have_become_another_user(tmp_path: Path) -> None:
-    """The kernel forgets then whose death ends them, and here they hold the GIL."""
+def test_ranks_that_changed_their_user_end_with_roots_launcher(tmp_path: Path) -> None:
+    """The change clears the kernel's parent-death signal, and these ranks also hold the GIL."""
     statement = "ddpsafe.launch(orphan_programs.become_another_user, (folder,), **options)"
     with start_script(tmp_path, statement) as job:
         job.wait_until_up()
@@ -48,8 +50,8 @@ def test_of_root_whose_ranks_have_become_another_user(tmp_path: Path) -> None:
         job.require_all_gone()
 
 
-def test_with_its_whole_process_group(tmp_path: Path) -> None:
-    """Python's resource tracker dies with the launcher; the semaphores of its ranks still go."""
+def test_semaphores_are_removed_when_the_whole_process_group_is_killed(tmp_path: Path) -> None:
+    """Python's resource tracker, which would remove them, dies with the launcher."""
     statement = "ddpsafe.launch(orphan_programs.hold_a_semaphore, (folder,), **options)"
     with start_script(tmp_path, statement, session=True) as job:
         job.wait_until_up()
@@ -60,8 +62,8 @@ def test_with_its_whole_process_group(tmp_path: Path) -> None:
         scripts.wait_until(lambda: not list(leftovers.own_semaphores()))
 
 
-def test_by_os_exit_in_another_thread(tmp_path: Path) -> None:
-    """As a watchdog of the user's does."""
+def test_os_exit_in_another_thread_ends_the_ranks(tmp_path: Path) -> None:
+    """A user's watchdog thread exits in this way."""
     statements = f"""
         def leave():
             orphan_programs.wait_for(folder / "go")
@@ -77,8 +79,8 @@ def test_by_os_exit_in_another_thread(tmp_path: Path) -> None:
         job.require_all_gone()
 
 
-def test_by_an_exception_in_the_main_thread_while_a_helper_thread_launches(tmp_path: Path) -> None:
-    """A daemon thread that launches is frozen when the main thread dies; its ranks go with it."""
+def test_ranks_of_a_daemon_thread_end_when_the_main_thread_raises(tmp_path: Path) -> None:
+    """Python freezes the daemon thread that launched, so it cannot end its ranks itself."""
     statements = f"""
         def work():
             {launch_everything("gloo")}
@@ -97,7 +99,7 @@ def test_by_an_exception_in_the_main_thread_while_a_helper_thread_launches(tmp_p
 
 
 def test_an_exception_in_a_helper_thread_does_not_disturb_the_launch(tmp_path: Path) -> None:
-    """Python reports it and goes on, and so do we."""
+    """Python reports the exception and continues, and so does the launch."""
     statements = """
         def fail():
             orphan_programs.wait_for(folder / "ready-1")

@@ -1,4 +1,4 @@
-"""The launcher is suspended and goes on later: Ctrl-Z and fg, SIGSTOP, a virtual machine that pauses."""
+"""The launcher is suspended and continues later: Ctrl-Z and fg, SIGSTOP, a paused virtual machine."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
     from fault_kit import Started
 
-_AGAIN: Final = 75
-"""Exit code of a job that has stopped on request."""
+_EXIT_CODE_OF_A_STOP: Final = 75
+"""Exit code of a job that stopped on request."""
 
 
 @pytest.fixture
 def limit_s() -> float:
-    """Return a limit that ranks keep on a machine as busy as this one."""
+    """Return a limit that ranks can keep on a machine as busy as this one."""
     return 3.0 * min(patience(), 3)
 
 
 def suspend(job: Started, limit_s: float) -> None:
-    """Stop the launcher alone for longer than its limit, and let it look at what it knows by then."""
+    """Stop only the launcher for longer than its limit, and give it time to look at the clock."""
     os.kill(job.pid, signal.SIGSTOP)
     time.sleep(limit_s + 0.5)  # the fault itself
     os.kill(job.pid, signal.SIGCONT)
@@ -36,10 +36,10 @@ def suspend(job: Started, limit_s: float) -> None:
 
 
 @pytest.mark.parametrize("limit", ["rendezvous", "progress", "shutdown"])
-def test_time_in_which_the_launcher_was_suspended_counts_against_no_rank(
+def test_time_that_the_launcher_was_suspended_does_not_count_against_ranks(
     tmp_path: Path, limit: str, limit_s: float
 ) -> None:
-    """Ranks that load, train, or end by then are not ended, and not a word is said."""
+    """Ranks that load, train or exit are not ended, and nothing is printed about them."""
     statements = f"""
         import suspended_programs as programs
         limits = {{{limit!r}: {limit_s}}}
@@ -55,10 +55,10 @@ def test_time_in_which_the_launcher_was_suspended_counts_against_no_rank(
     assert "{0: 'went', 1: 'went'}" in run.out
 
 
-def test_a_launcher_that_is_suspended_between_two_starts_starts_the_rest_later(
+def test_a_launcher_suspended_between_two_starts_starts_the_rest_later(
     tmp_path: Path, limit_s: float
 ) -> None:
-    """The rank that it had started waits, however long that takes: no other rank could join it."""
+    """The rank that has started waits as long as it takes, because no other rank could join it."""
     (tmp_path / "go").touch()
     statements = f"""
         import suspended_programs as programs
@@ -78,10 +78,10 @@ def test_a_launcher_that_is_suspended_between_two_starts_starts_the_rest_later(
     assert "{0: 'went', 1: 'went'}" in run.out
 
 
-def test_a_launcher_that_is_suspended_while_ranks_save_waits_for_them(
+def test_a_launcher_suspended_while_ranks_save_waits_for_them(
     tmp_path: Path, limit_s: float
 ) -> None:
-    """They have been asked to stop, and get `timeouts.stop` without the time of the suspension."""
+    """`timeouts.stop` of ranks that have been asked to stop excludes the suspension."""
     statements = f"""
         import suspended_programs as programs
         limits = {{"stop": {limit_s}}}
@@ -94,5 +94,5 @@ def test_a_launcher_that_is_suspended_while_ranks_save_waits_for_them(
         suspend(job, limit_s)
         (tmp_path / "go").touch()
         run = job.end()
-    assert run.code == _AGAIN, run.err
+    assert run.code == _EXIT_CODE_OF_A_STOP, run.err
     assert "did not return" not in run.err

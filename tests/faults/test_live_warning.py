@@ -1,4 +1,4 @@
-"""A long wait is told on the console while it lasts, and ends nothing."""
+"""A long wait is reported on the console while it lasts, and the job continues."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ QUIET_S = 1.5
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warn after seconds, where launches wait for half a minute."""
+def _warn_after_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warn after seconds; a real launch waits for half a minute."""
     settings = dataclasses.replace(
         deadlock_watch.SETTINGS, look_s=0.2, quiet_s=QUIET_S, first_s=60.0
     )
@@ -30,7 +30,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return what the watch has warned of."""
+    """Return the warnings of the watch."""
     return [
         record.getMessage()
         for record in caplog.records
@@ -39,7 +39,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class FastClock(AwakeClock):
-    """The launcher's clock, too fast: by it a collective is entered later at each look."""
+    """A launcher's clock that runs too fast, so that collectives seem to be entered ever later."""
 
     def __call__(self) -> float:
         """Return a reading in seconds."""
@@ -47,56 +47,56 @@ class FastClock(AwakeClock):
 
 
 @pytest.mark.recorder
-def test_who_waits_for_whom_and_where_that_rank_is(
+def test_a_warning_names_the_waiting_ranks_and_the_line_of_the_missing_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, then more and more rarely, also where two clocks differ; the run goes on and ends well."""
+    """It is repeated ever more rarely, even if two clocks differ, and the run completes."""
     monkeypatch.setattr(supervisor, "AwakeClock", FastClock)
     result = World(folder=tmp_path, ranks=4).launch(programs.step_and_sleep, 4 * QUIET_S)
     assert set(result.values.values()) == {"done"}
-    said = warnings(caplog)
-    assert 1 <= len(said) <= 3, said
+    messages = warnings(caplog)
+    assert 1 <= len(messages) <= 3, messages
     assert re.fullmatch(
         r"ranks 0, 2 and 3 have waited [1-3] s for rank 1 in all_reduce number 6 of shape \[8\] "
         r"\(longest step so far: \d\.\d s\); rank 1 is at .*live_programs\.py:\d+ in step_and_sleep",
-        said[0],
-    ), said
+        messages[0],
+    ), messages
 
 
 @pytest.mark.recorder
-def test_the_loader_worker_that_the_rank_waits_for(
+def test_a_warning_names_the_loader_worker_that_the_rank_waits_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The worker's pid and line stand behind the rank's own line, and every sample is read."""
+    """The worker's pid and line follow the rank's own line, and every sample is read."""
     program = programs.step_and_wait_for_a_loader_worker
     result = World(folder=tmp_path).launch(program, 4 * QUIET_S)
     assert set(result.values.values()) == {"done"}
-    said = warnings(caplog)
-    assert said, caplog.text
+    messages = warnings(caplog)
+    assert messages, caplog.text
     assert re.search(
         r"rank 0 has waited \d s for rank 1 in .*; rank 1 is at .*live_programs\.py:\d+ in "
         r"step_and_wait_for_a_loader_worker, waiting for \S+ \(pid \d+\) at "
         r".*live_programs\.py:\d+ in __getitem__$",
-        said[0],
-    ), said
+        messages[0],
+    ), messages
 
 
-def test_not_in_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its length is not known: compilation, data on a slow disk."""
+def test_no_warning_in_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its duration cannot be predicted: compilation, data on a slow disk."""
     World(folder=tmp_path).launch(programs.step_and_sleep, 2 * QUIET_S, 0)
     assert warnings(caplog) == []
 
 
-def test_not_in_an_evaluation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One rank evaluates, and all others wait at the end of the epoch."""
+def test_no_warning_in_an_evaluation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One rank evaluates while all others wait at the end of the epoch."""
     World(folder=tmp_path).launch(programs.evaluate_on_one_rank, 2 * QUIET_S)
     assert warnings(caplog) == []
 
 
-def test_not_while_gradients_are_accumulated_and_rank_0_evaluates_and_saves(
+def test_no_warning_while_rank_0_evaluates_and_saves_between_accumulations(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The tenth public idiom: no_sync(), then a long pause of all but one rank, twice."""
+    """A common idiom: no_sync(), then a long pause of all ranks but one, twice."""
     world = World(folder=tmp_path)
     result = world.launch(programs.accumulate_evaluate_and_save, 1.5 * QUIET_S)
     assert set(result.values.values()) == {"done"}
@@ -104,26 +104,28 @@ def test_not_while_gradients_are_accumulated_and_rank_0_evaluates_and_saves(
 
 
 @pytest.mark.recorder
-def test_a_rank_that_holds_the_gil_is_found_by_a_signal(
+def test_a_warning_has_the_line_of_a_rank_that_holds_the_gil(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It cannot answer, and its line is known all the same."""
+    """The rank cannot answer, so a signal handler reports its line."""
     World(folder=tmp_path).launch(programs.hold_the_gil_in_training, 2.5 * QUIET_S)
-    said = warnings(caplog)
-    assert said, caplog.text
-    assert re.search(r"; rank 1 is at .*live_programs\.py:\d+ in hold_the_gil", said[0]), said
+    messages = warnings(caplog)
+    assert messages, caplog.text
+    assert re.search(r"; rank 1 is at .*live_programs\.py:\d+ in hold_the_gil", messages[0]), (
+        messages
+    )
 
 
-def test_a_rank_that_has_not_joined_is_named_too(
+def test_a_warning_names_a_rank_that_has_not_joined(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the patience of first steps: imports and data may take minutes before a group is made."""
+    """It waits as long as for a first step: imports and data may take minutes before that."""
     settings = dataclasses.replace(deadlock_watch.SETTINGS, first_s=2 * QUIET_S)
     monkeypatch.setattr(deadlock_watch, "SETTINGS", settings)
     World(folder=tmp_path).spawn(programs.sleep_before_joining, 5 * QUIET_S)
-    said = warnings(caplog)
-    assert said, caplog.text
+    messages = warnings(caplog)
+    assert messages, caplog.text
     assert re.search(
         r"no rank has made a step for \d+ s; .*rank 1 is at .*live_programs\.py:\d+ in sleep_before",
-        said[0],
-    ), said
+        messages[0],
+    ), messages

@@ -1,4 +1,4 @@
-"""A rank has returned, and a thread keeps its process alive."""
+"""A rank has returned, but a thread keeps its process alive."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_the_launcher_says_which_rank_and_which_thread_it_waits_for(
+def test_the_launcher_names_the_rank_and_the_thread_it_waits_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a few seconds, and again when it ends the rank; the result stands."""
+    """It does so after a few seconds and when it ends the rank; the result stands."""
     with caplog.at_level(logging.WARNING):
         result = World(folder=tmp_path).launch(
             programs.leave_a_thread, timeouts={"shutdown": 5, "grace": 1}
@@ -36,10 +36,10 @@ def test_the_launcher_says_which_rank_and_which_thread_it_waits_for(
     assert "so it is ended now" in ends
 
 
-def test_the_launcher_sleeps_until_the_ranks_have_left(
+def test_the_launcher_sleeps_until_the_ranks_have_exited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it looked for while they ran is due again and again, and would keep a core busy."""
+    """Checks that are due only while ranks run would wake it all the time and keep a core busy."""
     limits_s: list[float] = []
 
     def counted(handles: Iterable[int], timeout: float) -> list[object]:
@@ -51,10 +51,10 @@ def test_the_launcher_sleeps_until_the_ranks_have_left(
     assert len(limits_s) < 100
 
 
-def test_an_exit_handler_that_takes_long_is_told_as_one(
+def test_a_slow_exit_handler_is_reported_as_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The main thread waits for no other one; it runs what the script registered with `atexit`."""
+    """No thread is to blame: the main thread runs what the script registered with `atexit`."""
     with caplog.at_level(logging.WARNING):
         World(folder=tmp_path).launch(
             programs.leave_an_exit_handler, timeouts={"shutdown": 4, "grace": 1}

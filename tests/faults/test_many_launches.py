@@ -1,4 +1,4 @@
-"""Many launches in a row, good ones and bad ones: nothing adds up."""
+"""Many launches in a row, successful and failed ones, leak nothing."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ import ddpsafe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MOST_GROWTH_BYTES = 20 << 20
-"""Of the launcher's memory: 100 kB for each launch would be a leak."""
+MAX_GROWTH_BYTES = 20 << 20
+"""Growth of the launcher's memory: 100 kB for each of 200 launches would be a leak."""
 
 
-def launch_well(world: World) -> None:
-    """Launch what ends well."""
+def launch_successfully(world: World) -> None:
+    """Launch a program that succeeds."""
     assert len(world.launch(return_rank).values) == world.ranks
 
 
-def launch_badly(world: World) -> None:
-    """Launch what fails, and hold the error no longer than its reader would."""
+def launch_and_fail(world: World) -> None:
+    """Launch a program that fails, and drop the error."""
     with pytest.raises(ddpsafe.RankExitedError):
         world.launch(train, vanish_badly)
 
@@ -38,31 +38,31 @@ def launch_badly(world: World) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("launches", [20, pytest.param(200, marks=pytest.mark.soak)])
-def test_descriptors_threads_memory_shared_memory_and_files_stay_as_they_are(
-    tmp_path: Path, launches: int
-) -> None:
-    """Every tenth launch fails, every fifth has two ranks.
+def test_descriptors_threads_memory_and_files_do_not_grow(tmp_path: Path, launches: int) -> None:
+    """Every tenth launch fails, and every fifth has two ranks.
 
-    The first ones start Python's own helpers, and are not counted.
+    The first launches start Python's own helpers and are not counted.
     """
     before = leftovers.Snapshot.take()
     _repeat(tmp_path, 10)
-    first = _take_stock()
+    first = _resources()
     _repeat(tmp_path, launches - 10)
-    last = _take_stock()
+    last = _resources()
     require_nothing_left(before)
     grown = last.pop("memory") - first.pop("memory")
     assert last == first
-    assert grown < MOST_GROWTH_BYTES, f"{grown / (1 << 20):.1f} MB"
+    assert grown < MAX_GROWTH_BYTES, f"{grown / (1 << 20):.1f} MB"
 
 
 def _repeat(folder: Path, times: int) -> None:
     for number in range(1, times + 1):
-        launch: Callable[[World], None] = launch_badly if number % 10 == 0 else launch_well
+        launch: Callable[[World], None] = (
+            launch_and_fail if number % 10 == 0 else launch_successfully
+        )
         launch(World(folder=folder, ranks=2 if number % 5 == 0 else 1))
 
 
-def _take_stock() -> dict[str, int]:
+def _resources() -> dict[str, int]:
     gc.collect()
     process = psutil.Process()
     return {

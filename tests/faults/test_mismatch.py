@@ -1,4 +1,4 @@
-"""Ranks call collectives that do not belong together."""
+"""Ranks call collectives that do not match."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ import ddpsafe
 if TYPE_CHECKING:
     from pathlib import Path
 
-ONE_OF: list[tuple[int, int]] = [(2, 1), (4, 2)]
+SIZES_AND_CULPRITS: list[tuple[int, int]] = [(2, 1), (4, 2)]
 """World size and culprit."""
 
 
 @pytest.mark.recorder
-@pytest.mark.parametrize(("ranks", "culprit"), ONE_OF)
-def test_another_collective(tmp_path: Path, ranks: int, culprit: int) -> None:
-    """The rank that is alone with its call is named, and what each rank called."""
+@pytest.mark.parametrize(("ranks", "culprit"), SIZES_AND_CULPRITS)
+def test_a_rank_that_calls_another_collective_is_named(
+    tmp_path: Path, ranks: int, culprit: int
+) -> None:
+    """It is the only one with its call; the message has the call of each rank."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
@@ -38,11 +40,13 @@ def test_another_collective(tmp_path: Path, ranks: int, culprit: int) -> None:
     assert set(names.values()) == {"average_gradients"}
 
 
-@pytest.mark.parametrize(("ranks", "culprit"), ONE_OF)
-def test_a_shorter_tensor(tmp_path: Path, ranks: int, culprit: int) -> None:
-    """Gloo aborts the process that is sent more than it expects, here the one that is wrong.
+@pytest.mark.parametrize(("ranks", "culprit"), SIZES_AND_CULPRITS)
+def test_a_rank_that_passes_a_shorter_tensor_is_named(
+    tmp_path: Path, ranks: int, culprit: int
+) -> None:
+    """Gloo aborts the process that receives more than it expects, which here is the faulty one.
 
-    The message says that shapes are the likely reason, and the line.
+    The message names the shapes as the likely cause, and the line.
     """
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
@@ -54,9 +58,11 @@ def test_a_shorter_tensor(tmp_path: Path, ranks: int, culprit: int) -> None:
     assert "in pass_other_shapes" in str(error)
 
 
-@pytest.mark.parametrize(("ranks", "culprit"), ONE_OF)
-def test_a_longer_tensor(tmp_path: Path, ranks: int, culprit: int) -> None:
-    """Gloo then aborts a rank that did nothing wrong, so the message has to say more than that."""
+@pytest.mark.parametrize(("ranks", "culprit"), SIZES_AND_CULPRITS)
+def test_the_message_suggests_shapes_when_a_rank_passes_a_longer_tensor(
+    tmp_path: Path, ranks: int, culprit: int
+) -> None:
+    """Gloo then aborts a rank that did nothing wrong, so its name alone would mislead."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.RankKilledError, programs.pass_other_shapes, culprit, 2000, 1000

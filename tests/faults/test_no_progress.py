@@ -1,4 +1,4 @@
-"""No rank gets on, and no collective is there to time out."""
+"""No rank makes progress, and no collective is running that could time out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROGRESS_S = 1.5
 
 @pytest.mark.parametrize("ranks", SIZES)
 def test_no_step_for_too_long_is_a_hang(tmp_path: Path, ranks: int) -> None:
-    """`timeouts.progress` ends it, and says where every rank is."""
+    """`timeouts.progress` ends the run, and the message shows where every rank is."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.ProgressTimeoutError,
@@ -38,8 +38,8 @@ def test_no_step_for_too_long_is_a_hang(tmp_path: Path, ranks: int) -> None:
     assert require_places(error, range(ranks)) == dict.fromkeys(range(ranks), "sleep")
 
 
-def test_a_rank_behind_the_others_is_named_by_the_progress_timeout_too(tmp_path: Path) -> None:
-    """With a collective timeout of minutes, the shorter one ends the wait, and blames the same."""
+def test_the_progress_timeout_names_a_rank_behind_the_others(tmp_path: Path) -> None:
+    """It is shorter than the collective timeout of minutes, and names the same rank."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.ProgressTimeoutError,
@@ -51,8 +51,8 @@ def test_a_rank_behind_the_others_is_named_by_the_progress_timeout_too(tmp_path:
     assert error.missing_ranks == (1,)
 
 
-def test_a_rank_that_holds_the_gil_does_not_count_as_one_that_gets_on(tmp_path: Path) -> None:
-    """It answers nothing, so it makes no progress."""
+def test_a_rank_that_holds_the_gil_makes_no_progress(tmp_path: Path) -> None:
+    """It cannot answer, which does not count as progress."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.ProgressTimeoutError,
@@ -64,7 +64,7 @@ def test_a_rank_that_holds_the_gil_does_not_count_as_one_that_gets_on(tmp_path: 
     assert error.missing_ranks == (1,)
 
 
-def test_steps_push_the_timeout_back(tmp_path: Path) -> None:
+def test_a_step_restarts_the_timeout(tmp_path: Path) -> None:
     """A job of many short steps may take longer than the timeout."""
     world = World(folder=tmp_path)
     values = world.launch(
@@ -78,8 +78,8 @@ def test_steps_push_the_timeout_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.recorder
-def test_a_rank_that_makes_steps_is_not_asked_where_it_is(tmp_path: Path) -> None:
-    """To answer would stop its training; its steps are seen without."""
+def test_a_rank_that_makes_steps_is_not_asked_for_its_position(tmp_path: Path) -> None:
+    """Answering would interrupt its training, and its steps are visible without asking."""
     world = World(folder=tmp_path, ranks=1)
     values = world.launch(
         programs.count_reads_in_training, 2.5, Optimizer(), timeouts={"progress": 6}
@@ -88,8 +88,8 @@ def test_a_rank_that_makes_steps_is_not_asked_where_it_is(tmp_path: Path) -> Non
 
 
 @pytest.mark.recorder
-def test_collectives_push_the_timeout_back(tmp_path: Path) -> None:
-    """An evaluation makes no step of an optimizer, but its ranks talk to each other."""
+def test_a_collective_restarts_the_timeout(tmp_path: Path) -> None:
+    """An evaluation makes no optimizer step, but its ranks communicate."""
     world = World(folder=tmp_path, ranks=1)
     values = world.launch(
         programs.step_slowly, "collective", 3 * PROGRESS_S, timeouts={"progress": PROGRESS_S}
@@ -97,7 +97,7 @@ def test_collectives_push_the_timeout_back(tmp_path: Path) -> None:
     assert values == {0: "done"}
 
 
-def test_a_slow_start_is_no_hang(tmp_path: Path) -> None:
+def test_a_slow_start_is_not_a_hang(tmp_path: Path) -> None:
     """Until all ranks have joined, `timeouts.rendezvous` is the limit."""
     world = World(folder=tmp_path)
     values = world.launch(
@@ -108,8 +108,8 @@ def test_a_slow_start_is_no_hang(tmp_path: Path) -> None:
     assert values == {0: 0, 1: 1}
 
 
-def test_an_attempt_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    """`timeouts.attempt` ends everything, whatever the ranks do."""
+def test_the_attempt_timeout_ends_an_attempt(tmp_path: Path) -> None:
+    """`timeouts.attempt` applies whatever the ranks do."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.AttemptTimeoutError,
@@ -125,7 +125,7 @@ def test_an_attempt_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     ("gaps", "is_first", "is_save", "limit_s"),
     [
         ([], False, False, None),
-        ([9.0, 9.0], False, False, None),  # two are not known to be usual
+        ([9.0, 9.0], False, False, None),  # two gaps are too few to learn from
         ([1.0, 2.0, 1.0], False, False, 60.0),
         ([1.0, 40.0, 1.0], False, False, 200.0),
         ([1.0, 1.0, 1.0], True, False, None),
@@ -137,10 +137,10 @@ def test_an_attempt_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         ([1.0, 1.0, 1.0], False, True, None),
     ],
 )
-def test_first_steps_steps_and_saves_have_limits_of_their_own(
+def test_first_steps_steps_and_saves_have_separate_limits(
     *, gaps: list[float | str], is_first: bool, is_save: bool, limit_s: float | None
 ) -> None:
-    """Five times the longest so far, and at least a minute, or five; none before it is known."""
+    """Five times the longest gap so far, but at least one or five minutes; none without a gap."""
     learned = LearnedGaps()
     for gap in gaps:
         kind, _, seconds = str(gap).rpartition(" ")
@@ -149,27 +149,27 @@ def test_first_steps_steps_and_saves_have_limits_of_their_own(
     assert (None if limit is None else limit.total_seconds()) == limit_s
 
 
-class Seen(RankState):
-    """A rank as one look at it finds it."""
+class FakeRank(RankState):
+    """A rank whose steps the test sets."""
 
     def __init__(self) -> None:
-        """It starts."""
+        """Start without a step."""
         super().__init__(send=lambda _: None)
         self.steps = 0
 
     def progress(self) -> Progress:
-        """Return how far it has come."""
+        """Return the steps so far."""
         return Progress(steps=self.steps)
 
 
 @pytest.mark.parametrize(
     ("steps_before", "steps_at_first_look"), [(0, 0), (0, 1), (0, 5), (1, 1), (1, 5)]
 )
-def test_how_long_the_first_step_took_is_learned_however_soon_it_came(
+def test_the_duration_of_the_first_step_is_learned_even_if_it_is_short(
     steps_before: int, steps_at_first_look: int
 ) -> None:
-    """A launcher may see the rank's first step at the look at which it hears of its join, or before."""
-    learned, rank = LearnedGaps(), Seen()
+    """The launcher may see the first step in the same look as the rank's join, or earlier."""
+    learned, rank = LearnedGaps(), FakeRank()
     watch = ProgressWatch([rank], "auto", learned=learned)
     rank.steps = steps_before
     assert not watch.stalled()
@@ -183,14 +183,14 @@ def test_how_long_the_first_step_took_is_learned_however_soon_it_came(
 
 
 @pytest.mark.parametrize("steps_before", [None, 0, 1])
-def test_nothing_is_learned_from_a_time_in_which_the_launcher_was_suspended(
+def test_nothing_is_learned_while_the_launcher_is_suspended(
     steps_before: int | None,
 ) -> None:
-    """It is not known how long the rank took: one that is short would end the next attempt."""
-    learned, rank = LearnedGaps(), Seen()
+    """The rank's real time is unknown; a value that is too short would end the next attempt."""
+    learned, rank = LearnedGaps(), FakeRank()
     watch = ProgressWatch([rank], "auto", learned=learned)
     assert not watch.stalled()
-    if steps_before is not None:  # else it joins and makes its first step meanwhile
+    if steps_before is not None:  # else it joins and steps during the suspension
         rank.phase = "running"
         assert not watch.stalled()
         rank.steps = steps_before
@@ -211,8 +211,8 @@ def test_nothing_is_learned_from_a_time_in_which_the_launcher_was_suspended(
     assert learned.limit(is_first=False, is_save=False) is not None
 
 
-def at(calls: Sequence[tuple[str, str, str]]) -> Position:
-    """Return a position from groups, numbers and times."""
+def position(calls: Sequence[tuple[str, str, str]]) -> Position:
+    """Return a position built from groups, numbers and times."""
     return Position(
         collectives=tuple(
             Collective(
@@ -240,20 +240,20 @@ def at(calls: Sequence[tuple[str, str, str]]) -> Position:
 def test_each_collective_counts_once_whatever_the_wall_clock_does(
     looks: list[str], entered_ns: list[int]
 ) -> None:
-    """What was entered before it was set back lies in the future for long."""
+    """After the clock is set back, earlier entries lie in the future for a long time."""
     known = NewCollectives()
     found = []
     for look in looks:
-        ranks = [re.findall(r"(.)(\d+)@(\d+)", said) for said in look.split("|")]
-        found.append(known.last_entered_ns(at(calls) if calls else None for calls in ranks))
+        ranks = [re.findall(r"(.)(\d+)@(\d+)", calls) for calls in look.split("|")]
+        found.append(known.last_entered_ns(position(calls) if calls else None for calls in ranks))
     assert found == entered_ns
 
 
 @pytest.mark.parametrize("attempts", [1, 2])
-def test_a_limit_that_the_run_has_learned_ends_it(
+def test_a_limit_learned_from_the_run_ends_it(
     tmp_path: Path, attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``progress="auto"``: between steps, and before the first one by what an attempt before took."""
+    """``progress="auto"`` limits steps, and the first step by that of the previous attempt."""
     for name, value in {"LEAST_S": 1.0, "LEAST_SLOW_S": 1.0, "FACTOR": 2.0}.items():
         monkeypatch.setattr(LearnedGaps, name, value)
     if attempts == 2:

@@ -1,4 +1,4 @@
-"""A rank raises what cannot travel, or should not."""
+"""A rank raises an exception that cannot be pickled, or should not be."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NEEDS_GROUPS = pytest.mark.skipif(
-    sys.version_info < (3, 11), reason="exception groups came with Python 3.11"
+    sys.version_info < (3, 11), reason="exception groups need Python 3.11"
 )
 
 
@@ -34,13 +34,13 @@ NEEDS_GROUPS = pytest.mark.skipif(
         ),
     ],
 )
-def test_its_text_arrives_and_its_type_where_it_can(
+def test_its_text_always_arrives_and_its_type_where_possible(
     tmp_path: Path,
     fault: Callable[..., Any],
     travels_as: type[BaseException] | str | None,
     text: str,
 ) -> None:
-    """The text is in the first line, the whole traceback below the cause."""
+    """The text is in the first line, and the whole traceback is below the cause."""
     world = World(folder=tmp_path)
     error = world.launch_fails(ddpsafe.RankRaisedError, train, fault)
     require_rank(error, 1)
@@ -53,8 +53,8 @@ def test_its_text_arrives_and_its_type_where_it_can(
     assert f"in {fault.__name__}" in str(remote)
 
 
-def test_fifty_megabytes_of_text(tmp_path: Path) -> None:
-    """The launcher shows the beginning and the end of it, and is as quick as ever."""
+def test_fifty_megabytes_of_text_are_shortened(tmp_path: Path) -> None:
+    """The launcher shows the beginning and the end, and is as fast as with a short text."""
     world = World(folder=tmp_path)
     error = world.launch_fails(ddpsafe.RankRaisedError, train, programs.raise_large)
     require_rank(error, 1)
@@ -64,8 +64,8 @@ def test_fifty_megabytes_of_text(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in (tmp_path / "run").rglob("*")) < 1_000_000
 
 
-def test_chain_and_parts_are_in_the_log(tmp_path: Path) -> None:
-    """What an error was raised from is read where the message says the log is."""
+def test_the_log_has_the_exceptions_it_was_raised_from(tmp_path: Path) -> None:
+    """The message names the log, and a reader looks there for the whole chain."""
     world = World(folder=tmp_path)
     error = world.launch_fails(ddpsafe.RankRaisedError, train, programs.raise_chained)
     assert error.log_path is not None

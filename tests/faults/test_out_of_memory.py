@@ -1,4 +1,4 @@
-"""Memory runs out: in Python, in torch, or on the whole machine."""
+"""Memory runs out in Python, in torch, or on the whole machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def small_memory() -> Iterator[Path]:
-    """Make a control group of the kernel's that gets 1 GB."""
+    """Make a control group that is limited to 1 GB."""
     with memory_group() as group:
         if group is None:
             pytest.skip(f"needs a writable memory control group (uid {os.geteuid()})")
@@ -39,8 +39,10 @@ def small_memory() -> Iterator[Path]:
 
 @pytest.mark.root
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_the_kernels_killer_is_named(tmp_path: Path, small_memory: Path, ranks: int) -> None:
-    """A rank that the kernel has killed is told from one that a person has."""
+def test_the_kernels_out_of_memory_killer_is_named(
+    tmp_path: Path, small_memory: Path, ranks: int
+) -> None:
+    """A rank that the kernel killed is distinguished from one that a user killed."""
     statements = f"""
         from crash_programs import outgrow_the_machine
         from training_programs import since, train
@@ -70,7 +72,7 @@ FILLING_S = 4.0
 
 @pytest.mark.parametrize("fault", [programs.outgrow_the_process, programs.outgrow_torch])
 @pytest.mark.parametrize("ranks", SIZES)
-def test_an_allocation_that_fails_says_what_was_held_and_what_to_lower(
+def test_a_failed_allocation_reports_the_peak_and_what_to_lower(
     tmp_path: Path, ranks: int, fault: Callable[..., Any]
 ) -> None:
     """Python's MemoryError and the RuntimeError of torch's allocator are one kind of failure."""

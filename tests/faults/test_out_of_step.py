@@ -1,4 +1,4 @@
-"""Ranks come apart: one makes fewer collectives than the others, or leaves."""
+"""Ranks get out of step: one makes fewer collectives than the others, or exits."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ import ddpsafe
 if TYPE_CHECKING:
     from pathlib import Path
 
-KEPT = 16
-"""So many collectives of each group are kept as evidence."""
+KEPT_COLLECTIVES = 16
+"""How many collectives of each group are kept as evidence."""
 
-LEFT_S = 3.0
-"""A rank that left is told by two looks, half a second apart, without any timeout."""
+EARLY_RETURN_S = 3.0
+"""Two looks, half a second apart, find a rank that returned early; no timeout is involved."""
 
 
 @pytest.mark.recorder
 @pytest.mark.parametrize(("ranks", "culprit"), [(2, 1), (4, 2)])
-def test_a_rank_that_skips_an_all_reduce_meets_the_others_in_the_wrong_place(
-    tmp_path: Path, ranks: int, culprit: int
-) -> None:
-    """Its next collective is another one; who is alone with it is named, and so are both calls."""
+def test_a_rank_that_skips_an_all_reduce_is_named(tmp_path: Path, ranks: int, culprit: int) -> None:
+    """It is alone in its next collective; the message has both calls."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
@@ -46,11 +44,13 @@ def test_a_rank_that_skips_an_all_reduce_meets_the_others_in_the_wrong_place(
 @pytest.mark.parametrize(
     ("batches", "culprit"), [([5, 3], 1), ([3, 5], 0), ([5, 5, 3, 4], 2)], ids=str
 )
-def test_uneven_numbers_of_batches(tmp_path: Path, batches: list[int], culprit: int) -> None:
-    """The rank that ran out of batches first is named, long before any timeout."""
+def test_the_rank_that_runs_out_of_batches_first_is_named(
+    tmp_path: Path, batches: list[int], culprit: int
+) -> None:
+    """The failure is reported long before any timeout, and the advice mentions Join."""
     world = World(folder=tmp_path, ranks=len(batches))
     error = world.launch_fails(
-        ddpsafe.RankLeftEarlyError, programs.run_out_of_batches, batches, within_s=LEFT_S
+        ddpsafe.RankLeftEarlyError, programs.run_out_of_batches, batches, within_s=EARLY_RETURN_S
     )
     require_rank(error, culprit)
     assert error.exit_code == 1
@@ -60,36 +60,40 @@ def test_uneven_numbers_of_batches(tmp_path: Path, batches: list[int], culprit: 
 
 @pytest.mark.recorder
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
-def test_a_rank_that_returns_early(tmp_path: Path, ranks: int, start_method: str) -> None:
-    """`mp.spawn` and torchrun blame a rank that still worked."""
+def test_a_rank_that_returns_early_is_blamed(tmp_path: Path, ranks: int, start_method: str) -> None:
+    """`mp.spawn` and torchrun blame a rank that was still working."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
-    error = world.launch_fails(ddpsafe.RankLeftEarlyError, programs.return_early, within_s=LEFT_S)
+    error = world.launch_fails(
+        ddpsafe.RankLeftEarlyError, programs.return_early, within_s=EARLY_RETURN_S
+    )
     require_rank(error, 1)
 
 
 @pytest.mark.recorder
 @pytest.mark.parametrize("calls", [0, 2])
-def test_a_rank_that_returns_early_from_a_second_group(tmp_path: Path, calls: int) -> None:
-    """A new group counts from 1: what the rank did in the first one does not put it ahead."""
+def test_a_rank_that_returns_early_from_a_second_group_is_blamed(
+    tmp_path: Path, calls: int
+) -> None:
+    """A new group counts from 1, so calls in the first group do not put the rank ahead."""
     world = World(folder=tmp_path)
     error = world.spawn_fails(
         ddpsafe.RankLeftEarlyError,
         programs.come_apart_in_the_second_group,
         do_nothing_about_it,
         calls,
-        within_s=LEFT_S,
+        within_s=EARLY_RETURN_S,
     )
     require_rank(error, 1)
 
 
-def test_a_rank_that_hangs_in_a_second_group(tmp_path: Path) -> None:
-    """It is named, not the one that waits for it, whose calls in the first group are long past."""
+def test_a_rank_that_hangs_in_a_second_group_is_named(tmp_path: Path) -> None:
+    """The waiting rank, whose calls in the first group are long past, is not named."""
     world = World(folder=tmp_path)
     error = world.spawn_fails(
         ddpsafe.CollectiveTimeoutError,
         programs.come_apart_in_the_second_group,
         sleep,
-        KEPT - 1,
+        KEPT_COLLECTIVES - 1,
         COLLECTIVE_S,
         within_s=COLLECTIVE_S + HANG_S,
     )
@@ -97,8 +101,8 @@ def test_a_rank_that_hangs_in_a_second_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.recorder
-def test_a_rank_that_comes_after_the_timeout(tmp_path: Path) -> None:
-    """All ranks are in the same collective by then; it is named, and by how much it was late."""
+def test_a_rank_that_enters_after_the_timeout_is_named(tmp_path: Path) -> None:
+    """By then all ranks are in the same collective; the message shows how late the rank was."""
     world = World(folder=tmp_path, ranks=3)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError, programs.come_after_the_timeout, **BY_TIMEOUT
@@ -110,8 +114,8 @@ def test_a_rank_that_comes_after_the_timeout(tmp_path: Path) -> None:
 
 
 @pytest.mark.recorder
-def test_ranks_that_receive_from_each_other(tmp_path: Path) -> None:
-    """They are in no collective: the last one ended well, and is not said to have timed out."""
+def test_ranks_that_receive_from_each_other_are_shown_in_recv(tmp_path: Path) -> None:
+    """They are in no collective: the last one completed, so it is not reported as timed out."""
     error = World(folder=tmp_path).launch_fails(
         ddpsafe.CollectiveTimeoutError, programs.receive_from_each_other, **BY_TIMEOUT
     )
@@ -123,8 +127,8 @@ def test_ranks_that_receive_from_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.recorder
-def test_a_rank_that_does_not_send(tmp_path: Path) -> None:
-    """Who waits to receive is behind the others only because of it, and it is said from whom."""
+def test_a_rank_that_does_not_send_is_named(tmp_path: Path) -> None:
+    """The receiver is behind only because of it; the message shows which rank it receives from."""
     error = World(folder=tmp_path, ranks=3).launch_fails(
         ddpsafe.CollectiveTimeoutError, programs.send_nothing, **BY_TIMEOUT
     )
@@ -133,9 +137,9 @@ def test_a_rank_that_does_not_send(tmp_path: Path) -> None:
     assert re.search(line, str(error)), error
 
 
-def test_a_rank_that_works_alone_after_the_others_have_returned_is_no_failure(
+def test_a_rank_may_work_alone_after_the_others_have_returned(
     tmp_path: Path,
 ) -> None:
-    """Rank 0 saves and evaluates by itself at the end: no rank waits for another."""
+    """Rank 0 saves and evaluates by itself at the end, and no rank waits for it."""
     world = World(folder=tmp_path)
     assert world.launch(programs.work_alone_at_the_end, 2.0).values == {0: "saved", 1: "done"}

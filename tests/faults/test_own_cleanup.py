@@ -1,6 +1,6 @@
-"""The user's own `except` and `finally` meet or destroy the group while an exception is on its way.
+"""The user's `except` or `finally` uses or destroys the group while an exception is in flight.
 
-Everywhere else this hides the error until a timeout, or blames a rank that only lost a peer.
+Other launchers then hide the error until a timeout, or blame a rank that only lost a peer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-MOST_READS = 8
-"""Within 3 s; it would be 12 if a rank were asked every 0.25 s throughout."""
+MAX_READS = 8
+"""Within 3 s. A rank that was asked every 0.25 s throughout would have 12 reads."""
 
 
 @pytest.mark.recorder
@@ -40,8 +40,10 @@ MOST_READS = 8
     ],
 )
 @pytest.mark.parametrize("ranks", SIZES)
-def test_in_a_script_of_its_own(tmp_path: Path, ranks: int, tidy_up: Callable[..., Any]) -> None:
-    """The exception is told before the wait that it would hide behind."""
+def test_cleanup_in_an_unported_script_does_not_hide_the_error(
+    tmp_path: Path, ranks: int, tidy_up: Callable[..., Any]
+) -> None:
+    """The rank reports the exception before it enters the wait that would hide it."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.spawn_fails(ddpsafe.RankRaisedError, tidy_up)
     require_rank(error, 1)
@@ -51,8 +53,8 @@ def test_in_a_script_of_its_own(tmp_path: Path, ranks: int, tidy_up: Callable[..
 
 @pytest.mark.recorder
 @pytest.mark.parametrize("ranks", SIZES)
-def test_a_barrier_of_ours_in_finally(tmp_path: Path, ranks: int) -> None:
-    """`ctx.barrier` does not hide it either."""
+def test_ctx_barrier_in_finally_does_not_hide_the_error(tmp_path: Path, ranks: int) -> None:
+    """`ctx.barrier`, too, reports the exception before it waits."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(ddpsafe.RankRaisedError, programs.tidy_up_with_our_barrier)
     require_rank(error, 1)
@@ -60,7 +62,7 @@ def test_a_barrier_of_ours_in_finally(tmp_path: Path, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
-def test_an_error_that_is_swallowed_leaves_the_rank_behind(
+def test_a_rank_that_swallows_its_error_and_returns_is_blamed(
     tmp_path: Path, ranks: int, start_method: str
 ) -> None:
     """``except Exception: print`` skips a step: the rank returns while the others still wait."""
@@ -70,32 +72,34 @@ def test_an_error_that_is_swallowed_leaves_the_rank_behind(
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_a_barrier_that_is_meant_is_no_failure(tmp_path: Path, ranks: int) -> None:
-    """All ranks handle the same expected error and meet in its `except` block, slowly."""
+def test_ranks_may_recover_together_at_a_barrier(tmp_path: Path, ranks: int) -> None:
+    """All ranks handle the same expected error and slowly reach a barrier in its `except` block."""
     world = World(folder=tmp_path, ranks=ranks)
     values = world.launch(programs.recover_together).values
     assert values == dict.fromkeys(range(ranks), "recovered")
 
 
 @pytest.mark.parametrize("where", ["inside", "after"])
-def test_another_group_after_an_error_is_no_failure(tmp_path: Path, where: str) -> None:
-    """Once all ranks have met again, one may keep the others waiting as long as in any group."""
+def test_ranks_may_make_another_group_after_an_error(tmp_path: Path, where: str) -> None:
+    """In the new group, a rank may keep the others waiting as long as in any group."""
     World(folder=tmp_path).spawn(programs.start_anew_with_another_group, where, 1.5)
 
 
 @pytest.mark.recorder
-def test_a_rank_that_is_long_at_an_error_is_asked_ever_more_rarely(tmp_path: Path) -> None:
-    """Each answer costs it time, and what it does there may be meant."""
+def test_a_rank_that_handles_an_error_for_long_is_asked_ever_more_rarely(tmp_path: Path) -> None:
+    """Each answer costs it time, and it may do useful work there."""
     world = World(folder=tmp_path, ranks=1)
     reads = world.launch(programs.count_reads_at_an_error, 3.0).values[0]
-    assert 1 <= reads <= MOST_READS
+    assert 1 <= reads <= MAX_READS
 
 
 @pytest.mark.parametrize(("where", "status"), [("after", "stopped"), ("inside", "raised")])
-def test_a_step_withdraws_an_error_that_is_over(tmp_path: Path, where: str, status: str) -> None:
-    """A rank that trains on without a group has not failed.
+def test_a_step_withdraws_an_error_that_has_been_handled(
+    tmp_path: Path, where: str, status: str
+) -> None:
+    """A rank that continues to train without a group has not failed.
 
-    While the error is still handled it may be on its way out, and a step there says nothing.
+    A step inside the `except` block proves nothing: the error may still end the rank.
     """
     world = World(folder=tmp_path)
     error = world.spawn_fails(
@@ -106,8 +110,8 @@ def test_a_step_withdraws_an_error_that_is_over(tmp_path: Path, where: str, stat
     assert error.outcomes[0].status == status
 
 
-def test_a_handled_error_is_not_blamed_for_another_ranks_end(tmp_path: Path) -> None:
-    """Rank 0 trains inside an `except` block, and waits at a barrier there when rank 1 fails."""
+def test_a_handled_error_is_not_blamed_for_another_ranks_failure(tmp_path: Path) -> None:
+    """Rank 0 trains inside an `except` block and waits at a barrier when rank 1 fails."""
     world = World(folder=tmp_path)
     error = world.launch_fails(ddpsafe.RankRaisedError, programs.fail_beside_a_handled_error)
     require_rank(error, 1)
@@ -123,10 +127,10 @@ def test_a_handled_error_is_not_blamed_for_another_ranks_end(tmp_path: Path) -> 
         programs.hang_while_a_cleanup_tries_again,
     ],
 )
-def test_an_error_on_its_way_is_named_where_the_rank_hangs(
+def test_an_exception_in_flight_is_reported_where_the_rank_hangs(
     tmp_path: Path, fault: Callable[..., Any]
 ) -> None:
-    """The rank is asked what it handles, so what looks like a hang is told as the error it is."""
+    """The rank is asked what it is handling, so an apparent hang is reported as the error it is."""
     error = World(folder=tmp_path).launch_fails(ddpsafe.RankRaisedError, train, fault, **BY_TIMEOUT)
     require_rank(error, 1)
     assert isinstance(error.__cause__, LostSampleError)
@@ -150,10 +154,10 @@ def test_an_error_on_its_way_is_named_where_the_rank_hangs(
         (programs.handle_what_it_became_here, False),
     ],
 )
-def test_an_error_beneath_the_one_that_is_handled_is_found_if_it_is_on_its_way(
+def test_an_exception_in_flight_is_found_beneath_the_handled_one(
     program: Callable[..., Any], *, leaves: bool
 ) -> None:
-    """A cleanup may handle errors of its own, and a generator is left by a `GeneratorExit`."""
+    """Cleanup code may handle other errors, and `GeneratorExit` leaves a generator."""
     found: list[BaseException | None] = []
 
     def look() -> None:
@@ -167,8 +171,8 @@ def test_an_error_beneath_the_one_that_is_handled_is_found_if_it_is_on_its_way(
     assert [type(each) for each in found] == [LostSampleError if leaves else type(None)]
 
 
-def test_a_rank_that_works_on_after_an_error_hangs(tmp_path: Path) -> None:
-    """What it handles there may be expected; it is told beside the line, and is not the reason."""
+def test_a_rank_that_hangs_after_handling_an_error_is_reported_as_a_hang(tmp_path: Path) -> None:
+    """The handled error may be expected: it is shown beside the line, but not as the cause."""
     fault = programs.hang_in_an_except_block_that_goes_on
     error = World(folder=tmp_path).launch_fails(
         ddpsafe.CollectiveTimeoutError, train, fault, **BY_TIMEOUT
@@ -177,8 +181,8 @@ def test_a_rank_that_works_on_after_an_error_hangs(tmp_path: Path) -> None:
     assert "was handling exception_programs.LostSampleError: " in str(error)
 
 
-def test_an_error_that_cannot_be_described_costs_no_evidence(tmp_path: Path) -> None:
-    """The rank is named with its line, as without the error."""
+def test_an_error_that_cannot_be_described_does_not_hide_the_rank(tmp_path: Path) -> None:
+    """The rank is named with its line, as it would be without the error."""
     fault = programs.hang_with_an_error_that_cannot_be_described
     error = World(folder=tmp_path).launch_fails(
         ddpsafe.CollectiveTimeoutError, train, fault, **BY_TIMEOUT
@@ -187,7 +191,7 @@ def test_an_error_that_cannot_be_described_costs_no_evidence(tmp_path: Path) -> 
 
 
 def test_cleanup_inside_an_except_block_closes_the_group(tmp_path: Path) -> None:
-    """A script that runs inside ``except ImportError:`` as a whole ends well, group closed."""
+    """A script that runs entirely inside ``except ImportError:`` succeeds and closes its group."""
     world = World(folder=tmp_path, ranks=2)
     world.spawn(programs.run_inside_an_except_block)
     closed = {path.read_text() for path in tmp_path.glob("closed-*")}

@@ -1,4 +1,4 @@
-"""The launcher's own stdout cannot be written to: a matter of the script, not of its ranks."""
+"""The launcher's own stdout cannot be written to, which is an error of the script, not of a rank."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ import ddpsafe
 
 
 class BrokenStream(io.StringIO):
-    """A stream of the program's own, whose flush fails."""
+    """A stream of the user's program, whose flush fails."""
 
     def flush(self) -> None:
         """Fail."""
         raise RuntimeError("no flush today")
 
 
-def test_a_reader_that_has_gone_is_a_broken_pipe_as_of_any_print(tmp_path: Path) -> None:
-    """`python train.py | head -1`, stdout being buffered: no limit of the machine is blamed."""
+def test_a_closed_stdout_raises_broken_pipe_error(tmp_path: Path) -> None:
+    """`python train.py | head -1` with a buffered stdout is not reported as a limit of the machine."""
     arguments = write_script(
         tmp_path,
         "print('begin')\nfrom training_programs import return_rank\nddpsafe.launch(return_rank, **options)",
@@ -58,15 +58,15 @@ def _descriptors() -> set[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
-def test_a_stream_that_does_not_flush_leaves_no_descriptor_open(
+def test_a_failing_flush_leaves_no_descriptor_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it raises is raised, before anything was made for the ranks."""
+    """Its exception comes through, before anything is created for the ranks."""
     options: Any = {"nproc_per_node": 2, "backend": "gloo", "start_method": "forkserver"}
     ddpsafe.launch(return_rank, **options)
     before = _descriptors()
     monkeypatch.setattr(sys, "stdout", BrokenStream())
     with pytest.raises(RuntimeError, match="no flush today") as caught:
         ddpsafe.launch(return_rank, **options)
-    assert caught.tb is not None  # its frames hold what they hold
+    assert caught.tb is not None  # its frames still hold their objects
     assert _descriptors() == before

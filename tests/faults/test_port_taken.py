@@ -1,4 +1,4 @@
-"""The port that the environment or the script asks for belongs to another program."""
+"""Another program holds the port that the environment or the script asks for."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_hard_coded_port_in_setup_is_no_failure(tmp_path: Path) -> None:
-    """The ranks meet at the launcher's store, whatever port the script names."""
+def test_a_hard_coded_port_that_is_taken_does_not_matter(tmp_path: Path) -> None:
+    """The ranks use the launcher's store, whatever port the script names."""
     with socket.socket() as owner:
         owner.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         owner.bind(("127.0.0.1", 12355))
@@ -28,10 +28,10 @@ def test_a_hard_coded_port_in_setup_is_no_failure(tmp_path: Path) -> None:
         require_nothing_left(before)
 
 
-def test_a_port_that_the_function_opens_itself_is_explained_and_not_tried_again(
+def test_a_port_that_the_function_itself_opens_is_explained_and_not_retried(
     tmp_path: Path,
 ) -> None:
-    """The function has run, so it is not run again."""
+    """The function has started, so another attempt would run it twice."""
     with socket.create_server(("127.0.0.1", 0)) as owner:
         world = World(folder=tmp_path)
         error = world.launch_fails(
@@ -45,8 +45,8 @@ def test_a_port_that_the_function_opens_itself_is_explained_and_not_tried_again(
 @pytest.mark.parametrize(
     "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
 )
-def test_two_jobs_at_once_never_meet(tmp_path: Path, start_method: str) -> None:
-    """Both with the same hard-coded port: each reduces over its own ranks."""
+def test_two_concurrent_jobs_stay_apart(tmp_path: Path, start_method: str) -> None:
+    """Both scripts name the same port, and each job reduces over its own ranks only."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(2) as pool:

@@ -1,4 +1,4 @@
-"""A scheduler asks the job to go: the ranks save at the same step, and the exit code says "again"."""
+"""A scheduler asks the job to stop: the ranks save at the same step, and the exit code asks to requeue."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import ddpsafe
 if TYPE_CHECKING:
     from pathlib import Path
 
-AGAIN: Final = 75
+EXIT_TRY_AGAIN: Final = 75
 """Exit code that asks for another start: EX_TEMPFAIL."""
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Return what became of each of `stop_programs.SCENARIOS`, run by one script."""
+    """Return the results of all `stop_programs.SCENARIOS`, run by one script."""
     folder = tmp_path_factory.mktemp("scenarios")
     source = """
         from pathlib import Path
@@ -44,7 +44,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 
 def launch(program: str, fields: str = "") -> str:
-    """Return a script that launches one of the stop programs, and goes on after it."""
+    """Return a script that launches one of the stop programs and continues after it."""
     return f"""
         import stop_programs
         ddpsafe.launch(stop_programs.{program}, (folder,), **options, {fields})
@@ -56,9 +56,9 @@ def launch(program: str, fields: str = "") -> str:
 def test_ranks_at_different_calls_stop_at_the_same_one(
     outcomes: dict[str, dict[str, Any]], name: str
 ) -> None:
-    """Four ranks, each at its own speed and many calls apart, save one and the same step.
+    """Four ranks, each at its own speed and many calls apart, save at the same step.
 
-    The policy would try again, but the launcher itself has been asked to go.
+    The policy allows a retry, but the launcher itself has been asked to stop.
     """
     found = outcomes[name]
     assert (found["error"], found["kind"], found["attempt"]) == ("PreemptedError", "preempted", 1)
@@ -72,9 +72,9 @@ def test_ranks_at_different_calls_stop_at_the_same_one(
 def test_signals_to_all_processes_of_a_job_are_one_request(
     outcomes: dict[str, dict[str, Any]], name: str
 ) -> None:
-    """Systemd and ``scancel --full`` signal every process, Slurm the group of each task.
+    """Systemd and ``scancel --full`` signal every process, and Slurm the group of each task.
 
-    It is one request; neither the ranks nor the server that forked them die of it.
+    Neither the ranks nor the fork server die of it.
     """
     found = outcomes[name]
     assert found["error"] == "PreemptedError", found["text"]
@@ -85,7 +85,7 @@ def test_signals_to_all_processes_of_a_job_are_one_request(
 def test_ranks_that_do_not_return_in_time_are_named_and_ended(
     outcomes: dict[str, dict[str, Any]],
 ) -> None:
-    """Asking is not stopping: after `timeouts.stop` they are ended, and the job may start again."""
+    """Calling `stop_requested()` is not enough: after `timeouts.stop` the launcher ends them."""
     found = outcomes["overdue"]
     assert found["error"] == "PreemptedError", found["text"]
     assert "ranks 0 and 1 (world_size 2) did not return within 1 s of SIGTERM" in found["text"]
@@ -94,10 +94,10 @@ def test_ranks_that_do_not_return_in_time_are_named_and_ended(
     require_in_time(found["took_s"], CRASH_S + 1)
 
 
-def test_failure_while_saving_is_told_and_not_tried_again(
+def test_failure_while_saving_is_reported_and_not_retried(
     outcomes: dict[str, dict[str, Any]],
 ) -> None:
-    """The disk is full: that is the error of the launch, not a clean stop, and no new attempt."""
+    """A full disk is the error of the launch, not a clean stop, and there is no new attempt."""
     found = outcomes["full disk"]
     assert (found["error"], found["attempt"]) == ("RankRaisedError", 1)
     assert "rank 1 (world_size 2) raised OSError" in found["text"]
@@ -106,33 +106,33 @@ def test_failure_while_saving_is_told_and_not_tried_again(
 def test_request_after_a_rank_has_returned_changes_nothing(
     outcomes: dict[str, dict[str, Any]],
 ) -> None:
-    """Rank 0 has made all its calls: the others must not stop at one that it has passed.
+    """Rank 0 has made all its calls, so the others must not stop at a call that it has passed.
 
-    The training ends as if it had not been asked, and no rank waits for a promise of rank 0.
+    The training ends as it would without the request, and no rank waits for rank 0.
     """
     assert outcomes["too late"]["values"] == {"0": 40, "1": 40}
 
 
 def test_ctrl_c_does_not_wait_for_ranks_that_save(outcomes: dict[str, dict[str, Any]]) -> None:
-    """It ends them at once, though they have a minute left."""
+    """Ctrl-C ends them at once, although they have a minute left."""
     found = outcomes["impatience"]
     assert found["error"] == "KeyboardInterrupt"
     require_in_time(found["took_s"], CRASH_S)
 
 
 def test_exit_code_asks_for_another_start(tmp_path: Path) -> None:
-    """The script ends with 75, without a traceback, and without running what follows `launch`."""
+    """The script exits with 75, without a traceback and without running the code after `launch`."""
     with start_script(tmp_path, launch("train_in_step")) as job:
         job.wait_until_up()
         os.kill(job.pid, signal.SIGTERM)
         run = job.end()
-    assert (run.code, run.out) == (AGAIN, ""), run.err
+    assert (run.code, run.out) == (EXIT_TRY_AGAIN, ""), run.err
     assert "start the same command again" in run.err
     assert "Traceback" not in run.err
 
 
-def test_training_that_never_asks_is_not_kept_alive(tmp_path: Path) -> None:
-    """No rank could answer, so the launch ends at once by the signal, and says why."""
+def test_sigterm_ends_ranks_that_never_call_stop_requested(tmp_path: Path) -> None:
+    """No rank could react, so the launch ends by the signal at once, and reports why."""
     with start_script(tmp_path, launch("never_ask")) as job:
         job.wait_until_up()
         sent = time.monotonic()
@@ -143,41 +143,41 @@ def test_training_that_never_asks_is_not_kept_alive(tmp_path: Path) -> None:
     assert "no rank has called stop_requested() yet" in run.err
 
 
-def test_a_warning_before_the_first_step_is_kept_for_it(tmp_path: Path) -> None:
-    """SIGUSR1 while ranks still load stops them at their first question."""
+def test_a_warning_before_the_first_step_is_remembered(tmp_path: Path) -> None:
+    """SIGUSR1 while ranks still load stops them at their first call of `stop_requested()`."""
     with start_script(tmp_path, launch("ask_late")) as job:
         job.wait_until_up()
         os.kill(job.pid, signal.SIGUSR1)
         scripts.wait_until(lambda: "the stop begins when one does" in job.errors())
         (tmp_path / "go").touch()
         run = job.end()
-    assert run.code == AGAIN, run.err
+    assert run.code == EXIT_TRY_AGAIN, run.err
     assert (tmp_path / "saved-0").exists()
 
 
 def test_second_sigterm_ends_the_ranks_at_once(tmp_path: Path) -> None:
-    """Whoever insists does not wait; a repetition within a second does not count."""
+    """A user who insists need not wait; a repetition within a second does not count."""
     with start_script(tmp_path, launch("ask_and_go_on")) as job:
         job.wait_until_up()
         os.kill(job.pid, signal.SIGTERM)
         scripts.wait_until(lambda: "asked to save and return" in job.errors())
-        asked = time.monotonic()
-        scripts.wait_until(lambda: time.monotonic() > asked + 1.1)
+        asked_s = time.monotonic()
+        scripts.wait_until(lambda: time.monotonic() > asked_s + 1.1)
         os.kill(job.pid, signal.SIGTERM)
         sent = time.monotonic()
         assert job.end().code == -signal.SIGTERM
         require_in_time(time.monotonic() - sent, CRASH_S)
 
 
-def test_rank_that_is_asked_alone_stops_all_and_the_launcher_tries_again(tmp_path: Path) -> None:
-    """Its host was to go, the launcher's was not: ``on={"preempted"}`` makes another attempt."""
+def test_a_request_to_one_rank_stops_all_and_the_launcher_retries(tmp_path: Path) -> None:
+    """Only that rank's host is preempted, so ``on={"preempted"}`` starts another attempt."""
     policy = ddpsafe.RetryPolicy(on={"preempted"}, backoff_initial=0, jitter=0, no_progress=None)
     result = World(folder=tmp_path).launch(programs.try_again, retry=policy)
     assert result.values == {0: "finished attempt 2", 1: "finished attempt 2"}
 
 
-def test_stop_of_one_rank_is_explained_where_nobody_tries_again(tmp_path: Path) -> None:
-    """Who was asked, by what, and that the same command goes on."""
+def test_a_request_to_one_rank_is_explained_without_a_retry(tmp_path: Path) -> None:
+    """The message names the rank and the signal, and the same command continues the job."""
     with pytest.raises(ddpsafe.PreemptedError) as caught:
         World(folder=tmp_path).launch(programs.try_again)
     require_answers(caught.value)
@@ -185,8 +185,8 @@ def test_stop_of_one_rank_is_explained_where_nobody_tries_again(tmp_path: Path) 
     assert len(set(caught.value.values.values())) == 1
 
 
-def test_ranks_that_accept_requests_are_ended_as_fast_as_others(tmp_path: Path) -> None:
-    """Their handler of SIGTERM does not keep them alive when another rank has failed."""
+def test_ranks_that_handle_sigterm_are_ended_as_fast_as_others(tmp_path: Path) -> None:
+    """Their handler does not keep them alive when another rank has failed."""
     error = World(folder=tmp_path, ranks=3).launch_fails(
         ddpsafe.RankKilledError, programs.wait_in_gloo, timeouts={"grace": 20, "shutdown": 60}
     )

@@ -1,4 +1,4 @@
-"""Ranks that another launcher has started: one breaks, and the others notice as far as they can."""
+"""Another launcher started the ranks: one fails, and the others notice as far as they can."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def run(ranks: int, program: object, folder: Path, *args: object) -> list[forked
 
 @pytest.mark.parametrize("style", ["with", "finally"])
 @pytest.mark.parametrize("ranks", SIZES)
-def test_a_rank_that_raises_waits_for_nobody(tmp_path: Path, ranks: int, style: str) -> None:
-    """Neither ``with process_group():`` nor ``finally: cleanup()`` keeps an error from getting out."""
+def test_a_rank_that_raises_does_not_wait_for_the_others(
+    tmp_path: Path, ranks: int, style: str
+) -> None:
+    """Neither ``with process_group():`` nor ``finally: cleanup()`` holds back its error."""
     ended = run(ranks, programs.fail_attached, tmp_path, style)
     assert isinstance(ended[1].error, LostSampleError)
     for rank in ended:
@@ -38,14 +40,14 @@ def test_a_rank_that_raises_waits_for_nobody(tmp_path: Path, ranks: int, style: 
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_a_rank_that_does_not_come_to_a_barrier_is_named_on_every_other_rank(
+def test_a_rank_that_misses_a_barrier_is_named_on_every_other_rank(
     tmp_path: Path, ranks: int
 ) -> None:
-    """No rank learns only that a connection was closed."""
+    """Without that, a rank would only report a closed connection."""
     ended = run(ranks, programs.miss_a_barrier_attached, tmp_path, BARRIER_S)
     for number, rank in enumerate(ended):
         if number == 1:
-            # It did its part, but the job has failed.
+            # It completed its own work, but the job has failed.
             assert isinstance(rank.error, ddpsafe.RankRaisedError), rank
             continue
         assert isinstance(rank.error, ddpsafe.BarrierTimeoutError), rank.error
@@ -57,12 +59,10 @@ def test_a_rank_that_does_not_come_to_a_barrier_is_named_on_every_other_rank(
 
 @pytest.mark.recorder
 @pytest.mark.parametrize("failing", [1, 0])
-def test_a_rank_that_fails_with_a_peer_says_which_one_failed_first(
-    tmp_path: Path, failing: int
-) -> None:
-    """Torch says "Connection closed by peer"; beside it stands who failed, and how, where known.
+def test_a_rank_that_fails_because_of_a_peer_names_the_peer(tmp_path: Path, failing: int) -> None:
+    """Beside torch's "Connection closed by peer" it reports which rank failed first, and why.
 
-    Rank 0 serves the store and takes its reason with it; that it was rank 0 is still said.
+    Rank 0 serves the store, so its reason is lost with it, but rank 0 is still named.
     """
     ended = run(2, programs.fail_beside_others, tmp_path, failing, "train")
     assert isinstance(ended[failing].error, ValueError)
@@ -74,10 +74,10 @@ def test_a_rank_that_fails_with_a_peer_says_which_one_failed_first(
 
 
 @pytest.mark.parametrize("failing", [1, 0])
-def test_a_rank_that_has_returned_does_not_succeed_beside_one_that_failed(
+def test_a_rank_that_returned_fails_when_another_rank_has_failed(
     tmp_path: Path, failing: int
 ) -> None:
-    """The job has failed, and its last rank knows: it raises, and names the rank."""
+    """The job has failed, so the last rank raises, too, and names the failed one."""
     ended = run(2, programs.fail_beside_others, tmp_path, failing, "return")
     assert isinstance(ended[failing].error, ValueError)
     other = ended[1 - failing].error
@@ -87,6 +87,6 @@ def test_a_rank_that_has_returned_does_not_succeed_beside_one_that_failed(
 
 
 def test_ranks_agree_on_the_attempt(tmp_path: Path) -> None:
-    """A host that joined after a restart counts fewer (pytorch #108158): the highest count holds."""
+    """A host that joins after a restart counts fewer (pytorch #108158); the highest count wins."""
     ended = run(3, programs.say_the_attempt, tmp_path, ["0", "2", "1"])
     assert [rank.value for rank in ended] == [[3] * 5] * 3

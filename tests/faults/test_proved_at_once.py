@@ -1,4 +1,4 @@
-"""A deadlock that no time can end is ended within seconds, with its proof; no timeout is set."""
+"""A deadlock that can be proved is ended within seconds, with its proof and without a timeout."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PROOF = "this is a deadlock, so ddpsafe did not wait for a timeout:"
 
 
 @pytest.mark.recorder
-def test_a_cycle_over_two_groups(tmp_path: Path) -> None:
-    """Each rank waits in one group for the other, which waits in the other group for it."""
+def test_a_cycle_over_two_groups_is_proved(tmp_path: Path) -> None:
+    """Each rank waits in a different group for the other rank."""
     error = World(folder=tmp_path).launch_fails(
         ddpsafe.CollectiveTimeoutError, programs.cross_two_groups, within_s=PROVED_S
     )
@@ -42,8 +42,8 @@ def test_a_cycle_over_two_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.recorder
-def test_a_cycle_over_three_ranks(tmp_path: Path) -> None:
-    """None of the groups shows it by itself."""
+def test_a_cycle_over_three_ranks_is_proved(tmp_path: Path) -> None:
+    """No single group shows the cycle."""
     error = World(folder=tmp_path, ranks=3).launch_fails(
         ddpsafe.CollectiveTimeoutError, programs.go_round_in_a_ring, within_s=PROVED_S
     )
@@ -53,8 +53,8 @@ def test_a_cycle_over_three_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.recorder
 @pytest.mark.parametrize(("ranks", "culprit"), [(2, 1), (4, 1)])
-def test_a_skipped_collective(tmp_path: Path, ranks: int, culprit: int) -> None:
-    """The rank meets the others in another collective under the same number."""
+def test_a_skipped_collective_is_proved(tmp_path: Path, ranks: int, culprit: int) -> None:
+    """The rank is in a different collective than the others, under the same number."""
     error = World(folder=tmp_path, ranks=ranks).launch_fails(
         ddpsafe.CollectiveTimeoutError, programs.skip_a_collective, within_s=PROVED_S
     )
@@ -64,7 +64,7 @@ def test_a_skipped_collective(tmp_path: Path, ranks: int, culprit: int) -> None:
 
 
 @pytest.mark.recorder
-def test_a_branch_that_one_rank_takes(tmp_path: Path) -> None:
+def test_a_branch_that_only_one_rank_takes_is_proved(tmp_path: Path) -> None:
     """The others are in the backward pass of DDP, whose collectives Python does not see."""
     error = World(folder=tmp_path, ranks=3).launch_fails(
         ddpsafe.CollectiveTimeoutError, programs.branch_by_rank, within_s=PROVED_S
@@ -84,11 +84,11 @@ def test_a_branch_that_one_rank_takes(tmp_path: Path) -> None:
         programs.stop_before_a_crash,
     ],
 )
-def test_a_stopped_rank(tmp_path: Path, program: Callable[..., None]) -> None:
-    """It is stopped while all others wait for it, and the user has set no timeout.
+def test_a_rank_stopped_by_a_signal_is_proved(tmp_path: Path, program: Callable[..., None]) -> None:
+    """All others wait for the rank, and the user has set no timeout.
 
-    The launcher continues it to ask where it is: no rank gets to the end of its function by that, and
-    what it does then is not a cause.
+    The launcher resumes it to ask for its position: no rank reaches the end of its function by that,
+    and what the rank does then is not reported as a cause.
     """
     error = World(folder=tmp_path).launch_fails(
         ddpsafe.CollectiveTimeoutError, program, within_s=PROVED_S + 1
@@ -101,8 +101,8 @@ def test_a_stopped_rank(tmp_path: Path, program: Callable[..., None]) -> None:
 
 
 @pytest.mark.recorder
-def test_a_rank_that_leaves_a_subgroup(tmp_path: Path) -> None:
-    """The group of all ranks does not show that it is missed."""
+def test_a_rank_that_returns_while_a_subgroup_waits_is_blamed(tmp_path: Path) -> None:
+    """The group of all ranks does not show that the rank is missing."""
     error = World(folder=tmp_path, ranks=3).launch_fails(
         ddpsafe.RankLeftEarlyError, programs.leave_a_subgroup_alone, within_s=PROVED_S
     )
@@ -112,8 +112,8 @@ def test_a_rank_that_leaves_a_subgroup(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_that_is_stopped_for_a_moment_is_waited_for(tmp_path: Path) -> None:
-    """As by a debugger, or a laptop's lid."""
+def test_a_rank_may_be_stopped_for_a_moment(tmp_path: Path) -> None:
+    """A debugger does so, or a laptop's lid."""
     result = World(folder=tmp_path).launch(programs.stop_for_a_moment)
     assert set(result.values.values()) == {"done"}
 
@@ -124,7 +124,7 @@ def test_a_rank_that_is_stopped_for_a_moment_is_waited_for(tmp_path: Path) -> No
 def test_healthy_programs_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Collectives over random subgroups, slow ranks, and a watch that asks whenever one sleeps."""
+    """They run collectives over random subgroups with slow ranks, under a watch that asks often."""
     eager = dataclasses.replace(deadlock_watch.SETTINGS, look_s=0.02, sleep_s=0.02)
     monkeypatch.setattr(deadlock_watch, "SETTINGS", eager)
     world = World(folder=tmp_path, ranks=4)

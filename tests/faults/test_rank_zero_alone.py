@@ -1,4 +1,4 @@
-"""Rank 0 evaluates by itself through the DDP wrapper, which makes it a collective."""
+"""Rank 0 evaluates alone through the DDP wrapper, whose forward pass is a collective."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.recorder
-def test_of_four_ranks_rank_zero_is_named(tmp_path: Path) -> None:
+def test_rank_zero_is_named_among_four_ranks(tmp_path: Path) -> None:
     """It broadcasts the buffers of BatchNorm while the others reduce gradients."""
     world = World(folder=tmp_path, ranks=4)
     error = world.launch_fails(
@@ -29,8 +29,8 @@ def test_of_four_ranks_rank_zero_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.recorder
-def test_of_two_ranks_both_calls_are_shown(tmp_path: Path) -> None:
-    """Nothing tells which of two is wrong, so the message shows both lines and both calls."""
+def test_both_calls_of_two_ranks_are_shown(tmp_path: Path) -> None:
+    """Nothing shows which of two ranks is wrong, so the message has both lines and both calls."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
@@ -42,7 +42,7 @@ def test_of_two_ranks_both_calls_are_shown(tmp_path: Path) -> None:
     assert "all_reduce number" in str(error)
 
 
-def test_through_the_bare_model_it_works(tmp_path: Path) -> None:
-    """`ctx.unwrap(model)` is what the fix says."""
+def test_rank_zero_may_evaluate_the_unwrapped_model(tmp_path: Path) -> None:
+    """The error message recommends `ctx.unwrap(model)`."""
     values = World(folder=tmp_path).launch(programs.evaluate_unwrapped_on_rank_zero).values
     assert values == {0: "evaluated", 1: "trained"}

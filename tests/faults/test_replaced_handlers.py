@@ -1,4 +1,4 @@
-"""What signals do to a rank whose handlers are its own, or gone."""
+"""A rank has replaced or removed the signal handlers of ddpsafe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="only Linux tells which signals a process catches"
+    sys.platform != "linux", reason="only Linux shows which signals a process catches"
 )
 
 
@@ -28,8 +28,10 @@ pytestmark = pytest.mark.skipif(
         pytest.param(programs.reset_signals_and_sleep, "in sleep", id="defaults"),
     ],
 )
-def test_it_hangs_and_was_not_killed(tmp_path: Path, fault: Callable[..., Any], place: str) -> None:
-    """It would die of the question where it is, and an unknown sender would be blamed for it."""
+def test_a_hanging_rank_without_handlers_is_not_killed_by_the_launchers_question(
+    tmp_path: Path, fault: Callable[..., Any], place: str
+) -> None:
+    """The signal that asks for its stack would end it, and the message would report a kill."""
     error = World(folder=tmp_path).launch_fails(
         ddpsafe.CollectiveTimeoutError,
         train,
@@ -41,8 +43,8 @@ def test_it_hangs_and_was_not_killed(tmp_path: Path, fault: Callable[..., Any], 
     assert "killed" not in str(error)
 
 
-def test_a_handler_that_raises_while_the_failure_is_told(tmp_path: Path) -> None:
-    """As torch's does for each worker of a DataLoader that dies: the report must not break off."""
+def test_a_handler_that_raises_does_not_interrupt_the_report(tmp_path: Path) -> None:
+    """The handler of torch raises for each DataLoader worker that dies, also during a report."""
     error = World(folder=tmp_path).launch_fails(
         ddpsafe.RankRaisedError, train, programs.fail_under_alarms
     )

@@ -1,4 +1,4 @@
-"""A failure on one attempt and not on the next, on every attempt, and one that is not tried again."""
+"""A failure occurs in one attempt or in all of them, and is retried or not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-SOON: dict[str, Any] = {"backoff_initial": 0.05, "backoff_max": 0.05, "jitter": 0}
+SHORT_BACKOFF: dict[str, Any] = {"backoff_initial": 0.05, "backoff_max": 0.05, "jitter": 0}
 
 
 def attempts_of(folder: Path, rank: int = 1) -> list[int]:
@@ -28,12 +28,12 @@ def attempts_of(folder: Path, rank: int = 1) -> list[int]:
 
 
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
-def test_a_failure_of_the_first_attempt_only(
+def test_the_next_attempt_succeeds(
     tmp_path: Path, ranks: int, start_method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The next attempt succeeds, knows its number, and one line says why it was made."""
+    """It knows its number, and one log line gives the reason for the retry."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
-    policy = RetryPolicy(on={"killed"}, **SOON)
+    policy = RetryPolicy(on={"killed"}, **SHORT_BACKOFF)
     with caplog.at_level(logging.WARNING):
         result = world.launch(programs.fail_on_attempts, 1, "killed", retry=policy)
     assert result.attempts == 2
@@ -46,11 +46,11 @@ def test_a_failure_of_the_first_attempt_only(
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_a_new_attempt_shares_nothing_with_the_last_one(tmp_path: Path, ranks: int) -> None:
-    """No store, port, log file or process; what the first one wrote is still there to read."""
+def test_a_new_attempt_shares_nothing_with_the_previous_one(tmp_path: Path, ranks: int) -> None:
+    """It has its own store, port, log files and processes, and the first attempt's files remain."""
     world = World(folder=tmp_path, ranks=ranks)
     values = world.launch(
-        programs.describe_meeting, retry=RetryPolicy(on={"killed"}, **SOON)
+        programs.describe_meeting, retry=RetryPolicy(on={"killed"}, **SHORT_BACKOFF)
     ).values
     for rank in range(ranks):
         first, second = (
@@ -64,15 +64,15 @@ def test_a_new_attempt_shares_nothing_with_the_last_one(tmp_path: Path, ranks: i
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_every_attempt_fails(tmp_path: Path, ranks: int) -> None:
-    """The last error comes through itself, the earlier ones attached, each with its report."""
+def test_the_last_error_is_raised_when_every_attempt_fails(tmp_path: Path, ranks: int) -> None:
+    """The earlier errors are attached, and each attempt has its report."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.RankKilledError,
         programs.fail_on_attempts,
         3,
         "killed",
-        retry=RetryPolicy(attempts=3, on={"killed"}, no_progress=None, **SOON),
+        retry=RetryPolicy(attempts=3, on={"killed"}, no_progress=None, **SHORT_BACKOFF),
     )
     assert (error.attempt, error.attempts) == (3, 3)
     assert [earlier.attempt for earlier in error.previous_attempts] == [1, 2]
@@ -92,10 +92,10 @@ def test_every_attempt_fails(tmp_path: Path, ranks: int) -> None:
     ],
     ids=["default", "every-kind", "other-types"],
 )
-def test_a_deterministic_error_is_not_tried_again(tmp_path: Path, on: set[Any]) -> None:
-    """It would come back the same way, whatever kinds the policy names."""
+def test_a_deterministic_error_is_not_retried(tmp_path: Path, on: set[Any]) -> None:
+    """It would occur again, whatever kinds the policy names."""
     world = World(folder=tmp_path)
-    policy = RetryPolicy(on=on, **SOON) if on else RetryPolicy(**SOON)
+    policy = RetryPolicy(on=on, **SHORT_BACKOFF) if on else RetryPolicy(**SHORT_BACKOFF)
     error = world.launch_fails(
         ddpsafe.RankRaisedError, programs.fail_on_attempts, 1, "value", retry=policy
     )
@@ -108,10 +108,10 @@ def test_a_deterministic_error_is_not_tried_again(tmp_path: Path, on: set[Any]) 
 
 
 @pytest.mark.parametrize("policy", [None, RetryPolicy(attempts=2)], ids=["default", "attempts"])
-def test_a_killed_rank_is_not_tried_again_unless_the_policy_says_so(
+def test_a_killed_rank_is_not_retried_unless_the_policy_names_the_kind(
     tmp_path: Path, policy: RetryPolicy | None
 ) -> None:
-    """By default only what failed before the function ran; who has asked for retries is told why."""
+    """The default retries only failures before the function ran; a policy gets the reason."""
     world = World(folder=tmp_path)
     retry = {} if policy is None else {"retry": policy}
     error = world.launch_fails(
@@ -119,21 +119,23 @@ def test_a_killed_rank_is_not_tried_again_unless_the_policy_says_so(
     )
     assert attempts_of(tmp_path) == [1]
     assert ", attempt 1, after " in error.explanation.what
-    told = "Not retried: RetryPolicy.on does not name the kind 'killed'."
-    assert (told in str(error)) == (policy is not None)
+    reason = "Not retried: RetryPolicy.on does not name the kind 'killed'."
+    assert (reason in str(error)) == (policy is not None)
 
 
 @pytest.mark.parametrize("on", [{ConnectionError}, {OSError}, {"network"}], ids=str)
-def test_an_exception_type_is_tried_again_where_it_is_named(tmp_path: Path, on: set[Any]) -> None:
-    """Named itself, by a base class, or by its kind."""
+def test_an_exception_type_is_retried_where_the_policy_names_it(
+    tmp_path: Path, on: set[Any]
+) -> None:
+    """The policy may name the type, a base class or the kind."""
     world = World(folder=tmp_path)
-    policy = RetryPolicy(on=on, **SOON)
+    policy = RetryPolicy(on=on, **SHORT_BACKOFF)
     result = world.launch(programs.fail_on_attempts, 1, "network", retry=policy)
     assert result.attempts == 2
 
 
 def test_arguments_may_change_between_attempts(tmp_path: Path) -> None:
-    """`on_retry` sees the failure and returns other arguments, here a smaller batch."""
+    """`on_retry` receives the failure and returns other arguments, here a smaller batch."""
     world = World(folder=tmp_path)
     seen: list[ddpsafe.DDPSafeError] = []
 
@@ -144,7 +146,7 @@ def test_arguments_may_change_between_attempts(tmp_path: Path) -> None:
     result = world.launch(
         programs.needs_less,
         64,
-        retry=RetryPolicy(attempts=9, on={"out-of-memory"}, **SOON),
+        retry=RetryPolicy(attempts=9, on={"out-of-memory"}, **SHORT_BACKOFF),
         on_retry=halve,
     )
     assert result.values == {0: 8, 1: 8}
@@ -153,14 +155,14 @@ def test_arguments_may_change_between_attempts(tmp_path: Path) -> None:
     assert isinstance(seen[0].__cause__, MemoryError)
 
 
-def test_none_keeps_the_arguments(tmp_path: Path) -> None:
-    """A callback that only takes notes is welcome."""
+def test_on_retry_keeps_the_arguments_by_returning_none(tmp_path: Path) -> None:
+    """A callback that only logs need not return the arguments."""
     world = World(folder=tmp_path)
     result = world.launch(
         programs.fail_on_attempts,
         1,
         "killed",
-        retry=RetryPolicy(on={"killed"}, **SOON),
+        retry=RetryPolicy(on={"killed"}, **SHORT_BACKOFF),
         on_retry=lambda _failure: None,
     )
     assert result.attempts == 2
@@ -180,9 +182,9 @@ def _refuse_for_a_reason(_failure: ddpsafe.DDPSafeError) -> None:
 def test_a_callback_that_raises_ends_the_launch_with_its_error(
     tmp_path: Path, on_retry: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is the user's own code; the failure is shown above it, and its logs stay."""
+    """The failure is the cause of that error, and its logs remain."""
     world = World(folder=tmp_path)
-    policy = RetryPolicy(on={"killed"}, **SOON)
+    policy = RetryPolicy(on={"killed"}, **SHORT_BACKOFF)
     with pytest.raises(ValueError, match="no more") as caught:
         world.launch(
             *(programs.fail_on_attempts, 1, "killed"),
@@ -204,25 +206,25 @@ def test_a_callback_that_raises_ends_the_launch_with_its_error(
 
 
 def test_a_callback_may_raise_the_failure_itself(tmp_path: Path) -> None:
-    """It ends the launch as if no other attempt had been allowed: no error is its own cause."""
+    """It ends the launch as if no other attempt was allowed, and is not chained to itself."""
 
     def give_up(failure: ddpsafe.DDPSafeError) -> None:
         raise failure
 
     error = World(folder=tmp_path).launch_fails(
         *(ddpsafe.RankKilledError, programs.fail_on_attempts, 1, "killed"),
-        retry=RetryPolicy(on={"killed"}, **SOON),
+        retry=RetryPolicy(on={"killed"}, **SHORT_BACKOFF),
         on_retry=give_up,
     )
     assert (error.__cause__, error.previous_attempts) == (None, ())
 
 
-def test_arguments_that_a_callback_gets_wrong_are_a_config_error(tmp_path: Path) -> None:
-    """It says what failed before, as every error that ends a retry does."""
+def test_wrong_arguments_from_a_callback_raise_config_error(tmp_path: Path) -> None:
+    """It also reports the earlier failure, as every error that ends a retry does."""
     with pytest.raises(ddpsafe.ConfigError, match="cannot be called with") as caught:
         World(folder=tmp_path).launch(
             *(programs.fail_on_attempts, 1, "killed"),
-            retry=RetryPolicy(on={"killed"}, **SOON),
+            retry=RetryPolicy(on={"killed"}, **SHORT_BACKOFF),
             on_retry=lambda _failure: (tmp_path,),
         )
     (earlier,) = caught.value.previous_attempts
@@ -230,13 +232,13 @@ def test_arguments_that_a_callback_gets_wrong_are_a_config_error(tmp_path: Path)
     assert f"\n  Before that, {str(earlier).splitlines()[0]}\n" in str(caught.value)
 
 
-def test_a_failure_stays_known_when_the_next_attempt_cannot_begin(tmp_path: Path) -> None:
-    """The data was there for the first attempt: its error and its logs are the story."""
+def test_a_failure_is_reported_when_the_next_attempt_cannot_start(tmp_path: Path) -> None:
+    """The data disappeared in the first attempt, so its error and logs show the cause."""
     (tmp_path / "data").mkdir()
     with pytest.raises(ddpsafe.PreflightError, match="data path 'train' is not ready") as caught:
         World(folder=tmp_path).launch(
             *(train, programs.take_the_data_and_die),
-            retry=RetryPolicy(attempts=2, on={"killed"}, **SOON),
+            retry=RetryPolicy(attempts=2, on={"killed"}, **SHORT_BACKOFF),
             data_paths={"train": tmp_path / "data"},
             run_dir=None,
         )
@@ -251,44 +253,44 @@ def test_a_failure_stays_known_when_the_next_attempt_cannot_begin(tmp_path: Path
     shutil.rmtree(earlier.run_dir)
 
 
-def test_two_attempts_without_a_step_end_the_loop(tmp_path: Path) -> None:
-    """What dies before its first step, twice, dies for another reason than bad luck."""
+def test_two_attempts_without_a_step_end_the_retries(tmp_path: Path) -> None:
+    """A job that fails twice before its first step does not fail by chance."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.RankKilledError,
         programs.fail_on_attempts,
         9,
         "killed",
-        retry=RetryPolicy(attempts=9, on={"killed"}, **SOON),
+        retry=RetryPolicy(attempts=9, on={"killed"}, **SHORT_BACKOFF),
     )
     assert attempts_of(tmp_path) == [1, 2]
     assert (error.attempt, len(error.previous_attempts)) == (2, 1)
     assert "Not retried: 2 attempts in a row made no optimizer step" in str(error)
 
 
-def test_attempts_with_steps_go_on(tmp_path: Path) -> None:
-    """A job that gets on a little each time uses all its attempts."""
+def test_attempts_that_make_steps_are_retried(tmp_path: Path) -> None:
+    """A job that makes some progress each time uses all its attempts."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.RankKilledError,
         programs.step_and_die,
         Optimizer(),
-        retry=RetryPolicy(attempts=4, on={"killed"}, **SOON),
+        retry=RetryPolicy(attempts=4, on={"killed"}, **SHORT_BACKOFF),
     )
     assert attempts_of(tmp_path) == [1, 2, 3, 4]
     assert [outcome.steps for outcome in error.outcomes.values()] == [3, 3]
 
 
-def test_a_rank_that_dies_at_the_same_step_behind_a_checkpoint_ends_the_loop(
+def test_a_failure_at_the_same_step_after_a_checkpoint_ends_the_retries(
     tmp_path: Path,
 ) -> None:
-    """The second and the third attempt restore step 6 and make step 7, as the first one did."""
+    """Attempts 2 and 3 restore step 6 and make step 7, and so get no further than the first."""
     error = World(folder=tmp_path).launch_fails(
         *(ddpsafe.RankKilledError, programs.resume_and_die, Optimizer()),
-        retry=RetryPolicy(attempts=9, on={"killed"}, **SOON),
+        retry=RetryPolicy(attempts=9, on={"killed"}, **SHORT_BACKOFF),
     )
     assert attempts_of(tmp_path) == [1, 2, 3]
-    said = (
+    reason = (
         "2 attempts in a row got no further than an earlier one: checkpoint 6 and 1 optimizer step"
     )
-    assert said in str(error)
+    assert reason in str(error)

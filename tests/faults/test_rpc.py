@@ -1,4 +1,4 @@
-"""Ranks that call each other by torch's RPC: the caller is not blamed for the rank that it called."""
+"""Ranks call each other by torch's RPC, and a caller is not blamed for the rank that it called."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RPC_S = 2.0
 
 
 @pytest.mark.parametrize("attempt", range(4))
-def test_a_rank_that_is_killed_in_a_call(tmp_path: Path, attempt: int) -> None:
-    """The caller's error is often seen before the kill; the kill is what is told."""
+def test_a_rank_that_is_killed_in_a_call_is_blamed(tmp_path: Path, attempt: int) -> None:
+    """The caller's error often arrives before the kill, but the kill is the root cause."""
     del attempt
     error = World(folder=tmp_path).spawn_fails(
         ddpsafe.RankKilledError, programs.call_the_other_rank, programs.be_killed, 60.0
@@ -27,8 +27,8 @@ def test_a_rank_that_is_killed_in_a_call(tmp_path: Path, attempt: int) -> None:
     require_rank(error, 1)
 
 
-def test_a_rank_that_hangs_in_a_call(tmp_path: Path) -> None:
-    """The line is that of the call, though the main thread waits for the end of all calls."""
+def test_a_rank_that_hangs_in_a_call_is_named(tmp_path: Path) -> None:
+    """The message shows the line of the call; the main thread only waits for calls to end."""
     error = World(folder=tmp_path).spawn_fails(
         ddpsafe.CollectiveTimeoutError,
         *(programs.call_the_other_rank, programs.hang, RPC_S),

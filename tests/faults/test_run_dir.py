@@ -1,4 +1,4 @@
-"""The run directory fails or grows old: a full disk, one removed while ranks run, one of last week."""
+"""The run directory is on a full disk, is removed while ranks run, or is a week old."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.root
 def test_a_disk_that_fills_up_fails_the_rank_that_writes(tmp_path: Path, small_disk: Path) -> None:
-    """The error is the system's own, and the launcher survives that it can write nothing either."""
+    """Its error is the system's, and the launcher copes with being unable to write, too."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.RankRaisedError, programs.print_for_ever, run_dir=small_disk / "run"
@@ -55,10 +55,8 @@ def test_a_disk_that_fills_up_fails_the_rank_that_writes(tmp_path: Path, small_d
 
 
 @pytest.mark.root
-def test_a_failure_on_a_full_disk_is_the_failure_that_it_is(
-    tmp_path: Path, small_disk: Path
-) -> None:
-    """No log and no report can be written, and yet the message is complete."""
+def test_a_full_disk_does_not_hide_a_failure(tmp_path: Path, small_disk: Path) -> None:
+    """Neither a log nor a report can be written, but the message is complete."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.RankRaisedError,
@@ -74,8 +72,8 @@ def test_a_failure_on_a_full_disk_is_the_failure_that_it_is(
 
 
 @pytest.mark.root
-def test_a_disk_that_is_full_before_the_start_starts_nothing(small_disk: Path) -> None:
-    """The run directory is tried before any process starts."""
+def test_no_process_starts_when_the_disk_is_already_full(small_disk: Path) -> None:
+    """The preflight writes to the run directory before any process starts."""
     with pytest.raises(OSError, match="No space left"), (small_disk / "filler").open("wb") as file:
         file.write(b"x" * 100_000)
     with pytest.raises(ddpsafe.PreflightError) as caught:
@@ -84,14 +82,14 @@ def test_a_disk_that_is_full_before_the_start_starts_nothing(small_disk: Path) -
     assert "No space left on device" in str(caught.value)
 
 
-def test_one_that_is_removed_while_ranks_run_is_no_failure(tmp_path: Path) -> None:
-    """Who removes it loses the logs, and nothing else."""
+def test_removing_the_run_directory_while_ranks_run_is_not_a_failure(tmp_path: Path) -> None:
+    """Only the logs are lost."""
     values = World(folder=tmp_path).launch(programs.remove_run_dir, "go on").values
     assert values == {0: "done", 1: "done"}
 
 
-def test_a_failure_after_it_was_removed_is_the_failure_that_it_is(tmp_path: Path) -> None:
-    """The report comes on a pipe, not in a file."""
+def test_a_removed_run_directory_does_not_hide_a_failure(tmp_path: Path) -> None:
+    """The rank reports through a pipe, not through a file."""
     world = World(folder=tmp_path)
     error = world.launch_fails(ddpsafe.RankRaisedError, programs.remove_run_dir, "raise")
     require_rank(error, 1)
@@ -99,8 +97,8 @@ def test_a_failure_after_it_was_removed_is_the_failure_that_it_is(tmp_path: Path
 
 
 @pytest.mark.recorder
-def test_a_hang_after_it_was_removed_names_the_rank(tmp_path: Path) -> None:
-    """Stacks go to a file, but the sequence of collectives does not."""
+def test_a_hang_without_a_run_directory_names_the_rank(tmp_path: Path) -> None:
+    """Stacks go through a file, but the sequence of collectives does not."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
@@ -112,8 +110,8 @@ def test_a_hang_after_it_was_removed_names_the_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.recorder
-def test_the_report_of_a_failed_attempt(tmp_path: Path) -> None:
-    """For a reader and for a program: who failed, what each rank raised, where each rank was."""
+def test_the_report_of_a_failed_attempt_has_all_ranks(tmp_path: Path) -> None:
+    """As text and as JSON, it has the failed rank, and what each rank raised and where it was."""
     world = World(folder=tmp_path, ranks=4)
     error = world.launch_fails(ddpsafe.RankRaisedError, train, raise_chained)
     folder = tmp_path / "run" / "attempt-1"
@@ -131,7 +129,7 @@ def test_the_report_of_a_failed_attempt(tmp_path: Path) -> None:
 
 @pytest.mark.recorder
 def test_the_report_of_a_hang_has_the_stacks_of_all_threads(tmp_path: Path) -> None:
-    """What was asked before the ranks were ended is kept."""
+    """The answers that ranks gave before they were ended are kept."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
@@ -150,8 +148,8 @@ def test_the_report_of_a_hang_has_the_stacks_of_all_threads(tmp_path: Path) -> N
 WEEK_S: Final = 7 * 86_400.0
 
 
-def test_directories_of_failed_launches_go_after_a_week(tmp_path: Path) -> None:
-    """Only those of this user, by name, untouched for a week, and not held by a launch."""
+def test_directories_of_failed_launches_are_removed_after_a_week(tmp_path: Path) -> None:
+    """They must belong to this user, match by name, be a week old, and not be held by a launch."""
     names = {
         "ddpsafe-a1b2c3_4": True,
         "ddpsafe-newlogs1": False,
@@ -186,8 +184,10 @@ def test_directories_of_failed_launches_go_after_a_week(tmp_path: Path) -> None:
     assert remove_old_directories(tmp_path, now_s=now_s + 2 * WEEK_S) != []
 
 
-def test_a_launch_removes_and_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next launch does it, and its own directory is not taken from under it."""
+def test_a_launch_removes_old_directories_and_holds_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that a launch holds is not removed, however old it is."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     old = tmp_path / "ddpsafe-a1b2c3_4"
     old.mkdir()
@@ -199,8 +199,8 @@ def test_a_launch_removes_and_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_work_of_one_launch_is_bounded(tmp_path: Path) -> None:
-    """Thousands of old directories do not hold up a start: a few go at each."""
+def test_one_launch_removes_a_limited_number_of_directories(tmp_path: Path) -> None:
+    """Thousands of old directories must not delay a start, so each start removes a few."""
     for number in range(50):
         (tmp_path / f"ddpsafe-{number:08d}").mkdir()
         os.utime(tmp_path / f"ddpsafe-{number:08d}", times=(0, 0))

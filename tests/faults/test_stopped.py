@@ -1,4 +1,4 @@
-"""A rank is stopped: SIGSTOP, a debugger, a frozen container."""
+"""SIGSTOP, a debugger or a frozen container has stopped a rank."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
-def test_the_stopped_rank_is_named_and_where_it_was(
+def test_the_stopped_rank_is_named_with_its_line(
     tmp_path: Path, ranks: int, start_method: str
 ) -> None:
-    """It answers no question, but the system says its state, and it shows its line at the end."""
+    """It cannot answer, but the system reports its state, and the rank its line when it is ended."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
@@ -37,8 +37,8 @@ def test_the_stopped_rank_is_named_and_where_it_was(
     assert names == {rank: "stop" if rank == 1 else "average_gradients" for rank in range(ranks)}
 
 
-def test_in_an_unported_script(tmp_path: Path) -> None:
-    """The timeout is then the script's own."""
+def test_a_stopped_rank_of_an_unported_script_is_named(tmp_path: Path) -> None:
+    """The script's own timeout applies."""
     world = World(folder=tmp_path)
     error = world.spawn_fails(
         ddpsafe.CollectiveTimeoutError,
@@ -61,10 +61,10 @@ def test_in_an_unported_script(tmp_path: Path) -> None:
         (None, False, "stopped"),
     ],
 )
-def test_a_suspended_rank_that_is_killed_was_killed(
+def test_a_stopped_rank_counts_as_killed_only_by_anothers_sigkill(
     *, exit_code: int | None, is_being_ended: bool, status: str
 ) -> None:
-    """As by the kernel, for memory; what else it does once it is continued to be asked is ddpsafe's doing."""
+    """The kernel may kill it for memory; any other exit follows from ddpsafe resuming it to ask."""
     state: Any = SimpleNamespace(
         returned=None,
         raised=None,

@@ -1,4 +1,4 @@
-"""A rank does not end when it is told to, or when its work is done."""
+"""A rank does not exit when it receives SIGTERM, or when its work is done."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SHUTDOWN_S = 1.5
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(
     tmp_path: Path, ranks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The rank that failed is still the one that is blamed, and the log says what we did."""
+    """The rank that failed is still blamed, and the log reports the SIGKILL."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.RankRaisedError,
@@ -44,10 +44,10 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_a_rank_that_has_returned_and_never_exits_is_ended_and_its_value_stands(
+def test_a_rank_that_returns_but_never_exits_is_ended_and_its_value_counts(
     tmp_path: Path, ranks: int
 ) -> None:
-    """A thread that never ends keeps no launcher waiting for longer than `timeouts.shutdown`."""
+    """The launcher waits for a thread that never ends no longer than `timeouts.shutdown`."""
     before = leftovers.Snapshot.take()
     world = World(folder=tmp_path, ranks=ranks)
     timeouts = {"shutdown": SHUTDOWN_S, "grace": GRACE_S}

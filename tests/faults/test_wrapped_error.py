@@ -1,4 +1,4 @@
-"""Errors that wrap, hide or resemble another rank's end: what went wrong first is still named.
+"""Errors wrap, hide or resemble another rank's failure, and the root cause is still named.
 
 One launch for each way in which a rank learns of it; tests/launcher/test_root_cause.py has the rest.
 """
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-FAILING_S = 3.0
-"""A rank that waits with an error in flight is told by two looks, without any timeout."""
+IN_FLIGHT_S = 3.0
+"""Two looks find a rank that waits with an exception in flight; no timeout is involved."""
 
 
-def test_ranks_that_exit_at_the_timeout_of_a_hang_are_not_blamed(tmp_path: Path) -> None:
-    """``except Exception: sys.exit(1)`` is in every other script."""
+def test_ranks_that_exit_when_a_hang_times_out_are_not_blamed(tmp_path: Path) -> None:
+    """Many scripts contain ``except Exception: sys.exit(1)``."""
     world = World(folder=tmp_path, ranks=3)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
@@ -34,8 +34,8 @@ def test_ranks_that_exit_at_the_timeout_of_a_hang_are_not_blamed(tmp_path: Path)
     require_hang(error, 1)
 
 
-def test_ranks_that_exit_at_the_loss_of_a_rank_are_not_blamed(tmp_path: Path) -> None:
-    """Nor is the error lost over which the rank exits: the message names it with its line."""
+def test_ranks_that_exit_because_of_a_failed_rank_are_not_blamed(tmp_path: Path) -> None:
+    """The message also has the error that the failed rank exits on, with its line."""
     world = World(folder=tmp_path, ranks=3)
     error = world.launch_fails(
         ddpsafe.RankExitedError,
@@ -48,7 +48,7 @@ def test_ranks_that_exit_at_the_loss_of_a_rank_are_not_blamed(tmp_path: Path) ->
 
 
 def test_an_error_that_is_being_handled_is_not_blamed_for_a_hang(tmp_path: Path) -> None:
-    """The ranks that wait do so inside ``except ImportError:``, which means nothing."""
+    """The waiting ranks run inside ``except ImportError:``, which is not a failure."""
     world = World(folder=tmp_path, ranks=3)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError, programs.train_in_an_except_block, sleep, **BY_TIMEOUT
@@ -69,17 +69,17 @@ def test_an_error_that_is_being_handled_is_not_blamed_for_a_hang(tmp_path: Path)
 def test_a_collective_in_finally_does_not_hide_the_error(
     tmp_path: Path, meet: Callable[..., object]
 ) -> None:
-    """The others wait in another collective, and gloo may even abort one of them."""
+    """The others wait in a different collective, and gloo may even abort one of them."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
-        ddpsafe.RankRaisedError, programs.meet_in_finally, meet, within_s=FAILING_S
+        ddpsafe.RankRaisedError, programs.meet_in_finally, meet, within_s=IN_FLIGHT_S
     )
     require_rank(error, 1)
     assert isinstance(error.__cause__, LostSampleError)
 
 
 def test_an_error_is_found_beneath_the_timeout_of_a_collective_in_finally(tmp_path: Path) -> None:
-    """One of tensors is not watched; the exception that it hides is in its context."""
+    """Collectives of tensors are not watched; the timeout's context has the hidden exception."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.RankRaisedError, programs.meet_in_finally, programs.gather_tensors, **BY_TIMEOUT
@@ -90,27 +90,27 @@ def test_an_error_is_found_beneath_the_timeout_of_a_collective_in_finally(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "expected"),
     [
         (programs.lose_a_download, "Connection reset by peer"),
         (programs.fail_in_the_handler, "KeyError"),
     ],
 )
-def test_what_only_sounds_like_a_peer_error_is_the_ranks_own(
-    tmp_path: Path, fault: Callable[..., Any], said: str
+def test_an_error_that_only_resembles_a_peer_error_is_the_ranks_own(
+    tmp_path: Path, fault: Callable[..., Any], expected: str
 ) -> None:
-    """The user's own connections and waits break in the same words."""
+    """The user's own connections and waits fail with the same texts."""
     world = World(folder=tmp_path, ranks=3)
     error = world.launch_fails(
         ddpsafe.RankRaisedError, programs.train_in_try, fault, programs.let_through
     )
     require_rank(error, 1)
-    assert said in str(error)
+    assert expected in str(error)
     assert error.kind == "user-error"
 
 
-def test_a_killed_rank_comes_before_those_that_exit_because_of_it(tmp_path: Path) -> None:
-    """The kernel may show their ends first: it closes a process' connections before it ends it."""
+def test_a_killed_rank_is_blamed_before_those_that_exit_because_of_it(tmp_path: Path) -> None:
+    """Their exits may be seen first: the kernel closes a process's connections before it ends it."""
     for attempt in range(4):
         world = World(folder=tmp_path / str(attempt), ranks=3)
         world.folder.mkdir()
@@ -119,10 +119,10 @@ def test_a_killed_rank_comes_before_those_that_exit_because_of_it(tmp_path: Path
 
 
 @pytest.mark.recorder
-def test_a_rank_that_hangs_in_a_subgroup_is_told_from_the_one_that_waits_for_it(
+def test_a_rank_that_hangs_in_a_subgroup_is_named_not_the_waiting_one(
     tmp_path: Path,
 ) -> None:
-    """Both have made as many collectives in the group of all ranks."""
+    """Both have made the same number of collectives in the group of all ranks."""
     world = World(folder=tmp_path, ranks=4)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError, programs.hang_in_a_subgroup, sleep, **BY_TIMEOUT
@@ -131,8 +131,8 @@ def test_a_rank_that_hangs_in_a_subgroup_is_told_from_the_one_that_waits_for_it(
     assert "timed out in all_reduce number 3 of group '" in str(error)
 
 
-def test_barriers_of_different_names(tmp_path: Path) -> None:
-    """Each rank's own words are shown: where it waited, and for whom."""
+def test_ranks_at_barriers_of_different_names_are_all_shown(tmp_path: Path) -> None:
+    """For each rank the message has the barrier where it waited, and the missing ranks."""
     world = World(folder=tmp_path, ranks=3)
     error = world.launch_fails(
         ddpsafe.BarrierTimeoutError, programs.meet_under_other_names, 1.5, within_s=1.5 + HANG_S
@@ -145,8 +145,8 @@ def test_barriers_of_different_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.recorder
-def test_a_rank_that_makes_a_group_alone(tmp_path: Path) -> None:
-    """What is said of the others is true: only they are in the collective."""
+def test_a_rank_that_makes_a_group_alone_is_named(tmp_path: Path) -> None:
+    """The message says only of the others that they wait in the collective."""
     world = World(folder=tmp_path, ranks=3)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError, programs.make_a_group_alone, **BY_TIMEOUT
@@ -155,16 +155,16 @@ def test_a_rank_that_makes_a_group_alone(tmp_path: Path) -> None:
     assert "ranks 1 and 2 were waiting for it in all_reduce number 2 " in str(error)
 
 
-def test_a_mean_of_different_shapes(tmp_path: Path) -> None:
-    """No rank gets a wrong mean, and none hangs."""
+def test_a_mean_of_different_shapes_raises(tmp_path: Path) -> None:
+    """No rank receives a wrong mean, and none hangs."""
     world = World(folder=tmp_path)
     error = world.launch_fails(ddpsafe.RankRaisedError, programs.average_other_shapes)
     assert "different keys or shapes" in str(error)
     assert isinstance(error.__cause__, ValueError)
 
 
-def test_a_thread_that_died_is_shown_beside_the_hang_it_led_to(tmp_path: Path) -> None:
-    """Its traceback went to stderr, where it would be missed."""
+def test_a_thread_that_died_is_shown_beside_the_hang_it_caused(tmp_path: Path) -> None:
+    """Its traceback went only to stderr, where a reader would miss it."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
@@ -176,8 +176,8 @@ def test_a_thread_that_died_is_shown_beside_the_hang_it_led_to(tmp_path: Path) -
     assert "LostSampleError" in str(error)
 
 
-def test_an_error_in_the_forward_pass_is_the_models_own(tmp_path: Path) -> None:
-    """DDP's frames are above it, but it was not raised there."""
+def test_an_error_in_the_forward_pass_is_the_ranks_own(tmp_path: Path) -> None:
+    """DDP's frames are in the traceback, but the model raised the error."""
     world = World(folder=tmp_path)
     error = world.launch_fails(ddpsafe.RankRaisedError, programs.fail_inside_the_model)
     require_rank(error, 1)
@@ -185,10 +185,10 @@ def test_an_error_in_the_forward_pass_is_the_models_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("meet", [programs.scatter, programs.gather_in_a_subgroup])
-def test_ranks_that_come_late_to_a_meeting_in_an_except_block_are_no_failure(
+def test_ranks_may_enter_a_collective_in_an_except_block_late(
     meet: Callable[..., object],
 ) -> None:
-    """Some ranks wait for others who are at work, and an error is being handled meanwhile."""
+    """Some ranks wait, inside an `except` block, for others that are still working."""
     options: dict[str, Any] = {"start_method": "forkserver", "backend": "gloo", "console": "none"}
     fn = programs.be_slow_in_an_except_block
     values = ddpsafe.launch(fn, (meet,), nproc_per_node=3, **options).values
@@ -196,14 +196,14 @@ def test_ranks_that_come_late_to_a_meeting_in_an_except_block_are_no_failure(
 
 
 @pytest.mark.recorder
-def test_a_script_inside_an_except_block_is_not_asked_at_every_meeting(tmp_path: Path) -> None:
-    """Once the ranks have met there, the error is known to be handled: it is told once."""
+def test_a_script_inside_an_except_block_is_not_asked_at_every_collective(tmp_path: Path) -> None:
+    """Once the ranks have completed one there, the error is known to be handled."""
     reads = World(folder=tmp_path).launch(programs.count_reads_of_meetings).values
     assert all(1 <= each <= 10 for each in reads.values()), reads
 
 
-def test_the_error_beneath_a_mean_of_other_metrics(tmp_path: Path) -> None:
-    """The other rank is told of other keys, which is true, and comes of this."""
+def test_a_mean_of_other_metrics_in_finally_does_not_hide_the_error(tmp_path: Path) -> None:
+    """The other rank raises because of different keys, which is a consequence."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
         ddpsafe.RankRaisedError, programs.average_other_metrics_in_finally, **BY_TIMEOUT
@@ -212,8 +212,8 @@ def test_the_error_beneath_a_mean_of_other_metrics(tmp_path: Path) -> None:
     assert isinstance(error.__cause__, LostSampleError)
 
 
-def test_a_rank_that_is_killed_while_it_handles_an_error(tmp_path: Path) -> None:
-    """A kill is the strongest evidence there is."""
+def test_a_rank_that_is_killed_while_it_handles_an_error_is_blamed(tmp_path: Path) -> None:
+    """A kill is stronger evidence than any exception."""
     world = World(folder=tmp_path)
     error = world.launch_fails(ddpsafe.RankKilledError, programs.be_killed_in_an_except_block)
     require_rank(error, 1)
