@@ -1,4 +1,4 @@
-"""What the user of a launch sees: the ranks' output, a line while they start, and nothing else."""
+"""The console shows the ranks' output, a line while they start, and nothing else."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ TWO: Final[dict[str, Any]] = {
     ],
     ids=["default", "rank-zero", "all", "tagged", "none"],
 )
-def test_launch_shows_rank_zero_or_whom_it_is_told_to(
+def test_launch_shows_rank_zero_or_the_ranks_that_console_selects(
     capfd: pytest.CaptureFixture[str],
     run_dir: Path,
     console: dict[str, Any],
     shown: set[str],
 ) -> None:
-    """Both streams, each on its own; the files hold every rank's output in any case."""
+    """The two streams stay separate, and the log files always have every rank's output."""
     ddpsafe.launch(programs.speak, run_dir=run_dir, **console, **TWO)
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == sorted(line.replace("NAME", "out") for line in shown)
@@ -67,10 +67,10 @@ def test_launch_shows_rank_zero_or_whom_it_is_told_to(
 
 
 @pytest.mark.parametrize("tag", ["", "[rank N] "])
-def test_spawn_shows_all_ranks_and_tears_no_line_apart(
+def test_spawn_shows_all_ranks_with_whole_lines(
     capfd: pytest.CaptureFixture[str], tag: str
 ) -> None:
-    """Every line of every rank arrives whole, in the order of its rank, however it was written."""
+    """Lines of different ranks are never mixed, and those of one rank keep their order."""
     console: dict[str, Any] = {"console": "tagged"} if tag else {}
     ddpsafe.spawn(programs.write_in_pieces, nprocs=2, start_method="forkserver", **console)
     out, err = capfd.readouterr()
@@ -82,10 +82,10 @@ def test_spawn_shows_all_ranks_and_tears_no_line_apart(
     assert out.count("\n") == 2 * programs.LINES
 
 
-def test_a_line_of_several_ranks_is_shown_once_it_is_whole(
+def test_with_several_ranks_a_line_is_shown_once_it_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that is in the middle of a line does not spoil the line of another one."""
+    """A rank's unfinished line does not break the line of another rank."""
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stdout", screen)
     fields: dict[str, Any] = {"nprocs": 2, "start_method": "forkserver", "join": False}
@@ -103,7 +103,7 @@ def test_a_line_of_several_ranks_is_shown_once_it_is_whole(
 def test_a_progress_bar_is_shown_as_it_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Carriage returns pass through, and a line without an end does not wait for its end."""
+    """Carriage returns pass through, and an unfinished line is shown at once."""
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stderr", screen)
     gate = tmp_path / "gate"
@@ -125,7 +125,7 @@ def test_a_progress_bar_is_shown_as_it_is_drawn(
 def test_output_that_the_terminal_cannot_show_does_not_end_the_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, expected: str
 ) -> None:
-    """A character may come in two parts; what is not text, or not the terminal's, is a mark."""
+    """A character may arrive in two parts; one that cannot be shown becomes a replacement mark."""
     screen = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", screen)
     gate = tmp_path / "gate"
@@ -140,14 +140,14 @@ def test_output_that_the_terminal_cannot_show_does_not_end_the_launch(
     assert screen.buffer.getvalue().decode(encoding) == expected
 
 
-def test_a_console_without_streams_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_works_without_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service may run with ``sys.stdout`` set to None."""
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
     ddpsafe.launch(programs.speak, **TWO)
 
 
-# While ranks start, and when all is well.
+# While ranks start, and when no rank fails.
 
 SCRIPT = """
     import sys, ddpsafe
@@ -159,8 +159,8 @@ SCRIPT = """
 """
 
 
-def test_streams_of_the_programs_own_need_no_more_than_write(tmp_path: Path) -> None:
-    """Such as those that copy what is written into a log."""
+def test_a_programs_own_stream_needs_only_a_write_method(tmp_path: Path) -> None:
+    """Programs replace ``sys.stdout`` by an object that also writes to a log."""
     source = """
         import sys
         import ddpsafe
@@ -181,8 +181,8 @@ def test_streams_of_the_programs_own_need_no_more_than_write(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.soak)])
-def test_nothing_is_written_when_all_is_well(tmp_path: Path, method: str) -> None:
-    """Not a warning, not a line about the start: also where Python shows every warning."""
+def test_a_successful_launch_writes_nothing(tmp_path: Path, method: str) -> None:
+    """There is no warning and no line about the start, even where Python shows every warning."""
     path = scripts.write(tmp_path, "script.py", SCRIPT)
     run = scripts.Script(["-X", "dev", str(path), method], folder=tmp_path).end()
     assert run.lines() == ["trained"]
@@ -209,10 +209,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("console", ["none", "rank-zero"])
-def test_a_console_that_shows_nothing_is_silent_about_a_retry_too(
-    console: str, tmp_path: Path
-) -> None:
-    """Where the program has set up no logging, `"none"` keeps warnings off stderr; others do not."""
+def test_console_none_hides_the_warning_of_a_retry(console: str, tmp_path: Path) -> None:
+    """If the program has not set up logging, only `"none"` keeps warnings off stderr."""
     path = scripts.write(tmp_path, "script.py", RETRIED)
     run = scripts.Script([str(path), console], folder=tmp_path).end()
     assert (run.code, "hello" in run.out) == (0, console != "none")
@@ -221,7 +219,7 @@ def test_a_console_that_shows_nothing_is_silent_about_a_retry_too(
 
 
 def test_pytest_shows_the_line_of_the_caller(tmp_path: Path) -> None:
-    """Neither the docstring of `launch` nor a frame of ddpsafe stands before the error."""
+    """Neither the docstring of `launch` nor a frame of ddpsafe precedes the error."""
     source = """
         import ddpsafe
 
@@ -242,7 +240,7 @@ def test_pytest_shows_the_line_of_the_caller(tmp_path: Path) -> None:
             ddpsafe.Timeouts(grace="soon")
         """
     path = scripts.write(tmp_path, "test_user.py", source)
-    # What a rank has written, such as a warning of torch's, may begin like a frame.
+    # Output of a rank, such as a warning of torch, may begin like a frame.
     options = ("-q", "--no-header", "--show-capture=no", "--disable-warnings")
     run = scripts.Script(["-m", "pytest", *options, str(path)], folder=tmp_path).end()
     assert run.code == 1
@@ -257,7 +255,7 @@ _COLOURS: Final = re.compile(r"\x1b\[[\d;]*m")
 
 
 class Terminal:
-    """A terminal on which a script runs, and what can be read on it."""
+    """A terminal on which a script runs, and the text that it shows."""
 
     def __init__(self, arguments: list[str], *, folder: Path, env: dict[str, str]) -> None:
         """Start ``python *arguments`` on a new terminal."""
@@ -284,7 +282,7 @@ class Terminal:
             self.text += _COLOURS.sub("", data.decode())
 
     def close(self) -> int:
-        """Wait for the end; return the exit code."""
+        """Wait until the script exits; return its exit code."""
         try:
             return self.process.wait(scripts.LIMIT_S)
         finally:
@@ -294,8 +292,8 @@ class Terminal:
             os.close(self._ours)
 
 
-def test_a_live_line_says_how_many_have_joined_and_who_is_missing(tmp_path: Path) -> None:
-    """It counts up the seconds in one place, and is wiped away once all are there."""
+def test_a_live_line_shows_how_many_ranks_have_joined_and_which_are_missing(tmp_path: Path) -> None:
+    """It counts the seconds in place, and is erased once all ranks have joined."""
     path = scripts.write(tmp_path, "script.py", SCRIPT)
     terminal = Terminal(
         [str(path), "forkserver"],
@@ -313,7 +311,7 @@ def test_a_live_line_says_how_many_have_joined_and_who_is_missing(tmp_path: Path
     assert code == 0
     assert terminal.text.endswith("trained\r\n")
     after_the_line = terminal.text.rpartition(" s)")[2]
-    assert "\x1b[2K" in after_the_line  # the terminal's order to wipe a line
+    assert "\x1b[2K" in after_the_line  # the terminal's sequence to erase a line
 
 
 BARS: Final = """
@@ -356,7 +354,7 @@ if __name__ == "__main__":
 
 NEEDS_RICH_14: Final = pytest.mark.skipif(
     tuple(int(part) for part in version("rich").split(".")[:2]) < (14, 1),
-    reason="rich before 14.1 cannot be told that a pipe leads to a terminal",
+    reason="rich before 14.1 has no option for a pipe that leads to a terminal",
 )
 
 
@@ -368,10 +366,10 @@ NEEDS_RICH_14: Final = pytest.mark.skipif(
         ("tqdm", "tagged", r"\[rank 1\] rank 1 trains:  50%.*2/4"),
     ],
 )
-def test_a_progress_bar_is_alive_on_a_terminal(
+def test_a_progress_bar_is_animated_on_a_terminal(
     tmp_path: Path, bar: str, console: str, halfway: str
 ) -> None:
-    """It is as wide as the terminal, is redrawn below what is printed, and is shown full at the end."""
+    """It fits the terminal, is redrawn below printed lines, and is complete at the end."""
     path = scripts.write(tmp_path, "script.py", BARS)
     gate = tmp_path / "gate"
     terminal = Terminal(
@@ -390,15 +388,15 @@ def test_a_progress_bar_is_alive_on_a_terminal(
     ranks = [0] if console == "rank-zero" else [0, 1]
     for rank in ranks:
         assert re.search(rf"rank {rank} trains.*100%", after), terminal.text
-    if console == "tagged":  # each bar once more, on a line of its own
+    if console == "tagged":  # each bar once more, on a separate line
         *_, last, end = after.split("\x1b[2K")[-1].split("\r\n")
         assert last.startswith("[rank "), terminal.text
         assert end == ""
     assert terminal.text.count("\x1b[?25l") == terminal.text.count("\x1b[?25h")
 
 
-def test_a_redrawn_line_is_one_line_of_a_log(tmp_path: Path) -> None:
-    """Where several ranks go to a file, a bar of many redraws is shown once, as it was at the end."""
+def test_a_redrawn_line_is_one_line_in_a_file(tmp_path: Path) -> None:
+    """In a file, a bar that several ranks redraw often appears once per rank, in its final state."""
     path = scripts.write(tmp_path, "script.py", BARS)
     (tmp_path / "gate").touch()
     run = scripts.Script(
@@ -407,7 +405,7 @@ def test_a_redrawn_line_is_one_line_of_a_log(tmp_path: Path) -> None:
     assert run.code == 0
     for rank in (0, 1):
         bars = [line for line in run.err.splitlines() if f"rank {rank} trains" in line]
-        assert len(bars) <= 2, run.err  # rank 0's is cut in two by its line between
+        assert len(bars) <= 2, run.err  # rank 0's bar is split by the line in between
         assert bars[-1].startswith(f"[rank {rank}] rank {rank} trains: 100%"), run.err
     assert "\r" not in run.err
 
@@ -421,10 +419,10 @@ def test_a_redrawn_line_is_one_line_of_a_log(tmp_path: Path) -> None:
         (["text\r", "\n"], "text"),
     ],
 )
-def test_a_line_is_drawn_over_wherever_its_reads_end(
+def test_a_line_is_overwritten_however_it_is_split_into_reads(
     tmp_path: Path, pieces: list[str], shown: str
 ) -> None:
-    """A return may stand before a line or behind it, and be read with either."""
+    """A carriage return may precede or follow a line, and be read with either part."""
     file = tmp_path / "out"
     file.touch()
     worker: Any = SimpleNamespace(spec=SimpleNamespace(world=World.alone(), attempt=1))
@@ -437,8 +435,8 @@ def test_a_line_is_drawn_over_wherever_its_reads_end(
     assert found == f"{shown}\n"
 
 
-def test_no_colour_where_none_is_wanted(tmp_path: Path) -> None:
-    """``NO_COLOR`` holds for reports of ddpsafe on a terminal."""
+def test_no_color_turns_colours_off(tmp_path: Path) -> None:
+    """``NO_COLOR`` applies to ddpsafe's reports on a terminal."""
     scripts.write(tmp_path, "no-torch/torch.py", "raise ImportError('its import takes a second')")
     found = {}
     for name in ("TERM", "NO_COLOR"):  # the first is set in any case
@@ -496,7 +494,7 @@ if __name__ == "__main__":
 
 
 def test_every_line_of_a_json_console_is_an_object(tmp_path: Path) -> None:
-    """Lines of ranks on the stream they were written to, warnings, and the error that ends it all."""
+    """This includes lines of ranks, on their own stream, warnings, and the final error."""
     run = scripts.run(tmp_path, JSON)
     assert run.code == 1
     out = [json.loads(line) for line in run.out.splitlines()]
@@ -545,7 +543,7 @@ if __name__ == "__main__":
 
 
 def test_an_error_is_shown_in_the_form_of_its_own_launch(tmp_path: Path) -> None:
-    """The console of the launch before it does not count any more."""
+    """The console of an earlier launch no longer applies."""
     err = scripts.run(tmp_path, JSON_THEN_TEXT).err
     assert "Traceback (most recent call last)" in err
     assert "ddpsafe.RankRaisedError: rank " in err
@@ -584,20 +582,20 @@ if __name__ == "__main__":
         ("not joined", 0, "ranks that were never joined have failed"),
     ],
 )
-def test_what_is_said_after_a_json_launch_is_an_object_too(
+def test_a_message_after_a_json_launch_is_an_object_too(
     tmp_path: Path, how: str, code: int, words: str
 ) -> None:
-    """A signal is told when the launch is closed, and a failure at the script's end."""
+    """A signal is reported when the launch closes, and a failure when the script exits."""
     run = scripts.run(tmp_path, JSON_TO_THE_END, how)
     assert run.code == code, run.err
     said = [json.loads(line) for line in run.err.splitlines()]
     assert words in said[-1]["message"]
 
 
-def test_a_launch_that_ends_leaves_the_form_of_those_that_are_open(
+def test_a_launch_that_ends_keeps_the_form_of_open_launches(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Launches of several threads end in any order, and two of them may show the same."""
+    """Launches in several threads end in any order, and two of them may use the same form."""
     with shown_log("json"), shown_log("none"):
         with shown_log("json"):
             assert is_json()
@@ -607,10 +605,10 @@ def test_a_launch_that_ends_leaves_the_form_of_those_that_are_open(
     assert capfd.readouterr().err == ""
 
 
-def test_a_traceback_that_is_logged_is_shown_as_python_shows_it(
+def test_a_logged_traceback_is_shown_as_python_shows_it(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the program has set up no logging, the message without it would point at nothing."""
+    """If the program has not set up logging, the message alone would show no cause."""
     log = logging.getLogger("ddpsafe")
     monkeypatch.setattr(log, "propagate", False)  # pytest's handlers are at the root
     with pytest.raises(OSError, match="no port") as caught:
@@ -622,10 +620,10 @@ def test_a_traceback_that_is_logged_is_shown_as_python_shows_it(
     assert second == "Traceback (most recent call last):"
 
 
-def test_no_line_is_lost_that_is_said_as_the_console_closes(
+def test_no_line_is_lost_while_the_console_closes(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Another thread may warn in that moment."""
+    """Another thread may log a warning at that moment."""
     said = 300
     with open_inbox() as inbox:
         for number in range(said):
@@ -641,18 +639,18 @@ def test_no_line_is_lost_that_is_said_as_the_console_closes(
     assert sorted(lines) == sorted(f"line {number}" for number in range(said))
 
 
-def test_records_of_the_launcher_have_the_fields_too(
+def test_records_of_the_launcher_have_the_rank_fields(
     caplog: pytest.LogCaptureFixture, run_dir: Path
 ) -> None:
-    """A formatter of the program may use them for whatever ddpsafe logs."""
+    """A formatter of the program may use the fields for every record of ddpsafe."""
     fields: Any = {"retry": {"on": ConnectionError}, "console": "none", "run_dir": run_dir}
     ddpsafe.launch(programs.fail_once, **fields, **TWO)
     (record,) = [each for each in caplog.records if "trying again" in each.getMessage()]
     assert logging.Formatter("%(rank)s %(attempt)s %(node_rank)s").format(record) == "None 1 0"
 
 
-def test_quiet_leaves_output_and_errors(tmp_path: Path) -> None:
-    """Notes and warnings go; what the ranks print and why the launch failed stay."""
+def test_quiet_hides_notes_and_warnings_only(tmp_path: Path) -> None:
+    """The ranks' output and the error of the launch are still shown."""
     scripts.write(tmp_path, "train.py", "print('out'); raise ConnectionError('lost')")
     command = "-m ddpsafe run --quiet --nproc-per-node 1 --run-dir run --role x --max-restarts 1"
     command += " --start-method forkserver train.py"

@@ -1,4 +1,4 @@
-"""What the sweep at the end of a launch ends, and what it must not touch."""
+"""The sweep at the end of a launch ends the ranks' descendants and no other process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can become anot
 
 @AS_ROOT
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare of util-linux")
-def test_a_stranger_who_got_the_pid_of_a_rank_is_left_alone() -> None:
-    """Nor are its children, while it lives and after its end, whoever runs the launcher."""
+def test_an_unrelated_process_that_reuses_the_pid_of_a_rank_is_left_alone() -> None:
+    """Its children are left alone, too, before and after its exit, whichever user launches."""
     inside = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, programs.__file__]
     run = subprocess.run(
         inside,
@@ -39,10 +39,10 @@ def test_a_stranger_who_got_the_pid_of_a_rank_is_left_alone() -> None:
     assert json.loads(run.stdout) == {"told": [True, True, True], "not told": [True, True]}
 
 
-def test_what_a_rank_left_in_its_session_is_ended_after_its_end(
+def test_processes_in_the_session_of_a_rank_are_ended_after_its_exit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is known by what was there when the rank ended, also after a step of the wall clock."""
+    """They are recorded when the rank exits, and recognized even after the wall clock has changed."""
     rank = subprocess.Popen(["sh", "-c", "sleep 300 & exec sleep 301"], start_new_session=True)
     identity = RankIdentity.of(rank.pid)
     assert identity is not None
@@ -62,8 +62,8 @@ def test_what_a_rank_left_in_its_session_is_ended_after_its_end(
     assert find_members([ended], LAUNCH_ID) == []
 
 
-def test_what_is_found_is_ended_however_long_the_look_took() -> None:
-    """A look at all processes of a busy machine may take as long as all looks are given."""
+def test_processes_are_ended_however_long_it_took_to_find_them() -> None:
+    """On a busy machine, one pass over all processes may take the whole time allowed."""
     rank = subprocess.Popen(["sleep", "300"], start_new_session=True)
     identity = RankIdentity.of(rank.pid)
     assert identity is not None
@@ -74,7 +74,7 @@ def test_what_is_found_is_ended_however_long_the_look_took() -> None:
 
 @AS_ROOT
 @pytest.mark.parametrize("user", [0, 65534])
-def test_a_mark_is_heeded_in_processes_of_this_user_only(user: int) -> None:
+def test_a_mark_counts_only_in_processes_of_this_user(user: int) -> None:
     """Root can read the environment of every process, and must end no other user's processes."""
     marked = subprocess.Popen(["sleep", "300"], env={MARKER: LAUNCH_ID}, user=user)
     try:
@@ -86,8 +86,8 @@ def test_a_mark_is_heeded_in_processes_of_this_user_only(user: int) -> None:
         marked.wait()
 
 
-def test_a_service_without_the_mark_and_with_its_own_session_stays() -> None:
-    """``env -u DDPSAFE_LAUNCH_ID setsid`` is how a daemon outlives the launch, as documented."""
+def test_a_service_without_the_mark_and_in_its_own_session_survives() -> None:
+    """The documentation recommends ``env -u DDPSAFE_LAUNCH_ID setsid`` for a daemon."""
     result = ddpsafe.launch(
         programs.start_services, nproc_per_node=1, backend="gloo", start_method="forkserver"
     )

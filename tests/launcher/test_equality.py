@@ -1,4 +1,4 @@
-"""A launch computes what the hand-written form computes, bit for bit."""
+"""A launch computes the same as the hand-written form, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ State = dict[str, torch.Tensor]
 @pytest.mark.parametrize(
     ("nproc", "accumulate"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.soak), (2, 3)]
 )
-def test_launch_trains_what_the_hand_written_form_trains(
+def test_launch_trains_the_same_weights_as_the_hand_written_form(
     nproc: int, accumulate: int, tmp_path: Path
 ) -> None:
-    """Same seeds, DistributedSampler, BatchNorm, Dropout, Adam, with and without no_sync.
+    """Both use the same seeds, DistributedSampler, BatchNorm, Dropout and Adam, also with no_sync.
 
-    After two epochs every parameter and every buffer of every rank is the same to the last bit.
+    After two epochs every parameter and buffer of every rank is identical to the last bit.
     """
     expected = train_by_hand(nproc, accumulate, tmp_path)
     values = ddpsafe.launch(
@@ -51,6 +51,6 @@ def train_by_hand(nproc: int, accumulate: int, folder: Path) -> list[State]:
 
 
 def differing(found: State, expected: State) -> list[str]:
-    """Name the tensors that are not the same to the last bit."""
+    """Return the names of the tensors that are not identical to the last bit."""
     assert found.keys() == expected.keys()
     return sorted(name for name in found if not torch.equal(found[name], expected[name]))

@@ -1,4 +1,4 @@
-"""A launching process that may hardly open a file, or sees no /proc: said before anything starts."""
+"""A launcher with few file descriptors or without /proc fails before anything starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LAUNCH_S = 20.0
-"""How long a script may take that imports torch and cannot launch."""
+"""How long a script that imports torch and cannot launch may take."""
 
 SCRIPT = """
 import json, os, resource, sys
@@ -45,10 +45,10 @@ if __name__ == "__main__":
 """
 
 
-def test_too_few_free_descriptors_are_a_preflight_error_at_once(tmp_path: Path) -> None:
-    """At whatever point they would have run out; with as many as it says, the launch works.
+def test_too_few_free_descriptors_raise_preflight_error_at_once(tmp_path: Path) -> None:
+    """The error does not depend on where they would run out; with the number it names, the launch works.
 
-    That holds with the examination before the launch and without it.
+    That holds with the preflight and without it.
     """
     for line in scripts.run(tmp_path, SCRIPT).lines():
         *refused, last = json.loads(line)
@@ -59,8 +59,8 @@ def test_too_few_free_descriptors_are_a_preflight_error_at_once(tmp_path: Path) 
             assert what.startswith("2 ranks need 34 file descriptors"), what
 
 
-def test_a_shell_limit_of_sixteen_files_ends_the_script_at_once(tmp_path: Path) -> None:
-    """``ulimit -n 16``: the error, the status of what no retry helps, and no hang."""
+def test_a_limit_of_sixteen_files_ends_the_script_at_once(tmp_path: Path) -> None:
+    """``ulimit -n 16`` leads to the error and to the exit code for "no retry", not to a hang."""
     source = "import ddpsafe\nfrom launch_programs import add_up\n"
     source += "if __name__ == '__main__':\n    ddpsafe.launch(add_up, (1,), nproc_per_node=2)\n"
     script = scripts.write(tmp_path, "script.py", source)
@@ -105,11 +105,11 @@ def _may_mount() -> bool:
 
 
 @pytest.mark.root
-@pytest.mark.skipif(not _may_mount(), reason="needs root, to mount in a namespace of its own")
-def test_a_machine_without_proc_is_a_preflight_error(tmp_path: Path) -> None:
-    """No process that a rank starts could be found there; no IndexError of psutil at the end.
+@pytest.mark.skipif(not _may_mount(), reason="needs root, to mount in a separate namespace")
+def test_a_machine_without_proc_raises_preflight_error(tmp_path: Path) -> None:
+    """Without it, the processes that a rank starts cannot be found, and psutil raises IndexError.
 
-    That holds with the examination before the launch and without it.
+    That holds with the preflight and without it.
     """
     script = scripts.write(tmp_path, "script.py", WITHOUT_PROC)
     hide = 'mount -t tmpfs none /proc && exec "$@"'
@@ -122,8 +122,8 @@ def test_a_machine_without_proc_is_a_preflight_error(tmp_path: Path) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    what, cause, fix, *without_examination = run.stdout.splitlines()
-    assert without_examination == [what, cause, fix]
+    what, cause, fix, *without_preflight = run.stdout.splitlines()
+    assert without_preflight == [what, cause, fix]
     assert what.startswith("/proc is not mounted")
     assert "a container or a chroot" in cause
     assert "mount -t proc proc /proc" in fix

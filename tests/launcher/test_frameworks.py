@@ -1,4 +1,4 @@
-"""Accelerate and Lightning Fabric inside of `launch` and `spawn`: they find what they expect."""
+"""Accelerate and Lightning Fabric work inside `launch` and `spawn`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FAST: Final[dict[str, Any]] = {
     "start_method": "forkserver",
     "backend": "gloo",
-    # Without it Accelerate chooses a number of threads and says so on stderr.
+    # Without it Accelerate chooses a number of threads and prints it on stderr.
     "env": {"OMP_NUM_THREADS": "1"},
     "console": "none",
 }
@@ -46,8 +46,8 @@ def weight_after_one_step() -> list[list[float]]:
     return model.weight.detach().tolist()
 
 
-def check(found: list[dict[str, Any]]) -> None:
-    """Each rank has its place, half of the samples, and the weights of a step on all of them."""
+def require_equal_training(found: list[dict[str, Any]]) -> None:
+    """Fail unless each rank has its place, half the samples, and the weights of a step on all."""
     assert [tuple(each["place"]) for each in found] == [(0, 2), (1, 2)]
     assert [tuple(each["ours"]) for each in found] == [(0, 2), (1, 2)]
     for each in found:
@@ -59,16 +59,18 @@ def check(found: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(("train", "package"), FRAMEWORKS)
 def test_framework_trains_in_the_group_that_launch_made(train: Train, package: str) -> None:
-    """The group is there already: the framework joins it, makes no other, and takes a real step."""
+    """The framework uses the existing group, makes no other, and takes a real step."""
     del package
     values = ddpsafe.launch(train, nproc_per_node=2, **FAST).values
     assert [found["same_group"] for found in values.values()] == [True, True]
-    check([values[rank] for rank in range(2)])
+    require_equal_training([values[rank] for rank in range(2)])
 
 
 @pytest.mark.parametrize(("train", "package"), FRAMEWORKS)
 def test_framework_makes_its_group_under_spawn(train: Train, package: str, tmp_path: Path) -> None:
-    """Setup was not called: the framework reads the variables of the rank and makes the group itself."""
+    """The framework reads the rank's environment variables and makes the group itself."""
     del package
     ddpsafe.spawn(programs.in_a_spawned_rank, args=(train, tmp_path), nprocs=2, **FAST)
-    check([json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)])
+    require_equal_training(
+        [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    )

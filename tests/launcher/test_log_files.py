@@ -1,4 +1,4 @@
-"""Files of the run directory: private, and never where a link or another user leads."""
+"""Files of the run directory are private, and links planted by another user are not followed."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def victim(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("planted", ["link", "dangling link", "pipe", "linked folder"])
-def test_nothing_is_written_or_read_where_something_was_planted(
+def test_planted_links_and_pipes_are_neither_written_nor_read(
     tmp_path: Path, victim: Path, planted: str
 ) -> None:
-    """A link in the place of the file or of its folder is refused, and a pipe is not waited for."""
+    """A link instead of the file or its folder is refused, and a pipe does not block."""
     folder = tmp_path / "attempt-1"
     log = folder / "rank-0.out"
     if planted == "linked folder":
@@ -57,7 +57,7 @@ def test_nothing_is_written_or_read_where_something_was_planted(
 
 
 def test_a_new_file_is_private_whatever_the_umask(tmp_path: Path) -> None:
-    """Logs may hold what others must not see."""
+    """Logs may contain data that other users must not see."""
     before = os.umask(0)
     try:
         os.close(open_log(tmp_path / "log", WRITE))
@@ -70,10 +70,8 @@ def test_a_new_file_is_private_whatever_the_umask(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["link", "folder of another user"])
-def test_an_attempt_that_was_swapped_is_refused_by_the_rank(
-    tmp_path: Path, victim: Path, by: str
-) -> None:
-    """Whoever may write to the run directory can rename the attempt's; nothing follows them."""
+def test_a_rank_refuses_a_swapped_attempt_folder(tmp_path: Path, victim: Path, by: str) -> None:
+    """A user who may write to the run directory can rename the folder, but ranks refuse the new one."""
     world = World.alone()
     with open_run_directory(tmp_path / "run") as directory:
         attempt = directory.make_attempt_folder(1)
@@ -93,10 +91,10 @@ def test_an_attempt_that_was_swapped_is_refused_by_the_rank(
 
 
 @pytest.mark.parametrize("name", ["attempt-1", "earlier"])
-def test_a_link_that_was_planted_before_the_launch_leads_nowhere(
+def test_a_link_planted_before_the_launch_is_not_followed(
     tmp_path: Path, victim: Path, name: str
 ) -> None:
-    """An old attempt is set aside as it is; a link in the place of the folder for them is refused."""
+    """An old attempt is moved aside unread; a link instead of the folder for old attempts is refused."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "attempt-1").symlink_to(victim.parent)
@@ -120,10 +118,10 @@ def test_a_link_that_was_planted_before_the_launch_leads_nowhere(
     ("mode", "warnings"),
     [(0o700, 0), (0o755, 0), (0o1777, 0), (0o775, 1), (0o777, 1)],
 )
-def test_a_run_directory_that_others_can_change_is_said(
+def test_a_run_directory_that_other_users_can_change_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warnings: int
 ) -> None:
-    """They could remove the logs, or see the launch fail."""
+    """They could remove the logs, or make the launch fail."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     run_dir.chmod(mode)
@@ -132,8 +130,8 @@ def test_a_run_directory_that_others_can_change_is_said(
     assert caplog.text.count("other users can rename") == warnings
 
 
-def test_of_a_large_log_its_end_is_read(tmp_path: Path) -> None:
-    """A rank may write gigabytes; the launcher does not load them to find the last words."""
+def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
+    """A rank may write gigabytes; the launcher does not load them to find the last lines."""
     log = tmp_path / "rank-0.err"
     log.write_bytes(b"\xc3\xa9 and so on\n" * 200_000 + b"the last words\n")
     text = read_log(log)

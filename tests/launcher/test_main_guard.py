@@ -1,4 +1,4 @@
-"""Where a launch may stand: scripts, modules, standard input, REPL, notebook."""
+"""A launch may be in a script, a module, standard input, a prompt or a notebook."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REFUSED = re.compile(r"^ddpsafe\.ConfigError: (.*):(\d+) launches at the top lev
 
 
 def launching(*lines: str) -> str:
-    """Write a script that says when it is imported, defines a function, and ends as given."""
+    """Return a script that prints when it is imported, defines a function, and ends with `lines`."""
     head = [
         "import ddpsafe, os",
         "os.write(1, f'imported as {__name__}\\n'.encode())",
@@ -29,7 +29,7 @@ def launching(*lines: str) -> str:
 
 
 FIRST_LINE = launching().count("\n") + 1
-"""The line on which what is given to `launching` starts."""
+"""The line of the script on which the argument of `launching` begins."""
 
 
 # Refused.
@@ -48,10 +48,10 @@ FIRST_LINE = launching().count("\n") + 1
     ],
     ids=["call", "several lines", "spawn", "try", "with and for", "while", "class"],
 )
-def test_a_script_without_a_guard_is_refused_where_it_stands_before_anything_starts(
+def test_a_launch_without_a_guard_is_refused_before_anything_starts(
     tmp_path: Path, lines: list[str], line: int | None
 ) -> None:
-    """The message has file and line, the reason, and the line to write; nothing imports twice."""
+    """The message has file and line, the reason, and the line to write; no rank imports the script."""
     run = scripts.run(tmp_path, launching(*lines), fresh=lines == ["main()"])
     assert run.code == 78
     assert run.out == "imported as __main__\n"
@@ -64,8 +64,8 @@ def test_a_script_without_a_guard_is_refused_where_it_stands_before_anything_sta
     assert 'if __name__ == "__main__":' in run.err
 
 
-def test_a_module_without_a_guard_is_refused_too(tmp_path: Path) -> None:
-    """``python -m package.module`` is imported by ranks as a script is."""
+def test_a_launch_without_a_guard_is_refused_in_a_module_too(tmp_path: Path) -> None:
+    """Ranks import the module of ``python -m package.module`` as they import a script."""
     (tmp_path / "package").mkdir()
     module = scripts.write(tmp_path, "package/module.py", launching("main()"))
     run = scripts.Script(["-m", "package.module"], folder=tmp_path).end()
@@ -75,10 +75,10 @@ def test_a_module_without_a_guard_is_refused_too(tmp_path: Path) -> None:
     assert run.out == "imported as __main__\n"
 
 
-def test_a_launch_under_an_if_that_is_no_guard_ends_with_the_first_generation(
+def test_a_launch_under_an_if_that_is_not_a_guard_ends_in_the_first_ranks(
     tmp_path: Path,
 ) -> None:
-    """What the source does not tell, the first ranks do: they launch none of their own."""
+    """The source does not reveal the mistake, but ranks that import the script refuse to launch."""
     call = f"main(start_method='forkserver', run_dir={str(tmp_path / 'run')!r})"
     run = scripts.run(tmp_path, launching("if ddpsafe:", f"    {call}"))
     assert run.code == 1
@@ -92,8 +92,8 @@ def test_a_launch_under_an_if_that_is_no_guard_ends_with_the_first_generation(
 # Accepted.
 
 
-def test_a_guard_may_stand_inside_other_statements_and_hold_the_function(tmp_path: Path) -> None:
-    """What is defined under the guard cannot be imported by name, so it travels by value."""
+def test_a_guard_may_be_nested_and_contain_the_function(tmp_path: Path) -> None:
+    """A function defined under the guard cannot be imported by name, so it is pickled by value."""
     source = launching(
         "try:",
         "    if ddpsafe:",
@@ -130,10 +130,8 @@ def test_a_package_that_is_run_needs_no_guard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"])
-def test_a_path_object_in_the_search_path_is_ignored_as_python_does(
-    tmp_path: Path, method: str
-) -> None:
-    """Many scripts add one without effect; Python's own fork server is not started with one."""
+def test_a_path_object_in_sys_path_is_ignored_as_python_does(tmp_path: Path, method: str) -> None:
+    """Many scripts add one without effect, but Python's own fork server does not start with one."""
     source = launching(
         "import pathlib, sys",
         "sys.path.append(pathlib.Path('src'))",
@@ -144,8 +142,8 @@ def test_a_path_object_in_the_search_path_is_ignored_as_python_does(
     assert (run.lines()[-1], run.err) == ("{0: 10, 1: 11}", "")
 
 
-def test_a_module_of_a_package_is_launched_with_its_relative_imports(tmp_path: Path) -> None:
-    """``python -m package.module`` and ``python -m package``, which ranks do not run again."""
+def test_relative_imports_of_a_module_work_in_ranks(tmp_path: Path) -> None:
+    """That includes ``python -m package``, whose ``__main__`` ranks do not run again."""
     scripts.write(tmp_path, "package/settings.py", "OFFSET = 30\n")
     source = """
         from .settings import OFFSET
@@ -168,14 +166,14 @@ def test_a_module_of_a_package_is_launched_with_its_relative_imports(tmp_path: P
 def test_a_rank_that_torchrun_started_needs_no_guard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is spawned there, so nothing is imported again."""
+    """The launch spawns no process, so no process imports the script again."""
     for name, text in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, text)
     run = scripts.run(tmp_path, launching("main()"))
     assert run.lines() == ["imported as __main__", "{0: 10}"]
 
 
-# No script at all: functions travel by value.
+# Without a script, functions are pickled by value.
 
 BY_VALUE = """\
 import ddpsafe
@@ -207,7 +205,7 @@ print(values, type(values[0]) is Report)
 def test_functions_without_a_file_are_launched(
     tmp_path: Path, arguments: list[str], method: str
 ) -> None:
-    """A program on standard input, on the command line, or typed at the prompt."""
+    """The program is on standard input, on the command line, or typed at the prompt."""
     ranks = 1 if method == "spawn" else 2
     text = BY_VALUE.replace("METHOD", method).replace("RANKS", str(ranks))
     if arguments == ["-c"]:
@@ -220,8 +218,8 @@ def test_functions_without_a_file_are_launched(
         assert run.err == ""
 
 
-def test_a_failed_launch_leads_back_to_the_prompt(tmp_path: Path) -> None:
-    """An exit code is for scripts; a session keeps what it holds."""
+def test_a_failed_launch_returns_to_the_prompt(tmp_path: Path) -> None:
+    """Only a script exits with an error's exit code; a session keeps its variables."""
     text = "import ddpsafe\nddpsafe.launch(5)\nprint('still', 'here')\n"
     run = scripts.Script(["-i", "-q"], folder=tmp_path, text=text).end()
     assert "ddpsafe.ConfigError" in run.err
@@ -229,7 +227,7 @@ def test_a_failed_launch_leads_back_to_the_prompt(tmp_path: Path) -> None:
 
 
 def execute(folder: Path, *cells: str) -> list[NotebookNode]:
-    """Run a notebook in a kernel of its own, as Jupyter does; return the cells' outputs."""
+    """Run a notebook in a new kernel, as Jupyter does; return the cells' outputs."""
     import nbclient
     import nbformat
     from nbformat import v4
@@ -254,9 +252,9 @@ def execute(folder: Path, *cells: str) -> list[NotebookNode]:
     "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
 )
 def test_a_notebook_launches_a_function_from_a_cell(tmp_path: Path, start_method: str) -> None:
-    """Rank 0 prints into the cell, values are shown, an exception has its own type.
+    """Rank 0 prints into the cell, values are shown, and an exception keeps its type.
 
-    Workers of a loader read a dataset whose class stands in a cell, too.
+    DataLoader workers can read a dataset whose class is defined in a cell.
     """
     outputs: list[Any] = execute(
         tmp_path,
@@ -304,8 +302,8 @@ def test_a_notebook_launches_a_function_from_a_cell(tmp_path: Path, start_method
     assert result.data["text/plain"] == "{0: ({'from': 1}, 0), 1: ({'from': 1}, 1)}"
     assert loaded[-1].data["text/plain"] == str([index**2 for index in range(8)])
     assert failed[0].text == "hello from rank 0\n"
-    told = "".join(output.text for output in failed if output.get("name") == "stdout")
-    assert told == "hello from rank 0\nTrue True\n"
+    printed = "".join(output.text for output in failed if output.get("name") == "stdout")
+    assert printed == "hello from rank 0\nTrue True\n"
     assert failed[-1].ename == "RankRaisedError"
     assert "raised BadBatch" in failed[-1].evalue
     assert "batch 17" in failed[-1].evalue

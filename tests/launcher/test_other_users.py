@@ -1,4 +1,4 @@
-"""What another user of the host can do to a launch of one node: nothing."""
+"""Another user of the host cannot interfere with a launch on one node."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ddpsafe._worker.store_sync import Control, FolderStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-SOON = timedelta(seconds=60)
+LIMIT = timedelta(seconds=60)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_join_read_stop_or_fail_a_launch(tmp_path: Path) -> None:
-    """It knows every path, port and pid, has torch, and tries while the ranks run."""
+    """The attacker knows every path, port and pid, has torch, and attacks while the ranks run."""
     with ThreadPoolExecutor(1) as executor, _open_to_all(Path(tempfile.gettempdir())):
         launching = executor.submit(
             ddpsafe.launch,
@@ -56,7 +56,7 @@ def test_another_user_cannot_join_read_stop_or_fail_a_launch(tmp_path: Path) -> 
 
 @contextlib.contextmanager
 def _open_to_all(folder: Path) -> Iterator[None]:
-    """Let other users pass through a folder, as they may pass through /tmp."""
+    """Let other users traverse a folder, as they may traverse /tmp."""
     before = stat.S_IMODE(folder.stat().st_mode)
     folder.chmod(before | 0o055)
     try:
@@ -66,7 +66,7 @@ def _open_to_all(folder: Path) -> Iterator[None]:
 
 
 def _attack(folder: Path, facts: dict[str, object]) -> list[str]:
-    """Attack in a process that has imported what it needs, and becomes the other user then."""
+    """Attack from a process that first imports what it needs and then becomes the other user."""
     command = [str(scripts.write(folder, "attack.py", ATTACK)), json.dumps(facts)]
     run = scripts.Script(command, folder=folder).end(100)
     assert run.code == 0, run.err
@@ -95,14 +95,16 @@ LAUNCHES = """
 """
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="older ones have no safe path: a warning")
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="Python before 3.11 has no safe path and only gets a warning"
+)
 @pytest.mark.parametrize(
     "start_method", ["spawn", pytest.param("forkserver", marks=pytest.mark.soak)]
 )
 def test_modules_planted_in_the_current_directory_do_not_run(
     tmp_path: Path, start_method: str
 ) -> None:
-    """As in /tmp: the processes of a launch start with ``python -c``, which looks there first."""
+    """``python -c``, which starts the processes of a launch, searches the current directory first."""
     script = scripts.write(tmp_path, "own/train.py", LAUNCHES)
     shared, mark = tmp_path / "shared", tmp_path / "mark"
     shared.mkdir()
@@ -126,8 +128,8 @@ def _stores(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("which", ["of torch, in memory", "of torch, a file", "a folder"])
-def test_a_folder_of_keys_behaves_as_stores_of_torch_do(tmp_path: Path, which: str) -> None:
-    """`Control` may be given either."""
+def test_a_folder_store_behaves_as_torchs_stores_do(tmp_path: Path, which: str) -> None:
+    """`Control` accepts all of them."""
     store = _stores(tmp_path)[which]
     assert isinstance(store, FolderStore) or hasattr(store, "wait")
     keys = ["plain", "with/slash", "../up", "A", "a", "x" * 1000, "ünïcode\n"]
@@ -146,8 +148,8 @@ def test_a_folder_of_keys_behaves_as_stores_of_torch_do(tmp_path: Path, which: s
     assert not store.check(["plain"])  # type: ignore[attr-defined]
 
 
-def test_a_key_is_set_or_not_wherever_its_writer_is_killed(tmp_path: Path) -> None:
-    """No reader ever finds half a value, and no later writer waits for one that is dead."""
+def test_a_key_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
+    """Wherever a writer is killed, no reader finds half a value and no later writer waits for it."""
     store = FolderStore(tmp_path / "store")
     values = {bytes([letter]) * 5000 for letter in b"abc"}
     for _ in range(30):
@@ -180,16 +182,16 @@ def _forked(function: Callable[[], None]) -> int:
     return pid
 
 
-def test_a_million_barriers_do_not_fill_the_store(tmp_path: Path) -> None:
-    """The keys of a barrier are removed once all ranks are at the next one of its name."""
+def test_barriers_do_not_fill_the_store(tmp_path: Path) -> None:
+    """The keys of a barrier are removed once all ranks have reached the next one of its name."""
     size, steps = 3, 50
     store = FolderStore(tmp_path)
     ranks = [Control(store, rank=rank, world_size=size) for rank in range(size)]
     with ThreadPoolExecutor(size) as executor:
         for _ in range(steps):
-            meeting = [
-                executor.submit(each.barrier, "step", deadline=Deadline.after(SOON))
+            barriers = [
+                executor.submit(each.barrier, "step", deadline=Deadline.after(LIMIT))
                 for each in ranks
             ]
-            assert [each.result() for each in meeting] == [[], [], []]
+            assert [each.result() for each in barriers] == [[], [], []]
     assert len(list(tmp_path.iterdir())) <= 2 * (size + 1)

@@ -1,7 +1,7 @@
-"""Command lines of torchrun as their authors published them, and what ``ddpsafe run`` makes of them.
+"""``ddpsafe run`` accepts command lines of torchrun as their authors published them.
 
 ``python -m torch.distributed.launch --use_env`` is torchrun under its old name. Shell variables have
-their default, or a value of the kind that is expected there.
+their default, or a plausible value.
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ PUBLIC: Final = [
         ),
     ),
 ]
-"""For one node: where each stands, and what follows the name of the program."""
+"""Command lines for one node: where each was published, and the arguments of torchrun."""
 
 
 @pytest.mark.parametrize(("source", "line"), PUBLIC)
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # the old name is deprecated
-def test_public_command_lines_mean_what_they_mean_to_torchrun(source: str, line: str) -> None:
-    """The same script or module with the same arguments, in as many ranks."""
+def test_public_command_lines_are_parsed_as_by_torchrun(source: str, line: str) -> None:
+    """The result is the same script or module, arguments and number of ranks."""
     arguments = shlex.split(line)
     options = make_parser().parse_args(["run", *arguments])
     fields, _ = read_options(options)
@@ -143,7 +143,7 @@ RUN: Final[list[Any]] = [
     "pytorch/examples distributed/ddp/run_example.sh",
     "facebookresearch/detr README.md",
 ]
-"""Those whose options differ in kind, run with two ranks instead of eight."""
+"""Command lines with different kinds of options, run with two ranks instead of eight."""
 
 SCRIPT: Final = """
 import os, pathlib, sys
@@ -161,7 +161,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("source", RUN)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_public_command_lines_run_unchanged(source: str, tmp_path: Path) -> None:
-    """Their ranks meet, and the script has its arguments."""
+    """Their ranks form a group, and the script receives its arguments."""
     arguments = shlex.split(dict(PUBLIC)[source].replace("nproc_per_node=8", "nproc_per_node=2"))
     theirs = parse_args(arguments)
     name = theirs.training_script

@@ -1,4 +1,4 @@
-"""The process that cleans up after a launcher that was killed."""
+"""The reaper cleans up after a launcher that was killed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from ddpsafe._wire.spec import MARKER
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder that is to be removed if the launcher is killed."""
+    """Return a folder that the reaper removes if the launcher is killed."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     return folder
 
 
 def start(folder: Path, launcher_pid: int, path: list[str] = sys.path) -> subprocess.Popen[bytes]:
-    """Start it, and tell it what a launcher does."""
+    """Start a reaper and send it the messages of a launcher."""
     process = reaper.start(launcher_pid)
     assert process.stdin is not None
     for line in ({"path": path, "launch": "5" * 32}, {"folder": str(folder)}):
@@ -43,8 +43,8 @@ def start(folder: Path, launcher_pid: int, path: list[str] = sys.path) -> subpro
     return process
 
 
-def test_a_launcher_that_is_killed_in_the_middle_of_a_line(folder: Path) -> None:
-    """What was told before is cleaned up."""
+def test_it_cleans_up_after_a_launcher_killed_in_the_middle_of_a_message(folder: Path) -> None:
+    """The complete messages before it count."""
     process = start(folder, os.getpid())
     assert process.stdin is not None
     process.stdin.write(b'{"rank": {"pi')
@@ -53,8 +53,8 @@ def test_a_launcher_that_is_killed_in_the_middle_of_a_line(folder: Path) -> None
     assert not folder.exists()
 
 
-def test_a_launcher_that_was_killed_before_the_first_look(folder: Path) -> None:
-    """Its pipe may be held open by a process that it has forked off."""
+def test_it_cleans_up_after_a_launcher_killed_before_the_first_look(folder: Path) -> None:
+    """A process that the launcher forked may still hold the pipe open."""
     process = start(folder, launcher_pid=1)
     assert process.wait(60) == 0
     assert process.stdin is not None
@@ -62,8 +62,8 @@ def test_a_launcher_that_was_killed_before_the_first_look(folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_no_signal_but_sigkill_ends_it(folder: Path) -> None:
-    """Schedulers send theirs to all processes of a job, at any moment."""
+def test_no_signal_except_sigkill_ends_it(folder: Path) -> None:
+    """Schedulers may send signals to all processes of a job at any time."""
     process = start(folder, os.getpid())
     for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         process.send_signal(signum)
@@ -73,8 +73,10 @@ def test_no_signal_but_sigkill_ends_it(folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_file_system_that_is_away_for_a_moment(folder: Path, tmp_path: Path) -> None:
-    """What cleans up is imported as soon as it can be."""
+def test_it_waits_for_a_file_system_that_is_briefly_unavailable(
+    folder: Path, tmp_path: Path
+) -> None:
+    """It imports the cleanup code as soon as possible."""
     away, broken, tried = tmp_path / "away", tmp_path / "broken", tmp_path / "tried"
     package = broken / "ddpsafe"
     package.mkdir(parents=True)
@@ -89,10 +91,10 @@ def test_a_file_system_that_is_away_for_a_moment(folder: Path, tmp_path: Path) -
     assert not folder.exists()
 
 
-def test_a_package_that_is_on_no_path_is_found(
+def test_it_finds_a_package_that_is_not_on_sys_path(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with an editable install that consists of an import hook."""
+    """An editable install may consist of an import hook only."""
     elsewhere = [each for each in sys.path if not Path(each, "ddpsafe", "py.typed").exists()]
     monkeypatch.setattr(sys, "path", elsewhere)
     process = reaper.start(os.getpid())
@@ -106,7 +108,7 @@ def test_a_package_that_is_on_no_path_is_found(
 
 
 def test_the_end_of_an_outer_launch_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that a rank starts may launch in turn, and dies before it can clean up."""
+    """A program that a rank starts may itself launch, and be killed before it cleans up."""
     monkeypatch.setenv(MARKER, "6" * 32)
     monkeypatch.setenv(JOB_SECRET, "s3cr3t")
     with subprocess.Popen(["sleep", "60"]) as other, reaper.running_reaper("5" * 32) as running:
@@ -118,8 +120,8 @@ def test_the_end_of_an_outer_launch_does_not_end_it(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("packed", ["zip", "pyc"])
-def test_code_without_a_source_file_starts_it(tmp_path: Path, packed: str) -> None:
-    """In a zip file, and compiled without its source."""
+def test_it_starts_from_code_without_a_source_file(tmp_path: Path, packed: str) -> None:
+    """The package may be in a zip file, or compiled without its source."""
     copy = tmp_path / "ddpsafe"
     shutil.copytree(
         Path(ddpsafe.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__")
@@ -155,15 +157,15 @@ def test_code_without_a_source_file_starts_it(tmp_path: Path, packed: str) -> No
 def test_a_python_that_cannot_be_started_is_named(
     monkeypatch: pytest.MonkeyPatch, executable: str | None, cause: str
 ) -> None:
-    """No limit of the machine is blamed."""
+    """The error does not blame a limit of the machine."""
     monkeypatch.setattr(multiprocessing.spawn, "_python_exe", executable)
     with pytest.raises(ddpsafe.PreflightError, match="could not be started") as caught:
         reaper.running_reaper("5" * 32).__enter__()
     assert str(caught.value.explanation.cause).startswith(cause)
 
 
-def test_a_limit_that_stops_the_start_is_named() -> None:
-    """By the number of the error."""
+def test_a_limit_that_prevents_the_start_is_named() -> None:
+    """The errno of the error identifies the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     running = reaper.running_reaper("5" * 32)
     with contextlib.ExitStack() as stack:
@@ -175,10 +177,10 @@ def test_a_limit_that_stops_the_start_is_named() -> None:
     assert "ulimit -u" not in str(caught.value)
 
 
-def test_a_frozen_program_is_not_started_again(
+def test_a_frozen_program_runs_without_a_reaper(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its executable is the program itself, and would launch in turn."""
+    """Its executable is the program itself, which would launch again."""
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     monkeypatch.setattr(multiprocessing.spawn, "_python_exe", "/nonexistent/program")
     with reaper.running_reaper("5" * 32) as without:
@@ -186,8 +188,8 @@ def test_a_frozen_program_is_not_started_again(
     assert "this program is frozen" in caplog.text
 
 
-def test_one_that_ended_too_early_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """As by the kernel for memory: a launcher that is killed then leaves its processes."""
+def test_a_reaper_that_ended_too_early_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel may kill it for memory, and a launcher killed after that leaves its processes."""
     with reaper.running_reaper("5" * 32) as running:
         assert running._process is not None
         running._process.kill()

@@ -1,4 +1,4 @@
-"""``report.html``: the story of a run that failed, in one file that loads nothing."""
+"""``report.html`` shows how a run failed, in one file that loads nothing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ HOSTILE = "<script>alert(1)</script>\"'&\x1b[2J\u202egnp."
 
 
 class Page(HTMLParser):
-    """What a browser would make of it: its elements, its text, and all that it would load."""
+    """The page as a browser parses it: its elements, its text, and everything it would load."""
 
     VOID = frozenset({"meta", "line", "rect"})
 
     def __init__(self, text: str) -> None:
-        """Read it; every element has to be closed in order."""
+        """Parse the page; every element must be closed in order."""
         super().__init__()
         self.open: list[str] = []
         self.tags: list[str] = []
@@ -38,7 +38,7 @@ class Page(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note an element, and what it would load or run."""
+        """Record an element, and what it would load or run."""
         self.tags.append(tag)
         self.loads += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset")]
         self.loads += [f"{tag} {name}" for name, _ in attrs if name.startswith("on")]
@@ -46,17 +46,17 @@ class Page(HTMLParser):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        """Close the last one."""
+        """Close the last element."""
         if tag not in self.VOID:
             assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        """Note its text."""
+        """Record the text."""
         self.words.append(data)
 
     @property
     def text(self) -> str:
-        """All that is to be read."""
+        """All visible text."""
         return " ".join(self.words)
 
 
@@ -84,8 +84,8 @@ def write(folder: Path, number: int, facts: object) -> None:
     (attempt / "rank-0.stacks").write_text(HOSTILE)
 
 
-def test_what_scripts_and_hosts_say_is_shown_as_text(tmp_path: Path) -> None:
-    """No tag, no attribute and no control character of theirs becomes part of the page."""
+def test_text_from_scripts_and_hosts_is_escaped(tmp_path: Path) -> None:
+    """None of their tags, attributes and control characters becomes part of the page."""
     write(tmp_path, 1, report())
     text = draw(tmp_path)
     page = Page(text)
@@ -97,7 +97,7 @@ def test_what_scripts_and_hosts_say_is_shown_as_text(tmp_path: Path) -> None:
 
 
 def test_the_newest_attempt_comes_first_and_all_have_a_timeline(tmp_path: Path) -> None:
-    """Attempt 10 is newer than attempt 9; the words in the bars are read without colours."""
+    """Attempt 10 is newer than attempt 9; the bars have words and can be read without colours."""
     for number in (1, 9, 10):
         write(tmp_path, number, report(what=f"failure {number}"))
     page = Page(draw(tmp_path))
@@ -109,15 +109,15 @@ def test_the_newest_attempt_comes_first_and_all_have_a_timeline(tmp_path: Path) 
     assert len(draw(tmp_path)) < 200_000
 
 
-def test_who_made_the_others_wait_is_told(tmp_path: Path) -> None:
-    """What `ddpsafe status` would have said at the end stands above the table of ranks."""
+def test_the_page_names_the_ranks_that_made_others_wait(tmp_path: Path) -> None:
+    """It has the lines of `ddpsafe status` at the end of the attempt."""
     late = {"text": "all others waited for rank 3 14 % of the time"}
     write(tmp_path, 1, report(stragglers=[late]))
     assert late["text"] in Page(draw(tmp_path)).text
 
 
 def test_damaged_reports_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
-    """The directory is written to, or a report is cut off."""
+    """The directory may still be written to, or a report be truncated."""
     write(tmp_path, 1, report())
     write(tmp_path, 2, [])
     write(tmp_path, 3, {"ranks": [{}, 7]})
@@ -127,8 +127,8 @@ def test_damaged_reports_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.recorder
-def test_a_failure_leaves_the_page(tmp_path: Path) -> None:
-    """Beside the reports: the cause, each rank's timeline, and where it was."""
+def test_a_failed_run_has_a_page(tmp_path: Path) -> None:
+    """It has the cause, and each rank's timeline and position."""
     error = World(folder=tmp_path).launch_fails(
         ddpsafe.CollectiveTimeoutError, programs.cross_two_groups, within_s=5.0
     )
@@ -140,8 +140,8 @@ def test_a_failure_leaves_the_page(tmp_path: Path) -> None:
     assert (tmp_path / "run" / PAGE).stat().st_mode & 0o077 == 0
 
 
-def test_a_run_that_went_well_has_a_page_on_request(tmp_path: Path, capsys: Any) -> None:
-    """None is left beside its logs; asked for, it has the timeline of each rank, and no cause."""
+def test_a_successful_run_has_a_page_on_request(tmp_path: Path, capsys: Any) -> None:
+    """Only ``ddpsafe report`` writes it, with the timeline of each rank and without a cause."""
     World(folder=tmp_path).launch(programs.reduce_often, 0.0)
     assert not (tmp_path / "run" / PAGE).exists()
     assert main(["report", str(tmp_path / "run")]) == 0
@@ -153,8 +153,8 @@ def test_a_run_that_went_well_has_a_page_on_request(tmp_path: Path, capsys: Any)
     assert "Likely cause" not in page.text
 
 
-def test_it_can_be_written_again(tmp_path: Path, capsys: Any) -> None:
-    """``ddpsafe report`` makes it of what lies in the run directory."""
+def test_the_page_can_be_written_again(tmp_path: Path, capsys: Any) -> None:
+    """``ddpsafe report`` builds it from the files in the run directory."""
     write(tmp_path, 1, report())
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / PAGE}\n"
@@ -163,8 +163,8 @@ def test_it_can_be_written_again(tmp_path: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1300, False), (1300, True), (390, False)])
-def test_a_browser_shows_all_of_it(tmp_path: Path, width: int, dark: bool) -> None:  # noqa: FBT001 - a row
-    """On a screen and on a phone, in light and dark: nothing is cut off, and all can be read."""
+def test_a_browser_shows_the_whole_page(tmp_path: Path, width: int, dark: bool) -> None:  # noqa: FBT001 - a row
+    """On a screen and a phone, in light and dark mode, nothing is cut off or unreadable."""
     write(tmp_path, 1, report(details=["rank 1 is at train.py:31 in train"] * 3))
     (tmp_path / PAGE).write_text(draw(tmp_path))
     with Browser() as browser:
@@ -172,7 +172,7 @@ def test_a_browser_shows_all_of_it(tmp_path: Path, width: int, dark: bool) -> No
         assert page.overflow() == []
         assert page.poor_contrast() == []
         assert page.complaints() == []
-        # Phases are told apart in black and white, and words of the table are not taken apart.
+        # Phases differ in black and white, too, and words of the table are not broken.
         shown = page.evaluate("[...document.querySelectorAll('svg text')].map(e => e.textContent)")
         assert {"start", "join", "run"} <= set(shown)
         heads = page.evaluate("[...document.querySelectorAll('th')].map(e => e.offsetHeight)")

@@ -1,4 +1,4 @@
-"""Which attempts follow which failures, after which pauses: the policy without any process."""
+"""The retry policy, without any process: which failures are retried, and after which pause."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from ddpsafe._wire.messages import Phase
 
 ATTEMPTS: Final = 9
-SOON: Final[dict[str, Any]] = {"backoff_initial": 0, "backoff_max": 0, "jitter": 0}
+NO_BACKOFF: Final[dict[str, Any]] = {"backoff_initial": 0, "backoff_max": 0, "jitter": 0}
 
 
 def failed(
     *progress: Progress, phase: Phase = "running", kind: ddpsafe.FailureKind = "killed"
 ) -> ddpsafe.LaunchError:
-    """Return the failure of an attempt whose ranks came so far."""
+    """Return the failure of an attempt whose ranks made this progress."""
     outcomes = {
         rank: RankOutcome(
             rank=rank,
@@ -41,12 +41,12 @@ def failed(
 
 
 def steps(count: int) -> ddpsafe.LaunchError:
-    """Return the failure of an attempt that made so many steps, and knows of no checkpoint."""
+    """Return the failure of an attempt that made `count` steps and has no checkpoint."""
     return failed(Progress(steps=count), Progress(steps=count))
 
 
 def resumed(checkpoint: int, count: int, saves: int = 0) -> ddpsafe.LaunchError:
-    """Return the failure of an attempt that was at a checkpoint, and so many steps behind it."""
+    """Return the failure of an attempt that made `count` steps after a checkpoint."""
     at = Progress(steps=count + 5 * saves, saves=saves, checkpoint=checkpoint)
     at = Progress(steps=at.steps, saves=saves, checkpoint=checkpoint, steps_at_checkpoint=5 * saves)
     return failed(Progress(), at)
@@ -75,15 +75,15 @@ LOOPS: Final = [
     ),
     pytest.param([NOT_BEGUN] * ATTEMPTS, ATTEMPTS, id="never begun"),
 ]
-"""What each attempt comes to, and how many are made of nine."""
+"""The failure of each attempt, and how many of nine attempts are made."""
 
 
 @pytest.mark.parametrize(("failures", "made"), LOOPS)
-def test_a_loop_that_gets_no_further_is_stopped(
+def test_retries_stop_when_attempts_make_no_progress(
     failures: list[ddpsafe.LaunchError], made: int
 ) -> None:
-    """Further means a newer checkpoint, or more steps behind it, than any attempt before."""
-    policy = RetryPolicy(attempts=ATTEMPTS, on={"killed", "startup-network"}, **SOON)
+    """Progress is a newer checkpoint, or more steps after it, than in any earlier attempt."""
+    policy = RetryPolicy(attempts=ATTEMPTS, on={"killed", "startup-network"}, **NO_BACKOFF)
     numbers = []
 
     def attempt(number: int) -> None:
@@ -113,21 +113,21 @@ PAUSES: Final = [
     ),
     pytest.param([steps(0)] * 1000, [1, 2, 4, 8, *[10] * 996], id="a thousand attempts"),
 ]
-"""What each attempt comes to, and the pause after it."""
+"""The failure of each attempt, and the pause after it."""
 
 
 @pytest.mark.parametrize(("failures", "pauses_s"), PAUSES)
-def test_the_pause_starts_at_the_beginning_again_after_progress(
+def test_the_pause_is_short_again_after_progress(
     failures: list[ddpsafe.LaunchError], pauses_s: list[float]
 ) -> None:
-    """A job that was killed a hundred times and gets on does not wait for the longest pause."""
+    """A job that is killed often but makes progress does not wait for the longest pause."""
     policy = RetryPolicy(backoff_initial=timedelta(seconds=1), backoff_max=10, jitter=0)
     progress = _Progress(policy)
-    said = []
+    found_s = []
     for failure in failures:
         progress.note(failure)
-        said.append(progress.pause_s())
-    assert said == pauses_s
+        found_s.append(progress.pause_s())
+    assert found_s == pauses_s
 
 
 BEGUN: Final = [
@@ -143,7 +143,7 @@ BEGUN: Final = [
 def test_by_default_no_function_runs_twice(
     phase: Phase, kind: ddpsafe.FailureKind, made: int
 ) -> None:
-    """The kinds of the default policy are for what fails before."""
+    """The default policy covers only kinds of failures that occur before the function runs."""
     numbers = []
 
     def attempt(number: int) -> None:
@@ -151,13 +151,13 @@ def test_by_default_no_function_runs_twice(
         raise failed(Progress(steps=1), phase=phase, kind=kind)
 
     with pytest.raises(ddpsafe.LaunchError):
-        run_attempts(RetryPolicy(attempts=2, **SOON), attempt)
+        run_attempts(RetryPolicy(attempts=2, **NO_BACKOFF), attempt)
     assert len(numbers) == made
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_a_broken_device_is_tried_again_only_if_something_changes(*, changes: bool) -> None:
-    """The next attempt would take the same GPU; on_retry may leave it out."""
+def test_a_hardware_failure_is_retried_only_if_on_retry_changes_something(*, changes: bool) -> None:
+    """Otherwise the next attempt would use the same GPU again."""
     made: list[int] = []
 
     def attempt(number: int) -> str:
@@ -166,7 +166,7 @@ def test_a_broken_device_is_tried_again_only_if_something_changes(*, changes: bo
             raise failed(Progress(steps=3), kind="hardware")
         return "done"
 
-    policy = RetryPolicy(attempts=2, on={"hardware"}, **SOON)
+    policy = RetryPolicy(attempts=2, on={"hardware"}, **NO_BACKOFF)
     if changes:
         assert run_attempts(policy, attempt, change=lambda _: True) == "done"
     else:

@@ -1,7 +1,7 @@
-"""Who is blamed, as a table: what became of each rank -> rank, rule, error class and kind.
+"""Which rank is blamed, as a table: the outcome of each rank -> rank, rule, error class and kind.
 
-Each row is a world whose ranks stand in order. Exceptions are real ones, read as a rank reads them;
-their texts are those that torch, gloo and the system wrote in real runs.
+Each row lists the ranks of a job in order. Its exceptions are really raised and read as a rank reads
+them; their texts are those of torch, gloo and the system in real runs.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _MS: Final = 1_000_000
 _STARTED_NS: Final = 1_790_000_000_000_000_000
 
 
-# ---- exceptions, as ranks raise them ----
+# ---- exceptions that ranks raise ----
 
 
 class DownloadError(RuntimeError):
-    """An error of a library of the user's."""
+    """An error of a library that the user calls."""
 
 
 class OddError(Exception):
@@ -79,25 +79,25 @@ def other() -> None:
 
 
 def lost_a_peer() -> None:
-    """Raise what gloo does when a connection ends."""
+    """Raise gloo's error for a closed connection."""
     text = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] "
     raise RuntimeError(text + "Connection closed by peer [127.0.0.1]:35341")
 
 
 def timed_out() -> None:
-    """Raise what gloo does at a timeout."""
+    """Raise gloo's error for a timeout."""
     text = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] "
     raise RuntimeError(text + "Timed out waiting 1500ms for recv operation to complete")
 
 
 def closed_by_timeout() -> None:
-    """Raise what gloo does on a connection that another one's timeout closed."""
+    """Raise gloo's error for a connection that the timeout of another operation closed."""
     text = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
     raise RuntimeError(text + "Application timeout caused pair closure")
 
 
 def timed_out_in(call: str, peer: int) -> Raiser:
-    """Return a function that raises a timeout out of torch's send or receive."""
+    """Return a function that raises a timeout from torch's send or receive."""
     name = {"recv": "src", "send": "dst"}[call]
     code = f"def {call}(tensor, {name}):\n    raised()\n"
     scope: dict[str, Any] = {"raised": timed_out}
@@ -106,7 +106,7 @@ def timed_out_in(call: str, peer: int) -> Raiser:
 
 
 def waits_for_a_file() -> None:
-    """Raise what a store of files does, out of the making of a group."""
+    """Raise the timeout of a file store while a group is made."""
     code = "def new_group():\n    raise RuntimeError('Wait timeout')\n"
     scope: dict[str, Any] = {}
     exec(compile(code, "/x/torch/distributed/distributed_c10d.py", "exec"), scope)
@@ -114,13 +114,13 @@ def waits_for_a_file() -> None:
 
 
 def rpc_eof() -> None:
-    """Raise what RPC does when the callee's process ends."""
+    """Raise RPC's error for a callee whose process ended."""
     place = "tensorpipe/transport/shm/connection_impl.cc:259"
     raise RuntimeError(f"eof (this error originated at {place})")
 
 
 def rpc_timed_out() -> None:
-    """Raise what RPC does when the callee does not answer."""
+    """Raise RPC's error for a callee that does not answer."""
     text = (
         "RPCErr:1:RPC ran for more than set timeout (4000 ms) and will now be marked with an error"
     )
@@ -128,7 +128,7 @@ def rpc_timed_out() -> None:
 
 
 def raising(error: BaseException) -> Raiser:
-    """Return a function that raises just that."""
+    """Return a function that raises exactly this error."""
 
     def raiser() -> None:
         raise error
@@ -176,7 +176,7 @@ def raise_group(errors: list[BaseException]) -> None:
 
 
 def barrier_timed_out(missing: list[int], name: str = "evaluated") -> Raiser:
-    """Return a function that raises what ``ctx.barrier`` does."""
+    """Return a function that raises the timeout of ``ctx.barrier``."""
 
     def raiser() -> None:
         explanation = Explanation(
@@ -190,19 +190,19 @@ def barrier_timed_out(missing: list[int], name: str = "evaluated") -> Raiser:
 
 
 def rendezvous_timed_out() -> None:
-    """Raise what a rank does whose peers have not come to its rendezvous."""
+    """Raise the error of a rank whose peers have not joined its rendezvous."""
     explanation = Explanation("rank 0 of 2 waited 5.0 s for rank 1.", cause="slow", fix="wait")
     raise ddpsafe.RendezvousTimeoutError(explanation, waited_s=5, missing_ranks=[1])
 
 
 def mismatch() -> None:
-    """Raise what ``ctx.reduce_mean`` does where the ranks pass different keys."""
+    """Raise the error of ``ctx.reduce_mean`` for different keys."""
     what = "reduce_mean: the ranks passed different keys or shapes; this one has one number."
     raise MismatchError(Explanation(what, cause="different metrics", fix="pass the same"))
 
 
-def led_astray() -> None:
-    """Raise what ``rank_zero_first`` does in the ranks that follow one that failed."""
+def failed_after_rank_zero() -> None:
+    """Raise the error of ``rank_zero_first`` in ranks that run after a failed one."""
     error = ddpsafe.RankRaisedError(
         Explanation("rank 0 failed in rank_zero_first", cause="see rank 0", fix="see rank 0"),
         rank=0,
@@ -214,7 +214,7 @@ def led_astray() -> None:
 
 
 def worker_died(exitcode: int) -> Raiser:
-    """Return a function that raises what ddpsafe's loader does where a worker died."""
+    """Return a function that raises the error of ddpsafe's loader for a dead worker."""
 
     def raiser() -> None:
         explanation = Explanation("a worker died", cause="out of memory", fix="lower num_workers")
@@ -224,20 +224,20 @@ def worker_died(exitcode: int) -> Raiser:
 
 
 def resembling() -> None:
-    """Raise an error of ddpsafe's whose text has the words of everything that others write."""
+    """Raise an error of ddpsafe whose text resembles every text of torch, gloo and the system."""
     words = "CUDA out of memory, Connection closed by peer [1], /gloo/, EADDRINUSE, Xid"
     raise DDPSafeError(Explanation(words, cause="Timed out waiting 5ms for recv", fix="none"))
 
 
 def worker_exits() -> None:
-    """Raise what torch's loader does when a worker of its calls ``os._exit(5)``."""
+    """Raise the error of torch's loader when a worker calls ``os._exit(5)``."""
     first = "DataLoader worker (pid 12) exited unexpectedly with exit code 5. Details are lost"
     msg = "DataLoader worker (pid(s) 12) exited unexpectedly"
     raise RuntimeError(msg) from RuntimeError(first)
 
 
 def no_space() -> None:
-    """Raise what a checkpoint does on a full disk."""
+    """Raise the error of a checkpoint on a full disk."""
     raise NoSpaceError(
         Explanation("the disk is full", cause="No route to host", fix="make room"),
         step=1,
@@ -246,13 +246,13 @@ def no_space() -> None:
     )
 
 
-# ---- what became of a rank ----
+# ---- outcomes of ranks ----
 
 
 def at(
     *calls: tuple[int, str], done: bool = False, group: str = "default_pg", ms: int = 0
 ) -> Position:
-    """Make a position: numbers and names of collectives in one group, the last one the newest."""
+    """Return a position: numbers and names of collectives in one group, the newest one last."""
     return Position(
         collectives=tuple(
             Collective(
@@ -269,7 +269,7 @@ def at(
 
 
 def number(last: int, name: str = "all_reduce", **how: Any) -> Position:
-    """Make the position of a rank whose last collective of all ranks has that number."""
+    """Return the position of a rank whose last collective in the main group has that number."""
     earlier = [(each, "all_reduce") for each in range(max(1, last - 2), last)]
     return at(*earlier, (last, name), **how)
 
@@ -277,7 +277,7 @@ def number(last: int, name: str = "all_reduce", **how: Any) -> Position:
 def queued(
     completed: int, last: int, name: str = "all_reduce", at: int = 0, **how: Any
 ) -> Position:
-    """Make a position under NCCL: ended up to one number, queued up to another one.
+    """Return a position under NCCL: completed up to one number, queued up to another.
 
     Args:
         completed: The last that has ended.
@@ -305,7 +305,7 @@ WATCHDOG: Final = NativeError(origin="timeout", text="Watchdog caught collective
 
 
 def both(*positions: Position) -> Position:
-    """Join positions in several groups."""
+    """Merge positions in several groups."""
     return Position(collectives=tuple(each for one in positions for each in one.collectives))
 
 
@@ -323,7 +323,7 @@ def raises(
     is_caught: bool = False,
     wall_ms: int = 0,
 ) -> Facts:
-    """Say that a rank raised, or is handling, an exception."""
+    """Return the facts of a rank that raised, or is handling, an exception."""
 
     def facts() -> Facts:
         exc = caught(raiser)
@@ -345,12 +345,12 @@ def raises(
 
 
 def handles(raiser: Raiser, position: Position = NOWHERE, **how: Any) -> Facts:
-    """Say that a rank was seen to handle an exception while it waits for the others."""
+    """Return the facts of a rank that handles an exception while it waits for the others."""
     return raises(raiser, position, final=False, **how) | {"in_collective": True}
 
 
 def hangs_with(raiser: Raiser, position: Position = NOWHERE) -> Facts:
-    """Say that a rank hangs in code of its own with an exception on its way."""
+    """Return the facts of a rank that hangs in the user's code with an exception in flight."""
     return raises(raiser, position, final=False) | {
         "in_collective": False,
         "stack": "t.py:9 in upload",
@@ -365,7 +365,7 @@ def killed(
     inside: bool | None = None,
     **facts: Any,
 ) -> Facts:
-    """Say that a signal ended a rank."""
+    """Return the facts of a rank that a signal ended."""
     return {
         "status": "killed",
         "exit_code": -by,
@@ -377,17 +377,17 @@ def killed(
 
 
 def exited(code: int, *, ms: int = 0, phase: str = "running") -> Facts:
-    """Say that a rank exited without a report."""
+    """Return the facts of a rank that exited without a report."""
     return {"status": "exited", "exit_code": code, "ended_ns": ms * _MS, "phase": phase}
 
 
 def returned(position: Position = NOWHERE) -> Facts:
-    """Say that the function of a rank returned."""
+    """Return the facts of a rank whose function returned."""
     return {"status": "returned", "phase": "leaving", "position": position, "exit_code": 0}
 
 
 def waits(position: Position | None = NOWHERE) -> Facts:
-    """Say that a rank was in a collective when it was stopped."""
+    """Return the facts of a rank that was in a collective when it was stopped."""
     return {
         "status": "stopped",
         "in_collective": True,
@@ -397,13 +397,13 @@ def waits(position: Position | None = NOWHERE) -> Facts:
 
 
 def receives(peer: int, position: Position) -> Facts:
-    """Say that a rank was waiting to receive from another one when it was stopped."""
+    """Return the facts of a rank that was receiving from another one when it was stopped."""
     call = PointToPoint("recv", peer)
     return waits(replace(position, point_to_point=call)) | {"point_to_point": "recv"}
 
 
 def works(position: Position | None = NOWHERE, *, phase: str = "running") -> Facts:
-    """Say that a rank was in the user's code when it was stopped."""
+    """Return the facts of a rank that was in the user's code when it was stopped."""
     return {
         "status": "stopped",
         "in_collective": False,
@@ -414,17 +414,17 @@ def works(position: Position | None = NOWHERE, *, phase: str = "running") -> Fac
 
 
 def silent(phase: str = "running") -> Facts:
-    """Say that a rank told nothing before it was stopped."""
+    """Return the facts of a rank that reported nothing before it was stopped."""
     return {"status": "stopped", "phase": phase}
 
 
 def suspended(position: Position | None = NOWHERE) -> Facts:
-    """Say that a rank was stopped by SIGSTOP when it was asked."""
+    """Return the facts of a rank that was stopped by SIGSTOP when it was asked."""
     return {**works(position), "state": "stopped"}
 
 
 def outcome_of(rank: int, facts: Facts) -> RankOutcome:
-    """Make the outcome of a rank."""
+    """Return the outcome of a rank with these facts."""
     usual: Facts = {
         "local_rank": rank,
         "pid": 100 + rank,
@@ -442,20 +442,20 @@ def outcome_of(rank: int, facts: Facts) -> RankOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A world, and what has to be concluded from it.
+    """The outcomes of a job's ranks, and the expected conclusion.
 
     Attributes:
         name: What happened.
-        ranks: What became of each rank, in order.
-        rank: Who is blamed.
-        rule: By which rule.
+        ranks: The facts of each rank, in order.
+        rank: The rank to blame.
+        rule: The name of the rule that finds it.
         error: The class of the error.
-        kind: Its kind.
+        kind: The kind of the failure.
         reason: Why the launcher ended the attempt.
         oom_kills: How often the kernel killed for memory.
-        facts: Further attributes that the error has.
-        says: What stands in its text.
-        says_not: What does not.
+        facts: Further attributes of the error.
+        says: Parts of its message.
+        says_not: A text that is not in its message.
     """
 
     name: str
@@ -480,7 +480,7 @@ def row(
     kind: FailureKind,
     **more: Any,
 ) -> Row:
-    """Make a row."""
+    """Return a row."""
     return Row(name=name, ranks=ranks, rank=rank, rule=rule, error=error, kind=kind, **more)
 
 
@@ -495,7 +495,7 @@ LATE: Final = ddpsafe.RendezvousTimeoutError
 ENDED: Final = [
     row("raises", [waits(), raises(own)], 1, "ended-by-itself", RAISED, "user-error"),
     row(
-        "raises, and the others lose it and complain first",
+        "raises, and the others report the lost connection first",
         [raises(lost_a_peer, ms=1), raises(own, ms=9), raises(lost_a_peer, ms=2)],
         1,
         "ended-by-itself",
@@ -503,7 +503,7 @@ ENDED: Final = [
         "user-error",
     ),
     row(
-        "two ranks raise: the first one",
+        "two ranks raise, and the first one is blamed",
         [raises(own, ms=5), raises(other, ms=3)],
         1,
         "ended-by-itself",
@@ -530,7 +530,7 @@ ENDED: Final = [
         oom_kills=1,
     ),
     row(
-        "crashes beside a kernel that counts kills for memory",
+        "crashes while the kernel has counted a kill for memory",
         [waits(), killed(signal.SIGSEGV)],
         1,
         "ended-by-itself",
@@ -539,7 +539,7 @@ ENDED: Final = [
         oom_kills=1,
     ),
     row(
-        "is killed, and the others lose it",
+        "is killed, and the others report the lost connection",
         [raises(lost_a_peer, ms=1), killed(ms=9), raises(lost_a_peer, ms=2)],
         1,
         "ended-by-itself",
@@ -555,7 +555,7 @@ ENDED: Final = [
         "killed",
     ),
     row(
-        "is killed, and a busy machine shows that 900 ms after the other one has exited",
+        "is killed, which a busy machine shows 900 ms after the other one has exited",
         [exited(1, ms=10), killed(ms=910)],
         1,
         "ended-by-itself",
@@ -587,7 +587,7 @@ ENDED: Final = [
         "user-error",
     ),
     row(
-        "is killed in the middle of an error that it handles",
+        "is killed while it handles an error",
         [waits(number(2)), killed(position=number(1))],
         1,
         "ended-by-itself",
@@ -667,7 +667,7 @@ ENDED: Final = [
         "killed",
     ),
     row(
-        "crashes in code of the user's own while another rank handles an error",
+        "crashes in the user's own code while another rank handles an error",
         [handles(own, ms=5), killed(signal.SIGSEGV, ms=9, inside=False)],
         1,
         "ended-by-itself",
@@ -692,7 +692,7 @@ ENDED: Final = [
         "user-error",
     ),
     row(
-        "all exit: the first one",
+        "all exit, and the first one is blamed",
         [exited(2, ms=7), exited(1, ms=3)],
         1,
         "ended-by-itself",
@@ -703,7 +703,7 @@ ENDED: Final = [
 
 WRAPPED: Final = [
     row(
-        "all wrap the end of one that raised and wraps its own error",
+        "all wrap the failure of one that raised and wraps its own error",
         [raises(wrapping(lost_a_peer, other)), raises(wrapping(own, other))],
         1,
         "ended-by-itself",
@@ -712,7 +712,7 @@ WRAPPED: Final = [
         says=("KeyError",),
     ),
     row(
-        "all exit with 1 at the end of one that exits over its own error",
+        "all exit with 1 after the failure of one that exits on its own error",
         [raises(wrapping(lost_a_peer, exiting(1)), ms=1), raises(wrapping(own, exiting(1)), ms=5)],
         1,
         "ended-by-itself",
@@ -733,7 +733,7 @@ WRAPPED: Final = [
         "hang",
     ),
     row(
-        "hangs, and the only other one exits over the timeout",
+        "hangs, and the only other one exits on the timeout",
         [raises(wrapping(timed_out, exiting(1)), number(2)), works(number(1))],
         1,
         "behind",
@@ -767,7 +767,7 @@ WRAPPED: Final = [
         says=("label 7",),
     ),
     row(
-        "raised from None hides what is beneath",
+        "an error raised from None hides the one beneath",
         [waits(), raises(lambda: raise_from_none(own, timed_out))],
         1,
         "timed-out",
@@ -776,7 +776,7 @@ WRAPPED: Final = [
         facts=(("missing_ranks", ()),),
     ),
     row(
-        "raises its own error at the loss of a peer that no rank explains",
+        "raises its own error after losing a peer that no rank explains",
         [raises(wrapping(lost_a_peer, other), number(1)), waits(number(2))],
         0,
         "error-after-peer-error",
@@ -824,7 +824,7 @@ WRAPPED: Final = [
     ),
     row(
         "follows a rank that failed in rank_zero_first",
-        [raises(own, ms=9), raises(led_astray, ms=1)],
+        [raises(own, ms=9), raises(failed_after_rank_zero, ms=1)],
         0,
         "ended-by-itself",
         RAISED,
@@ -834,7 +834,7 @@ WRAPPED: Final = [
 
 
 def raise_from_none(inner: Raiser, outer: Raiser) -> None:
-    """Raise `outer` with the declaration that what led there does not matter."""
+    """Raise `outer` from None, so that its context is hidden."""
     try:
         inner()
     except BaseException:  # noqa: BLE001 - SystemExit too
@@ -860,7 +860,7 @@ IN_FLIGHT: Final = [
         "user-error",
     ),
     row(
-        "handles an error in another collective than most",
+        "handles an error in a different collective than most",
         [raises(timed_out, number(2)), handles(own, number(2, "barrier")), waits(number(2))],
         1,
         "error-out-of-place",
@@ -868,7 +868,7 @@ IN_FLIGHT: Final = [
         "user-error",
     ),
     row(
-        "handles an error, and nothing tells where the ranks are",
+        "handles an error, and the positions of the ranks are unknown",
         [raises(lost_a_peer, ms=1), handles(own, ms=5)],
         1,
         "error-out-of-place",
@@ -896,7 +896,7 @@ IN_FLIGHT: Final = [
         "hang",
     ),
     row(
-        "all handle the same error in the same place and come apart",
+        "all handle the same error in the same place and get out of step",
         [
             raises(hiding(own, timed_out), number(2)),
             raises(hiding(own, timed_out), number(2, "broadcast")),
@@ -909,7 +909,7 @@ IN_FLIGHT: Final = [
         says=("was handling ValueError",),
     ),
     row(
-        "most failed and meet in their finally, the healthy one waits elsewhere",
+        "most failed and wait in their finally, the healthy one waits elsewhere",
         [waits(number(2, "all_gather")), handles(own, number(2), ms=3), handles(other, number(2))],
         2,
         "errors-of-all-others",
@@ -925,7 +925,7 @@ IN_FLIGHT: Final = [
         "user-error",
     ),
     row(
-        "is aborted by gloo behind a rank that meets in its finally",
+        "is aborted by gloo behind a rank that waits in its finally",
         [killed(signal.SIGABRT, number(2), inside=True, ms=1), handles(own, number(3), ms=5)],
         1,
         "error-beside-crash",
@@ -933,7 +933,7 @@ IN_FLIGHT: Final = [
         "user-error",
     ),
     row(
-        "is killed by SIGKILL in a collective, which nothing does to itself",
+        "is killed by SIGKILL in a collective, which no process does to itself",
         [handles(own, ms=5), killed(ms=9, inside=None)],
         1,
         "ended-by-itself",
@@ -968,7 +968,7 @@ IN_FLIGHT: Final = [
         says=("label 7", "was handling ValueError"),
     ),
     row(
-        "works in an except block that goes on, behind the others",
+        "works in an except block that continues, behind the others",
         [
             raises(timed_out, number(3)),
             works(replace(number(2), handling="FileNotFoundError: cache")),
@@ -980,7 +980,7 @@ IN_FLIGHT: Final = [
         says=("was handling FileNotFoundError: cache",),
     ),
     row(
-        "returned early, and the other one waits in an except block that goes on",
+        "returned early, and the other one waits in an except block that continues",
         [returned(number(2, done=True)), handles(own, number(3), is_caught=True)],
         0,
         "returned-behind",
@@ -996,7 +996,7 @@ IN_FLIGHT: Final = [
         "user-error",
     ),
     row(
-        "is suspended, and the other one waits in an except block that goes on",
+        "is suspended, and the other one waits in an except block that continues",
         [suspended(number(2)), handles(own, number(3), is_caught=True)],
         0,
         "suspended",
@@ -1004,7 +1004,7 @@ IN_FLIGHT: Final = [
         "hang",
     ),
     row(
-        "has an error of its own beneath an error of ddpsafe's that says from None",
+        "has an error of its own beneath an error of ddpsafe raised from None",
         [raises(timed_out, number(3)), raises(lambda: raise_from_none(own, mismatch), number(2))],
         1,
         "error-out-of-place",
@@ -1013,7 +1013,7 @@ IN_FLIGHT: Final = [
         says=("label 7",),
     ),
     row(
-        "exits over an error that it has gone on with: only the exit counts",
+        "exits after an error that it had handled: only the exit counts",
         [waits(), raises(hiding(own, exiting(1)), met=3)],
         1,
         "ended-by-itself",
@@ -1024,7 +1024,7 @@ IN_FLIGHT: Final = [
 
 NCCL: Final = [
     row(
-        "NCCL: all have queued what does not end, and one is not ahead, for it calls .item()",
+        "NCCL: all have queued what does not end, and one that calls .item() is not ahead",
         [waits(queued(117, 121)), *(waits(queued(117, 160)) for _ in range(3))],
         0,
         "stuck-on-gpu",
@@ -1047,7 +1047,7 @@ NCCL: Final = [
         says=("ranks 0 and 1 (world_size 2) all wait in all_reduce number 118",),
     ),
     row(
-        "NCCL: one has queued less than all wait in, though others are far ahead",
+        "NCCL: one has not queued the collective that all wait in, others are far ahead",
         [waits(queued(117, 121)), waits(queued(117, 160)), works(queued(117, 117))],
         2,
         "behind",
@@ -1080,7 +1080,7 @@ NCCL: Final = [
         "hang",
     ),
     row(
-        "NCCL: the watchdogs of two have spoken, and all were ended before the abort",
+        "NCCL: the watchdogs of two have reported, and all were ended before the abort",
         [
             {**waits(queued(117, 160)), "native": WATCHDOG},
             works(queued(117, 117)),
@@ -1092,7 +1092,7 @@ NCCL: Final = [
         "hang",
     ),
     row(
-        "NCCL: a watchdog aborts, the others tell nothing of their collectives",
+        "NCCL: a watchdog aborts, the others' collectives are unknown",
         [killed(signal.SIGABRT, native=WATCHDOG, inside=True), works()],
         1,
         "elsewhere",
@@ -1109,7 +1109,7 @@ NCCL: Final = [
         facts=(("missing_ranks", ()),),
     ),
     row(
-        "NCCL: a counter without a name is no other collective",
+        "NCCL: a counter without a name is not a different collective",
         [
             waits(queued(117, 118)),
             waits(queued(117, 118, "collective")),
@@ -1121,7 +1121,7 @@ NCCL: Final = [
         "hang",
     ),
     row(
-        "NCCL: the watchdog's name is no other collective than the recorder's",
+        "NCCL: the watchdog's name means the same collective as the recorder's",
         [
             waits(queued(117, 118)),
             killed(signal.SIGABRT, queued(117, 118, "ALLREDUCE"), native=WATCHDOG),
@@ -1162,7 +1162,7 @@ NCCL: Final = [
         "user-error",
     ),
     row(
-        "NCCL: a rank is killed while the others' watchdogs see its connection go",
+        "NCCL: a rank is killed while the others' watchdogs see its connection close",
         [
             killed(signal.SIGABRT, queued(9, 50), native=NativeError(origin="peer-lost", text="x")),
             killed(ms=50),
@@ -1238,7 +1238,7 @@ PLACES: Final = [
         "hang",
     ),
     row(
-        "returned early, told without a timeout",
+        "returned early, found without a timeout",
         [waits(number(6)), returned(number(4, done=True))],
         1,
         "returned-behind",
@@ -1248,7 +1248,7 @@ PLACES: Final = [
         says=("returned early",),
     ),
     row(
-        "returned early, told by a timeout",
+        "returned early, found at a timeout",
         [raises(timed_out, number(6)), returned(number(4, done=True)), waits(number(6))],
         1,
         "returned-behind",
@@ -1256,7 +1256,7 @@ PLACES: Final = [
         "user-error",
     ),
     row(
-        "two returned early: the one with fewer collectives",
+        "two returned early, and the one with fewer collectives is blamed",
         [waits(number(6)), returned(number(5, done=True)), returned(number(4, done=True))],
         2,
         "returned-behind",
@@ -1265,7 +1265,7 @@ PLACES: Final = [
         reason="left",
     ),
     row(
-        "returned, and the recorder tells nothing",
+        "returned, and the recorder has nothing",
         [raises(timed_out), returned()],
         1,
         "returned",
@@ -1289,7 +1289,7 @@ PLACES: Final = [
         "hang",
     ),
     row(
-        "is in another collective than most",
+        "is in a different collective than most",
         [
             waits(number(2)),
             raises(timed_out, number(2)),
@@ -1303,7 +1303,7 @@ PLACES: Final = [
         says=("entered a different collective than the others", "all_gather number 2"),
     ),
     row(
-        "came apart earlier: the number of the hindmost decides",
+        "got out of step earlier: the number of the last rank decides",
         [
             raises(timed_out, at((2, "all_reduce"), (3, "all_reduce"))),
             raises(
@@ -1320,7 +1320,7 @@ PLACES: Final = [
         "hang",
     ),
     row(
-        "hangs in code of its own",
+        "hangs in the user's code",
         [raises(timed_out, number(5)), works(number(4, done=True))],
         1,
         "behind",
@@ -1337,7 +1337,7 @@ PLACES: Final = [
         "hang",
     ),
     row(
-        "two are behind: the one further behind",
+        "two are behind, and the one further behind is blamed",
         [works(number(3, done=True)), works(number(2, done=True)), raises(timed_out, number(4))],
         1,
         "behind",
@@ -1357,7 +1357,7 @@ PLACES: Final = [
         "hang",
     ),
     row(
-        "is at work outside of a collective, and the recorder is off",
+        "works outside of a collective, and the recorder is off",
         [raises(timed_out), works(None), silent()],
         1,
         "elsewhere",
@@ -1365,7 +1365,7 @@ PLACES: Final = [
         "hang",
     ),
     row(
-        "is at work while the others are in the same collective as it was",
+        "works while the others are in the collective that it was in last",
         [raises(timed_out, number(3)), works(number(3, done=True))],
         1,
         "elsewhere",
@@ -1395,7 +1395,7 @@ PLACES: Final = [
         says=("not even SIGKILL",),
     ),
     row(
-        "all lost a peer and none says why",
+        "all lost a peer and none reports why",
         [raises(lost_a_peer, ms=5), raises(lost_a_peer, ms=2)],
         1,
         "unknown",
@@ -1403,7 +1403,7 @@ PLACES: Final = [
         "peer-lost",
     ),
     row(
-        "all timed out and none says why",
+        "all timed out and none reports why",
         [raises(timed_out, ms=5), raises(closed_by_timeout, ms=7)],
         0,
         "timed-out",
@@ -1412,7 +1412,7 @@ PLACES: Final = [
         facts=(("missing_ranks", ()),),
     ),
     row(
-        "sees the connection end that the timeout of another one closed, before that one is told",
+        "sees a connection closed by another rank's timeout before that rank reports it",
         [raises(timed_out, ms=9), raises(lost_a_peer, ms=2)],
         0,
         "timed-out",
@@ -1478,7 +1478,7 @@ PLACES: Final = [
 
 LATE_RANKS: Final = [
     row(
-        "comes after the others have given up",
+        "enters after the others have given up",
         [
             raises(timed_out, number(2), wall_ms=1502),
             raises(lost_a_peer, number(2, ms=1900), wall_ms=1903),
@@ -1491,7 +1491,7 @@ LATE_RANKS: Final = [
         says=("entered all_reduce number 2 of shape [8] 1.9 s after the others",),
     ),
     row(
-        "comes after the others have given up and still waits there",
+        "enters after the others have given up and still waits there",
         [raises(timed_out, number(2), wall_ms=1502), waits(number(2, ms=1600))],
         1,
         "late",
@@ -1499,7 +1499,7 @@ LATE_RANKS: Final = [
         "hang",
     ),
     row(
-        "two come late: the last one",
+        "two enter late, and the last one is blamed",
         [
             raises(timed_out, number(2), wall_ms=1502),
             waits(number(2, ms=1100)),
@@ -1516,7 +1516,7 @@ LATE_RANKS: Final = [
         facts=(("missing_ranks", (2, 1)),),
     ),
     row(
-        "comes a little later, as ranks always do",
+        "enters a little later, as ranks always do",
         [raises(timed_out, number(2), wall_ms=1502), waits(number(2, ms=300))],
         0,
         "timed-out",
@@ -1525,7 +1525,7 @@ LATE_RANKS: Final = [
         facts=(("missing_ranks", ()),),
     ),
     row(
-        "comes late while yet another rank has not come at all",
+        "enters late while another rank has not entered at all",
         [
             raises(timed_out, number(2), wall_ms=1502),
             waits(number(2, ms=1400)),
@@ -1537,7 +1537,7 @@ LATE_RANKS: Final = [
         "hang",
     ),
     row(
-        "comes late to the collective of a smaller group",
+        "enters the collective of a smaller group late",
         [
             raises(timed_out, at((3, "all_reduce"), group="tp"), wall_ms=1502),
             waits(at((3, "all_reduce"), group="tp", ms=1600)),
@@ -1580,7 +1580,7 @@ POINT_TO_POINT: Final = [
         says_not="waiting for it in all_reduce",
     ),
     row(
-        "does not send what a rank waits for that the others wait for",
+        "does not send to a rank that the others wait for",
         [
             receives(1, number(7, done=True)),
             works(number(8)),
@@ -1632,7 +1632,7 @@ POINT_TO_POINT: Final = [
         says=("in recv from rank 1", "in recv from rank 0"),
     ),
     row(
-        "handles an error instead of sending what a rank waits for",
+        "handles an error instead of sending to a rank that waits",
         [
             receives(1, number(7, done=True)),
             hangs_with(raising(KeyError("weight")), number(8)),
@@ -1718,7 +1718,7 @@ DEADLINES: Final = [
         reason="rendezvous-timeout",
     ),
     row(
-        "does not join, and the other one's clock runs out first",
+        "does not join, and the other one's timeout ends first",
         [raises(rendezvous_timed_out, phase="joining"), silent("loading")],
         1,
         "timed-out",
@@ -1734,7 +1734,7 @@ DEADLINES: Final = [
         "hang",
     ),
     row(
-        "does not come to a barrier",
+        "does not reach a barrier",
         [raises(barrier_timed_out([1])), works(None)],
         1,
         "elsewhere",
@@ -1742,7 +1742,7 @@ DEADLINES: Final = [
         "hang",
     ),
     row(
-        "come to barriers of different names",
+        "reach barriers of different names",
         [
             raises(barrier_timed_out([1], "trained")),
             raises(barrier_timed_out([0, 2], "evaluated"), ms=2),
@@ -1764,7 +1764,7 @@ DEADLINES: Final = [
         reason="no-progress",
     ),
     row(
-        "takes too long, all at work",
+        "takes too long while all work",
         [works(None), works(None)],
         0,
         "unknown",
@@ -1774,7 +1774,7 @@ DEADLINES: Final = [
         facts=(("missing_ranks", (0, 1)),),
     ),
     row(
-        "takes too long, one is suspended",
+        "takes too long while one is suspended",
         [waits(number(5)), suspended(number(5))],
         1,
         "suspended",
@@ -1789,7 +1789,7 @@ DEADLINES: Final = [
 def of_kind(
     name: str, raiser: Raiser, kind: FailureKind, phase: str = "running", *says: str
 ) -> Row:
-    """Make the row of a world whose rank 1 raises."""
+    """Return the row of a job whose rank 1 raises."""
     ranks = [waits(), raises(raiser, phase=phase)]
     return row(name, ranks, 1, "ended-by-itself", RAISED, kind, says=says)
 
@@ -1903,12 +1903,12 @@ ROWS: Final[list[Any]] = [
 
 
 def outcomes_of(row: Row) -> dict[int, RankOutcome]:
-    """Make the outcomes of a row."""
+    """Return the outcomes of a row's ranks."""
     return {rank: outcome_of(rank, facts) for rank, facts in enumerate(row.ranks)}
 
 
-def check(row: Row, folder: Path) -> ddpsafe.LaunchError:
-    """Fail unless what is concluded from a row is what the row says."""
+def require_conclusion(row: Row, folder: Path) -> ddpsafe.LaunchError:
+    """Fail unless the conclusion from a row's outcomes is the expected one."""
     outcomes = outcomes_of(row)
     ended = EndedAttempt(
         outcomes=outcomes,
@@ -1939,16 +1939,18 @@ def check(row: Row, folder: Path) -> ddpsafe.LaunchError:
 @pytest.mark.parametrize(
     "row", ROWS, ids=lambda row: re.sub(r"\W+", "-", row.name) if isinstance(row, Row) else None
 )
-def test_what_is_concluded(row: Row, tmp_path: Path) -> None:
-    """Each row names the rank that broke, by the rule that it is about."""
-    text = str(check(row, tmp_path))
-    for said in row.says:
-        assert said in text
+def test_the_root_cause_of_each_row_is_found(row: Row, tmp_path: Path) -> None:
+    """The rank, the rule, the error class, the kind and parts of the message are as in the row."""
+    text = str(require_conclusion(row, tmp_path))
+    for part in row.says:
+        assert part in text
     assert row.says_not not in text
 
 
-def test_no_wording_of_ddpsafe_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every explanation in capitals, all rows come to the same conclusions."""
+def test_conclusions_do_not_depend_on_ddpsafes_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every explanation in capitals, all rows have the same conclusion."""
     stock = Explanation.__init__
 
     def loud(self: Explanation, what: str, **parts: Any) -> None:
@@ -1962,17 +1964,17 @@ def test_no_wording_of_ddpsafe_decides(tmp_path: Path, monkeypatch: pytest.Monke
     if sys.version_info < (3, 11):
         rows = [each for each in rows if "group" not in each.name]
     for each in rows:
-        assert "LIKELY CAUSE" not in str(check(each, tmp_path))
+        assert "LIKELY CAUSE" not in str(require_conclusion(each, tmp_path))
     assert "LABEL 7" in str(conclude_first(rows, tmp_path))
 
 
 def conclude_first(rows: list[Row], folder: Path) -> ddpsafe.LaunchError:
     """Return the error of the first row."""
-    return check(rows[0], folder)
+    return require_conclusion(rows[0], folder)
 
 
-def test_the_page_has_the_table_of_rules() -> None:
-    """What docs/explanation/how-a-launch-works.md says of the rules is what the code has."""
+def test_the_documented_table_of_rules_is_that_of_the_code() -> None:
+    """It is in docs/explanation/how-a-launch-works.md."""
     lines = ["| rule | the rank … | why it is the root cause |", "|---|---|---|"]
     lines += [f"| `{rule.name}` | {rule.sign} | {rule.why} |" for rule in RULES]
     page = Path(__file__).parents[2] / "docs" / "explanation" / "how-a-launch-works.md"
@@ -1980,14 +1982,14 @@ def test_the_page_has_the_table_of_rules() -> None:
 
 
 def test_every_rule_has_rows() -> None:
-    """A rule has a conclusion and rows: one that no row is about is held in place by nothing."""
+    """A rule without a row would be untested; each rule also has a conclusion."""
     rows = [each.values[0] if not isinstance(each, Row) else each for each in ROWS]
     assert {each.rule for each in rows} == {rule.name for rule in RULES} == set(CONCLUSIONS)
     assert len(rows) >= 80
 
 
-def test_a_larger_world_comes_to_the_same_conclusion() -> None:
-    """The ranks that are not involved do not change who is blamed; 512 of them cost no second."""
+def test_a_larger_job_has_the_same_conclusion() -> None:
+    """Ranks that are not involved, here 511, do not change which rank is blamed."""
     waiting = {rank: outcome_of(rank, waits(number(7))) for rank in range(512)}
     behind = outcome_of(200, works(number(6)))
     cause = find_root_cause({**waiting, 200: behind})
@@ -1998,8 +2000,8 @@ def test_a_larger_world_comes_to_the_same_conclusion() -> None:
     assert goal.number == 7
 
 
-def test_gather_may_differ_in_sizes() -> None:
-    """Different shapes are a mismatch in an all-reduce, and usual in a gather."""
+def test_different_sizes_are_a_mismatch_except_in_a_gather() -> None:
+    """Ranks usually contribute different shapes to a gather, but never to an all-reduce."""
     here, there = (number(2, "all_reduce"), number(2, "all_reduce"))
     sizes = replace(there.collectives[-1], sizes="[[9]]")
     there = Position(collectives=(*there.collectives[:-1], sizes))
@@ -2051,8 +2053,10 @@ Current thread 0x00007e (most recent call first):
         ("starting\nno crash at all\n", StackReading()),
     ],
 )
-def test_where_a_rank_crashed(dump: str, place: StackReading) -> None:
-    """A crash inside a collective may come of a peer; one in the user's own code does not."""
+def test_a_crash_dump_shows_the_line_and_whether_it_is_in_a_collective(
+    dump: str, place: StackReading
+) -> None:
+    """A peer may cause a crash inside a collective, but not one in the user's own code."""
     assert read_crash(dump) == place
 
 
@@ -2071,8 +2075,8 @@ Thread 0x00007e (most recent call first):
 {ENTRYPOINT}"""
 
 
-def test_where_a_call_of_another_rank_is_executed() -> None:
-    """While the main thread waits for the end of all calls, it is the thread of the call that hangs."""
+def test_a_hanging_rpc_call_is_read_from_its_own_thread() -> None:
+    """The main thread only waits for all calls to end; the thread of the call hangs."""
     assert read_rpc(SERVES_RPC) == StackReading(
         stack="/home/me/train.py:9 in slow_call", in_collective=False, in_rpc=True
     )
@@ -2080,8 +2084,8 @@ def test_where_a_call_of_another_rank_is_executed() -> None:
 
 
 @pytest.mark.parametrize("place", ["/home/me", "/x/site-packages/project", "/x/dist-packages"])
-def test_a_project_that_is_installed_has_lines_of_its_own(place: str) -> None:
-    """They lie among the libraries, whose lines are inside of them and not shown."""
+def test_lines_of_an_installed_project_are_shown(place: str) -> None:
+    """The project is in site-packages beside the libraries, whose lines are not shown."""
     dump = CRASHED_IN_GLOO.partition("error:")[2].replace("/home/me", place)
     assert read_stack(dump).stack == f"{place}/train.py:31 in train"
     found = read_rpc(SERVES_RPC.replace("/home/me", place))
@@ -2089,8 +2093,8 @@ def test_a_project_that_is_installed_has_lines_of_its_own(place: str) -> None:
     assert found.stack == f"{place}/train.py:9 in slow_call"
 
 
-def test_endless_recursion_is_told_from_a_crash_of_native_code() -> None:
-    """It ends in SIGSEGV as well, and its hundred frames are of one function or of a few."""
+def test_endless_recursion_is_distinguished_from_a_crash_of_native_code() -> None:
+    """Both end in SIGSEGV, but a recursion's hundred frames are of one or a few functions."""
     frame = '  File "/home/me/train.py", line 3 in again\n'
     crash = (
         "Fatal Python error: Segmentation fault\n\nCurrent thread 0x00 (most recent call first):\n"
@@ -2102,8 +2106,8 @@ def test_endless_recursion_is_told_from_a_crash_of_native_code() -> None:
     )
 
 
-def test_a_backward_pass_is_neither_in_a_collective_nor_out_of_it() -> None:
-    """It computes, or waits for a bucket of gradients: the innermost frame does not tell."""
+def test_a_backward_pass_may_or_may_not_be_in_a_collective() -> None:
+    """It computes or waits for a bucket of gradients; the innermost frame does not show which."""
     dump = CRASHED_IN_GLOO.partition("error:")[2].replace(
         "torch/distributed/distributed_c10d.py", "torch/autograd/graph.py"
     )

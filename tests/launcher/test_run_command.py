@@ -1,4 +1,4 @@
-"""``ddpsafe run``: a script's ranks, as torchrun would start them."""
+"""``ddpsafe run`` starts the ranks of a script as torchrun does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if __name__ == "__main__":
     sys.exit(0)
 """
 
-OURS = """
+WITH_DDPSAFE = """
 import ddpsafe
 
 def train(ctx):
@@ -53,16 +53,16 @@ if __name__ == "__main__":
 
 
 def run(folder: Path, *arguments: str, fresh: bool = False) -> scripts.Run:
-    """Run the command in `folder`; a fresh one starts its ranks as it does by default."""
+    """Run the command in `folder`; a fresh one starts ranks by the default method."""
     command = ["-m", "ddpsafe", "run", *arguments]
     env = scripts.SPAWNING if fresh else {}
     return scripts.Script(command, folder=folder, env=env, fresh=fresh).end()
 
 
-def test_plain_script_meets_its_ranks_and_sees_its_own_arguments(tmp_path: Path) -> None:
-    """It imports what lies beside it, and ``sys.exit(0)`` is a good end.
+def test_a_plain_script_forms_a_group_and_receives_its_arguments(tmp_path: Path) -> None:
+    """It can import modules beside it, and ``sys.exit(0)`` at its end is success.
 
-    The launcher has torch only where it had to ask it for GPUs.
+    The launcher imports torch only if that is needed to count GPUs.
     """
     scripts.write(tmp_path, "sub/train.py", PLAIN)
     look = "import os; LAUNCHER = open(f'/proc/{os.getppid()}/maps').read()"
@@ -78,7 +78,7 @@ def test_plain_script_meets_its_ranks_and_sees_its_own_arguments(tmp_path: Path)
 
 
 def test_a_console_script_without_a_main_guard_starts_ranks(tmp_path: Path) -> None:
-    """Some installers write such; the ranks import the user's script and nothing else."""
+    """Some installers write such scripts; the ranks import only the user's script."""
     scripts.write(tmp_path, "train.py", "import os; print(os.environ['RANK'], flush=True)")
     tool = scripts.write(tmp_path, "tool.py", "from ddpsafe.cli import main; main()")
     command = [str(tool), "run", "--nproc-per-node", "2", "train.py"]
@@ -97,8 +97,8 @@ for step in range(5):
 
 
 @pytest.mark.recorder
-def test_a_script_that_exits_with_0_too_early_is_named_with_the_line(tmp_path: Path) -> None:
-    """The others still wait for it, so the good exit status is where it goes wrong."""
+def test_an_early_exit_with_0_is_reported_with_its_line(tmp_path: Path) -> None:
+    """The other ranks still wait for that rank, so its exit is the failure despite its status."""
     scripts.write(tmp_path, "train.py", LEAVES_EARLY)
     done = run(tmp_path, "--nproc-per-node", "2", "--run-dir", "run", "train.py")
     assert done.code == 1
@@ -107,16 +107,16 @@ def test_a_script_that_exits_with_0_too_early_is_named_with_the_line(tmp_path: P
 
 
 def test_module_with_launch_inside_attaches(tmp_path: Path) -> None:
-    """``launch()`` in a rank starts nothing, and takes the command's backend unless it names one."""
-    scripts.write(tmp_path, "package/train.py", OURS)
+    """``launch()`` in a rank starts nothing, and uses the command's backend unless it names one."""
+    scripts.write(tmp_path, "package/train.py", WITH_DDPSAFE)
     options = ("--nproc-per-node", "1", "--backend", "cpu:gloo", "-m", "package.train")
     done = run(tmp_path, *options)
     said = ["{0: (0.0, 'cpu:gloo')}", "{0: (0.0, 'gloo')}", "cpu:gloo"]
     assert done.lines() == said, done.err
 
 
-def test_exit_code_of_a_rank_is_that_of_the_command(tmp_path: Path) -> None:
-    """The rank and the line are named, and no frame of the command line hides them."""
+def test_the_command_exits_with_the_ranks_exit_code(tmp_path: Path) -> None:
+    """The message names the rank and the line without any frame of the command line."""
     source = "import sys\nsys.exit(7)\n"
     (tmp_path / "train.py").write_text(source, encoding="utf-8")
     kept = str(tmp_path / "kept")
@@ -127,8 +127,8 @@ def test_exit_code_of_a_rank_is_that_of_the_command(tmp_path: Path) -> None:
     assert "cli.py" not in done.err
 
 
-def test_module_that_is_not_there_starts_no_rank(tmp_path: Path) -> None:
-    """As with a script that is not there, it is wrong usage."""
+def test_a_missing_module_starts_no_rank(tmp_path: Path) -> None:
+    """Like a missing script, it is a usage error."""
     done = run(tmp_path, "--nproc-per-node", "2", "-m", "nosuchmod.train")
     assert (done.code, done.out) == (2, "")
     assert "There is no module 'nosuchmod'" in done.err
@@ -164,14 +164,16 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
 )
-def test_workers_of_a_script_start_as_under_torchrun(tmp_path: Path, start_method: str) -> None:
-    """Its start method is Python's default, whatever starts the ranks themselves."""
+def test_data_loader_workers_of_a_script_start_as_under_torchrun(
+    tmp_path: Path, start_method: str
+) -> None:
+    """They use Python's default start method, whichever method starts the ranks."""
     scripts.write(tmp_path, "train.py", UNGUARDED)
     done = run(tmp_path, "--nproc-per-node", "2", "--start-method", start_method, "train.py")
     assert done.lines() == ["28.0 None"]
 
 
-# As their authors publish them, behind "torchrun".
+# Arguments of torchrun, as authors publish them.
 PUBLIC: list[Any] = [
     ("--standalone --nproc_per_node=4 train.py config/train_gpt2.py", {"nproc_per_node": "4"}, 0),
     ("--standalone --nnodes=1 --nproc-per-node=2 main.py 50 10", {"nproc_per_node": "2"}, 0),
@@ -262,23 +264,25 @@ PUBLIC: list[Any] = [
         0,
     ),
 ]
-"""What stands behind torchrun, the fields of the configuration that it means, and how many notes."""
+"""Arguments of torchrun, the configuration fields that they set, and the number of notes."""
 
 
 @pytest.mark.parametrize(("line", "fields", "notes"), PUBLIC)
-def test_torchruns_command_lines_are_taken(line: str, fields: dict[str, Any], notes: int) -> None:
-    """With what has no effect said in a note, and the script's own options left alone."""
+def test_torchruns_command_lines_are_accepted(
+    line: str, fields: dict[str, Any], notes: int
+) -> None:
+    """A note lists options without effect, and the script's own options are not touched."""
     options = make_parser().parse_args(["run", *line.split()])
-    read, said = read_options(options)
+    read, printed = read_options(options)
     assert {name: read.get(name) for name in fields} == fields
     LaunchConfig(**read)
-    assert len(said) == notes
+    assert len(printed) == notes
     assert options.script not in ("1", "3")
     assert line.endswith(" ".join([options.script, *options.arguments]))
 
 
 @pytest.mark.parametrize(
-    ("style", "backend", "told"),
+    ("style", "backend", "passed_on"),
     [
         ("run", {"backend": "gloo"}, "gloo"),
         ("run", {"backend": "auto"}, "auto"),
@@ -286,13 +290,13 @@ def test_torchruns_command_lines_are_taken(line: str, fields: dict[str, Any], no
         ("launch", {"backend": "gloo"}, None),
     ],
 )
-def test_the_backend_of_the_command_is_told_to_its_ranks_alone(
-    style: CallStyle, backend: dict[str, Any], told: str | None
+def test_only_ranks_of_the_command_receive_its_backend(
+    style: CallStyle, backend: dict[str, Any], passed_on: str | None
 ) -> None:
-    """`launch` in the script reads it; a program that calls the command line keeps its variables."""
+    """`launch` in the script reads it; `launch` in other programs changes no variable."""
     plan = make_plan(LaunchConfig(nproc_per_node=1, **backend), style=style)
     logs = LogFiles(stdout="", stderr="", stacks="", nccl="", owner_uid=0)
-    assert rank_env(plan, plan.worlds[0], 1, logs).get("DDPSAFE_BACKEND") == told
+    assert rank_env(plan, plan.worlds[0], 1, logs).get("DDPSAFE_BACKEND") == passed_on
 
 
 REFUSED: list[Any] = [
@@ -318,14 +322,14 @@ REFUSED: list[Any] = [
     ("--no-python -m train", "exclude each other"),
     ("--no-python ./no-such-program", "There is no program './no-such-program'"),
 ]
-"""Command lines, and what is said of them."""
+"""Command lines, and the error that they cause."""
 
 
 @pytest.mark.parametrize(("line", "said"), REFUSED)
-def test_what_this_command_cannot_do_is_refused_with_the_reason(
+def test_an_unsupported_command_line_is_refused_with_the_reason(
     tmp_path: Path, line: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    """It is wrong usage, and nothing is started."""
+    """It is a usage error, and nothing starts."""
     monkeypatch.chdir(tmp_path)
     scripts.write(tmp_path, "train.py", "raise SystemExit(9)")
     try:
@@ -344,19 +348,19 @@ def test_what_this_command_cannot_do_is_refused_with_the_reason(
         ("version", "there is no command 'version'; choose from doctor, "),
     ],
 )
-def test_what_is_no_command_leads_to_one(
+def test_an_unknown_command_is_answered_with_a_suggestion(
     line: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without one, all are listed."""
+    """Without a command, all commands are listed."""
     assert main(line.split()) == 2
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [[], ["--nproc-per-node=2"], ["-m"], ["--tee", "3"]])
-def test_a_missing_script_is_said_in_one_line_with_an_example(
+def test_a_missing_script_is_reported_in_one_line_with_an_example(
     options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In place of argparse's usage of forty options."""
+    """The usage text of argparse would list forty options instead."""
     assert main(["run", *options]) == 2
     out, err = capsys.readouterr()
     example = "ddpsafe run --nproc-per-node 2 train.py"
@@ -372,7 +376,7 @@ REAL: list[Any] = [
 
 @pytest.mark.parametrize("line", REAL, ids=["script", "module", "program"])
 def test_torchruns_command_lines_start_ranks(tmp_path: Path, line: list[str]) -> None:
-    """The ranks of a script, a module and any other program meet."""
+    """The ranks of a script, of a module and of any other program form a group."""
     scripts.write(tmp_path, "train.py", PLAIN)
     scripts.write(tmp_path, "beside.py", "SCALE = 3")
     done = run(tmp_path, *line, "--lr", "1")
@@ -381,8 +385,8 @@ def test_torchruns_command_lines_start_ranks(tmp_path: Path, line: list[str]) ->
     assert said == ["6.0 --lr 1 2\n"] * 2
 
 
-def test_the_end_of_a_program_is_that_of_its_rank(tmp_path: Path) -> None:
-    """Its exit code, or its signal."""
+def test_the_command_exits_with_the_exit_status_of_a_program(tmp_path: Path) -> None:
+    """That holds for an exit code and for a signal."""
     for command, code in (("exit 7", 7), ("kill -9 $$", 137)):
         kept = str(tmp_path / command.split()[0])
         options = ("--nproc-per-node", "1", "--run-dir", kept, "--no-python")
@@ -390,7 +394,7 @@ def test_the_end_of_a_program_is_that_of_its_rank(tmp_path: Path) -> None:
 
 
 def test_every_field_of_timeouts_and_retry_has_an_option() -> None:
-    """Spelled as in the configuration, so that what an error message names can be typed."""
+    """It is spelled as in the configuration, so that a field named in an error can be typed."""
     assert {part: set(names) for part, names in PARTS.items()} == {
         "timeouts": set(Timeouts.model_fields),
         "retry": set(RetryPolicy.model_fields),
@@ -399,8 +403,8 @@ def test_every_field_of_timeouts_and_retry_has_an_option() -> None:
 
 INTERRUPTED: Final = """
     import os, pathlib, runpy, signal, sys
-    # torch's import takes a second or two; this is what a Ctrl-C in the middle of it meets. It is
-    # imported for its GPUs where it cannot be found out how it was built.
+    # torch's import takes a second or two, and Ctrl-C arrives in the middle of it. The command
+    # imports torch to count GPUs if it cannot find out how torch was built.
     class Interrupts:
         is_first = True
         def find_spec(self, name, *_):
@@ -423,7 +427,7 @@ INTERRUPTED: Final = """
 def test_ctrl_c_while_it_loads_ends_the_command_without_a_traceback(
     tmp_path: Path, moment: str
 ) -> None:
-    """By the signal itself, as a program without Python would end."""
+    """It ends by the signal itself, as a program without Python would."""
     scripts.write(tmp_path, "train.py", "open('ran', 'w')")
     path = scripts.write(tmp_path, "command.py", INTERRUPTED)
     script = scripts.Script([str(path)], folder=tmp_path, env={"INTERRUPT": moment}, fresh=True)
@@ -456,7 +460,7 @@ if __name__ == "__main__":
 
 
 def test_a_script_that_was_asked_to_stop_ends_the_command_with_75(tmp_path: Path) -> None:
-    """Not as a failure of a rank, though `launch` ends the script of each by an exception."""
+    """It is not reported as a rank's failure, although `launch` ends each rank by an exception."""
     scripts.write(tmp_path, "train.py", STOPS)
     options = ("--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"))
     done = run(tmp_path, *options, "train.py")

@@ -1,4 +1,4 @@
-"""`spawn` in place of ``torch.multiprocessing.spawn``: scripts run as they are."""
+"""`spawn` replaces ``torch.multiprocessing.spawn``, and scripts run unchanged."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 METHOD: Final[dict[str, Any]] = {"start_method": "forkserver"}
 FAST: Final[dict[str, Any]] = {"nprocs": 2, **METHOD}
 SUM: Final = 3.0
-"""Ranks 0 and 1 add up to this where they are in one group."""
+"""The sum that ranks 0 and 1 compute if they are in one group."""
 
 
 @pytest.fixture
 def busy_port() -> Iterator[int]:
-    """Have another program listen on a port, as the next user's job does."""
+    """Return a port on which another program listens, such as another user's job."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
 
 def notes(folder: Path) -> dict[int, list[Any]]:
-    """Read what the ranks have noted, by rank."""
+    """Return the notes that the ranks have written, by rank."""
     return {
         int(path.name.removeprefix("rank-")): [
             ast.literal_eval(line) for line in path.read_text().splitlines()
@@ -53,14 +53,14 @@ def notes(folder: Path) -> dict[int, list[Any]]:
 # The call.
 
 
-def test_the_backend_of_the_call_is_that_of_setup(tmp_path: Path) -> None:
-    """Where the script names none itself."""
+def test_the_backend_of_the_call_is_the_default_of_setup(tmp_path: Path) -> None:
+    """It applies if the script names no backend itself."""
     spawn(programs.note_backends, (tmp_path,), 1, backend="cpu:gloo", **METHOD)
     assert notes(tmp_path) == {0: [("cpu:gloo", "gloo", "gloo")]}
 
 
-def test_the_signature_is_that_of_torch() -> None:
-    """Names, order and defaults; what is ours besides can be given by keyword only."""
+def test_the_signature_begins_as_torchs_does() -> None:
+    """Names, order and defaults are the same; ddpsafe's own parameters are keyword-only."""
     import torch.multiprocessing as mp
 
     torchs = inspect.signature(mp.spawn).parameters.values()
@@ -85,9 +85,9 @@ def test_the_signature_is_that_of_torch() -> None:
 def test_every_spelling_of_the_call_runs_the_script(
     call: Callable[..., object], tmp_path: Path, busy_port: int
 ) -> None:
-    """Its own setup and cleanup stay, and so does its port, which another program has taken.
+    """Its own setup, cleanup and port stay, although another program holds the port.
 
-    What the function returns is dropped, though it could not even be pickled.
+    The function's return value is dropped, so it need not be picklable.
     """
     assert call(programs.train, (2, busy_port, tmp_path)) is None
     assert notes(tmp_path) == {0: [SUM], 1: [SUM]}
@@ -103,7 +103,7 @@ def test_every_spelling_of_the_call_runs_the_script(
     ids=["one demo, by default", "forkserver", "by default"],
 )
 def test_a_script_runs_unchanged(tmp_path: Path, start_method: str, demos: list[str]) -> None:
-    """The tutorial's script, one word changed, with its demos in a row; nothing else is printed."""
+    """One word of the tutorial's script is changed; it runs its demos and prints nothing else."""
     source = """
         import os, sys, torch
         import torch.distributed as dist
@@ -153,7 +153,7 @@ def test_a_script_runs_unchanged(tmp_path: Path, start_method: str, demos: list[
 
 
 def test_several_calls_in_a_row_may_use_one_port(tmp_path: Path, busy_port: int) -> None:
-    """No call has to wait for the port of the one before."""
+    """No call has to wait for the previous one to release the port."""
     for _ in range(3):
         spawn(programs.train, (2, busy_port, tmp_path), **FAST)
     assert notes(tmp_path) == {0: [SUM] * 3, 1: [SUM] * 3}
@@ -182,14 +182,14 @@ def test_fork_is_refused_with_the_reason(tmp_path: Path) -> None:
     assert '"forkserver"' in str(caught.value)
 
 
-# Where ranks meet.
+# The rendezvous.
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "new file", "stale file"])
-def test_ranks_meet_at_the_launcher_whatever_place_the_script_names(
+def test_ranks_use_the_launchers_store_whatever_place_the_script_names(
     tmp_path: Path, busy_port: int, scheme: str
 ) -> None:
-    """A taken port and a file left by a killed job do no harm."""
+    """Neither a taken port nor a file left by a killed job matters."""
     file = tmp_path / "store"
     if scheme == "stale file":
         file.write_bytes(b"\x07left by a job that was killed" * 10)
@@ -198,23 +198,23 @@ def test_ranks_meet_at_the_launcher_whatever_place_the_script_names(
     assert notes(tmp_path) == {0: [SUM], 1: [SUM]}
 
 
-def test_ranks_find_place_and_number_in_the_environment(tmp_path: Path) -> None:
+def test_ranks_find_address_and_rank_in_the_environment(tmp_path: Path) -> None:
     """``init_process_group()`` without a rank works, though torch's spawn sets no variables."""
     spawn(programs.meet_by_environment, (tmp_path,), **FAST)
     assert notes(tmp_path) == {0: [(0, 2, SUM)], 1: [(1, 2, SUM)]}
 
 
-def test_a_group_of_other_ranks_than_ours_is_left_to_torch(tmp_path: Path) -> None:
-    """Every rank may have a world of its own, at the place that it names."""
+def test_a_group_of_other_ranks_is_left_to_torch(tmp_path: Path) -> None:
+    """A rank may form a group with other processes, at the address that it names."""
     spawn(programs.be_alone, (tmp_path,), **FAST)
     assert notes(tmp_path) == {0: [1.0], 1: [2.0]}
     assert (tmp_path / "store-0").exists()
 
 
-def test_variables_that_the_caller_has_set_stay_for_scripts_that_compute_with_them(
+def test_variables_that_the_caller_has_set_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RANK as the node's rank, WORLD_SIZE as the number of nodes: the idiom of the ImageNet example."""
+    """The ImageNet example uses RANK as the node's rank and WORLD_SIZE as the number of nodes."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     spawn(programs.node_rank_idiom, (2, tmp_path), **FAST)
@@ -225,7 +225,7 @@ def test_variables_that_the_caller_has_set_stay_for_scripts_that_compute_with_th
 
 
 def test_fields_of_the_config_work_beside_torchs_arguments(tmp_path: Path) -> None:
-    """``env`` reaches the ranks; nprocs and start_method are the call's."""
+    """``env`` reaches the ranks, and nprocs and start_method are those of the call."""
     config = ddpsafe.LaunchConfig(nproc_per_node=5, env={"FROM_CONFIG": "yes"})
     names = ("FROM_CONFIG", "FROM_FIELD", "WORLD_SIZE")
     spawn(
@@ -238,10 +238,10 @@ def test_fields_of_the_config_work_beside_torchs_arguments(tmp_path: Path) -> No
     assert notes(tmp_path) == {0: [["yes", "too", "2"]], 1: [["yes", "too", "2"]]}
 
 
-def test_torchs_arguments_win_also_where_they_are_left_out(
+def test_torchs_arguments_win_even_if_they_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank, as with torch, whatever config and environment say of ``nproc_per_node``."""
+    """One rank runs, as with torch, whatever ``nproc_per_node`` config and environment have."""
     monkeypatch.setenv("DDPSAFE_NPROC_PER_NODE", "2")
     spawn(programs.note_environment, (tmp_path, "WORLD_SIZE"), **METHOD)
     config = ddpsafe.LaunchConfig(nproc_per_node=3)
@@ -250,17 +250,17 @@ def test_torchs_arguments_win_also_where_they_are_left_out(
 
 
 def test_children_of_a_rank_start_as_those_of_torchs_spawn(tmp_path: Path) -> None:
-    """By the method that started the rank: their scripts may have CUDA tensors in workers."""
+    """They use the start method of the rank, because workers may hold CUDA tensors."""
     for method in ("spawn", "forkserver"):
         spawn(programs.note_start_method, (tmp_path,), start_method=method)
     assert notes(tmp_path) == {0: ["spawn", "forkserver"]}
 
 
-# What travels beside the bytes.
+# Objects that are inherited instead of pickled.
 
 
 def test_queues_locks_events_and_shared_tensors_are_inherited() -> None:
-    """They are the caller's own, not copies; what a rank has put arrives before it is gone."""
+    """They are the caller's own, not copies; items that a rank puts arrive before it exits."""
     import torch
 
     context = multiprocessing.get_context("forkserver")
@@ -301,10 +301,10 @@ def gated(tmp_path: Path) -> SpawnHandle:
     return handle
 
 
-def test_a_handle_tells_who_runs_and_when_they_have_ended(
+def test_a_handle_shows_the_ranks_and_whether_they_have_ended(
     tmp_path: Path, gated: SpawnHandle
 ) -> None:
-    """``join(timeout)`` is False while ranks run and True after; pids and processes are theirs."""
+    """``join(timeout)`` is False while ranks run and True afterwards."""
     scripts.wait_until(lambda: all(notes(tmp_path).values()))
     assert gated.pids() == [pid for (pid,) in notes(tmp_path).values()]
     assert [process.pid for process in gated.processes] == gated.pids()
@@ -319,7 +319,7 @@ def test_a_handle_tells_who_runs_and_when_they_have_ended(
 
 
 def test_a_failure_is_raised_at_join_and_names_the_rank(tmp_path: Path, run_dir: Path) -> None:
-    """The caller may do something else meanwhile; every join tells it again."""
+    """The caller may do other work before that; every join raises it again."""
     handle = spawn(programs.wait_and_fail, (tmp_path,), join=False, run_dir=run_dir, **FAST)
     assert handle.join(0) is False
     (tmp_path / "gate").touch()
@@ -331,8 +331,8 @@ def test_a_failure_is_raised_at_join_and_names_the_rank(tmp_path: Path, run_dir:
     assert not any(psutil.pid_exists(pid) for pid in handle.pids())
 
 
-def test_a_call_that_is_wrong_fails_at_once_also_without_joining(tmp_path: Path) -> None:
-    """No join is needed to learn that nothing was started."""
+def test_a_wrong_call_fails_at_once_without_a_join(tmp_path: Path) -> None:
+    """No join is needed to find out that nothing has started."""
     with pytest.raises(ddpsafe.ConfigError, match="device_count"):
         spawn(programs.wait_for_gate, (tmp_path,), nprocs=0, join=False)
     (tmp_path / "file").touch()
@@ -341,8 +341,8 @@ def test_a_call_that_is_wrong_fails_at_once_also_without_joining(tmp_path: Path)
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_a_signal_right_after_the_start_is_not_lost(start_method: str, run_dir: Path) -> None:
-    """SIGTERM may come before the rank's process has run a line of Python."""
+def test_a_signal_right_after_the_start_ends_the_rank(start_method: str, run_dir: Path) -> None:
+    """SIGTERM may arrive before the rank's process has run a line of Python."""
     for attempt in range(20 if start_method == "forkserver" else 2):
         options = {"start_method": start_method, "run_dir": run_dir / f"{attempt}"}
         handle = spawn(programs.wait_for_ever, join=False, **options)
@@ -353,7 +353,7 @@ def test_a_signal_right_after_the_start_is_not_lost(start_method: str, run_dir: 
 
 
 def test_ctrl_c_at_join_ends_the_ranks_and_is_raised(gated: SpawnHandle) -> None:
-    """The interrupt comes back as KeyboardInterrupt, after the ranks have gone."""
+    """KeyboardInterrupt is raised after the ranks have exited."""
     interrupter = threading.Thread(
         target=_interrupt_when_inside, args=(SpawnHandle.join, threading.get_ident())
     )
@@ -376,8 +376,8 @@ def _interrupt_when_inside(function: Any, thread: int) -> None:
 
 
 @pytest.mark.parametrize("daemon", [True, False])
-def test_daemon_is_what_multiprocessing_means_by_it(tmp_path: Path, *, daemon: bool) -> None:
-    """Daemonic ranks may have no children; others may."""
+def test_daemon_means_the_same_as_in_multiprocessing(tmp_path: Path, *, daemon: bool) -> None:
+    """Daemonic ranks must not have children; other ranks may."""
     spawn(programs.try_to_have_a_child, (tmp_path,), **{**FAST, "nprocs": 1}, daemon=daemon)
     text = (tmp_path / "rank-0").read_text()
     assert text == (
@@ -388,7 +388,7 @@ def test_daemon_is_what_multiprocessing_means_by_it(tmp_path: Path, *, daemon: b
 
 
 def test_daemonic_ranks_end_with_a_caller_that_never_joins(tmp_path: Path) -> None:
-    """The caller does not wait for them, and nothing of them is left, not even a directory."""
+    """The caller does not wait for them, and no process is left."""
     source = """
         import sys, spawn_programs, ddpsafe
         from pathlib import Path
@@ -408,7 +408,7 @@ def test_daemonic_ranks_end_with_a_caller_that_never_joins(tmp_path: Path) -> No
 
 
 def test_ranks_end_with_a_script_that_dies_of_an_error_with_an_exit_code(tmp_path: Path) -> None:
-    """The second uncaught error of ddpsafe's sets the code, and ends the ranks too."""
+    """The second error of ddpsafe, which is not caught, sets the exit code and ends the ranks."""
     source = """
         import sys, spawn_programs, ddpsafe
         from pathlib import Path
@@ -426,12 +426,12 @@ def test_ranks_end_with_a_script_that_dies_of_an_error_with_an_exit_code(tmp_pat
     run = scripts.run(tmp_path, source, str(tmp_path))
     assert run.code == 78
     assert "device_count() is 0" in run.err
-    assert "never joined" not in run.err  # they would fail when the gate has not opened for long
+    assert "never joined" not in run.err  # they would fail if the gate stayed closed for long
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_ranks_end_with_a_script_that_was_preempted(tmp_path: Path, *, goes_on: bool) -> None:
-    """It shows no traceback, but the ranks of a handle end too, unless a prompt follows."""
+def test_ranks_end_with_a_script_that_is_preempted(tmp_path: Path, *, goes_on: bool) -> None:
+    """It shows no traceback, and the ranks of a handle end, unless a prompt follows."""
     source = """
         import os, sys, spawn_programs, ddpsafe
         from pathlib import Path
@@ -464,7 +464,7 @@ print(handle.join())
 def test_handles_that_have_been_joined_leave_no_hook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interpreter's hook is the caller's again, in whatever order they are joined."""
+    """The caller's ``sys.excepthook`` is restored, in whatever order handles are joined."""
     before = sys.__excepthook__
     monkeypatch.setattr(sys, "excepthook", before)  # earlier tests may have left handles
     (tmp_path / "gate").touch()
@@ -477,8 +477,8 @@ def test_handles_that_have_been_joined_leave_no_hook(
         assert sys.excepthook is before
 
 
-def test_the_interpreter_waits_at_its_end_for_ranks_that_are_not_daemonic(tmp_path: Path) -> None:
-    """A caller that never joins loses no work, as with torch."""
+def test_the_interpreter_waits_at_exit_for_ranks_that_are_not_daemonic(tmp_path: Path) -> None:
+    """As with torch, a caller that never joins loses no work."""
     source = """
         import sys, spawn_programs, ddpsafe
         from pathlib import Path

@@ -1,4 +1,4 @@
-"""``ddpsafe status``: what another terminal is told of a launch, running, ended or dead."""
+"""``ddpsafe status`` shows a running, ended or dead launch in another terminal."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("how", ["stopped", "with the GIL"])
-def test_ranks_are_shown_while_one_cannot_answer(tmp_path: Path, how: str) -> None:
-    """Steps are read without the rank, and its state, or its line, is known all the same."""
+def test_all_ranks_are_shown_while_one_cannot_answer(tmp_path: Path, how: str) -> None:
+    """That rank's steps, and its state or line, are read without its help."""
     result = World(folder=tmp_path).launch(programs.ask_for_status, how)
     (launch,) = json.loads(result.values[0])["launches"]
     assert launch["state"] == "running"
@@ -48,7 +48,7 @@ def test_ranks_are_shown_while_one_cannot_answer(tmp_path: Path, how: str) -> No
 
 
 def test_stacks_show_what_a_loader_worker_reads(tmp_path: Path) -> None:
-    """The rank waits in its loader; the line of the dataset is the worker's."""
+    """The rank waits in its loader, and the worker's stack shows the line of the dataset."""
     result = World(folder=tmp_path).launch(programs.ask_for_status_of_a_loader)
     said = result.values[0].splitlines()
     assert "rank 1, thread MainThread, the last call first:" in said
@@ -61,10 +61,10 @@ def test_stacks_show_what_a_loader_worker_reads(tmp_path: Path) -> None:
     assert any("fetch.py" in line for line in calls)
 
 
-def test_a_dead_launcher_is_told_from_one_that_has_ended(
+def test_a_dead_launcher_is_distinguished_from_one_that_has_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its socket is still there, but no process listens on it."""
+    """A dead launcher leaves its socket, on which no process listens."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / SOCKET))
     assert main(["status", str(tmp_path)]) == 1
@@ -74,7 +74,9 @@ def test_a_dead_launcher_is_told_from_one_that_has_ended(
     assert capsys.readouterr().out == f"no launch is running in {tmp_path}\n"
 
 
-def test_a_launch_that_failed_says_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_launch_is_shown_with_its_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The newest report is shown, with control characters made visible."""
     for number in (1, 2):
         folder = tmp_path / f"attempt-{number}"
@@ -92,15 +94,17 @@ def test_a_launch_that_failed_says_how(tmp_path: Path, capsys: pytest.CaptureFix
     assert "more" not in said
 
 
-def test_what_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A path that does not exist is one case, and both a path and --all is wrong usage."""
+def test_a_missing_path_and_wrong_usage_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A path together with --all is a usage error."""
     assert main(["status", str(tmp_path / "none")]) == 1
     assert capsys.readouterr().out.startswith("there is no directory ")
     assert main(["status", str(tmp_path), "--all"]) == 2
 
 
 def facts() -> dict[str, object]:
-    """Return what a launcher of one rank, this process, answers."""
+    """Return the answer of a launcher whose only rank is this process."""
     rank = {
         "rank": 0,
         "local_rank": 0,
@@ -137,10 +141,10 @@ def await_question(listener: StatusSocket) -> bool:
     return wants_stacks
 
 
-def test_watching_shows_it_again_until_the_launch_ends(
+def test_watch_repeats_the_status_until_the_launch_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every second, with who makes the others wait below the table; then how it ended."""
+    """Each time it lists, below the table, the ranks that make others wait; then it shows the end."""
     listener = StatusSocket(tmp_path)
 
     def be_the_launcher() -> None:
@@ -159,8 +163,8 @@ def test_watching_shows_it_again_until_the_launch_ends(
     assert said.endswith(f"no launch is running in {tmp_path}\n")
 
 
-def test_a_path_that_is_not_utf_8_can_be_told(tmp_path: Path) -> None:
-    """Of a script, say, or of a dataset; the launch goes on."""
+def test_a_path_that_is_not_utf_8_can_be_sent(tmp_path: Path) -> None:
+    """Scripts and datasets may have such paths, and the launch continues."""
     listener = StatusSocket(tmp_path)
     path = os.fsdecode(b"/data/caf\xe9.py")
 
@@ -175,8 +179,8 @@ def test_a_path_that_is_not_utf_8_can_be_told(tmp_path: Path) -> None:
     listener.close()
 
 
-def test_the_launcher_does_not_wait_for_a_process_that_says_nothing(tmp_path: Path) -> None:
-    """It has its answer once it asks, or sees the end: of the launch, or of the launcher's patience."""
+def test_the_launcher_does_not_wait_for_a_process_that_sends_nothing(tmp_path: Path) -> None:
+    """A client is answered once it asks; else it is disconnected, at the latest at the launch's end."""
     listener = StatusSocket(tmp_path)
     with contextlib.ExitStack() as stack:
         silent, later, asking, gone, *more = (
@@ -207,13 +211,13 @@ def test_the_launcher_does_not_wait_for_a_process_that_says_nothing(tmp_path: Pa
     assert listener.handles() == []
 
 
-def test_a_folder_without_sockets_has_nothing_to_wait_for(tmp_path: Path) -> None:
-    """A socket that does not listen is always readable: the launcher would never sleep."""
+def test_without_a_socket_the_launcher_has_nothing_to_wait_for(tmp_path: Path) -> None:
+    """A socket that does not listen is always readable, so the launcher would never sleep."""
     assert StatusSocket(tmp_path / "none").handles() == []
 
 
 def test_a_launcher_without_a_descriptor_is_not_woken_again(tmp_path: Path) -> None:
-    """A process that asks cannot be answered, and would keep a core busy; it is at the next look."""
+    """A client that cannot be answered must not keep a core busy; the next look answers it."""
     listener = StatusSocket(tmp_path)
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(tmp_path / SOCKET))
@@ -235,7 +239,7 @@ def test_a_launcher_without_a_descriptor_is_not_woken_again(tmp_path: Path) -> N
     listener.close()
 
 
-WITHOUT_PATIENCE: Final = """
+CLIENT_LEAVES_EARLY: Final = """
     import signal
     import socket
     import subprocess
@@ -274,9 +278,9 @@ WITHOUT_PATIENCE: Final = """
 """
 
 
-def test_who_asks_and_leaves_does_not_end_a_launcher_that_sigpipe_would(tmp_path: Path) -> None:
-    """As scripts have it that are read by ``head``: it is theirs again after the launch."""
-    ended = scripts.run(tmp_path, WITHOUT_PATIENCE)
+def test_a_client_that_leaves_early_does_not_end_a_launcher_by_sigpipe(tmp_path: Path) -> None:
+    """A script may set SIGPIPE to its default action, which is restored after the launch."""
+    ended = scripts.run(tmp_path, CLIENT_LEAVES_EARLY)
     assert (ended.code, ended.out) == (0, "a program ends by 13\nafter True\n"), ended.err
 
 
@@ -286,7 +290,7 @@ SILENT: Final[dict[str, int | None]] = dict.fromkeys(HOT)
 
 
 def reading(clocks: dict[str, int | None], used_gib: int | None = 72) -> GpuReading:
-    """Return what the driver says of GPU 3."""
+    """Return a driver's reading of GPU 3."""
     used = None if used_gib is None else used_gib << 30
     return GpuReading(index=3, used_bytes=used, total_bytes=80 << 30, **clocks)
 
@@ -302,8 +306,8 @@ def reading(clocks: dict[str, int | None], used_gib: int | None = 72) -> GpuRead
         (reading(SILENT, None), "the driver reports nothing about it"),
     ],
 )  # fmt: skip
-def test_a_gpu_is_told_in_a_line(gpu: GpuReading, text: str) -> None:
-    """Its clock, what holds that down, its temperature and its memory, as far as they are known."""
+def test_a_gpu_is_described_in_one_line(gpu: GpuReading, text: str) -> None:
+    """It has the clock, the reasons for slowdowns, the temperature and the memory, where known."""
     assert str(gpu) == f"GPU 3: {text}"
 
 
@@ -322,7 +326,7 @@ def test_the_gpu_of_a_slow_rank_is_shown(
     is_late: bool,  # noqa: FBT001 - a row
     is_shown: bool,  # noqa: FBT001 - a row
 ) -> None:
-    """Below who makes the others wait; without that, only a GPU with which something is wrong."""
+    """It follows a straggler's line; for other ranks only a throttled GPU is shown."""
     launch = facts()
     (rank,) = launch["ranks"]  # type: ignore[misc]
     rank["gpus"] = [status.gpu_facts(reading(clocks))]

@@ -1,7 +1,7 @@
-"""The end of a script: always clean, again and again, in the shapes in which plain torch hangs.
+"""Scripts always exit cleanly, even in the situations in which plain torch hangs.
 
-The teardown of the official tutorial, a DDP object alive while the group is destroyed, hung for
-good in 14 of 30 runs of plain torch 2.13 with heavy imports, and aborted in 8 of 40 without them.
+The teardown of the official tutorial, a DDP object alive while the group is destroyed, hung
+forever in 14 of 30 runs of plain torch 2.13 with heavy imports, and aborted in 8 of 40 without them.
 ``nox -s soak`` runs the loops for longer.
 """
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 FEW: Final = 1
 RUNS: Final = pytest.mark.parametrize("runs", [FEW, pytest.param(60, marks=pytest.mark.soak)])
-"""Rounds; a broken teardown shows itself in two of five launches."""
+"""Number of rounds; a broken teardown shows in two of five launches."""
 
 RUN_S: Final = 20
-"""What one round may take on a busy machine, on average; a hang takes longer by itself."""
+"""Average time of one round on a busy machine; a single hang takes longer."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), RUNS]
 
 
-def ends_of(call: str, *, runs: int, folder: Path) -> dict[str, int]:
-    """Run a loop of `teardown_programs` in a process of its own, which must not complain.
+def count_exit_codes(call: str, *, runs: int, folder: Path) -> dict[str, int]:
+    """Run a loop of `teardown_programs` in a new process, which must not print to stderr.
 
     Returns:
-        How many ranks ended with which exit code.
+        The number of ranks for each exit code.
     """
     source = f"""
         import teardown_programs
@@ -45,17 +45,19 @@ def ends_of(call: str, *, runs: int, folder: Path) -> dict[str, int]:
     return ends
 
 
-def test_launches_end_cleanly_every_time(tmp_path: Path, runs: int) -> None:
+def test_ranks_of_a_launch_exit_cleanly_every_time(tmp_path: Path, runs: int) -> None:
     """The tutorial with its own setup and cleanup, and a script that calls nothing at its end.
 
-    With DDP alive at destroy, heavy imports and a thread that wants the GIL, all in one process:
-    every rank exits by itself with 0, in silence.
+    DDP is alive at destroy, imports are heavy, and a thread wants the GIL, all in one process. Every
+    rank still exits by itself with 0 and prints nothing.
     """
-    found = ends_of(f"end_again_and_again({runs})", runs=runs, folder=tmp_path)
+    found = count_exit_codes(f"end_again_and_again({runs})", runs=runs, folder=tmp_path)
     assert found == {"0": 4 * runs}
 
 
-def test_attached_interpreter_ends_cleanly_every_time(tmp_path: Path, runs: int) -> None:
-    """A rank of another launcher goes through the whole end of an interpreter, DDP object and all."""
+def test_attached_ranks_exit_cleanly_every_time(tmp_path: Path, runs: int) -> None:
+    """A rank of another launcher shuts down its whole interpreter, with the DDP object alive."""
     runs = max(1, runs // 5)  # each takes two interpreters
-    assert ends_of(f"exit_again_and_again({runs})", runs=runs, folder=tmp_path) == {"0": 2 * runs}
+    assert count_exit_codes(f"exit_again_and_again({runs})", runs=runs, folder=tmp_path) == {
+        "0": 2 * runs
+    }

@@ -1,6 +1,6 @@
-"""``ddpsafe template``: what it prints is valid where it goes to, and says what ddpsafe relies on.
+"""``ddpsafe template`` prints valid configurations that contain what ddpsafe relies on.
 
-Slurm's runs on a real Slurm, in tests/slurm. The schemas of the others are large, so that
+tests/slurm runs the Slurm template on a real Slurm. The schemas of the others are large;
 ``nox -s frameworks`` installs them.
 """
 
@@ -27,13 +27,13 @@ yaml = pytest.importorskip("yaml")
 
 
 def template(place: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what the command prints."""
+    """Return the output of the command."""
     assert main(["template", place]) == 0
     return capsys.readouterr().out
 
 
 def read_job_request(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """Return what the program for SageMaker sends."""
+    """Return the request that the SageMaker program sends."""
     names: dict[str, Any] = {"__name__": "submit"}
     exec(compile(template("sagemaker", capsys), "submit.py", "exec"), names)
     request: dict[str, Any] = names["REQUEST"]
@@ -41,7 +41,7 @@ def read_job_request(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def require_options(command: list[str]) -> None:
-    """Fail unless ``ddpsafe run`` knows all of its options."""
+    """Fail unless ``ddpsafe run`` knows all options of a command."""
     assert command[:2] == ["ddpsafe", "run"]
     options, unknown = make_parser().parse_known_args(command[1:])
     assert not unknown
@@ -49,10 +49,10 @@ def require_options(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize("place", TEMPLATES)
-def test_every_template_says_where_it_is_from_and_what_to_edit(
+def test_every_template_names_its_command_and_what_to_edit(
     place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ends with one newline, so that it can be written to a file."""
+    """It ends with exactly one newline, so that it can be redirected to a file."""
     text = template(place, capsys)
     assert f'"ddpsafe template {place}"' in text
     assert "edit" in text
@@ -60,21 +60,21 @@ def test_every_template_says_where_it_is_from_and_what_to_edit(
     assert not text.endswith("\n\n")
 
 
-def test_an_unknown_place_is_refused_with_those_there_are(
+def test_an_unknown_template_is_refused_with_the_list_of_templates(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By the usual exit code of a wrong usage."""
+    """The exit code is the usual one for a usage error."""
     with pytest.raises(SystemExit) as ended:
         main(["template", "lsf"])
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert all(place in told for place in TEMPLATES)
+    err = capsys.readouterr().err
+    assert all(place in err for place in TEMPLATES)
 
 
-def test_kubernetes_starts_again_what_another_attempt_can_help(
+def test_kubernetes_restarts_only_what_another_attempt_can_fix(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Exit codes, grace and shared memory are those of ddpsafe's promises."""
+    """Exit codes, grace period and shared memory match ddpsafe's documented ones."""
     service, _, job = yaml.safe_load_all(template("kubernetes", capsys))
     spec = job["spec"]
     rules = {rule["action"]: rule for rule in spec["podFailurePolicy"]["rules"][:2]}
@@ -93,8 +93,8 @@ def test_kubernetes_starts_again_what_another_attempt_can_help(
     assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
 
 
-def test_kubernetes_template_keeps_to_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
-    """Kubernetes' own, without any unknown field."""
+def test_the_kubernetes_template_follows_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    """Kubernetes' own schema is checked, and unknown fields are refused."""
     validator = pytest.importorskip("kubernetes_validate")
     for document in yaml.safe_load_all(template("kubernetes", capsys)):
         validator.validate(document, "1.31", strict=True)
@@ -103,7 +103,7 @@ def test_kubernetes_template_keeps_to_the_schema(capsys: pytest.CaptureFixture[s
 def test_compose_gives_the_ranks_time_and_shared_memory(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The grace is longer than `timeouts.stop`, and logs leave the container."""
+    """The grace period is longer than `timeouts.stop`, and logs are kept outside the container."""
     (service,) = yaml.safe_load(template("compose", capsys))["services"].values()
     require_options(service["command"])
     minutes, seconds = re.fullmatch(r"(\d+)m(\d+)s", service["stop_grace_period"]).groups()  # type: ignore[union-attr]
@@ -117,12 +117,12 @@ def test_compose_gives_the_ranks_time_and_shared_memory(
     ("right", "wrong"),
     [("", ""), ("shm_size:", "shm_sise:"), ("stop_grace_period: 5m30s", "stop_grace_period: long")],
 )
-def test_compose_template_keeps_to_the_specification(
+def test_the_compose_template_follows_the_specification(
     capsys: pytest.CaptureFixture[str], right: str, wrong: str
 ) -> None:
-    """Every field is one of Compose's, and so is each value; a slip in it is found."""
+    """Every field and value is one of Compose's; a typo would be found."""
     compose_spec = pytest.importorskip("compose_spec")
-    # The number of restarts is in the specification, and not in this reader of it.
+    # The specification has a number of restarts, but this parser does not know it.
     text = template("compose", capsys).replace("on-failure:5", "on-failure")
     assert right in text
     if right == wrong:
@@ -135,7 +135,7 @@ def test_compose_template_keeps_to_the_specification(
 def test_sagemaker_starts_a_launcher_on_each_instance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first instance is node 0 and serves the endpoint, whoever asks."""
+    """The first instance by name is node 0 and serves the endpoint on every instance."""
     algorithm = read_job_request(capsys)["AlgorithmSpecification"]
     python, flag, start = algorithm["ContainerEntrypoint"]
     assert (python, flag) == ("python", "-c")
@@ -160,8 +160,8 @@ def test_sagemaker_starts_a_launcher_on_each_instance(
         assert command[2:5] == expected
 
 
-def test_sagemaker_template_keeps_to_the_api(capsys: pytest.CaptureFixture[str]) -> None:
-    """Botocore's model of CreateTrainingJob: names, types, lengths and choices."""
+def test_the_sagemaker_template_follows_the_api(capsys: pytest.CaptureFixture[str]) -> None:
+    """Botocore's model of CreateTrainingJob has the names, types, lengths and choices."""
     pytest.importorskip("botocore")
     import botocore.session
     from botocore.validate import ParamValidator
@@ -174,7 +174,7 @@ def test_sagemaker_template_keeps_to_the_api(capsys: pytest.CaptureFixture[str])
 
 
 def require_lengths(shape: Any, value: Any) -> None:
-    """Fail where a text is longer than the API takes, or none of its choices."""
+    """Fail if a text is too long for the API, or is not one of its choices."""
     if shape.type_name == "structure":
         for name, each in value.items():
             require_lengths(shape.members[name], each)

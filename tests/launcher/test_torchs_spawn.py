@@ -1,6 +1,6 @@
-"""What scripts rely on from ``torch.multiprocessing.spawn``: its errors, their texts, its handle.
+"""Scripts may rely on the errors, texts and handle of ``torch.multiprocessing.spawn``.
 
-Cases like those of torch's own tests of it, and the attributes that its errors have.
+The cases resemble those of torch's own tests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ METHODS: Final = pytest.mark.parametrize(
     "start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
 )
 
-ENDS: Final[list[Any]] = [
+FAULTS: Final[list[Any]] = [
     pytest.param(
         "raise in 0", mp.ProcessRaisedException, r"\nValueError: from rank 0$", id="raise"
     ),
@@ -58,15 +58,15 @@ ENDS: Final[list[Any]] = [
         id="after-success",
     ),
 ]
-"""What the ranks do, torch's class, and what its message says."""
+"""The fault of a rank, torch's error class, and its message."""
 
 
 @METHODS
-@pytest.mark.parametrize(("fault", "error", "text"), ENDS)
-def test_errors_are_torchs_too(
+@pytest.mark.parametrize(("fault", "error", "text"), FAULTS)
+def test_errors_are_also_torchs_errors(
     run_dir: Path, start_method: str, fault: str, error: type[Exception], text: str
 ) -> None:
-    """``except mp.ProcessRaisedException`` goes on to work, and so do texts that are searched."""
+    """``except mp.ProcessRaisedException`` still works, and so does a search in the message."""
     with pytest.raises(error, match=text) as caught:
         ddpsafe.spawn(
             programs.end_in_a_way, (fault,), 2, start_method=start_method, run_dir=run_dir
@@ -94,10 +94,10 @@ FACTS: Final[list[Any]] = [
 
 
 @pytest.mark.parametrize(("fault", "error", "facts"), FACTS)
-def test_errors_have_torchs_attributes_and_ours(
+def test_errors_have_the_attributes_of_torch_and_of_ddpsafe(
     run_dir: Path, fault: str, error: type[ddpsafe.RankFailedError], facts: dict[str, object]
 ) -> None:
-    """Also where they have been pickled, as a pool of processes does."""
+    """They keep the attributes when they are pickled, as by a pool of processes."""
     with pytest.raises(error) as caught:
         ddpsafe.spawn(
             programs.end_in_a_way, (fault,), 2, start_method="forkserver", run_dir=run_dir
@@ -115,8 +115,8 @@ def test_errors_have_torchs_attributes_and_ours(
         assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_the_exit_status_of_a_script_is_that_of_a_shell(tmp_path: Path) -> None:
-    """128 + signal, though torch's `exit_code` is negative."""
+def test_the_exit_status_of_a_script_follows_the_shell(tmp_path: Path) -> None:
+    """It is 128 + signal, although torch's `exit_code` is negative."""
     source = """
         import sys, spawn_programs, ddpsafe
 
@@ -130,8 +130,8 @@ def test_the_exit_status_of_a_script_is_that_of_a_shell(tmp_path: Path) -> None:
 
 
 @METHODS
-def test_success_without_blocking_and_the_first_argument(start_method: str) -> None:
-    """Each rank is called with its index; every later join is true as well."""
+def test_ranks_receive_their_index_and_join_reports_success(start_method: str) -> None:
+    """The index is the first argument, and every later join is true as well."""
     queue = multiprocessing.get_context(start_method).SimpleQueue()
     handle = ddpsafe.spawn(programs.put_index, (queue,), 2, join=False, start_method=start_method)
     ready = multiprocessing.connection.wait(list(handle.sentinels), timeout=60)
@@ -146,8 +146,8 @@ def test_success_without_blocking_and_the_first_argument(start_method: str) -> N
 
 
 @METHODS
-def test_children_of_a_rank_that_is_killed_go_with_it(tmp_path: Path, start_method: str) -> None:
-    """A rank may spawn ranks; a signal that ends it ends those."""
+def test_children_of_a_killed_rank_end_with_it(tmp_path: Path, start_method: str) -> None:
+    """A rank may spawn ranks, and a signal that ends it ends them, too."""
     handle = ddpsafe.spawn(
         programs.spawn_and_die,
         (tmp_path, start_method),
@@ -167,7 +167,7 @@ def test_children_of_a_rank_that_is_killed_go_with_it(tmp_path: Path, start_meth
 def test_a_grace_period_lets_the_other_ranks_finish(
     tmp_path: Path, grace_s: float | None, *, finishes: bool
 ) -> None:
-    """``join(grace_period=…)`` waits that long before it ends them."""
+    """``join(grace_period=…)`` waits that long before it ends the other ranks."""
     handle = ddpsafe.spawn(
         programs.fail_or_finish,
         (tmp_path,),
@@ -184,8 +184,8 @@ def test_a_grace_period_lets_the_other_ranks_finish(
     assert (tmp_path / "finished").exists() == finishes
 
 
-def test_a_signal_to_a_rank_is_a_process_exited_exception(run_dir: Path) -> None:
-    """Sent from outside, as a scheduler's or an operator's."""
+def test_a_signal_to_a_rank_raises_process_exited_exception(run_dir: Path) -> None:
+    """The signal comes from outside, from a scheduler or an operator."""
     handle = ddpsafe.spawn(
         programs.wait_for_ever, join=False, start_method="forkserver", run_dir=run_dir
     )
@@ -198,7 +198,7 @@ def test_a_signal_to_a_rank_is_a_process_exited_exception(run_dir: Path) -> None
 
 @METHODS
 def test_tensors_in_the_arguments_are_shared_as_by_torch(start_method: str) -> None:
-    """What the ranks write the caller sees, in a tensor, in a view of it and in a module."""
+    """The caller sees what ranks write to a tensor, to a view of one and to a module."""
     plain, base, model = torch.zeros(2), torch.zeros(4), torch.nn.Linear(1, 2, bias=False)
     torch.nn.init.zeros_(model.weight)
     many = [torch.zeros(1) for _ in range(300)]  # more than a fork server takes descriptors

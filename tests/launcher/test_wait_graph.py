@@ -1,8 +1,8 @@
-"""Whether ranks that wait for each other can still go on: a table, and random programs.
+"""The wait graph proves whether waiting ranks can continue: a table, and random programs.
 
 The random programs run here, in one process: each rank has a list of collectives over subgroups,
-and a scheduler lets one rank at a time go a step further, in random order. What the launcher would
-be told is read from them rank by rank, with steps of others in between, as in a real job.
+and a scheduler advances one rank at a time, in random order. The ranks' answers to the launcher are
+read one by one, with steps of other ranks in between, as in a real job.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def call(
     state: CollectiveState = "started",
     numel: int = 4,
 ) -> Collective:
-    """Return a collective as a recorder tells it."""
+    """Return a collective as the flight recorder reports it."""
     return Collective(
         group=group,
         number=number,
@@ -43,7 +43,7 @@ def call(
 
 
 def done(number: int, name: str = "all_reduce", group: str = MAIN_GROUP) -> Collective:
-    """Return one that has ended."""
+    """Return a completed collective."""
     return call(number, name, group=group, state="completed")
 
 
@@ -60,7 +60,7 @@ def waits(rank: int, groups: Groups, *calls: Collective) -> RankView:
 
 
 def works(rank: int, groups: Groups, *calls: Collective) -> RankView:
-    """Return a rank that is at work, or asleep in anything but a collective."""
+    """Return a rank that is working, or sleeping outside of a collective."""
     return _view(rank, groups, calls, waits_in=None)
 
 
@@ -71,7 +71,7 @@ def left(rank: int, *calls: Collective) -> RankView:
 
 
 def stopped(rank: int) -> RankView:
-    """Return a rank that is stopped, and answers nothing."""
+    """Return a rank that is stopped and does not answer."""
     return RankView(rank=rank, is_stopped=True)
 
 
@@ -85,8 +85,10 @@ def _view(
 
 ROWS: Final = [
     pytest.param([waits(0, PAIR, call(3)), works(1, PAIR, done(2))], None, (), id="a slow rank"),
-    pytest.param([waits(0, PAIR, call(3)), waits(1, PAIR, call(3))], None, (), id="both are there"),
-    pytest.param([waits(0, PAIR, call(3))], None, (), id="nothing is known of the other"),
+    pytest.param(
+        [waits(0, PAIR, call(3)), waits(1, PAIR, call(3))], None, (), id="both have entered"
+    ),
+    pytest.param([waits(0, PAIR, call(3))], None, (), id="the other is unknown"),
     pytest.param(
         [waits(0, PAIR, call(3)), RankView(rank=1)], None, (), id="the other does not answer"
     ),
@@ -105,7 +107,7 @@ ROWS: Final = [
         ],
         "mismatch",
         (2,),
-        id="one of four is in another one",
+        id="one of four is in a different one",
     ),
     pytest.param(
         [
@@ -116,7 +118,7 @@ ROWS: Final = [
         ],
         None,
         (),
-        id="one has not come, and the others are told apart when it has",
+        id="one has not entered yet, so the odd one is not known",
     ),
     pytest.param(
         [waits(0, PAIR, call(3)), waits(1, PAIR, call(3, numel=5))],
@@ -152,7 +154,7 @@ ROWS: Final = [
         ],
         None,
         (),
-        id="one of them only has it under way and goes on",
+        id="one of them is asynchronous and continues",
     ),
     pytest.param(
         [
@@ -172,7 +174,7 @@ ROWS: Final = [
         ],
         None,
         (),
-        id="a chain that ends at a rank at work",
+        id="a chain that ends at a working rank",
     ),
     pytest.param(
         [waits(0, PAIR, call(3)), left(1, done(2))], "left", (1,), id="the other has returned"
@@ -194,39 +196,41 @@ ROWS: Final = [
         [works(0, PAIR, call(3)), stopped(1)], "stopped", (1,), id="it sleeps in a backward pass"
     ),
     pytest.param(
-        [works(0, PAIR, done(2)), stopped(1)], None, (), id="stopped, and it is not missed yet"
+        [works(0, PAIR, done(2)), stopped(1)], None, (), id="stopped, but no rank waits for it yet"
     ),
     pytest.param(
         [waits(0, FOUR, call(3)), waits(1, FOUR, call(3)), works(2, FOUR, done(2)), stopped(3)],
         None,
         (),
-        id="stopped, and one of the others is still at work",
+        id="stopped, but another rank is still working",
     ),
     pytest.param(
         [waits(0, FOUR, call(3, FROM_ONE)), works(1, FOUR), left(2), works(3, FOUR)],
         None,
         (),
-        id="a broadcast may come from a rank at work",
+        id="a working rank may still send the broadcast",
     ),
     pytest.param(
         [waits(0, PAIR, call(3, FROM_ONE)), left(1, done(2))],
         "left",
         (1,),
-        id="a broadcast that only one could send",
+        id="only a rank that has returned could send the broadcast",
     ),
 ]
 
 
 @pytest.mark.parametrize(("views", "reason", "ranks"), ROWS)
-def test_a_proof_or_none(views: list[RankView], reason: str | None, ranks: tuple[int, ...]) -> None:
-    """Each row is what is known of the ranks, and what follows from it for certain."""
+def test_find_deadlock_returns_a_proof_or_none(
+    views: list[RankView], reason: str | None, ranks: tuple[int, ...]
+) -> None:
+    """Each row has the known facts about the ranks, and what certainly follows from them."""
     found = find_deadlock({view.rank: view for view in views})
     assert (None if found is None else found.reason) == reason
     assert (() if found is None else tuple(sorted(found.ranks))) == ranks
 
 
-def test_the_proof_is_told_step_by_step() -> None:
-    """Who waits where for whom, and why that does not end."""
+def test_the_proof_is_shown_step_by_step() -> None:
+    """It lists which rank waits where for which rank, and why the wait cannot end."""
     views = [waits(0, RING, call(1, group="1")), waits(1, RING, call(1, group="2")), left(2)]
     found = find_deadlock({view.rank: view for view in views})
     assert found is not None
@@ -248,7 +252,7 @@ class Op:
 
 @dataclass
 class Rank:
-    """One rank of a simulated job: its program, and how far it is."""
+    """One rank of a simulated job, with its program and position."""
 
     program: list[Op]
     groups: Groups
@@ -259,7 +263,7 @@ class Rank:
 
     @property
     def has_left(self) -> bool:
-        """Whether its program is over."""
+        """Whether its program has ended."""
         return self.at == len(self.program)
 
 
@@ -267,7 +271,7 @@ class Job:
     """Ranks that run their programs, one step of one rank at a time."""
 
     def __init__(self, programs: list[list[Op]], groups: Groups) -> None:
-        """Begin."""
+        """Start all ranks at the beginning of their programs."""
         self.groups = groups
         self.ranks = [
             Rank(program, {name: who for name, who in groups.items() if rank in who})
@@ -275,7 +279,7 @@ class Job:
         ]
 
     def step(self, rank: int) -> bool:
-        """Let one rank enter its next collective, or leave the one that has ended; tell if it could."""
+        """Let a rank enter its next collective or leave a completed one; return whether it could."""
         mine = self.ranks[rank]
         if mine.has_left:
             return False
@@ -294,12 +298,12 @@ class Job:
         members = self.groups[group]
         mine = self.ranks[rank].entered[group][number - 1]
         if mine.name == FROM_ONE:
-            members = members[:1]  # from its first rank, which waits for no other
+            members = members[:1]  # sent by its first rank, which does not wait
         others = [self.ranks[each].entered.get(group, []) for each in members]
         return all(len(ops) >= number and ops[number - 1].name == mine.name for ops in others)
 
     def look(self, rank: int) -> tuple[Whereabouts, int]:
-        """Return what the rank would answer now, and how often it has moved."""
+        """Return the rank's current answer, and how often it has moved."""
         mine = self.ranks[rank]
         calls = tuple(
             call(
@@ -325,21 +329,21 @@ class Job:
         return Whereabouts(position=position, groups=mine.groups, waits_in=waits_in), mine.moves
 
     def run(self, choose: random.Random, steps: int) -> None:
-        """Let random ranks go on."""
+        """Advance random ranks."""
         for _ in range(steps):
             self.step(choose.randrange(len(self.ranks)))
 
     def run_to_the_end(self) -> None:
-        """Let all ranks go on as long as one can."""
-        while self.can_go_on():
+        """Advance all ranks as long as one can move."""
+        while self.advance():
             pass
 
-    def can_go_on(self) -> bool:
-        """Let each rank go a step further; tell whether one could."""
+    def advance(self) -> bool:
+        """Advance each rank by a step; return whether one could move."""
         return any(list(map(self.step, range(len(self.ranks)))))
 
     def ask(self, choose: random.Random) -> dict[int, tuple[Whereabouts, int]]:
-        """Ask the ranks one after another, while they go on."""
+        """Ask the ranks one after another while they continue."""
         answers = {}
         for rank in choose.sample(range(len(self.ranks)), len(self.ranks)):
             answers[rank] = self.look(rank)
@@ -362,9 +366,9 @@ class Job:
 
 
 def random_job(choose: random.Random, *, is_broken: bool) -> Job:
-    """Make a program in which all ranks call the collectives of random subgroups in one order.
+    """Make a job in which all ranks call collectives of random subgroups in the same order.
 
-    In a broken one a rank leaves one out, calls another one, or swaps two.
+    In a broken job, a rank skips a collective, calls another one, or swaps two.
     """
     size = choose.randint(2, 6)
     groups: Groups = {MAIN_GROUP: tuple(range(size))}
@@ -390,8 +394,8 @@ def random_job(choose: random.Random, *, is_broken: bool) -> Job:
     return Job(programs, groups)
 
 
-def test_no_healthy_program_is_taken_for_a_deadlock() -> None:
-    """Whenever it is asked, however slow a rank is: there is never a proof."""
+def test_a_healthy_program_is_never_a_deadlock() -> None:
+    """Whenever the ranks are asked and however slow one is, there is no proof."""
     for seed in range(HEALTHY_PROGRAMS):
         choose = random.Random(seed)
         job = random_job(choose, is_broken=False)
@@ -405,14 +409,14 @@ def test_no_healthy_program_is_taken_for_a_deadlock() -> None:
         )
 
 
-def test_who_is_in_a_proof_never_goes_on() -> None:
-    """What is proved while others still run holds when they have run as far as they can."""
+def test_ranks_in_a_proof_never_continue() -> None:
+    """A proof found while other ranks run still holds after they have run as far as they can."""
     proofs = stuck = 0
     for seed in range(BROKEN_PROGRAMS):
         choose = random.Random(seed)
         job = random_job(choose, is_broken=True)
         found = None
-        while found is None and job.can_go_on():
+        while found is None and job.advance():
             job.run(choose, choose.randrange(4))
             found = job.find(choose)
         found = found or job.find(choose)
@@ -422,7 +426,7 @@ def test_who_is_in_a_proof_never_goes_on() -> None:
             held = {rank: job.ranks[rank].at for rank in inside if job.ranks[rank].is_inside}
             job.run_to_the_end()
             stays = {rank: job.ranks[rank].at for rank in held}
-            if found.reason == "mismatch":  # who was asynchronous goes on, and another one stays
+            if found.reason == "mismatch":  # an asynchronous rank continues, but another stays
                 assert any(stays[rank] == held[rank] for rank in held), f"seed {seed}: {found}"
             else:
                 assert stays == held, f"seed {seed}: {found}"
@@ -433,7 +437,7 @@ def test_who_is_in_a_proof_never_goes_on() -> None:
 
 
 def test_many_ranks_are_compared_in_time() -> None:
-    """256 ranks with the last 128 collectives of two groups each: a tenth of a second, not eight."""
+    """256 ranks with 128 collectives in each of two groups take a tenth of a second, not eight."""
     size = 256
     groups = {MAIN_GROUP: tuple(range(size)), "1": tuple(range(size))}
     past = [done(number, group=group) for number in range(1, 129) for group in groups]

@@ -1,4 +1,4 @@
-"""The files that a reader opens to follow a launch are those in which it happens."""
+"""The documented files of a launch are the files that actually run in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROGRAM: Final = CHECKOUT / "tests" / "programs" / "walk_programs.py"
 PATH: Final = re.compile(r"`([\w/]+(?:\.py|/))`")
 
 WALKS: Final = {"launch": ("launch(fn)", 25), "exception": ("an exception", 12), "timeout": ("a collective", 14)}  # fmt: skip
-"""What the heading of each walk says it begins with, and how many files it may have."""
+"""The text that each walk's heading contains, and how many files the walk may have."""
 
 
 def rows_of(heading: str) -> list[list[str]]:
@@ -36,20 +36,20 @@ def listed(walk: str) -> list[str]:
 
 
 def not_counted(walk: str) -> list[str]:
-    """Return the files and folders that the page leaves out of a walk."""
+    """Return the files and folders that the page excludes from a walk."""
     rows = rows_of("need not be opened")
     return [file for row in rows if row[1].strip() == "any" or walk in row[1] for file in PATH.findall(row[0])]  # fmt: skip
 
 
 def is_below(file: str, entries: Iterable[str]) -> bool:
-    """Tell whether a file is one of the entries, or in a folder that is one."""
+    """Return whether a file is one of the entries, or in a folder that is one."""
     return any(file == each or (each.endswith("/") and file.startswith(each)) for each in entries)
 
 
 @pytest.mark.recorder
 @pytest.mark.parametrize("walk", WALKS)
-def test_the_files_of_a_walk_are_those_that_take_part_in_it(walk: str, tmp_path: Path) -> None:
-    """Each file on the list runs, and each file that runs is on it or left out for a stated reason."""
+def test_the_files_of_a_walk_are_the_files_that_run(walk: str, tmp_path: Path) -> None:
+    """Each listed file runs, and each file that runs is listed or excluded for a stated reason."""
     env = {"WALK_FOLDER": str(tmp_path)} | (SPAWNING if walk == "launch" else {})
     run = Script([str(PROGRAM), walk], folder=tmp_path, env=env).end()
     assert (run.code == 0) is (walk == "launch"), run.err
@@ -63,6 +63,6 @@ def test_the_files_of_a_walk_are_those_that_take_part_in_it(walk: str, tmp_path:
 
 @pytest.mark.parametrize("walk", WALKS)
 def test_a_walk_is_short(walk: str) -> None:
-    """At most 25 files lead to the result, 12 from an exception to its text, 14 from a timeout to it."""
+    """At most 25 files lead to the result, 12 from an exception and 14 from a timeout to its text."""
     files = listed(walk)
     assert len(files) == len(set(files)) <= WALKS[walk][1]
