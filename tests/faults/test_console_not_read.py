@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 import scripts
 from exception_programs import LostSampleError
-from fault_kit import CRASH_S, patience, require_in_time, struck_at, write_script
+from fault_kit import CRASH_S, fault_time_s, load_factor, require_in_time, write_script
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +70,7 @@ class Unread:
     def outlast_pause(self) -> None:
         """Wait until the rank ended longer ago than a reader may pause."""
         scripts.wait_until((self._folder / "fault").exists)
-        late_s = struck_at(self._folder) + PAUSE_S + 1
+        late_s = fault_time_s(self._folder) + PAUSE_S + 1
         scripts.wait_until(lambda: time.monotonic() > late_s)
 
     def _readable(self) -> int:
@@ -137,7 +137,9 @@ def test_failed_rank_is_reported_while_stdout_is_not_read(
         script.wait_until_stuck()
         script.open_gate()
         code = script.process.wait(scripts.LIMIT_S)
-        require_in_time(time.monotonic() - struck_at(tmp_path), CRASH_S + PAUSE_S, script.errors())
+        require_in_time(
+            time.monotonic() - fault_time_s(tmp_path), CRASH_S + PAUSE_S, script.errors()
+        )
     assert code == 1
     assert LostSampleError.__name__ in script.errors()
     assert script.errors().count(UNREAD) == 1
@@ -166,7 +168,7 @@ def test_signal_ends_a_launch_whose_stdout_is_not_read(
 
 def test_attempt_timeout_holds_while_stdout_is_not_read(tmp_path: Path) -> None:
     """A blocked console does not extend ``timeouts.attempt``."""
-    limit_s = 4 * patience()
+    limit_s = 4 * load_factor()
     with unread(tmp_path, "return", f"timeouts={{'attempt': {limit_s}}},") as script:
         script.wait_until_stuck()
         stuck_s = time.monotonic()

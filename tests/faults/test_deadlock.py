@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import hang_programs as programs
 import pytest
-from fault_kit import BY_TIMEOUT, SIZES, World, require_hang, require_places
+from fault_kit import BY_TIMEOUT, WORLD_SIZES, World, require_hang, require_places
 from training_programs import train
 
 import ddpsafe
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_message_shows_the_main_thread_and_the_stacks_show_the_other(
     tmp_path: Path, ranks: int
 ) -> None:

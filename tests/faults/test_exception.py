@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import exception_programs as programs
 import pytest
-from fault_kit import SIZES, WORLDS, World, require_rank
+from fault_kit import WORLD_SIZES, WORLDS, World, require_rank
 from join_programs import FailsToLoad
 from training_programs import return_rank, train, train_by_hand
 
@@ -46,7 +46,7 @@ def test_a_rank_that_raises_in_an_unported_script_is_blamed(
     assert isinstance(error.__cause__, programs.LostSampleError)
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_that_raises_before_init_process_group_is_blamed(tmp_path: Path, ranks: int) -> None:
     """The others stop waiting in `init_process_group`, and the message shows where they were."""
     world = World(folder=tmp_path, ranks=ranks)
@@ -64,7 +64,7 @@ def test_a_rank_that_cannot_unpickle_its_argument_is_blamed(tmp_path: Path) -> N
     assert isinstance(error.__cause__, programs.LostSampleError)
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_that_raises_in_finally_is_blamed(tmp_path: Path, ranks: int) -> None:
     """An error of the cleanup code counts like any other."""
     world = World(folder=tmp_path, ranks=ranks)
@@ -72,7 +72,7 @@ def test_a_rank_that_raises_in_finally_is_blamed(tmp_path: Path, ranks: int) -> 
     require_rank(error, 1)
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_rank_zero_is_blamed_when_it_raises_while_saving(tmp_path: Path, ranks: int) -> None:
     """The ranks at the barrier failed because of rank 0."""
     world = World(folder=tmp_path, ranks=ranks)
@@ -82,7 +82,7 @@ def test_rank_zero_is_blamed_when_it_raises_while_saving(tmp_path: Path, ranks: 
     assert "missing" in str(error.__cause__)
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_the_first_rank_is_blamed_when_all_raise(tmp_path: Path, ranks: int) -> None:
     """The others failed by themselves, and the message says so."""
     world = World(folder=tmp_path, ranks=ranks)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import crash_programs as programs
 import pytest
 from exception_programs import raise_own_error
-from fault_kit import SIZES, World, require_rank, run_script
+from fault_kit import WORLD_SIZES, World, require_rank, run_script
 from training_programs import train, train_by_hand
 
 import ddpsafe
@@ -28,7 +28,7 @@ EXITS = [
 
 
 @pytest.mark.parametrize(("fault", "error_class", "code"), EXITS)
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_that_exits_has_failed(
     tmp_path: Path,
     ranks: int,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import leftovers
 import orphan_programs as programs
 import pytest
-from fault_kit import SIZES, WORLDS, World, is_running, require_nothing_left, require_rank
+from fault_kit import WORLD_SIZES, WORLDS, World, is_running, require_nothing_left, require_rank
 
 import ddpsafe
 
@@ -37,7 +37,7 @@ def test_a_successful_launch_ends_subprocesses(tmp_path: Path) -> None:
     assert [pid for pids in values.values() for pid in pids if is_running(pid)] == []
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_whose_data_loader_worker_is_killed_is_blamed(tmp_path: Path, ranks: int) -> None:
     """The rank raises torch's error, or its read from the worker fails; no other worker is left."""
     world = World(folder=tmp_path, ranks=ranks)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import hang_programs as programs
 import pytest
 import scripts
-from fault_kit import COLLECTIVE_S, HANG_S, is_running, require_in_time, start_script, struck_at
+from fault_kit import COLLECTIVE_S, HANG_S, fault_time_s, is_running, require_in_time, start_script
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +64,7 @@ def test_the_launcher_names_the_rank_and_does_not_wait_for_it(
     """
     with start_script(tmp_path, statements) as job:
         run = job.end()
-        took_s = time.monotonic() - struck_at(tmp_path)
+        took_s = time.monotonic() - fault_time_s(tmp_path)
         assert run.code == 1, run.err
         assert "ddpsafe.CollectiveTimeoutError: rank 1 (world_size 2) is behind at" in run.err
         assert "rank 1, was waiting in the kernel for a disk or a device, at " in run.err

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import hang_programs as programs
 import pytest
-from fault_kit import BY_TIMEOUT, COLLECTIVE_S, HANG_S, SIZES, World, require_hang, require_places
+from fault_kit import (
+    BY_TIMEOUT,
+    COLLECTIVE_S,
+    HANG_S,
+    WORLD_SIZES,
+    World,
+    require_hang,
+    require_places,
+)
 from training_programs import train, train_by_hand
 
 import ddpsafe
@@ -18,7 +26,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.recorder
 @pytest.mark.parametrize("fault", [programs.sleep, programs.be_busy, programs.read_from_nobody])
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_the_rank_that_the_others_wait_for_is_named_with_its_line(
     tmp_path: Path, ranks: int, fault: Callable[..., Any]
 ) -> None:

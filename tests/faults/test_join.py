@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import join_programs as programs
 import pytest
 import scripts
-from fault_kit import HANG_S, SIZES, World, require_in_time, require_places, write_script
+from fault_kit import HANG_S, WORLD_SIZES, World, require_in_time, require_places, write_script
 from training_programs import return_rank
 
 import ddpsafe
@@ -24,7 +24,7 @@ def _warm_server(tmp_path_factory: pytest.TempPathFactory) -> None:
     World(folder=tmp_path_factory.mktemp("warm")).launch(return_rank, None)
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_that_hangs_before_init_process_group_is_named(tmp_path: Path, ranks: int) -> None:
     """The waiting ranks use ddpsafe's `init_process_group`, which names the missing rank.
 
@@ -57,7 +57,7 @@ def test_a_shorter_timeout_of_the_script_is_kept(tmp_path: Path) -> None:
     assert error.missing_ranks == (1,)
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_that_hangs_while_loading_its_arguments_is_named(tmp_path: Path, ranks: int) -> None:
     """Before the function runs, the launcher itself enforces the timeout."""
     world = World(folder=tmp_path, ranks=ranks)
@@ -126,7 +126,7 @@ def test_a_scripts_timeouts_are_never_shortened(
     assert (tmp_path / "limits").read_text() == f"{float(group_s)} {float(join_s)}"
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_may_join_shortly_before_the_timeout(tmp_path: Path, ranks: int) -> None:
     """A slow start is not a failure."""
     world = World(folder=tmp_path, ranks=ranks)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import crash_programs as programs
 import pytest
-from fault_kit import SIZES, WORLDS, World, require_rank, run_script
+from fault_kit import WORLD_SIZES, WORLDS, World, require_rank, run_script
 from join_programs import KillsWhoLoads
 from training_programs import return_rank, train, train_by_hand
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     ],
     ids=["SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGABRT"],
 )
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_that_a_signal_ends_is_blamed_and_the_signal_named(
     tmp_path: Path, ranks: int, fault: Callable[..., Any], signum: signal.Signals
 ) -> None:

@@ -47,7 +47,7 @@ def test_a_signal_ends_the_ranks_and_then_the_launcher(
         run = job.end()
         require_in_time(time.monotonic() - sent_s, CRASH_S)
         assert run.code == -signum, run.err
-        job.require_all_gone()
+        job.require_all_ended()
     if signum == signal.SIGINT:
         assert run.err.rstrip().endswith("KeyboardInterrupt")
 
@@ -120,7 +120,7 @@ def test_ctrl_c_in_the_terminal_ends_the_ranks_in_order(tmp_path: Path) -> None:
         code = job.end().code
         require_in_time(time.monotonic() - sent_s, CRASH_S)
         assert code == -signal.SIGINT
-        job.require_all_gone()
+        job.require_all_ended()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_the_exit_status_is_the_signal_without_a_stderr(
         job.wait_until_up()
         os.kill(job.pid, signum)
         assert job.end().code == -signum
-        job.require_all_gone()
+        job.require_all_ended()
 
 
 def test_ctrl_c_ends_a_launch_under_asyncio(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_ctrl_c_ends_a_launch_under_asyncio(tmp_path: Path) -> None:
         os.kill(job.pid, signal.SIGINT)
         assert job.end().code == -signal.SIGINT
         require_in_time(time.monotonic() - sent_s, CRASH_S)
-        job.require_all_gone()
+        job.require_all_ended()
 
 
 def test_closing_the_terminal_ends_the_launch(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_closing_the_terminal_ends_the_launch(tmp_path: Path) -> None:
         job.wait_until_up()
         job.hang_up()
         assert job.end().code == -signal.SIGHUP
-        job.require_all_gone()
+        job.require_all_ended()
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_one_ctrl_c_is_enough_for_a_rank_that_ignores_it(tmp_path: Path) -> None
         require_in_time(time.monotonic() - sent_s, CRASH_S + 1)
         assert run.code == -signal.SIGINT
         assert "ignored SIGTERM" in run.err
-        job.require_all_gone()
+        job.require_all_ended()
 
 
 def test_the_callers_own_handler_is_used_and_kept(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_the_callers_own_handler_is_used_and_kept(tmp_path: Path) -> None:
         run = job.end()
         require_in_time(time.monotonic() - sent_s, CRASH_S)
         assert run.lines() == ["save now True"]
-        job.require_all_gone()
+        job.require_all_ended()
 
 
 def test_a_signal_while_ranks_start_ends_them(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_signal_while_ranks_start_ends_them(tmp_path: Path) -> None:
         run = job.end()
         require_in_time(time.monotonic() - sent_s, CRASH_S)
         assert run.code in (-signal.SIGINT, 130), run.err
-        job.require_all_gone()
+        job.require_all_ended()
 
 
 def children_of(pid: int) -> list[int]:

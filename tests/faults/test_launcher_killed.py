@@ -34,7 +34,7 @@ def test_sigkill_of_the_launcher_ends_everything_it_started(
         job.wait_until_up()
         os.kill(job.pid, signal.SIGKILL)
         assert job.end().code == -signal.SIGKILL
-        job.require_all_gone()
+        job.require_all_ended()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -47,7 +47,7 @@ def test_ranks_that_changed_their_user_end_with_roots_launcher(tmp_path: Path) -
         scripts.wait_until(lambda: {psutil.Process(pid).uids().real for pid in pids} == {65534})
         os.kill(job.pid, signal.SIGKILL)
         assert job.end().code == -signal.SIGKILL
-        job.require_all_gone()
+        job.require_all_ended()
 
 
 def test_semaphores_are_removed_when_the_whole_process_group_is_killed(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_semaphores_are_removed_when_the_whole_process_group_is_killed(tmp_path:
         assert list(leftovers.own_semaphores())
         os.killpg(job.pid, signal.SIGKILL)
         assert job.end().code == -signal.SIGKILL
-        job.require_all_gone()
+        job.require_all_ended()
         scripts.wait_until(lambda: not list(leftovers.own_semaphores()))
 
 
@@ -76,7 +76,7 @@ def test_os_exit_in_another_thread_ends_the_ranks(tmp_path: Path) -> None:
         job.wait_until_up()
         (tmp_path / "go").touch()
         assert job.end().code == 5
-        job.require_all_gone()
+        job.require_all_ended()
 
 
 def test_ranks_of_a_daemon_thread_end_when_the_main_thread_raises(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_ranks_of_a_daemon_thread_end_when_the_main_thread_raises(tmp_path: Path
         run = job.end()
         assert run.code == 1
         assert "ValueError: the main thread dies" in run.err
-        job.require_all_gone()
+        job.require_all_ended()
 
 
 def test_an_exception_in_a_helper_thread_does_not_disturb_the_launch(tmp_path: Path) -> None:

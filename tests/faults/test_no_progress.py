@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import hang_programs as programs
 import pytest
-from fault_kit import HANG_S, SIZES, World, require_places
+from fault_kit import HANG_S, WORLD_SIZES, World, require_places
 from join_programs import SlowToLoad
 from training_programs import Optimizer, return_rank, train
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PROGRESS_S = 1.5
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_no_step_for_too_long_is_a_hang(tmp_path: Path, ranks: int) -> None:
     """`timeouts.progress` ends the run, and the message shows where every rank is."""
     world = World(folder=tmp_path, ranks=ranks)

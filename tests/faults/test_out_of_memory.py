@@ -11,7 +11,7 @@ import crash_programs as programs
 import pytest
 from fault_kit import (
     CRASH_S,
-    SIZES,
+    WORLD_SIZES,
     World,
     memory_group,
     require_in_time,
@@ -71,7 +71,7 @@ FILLING_S = 4.0
 
 
 @pytest.mark.parametrize("fault", [programs.outgrow_the_process, programs.outgrow_torch])
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_failed_allocation_reports_the_peak_and_what_to_lower(
     tmp_path: Path, ranks: int, fault: Callable[..., Any]
 ) -> None:

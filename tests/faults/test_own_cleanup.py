@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import own_cleanup_programs as programs
 import pytest
 from exception_programs import LostSampleError
-from fault_kit import BY_TIMEOUT, SIZES, WORLDS, World, require_hang, require_rank
+from fault_kit import BY_TIMEOUT, WORLD_SIZES, WORLDS, World, require_hang, require_rank
 from training_programs import Optimizer, train
 
 import ddpsafe
@@ -39,7 +39,7 @@ MAX_READS = 8
         programs.tidy_up_with_another_group,
     ],
 )
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_cleanup_in_an_unported_script_does_not_hide_the_error(
     tmp_path: Path, ranks: int, tidy_up: Callable[..., Any]
 ) -> None:
@@ -52,7 +52,7 @@ def test_cleanup_in_an_unported_script_does_not_hide_the_error(
 
 
 @pytest.mark.recorder
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_ctx_barrier_in_finally_does_not_hide_the_error(tmp_path: Path, ranks: int) -> None:
     """`ctx.barrier`, too, reports the exception before it waits."""
     world = World(folder=tmp_path, ranks=ranks)
@@ -71,7 +71,7 @@ def test_a_rank_that_swallows_its_error_and_returns_is_blamed(
     require_rank(error, 1)
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_ranks_may_recover_together_at_a_barrier(tmp_path: Path, ranks: int) -> None:
     """All ranks handle the same expected error and slowly reach a barrier in its `except` block."""
     world = World(folder=tmp_path, ranks=ranks)

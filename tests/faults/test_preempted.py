@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 import scripts
 import stop_programs as programs
-from fault_kit import CRASH_S, World, require_answers, require_in_time, require_rank, start_script
+from fault_kit import (
+    CRASH_S,
+    World,
+    require_complete_message,
+    require_in_time,
+    require_rank,
+    start_script,
+)
 
 import ddpsafe
 
@@ -180,7 +187,7 @@ def test_a_request_to_one_rank_is_explained_without_a_retry(tmp_path: Path) -> N
     """The message names the rank and the signal, and the same command continues the job."""
     with pytest.raises(ddpsafe.PreemptedError) as caught:
         World(folder=tmp_path).launch(programs.try_again)
-    require_answers(caught.value)
+    require_complete_message(caught.value)
     assert "SIGTERM to rank 1" in str(caught.value)
     assert len(set(caught.value.values.values())) == 1
 

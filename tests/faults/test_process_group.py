@@ -8,7 +8,7 @@ import attached_fault_programs as programs
 import forked_ranks
 import pytest
 from exception_programs import LostSampleError
-from fault_kit import CRASH_S, HANG_S, SIZES, require_in_time
+from fault_kit import CRASH_S, HANG_S, WORLD_SIZES, require_in_time
 
 import ddpsafe
 
@@ -26,7 +26,7 @@ def run(ranks: int, program: object, folder: Path, *args: object) -> list[forked
 
 
 @pytest.mark.parametrize("style", ["with", "finally"])
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_that_raises_does_not_wait_for_the_others(
     tmp_path: Path, ranks: int, style: str
 ) -> None:
@@ -39,7 +39,7 @@ def test_a_rank_that_raises_does_not_wait_for_the_others(
     assert all(isinstance(error, RuntimeError) for error in others), others
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_that_misses_a_barrier_is_named_on_every_other_rank(
     tmp_path: Path, ranks: int
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import retry_programs as programs
-from fault_kit import SIZES, WORLDS, World
+from fault_kit import WORLD_SIZES, WORLDS, World
 from training_programs import Optimizer, train
 
 import ddpsafe
@@ -45,7 +45,7 @@ def test_the_next_attempt_succeeds(
     assert len(line.splitlines()) == 1
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_new_attempt_shares_nothing_with_the_previous_one(tmp_path: Path, ranks: int) -> None:
     """It has its own store, port, log files and processes, and the first attempt's files remain."""
     world = World(folder=tmp_path, ranks=ranks)
@@ -63,7 +63,7 @@ def test_a_new_attempt_shares_nothing_with_the_previous_one(tmp_path: Path, rank
     assert (tmp_path / "run" / "attempt-2" / "rank-1.err").exists()
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_the_last_error_is_raised_when_every_attempt_fails(tmp_path: Path, ranks: int) -> None:
     """The earlier errors are attached, and each attempt has its report."""
     world = World(folder=tmp_path, ranks=ranks)

@@ -9,12 +9,12 @@ import orphan_programs as programs
 import pytest
 from fault_kit import (
     CRASH_S,
-    SIZES,
+    WORLD_SIZES,
     World,
+    fault_time_s,
     require_in_time,
     require_nothing_left,
     require_rank,
-    struck_at,
 )
 from training_programs import since
 
@@ -27,7 +27,7 @@ GRACE_S = 0.5
 SHUTDOWN_S = 1.5
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(
     tmp_path: Path, ranks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -43,7 +43,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(
     assert "ignored SIGTERM for 0.5 s; sending SIGKILL" in caplog.text
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_that_returns_but_never_exits_is_ended_and_its_value_counts(
     tmp_path: Path, ranks: int
 ) -> None:
@@ -52,7 +52,7 @@ def test_a_rank_that_returns_but_never_exits_is_ended_and_its_value_counts(
     world = World(folder=tmp_path, ranks=ranks)
     timeouts = {"shutdown": SHUTDOWN_S, "grace": GRACE_S}
     result = world.launch(programs.return_and_stay, timeouts=timeouts)
-    took_s = since(struck_at(tmp_path))
+    took_s = since(fault_time_s(tmp_path))
     assert result.values == {rank: f"value of {rank}" for rank in range(ranks)}
     require_in_time(took_s, SHUTDOWN_S + GRACE_S + CRASH_S)
     require_nothing_left(before)

@@ -1,6 +1,6 @@
-"""Opens a page in a real browser, to look at it: what it shows, in light and dark, and what it complains of.
+"""Opens a page in a real browser and reads what it shows and logs, in light and dark mode.
 
-Chromium is driven over a pipe with its DevTools protocol, so that nothing but the browser has to be
+Chromium is controlled over a pipe with its DevTools protocol, so that only the browser must be
 installed: ``apt-get install chromium-headless-shell`` (or chromium). ::
 
     with Browser() as browser:
@@ -55,7 +55,7 @@ _OVERFLOW: Final = """
   return true;
 }).map(each => each.tagName + ': ' + each.textContent.trim().slice(0, 60))
 """
-"""What reaches beyond the right edge and cannot be scrolled to inside a box of its own."""
+"""Elements that reach beyond the right edge and are not in a scrollable box."""
 
 _CONTRAST: Final = """
 (() => {
@@ -80,11 +80,11 @@ _CONTRAST: Final = """
   return poor;
 })()
 """
-"""Texts that stand out less than 3 : 1 from what is behind them (WCAG's bound for large text)."""
+"""Texts with less contrast than 3 : 1 to their background (WCAG's bound for large text)."""
 
 
 def find_browser() -> str | None:
-    """Return the command of a Chromium, or None where none is installed."""
+    """Return the command of a Chromium, or None if none is installed."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
@@ -103,7 +103,7 @@ class Page:
     """One open page."""
 
     def __init__(self, browser: Browser, session: str, url: str) -> None:
-        """Keep the session that the browser has given it."""
+        """Keep the session that the browser assigned."""
         self.browser, self.session, self.url = browser, session, url
 
     def evaluate(self, script: str) -> Any:
@@ -117,15 +117,15 @@ class Page:
         return told["result"].get("value")
 
     def text(self) -> str:
-        """Return what a reader sees, as text."""
+        """Return the visible text."""
         return str(self.evaluate("document.body.innerText"))
 
     def overflow(self) -> list[str]:
-        """Return what is cut off at the right edge."""
+        """Return the elements that are cut off at the right edge."""
         return list(self.evaluate(_OVERFLOW))
 
     def poor_contrast(self) -> list[str]:
-        """Return texts that can hardly be read on what is behind them."""
+        """Return texts that are hard to read on their background."""
         return list(self.evaluate(_CONTRAST))
 
     def complaints(self) -> list[str]:
@@ -160,23 +160,23 @@ def _complaint(event: Mapping[str, Any]) -> list[str]:
 
 
 class Browser:
-    """A browser without windows, for the time of a ``with`` block."""
+    """A headless browser for the duration of a ``with`` block."""
 
     def __init__(self) -> None:
-        """Nothing is started yet."""
+        """Start nothing yet."""
         self.events: list[dict[str, Any]] = []
         self._number = 0
         self._rest = b""
 
     def __enter__(self) -> Self:
-        """Start it; the test is skipped where there is none."""
+        """Start the browser; skip the test if none is installed."""
         command = require_browser()
         self._folder = tempfile.mkdtemp(prefix="browser-")
         to_read, self._to = os.pipe()
         self._from, to_write = os.pipe()
         arguments = [
             "--headless",
-            "--no-sandbox",  # of no use as root, and these pages are our own
+            "--no-sandbox",  # not available as root, and the pages are ddpsafe's own
             "--disable-gpu",
             "--disable-dev-shm-usage",
             "--hide-scrollbars",
@@ -197,7 +197,7 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it with all its processes."""
+        """End the browser with all its processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)
@@ -206,11 +206,11 @@ class Browser:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def open(self, page: Path | str, *, width: int = 1300, dark: bool = False) -> Page:
-        """Open a file or a URL, and return it when it has been loaded.
+        """Open a file or a URL, and return the page when it has loaded.
 
         Args:
             page: A file, or a URL.
-            width: Of the window, in pixels.
+            width: Width of the window in pixels.
             dark: Whether the reader prefers dark pages.
         """
         url = page.resolve().as_uri() if isinstance(page, Path) else page
@@ -231,7 +231,7 @@ class Browser:
     def call(
         self, method: str, given: Mapping[str, Any] | None = None, *, session: str | None = None
     ) -> dict[str, Any]:
-        """Ask the browser for something; return its answer."""
+        """Send a command to the browser; return its answer."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": dict(given or {})}
         if session is not None:
@@ -252,7 +252,7 @@ class Browser:
             self._receive(limit_s)
 
     def _receive(self, limit_s: float) -> dict[str, Any]:
-        """Return the next message of the browser, having kept it if it is an event."""
+        """Return the next message of the browser, and record it if it is an event."""
         while b"\0" not in self._rest:
             left_s = limit_s - time.monotonic()
             ready, _, _ = select.select([self._from], [], [], max(0.0, left_s))

@@ -1,9 +1,9 @@
 """Forges checkpoints and restores them: ``python checkpoint_forger.py --count 5000 --seed 0``.
 
-Each forgery changes the newest of two checkpoints as an attacker would who can write to the directory:
-checksums are computed again. The restore may load it, go back to the checkpoint before, or raise an
-error of ``ddpsafe.checkpoint``. It must not unpickle, run a program, hang, or raise anything else.
-A line of JSON tells how often each happened, and the seed of each fault.
+Each forgery changes the newest of two checkpoints as an attacker with write access would, and fixes
+the checksums. The restore may load it, fall back to the previous checkpoint, or raise an error of
+``ddpsafe.checkpoint``. It must not unpickle, run a program, hang, or raise anything else.
+A line of JSON has the number of each result, and the seed of each fault.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ RUNS_CODE: Final = (
     "ctypes.dlopen",
     "code.__new__",
 )
-"""What Python reports to an audit hook when a pickle, or what it names, does its work."""
+"""Audit events that Python raises when a pickle, or a function that it names, runs."""
 
 executed: list[str] = []
 watching = False
 
 
 def audit(event: str, _: tuple[Any, ...]) -> None:
-    """Note whatever a checkpoint must not lead to."""
+    """Record every event that a checkpoint must not cause."""
     if watching and event.startswith(RUNS_CODE):
         executed.append(event)
 
 
 class Holder:
-    """An object with a state of its own on each rank."""
+    """An object whose state differs on each rank."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state."""
@@ -71,7 +71,7 @@ class Holder:
 
 
 def make_state() -> dict[str, Any]:
-    """Make objects of every kind; the sharded ones lie on a mesh of one."""
+    """Return objects of every kind; the sharded ones are on a mesh of one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -92,7 +92,7 @@ def make_state() -> dict[str, Any]:
 
 
 def nasty(chance: random.Random) -> Any:
-    """Return a value that does not belong where it will stand."""
+    """Return a value that is wrong in any place."""
     deep: Any = 0
     for _ in range(chance.choice([2, 150, 900])):
         deep = [deep]
@@ -131,7 +131,7 @@ def write_manifest(folder: Path, text: bytes) -> None:
 
 
 def read_content(folder: Path) -> Any:
-    """Read what a manifest says."""
+    """Return the content of a manifest."""
     return json.loads((folder / "manifest.json").read_bytes())["content"]
 
 
@@ -141,7 +141,7 @@ def dumps(content: Any) -> bytes:
 
 
 def replace_file(folder: Path, name: str, data: bytes) -> None:
-    """Put other bytes into a file, and their size and checksums into the manifest."""
+    """Replace a file's bytes, and update their size and checksums in the manifest."""
     (folder / name).write_bytes(data)
     content = read_content(folder)
     sums = [zlib.crc32(data[at : at + 2**20]) for at in range(0, len(data), 2**20)]
@@ -164,7 +164,7 @@ NAMES: Final = (
 
 
 def forged_pickle(chance: random.Random, witness: Path) -> bytes:
-    """Return a pickle that would run a command, or one of opcodes drawn at random."""
+    """Return a pickle that would run a command, or one of random opcodes."""
 
     def text(value: str) -> bytes:
         return b"X" + len(value.encode()).to_bytes(4, "little") + value.encode()
@@ -215,7 +215,7 @@ def forged_file(original: bytes, chance: random.Random, witness: Path) -> bytes:
 
 
 def odd_tree(chance: random.Random) -> Any:
-    """Return something that loads, and is not what a `Checkpointer` saves."""
+    """Return an object that can be loaded, but that no `Checkpointer` saves."""
     ring: list[Any] = []
     ring.append(ring)
     names = ["model", "optimizer", "sharded", "tensor", "epoch"]
@@ -286,7 +286,7 @@ def forge_torch_file(folder: Path, chance: random.Random, witness: Path) -> None
 
 
 def forge_shards(folder: Path, chance: random.Random, witness: Path) -> None:
-    """Put an index as torch writes it beside the shards, or other bytes into them."""
+    """Put an index of torch's format beside the shards, or other bytes into them."""
     content = read_content(folder)
     kind = chance.randrange(3)
     if kind == 0:
@@ -303,7 +303,7 @@ def forge_shards(folder: Path, chance: random.Random, witness: Path) -> None:
 
 
 def forge_entry(folder: Path, chance: random.Random) -> None:
-    """Put something else than a file into a file's place."""
+    """Replace a file by something that is not a file."""
     name = chance.choice(
         ["manifest.json", "state.pt", "ranks.bin", "shards/rank-00000.bin", "shards"]
     )
@@ -336,12 +336,12 @@ class HangError(BaseException):
 
 
 def ring(*_: object) -> None:
-    """End what hangs."""
+    """Interrupt a restore that hangs."""
     raise HangError
 
 
 def attempt(base: Path, seed: int, state: dict[str, Any]) -> tuple[str, str]:
-    """Forge and restore once; return what came of it, and what is wrong with that."""
+    """Forge and restore once; return the result, and what is wrong with it."""
     global watching  # noqa: PLW0603 - an audit hook cannot be removed
     chance = random.Random(seed)
     directory = base / f"forged-{seed}"
@@ -373,7 +373,7 @@ def attempt(base: Path, seed: int, state: dict[str, Any]) -> tuple[str, str]:
 
 
 def main() -> int:
-    """Forge as often as asked."""
+    """Forge and restore `--count` times."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Examines hosts that the tests have broken: other variables, limits, mounts, networks, packages."""
+"""Examines hosts that tests have broken by variables, limits, mounts, networks or packages."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ LIMIT_S: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the doctor said somewhere else.
+    """The findings of a doctor in another process.
 
     Attributes:
-        report: The report, as JSON gave it.
+        report: The report, parsed from JSON.
     """
 
     report: dict[str, Any]
 
     def of(self, code: str) -> dict[str, Any]:
-        """Return the worst finding of a code, which must be there."""
+        """Return the worst finding with a code; one must exist."""
         found = [each for each in self.report["findings"] if each["code"] == code]
         assert found, f"{code} is not among {[each['code'] for each in self.report['findings']]}"
         return found[0]
 
     def severity(self, code: str) -> str:
-        """Return the severity of the worst finding of a code."""
+        """Return the severity of the worst finding with a code."""
         return str(self.of(code)["severity"])
 
     def problems(self) -> list[str]:
-        """Return everything that is not well."""
+        """Return all findings that are not ok."""
         found = [each for each in self.report["findings"] if each["severity"] != "ok"]
         return [f"{each['severity']} {each['code']}: {each['fact']}" for each in found]
 
 
 def lines_to_copy(finding: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a fix that stand by themselves."""
+    """Return the lines of a fix that can be copied as they are."""
     return [line.strip() for line in finding["fix"].splitlines() if line.startswith("    ")]
 
 
@@ -56,7 +56,7 @@ class Server:
     """The process that forks a host for each examination."""
 
     def __init__(self) -> None:
-        """Start it, and wait until it is there."""
+        """Start the process, and wait until it is ready."""
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("doctor_server.py"))],
             stdin=subprocess.PIPE,
@@ -67,7 +67,7 @@ class Server:
         self._read()
 
     def ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Have one examination done."""
+        """Request one examination; return the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
@@ -82,7 +82,7 @@ class Server:
         return dict(json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -109,12 +109,12 @@ def examine(
     timeout_s: float = 30,
     **fields: Any,
 ) -> Found:
-    """Run the doctor in a process of its own.
+    """Run the doctor in a new process.
 
     Args:
-        checks: Areas; all of them where none is given.
+        checks: Areas; all of them by default.
         host: Lines of shell that make a host of new namespaces (mounts, name, network), in which
-            loopback is up and nothing else; without them, this host.
+            only loopback is up; without them, this host.
         before: Python that the process runs first.
         env: Variables on top of this process's.
         folder: The current directory.
@@ -164,7 +164,7 @@ def write_package(folder: Path, name: str, version: str, *requires: str) -> None
 
 
 def write_torch(folder: Path, **facts: Any) -> None:
-    """Write a package named torch that says `facts` of a machine which this one is not.
+    """Write a package named torch that reports `facts` of another machine.
 
     It stands for GPUs and builds that no test machine has; it computes nothing.
     """
@@ -204,7 +204,7 @@ arange = ones
 
 
 def write_pynvml(folder: Path, **facts: Any) -> None:
-    """Write a module named pynvml that says `facts` of two GPUs, each the same."""
+    """Write a module named pynvml that reports `facts` of two identical GPUs."""
     if facts.get("missing"):
         (folder / "pynvml.py").write_text("raise ImportError('pynvml')\n", encoding="utf-8")
         return

@@ -1,4 +1,4 @@
-"""Forks a broken host for each request: an interpreter of its own costs more than the examination.
+"""Forks a broken host for each request: a new interpreter would cost more than the examination.
 
 Reads requests from stdin and answers on stdout, one line of JSON each; see `doctor_kit.examine`.
 """
@@ -33,7 +33,7 @@ def become_host(setup: str) -> None:
 
 
 def examine(asked: dict[str, Any]) -> str:
-    """Do one examination."""
+    """Run one examination; return its report."""
     if asked["folder"] is not None:
         os.chdir(asked["folder"])
     os.environ.clear()
@@ -42,7 +42,7 @@ def examine(asked: dict[str, Any]) -> str:
     tempfile.tempdir = None
     if asked["host"] is not None:
         become_host(asked["host"])
-    kept: dict[str, Any] = {}  # what it opens stays open
+    kept: dict[str, Any] = {}  # keeps open what `before` opens
     exec(asked["before"], kept)
     timeout = timedelta(seconds=asked["timeout_s"])
     report = doctor.run(checks=asked["checks"], mesh=False, timeout=timeout, **asked["fields"])
@@ -50,7 +50,7 @@ def examine(asked: dict[str, Any]) -> str:
 
 
 def answer(line: str, writing: int) -> None:
-    """Be the fork: answer and end."""
+    """Answer in the fork, and exit."""
     try:
         text = json.dumps({"report": json.loads(examine(json.loads(line)))})
     except BaseException:  # noqa: BLE001 - the test that asked will show it
@@ -72,7 +72,7 @@ def main() -> None:
         os.close(writing)
         with os.fdopen(reading, encoding="utf-8") as pipe:
             text = pipe.read()
-        os.waitpid(pid, 0)  # a limit or a mount of the fork's is free once the answer is out
+        os.waitpid(pid, 0)  # a limit or mount of the fork may delay its exit
         print(text, flush=True)
 
 

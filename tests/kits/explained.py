@@ -1,6 +1,6 @@
-"""Runs ``ddpsafe explain`` in this process, and compares what it says with the rows of a table.
+"""Runs ``ddpsafe explain`` in this process, and compares its output with the rows of a table.
 
-A new interpreter for each call, or a test for each of two thousand rows, costs more than ddpsafe does.
+A new interpreter for each call, or a test for each of two thousand rows, would cost too much.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What every fault has to come to: the right error, in time, explained, and nothing left behind.
+"""Every fault must lead to the right error, in time, explained, and leave nothing behind.
 
-A promise in seconds holds on a machine that has a core to spare. On a busier one it is stretched by
-the length of the queue for the processor (`patience`), so that the suite tells a slow launcher from
-a slow machine.
+A promise in seconds holds on a machine with a spare core. On a busier one it is multiplied by the
+length of the run queue (`load_factor`), so that a slow machine is not taken for a slow launcher.
 """
 
 from __future__ import annotations
@@ -38,29 +37,29 @@ CRASH_S: Final = 2.0
 """From a rank's fault to the launcher's exit."""
 
 HANG_S: Final = 2.0
-"""From the end of the timeout that notices a hang to the launcher's exit."""
+"""From the end of the timeout that detects a hang to the launcher's exit."""
 
-GONE_S: Final = 1.0
-"""From the launcher's exit until nothing of it is left."""
+CLEANUP_S: Final = 1.0
+"""From the launcher's exit until everything it started has ended."""
 
 COLLECTIVE_S: Final = 1.5
-"""Timeout of collectives in tests of hangs that only a timeout can tell."""
+"""Timeout of collectives in tests of hangs that only a timeout can detect."""
 
 BY_TIMEOUT: Final[dict[str, Any]] = {
     "within_s": COLLECTIVE_S + HANG_S,
     "timeouts": {"collective": COLLECTIVE_S},
 }
-"""How `World.launch_fails` is called for such a hang."""
+"""Arguments of `World.launch_fails` for such a hang."""
 
 WORLDS: Final = [
     pytest.param(2, "forkserver", id="2-forkserver", marks=pytest.mark.soak),
     pytest.param(3, "forkserver", id="3-forkserver"),
     pytest.param(2, "spawn", id="2-spawn", marks=pytest.mark.soak),
 ]
-"""Numbers of ranks and start methods for faults where either may matter."""
+"""Numbers of ranks and start methods, for faults to which both may matter."""
 
-SIZES: Final = [pytest.param(2, marks=pytest.mark.soak), 3]
-"""Numbers of ranks for faults where no case depends on it: three have one to blame among several."""
+WORLD_SIZES: Final = [pytest.param(2, marks=pytest.mark.soak), 3]
+"""Numbers of ranks, for other faults; with three ranks, several could be blamed."""
 
 _SCREEN_LINES: Final = 40
 _PLACE: Final = re.compile(r"(?P<file>\S+):(?P<line>\d+) in (?P<name>[^\s,]+)")
@@ -71,7 +70,7 @@ class World:
     """How a fault is launched.
 
     Attributes:
-        folder: Where the rank writes down when its fault strikes; the run directory lies below.
+        folder: Where the rank writes the time of its fault; the run directory is below it.
         ranks: Number of ranks.
         start_method: ``spawn`` or ``forkserver``.
     """
@@ -104,16 +103,16 @@ class World:
     def launch_fails(
         self, error: type[E], program: Callable[..., Any], *args: Any, **how: Any
     ) -> E:
-        """Launch what must fail: see `_fails`."""
+        """Launch a program that must fail; see `_fails`."""
         return _fails(error, self, self.launch, program, *args, **how)
 
     def spawn_fails(self, error: type[E], program: Callable[..., Any], *args: Any, **how: Any) -> E:
-        """Spawn what must fail: see `_fails`."""
+        """Spawn a program that must fail; see `_fails`."""
         return _fails(error, self, self.spawn, program, *args, **how)
 
 
-def patience() -> float:
-    """Return by how much to stretch a promise: processes that want to run, for each core."""
+def load_factor() -> float:
+    """Return the factor for time limits on a busy machine: runnable processes for each core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     waiting = os.getloadavg()[0]
     if (status := Path("/proc/loadavg")).exists():  # a burst shows here before it shows in the mean
@@ -129,7 +128,7 @@ def _fails(
     within_s: float = CRASH_S,
     **fields: Any,
 ) -> E:
-    """Make a call that must fail with just this error, in time, and leave nothing behind.
+    """Make a call that must fail with exactly this error, in time, and leave nothing behind.
 
     Args:
         error: The error's class, exactly.
@@ -143,33 +142,33 @@ def _fails(
     with pytest.raises(ddpsafe.LaunchError) as caught:
         call(*args, **fields)
     ended_s = time.monotonic()
-    # Those of `spawn` are torch's, too: a class of their own under the same name.
+    # Errors of `spawn` are of a subclass of the same name, which is torch's, too.
     assert isinstance(caught.value, error), caught.value
     assert type(caught.value).__name__ == error.__name__, caught.value
     assert (world.folder / "fault").exists(), f"failed before the fault: {caught.value}"
-    took_s = ended_s - struck_at(world.folder)
+    took_s = ended_s - fault_time_s(world.folder)
     require_in_time(took_s, within_s, caught.value)
     require_nothing_left(before, caught.value)
-    require_answers(caught.value)
+    require_complete_message(caught.value)
     return caught.value
 
 
 def require_in_time(took_s: float, within_s: float, what: object = "") -> None:
-    """Fail if something took longer than promised, on a machine as busy as this one is."""
-    limit_s = within_s * patience()
+    """Fail if something took longer than promised, relative to the load of this machine."""
+    limit_s = within_s * load_factor()
     assert took_s < limit_s, (
         f"took {took_s:.1f} s, promised are {within_s} s ({limit_s:.1f}): {what}"
     )
 
 
-def struck_at(folder: Path) -> float:
-    """Return when the fault struck, on the monotonic clock."""
+def fault_time_s(folder: Path) -> float:
+    """Return the time of the fault on the monotonic clock."""
     return float((folder / "fault").read_text())
 
 
 def require_nothing_left(before: leftovers.Snapshot, error: LaunchError | None = None) -> None:
-    """Fail unless everything newer than `before` is gone in time, sessions of ranks included."""
-    remaining = leftovers.wait_until_gone(before, grace_s=GONE_S * patience())
+    """Fail unless everything newer than `before` is removed in time, sessions of ranks included."""
+    remaining = leftovers.wait_until_gone(before, grace_s=CLEANUP_S * load_factor())
     if error is not None:
         remaining += _in_sessions_of(error)
     assert remaining == [], "\n".join(remaining)
@@ -189,14 +188,14 @@ def _session_of(pid: int) -> int | None:
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether a process has not ended; one that only waits to be reaped has."""
+    """Return whether a process is running; a zombie is not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
 
-def require_answers(error: LaunchError) -> None:
+def require_complete_message(error: LaunchError) -> None:
     """Fail unless the message answers the four questions, names the logs, and fits one screen."""
     lines = str(error).splitlines()
     assert len(lines) <= _SCREEN_LINES, str(error)
@@ -212,14 +211,14 @@ def require_answers(error: LaunchError) -> None:
 
 
 def require_rank(error: ddpsafe.RankFailedError, rank: int) -> None:
-    """Fail unless that rank is blamed, first and in the facts."""
+    """Fail unless that rank is blamed in the first line and in the error's attributes."""
     assert error.rank == rank, error
     assert str(error).startswith(f"rank {rank} (world_size "), error
     assert error.pid == error.outcomes[rank].pid
 
 
 def require_places(error: LaunchError, ranks: Iterable[int]) -> dict[int, str]:
-    """Fail unless each rank's own line is shown, in the code, where it is stuck.
+    """Fail unless the message shows the line of the test programs on which each rank is stuck.
 
     Returns:
         The name of the function each rank was in.
@@ -266,7 +265,7 @@ def write_script(folder: Path, statements: str, *arguments: str) -> list[str]:
 
 
 def require_hang(error: ddpsafe.LaunchTimeoutError, rank: int) -> None:
-    """Fail unless that rank is the one that did not come, first and in the facts."""
+    """Fail unless that rank is missing in the first line and in the error's attributes."""
     assert error.missing_ranks == (rank,), error
     assert str(error).startswith(f"rank {rank} (world_size "), error
     assert error.kind == "hang"
@@ -286,7 +285,7 @@ def launch_everything(how: str, start_method: str = "forkserver") -> str:
 
 
 class Started:
-    """A script that is running, what its ranks have started, and its terminal if it has one."""
+    """A running script with the processes that its ranks started, and its terminal if it has one."""
 
     def __init__(
         self, folder: Path, process: subprocess.Popen[bytes] | Forked, terminal: int | None
@@ -302,7 +301,7 @@ class Started:
         return self._process.pid
 
     def wait_until_up(self, ranks: int = 2) -> None:
-        """Wait until each rank has its children, and is where it is meant to be."""
+        """Wait until each rank has started its children and has reached its place."""
         scripts.wait_until(lambda: self._is_up(ranks), otherwise=self.errors)
 
     def _is_up(self, ranks: int) -> bool:
@@ -321,19 +320,19 @@ class Started:
         self._terminal = None
 
     def errors(self) -> str:
-        """Return what it has written to stderr so far."""
+        """Return what the script has written to stderr so far."""
         return (self._folder / "script.err").read_text()
 
     def end(self) -> scripts.Run:
-        """Wait for its end."""
+        """Wait until the script exits; return its result."""
         code = self._process.wait(scripts.LIMIT_S)
         return scripts.Run(
             code=code, out=(self._folder / "script.out").read_text(), err=self.errors()
         )
 
-    def require_all_gone(self) -> None:
-        """Fail unless all that the ranks have started is gone in time."""
-        ends_s = time.monotonic() + GONE_S * patience()
+    def require_all_ended(self) -> None:
+        """Fail unless all processes that the ranks started have ended in time."""
+        ends_s = time.monotonic() + CLEANUP_S * load_factor()
         while (alive := self._alive()) and time.monotonic() < ends_s:
             time.sleep(0.02)
         assert alive == []
@@ -346,7 +345,7 @@ class Started:
         return found
 
     def close(self) -> None:
-        """End it, whatever happened."""
+        """Kill the script if it is still running."""
         if self._terminal is not None:
             self.hang_up()
         if self._process.poll() is None:
@@ -370,7 +369,7 @@ def start_script(
         statements: See `write_script`.
         command: What runs the script, instead of Python.
         fresh: Whether a new interpreter runs it; see `scripts`.
-        session: Whether the script leads a session, and a process group, of its own.
+        session: Whether the script leads a new session and process group.
     """
     with (
         Path(os.devnull).open("rb") as nothing,
@@ -404,7 +403,7 @@ def start_script(
 
 @contextlib.contextmanager
 def start_script_on_terminal(folder: Path, statements: str) -> Iterator[Started]:
-    """Start such a script as the foreground job of a terminal of its own."""
+    """Start such a script as the foreground job of a new terminal."""
     ours, theirs = os.openpty()
     with (folder / "script.out").open("wb") as out, (folder / "script.err").open("wb") as err:
         process = scripts.warm_python().start(
@@ -428,7 +427,7 @@ MEMORY_BYTES: Final = 1 << 30
 
 @contextlib.contextmanager
 def memory_group() -> Iterator[Path | None]:
-    """Make a control group of the kernel's that gets 1 GB, where this process may."""
+    """Make a control group limited to 1 GB, or yield None if this process may not."""
     group = _make_group()
     yield group
     if group is not None:

@@ -1,7 +1,7 @@
-"""Ranks that some other launcher has started, for tests: a process each, with given variables.
+"""Starts ranks as another launcher would: one process each, with given variables.
 
-They are forked from a server that has torch already, which takes a tenth of a second where a new
-interpreter takes two. What a real interpreter does at its end is tested with real scripts.
+They are forked from a server that has imported torch, which takes a tenth of a second instead of two.
+Other tests use real scripts to test how an interpreter exits.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     Env = Mapping[str, str]
 
 LIMIT_S: Final = 60
-"""How long ranks may take together, on a busy machine."""
+"""How long all ranks together may take on a busy machine."""
 
 LAUNCHERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "TORCHEL")
-"""Beginnings of variables that a launcher of the whole test run might have set."""
+"""Prefixes of variables that a launcher of the whole test run may have set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What became of one rank.
+    """The outcome of one rank.
 
     Attributes:
         value: What the program returned.
@@ -52,7 +52,7 @@ class Ended:
 
 
 def by_hand(rank: int, world_size: int, port: int, host: str = "127.0.0.1") -> dict[str, str]:
-    """Return the variables that people set by hand, and torch's ``env://`` reads."""
+    """Return the variables that users set by hand and torch's ``env://`` reads."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -75,12 +75,12 @@ def run(
 
     Args:
         program: A function that a new process can import.
-        envs: What each of them finds in its environment, on top of pytest's.
+        envs: The variables of each process, on top of pytest's.
         *args: Its arguments.
         folder: Where their stderr goes.
 
     Returns:
-        What became of each, in the order of `envs`.
+        The outcome of each, in the order of `envs`.
     """
     with contextlib.ExitStack() as stack:
         started = [
@@ -92,7 +92,7 @@ def run(
 
 
 def values(ranks: Sequence[Ended]) -> list[Any]:
-    """Return what ranks returned that must all have ended well and in silence."""
+    """Return the values of ranks; all must have returned without writing to stderr."""
     for rank in ranks:
         if rank.error is not None:
             raise rank.error
@@ -101,9 +101,9 @@ def values(ranks: Sequence[Ended]) -> list[Any]:
 
 
 def server() -> ForkServerContext:
-    """Return what starts processes in forks of the server that launches use, too."""
+    """Return the context that forks processes from the fork server of launches."""
     context = multiprocessing.get_context("forkserver")
-    # As launches preload it: the first to start the server starts it for all.
+    # Preloaded as by launches, because the first user starts the server for all.
     context.set_forkserver_preload(["torch", "ddpsafe._worker.preload"])
     return context
 
@@ -155,7 +155,7 @@ def _be(
     os.dup2(file, 2)
     os.environ.clear()
     os.environ.update(env)
-    # A shell or a scheduler starts processes without a parent that multiprocessing knows.
+    # Processes of a shell or a scheduler have no parent that multiprocessing knows.
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     started_s = time.monotonic()
     value, error = None, None

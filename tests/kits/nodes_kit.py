@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import scripts
-from fault_kit import patience
+from fault_kit import load_factor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -235,7 +235,7 @@ def fault_s(folder: Path, case: str) -> float:
 
 def require_in_time(took_s: float, within_s: float, what: str) -> None:
     """Fail unless a promise in seconds was kept, on a machine as busy as this one."""
-    assert took_s < within_s * patience(), f"{what}: {took_s:.1f} s, promised {within_s} s"
+    assert took_s < within_s * load_factor(), f"{what}: {took_s:.1f} s, promised {within_s} s"
 
 
 def require_nothing_left(network: Network, *, besides: Sequence[int] = ()) -> None:

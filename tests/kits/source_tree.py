@@ -1,4 +1,4 @@
-"""Reads source files for the tests that hold the house rules."""
+"""Reads source files for the tests of the house rules."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Import:
     """One import of one module by another.
 
     Attributes:
-        file: Where it stands.
+        file: The file that contains it.
         line: The line, counted from 1.
-        module: Who imports, e.g. ``ddpsafe._launch``.
-        target: What is imported, e.g. ``ddpsafe._wire.spec`` or ``torch.distributed``.
-        late: It stands in a function, so it runs when the function is called.
-        for_types: It stands under ``if TYPE_CHECKING``, so it never runs.
+        module: The importing module, e.g. ``ddpsafe._launch``.
+        target: The imported module, e.g. ``ddpsafe._wire.spec`` or ``torch.distributed``.
+        late: It is in a function, so it runs when the function is called.
+        for_types: It is under ``if TYPE_CHECKING``, so it never runs.
     """
 
     file: Path
@@ -70,7 +70,7 @@ def nodes_of(file: Path) -> list[ast.AST]:
 
 @functools.cache
 def imports_of(file: Path) -> list[Import]:
-    """Return every import of a file, wherever it stands."""
+    """Return every import of a file, also those inside functions."""
     return [
         Import(
             file=file,

@@ -1,4 +1,4 @@
-"""The hosts of the tests leave nothing behind, however the tests end."""
+"""Hosts made for tests leave nothing behind, however the tests end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ with Network(2) as network:
 
 
 def test_hosts_end_with_the_process_that_made_them() -> None:
-    """SIGKILL of the tests ends every process of every host; no namespace or cable stays."""
+    """SIGKILL of the tests ends every process of every host, and removes namespaces and cables."""
     require(find_obstacle())
     maker = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, KITS],

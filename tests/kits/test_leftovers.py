@@ -1,4 +1,4 @@
-"""The check that every test gets finds what it promises to find."""
+"""The check for leftovers, which runs after every test, finds them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_FOR_STDIN = "import sys; sys.stdin.read()"
 
 
 def test_running_process_is_found_and_an_ended_one_is_not() -> None:
-    """A process of this run is named while it lives, and forgotten once it is reaped."""
+    """A process of this run is reported until it has been reaped."""
     before = leftovers.Snapshot.take()
     command = [sys.executable, "-c", WAIT_FOR_STDIN]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
@@ -29,7 +29,7 @@ def test_running_process_is_found_and_an_ended_one_is_not() -> None:
 
 
 def test_orphan_is_found_after_its_parent_has_ended() -> None:
-    """A process whose parent is gone, in a session of its own, is still one of this run."""
+    """A process in its own session whose parent has exited still belongs to this run."""
     before = leftovers.Snapshot.take()
     read_end, write_end = os.pipe()
     try:
@@ -76,8 +76,8 @@ def test_helper_processes_of_multiprocessing_are_allowed() -> None:
     assert leftovers.wait_until_gone(before, grace_s=1) == []
 
 
-def test_semaphores_of_another_run_are_not_of_this_one() -> None:
-    """What a killed run of tests has left in /dev/shm fails no test of another one."""
+def test_semaphores_of_another_run_are_ignored() -> None:
+    """Leftovers of a killed test run in /dev/shm do not fail the tests of another run."""
     before = leftovers.Snapshot.take()
     stranger = leftovers.SHARED_MEMORY / f"sem.ddpsafe-0123abcd-{os.getpid():08x}-test"
     name = semaphore_prefix(make_launch_id()).removeprefix("/")

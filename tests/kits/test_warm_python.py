@@ -1,4 +1,4 @@
-"""A script that is forked from the warm interpreter finds and leaves what a new one would."""
+"""A script forked from the warm interpreter behaves like one in a new interpreter."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FACTS = """
 """
 
 
-def of_both(folder: Path, source: str, *arguments: str) -> list[scripts.Run]:
+def run_new_and_forked(folder: Path, source: str, *arguments: str) -> list[scripts.Run]:
     """Run a script in a new interpreter and in a fork."""
     path = scripts.write(folder, "script.py", source)
     started = [
@@ -57,10 +57,12 @@ def of_both(folder: Path, source: str, *arguments: str) -> list[scripts.Run]:
     return [script.end() for script in started]
 
 
-def test_it_finds_what_a_new_interpreter_gives(tmp_path: Path) -> None:
-    """But for one child, which stands by to become the fork server, and a socket to it."""
+def test_a_fork_has_the_state_of_a_new_interpreter(tmp_path: Path) -> None:
+    """The exception is a child that waits to become the fork server, and a socket to it."""
     show = "    print(json.dumps(facts()))"
-    new, forked = (json.loads(run.lines()[0]) for run in of_both(tmp_path, FACTS + show, "a", "-b"))
+    new, forked = (
+        json.loads(run.lines()[0]) for run in run_new_and_forked(tmp_path, FACTS + show, "a", "-b")
+    )
     assert (new.pop("children"), len(forked.pop("children").split())) == ("", 1)
     assert (new.pop("files"), forked.pop("files")) == ([0, 1, 2], [0, 1, 2, 3])
     assert forked == new
@@ -82,8 +84,8 @@ IN_A_FORK_SERVER = """
 """
 
 
-def test_its_fork_server_finds_that_too(tmp_path: Path) -> None:
-    """What the script has changed meanwhile included; and the second process is of the same server."""
+def test_its_fork_server_has_that_state_too(tmp_path: Path) -> None:
+    """This includes the script's own changes; the second process is of the same server."""
 
     def parsed(run: scripts.Run) -> list[Any]:
         found = [json.loads(line) for line in run.lines()]
@@ -91,7 +93,7 @@ def test_its_fork_server_finds_that_too(tmp_path: Path) -> None:
             each["parent"] = each["parent"].split(" pid")[0].split("=")[0]
         return found
 
-    new, forked = (parsed(run) for run in of_both(tmp_path, FACTS + IN_A_FORK_SERVER))
+    new, forked = (parsed(run) for run in run_new_and_forked(tmp_path, FACTS + IN_A_FORK_SERVER))
     assert [each["name"] for each in new[:-1]] == ["first", "second"]
     assert forked == new
 
@@ -114,14 +116,14 @@ def test_its_fork_server_finds_that_too(tmp_path: Path) -> None:
         "1 +",
     ],
 )
-def test_it_ends_as_a_new_interpreter_does(tmp_path: Path, end: str) -> None:
-    """Exit status, what it prints at the end, and the traceback, line by line."""
-    new, forked = of_both(tmp_path, f"def work():\n    pass\n\nwork()\n{end}\n")
+def test_a_fork_exits_as_a_new_interpreter_does(tmp_path: Path, end: str) -> None:
+    """Exit status, final output and the lines of the traceback are the same."""
+    new, forked = run_new_and_forked(tmp_path, f"def work():\n    pass\n\nwork()\n{end}\n")
     assert forked == new
 
 
-def test_options_of_the_interpreter_and_what_torch_reads_at_its_import_need_a_new_one() -> None:
-    """A fork has them already."""
+def test_options_and_variables_that_are_read_at_start_need_a_new_interpreter() -> None:
+    """A fork cannot change the options of Python or the variables that torch has read."""
     plain = scripts.clean_environment()
     assert scripts.can_be_forked(["script.py", "-x"], plain)
     assert scripts.can_be_forked(["-m", "module"], {**plain, "RANK": "0"})
@@ -144,7 +146,7 @@ OF_A_KILLED_TEST = """
 
 @pytest.mark.parametrize("interpreter", ["own", "shared"])
 def test_a_script_ends_with_the_tests_that_started_it(tmp_path: Path, interpreter: str) -> None:
-    """A run of tests that is killed leaves no script behind."""
+    """A killed test run leaves no script behind."""
     scripts.write(tmp_path, "sleep.py", "import time; time.sleep(1000)")
     test = scripts.write(tmp_path, "test.py", OF_A_KILLED_TEST)
     kits = os.fspath(Path(__file__).parent)
@@ -160,8 +162,8 @@ def test_a_script_ends_with_the_tests_that_started_it(tmp_path: Path, interprete
         os.close(watch)
 
 
-def test_who_shares_an_interpreter_finds_what_its_scripts_leave_behind(tmp_path: Path) -> None:
-    """Their environment shows the mark of the worker that has started them, and of no other."""
+def test_leftovers_are_found_by_the_worker_that_started_the_script(tmp_path: Path) -> None:
+    """Processes of a shared interpreter show the mark of their own pytest worker only."""
     scripts.write(tmp_path, "sleep.py", "import time; time.sleep(1000)")
     shared = SharedPython([], os.environ)
     workers = [WarmPython([], os.environ, shared.address) for _ in range(2)]
@@ -224,7 +226,7 @@ OF_SHARED_FORKS = """
 """
 
 
-def test_fork_servers_of_workers_are_forked_too(tmp_path: Path) -> None:
-    """They have what it has imported, what they fork shows the worker's mark, and one may die."""
+def test_fork_servers_of_pytest_workers_are_forked_too(tmp_path: Path) -> None:
+    """They share its imports, their forks show the worker's mark, and a killed one is replaced."""
     run = scripts.run(tmp_path, OF_SHARED_FORKS)
     assert (run.lines(), run.err) == (["True True True"] * 2, "")
