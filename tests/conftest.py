@@ -1,4 +1,4 @@
-"""What every test gets: a temporary directory of its own, and the check that nothing is left behind."""
+"""Gives every test its own temporary directory, and checks that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# What tests start shares a few cores, so no thread spins while it waits. OpenMP's took half of the
-# time of a training in two ranks; numpy's, a tenth of each `import torch`.
+# Test processes share a few cores, so no thread may spin while it waits. OpenMP's threads took half of
+# the time of a training in two ranks; numpy's, a tenth of each `import torch`.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -41,16 +41,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to test the checkout where the installed package was asked for; start what workers share.
+    """Refuse to test the checkout with ``--installed``; start the interpreter that workers share.
 
-    What tests start inherits ignored signals, as pytest does in the background of a script: they
-    are about a Ctrl-C that arrives.
+    Signals are set to their defaults: in the background of a script pytest inherits ignored ones, and
+    tests of Ctrl-C would fail.
     """
     for signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
         if signal.getsignal(signum) == signal.SIG_IGN:
             default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
             signal.signal(signum, default)
-    gc.disable()  # until all is collected
+    gc.disable()  # until all tests are collected
     location = _package_folder()
     if config.getoption("--installed") and not location.is_relative_to(sys.prefix):
         msg = f"ddpsafe would be imported from {location}, not from {sys.prefix}"
@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 TOGETHER: Final = 5
-"""How many tests of several nodes follow one another: they share hosts, and wait more than others."""
+"""How many tests of several nodes run in a row: they share hosts, and mostly wait."""
 
 WAITING: Final = {
     "test_pasted",
@@ -69,13 +69,13 @@ WAITING: Final = {
     "test_launcher_suspended",
     "test_live_warning",
 }
-"""Other files whose tests wait for four seconds and more: last, they would leave the cores idle."""
+"""Other files whose tests wait for four seconds or more; run last, they would leave cores idle."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what ``nox -s soak`` runs, unless ``-m`` asks for it; mix what waits with what computes.
+    """Deselect the tests of ``nox -s soak`` unless ``-m`` names them; mix waiting and computing tests.
 
-    An ``-m`` in pytest's own options would be replaced by the user's, as in ``-m "not slow"``.
+    An ``-m`` in pytest's configuration would be replaced by the user's, such as ``-m "not slow"``.
     """
     if tuple(int(part) for part in version("torch").split(".")[:2]) < (2, 9):
         unrecorded = pytest.mark.skip(reason="torch before 2.9 does not record gloo's collectives")
@@ -94,10 +94,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mixed(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
-    """Give each worker its share of the tests of several nodes, between the files of the others.
+    """Give each worker its share of the tests of several nodes, between other files.
 
-    A worker begins with as long a part of the list as each other one. Slurm's tests share a cluster
-    and take minutes, so they come first, and next in each part the files that wait.
+    Each worker begins with an equally long part of the list. Slurm's tests share a cluster and take
+    minutes, so they come first; then, in each part, the files that wait.
     """
     nodes = [item for item in items if "nodes" in item.path.parts]
     by_file = [[*group] for _, group in itertools.groupby(nodes, key=lambda item: item.path)]
@@ -128,17 +128,17 @@ def _mixed(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what pytest holds until its end out of garbage collections.
+    """Exclude pytest's permanent objects from garbage collections.
 
-    They took a third of the time of collecting the tests, and a quarter of a second each, after every
-    test that left something for a moment.
+    Collections took a third of the time of collecting the tests, and a quarter of a second each after
+    every test that briefly left something.
     """
     gc.freeze()
     gc.enable()
 
 
 def pytest_report_header() -> str:
-    """Say which ddpsafe is tested."""
+    """Report which ddpsafe is tested."""
     return f"ddpsafe: {_package_folder()}"
 
 
@@ -152,11 +152,11 @@ def _package_folder() -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what ddpsafe writes apart from other runs on this machine.
+    """Keep ddpsafe's files apart from other runs on this machine.
 
-    The path is short because sockets lie below it, and their paths end at 107 bytes.
+    The path is short because sockets are created below it, and their paths are limited to 107 bytes.
     """
-    tmp_path_factory.getbasetemp()  # stays where pytest keeps it, to look at after a failure
+    tmp_path_factory.getbasetemp()  # stays where pytest keeps it, to be inspected after a failure
     folder = tempfile.mkdtemp(prefix="t-", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
@@ -169,14 +169,14 @@ def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(autouse=True, scope="session")
 def _ranks_share_imports() -> Iterator[None]:
-    """Let pytest's fork server load what most ranks import: hundreds of ranks need it.
+    """Let pytest's fork server load the modules that hundreds of ranks import.
 
     Optimizers and DistributedDataParallel import dynamo, which takes more than a second of a core;
     ddpsafe's functions import pydantic, a fifth of a second, and the rest a tenth each.
     """
     preload = forkserver.set_forkserver_preload
     more = ["torch._dynamo", "ddpsafe._context_functions", "ddpsafe.checkpoint", "ddpsafe.data"]
-    # The first to start the server may be the workers of a DataLoader, which ask for nothing.
+    # The workers of a DataLoader may start the server first, and they preload nothing.
     preload(["ddpsafe._worker.preload", "torch", *more])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forkserver, "set_forkserver_preload", lambda names: preload([*names, *more]))
@@ -189,7 +189,7 @@ def _ranks_share_imports() -> Iterator[None]:
 def _nothing_left_behind(_own_temporary_directory: None) -> Iterator[None]:
     """Fail a test after which a process, thread, listening socket or file of this run remains.
 
-    What was there before the test may stay, so a fixture of a wider scope may keep a process.
+    Anything that existed before the test may stay, so a fixture of a wider scope may keep a process.
     """
     before = leftovers.Snapshot.take()
     yield
@@ -200,5 +200,5 @@ def _nothing_left_behind(_own_temporary_directory: None) -> Iterator[None]:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Give launches that are meant to fail a run directory, since they keep it for the reader."""
+    """Return a run directory for launches that are meant to fail, which keep it for the reader."""
     return tmp_path / "run"

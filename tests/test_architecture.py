@@ -1,4 +1,4 @@
-"""The house rules that a linter does not know, read from the source."""
+"""The source follows the house rules that a linter does not check."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ LAYERS: Final = {
     "launch": 3,
     "entry point": 4,
 }
-"""What may import what: only its own layer and those below."""
+"""A module may import its own layer and the layers below it."""
 
 MACHINERY: Final = {"_launcher", "_worker", "data", "checkpoint", "doctor"}
 LAUNCH: Final = {
     "_launch",
     "_context_functions",
     "_preflight",
-}  # what __init__ offers, and its checks
+}  # the functions of __init__, and their checks
 ENTRY_POINTS: Final = {"", "__main__", "_commands", "cli", "testing", "_rank_tests"}
 
 UPWARD_FOR_TYPES: Final = {
@@ -103,7 +103,7 @@ def part_of(module: str) -> str:
 
 
 def layer_of(module: str) -> int:
-    """Return the height of a module; a private module that is none of the others is vocabulary."""
+    """Return the layer of a module; other private modules are vocabulary."""
     part = part_of(module)
     if part in ENTRY_POINTS:
         return LAYERS["entry point"]
@@ -138,7 +138,7 @@ def test_imports_point_down() -> None:
 
 
 def test_siblings_do_not_import_each_other() -> None:
-    """Launcher, worker, data, checkpoint and doctor meet in _launch and in entry points only.
+    """Only _launch and entry points combine launcher, worker, data, checkpoint and doctor.
 
     An import under TYPE_CHECKING does not run and may name a sibling's type.
     """
@@ -164,8 +164,8 @@ def test_modules_do_not_import_in_circles() -> None:
     assert edges == {}
 
 
-def test_exceptions_of_imports_are_still_there() -> None:
-    """An exception that is no longer needed is taken off the list."""
+def test_exceptions_for_imports_are_still_needed() -> None:
+    """An exception that is no longer needed must be removed from the list."""
     existing = {(each.module, each.target) for each in own_imports() if each.for_types}
     assert UPWARD_FOR_TYPES.keys() <= existing
     late = {(each.module, each.target) for each in own_imports() if each.late}
@@ -181,7 +181,7 @@ ORDERED: Final = [
 
 @pytest.mark.parametrize("folder", ORDERED, ids=lambda folder: folder.name)
 def test_modules_of_a_folder_import_those_before_them(folder: Path) -> None:
-    """The order in the docstring of the folder names all its modules, and holds."""
+    """The order in the folder's docstring is complete and followed."""
     text = text_of(folder / "__init__.py")
     order = re.findall(r"^    (\w+)  ", text.partition("those before it::")[2], re.MULTILINE)
     stems = [file.stem for file in folder.glob("*.py") if file.stem != "__init__"]
@@ -202,7 +202,7 @@ LAUNCHER_ORDER: Final = ("processes", "diagnosis", "watch", "attempt", "nodes")
 
 
 def test_parts_of_the_launcher_import_those_below_them() -> None:
-    """Nodes > attempt > watch > diagnosis > processes: what watches may diagnose, and not the other way."""
+    """Nodes > attempt > watch > diagnosis > processes: watch may import diagnosis, but not the reverse."""
     upward = [
         str(each)
         for each in own_imports()
@@ -217,7 +217,7 @@ def test_parts_of_the_launcher_import_those_below_them() -> None:
 
 
 def _listed(path: Path) -> str:
-    """Return the entry that excuses a file: its folder's, or its own."""
+    """Return the entry that excepts a file: its folder or itself."""
     folder = path.parent.as_posix()
     return folder if folder in TORCH_AT_IMPORT else path.as_posix()
 
@@ -234,11 +234,11 @@ def test_torch_is_imported_late() -> None:
 
 
 DOCUMENTED: Final = {"_exit", "_getframe", "_current_frames", "_current_exceptions"}
-"""Names of the standard library that are public in spite of their underscore."""
+"""Names of the standard library that are public despite their underscore."""
 
 
 def test_private_names_of_the_standard_library_are_in_one_module() -> None:
-    """`_stdlib_private` uses them, guarded, and its test holds them against the Python that runs it."""
+    """`_stdlib_private` uses them, guarded, and has its own test for each version of Python."""
     found = []
     for file in MODULES:
         if module_of(file) == "ddpsafe._stdlib_private":
@@ -261,14 +261,14 @@ def test_private_names_of_the_standard_library_are_in_one_module() -> None:
     assert found == []
 
 
-def test_what_crosses_between_processes_knows_no_torch() -> None:
-    """_wire does not import torch at all, so that a launcher and a doctor can do without."""
+def test_messages_between_processes_do_not_import_torch() -> None:
+    """_wire does not import torch at all, so that the launcher and the doctor work without it."""
     imports = [each for file in python_files(PACKAGE / "_wire") for each in imports_of(file)]
     assert [str(each) for each in imports if each.target.split(".")[0] == "torch"] == []
 
 
 def test_importing_the_package_imports_neither_torch_nor_pydantic(tmp_path: Path) -> None:
-    """``import ddpsafe`` costs next to nothing; what is heavy comes with the first use."""
+    """``import ddpsafe`` is cheap; heavy modules are imported at first use."""
     code = f"""
 import sys
 sys.path.insert(0, {str(installed_folder().parent)!r})
@@ -303,13 +303,13 @@ def test_source_read_here_is_the_package_that_is_tested() -> None:
     assert "py.typed" in names[PACKAGE]
 
 
-def test_module_is_named_for_what_it_holds() -> None:
-    """No module is a drawer for everything."""
+def test_no_module_has_a_catch_all_name() -> None:
+    """A module is named for its contents."""
     assert [str(file) for file in MODULES if file.stem in FORBIDDEN_MODULE_NAMES] == []
 
 
-def test_a_stem_stands_once_per_package() -> None:
-    """Who hears of a module by its name finds one file."""
+def test_a_file_stem_is_unique_in_its_package() -> None:
+    """A module's name leads to a single file."""
     stems = Counter(
         (file.relative_to(PACKAGE).parts[0].removesuffix(".py"), file.stem.lstrip("_"))
         for file in MODULES
@@ -318,8 +318,8 @@ def test_a_stem_stands_once_per_package() -> None:
     assert {stem for stem, count in stems.items() if count > 1} == set()
 
 
-def test_a_class_name_stands_once() -> None:
-    """Who reads the name of a class knows which one is meant."""
+def test_a_class_name_is_unique() -> None:
+    """A class name is unambiguous in the whole package."""
     classes = Counter(
         node.name for file in MODULES for node in nodes_of(file) if isinstance(node, ast.ClassDef)
     )
@@ -340,15 +340,15 @@ def test_only_the_console_prints() -> None:
 SLEEPERS: Final = [
     file
     for file in [*python_files(CHECKOUT / "tests"), *python_files(CHECKOUT / "examples")]
-    if file.parent.name != "programs"  # they run in ranks, and show slow and hanging ones
+    if file.parent.name != "programs"  # they run in ranks, and simulate slow and hanging ones
 ]
 
 
 def test_nothing_sleeps_until_something_has_probably_happened() -> None:
     """A sleep is not synchronisation.
 
-    A literal of 60 seconds or more is a rank that hangs on purpose: its end is not waited for.
-    ``FAULT_..._S`` is how long a fault lasts, or takes to show: there the duration is the test.
+    A literal of 60 seconds or more is a rank that hangs on purpose, and no test waits for its end.
+    ``FAULT_..._S`` is how long a fault lasts, or takes to show, so the duration is part of the test.
     """
     waits = [
         f"{file}:{call.lineno}: {ast.unparse(call)}"
@@ -376,11 +376,11 @@ RECEIVERS: Final = {
     "Rendezvous": {"rendezvous"},
     "DataPath": {"wanted", "data_path", "self"},
 }
-"""What each part of the configuration is called where its fields are read."""
+"""The names of variables through which the fields of each configuration part are read."""
 
 
 def test_every_option_is_read() -> None:
-    """A documented field that nothing reads is a promise that nothing keeps."""
+    """A documented field that is never read would have no effect."""
     from ddpsafe import _config
 
     reads = {
@@ -399,7 +399,7 @@ def test_every_option_is_read() -> None:
 
 
 class _Made(ast.NodeVisitor):
-    """Collects the names of classes that code makes or hands on, not those it only looks for."""
+    """Collects the names of classes that code creates or passes on, not those it only checks for."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -429,7 +429,7 @@ class _Made(ast.NodeVisitor):
 
 
 def test_every_error_is_raised() -> None:
-    """A public error is made somewhere, or is the base of one that is."""
+    """A public error is created somewhere, or is the base class of one that is."""
     made = _Made()
     for file in python_files(PACKAGE):
         made.visit(parse(file))
@@ -464,13 +464,13 @@ WORDS: Final = {
     r"\b(come|came|comes) to pass\b": "happen",
     r"\b(testimony|farewell|headway|litter|attendees?)\b": "the thing itself, without a metaphor",
 }
-"""What reads as foreign or as a riddle, as patterns, and what to write in its place."""
+"""Patterns of wording that reads as translated, and what to write instead."""
 
 METAPHORS: Final = re.compile(
     r"verdict|heed(s|ed|ing)?\b|\bobey|witness|stranger|symptom|testimon|\bmeetings?\b|\bjudge",
     re.IGNORECASE,
 )
-"""What ddpsafe is not told in, neither in names nor in sentences: a reader has to translate each one."""
+"""Metaphors, which are used neither in names nor in sentences: a reader has to translate them."""
 
 WRITTEN: Final = [
     file
@@ -480,15 +480,15 @@ WRITTEN: Final = [
 ] + sorted(CHECKOUT.glob("*.md"))
 
 
-def test_no_metaphor_stands_for_a_thing() -> None:
-    """The package and its pages say result, check, follow, other user, barrier and sign."""
+def test_no_metaphor_is_used() -> None:
+    """The package and its pages use result, check, follow, other user, barrier and sign instead."""
     texts = [file for file in WRITTEN if "tests" not in file.relative_to(CHECKOUT).parts]
     assert [place for file in texts for place in places_of(METAPHORS, file)] == []
 
 
 def test_plain_english_is_written() -> None:
-    """Messages, docstrings, comments and pages avoid what a reader has to translate."""
-    # Each of them begins at a boundary of words, which is found faster than the patterns are tried.
+    """Messages, docstrings, comments and pages avoid wording that a reader has to translate."""
+    # Every pattern begins at a word boundary, so one combined search is faster.
     any_of_them = re.compile(rf"\b(?:{'|'.join(WORDS)})", re.IGNORECASE)
     found = [
         f"{place}; write: {instead}"
@@ -501,8 +501,8 @@ def test_plain_english_is_written() -> None:
 
 
 def places_of(pattern: re.Pattern[str], file: Path) -> list[str]:
-    """Return the lines of a file in which a pattern finds something."""
-    if not pattern.search(text_of(file)):  # most files, whose lines are not looked at one by one
+    """Return the lines of a file that match a pattern."""
+    if not pattern.search(text_of(file)):  # most files, so their lines need not be searched
         return []
     lines = enumerate(text_of(file).splitlines(), start=1)
     name = file.relative_to(CHECKOUT)

@@ -1,4 +1,4 @@
-"""Time in which the process was suspended, as `AwakeClock` finds it."""
+"""`AwakeClock` detects the time in which the process was suspended."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ddpsafe._clock import AwakeClock
 
 
 @dataclass
-class Hands:
+class ManualClock:
     """A clock that is set by hand."""
 
     now_s: float = 100.0
 
     def __call__(self) -> float:
-        """Return what it is set to."""
+        """Return the time that was set."""
         return self.now_s
 
 
@@ -42,13 +42,13 @@ class Hands:
 def test_time_in_which_the_process_was_suspended_does_not_count(
     before_s: float, in_wait_s: float, asked_s: float, counted_s: float
 ) -> None:
-    """Neither in a wait nor before a deadline is looked at; and whoever waits next hears of it."""
-    hands = Hands()
-    clock = AwakeClock(hands)
+    """It counts neither in a wait nor towards a deadline, and the next wait reports it."""
+    now = ManualClock()
+    clock = AwakeClock(now)
     started_s = clock()
-    hands.now_s += before_s
+    now.now_s += before_s
     assert clock() - started_s == pytest.approx(before_s if before_s < 1 else 0)
-    hands.now_s += in_wait_s
+    now.now_s += in_wait_s
     assert clock.note_wait(asked_s) == (before_s > 1 or in_wait_s - asked_s > 1)
     assert clock() - started_s == pytest.approx(counted_s)
     assert not clock.note_wait(asked_s)

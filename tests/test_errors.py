@@ -1,4 +1,4 @@
-"""Errors cross processes whole, and each phase has exactly one."""
+"""Errors are pickled with all their facts, and each phase has exactly one class."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FACTS: Final = {
     "waited_s": 20.5,
     "why": "its launcher has ended",
 }
-"""A value for every fact that an error of the tree takes, none of them a default."""
+"""A value that is not the default for every fact that an error class takes."""
 
 CLASSES: Final = [
     each
@@ -57,7 +57,7 @@ NO_ERROR_OF_ITS_OWN: Final = {
 
 
 def build(cls: type[_errors.DDPSafeError]) -> _errors.DDPSafeError:
-    """Make an error with every fact that its class takes."""
+    """Return an error with every fact that its class takes."""
     names: list[str] = []
     if inspect.isfunction(cls.__init__):  # the base takes a message only, as Exception does
         names = inspect.getfullargspec(cls.__init__).kwonlyargs
@@ -68,7 +68,7 @@ def build(cls: type[_errors.DDPSafeError]) -> _errors.DDPSafeError:
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_error_survives_pickling_with_its_facts(cls: type[_errors.DDPSafeError]) -> None:
-    """Type, message and every fact arrive unchanged, so that no message has to be parsed."""
+    """Type, message and facts are unchanged, so that no message has to be parsed."""
     error = build(cls)
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is cls
@@ -78,7 +78,7 @@ def test_error_survives_pickling_with_its_facts(cls: type[_errors.DDPSafeError])
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_error_survives_pickling_with_its_cause(cls: type[_errors.DDPSafeError]) -> None:
-    """The exception behind it arrives too, where it can travel at all."""
+    """Its cause is kept if the cause can be pickled."""
     copy = pickle.loads(pickle.dumps(build(cls)))
     assert repr(copy.__cause__) == repr(ValueError("the root of it"))
 
@@ -95,7 +95,7 @@ def test_every_timeout_has_exactly_one_error() -> None:
 
 
 def test_message_answers_the_four_questions() -> None:
-    """What happened and where, the likely cause, what to do, then the logs."""
+    """They are what happened and where, the likely cause, what to do, and where the logs are."""
     text = str(_errors.Explanation("what and where", "why", "do this", logs="/runs/1"))
     what, cause, fix, logs = text.splitlines()
     assert what == "what and where"
@@ -106,13 +106,13 @@ def test_message_answers_the_four_questions() -> None:
 
 @dataclasses.dataclass
 class _EqualError(Exception):
-    """Equal to every other one of its code, as an exception that is a dataclass is."""
+    """Equal to every instance with the same code, as an exception that is a dataclass."""
 
     code: int
 
 
 class _IncomparableError(Exception):
-    """One whose class refuses to be compared."""
+    """An exception whose class refuses comparison."""
 
     def __eq__(self, other: object) -> bool:
         raise TypeError("not comparable")
@@ -128,10 +128,10 @@ class _IncomparableError(Exception):
     ],
     ids=["equal ones", "one that raises when compared"],
 )
-def test_causes_are_told_apart_whatever_their_classes_call_equal(
+def test_causes_are_compared_by_identity(
     causes: Sequence[BaseException],
 ) -> None:
-    """None of them is taken for another one, nor for a circle; `retry` tells them apart by it, too."""
+    """Equal causes are neither merged nor taken for a circle; `retry` compares in the same way."""
     chain = [_errors.ConfigError("It is wrong."), *causes]
     for error, cause in itertools.pairwise(chain):
         error.__cause__ = cause
@@ -140,8 +140,8 @@ def test_causes_are_told_apart_whatever_their_classes_call_equal(
     assert type(again.__cause__) is type(causes[0])
 
 
-def test_an_error_that_is_only_shown_leaves_the_exit_status_to_who_shows_it() -> None:
-    """One that leaves the library sets it, with a hook that stays for that."""
+def test_an_error_that_is_only_shown_does_not_set_the_exit_status() -> None:
+    """An error that leaves the library sets it, by a hook that remains installed."""
     hook = sys.excepthook
     error = build(_errors.RankExitedError)
     assert (error.exit_code, without_frames(error)) == (137, error)
@@ -149,8 +149,8 @@ def test_an_error_that_is_only_shown_leaves_the_exit_status_to_who_shows_it() ->
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["its own", "its cause's"])
-def test_an_error_in_a_circle_of_causes_is_presented_and_pickled(others: int) -> None:
-    """As ``raise error from error`` makes it; without an end to the causes, neither would end."""
+def test_an_error_in_a_circle_of_causes_can_be_shown_and_pickled(others: int) -> None:
+    """``raise error from error`` makes such a circle, in which a naive loop would never end."""
     chain = [_errors.ConfigError("It is wrong."), _errors.ConfigError("So is this.")][: others + 1]
     for error, cause in zip(chain, [*chain[1:], chain[0]], strict=True):
         error.__cause__ = cause

@@ -1,4 +1,4 @@
-"""Garbage collections, and what is loaded for good."""
+"""Garbage collections skip modules that stay loaded, and nothing else."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ PROGRAM = """
         ("111", "True False"),
     ],
 )
-def test_what_a_script_has_made_is_freed_once_it_is_garbage(
+def test_objects_of_a_script_are_freed_once_they_are_garbage(
     tmp_path: Path, case: str, said: str
 ) -> None:
-    """Whoever deletes a model and collects has the room; what ddpsafe alone has loaded stays."""
+    """Deleting a model and collecting frees its memory; only modules that ddpsafe loaded stay."""
     assert scripts.run(tmp_path, PROGRAM, case, fresh=True).lines() == [said]

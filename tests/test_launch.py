@@ -1,4 +1,4 @@
-"""`launch` on one node: what comes back, what ranks find, and how the caller is left."""
+"""`launch` on one node: results, the environment of ranks, and the state of the caller."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# What comes back.
+# Results.
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_every_rank_runs_the_function_in_one_group_and_its_value_comes_back(
+def test_every_rank_runs_the_function_in_one_group_and_returns_its_value(
     start_method: str,
 ) -> None:
-    """Values lie by rank; each rank knows its place, its arguments, and the others."""
+    """Values are ordered by rank; each rank knows its ranks, its arguments and the other ranks."""
     result = ddpsafe.launch(
         programs.describe,
         args=("data", 10),
@@ -89,7 +89,7 @@ def test_every_rank_runs_the_function_in_one_group_and_its_value_comes_back(
 
 @pytest.mark.skipif(_has_gpu(), reason="about machines without a GPU")
 def test_without_a_gpu_auto_means_gloo_on_the_cpu_with_one_rank_per_core() -> None:
-    """Nothing has to be said on a laptop."""
+    """A laptop needs no options."""
     values = ddpsafe.launch(programs.describe, start_method="forkserver").values
     assert len(values) == _cores()
     assert {(value["device"], value["backend"]) for value in values.values()} == {
@@ -97,22 +97,22 @@ def test_without_a_gpu_auto_means_gloo_on_the_cpu_with_one_rank_per_core() -> No
     }
 
 
-def test_a_backend_that_nobody_registered_is_refused_before_any_rank_starts() -> None:
-    """A slip and a missing import end here, and what torch does know is listed."""
+def test_an_unregistered_backend_is_refused_before_any_rank_starts() -> None:
+    """This catches a typo or a missing import, and lists the backends that torch knows."""
     with pytest.raises(ddpsafe.ConfigError, match="no backend called 'foo'") as caught:
         ddpsafe.launch(programs.describe, nproc_per_node=1, backend="foo")
     assert "gloo" in str(caught.value)
 
 
-def test_backends_that_torch_is_not_asked_about_are_its_own() -> None:
-    """So a launcher need not import it for them."""
+def test_backends_that_are_accepted_without_torch_are_torchs_own() -> None:
+    """A launcher need not import torch for them."""
     from torch.distributed import Backend
 
     assert set(KNOWN_TO_EVERY_TORCH) <= set(Backend.backend_list)
 
 
-def test_backends_that_packages_have_registered_are_let_be(tmp_path: Path) -> None:
-    """A name of another package is as good as torch's own, alone or for one device."""
+def test_backends_that_packages_have_registered_are_accepted(tmp_path: Path) -> None:
+    """Such a name may be used like torch's own, alone or for one device."""
     code = """
     import torch.distributed as dist
     from ddpsafe import ConfigError
@@ -128,14 +128,14 @@ def test_backends_that_packages_have_registered_are_let_be(tmp_path: Path) -> No
     assert "Write 'cpu:theirs'" in scripts.run(tmp_path, code).out
 
 
-def test_a_world_of_one_is_a_launch_too() -> None:
-    """One rank has a group, a sum and a value like any number of them."""
+def test_a_launch_may_have_a_single_rank() -> None:
+    """A single rank has a group, a sum and a value, too."""
     (value,) = ddpsafe.launch(programs.describe, **{**TWO, "nproc_per_node": 1}).values.values()
     assert (value["world_size"], value["sum"], value["mains"]) == (1, 1.0, (True, True))
 
 
-def test_results_of_200_megabytes_arrive_whole() -> None:
-    """A tensor, an array and bytes of any size come back; the launcher drains while it waits."""
+def test_results_of_200_megabytes_arrive_completely() -> None:
+    """Tensors, arrays and bytes may have any size, because the launcher reads while it waits."""
     import numpy as np
 
     size = 200_000_000
@@ -148,11 +148,11 @@ def test_results_of_200_megabytes_arrive_whole() -> None:
         assert data == b"\x01" * (size // 8)
 
 
-def test_types_of_the_script_itself_come_back_as_themselves(tmp_path: Path) -> None:
-    """A result and an exception of a class in the script's `__main__` are of that class here.
+def test_results_keep_types_that_the_script_itself_defines(tmp_path: Path) -> None:
+    """A result or an exception of a class in the script's `__main__` has that class in the caller.
 
-    Each rank imports the script, and with it a lock that could not travel, and torch, before it
-    knows its number of threads.
+    Each rank imports the script, with a lock that cannot be pickled and with torch, before it knows
+    its number of threads.
     """
     source = """
         import dataclasses, sys, threading, torch, ddpsafe
@@ -211,13 +211,13 @@ def test_types_of_the_script_itself_come_back_as_themselves(tmp_path: Path) -> N
         ),
     ],
 )
-def test_an_exception_keeps_its_type_where_it_can_travel_and_its_text_everywhere(
+def test_an_exception_keeps_its_type_where_possible_and_its_text_always(
     run_dir: Path,
     fail: Callable[[], None],
     travels_as: type[BaseException] | str | None,
     texts: list[str],
 ) -> None:
-    """The blamed rank's own exception is the cause, its remote traceback the cause of that."""
+    """The blamed rank's exception is the cause, and its remote traceback the cause of that."""
     with pytest.raises(ddpsafe.RankRaisedError) as caught:
         ddpsafe.launch(programs.fail_on_rank_one, (fail,), run_dir=run_dir, **TWO)
     error = caught.value
@@ -235,8 +235,8 @@ def test_an_exception_keeps_its_type_where_it_can_travel_and_its_text_everywhere
     assert "launch_programs.py" in str(remote)
 
 
-def test_a_traveller_keeps_its_facts_and_the_traceback_its_chain(run_dir: Path) -> None:
-    """Attributes and notes survive; what an error was raised from is in the remote traceback."""
+def test_an_exception_keeps_its_facts_and_its_chain(run_dir: Path) -> None:
+    """Attributes and notes are kept; the exceptions it was raised from are in the traceback."""
     with pytest.raises(ddpsafe.RankRaisedError) as plain:
         ddpsafe.launch(programs.fail_on_rank_one, (programs.raise_plain,), run_dir=run_dir, **TWO)
     cause = plain.value.__cause__
@@ -252,10 +252,10 @@ def test_a_traveller_keeps_its_facts_and_the_traceback_its_chain(run_dir: Path) 
     assert "direct cause of the following exception" in remote
 
 
-def test_a_result_that_cannot_travel_is_named_by_its_path_and_not_tried_again(
+def test_a_result_that_cannot_be_pickled_is_named_by_its_path_and_not_retried(
     run_dir: Path, tmp_path: Path
 ) -> None:
-    """Kind "unpicklable", the path inside the value, one attempt."""
+    """The kind is "unpicklable", and the message has the path inside the value."""
     journal = tmp_path / "journal"
     with pytest.raises(ddpsafe.RankRaisedError) as caught:
         ddpsafe.launch(programs.give_a_lock, (journal,), run_dir=run_dir, **TWO)
@@ -269,7 +269,7 @@ def test_a_result_that_cannot_travel_is_named_by_its_path_and_not_tried_again(
 def test_a_result_that_exits_where_it_is_loaded_does_not_end_the_launcher(
     run_dir: Path,
 ) -> None:
-    """A `SystemExit` out of a `__setstate__` is an error of that value, and caught as one."""
+    """A `SystemExit` from a `__setstate__` is caught as an error of that value."""
     with pytest.raises(
         ddpsafe.RankFailedError, match=r"loading it raised SystemExit\(3\)"
     ) as caught:
@@ -277,8 +277,8 @@ def test_a_result_that_exits_where_it_is_loaded_does_not_end_the_launcher(
     assert (caught.value.rank, caught.value.kind) == (0, "unpicklable")
 
 
-def test_a_result_that_cannot_be_loaded_is_a_failure_of_its_rank_with_all_its_facts() -> None:
-    """Each rank has returned, and yet the error says who, where, when, and where the logs are."""
+def test_a_result_that_cannot_be_loaded_is_a_failure_of_its_rank() -> None:
+    """Although each rank has returned, the error names the rank, the place and the logs."""
     with pytest.raises(ddpsafe.RankFailedError) as caught:
         ddpsafe.launch(programs.give_what_only_the_rank_can_load, **TWO)
     error = caught.value
@@ -296,10 +296,8 @@ def test_a_result_that_cannot_be_loaded_is_a_failure_of_its_rank_with_all_its_fa
     shutil.rmtree(error.run_dir)
 
 
-def test_a_port_that_the_function_wants_and_another_program_has_is_explained(
-    run_dir: Path, tmp_path: Path
-) -> None:
-    """The function has run, so it is not run again, though a lost port is retried by default."""
+def test_a_taken_port_that_the_function_needs_is_explained(run_dir: Path, tmp_path: Path) -> None:
+    """The function has run, so it does not run again, although a lost port is retried by default."""
     journal = tmp_path / "journal"
     with socket.create_server(("127.0.0.1", 0)) as owner:
         port = owner.getsockname()[1]
@@ -314,10 +312,10 @@ def test_a_port_that_the_function_wants_and_another_program_has_is_explained(
     assert journal.read_text() == "tried\n"
 
 
-def test_a_busy_hard_coded_master_port_of_the_caller_disturbs_nobody(
+def test_a_taken_master_port_of_the_caller_does_not_matter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ranks meet at a port of the launch; MASTER_PORT of the caller stays the caller's."""
+    """Ranks use a port of the launch, and the caller's MASTER_PORT is unchanged."""
     with socket.create_server(("127.0.0.1", 0)) as owner:
         port = str(owner.getsockname()[1])
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -329,11 +327,11 @@ def test_a_busy_hard_coded_master_port_of_the_caller_disturbs_nobody(
     assert port not in ports
 
 
-# What ranks find.
+# The environment of ranks.
 
 
 def test_a_field_wins_over_the_config_and_tables_are_merged() -> None:
-    """`config` says what the fields leave open."""
+    """`config` supplies the values that the fields do not set."""
     config = LaunchConfig(
         nproc_per_node=1,
         start_method="forkserver",
@@ -351,8 +349,8 @@ def test_a_field_wins_over_the_config_and_tables_are_merged() -> None:
     assert [value["env"] for value in values.values()] == [expected, expected]
 
 
-def test_a_seed_is_one_for_models_and_differs_by_rank_for_data() -> None:
-    """Models: torch draws alike on all ranks. Data: random and numpy do not; a second launch repeats both."""
+def test_a_seed_is_the_same_for_models_and_differs_by_rank_for_data() -> None:
+    """All ranks draw the same from torch, but not from random and numpy; a second launch repeats both."""
     import numpy as np
     import torch
 
@@ -371,7 +369,7 @@ def test_a_seed_is_one_for_models_and_differs_by_rank_for_data() -> None:
 
 
 def test_ranks_share_the_cores_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OMP_NUM_THREADS and torch agree: cores over ranks, or the user's number, left as it is."""
+    """OMP_NUM_THREADS and torch agree on cores divided by ranks, or on the user's number."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     share = max(1, _cores() // 2)
     value = ddpsafe.launch(programs.surroundings, ("OMP_NUM_THREADS",), **TWO).values[1]
@@ -381,7 +379,7 @@ def test_ranks_share_the_cores_unless_the_user_has_chosen(monkeypatch: pytest.Mo
     assert (value["threads"], value["env"]) == (3, {"OMP_NUM_THREADS": "3"})
 
 
-def test_the_users_number_of_threads_may_come_from_the_field_env(
+def test_the_users_number_of_threads_may_be_in_the_field_env(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`env` wins over the caller's environment, for torch too."""
@@ -392,10 +390,10 @@ def test_the_users_number_of_threads_may_come_from_the_field_env(
     assert (value["threads"], value["env"]) == (5, {"OMP_NUM_THREADS": "5"})
 
 
-def test_ranks_find_directory_and_variables_as_the_caller_has_them_now(
+def test_ranks_have_the_callers_current_directory_and_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also under a forkserver that was started in another directory, with other variables."""
+    """The fork server may have been started in another directory, with other variables."""
     monkeypatch.setenv("FROM_CALLER", "old")
     monkeypatch.setenv("GONE", "old")
     ddpsafe.launch(programs.surroundings, **TWO)
@@ -408,7 +406,7 @@ def test_ranks_find_directory_and_variables_as_the_caller_has_them_now(
         assert value["env"] == {"FROM_CALLER": "new", "GONE": None}
 
 
-# How the caller is left.
+# The state of the caller.
 
 
 def _everything_of_the_caller() -> dict[str, object]:
@@ -431,9 +429,9 @@ def _everything_of_the_caller() -> dict[str, object]:
     "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
 )
 def test_a_launch_leaves_the_caller_as_it_found_it(run_dir: Path, start_method: str) -> None:
-    """Environment, directory, handlers, threads, descriptors, start method: also after a failure.
+    """Environment, directory, handlers, threads, descriptors and start method are unchanged.
 
-    The exception is still held when we look: its traceback must not keep a socket open.
+    After a failure the exception is still held; its traceback must not keep a socket open.
     """
     options = {**TWO, "start_method": start_method}
     at_first = _everything_of_the_caller()
@@ -454,7 +452,7 @@ def test_a_launch_leaves_the_caller_as_it_found_it(run_dir: Path, start_method: 
 
 
 def test_a_launch_from_a_helper_thread_works_and_touches_no_handler() -> None:
-    """The kernel ties a rank to the thread that started it, so that thread must be the one to wait."""
+    """The kernel ties a rank to the thread that started it, so that thread has to wait for it."""
     before = signal.getsignal(signal.SIGINT)
     with ThreadPoolExecutor(1) as pool:
         options = {**TWO, "nproc_per_node": 1, "start_method": "spawn"}
@@ -464,7 +462,7 @@ def test_a_launch_from_a_helper_thread_works_and_touches_no_handler() -> None:
 
 
 def test_two_launches_at_once_do_not_mix(tmp_path: Path) -> None:
-    """Each rank waits until the other launch's rank runs too; each sums over its own launch."""
+    """The ranks of both launches run at the same time, and each sums over its own launch."""
     with ThreadPoolExecutor(2) as pool:
         first, second = (
             pool.submit(ddpsafe.launch, programs.meet_another_launch, (tmp_path, *names), **TWO)
@@ -477,8 +475,10 @@ def test_two_launches_at_once_do_not_mix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
 )
-def test_workers_of_a_rank_start_as_those_of_a_script(tmp_path: Path, start_method: str) -> None:
-    """By Python's default, so a lambda and a class of a notebook may go to them, or as the caller said."""
+def test_data_loader_workers_of_a_rank_start_as_those_of_a_script(
+    tmp_path: Path, start_method: str
+) -> None:
+    """They use Python's default, which accepts lambdas and notebook classes, or the caller's choice."""
     source = """
         import multiprocessing, sys
         import ddpsafe
@@ -509,9 +509,9 @@ def test_workers_of_a_rank_start_as_those_of_a_script(tmp_path: Path, start_meth
 
 
 def test_a_launch_inside_a_rank_runs_in_that_rank() -> None:
-    """Nothing is spawned, the group is the rank's own, and it is still there afterwards.
+    """It spawns nothing and uses the rank's group, which remains afterwards.
 
-    That it asks for other ranks than it gets is said.
+    A warning reports that the call asked for different ranks.
     """
     values = ddpsafe.launch(programs.launch_again, **TWO).values
     for rank, (pid, inner, total, warned) in values.items():
@@ -522,8 +522,8 @@ def test_a_launch_inside_a_rank_runs_in_that_rank() -> None:
         assert total == 2.0 + rank
 
 
-def test_launches_in_a_row_are_independent_also_after_a_failure(run_dir: Path) -> None:
-    """No launch sees another one's processes, store or error."""
+def test_launches_in_a_row_are_independent_even_after_a_failure(run_dir: Path) -> None:
+    """No launch sees another launch's processes, store or error."""
     pids = set()
     for fails in (False, True, False):
         context = pytest.raises(ddpsafe.RankRaisedError) if fails else contextlib.nullcontext()
@@ -538,7 +538,7 @@ def test_launches_in_a_row_are_independent_also_after_a_failure(run_dir: Path) -
     assert len(pids) == 6
 
 
-# Calls that are wrong: nothing is started.
+# Wrong calls, which start nothing.
 
 
 @pytest.mark.parametrize(
@@ -556,7 +556,7 @@ def test_launches_in_a_row_are_independent_also_after_a_failure(run_dir: Path) -
 def test_a_wrong_config_is_explained_before_anything_starts(
     run_dir: Path, fields: dict[str, object], texts: list[str]
 ) -> None:
-    """What is wrong, why, and what to write instead; not even the run directory is made."""
+    """The message has the mistake, the reason and the fix; not even the run directory is made."""
     with pytest.raises(ddpsafe.ConfigError) as caught:
         ddpsafe.launch(programs.pid_of, run_dir=run_dir, **fields)  # type: ignore[arg-type]
     assert [text for text in texts if text not in str(caught.value)] == []
@@ -568,7 +568,7 @@ def test_a_wrong_config_is_explained_before_anything_starts(
 def test_asking_for_gpus_where_there_are_none_is_refused(
     run_dir: Path, fields: dict[str, Any]
 ) -> None:
-    """The message says why there is none and what runs without."""
+    """The message explains why there is none, and what works without."""
     with pytest.raises(ddpsafe.ConfigError, match="needs a GPU, but torch sees none") as caught:
         ddpsafe.launch(programs.pid_of, run_dir=run_dir, **fields)
     assert re.search(r'What to do: write .*backend="gloo"', str(caught.value))
@@ -578,7 +578,7 @@ def test_asking_for_gpus_where_there_are_none_is_refused(
 @pytest.mark.gpu
 @pytest.mark.skipif(not _has_gpu(), reason="needs a GPU")
 def test_more_ranks_than_gpus_is_refused_with_nccl(run_dir: Path) -> None:
-    """The library would refuse two ranks on one device, much later and less clearly."""
+    """NCCL would refuse two ranks on one device much later and less clearly."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -593,7 +593,7 @@ def test_more_ranks_than_gpus_is_refused_with_nccl(run_dir: Path) -> None:
     ids=["fn", "args"],
 )
 def test_a_wrong_call_is_a_config_error(run_dir: Path, fn: Any, args: Any, text: str) -> None:
-    """``launch(train())`` and ``args=5`` say what to write."""
+    """The error for ``launch(train())`` or ``args=5`` shows what to write."""
     with pytest.raises(ddpsafe.ConfigError, match=re.escape(text)):
         ddpsafe.launch(fn, args, run_dir=run_dir, **TWO)
     assert not run_dir.exists()
@@ -614,13 +614,13 @@ def test_a_wrong_call_is_a_config_error(run_dir: Path, fn: Any, args: Any, text:
     ],
 )
 def test_a_function_for_the_other_call_is_refused(call: Callable[[], object], advice: str) -> None:
-    """`if rank == 0:` would be False on every rank, where rank is a context."""
+    """`if rank == 0:` would be False on every rank if `rank` were a context."""
     with pytest.raises(ddpsafe.ConfigError, match=advice):
         call()
 
 
 def test_a_launch_from_a_daemonic_process_is_refused(tmp_path: Path) -> None:
-    """Python allows it no children, and says so in an AssertionError without a way out."""
+    """Python forbids it to have children, with an AssertionError that suggests no fix."""
     source = """
         import multiprocessing, ddpsafe
 
@@ -648,8 +648,10 @@ def test_a_launch_from_a_daemonic_process_is_refused(tmp_path: Path) -> None:
     assert "distributed.worker.daemon: False" in fix
 
 
-def test_a_start_method_of_another_library_is_refused_and_the_way_out_works(tmp_path: Path) -> None:
-    """As in a worker of joblib: its ranks would die at "cannot find context for 'loky'"."""
+def test_a_start_method_of_another_library_is_refused_and_the_suggested_fix_works(
+    tmp_path: Path,
+) -> None:
+    """Ranks started in a joblib worker would fail with "cannot find context for 'loky'"."""
     source = """
         import multiprocessing, ddpsafe
         from joblib import Parallel, delayed
@@ -677,7 +679,7 @@ def test_a_start_method_of_another_library_is_refused_and_the_way_out_works(tmp_
 
 
 def test_a_process_of_a_pool_of_futures_may_launch(tmp_path: Path) -> None:
-    """The way out that the message names is one."""
+    """The message for daemonic processes recommends it."""
     source = """
         import multiprocessing, ddpsafe
         from concurrent.futures import ProcessPoolExecutor
@@ -698,8 +700,10 @@ def test_a_process_of_a_pool_of_futures_may_launch(tmp_path: Path) -> None:
 # The run directory.
 
 
-def test_a_given_run_directory_keeps_what_every_rank_wrote_at_every_level(run_dir: Path) -> None:
-    """Python's, the system's and libc's output lie in the rank's files, both streams apart."""
+def test_a_given_run_directory_keeps_the_output_of_every_rank_from_every_level(
+    run_dir: Path,
+) -> None:
+    """Output of Python, the system and libc is in the rank's files, one for each stream."""
     result = ddpsafe.launch(programs.write_everywhere, ("one",), run_dir=run_dir / "deep", **TWO)
     assert result.run_dir == run_dir / "deep"
     for rank in (0, 1):
@@ -711,7 +715,7 @@ def test_a_given_run_directory_keeps_what_every_rank_wrote_at_every_level(run_di
 
 
 def test_a_second_launch_sets_the_logs_of_the_first_aside(run_dir: Path) -> None:
-    """The crash before this launch may be why it runs: its logs are kept, and not mixed."""
+    """An earlier crash may be the reason for this launch, so its logs are kept apart."""
     for word in ("one", "two", "three"):
         ddpsafe.launch(programs.write_everywhere, (word,), run_dir=str(run_dir), **TWO)
     latest = (run_dir / "attempt-1" / "rank-1.out").read_text()
@@ -725,7 +729,7 @@ def test_a_second_launch_sets_the_logs_of_the_first_aside(run_dir: Path) -> None
 
 
 def test_a_temporary_run_directory_is_removed_after_success_and_named_after_failure() -> None:
-    """The reader of an error finds the logs it speaks of."""
+    """The logs that an error names exist."""
     (path,) = set(ddpsafe.launch(programs.where_it_runs, **TWO).values.values())
     assert path is not None
     assert path.parent == Path(tempfile.gettempdir())
@@ -741,8 +745,8 @@ def test_a_temporary_run_directory_is_removed_after_success_and_named_after_fail
     shutil.rmtree(error.run_dir)
 
 
-def test_no_temporary_directory_is_left_where_nothing_was_started(tmp_path: Path) -> None:
-    """Without logs there is nothing to keep: an empty directory would be left over."""
+def test_no_temporary_directory_is_left_if_nothing_started(tmp_path: Path) -> None:
+    """Without logs, only an empty directory would be left."""
     before = sorted(Path(tempfile.gettempdir()).iterdir())
     with pytest.raises(ddpsafe.PreflightError, match="data path 'train' is not ready"):
         ddpsafe.launch(
@@ -755,8 +759,8 @@ def test_no_temporary_directory_is_left_where_nothing_was_started(tmp_path: Path
 
 
 @pytest.mark.parametrize("below", ["", "deep"])
-def test_a_run_directory_that_cannot_be_one_is_named(tmp_path: Path, below: str) -> None:
-    """A file in its place, or on the way to it."""
+def test_an_impossible_run_directory_is_named(tmp_path: Path, below: str) -> None:
+    """The path, or a parent of it, is a file."""
     wanted = tmp_path / "file" / below if below else tmp_path / "file"
     (tmp_path / "file").touch()
     with pytest.raises(ddpsafe.PreflightError) as caught:
@@ -767,7 +771,7 @@ def test_a_run_directory_that_cannot_be_one_is_named(tmp_path: Path, below: str)
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_run_directory_without_write_permission_is_named(tmp_path: Path) -> None:
-    """As for a file in its place."""
+    """The error is the same as for a file."""
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o500)
     with pytest.raises(ddpsafe.PreflightError, match="Permission denied"):
@@ -777,7 +781,7 @@ def test_a_run_directory_without_write_permission_is_named(tmp_path: Path) -> No
 def test_a_temporary_directory_too_long_for_the_fork_server_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Python says "AF_UNIX path too long" and not which path."""
+    """Python reports "AF_UNIX path too long" without the path."""
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
     source = """

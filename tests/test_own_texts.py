@@ -1,7 +1,7 @@
-"""Texts are written for readers: ddpsafe never reads its own back.
+"""ddpsafe writes texts for readers and never parses its own.
 
-Facts travel as data (`Explanation`, `origin`, `kind`), so that rewording a message changes nothing
-but the message.
+Facts are passed as data (`Explanation`, `origin`, `kind`), so that rewording a message changes only
+the message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MATCHERS: Final = {
     "rindex",
     "count",
 }
-"""Methods of a text that look for another text in it."""
+"""Methods of `str` that search for another text."""
 
 PATTERNS: Final = {"compile", "search", "match", "fullmatch", "split", "findall", "finditer", "sub"}
 """Functions of `re` that take a pattern first."""
@@ -42,14 +42,14 @@ TEXTS_OF_OTHERS: Final = {
     "_explain": "logs of any launcher are what is read there",
     "_secrets.py": "command lines and addresses that a user has written",
 }
-"""Files and folders that match texts of others, each with whose."""
+"""Files and folders that match texts of other programs, each with the program."""
 
 ALLOWED: Final = {}
-"""File and text of matches that belong to no message, or not for long, each with its reason."""
+"""File and text of matches that are not in a message, each with its reason."""
 
 
 class Match(NamedTuple):
-    """A place in the code that looks for a text in another one."""
+    """A place in the code that searches for a text in another one."""
 
     file: Path
     line: int
@@ -58,7 +58,7 @@ class Match(NamedTuple):
 
 
 def test_no_text_of_ddpsafe_is_matched() -> None:
-    """No pattern, prefix or comparison finds anything in a sentence that ddpsafe writes."""
+    """No pattern, prefix or comparison matches a sentence that ddpsafe writes."""
     trees = {file: parse(file) for file in python_files(PACKAGE)}
     matches = [
         each
@@ -88,13 +88,13 @@ def test_no_text_of_ddpsafe_is_matched() -> None:
 
 
 def is_about_others(file: Path) -> bool:
-    """Tell whether a file is listed as one that matches texts of others."""
+    """Return whether a file is listed as one that matches texts of other programs."""
     path = file.relative_to(PACKAGE).as_posix()
     return path in TEXTS_OF_OTHERS or path.partition("/")[0] in TEXTS_OF_OTHERS
 
 
 def matches_in(file: Path, tree: ast.Module) -> Iterator[Match]:
-    """Yield what the code looks for in texts, where that is written down as a text."""
+    """Yield the literals that the code searches for in texts."""
     constants = {
         target.id: node.value
         for node in ast.walk(tree)
@@ -128,7 +128,7 @@ def _texts(
 
 
 def sentences_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield what the code writes in words: texts of several words, but for docstrings."""
+    """Yield the sentences that the code writes: literals of several words, except docstrings."""
     docstrings = {
         node.body[0].value
         for node in ast.walk(tree)
@@ -149,13 +149,13 @@ def sentences_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def is_prose(match: Match) -> bool:
-    """Tell whether what is looked for may be a part of a sentence: letters, and a space."""
+    """Return whether the searched text may be part of a sentence: it has letters and a space."""
     words = re.sub(r"\\.", "", match.text) if match.is_pattern else match.text
     return re.search(r"[A-Za-z]{2,}", words) is not None and " " in words
 
 
 def is_in(match: Match, text: str) -> bool:
-    """Tell whether a match finds something in a text."""
+    """Return whether a match finds something in a text."""
     if not match.is_pattern:
         return match.text in text
     return re.search(match.text, text, re.MULTILINE) is not None

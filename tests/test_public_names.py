@@ -1,4 +1,4 @@
-"""One door per name: what is public resolves, and the reference lists it."""
+"""Every public name resolves, and the reference lists it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ API_PAGE: Final = Path(__file__).parents[1] / "docs" / "reference" / "api.md"
 
 
 def test_every_public_name_resolves() -> None:
-    """What ``__all__`` promises can be had, under a name without an underscore."""
+    """Each name in ``__all__`` exists and has no underscore."""
     assert len(set(ddpsafe.__all__)) == len(ddpsafe.__all__)
     for name in ddpsafe.__all__:
         assert hasattr(ddpsafe, name), name
@@ -24,12 +24,12 @@ def test_every_public_name_resolves() -> None:
 
 
 def test_dir_offers_every_public_name() -> None:
-    """A lazily resolved name is still offered by completion in a shell."""
+    """Completion in a shell also offers names that are resolved lazily."""
     assert set(ddpsafe.__all__) <= set(dir(ddpsafe))
 
 
-def test_unknown_name_is_an_attribute_error() -> None:
-    """A name that does not exist fails as it does for any module, so ``hasattr`` works."""
+def test_an_unknown_name_raises_attribute_error() -> None:
+    """A missing name fails as for any module, so ``hasattr`` works."""
     with pytest.raises(AttributeError, match="no_such_name"):
         ddpsafe.no_such_name  # noqa: B018 - resolving the name is the test
 
@@ -43,7 +43,7 @@ def test_reference_lists_the_public_names() -> None:
 
 
 def test_reference_lists_the_names_of_the_doctor() -> None:
-    """docs/reference/doctor.md documents exactly what ``ddpsafe.doctor`` promises."""
+    """docs/reference/doctor.md documents exactly the public names of ``ddpsafe.doctor``."""
     from ddpsafe import doctor
 
     directive = re.compile(r"^\s*\.\. auto\w+:: ddpsafe\.doctor\.(\w+)\s*$", re.MULTILINE)
@@ -53,7 +53,7 @@ def test_reference_lists_the_names_of_the_doctor() -> None:
 
 
 def test_help_lists_every_field() -> None:
-    """``help(ddpsafe.launch)`` names each field, and that of `LaunchConfig` says what it means."""
+    """``help(ddpsafe.launch)`` names each field, and that of `LaunchConfig` explains it."""
     fields = set(ddpsafe.LaunchConfig.model_fields)
     for function, own in (
         (ddpsafe.launch, set()),
@@ -88,10 +88,10 @@ except ImportError as error:
         ("linux", ["resource", "fcntl"], ["SIGUSR1", "SIGRTMIN"]),
     ],
 )
-def test_other_systems_are_told_in_one_sentence(
+def test_other_systems_are_refused_in_one_sentence(
     name: str, platform: str, missing: list[str], signals: list[str]
 ) -> None:
-    """Windows and macOS lack modules and signals; the reader is told so, and what to use."""
+    """Windows and macOS lack modules and signals; the error names the system and what to use."""
     program = WITHOUT_POSIX.format(platform=platform, missing=missing, signals=signals, name=name)
     command = [sys.executable, "-c", program]
     run = subprocess.run(command, capture_output=True, text=True, check=True)

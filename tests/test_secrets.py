@@ -1,4 +1,4 @@
-"""Secrets: which names hold one, and that none comes through."""
+"""Secrets are recognized by name and never shown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ddpsafe._secrets import Mask, hide_value, is_secret_name
     ],
 )
 def test_names_of_secrets_are_recognised(name: str) -> None:
-    """By what they are called, not by what is in them."""
+    """Only the name counts, not the value."""
     assert is_secret_name(name)
     assert hide_value(name, "x") == "***"
 
@@ -33,8 +33,8 @@ def test_names_of_secrets_are_recognised(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["PATH", "MASTER_PORT", "NCCL_DEBUG", "TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH"]
 )
-def test_other_names_are_not(name: str) -> None:
-    """A value that may be shown helps."""
+def test_other_names_are_not_secrets(name: str) -> None:
+    """Showing other values helps the reader."""
     assert hide_value(name, "value") == "value"
 
 
@@ -65,8 +65,8 @@ def test_other_names_are_not(name: str) -> None:
         ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----", "***"),
     ],
 )
-def test_texts_are_struck_out(text: str, shown: str) -> None:
-    """Also where a secret stands in the middle, and in what lies inside of lists."""
+def test_secrets_in_texts_are_replaced(text: str, shown: str) -> None:
+    """That includes secrets in the middle of a text and inside of lists."""
     mask = Mask.of({"MY_TOKEN": "s3cr3t-long", "OTHER_KEY": "s3cr3t"})
     assert mask.text(text) == shown
     assert mask.value({"a": [text, 1]}) == {"a": [shown, 1]}

@@ -1,4 +1,4 @@
-"""The private names of the standard library still are what ddpsafe takes them for."""
+"""The private names of the standard library still mean what ddpsafe expects."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FORK = multiprocessing.get_context("fork")
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def test_the_folder_of_helpers_is_known_once_it_is_there(tmp_path: Path) -> None:
-    """And asking for it makes none. A process that is forked does not own that of its parent."""
+def test_the_folder_of_helpers_is_found_once_it_exists(tmp_path: Path) -> None:
+    """Asking for it does not create it, and a forked process does not own its parent's."""
     source = """
         import os
         from multiprocessing import util
@@ -36,8 +36,8 @@ def test_the_folder_of_helpers_is_known_once_it_is_there(tmp_path: Path) -> None
     assert scripts.run(tmp_path, source).lines() == ["None", "True", "None"]
 
 
-def test_semaphores_are_named(tmp_path: Path) -> None:
-    """Those of queues too, which are made of locks. In a script: joblib gives names of its own."""
+def test_the_names_of_semaphores_are_found(tmp_path: Path) -> None:
+    """That includes those of queues. It runs in a script because joblib replaces the names."""
     source = """
         import multiprocessing
         from ddpsafe._stdlib_private import name_semaphores
@@ -48,8 +48,8 @@ def test_semaphores_are_named(tmp_path: Path) -> None:
     assert name.startswith("/ddpsafe-test-")
 
 
-def test_a_child_that_is_forgotten_is_not_joined_at_the_exit(tmp_path: Path) -> None:
-    """The script ends while it sleeps."""
+def test_a_forgotten_child_is_not_joined_at_exit(tmp_path: Path) -> None:
+    """The script exits while the child sleeps."""
     source = """
         import multiprocessing, time
         from ddpsafe._stdlib_private import forget_child
@@ -58,7 +58,7 @@ def test_a_child_that_is_forgotten_is_not_joined_at_the_exit(tmp_path: Path) -> 
         forget_child(child)
         print(child.pid, multiprocessing.active_children())
     """
-    # It would hold the pipe of a script whose output is awaited.
+    # Otherwise the child would hold the pipe from which the test reads the output.
     out = tmp_path / "out"
     with out.open("wb") as file, Path("/dev/null").open("rb") as nothing:
         path = scripts.write(tmp_path, "script.py", source)
@@ -70,8 +70,8 @@ def test_a_child_that_is_forgotten_is_not_joined_at_the_exit(tmp_path: Path) -> 
     assert children == "[]\n"
 
 
-def test_a_rank_ends_as_the_interpreter_does(tmp_path: Path) -> None:
-    """Threads are joined, then what is registered for the exit runs."""
+def test_a_rank_exits_as_the_interpreter_does(tmp_path: Path) -> None:
+    """Threads are joined, and then exit handlers run."""
     source = """
         import atexit, os, threading, time
         from ddpsafe._stdlib_private import end_as_interpreter
@@ -83,8 +83,8 @@ def test_a_rank_ends_as_the_interpreter_does(tmp_path: Path) -> None:
     assert scripts.run(tmp_path, source).lines() == ["thread", "at exit"]
 
 
-def test_who_imports_the_main_script_of_its_parent_knows(tmp_path: Path) -> None:
-    """At the import, and not later."""
+def test_a_process_can_tell_that_it_is_importing_its_parents_script(tmp_path: Path) -> None:
+    """It can do so during the import only."""
     source = """
         import multiprocessing
         from ddpsafe._stdlib_private import is_importing_main
@@ -99,8 +99,8 @@ def test_who_imports_the_main_script_of_its_parent_knows(tmp_path: Path) -> None
     assert scripts.run(tmp_path, source).lines() == ["__main__ False", "__mp_main__ True", "False"]
 
 
-def test_executors_and_pools_are_told_by_what_they_have_started() -> None:
-    """A fork would lose their threads, or share their processes."""
+def test_executors_and_pools_are_recognized_by_their_threads_and_processes() -> None:
+    """A fork would lose the threads, or share the processes."""
     with ThreadPoolExecutor(1) as threads:
         assert not _stdlib_private.has_started(threads)
         threads.submit(int).result()
@@ -116,15 +116,15 @@ def test_executors_and_pools_are_told_by_what_they_have_started() -> None:
     assert not _stdlib_private.is_fed(pool)
 
 
-def test_what_serves_forks_is_told_from_what_travels() -> None:
-    """A lock says how it was made; everything else does not."""
+def test_locks_made_for_forks_are_recognized() -> None:
+    """A lock has the start method for which it was made; other objects do not."""
     assert _stdlib_private.serves_forks(FORK.Lock())
     assert not _stdlib_private.serves_forks(SPAWN.Lock())
     assert not _stdlib_private.serves_forks(sys)
 
 
-def test_options_of_a_parser_are_known() -> None:
-    """In every spelling, for a suggestion where one is misspelled."""
+def test_the_options_of_a_parser_are_found() -> None:
+    """Every spelling is needed to suggest a correction for a misspelled option."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--one", "-o")
     parser.add_argument("--two", action="store_true")

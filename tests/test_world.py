@@ -1,6 +1,6 @@
-"""Who a process is, told from the variables of every launcher, and never guessed from half of them.
+"""A process learns its rank from the variables of any launcher, and never guesses from half of them.
 
-The variables are those that real launchers set: torchrun of torch 2.13, Slurm 22.05, OpenMPI 4 and
+The variables are as set by real launchers: torchrun of torch 2.13, Slurm 22.05, OpenMPI 4 and
 MPICH 4.
 """
 
@@ -36,13 +36,13 @@ SLURM_JOB: Final = {
     "SLURM_JOB_NODELIST": "n[0-1]",
     "SLURM_TASKS_PER_NODE": "2(x2)",
 }
-"""What every process of a job sees, the shell of ``salloc`` included."""
+"""The variables of every process of a job, including the shell of ``salloc``."""
 
 
 def slurm_step(
     *, rank: int, world_size: int, local_rank: int, node: int, tasks: str, nodes: int = 2
 ) -> dict[str, str]:
-    """Return what ``srun`` sets in one task of a step, on top of the job's variables."""
+    """Return the variables that ``srun`` sets in one task of a step, and those of the job."""
     return {
         **SLURM_JOB,
         "SLURM_STEP_ID": "0",
@@ -57,7 +57,7 @@ def slurm_step(
 
 
 def torchrun(**changes: str) -> dict[str, str]:
-    """Return what torchrun sets in rank 3 of two nodes with two ranks each."""
+    """Return the variables that torchrun sets in rank 3 of two nodes with two ranks each."""
     env = {
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_RESTART_COUNT": "0",
@@ -76,7 +76,7 @@ def torchrun(**changes: str) -> dict[str, str]:
 
 
 def require_world(env: dict[str, str]) -> World:
-    """Return the world of a process that something has launched."""
+    """Return the world of a process that a launcher has started."""
     world = find_world(env)
     assert world is not None
     return world
@@ -94,8 +94,8 @@ def places(world: World) -> tuple[int, int, int, int, int, int]:
     )
 
 
-def test_process_without_a_launcher_has_no_world() -> None:
-    """An ordinary shell's variables make no rank, MASTER_PORT alone included."""
+def test_a_process_without_a_launcher_has_no_world() -> None:
+    """The variables of an ordinary shell do not make a rank, nor does MASTER_PORT alone."""
     assert find_world({"PATH": "/bin", "MASTER_ADDR": "localhost", "MASTER_PORT": "12355"}) is None
     assert places(World.alone()) == (0, 1, 0, 1, 0, 1)
 
@@ -129,13 +129,13 @@ def test_hand_written_variables_are_enough() -> None:
 
 
 def test_hand_written_variables_may_span_nodes() -> None:
-    """LOCAL_WORLD_SIZE says how the ranks lie on the nodes, node after node."""
+    """LOCAL_WORLD_SIZE determines how ranks are placed, node after node."""
     env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
     assert places(require_world(env)) == (5, 8, 1, 4, 1, 2)
 
 
-def test_own_words_say_the_same_world_again() -> None:
-    """What a launch exports is read back as the world it came from."""
+def test_ddpsafes_own_variables_describe_the_same_world() -> None:
+    """The variables that a launch exports are read back as the same world."""
     world = World(
         rank=5,
         world_size=8,
@@ -156,7 +156,7 @@ def test_task_of_a_slurm_step_is_a_rank() -> None:
 
 
 def test_slurm_step_may_be_smaller_than_its_job() -> None:
-    """``srun -n1`` in a job of four tasks is one rank: the step's numbers count, not the job's."""
+    """``srun -n1`` in a job of four tasks is one rank: the step's numbers apply, not the job's."""
     world = require_world(
         slurm_step(rank=0, world_size=1, local_rank=0, node=0, tasks="1", nodes=1)
     )
@@ -202,7 +202,7 @@ def test_every_slurm_node_counts_the_same_nodes(node: int) -> None:
     assert require_world(env).nnodes == 3
 
 
-def test_cyclic_slurm_ranks_are_on_the_node_that_slurm_says() -> None:
+def test_cyclic_slurm_ranks_are_on_the_node_that_slurm_reports() -> None:
     """``--distribution=cyclic`` puts ranks 0 and 2 on node 0: rank // tasks-per-node is wrong."""
     worlds = [
         require_world(slurm_step(rank=rank, world_size=4, local_rank=local, node=node, tasks="2,2"))
@@ -214,7 +214,7 @@ def test_cyclic_slurm_ranks_are_on_the_node_that_slurm_says() -> None:
 
 
 def test_rank_of_openmpi_knows_its_place_on_its_node() -> None:
-    """``mpirun`` of OpenMPI spells rank and local rank in OMPI_COMM_WORLD_*."""
+    """``mpirun`` of OpenMPI sets rank and local rank in OMPI_COMM_WORLD_*."""
     world = require_world(
         {
             "OMPI_COMM_WORLD_RANK": "2",
@@ -229,15 +229,15 @@ def test_rank_of_openmpi_knows_its_place_on_its_node() -> None:
 
 
 def test_rank_of_mpich_knows_its_place_on_its_node() -> None:
-    """``mpiexec`` of MPICH and Intel MPI spells it in PMI_* and MPI_LOCAL*."""
+    """``mpiexec`` of MPICH and Intel MPI sets them in PMI_* and MPI_LOCAL*."""
     env = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     world = require_world(env)
     assert world.started_by == "mpi"
     assert places(world) == (3, 4, 1, 2, 1, 2)
 
 
-def test_rank_of_pmi_alone_is_taken_to_be_on_one_node() -> None:
-    """Without MPI_LOCAL*, the ranks are those of one node."""
+def test_ranks_of_pmi_alone_are_assumed_to_share_one_node() -> None:
+    """Without MPI_LOCAL*, all ranks are on one node."""
     assert places(require_world({"PMI_RANK": "3", "PMI_SIZE": "4"})) == (3, 4, 3, 4, 0, 1)
 
 
@@ -272,7 +272,7 @@ def test_rank_outside_of_the_world_is_refused(rank: str, world_size: str) -> Non
 
 @pytest.mark.parametrize("text", ["", "one", "1.0", "0x1", "1 2", "9" * 5000])
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
-def test_number_that_is_none_is_refused_by_its_name(name: str, text: str) -> None:
+def test_a_variable_that_is_not_a_number_is_refused_by_its_name(name: str, text: str) -> None:
     """Every variable must be a whole number; the message names the variable and shows the value."""
     env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", name: text}
     with pytest.raises(ConfigError) as caught:
@@ -361,7 +361,7 @@ def require_sane(env: dict[str, str]) -> None:
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=len(NAMES)))
 @example({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "0"})
 def test_no_environment_causes_another_error(env: dict[str, str]) -> None:
-    """Whatever the variables say, the answer is a world in range, none, or a `ConfigError`."""
+    """Whatever the variables contain, the result is a world in range, None, or a `ConfigError`."""
     require_sane(env)
 
 
@@ -372,7 +372,7 @@ def test_no_environment_causes_another_error(env: dict[str, str]) -> None:
     rank=st.integers(0, 3),
 )
 def test_no_list_of_slurm_tasks_causes_another_error(node: int, tasks: str, rank: int) -> None:
-    """SLURM_STEP_TASKS_PER_NODE may hold anything: in milliseconds, and with no other error."""
+    """SLURM_STEP_TASKS_PER_NODE may contain anything, and is read within milliseconds."""
     require_sane(slurm_step(rank=rank, world_size=4, local_rank=0, node=node, tasks=tasks))
 
 
@@ -389,8 +389,8 @@ def test_no_list_of_slurm_tasks_causes_another_error(node: int, tasks: str, rank
         ("a,b.example.com", "a b.example.com"),
     ],
 )
-def test_host_lists_of_slurm_are_spelled_out(text: str, names: str) -> None:
-    """As ``scontrol show hostnames`` does, without Slurm."""
+def test_host_lists_of_slurm_are_expanded(text: str, names: str) -> None:
+    """The result is that of ``scontrol show hostnames``, but needs no Slurm."""
     assert expand_hosts(text) == names.split()
 
 
@@ -398,14 +398,14 @@ def test_host_lists_of_slurm_are_spelled_out(text: str, names: str) -> None:
     "text",
     ["", ",", "n[", "n]", "n[1", "n[[1]]", "n[2-1]", "n[a-b]", "n[]", "a,,b", "n[1-999999999]"],
 )
-def test_what_is_no_host_list_is_refused(text: str) -> None:
-    """Before anything is made of it, and without spelling out a billion of them."""
+def test_an_invalid_host_list_is_refused(text: str) -> None:
+    """It is refused before it is expanded to a billion hosts."""
     with pytest.raises(ValueError, match=r"host|range"):
         expand_hosts(text)
 
 
-def test_product_of_brackets_is_bounded() -> None:
-    """Three brackets of a thousand are a billion hosts."""
+def test_the_number_of_hosts_in_brackets_is_limited() -> None:
+    """Three brackets of a thousand each are a billion hosts."""
     with pytest.raises(ValueError, match="100000 hosts"):
         expand_hosts("a[1-1000]b[1-1000]c[1-1000]")
 
@@ -425,12 +425,12 @@ PODS: Final = {
     "contradiction": {"PET_NNODES": "2", "PET_NODE_RANK": "0", "RANK": "1", "WORLD_SIZE": "2"},
     "not a number": {"PET_NNODES": "two", "PET_NODE_RANK": "0"},
 }  # fmt: skip
-"""What operators set in a pod that runs ``python train.py``: variables for a torchrun in it."""
+"""Variables that operators set, for torchrun, in a pod that runs ``python train.py``."""
 
 
 @pytest.mark.parametrize("pod", PODS)
 def test_variables_of_a_node_are_not_read_as_those_of_a_rank(pod: str) -> None:
-    """Neither rank 1 of 2 on one host, nor a world of one in each pod."""
+    """The pod is neither rank 1 of 2 on one host nor a world of one."""
     with pytest.raises(ConfigError, match="PET_"):
         find_world(PODS[pod] | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
     assert places(require_world(PODS[pod] | torchrun())) == (3, 4, 1, 2, 1, 2)
@@ -455,7 +455,7 @@ def test_pods_with_one_rank_each_are_nodes(env: dict[str, str]) -> None:
 
 
 def test_ranks_within_one_pod_share_a_host() -> None:
-    """LOCAL_RANK, or a loopback MASTER_ADDR, tells them from pods."""
+    """LOCAL_RANK, or a loopback MASTER_ADDR, distinguishes them from pods."""
     pod = {"KUBERNETES_SERVICE_HOST": "x", "RANK": "1", "WORLD_SIZE": "2"}
     for told in ({"LOCAL_RANK": "1"}, {"MASTER_ADDR": "localhost"}, {"MASTER_ADDR": "127.0.0.1"}):
         assert places(require_world(pod | told)) == (1, 2, 1, 2, 0, 1)
@@ -463,7 +463,7 @@ def test_ranks_within_one_pod_share_a_host() -> None:
 
 @pytest.mark.parametrize("nproc", ["8", "auto", "gpu"])
 def test_a_single_pod_may_launch_its_ranks(nproc: str) -> None:
-    """One node with several ranks: `launch` starts them, whatever RANK counts."""
+    """On one node with several ranks, `launch` starts them, whatever RANK counts."""
     pod = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": nproc, "RANK": "0", "WORLD_SIZE": "1"}
     assert find_world(pod) is None
     assert find_world({"PET_NNODES": "1"}) is None
@@ -471,7 +471,7 @@ def test_a_single_pod_may_launch_its_ranks(nproc: str) -> None:
 
 
 NODES: Final = [
-    # who says it, the variables, nodes, fewest, node rank, endpoint
+    # source, variables, nodes, fewest nodes, node rank, endpoint
     (
         "srun with one task on each of two nodes",
         {
@@ -548,7 +548,7 @@ NODES: Final = [
 def test_the_only_process_of_each_node_knows_the_nodes(
     env: dict[str, str], expected: tuple[int, int | None, int, str | None]
 ) -> None:
-    """How many there are, which one this is, and where they meet, as far as anything says it."""
+    """It knows their number, its own, and the endpoint, as far as the variables contain them."""
     place = find_node_place(env)
     assert place is not None
     assert (place.nnodes, place.min_nodes, place.node_rank, place.endpoint) == expected
@@ -566,14 +566,14 @@ def test_the_only_process_of_each_node_knows_the_nodes(
     ],
 )
 def test_blanks_around_a_variable_change_nothing(env: dict[str, str]) -> None:
-    """A manifest in YAML and ``$(cat file)`` in quotes leave an end of line; torchrun reads past it."""
+    """A YAML manifest or a quoted ``$(cat file)`` may add a newline, which torchrun ignores, too."""
     padded = {name: f" {text}\n" for name, text in env.items()}
     for find in (find_world, find_node_place):
         assert _answer(find, padded) == _answer(find, env)
 
 
 def _answer(find: Callable[[dict[str, str]], object], env: dict[str, str]) -> object:
-    """Return what is found, or which error says that nothing can be."""
+    """Return the result of `find`, or its error."""
     try:
         return find(env)
     except ConfigError as error:
@@ -589,7 +589,7 @@ def _answer(find: Callable[[dict[str, str]], object], env: dict[str, str]) -> ob
 def test_a_number_of_nodes_is_read_as_torchrun_does(
     text: str, found: tuple[int, int] | None
 ) -> None:
-    """One number, or the fewest and the most; whatever is neither is an error of the library's."""
+    """It is one number, or a minimum and a maximum; anything else is a `ConfigError`."""
     if found is not None:
         assert read_nnodes("PET_NNODES", text) == found
         return
@@ -610,13 +610,13 @@ def test_a_number_of_nodes_is_read_as_torchrun_does(
         },
     ],
 )
-def test_one_node_or_several_processes_on_each_are_no_place_of_a_node(env: dict[str, str]) -> None:
-    """There each process is a rank, or there is nothing to meet."""
+def test_one_node_or_several_processes_per_node_give_no_node_rank(env: dict[str, str]) -> None:
+    """Each process is then a rank, or no other node takes part."""
     assert find_node_place(env) is None
 
 
-def test_an_indexed_job_of_kubernetes_numbers_its_pods() -> None:
-    """With WORLD_SIZE, or PET_NNODES of one rank each; an index alone says nothing of a world."""
+def test_an_indexed_job_of_kubernetes_gives_its_pods_node_ranks() -> None:
+    """It also needs WORLD_SIZE, or PET_NNODES with one rank each; an index alone is not enough."""
     index = {"JOB_COMPLETION_INDEX": "1", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
     assert places(require_world(index | {"WORLD_SIZE": "4"})) == (1, 4, 0, 1, 1, 4)
     assert places(require_world(index | {"WORLD_SIZE": "4", "RANK": "2"})) == (2, 4, 0, 1, 2, 4)
