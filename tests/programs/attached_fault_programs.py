@@ -1,4 +1,4 @@
-"""What goes wrong in ranks that another launcher has started; run by test_process_group.py."""
+"""Faults of ranks that another launcher has started; run by test_process_group.py."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fail_attached(folder: Path, style: str) -> None:
 
 
 def miss_a_barrier_attached(folder: Path, timeout_s: float) -> str:
-    """Let rank 1 go elsewhere while the others wait at a barrier."""
+    """Return on rank 1 while the others wait at a barrier."""
     import ddpsafe
 
     with _timed(folder), ddpsafe.process_group("gloo", timeouts={"barrier": timeout_s}) as ctx:
@@ -73,7 +73,7 @@ def fail_beside_others(folder: Path, failing: int, others: str) -> str:
 
 
 def say_the_attempt(_folder: Path, counts: list[str]) -> list[int]:
-    """Join with the restart count of this rank's host; return the attempt and everyone's."""
+    """Join with the restart count of this rank's host; return the attempt of each rank."""
     import ddpsafe
 
     os.environ["TORCHELASTIC_RESTART_COUNT"] = counts[int(os.environ["RANK"])]
@@ -83,7 +83,7 @@ def say_the_attempt(_folder: Path, counts: list[str]) -> list[int]:
 
 @contextlib.contextmanager
 def _timed(folder: Path) -> Iterator[None]:
-    """Write down how long after the fault the block was left."""
+    """Record how long after the fault the block was left."""
     entered = time.monotonic()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What ranks do that another launcher started; run by test_attached.py."""
+"""Functions of ranks that another launcher started; run by test_attached.py."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 PATIENT = {"rendezvous": 30, "collective": 30, "barrier": 30}
-"""Timeouts of ranks that shall meet, on a busy machine too."""
+"""Timeouts that are long enough on a busy machine."""
 
 
 def join(timeouts: Mapping[str, float] = PATIENT) -> dict[str, Any]:
-    """Be a rank, sum up the ranks, and leave."""
+    """Join as a rank, sum up the ranks, and return."""
     import torch
     import torch.distributed as dist
 
@@ -42,7 +42,7 @@ def join(timeouts: Mapping[str, float] = PATIENT) -> dict[str, Any]:
 
 
 def run_elastically(function: Callable[[], object], *, max_restarts: int = 0) -> None:
-    """Be torchrun's agent of two ranks, which runs a function where torchrun runs a script.
+    """Act as torchrun's agent of two ranks, which runs a function instead of a script.
 
     Its ranks are forked from a server, and so need no second import of torch.
     """
@@ -63,7 +63,7 @@ def run_elastically(function: Callable[[], object], *, max_restarts: int = 0) ->
 
 
 def join_until_another_is_refused(folder: Path) -> int:
-    """Be a rank, and stay until a process that claims its place has been refused."""
+    """Join as a rank, and stay until a process that claims the same rank has been refused."""
     refused = folder / "refused"
     try:
         with ddpsafe.process_group(timeouts=PATIENT) as ctx:
@@ -87,7 +87,7 @@ def place(ctx: ddpsafe.RankContext) -> tuple[int, ...]:
 
 
 def follow_on_each_node() -> tuple[int, ...]:
-    """Follow a leader of the node that does not come; return who was missed."""
+    """Wait for a leader of the node that does not join; return the missing ranks."""
     with ddpsafe.process_group(timeouts=PATIENT | {"barrier": 1}) as ctx:
         missing: tuple[int, ...] = ()
         if ctx.local_rank != 0:
@@ -100,7 +100,7 @@ def follow_on_each_node() -> tuple[int, ...]:
 
 
 def fail_to_join() -> dict[str, str]:
-    """Be alone at the rendezvous; return what this has changed in the environment."""
+    """Wait alone at the rendezvous; return the changes to the environment."""
     before = dict(os.environ)
     try:
         ddpsafe.setup(
@@ -114,7 +114,7 @@ def fail_to_join() -> dict[str, str]:
 
 
 def fail_to_reach_itself(host: str) -> dict[str, Any]:
-    """Serve the store at an address that leads elsewhere; return the error, and who has the port."""
+    """Serve the store at an address of another host; return the error, and the port's owner."""
     os.environ["MASTER_ADDR"] = host
     told: dict[str, Any] = {}
     try:
@@ -127,7 +127,7 @@ def fail_to_reach_itself(host: str) -> dict[str, Any]:
 
 
 def close_a_group_that_does_not_end() -> str:
-    """Leave a group that torch does not close, as with NCCL and a collective that is still queued."""
+    """Leave a group that torch cannot close, as NCCL's with a queued collective."""
     import torch.distributed as dist
 
     dist.destroy_process_group = lambda _group=None: threading.Event().wait()
@@ -140,7 +140,7 @@ def close_a_group_that_does_not_end() -> str:
 
 
 def join_again_and_again(cycles: int) -> list[float]:
-    """Set up and clean up in a loop, as k-fold validation does; return each group's sum."""
+    """Set up and clean up in a loop, as in k-fold validation; return each group's sum."""
     import torch
     import torch.distributed as dist
 
@@ -169,7 +169,7 @@ def clean_up_too_often() -> list[bool]:
 
 
 def set_up_twice() -> list[bool]:
-    """Call setup inside of setup, as nested helpers do; one cleanup ends it."""
+    """Call setup twice, as nested helpers do; one cleanup closes the group."""
     import torch.distributed as dist
 
     first = ddpsafe.setup(timeouts=PATIENT)
@@ -199,14 +199,14 @@ def fail_first() -> None:
 
 
 def miss_a_barrier(absent: int, limit_s: float) -> None:
-    """Let one rank go to the end while the others wait at a barrier."""
+    """Let one rank return while the others wait at a barrier."""
     with ddpsafe.process_group(timeouts={**PATIENT, "barrier": 2 * limit_s}) as ctx:
         if ctx.rank != absent:
             ctx.barrier("save the model", timeout=timedelta(seconds=limit_s))
 
 
 def listen_alone() -> dict[str, Any]:
-    """Be a world of one; return the addresses on which this process listens."""
+    """Join as the only rank; return the addresses on which this process listens."""
     import torch
     import torch.distributed as dist
 
@@ -217,7 +217,7 @@ def listen_alone() -> dict[str, Any]:
 
 
 def listen_together() -> list[str]:
-    """Be a rank of several on this host; return the addresses on which this process listens."""
+    """Join as one of several ranks on this host; return the addresses on which it listens."""
     with ddpsafe.process_group(timeouts=PATIENT) as ctx:
         found = listening()
         ctx.barrier("all have looked")
@@ -233,7 +233,7 @@ def listening() -> list[str]:
 
 
 def adopt_own_group() -> dict[str, Any]:
-    """Make the group by hand, use ddpsafe inside it in both forms, and say what was left."""
+    """Make the group by hand, use ddpsafe inside it in both forms, and return what is left."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -257,7 +257,7 @@ def adopt_group_of_fabric() -> dict[str, Any]:
     import torch.distributed as dist
     from lightning_fabric import Fabric
 
-    # With LOCAL_RANK, Fabric knows that it is a rank and starts no processes of its own.
+    # With LOCAL_RANK, Fabric knows that it is a rank and starts no other processes.
     os.environ.update(LOCAL_RANK=os.environ["RANK"], NODE_RANK="0")
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
@@ -281,9 +281,9 @@ def _use_adopted_group() -> dict[str, Any]:
 
 
 def run_jobs(name: str, other: str, style: str, rounds: int, port: int) -> None:
-    """Be the launcher of one of two jobs that start at the same moment, again and again.
+    """Launch one of two jobs that start at the same time, again and again.
 
-    Every rank adds up its job's value and writes down what it got.
+    Every rank adds up its job's value and records the sum.
 
     Args:
         name: This job, whose value is its number.
@@ -312,7 +312,7 @@ def run_jobs(name: str, other: str, style: str, rounds: int, port: int) -> None:
 def be_job(
     rank: int, world_size: int, value: float, port: int, name: str, style: Literal["setup", "spawn"]
 ) -> None:
-    """Be a rank of a script with a hard-coded port."""
+    """Run a rank of a script with a hard-coded port."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""What ranks of another launcher do that are asked to stop; run by test_attached_stop.py."""
+"""Functions of another launcher's ranks that are asked to stop; run by test_attached_stop.py."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PATIENT: Final = {"rendezvous": 30, "collective": 30, "barrier": 30}
-"""Timeouts of ranks that shall meet, on a busy machine too."""
+"""Timeouts that are long enough on a busy machine."""
 
 
 def train(ctx: ddpsafe.RankContext, signalled: int, signum: signal.Signals) -> int:
-    """Ask at this rank's own pace; one rank is sent a signal; return the call that said yes."""
+    """Ask at this rank's own pace; one rank receives a signal; return the call that returned True."""
     for call in itertools.count(1):
         if ctx.stop_requested():
             return call
@@ -30,7 +30,7 @@ def train(ctx: ddpsafe.RankContext, signalled: int, signum: signal.Signals) -> i
 
 
 def be_asked(signalled: int, signum: signal.Signals) -> dict[str, Any]:
-    """Be asked in one group, and train in another one afterwards as if it had not been asked."""
+    """Be asked to stop in one group, and train in another one afterwards without a stop."""
     before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
     with ddpsafe.process_group(timeouts=PATIENT) as ctx:
         call = train(ctx, signalled, signum)
@@ -41,7 +41,7 @@ def be_asked(signalled: int, signum: signal.Signals) -> dict[str, Any]:
 
 
 def be_asked_with_a_handler() -> dict[str, Any]:
-    """Have a handler for one signal and ignore the other before ddpsafe comes."""
+    """Handle one signal and ignore the other before ddpsafe is set up."""
     seen: list[int] = []
 
     def handle(signum: int, _frame: object) -> None:
@@ -61,7 +61,7 @@ def be_asked_with_a_handler() -> dict[str, Any]:
 
 
 def go_on_without_one(ways: Mapping[int, str]) -> list[int]:
-    """Let ranks leave, by an error or early, before another is asked to stop.
+    """Let ranks fail or return early before another one is asked to stop.
 
     Returns:
         The step at which this rank stopped, and the rank that is named for the failed job.
@@ -84,7 +84,7 @@ def go_on_without_one(ways: Mapping[int, str]) -> list[int]:
 
 
 def fail_before_a_barrier() -> None:
-    """Let rank 1 fail while the others wait for it, with all the time of the world."""
+    """Let rank 1 fail while the others wait for it without a short timeout."""
     with ddpsafe.process_group(timeouts=PATIENT) as ctx:
         ctx.barrier("all are here")
         if ctx.rank == 1:
@@ -94,7 +94,7 @@ def fail_before_a_barrier() -> None:
 
 
 def forget_srun() -> list[str]:
-    """Make a group in the shell of a job; return what is said about it."""
+    """Make a group in the shell of a job; return the messages about it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with ddpsafe.process_group(timeouts=PATIENT) as ctx:
@@ -103,7 +103,7 @@ def forget_srun() -> list[str]:
 
 
 def look_at_the_environment() -> list[bool]:
-    """Return whether variables of a group are there inside, and gone after it."""
+    """Return whether a group's variables are set inside it, and removed after it."""
     names = ("NCCL_DEBUG", "GLOO_SOCKET_IFNAME")
     before = dict(os.environ)
     with ddpsafe.process_group(timeouts=PATIENT, env={"NCCL_DEBUG": "WARN"}):

@@ -1,4 +1,4 @@
-"""Ranks that come apart: not all of them make the same collectives."""
+"""Ranks that get out of step: not all of them make the same collectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def skip_one(ctx: RankContext, folder: Path, culprit: int) -> None:
-    """Leave out one all-reduce, as a ``continue`` on a bad batch does, and then save."""
+    """Skip one all-reduce, as a ``continue`` on a bad batch does, and then save."""
     import torch.distributed as dist
 
     for step in range(STEPS):
@@ -39,7 +39,7 @@ def run_out_of_batches(ctx: RankContext, folder: Path, batches: list[int]) -> in
 
 
 def return_early(ctx: RankContext, folder: Path) -> str:
-    """Leave through a condition that only this rank meets."""
+    """Return through a condition that is true only on this rank."""
     average_gradients()
     if ctx.rank == 1:
         mark(folder)
@@ -51,9 +51,9 @@ def return_early(ctx: RankContext, folder: Path) -> str:
 def come_apart_in_the_second_group(
     rank: int, world_size: int, folder: Path, fault: Fault, calls: int, timeout_s: float = 60
 ) -> None:
-    """Make a second group; after some calls there, rank 1 meets the fault and the others wait.
+    """Make a second group, in which rank 1 meets the fault after some calls and the others wait.
 
-    The first group has made more calls by its end than the second one will.
+    The first group has made more calls at its end than the second one will.
     """
     setup(rank, world_size)
     for _ in range(2 * calls + STEPS):
@@ -72,7 +72,7 @@ def come_apart_in_the_second_group(
 def pass_other_shapes(
     ctx: RankContext, folder: Path, culprit: int, its_size: int, others_size: int
 ) -> None:
-    """Reduce a last batch that has another size than the others'."""
+    """Reduce a last batch of a different size than the others'."""
     import torch
     import torch.distributed as dist
 
@@ -131,8 +131,8 @@ def _train_with_buffers(ctx: RankContext) -> Any:
     """Make one step of a wrapped model that has buffers."""
     from torch import nn
 
-    # DDP imports 800 modules when it is first made; its first collective comes after that, and on a
-    # busy machine the ranks would be further apart than the timeout of these tests.
+    # The first DDP object imports 800 modules before its first collective. On a busy machine the ranks
+    # would be further apart than the timeout of these tests.
     importlib.import_module("torch._dynamo")
     ctx.barrier()
     model = ctx.wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
@@ -147,7 +147,7 @@ def _batch() -> Any:
 
 
 def come_after_the_timeout(ctx: RankContext, folder: Path) -> None:
-    """Come to an all-reduce on rank 1 once the others have given up waiting for it."""
+    """Enter an all-reduce on rank 1 after the others have stopped waiting for it."""
     average_gradients()
     if ctx.rank == 1:
         mark(folder)
@@ -161,7 +161,7 @@ def come_after_the_timeout(ctx: RankContext, folder: Path) -> None:
 
 
 def send_nothing(ctx: RankContext, folder: Path) -> None:
-    """Work on rank 1 while rank 0 waits to receive from it, and rank 2 for both."""
+    """Work on rank 1 while rank 0 waits to receive from it, and rank 2 waits for both."""
     import torch
     import torch.distributed as dist
 
@@ -177,7 +177,7 @@ def send_nothing(ctx: RankContext, folder: Path) -> None:
 
 
 def receive_from_each_other(ctx: RankContext, folder: Path) -> None:
-    """Wait on both ranks for the other one's send."""
+    """Wait on both ranks for the other one to send."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""What ranks write in test_console.py."""
+"""Ranks that write to the console; run by test_console.py."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LINES = 200
 
 
 def speak(ctx: RankContext) -> None:
-    """Say one line on each stream."""
+    """Print one line on each stream."""
     print(f"out of rank {ctx.rank}")
     print(f"err of rank {ctx.rank}", file=sys.stderr)
 
 
 def write_in_pieces(rank: int) -> None:
-    """Write many lines, each of them in pieces, as fast as possible."""
+    """Write many lines, each in pieces, as fast as possible."""
     for number in range(LINES):
         for piece in ("rank ", f"{rank} ", "line ", f"{number}"):
             os.write(1, piece.encode())
@@ -55,21 +55,21 @@ def show_progress(ctx: RankContext, gate: Path) -> None:
 
 
 def write_bytes(_ctx: RankContext, gate: Path) -> None:
-    """Write text that some terminals cannot show, one character in two parts, and no text at all."""
+    """Write text that some terminals cannot show, one character in two parts, and invalid bytes."""
     os.write(1, b"caf\xc3")
     scripts.wait_until(gate.exists)
     os.write(1, b"\xa9 \xff\n")
 
 
 def say_nothing(_ctx: RankContext) -> None:
-    """Be done at once."""
+    """Return at once."""
 
 
 def write_much(ctx: RankContext, folder: Path, then: str, lines: int = 3000) -> None:
-    """Write more than a pipe holds; once the gate is open, end as told, and say when.
+    """Write more than a pipe holds; once the gate is open, end as `then` says, and record when.
 
     Args:
-        ctx: Who it is; rank 0 writes.
+        ctx: The rank's context; rank 0 writes.
         folder: Where the gate is.
         then: ``return`` or ``raise``.
         lines: How many lines of 100 bytes.
@@ -84,7 +84,7 @@ def write_much(ctx: RankContext, folder: Path, then: str, lines: int = 3000) -> 
 
 
 def fail_once(ctx: RankContext) -> None:
-    """Fail on the first attempt in a way that another one may pass."""
+    """Fail in the first attempt with an error that is retried."""
     if ctx.attempt == 1:
         msg = "once"
         raise ConnectionError(msg)

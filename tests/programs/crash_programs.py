@@ -39,17 +39,17 @@ def exit_below_zero(_folder: Path) -> NoReturn:
 
 
 def vanish_well(_folder: Path) -> NoReturn:
-    """End without a word, with code 0."""
+    """Exit without a report, with code 0."""
     os._exit(0)
 
 
 def vanish_badly(_folder: Path) -> NoReturn:
-    """End without a word, with code 7."""
+    """Exit without a report, with code 7."""
     os._exit(7)
 
 
 def be_interrupted(_folder: Path) -> NoReturn:
-    """Raise as a Ctrl-C that reaches one rank does."""
+    """Raise KeyboardInterrupt, as a Ctrl-C that reaches one rank does."""
     raise KeyboardInterrupt
 
 
@@ -57,17 +57,17 @@ def be_interrupted(_folder: Path) -> NoReturn:
 
 
 def die_by_kill(_folder: Path) -> None:
-    """Be ended by the strongest signal."""
+    """Be killed by SIGKILL."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_by_terminate(_folder: Path) -> None:
-    """Be ended by a `kill` from outside."""
+    """Be ended by SIGTERM, as by a `kill` from outside."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def die_by_null_pointer(_folder: Path) -> None:
-    """Read memory that is not there: a real SIGSEGV."""
+    """Read unmapped memory: a real SIGSEGV."""
     ctypes.string_at(0)  # stuck here
 
 
@@ -83,12 +83,12 @@ def die_by_short_mapping(folder: Path) -> None:
 
 
 def die_by_abort(_folder: Path) -> None:
-    """Give up as a failed assertion in C does: a real SIGABRT."""
+    """Abort as a failed assertion in C does: a real SIGABRT."""
     ctypes.CDLL(None).abort()
 
 
 def be_killed_at_exit(ctx: RankContext, _folder: Path) -> int:
-    """Return, and be killed on the way out."""
+    """Return, and be killed at exit."""
     if ctx.rank == 1:
         atexit.register(os.kill, os.getpid(), signal.SIGKILL)
     return ctx.rank
@@ -98,7 +98,7 @@ def be_killed_at_exit(ctx: RankContext, _folder: Path) -> int:
 
 
 def outgrow_the_process(_folder: Path) -> None:
-    """Ask for more than the process may have: Python's own MemoryError."""
+    """Request more memory than the process may have: Python's MemoryError."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + (256 << 20), hard))
@@ -108,7 +108,7 @@ def outgrow_the_process(_folder: Path) -> None:
 
 
 def outgrow_torch(_folder: Path) -> None:
-    """Ask torch for more than the process may have: a RuntimeError of its allocator."""
+    """Request too much memory from torch: a RuntimeError of its allocator."""
     import torch
 
     _soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -118,9 +118,9 @@ def outgrow_torch(_folder: Path) -> None:
 
 
 def outgrow_the_machine(_folder: Path) -> None:
-    """Fill all the memory there is in a control group: the kernel kills.
+    """Fill all the memory of a control group, until the kernel kills the rank.
 
-    The test's group has less than is filled here; without it the machine shall survive.
+    The amount is more than the group has, but safe for a machine without the group.
     """
     hoard = [bytearray(os.urandom(1) * (8 << 20)) for _ in range(256)]
     msg = f"{len(hoard)} times 8 MB were there"

@@ -1,4 +1,4 @@
-"""Processes whose pid is used again, and what ranks leave running on purpose."""
+"""Processes whose pid is reused, and services that ranks leave running on purpose."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def start_services(_ctx: RankContext) -> tuple[int, int]:
-    """Start a service that has taken its leave of the launch, and one that only has a session."""
+    """Start a service that has left the launch, and one that only has its own session."""
     sleep = ["sleep", "300"]
     kept = subprocess.Popen(["env", "-u", "DDPSAFE_LAUNCH_ID", "setsid", *sleep])
     ended = subprocess.Popen(["setsid", *sleep])
@@ -31,11 +31,11 @@ def start_services(_ctx: RankContext) -> tuple[int, int]:
 
 
 def reuse_pids() -> dict[str, list[bool]]:
-    """Let a stranger have the pid of a rank that has ended, and sweep.
+    """Let an unrelated process have the pid of a rank that has exited, and sweep.
 
     Returns:
-        For each way in which the rank's end is known: whether the stranger and its child live on,
-        and the last whether what the rank itself left has been ended.
+        For each way in which the rank's exit is known: whether the unrelated process and its child
+        survive; the last value is whether the rank's own descendant has been ended.
     """
     found = {}
     for way in ("told", "not told"):
@@ -43,7 +43,7 @@ def reuse_pids() -> dict[str, list[bool]]:
         rank = subprocess.Popen(["sleep", "300"], start_new_session=True)
         identity = RankIdentity.of(rank.pid)
         assert identity is not None
-        # The kernel tells when a process started in ticks of 10 ms; no pid comes round within one.
+        # The kernel counts start times in ticks of 10 ms; no pid is reused within one.
         scripts.wait_until(lambda started_s=started_s: time.monotonic() > started_s + 0.05)
         rank.kill()
         scripts.wait_until(lambda rank=rank: psutil.Process(rank.pid).status() == "zombie")

@@ -1,4 +1,4 @@
-"""Ranks that raise: an error of the user's, anywhere in a training, and errors that travel badly."""
+"""Ranks that raise an error of the user, or one that is hard to pickle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LostSampleError(Exception):
-    """An error of the user's own, with a fact that has to survive the journey."""
+    """An error of the user, with an attribute that has to be kept."""
 
     def __init__(self, message: str, index: int) -> None:
         """Keep the index."""
@@ -40,7 +40,7 @@ def raise_before_the_group(rank: int, world_size: int, folder: Path) -> None:
 
 
 def raise_in_finally(ctx: RankContext, folder: Path) -> None:
-    """Fail in the block that should tidy up."""
+    """Fail in the block that should clean up."""
     try:
         average_gradients()
     finally:
@@ -51,7 +51,7 @@ def raise_in_finally(ctx: RankContext, folder: Path) -> None:
 
 
 def raise_while_saving(ctx: RankContext, folder: Path) -> None:
-    """Let rank 0 save to a directory that is not there, while the others wait at a barrier."""
+    """Let rank 0 save to a missing directory while the others wait at a barrier."""
     import torch
     import torch.distributed as dist
 
@@ -63,11 +63,11 @@ def raise_while_saving(ctx: RankContext, folder: Path) -> None:
 
 
 def raise_on_all(ctx: RankContext, folder: Path) -> None:
-    """Fail everywhere, rank 1 first."""
+    """Fail on every rank, rank 1 first."""
     average_gradients()
     if ctx.rank != 1:
         scripts.wait_until((folder / "fault").exists)
-        time.sleep(0.15)  # while rank 1 gets from the mark to its error, on a busy machine
+        time.sleep(0.15)  # until rank 1 has raised, on a busy machine
     else:
         mark(folder)
     raise_own_error(folder)
@@ -91,7 +91,7 @@ def train_a_model(ctx: RankContext, folder: Path, culprit: int) -> float:
     return float(loss)
 
 
-# Errors that travel badly.
+# Errors that are hard to pickle.
 
 
 class LockedError(Exception):
@@ -104,38 +104,38 @@ class LockedError(Exception):
 
 
 class KeywordError(Exception):
-    """An exception that pickle takes, and cannot build again."""
+    """An exception that can be pickled but not loaded."""
 
     def __init__(self, *, code: int) -> None:
-        """Take keywords only."""
+        """Accept only keyword arguments."""
         super().__init__(f"keyword code {code}")
 
 
 class BombError(Exception):
-    """An exception that does harm where it is built again: its reader must not be the victim."""
+    """An exception that ends the process that loads it."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Exit whoever unpickles it."""
+        """Exit the process that unpickles it."""
         return (sys.exit, (99,))
 
 
 class RudeError(BaseException):
-    """No `Exception`: ``except Exception`` lets it through."""
+    """Not an `Exception`: ``except Exception`` does not catch it."""
 
 
 def raise_locked(_folder: Path) -> NoReturn:
-    """Raise what cannot be pickled."""
+    """Raise an error that cannot be pickled."""
     msg = "locked text"
     raise LockedError(msg)
 
 
 def raise_keyword(_folder: Path) -> NoReturn:
-    """Raise what cannot be built again."""
+    """Raise an error that cannot be loaded."""
     raise KeywordError(code=7)
 
 
 def raise_bomb(_folder: Path) -> NoReturn:
-    """Raise what ends the process that builds it again."""
+    """Raise an error that ends the process that loads it."""
     msg = "bomb text"
     raise BombError(msg)
 
@@ -162,6 +162,6 @@ def raise_chained(_folder: Path) -> NoReturn:
 
 
 def raise_group(_folder: Path) -> NoReturn:
-    """Raise several at once."""
+    """Raise several errors at once."""
     parts = [ValueError("left part"), TypeError("right part")]
     raise ExceptionGroup("both parts", parts)  # noqa: F821 - Python 3.11 has it

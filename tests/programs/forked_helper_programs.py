@@ -1,4 +1,4 @@
-"""Rank functions with helpers that `multiprocessing` forks off: heirs of the rank's pipes."""
+"""Rank functions with helpers that `multiprocessing` forks, which inherit the rank's pipes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from ddpsafe import RankContext
 
 WORK_S = 2.0
-"""How long the rank works by itself, while the others wait for it in a collective."""
+"""How long the rank works while the others wait for it in a collective."""
 
 IMPORT_S = 3.0
-"""How long torch may take to make its first optimizer."""
+"""How long torch may take to create its first optimizer."""
 
 
 def go_on_without_the_helper(ctx: RankContext, _folder: Path) -> int:
-    """Let an optional helper fail in rank 1, which then works on by itself and finishes."""
+    """Let an optional helper fail in rank 1, which then continues and finishes."""
     if ctx.rank == 1:
         _run_helper(_fail_and_destroy)
         time.sleep(WORK_S)
@@ -35,13 +35,13 @@ def go_on_without_the_helper(ctx: RankContext, _folder: Path) -> int:
 
 
 def vanish_after_the_helper(folder: Path) -> None:
-    """End without a word; the only exception there was is a helper's."""
+    """Exit without a report; the only exception was a helper's."""
     _run_helper(_fail_and_destroy)
     vanish_badly(folder)
 
 
 def fail_while_the_helper_trains(folder: Path) -> None:
-    """End without a word in the handling of an exception, while a forked helper makes steps."""
+    """Exit without a report while handling an exception, and while a forked helper makes steps."""
     import torch
     import torch.distributed as dist
 
@@ -66,6 +66,6 @@ def _fail_and_destroy() -> None:
     try:
         Path("/nope/eval.json").read_text(encoding="utf-8")
     except OSError:
-        with contextlib.suppress(Exception):  # whether a fork may destroy it is torch's matter
+        with contextlib.suppress(Exception):  # torch decides whether a fork may destroy it
             dist.destroy_process_group()
         raise

@@ -1,4 +1,4 @@
-"""Ranks that hang, each in one way, and ranks that only take long."""
+"""Ranks that hang in different ways, and ranks that are only slow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ddpsafe import RankContext
 
 FOREVER_S = 600
-"""Longer than any test: a rank that waits so long is meant to be ended."""
+"""Longer than any test: a rank that waits this long must be ended."""
 
 
 def stop(_folder: Path) -> None:
@@ -26,12 +26,12 @@ def stop(_folder: Path) -> None:
 
 
 def sleep(_folder: Path) -> None:
-    """Wait in Python for nothing."""
+    """Sleep in Python."""
     time.sleep(FOREVER_S)  # stuck here
 
 
 def be_busy(_folder: Path) -> None:
-    """Compute in Python without an end."""
+    """Compute in Python forever."""
     ends = time.monotonic() + FOREVER_S
     while time.monotonic() < ends:  # stuck here
         pass  # stuck here
@@ -57,12 +57,12 @@ DISK: Final = "disk"
 
 
 def write_to_a_frozen_disk(folder: Path) -> None:
-    """Write where the kernel lets no process write until it is thawed, as to a server that is gone."""
+    """Write to a frozen disk, which blocks in the kernel until it is thawed, as on a dead server."""
     (folder / DISK / f"file-{os.getpid()}").write_bytes(b"x")  # stuck here
 
 
 def wait_for_each_other(_folder: Path) -> None:
-    """Take two locks in two orders, in two threads."""
+    """Acquire two locks in opposite orders in two threads."""
     first, second = threading.Lock(), threading.Lock()
     both = threading.Barrier(2)
 
@@ -78,7 +78,7 @@ def wait_for_each_other(_folder: Path) -> None:
 
 
 def sleep_before_a_barrier(ctx: RankContext, folder: Path) -> None:
-    """Let rank 1 sleep while the others wait for it at a barrier of ddpsafe's."""
+    """Let rank 1 sleep while the others wait for it at a barrier of ddpsafe."""
     if ctx.rank == 1:
         mark(folder)
         sleep(folder)
@@ -86,20 +86,20 @@ def sleep_before_a_barrier(ctx: RankContext, folder: Path) -> None:
 
 
 def sleep_everywhere(ctx: RankContext, folder: Path) -> None:
-    """Let all ranks sleep: no collective is there to time out."""
+    """Let all ranks sleep, so that no collective can time out."""
     average_gradients()
     if ctx.is_main:
         mark(folder)
     sleep(folder)
 
 
-# A rank only takes long.
+# Slow ranks.
 
 
 def step_slowly(
     ctx: RankContext, _folder: Path, how: str, takes_s: float, optimizer: Any = None
 ) -> str:
-    """Make steps of a third of a second for a while."""
+    """Make steps of a third of a second for some time."""
     ends = time.monotonic() + takes_s
     while time.monotonic() < ends:
         if how == "optimizer":
@@ -111,7 +111,7 @@ def step_slowly(
 
 
 def count_reads(doing: Callable[[], object]) -> int:
-    """Return how often torch's flight recorder is read meanwhile, which stops training."""
+    """Return how often torch's flight recorder is read during a call, which interrupts training."""
     import torch._C._distributed_c10d as c10d  # there is no public way
 
     reads = 0
@@ -128,12 +128,12 @@ def count_reads(doing: Callable[[], object]) -> int:
 
 
 def count_reads_in_training(ctx: RankContext, folder: Path, takes_s: float, optimizer: Any) -> int:
-    """Make steps for a while; return how often the rank was asked where it is."""
+    """Make steps for some time; return how often the rank was asked for its position."""
     return count_reads(lambda: step_slowly(ctx, folder, "optimizer", takes_s, optimizer))
 
 
 def step_then_stay(ctx: RankContext, folder: Path, optimizer: Any) -> None:
-    """Make steps for a while; then, or in a second attempt from the first on, make no more."""
+    """Make steps for some time and then hang; in a second attempt, hang before the first step."""
     until = time.monotonic() + 4
     while ctx.attempt == 1 and time.monotonic() < until:
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Ranks on their way to the group: an argument does not load, one is late, a port is taken."""
+"""Ranks that join late or not at all: an argument does not load, or a port is taken."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class KillsWhoLoads(FailsToLoad):
 
 
 class SlowToLoad:
-    """An argument that takes its time to unpickle on rank 1: stuck before the function runs."""
+    """An argument that rank 1 unpickles slowly, so that it is stuck before the function runs."""
 
     def __init__(self, folder: Path, delay_s: float = FOREVER_S) -> None:
         """Keep what `__reduce__` needs."""
@@ -64,7 +64,7 @@ class SlowToLoad:
 
 
 def load_slowly(folder: Path, delay_s: float) -> str:
-    """Unpickle, on rank 1 with a delay; once, so that a check in the caller is quick."""
+    """Unpickle, on rank 1 with a delay, but without one in the caller."""
     if os.environ.get("RANK") == "1":
         mark(folder)
         time.sleep(delay_s)  # stuck here
@@ -80,7 +80,7 @@ def join_never(rank: int, world_size: int, folder: Path, timeout_s: float = 60) 
 
 
 def note_limits(rank: int, folder: Path, timeout_s: float | None) -> None:
-    """Make a group as scripts do; note its timeout, and how long it would have waited for ranks."""
+    """Make a group as scripts do; record its timeout, and how long it would wait for ranks."""
     import torch
     import torch.distributed as dist
 
@@ -104,7 +104,7 @@ def note_limits(rank: int, folder: Path, timeout_s: float | None) -> None:
 
 
 def join_late(rank: int, world_size: int, folder: Path, delay_s: float) -> None:
-    """Come to `setup` after the others have waited for a while."""
+    """Call `setup` after the others have waited for some time."""
     if rank == 1:
         time.sleep(delay_s)
     setup(rank, world_size)

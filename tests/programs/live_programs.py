@@ -1,4 +1,4 @@
-"""Ranks that wait for each other for ever, or for long, while no timeout is near."""
+"""Ranks that wait for each other forever or for long, without a short timeout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SIZE = 4
 
 BATCH_S = 0.02
-"""How long the next batch of an evaluation takes to come."""
+"""How long an evaluation waits for its next batch."""
 
 
 def cross_two_groups(ctx: RankContext, folder: Path) -> None:
@@ -44,7 +44,7 @@ def cross_two_groups(ctx: RankContext, folder: Path) -> None:
 
 
 def go_round_in_a_ring(ctx: RankContext, folder: Path) -> None:
-    """Wait in a group with the next rank, which waits in one with the next but one, and so on."""
+    """Wait in a group with the next rank, which waits in a group with the rank after it."""
     import torch
     import torch.distributed as dist
 
@@ -56,7 +56,7 @@ def go_round_in_a_ring(ctx: RankContext, folder: Path) -> None:
 
 
 def skip_a_collective(ctx: RankContext, folder: Path) -> None:
-    """Let rank 1 leave an all-reduce out, so that it meets the others at the barrier."""
+    """Let rank 1 skip an all-reduce, so that it is in the barrier while the others are not."""
     import torch.distributed as dist
 
     for _ in range(3):
@@ -84,7 +84,7 @@ def branch_by_rank(ctx: RankContext, folder: Path) -> None:
 
 
 def stop_in_training(ctx: RankContext, folder: Path) -> None:
-    """Let rank 1 be stopped between two steps of DDP."""
+    """Stop rank 1 between two steps of DDP."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -97,7 +97,7 @@ def stop_in_training(ctx: RankContext, folder: Path) -> None:
 
 
 def stop_before_a_broadcast(ctx: RankContext, folder: Path) -> None:
-    """Let rank 1 be stopped before it sends what the other needs nothing else for."""
+    """Stop rank 1 before a broadcast that is all the other rank waits for."""
     import torch
     import torch.distributed as dist
 
@@ -109,7 +109,7 @@ def stop_before_a_broadcast(ctx: RankContext, folder: Path) -> None:
 
 
 def stop_before_an_exit(ctx: RankContext, folder: Path) -> None:
-    """Let rank 1 be stopped, and end at once when it is continued."""
+    """Stop rank 1, which exits as soon as it is resumed."""
     average_gradients()
     if ctx.rank == 1:
         mark(folder)
@@ -119,7 +119,7 @@ def stop_before_an_exit(ctx: RankContext, folder: Path) -> None:
 
 
 def stop_before_a_crash(ctx: RankContext, folder: Path) -> None:
-    """Let rank 1 be stopped, and crash at once when it is continued."""
+    """Stop rank 1, which crashes as soon as it is resumed."""
     average_gradients()
     if ctx.rank == 1:
         mark(folder)
@@ -141,7 +141,7 @@ def leave_a_subgroup_alone(ctx: RankContext, folder: Path) -> None:
 
 
 def stop_for_a_moment(ctx: RankContext, folder: Path) -> str:
-    """Let rank 1 be stopped, and continued by rank 0, sooner than a proof needs."""
+    """Stop rank 1, and let rank 0 resume it before a proof is possible."""
     pid = ctx.all_gather(os.getpid())[1]
     if ctx.rank == 1:
         mark(folder)
@@ -225,14 +225,14 @@ def evaluate_on_one_rank(ctx: RankContext, folder: Path, takes_s: float) -> str:
 
 
 class SlowDisk(io.BytesIO):
-    """A file of which the first write takes long."""
+    """A file whose first write is slow."""
 
     def __init__(self, takes_s: float) -> None:
         super().__init__()
         self.takes_s = takes_s
 
     def write(self, data: Any) -> int:
-        """Write, late."""
+        """Write after a delay."""
         takes_s, self.takes_s = self.takes_s, 0.0
         time.sleep(takes_s)
         return super().write(data)
@@ -268,7 +268,7 @@ def accumulate_evaluate_and_save(ctx: RankContext, _folder: Path, takes_s: float
 
 
 def call_random_collectives(ctx: RankContext, _folder: Path, seed: int, calls: int) -> str:
-    """Call collectives over random subgroups in one order, each rank after delays of its own."""
+    """Call collectives over random subgroups in the same order, each rank with its own delays."""
     import torch
     import torch.distributed as dist
 
@@ -385,7 +385,7 @@ def wait_with_the_gil(folder: Path) -> None:
 
 
 def is_away(pid: int, folder: Path, how: str) -> bool:
-    """Tell whether rank 1 is where it cannot answer."""
+    """Return whether rank 1 is in a state in which it cannot answer."""
     if how == "stopped":
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     return (folder / "away").exists()
@@ -399,7 +399,7 @@ def reduce_often(ctx: RankContext, _folder: Path, slow_s: float) -> None:
 
 
 def sleep_before_joining(rank: int, world_size: int, folder: Path, pause_s: float) -> None:
-    """Join a group of its own making, rank 1 long after the other."""
+    """Join a group of the script, rank 1 long after the other."""
     import torch.distributed as dist
 
     if rank == 1:

@@ -1,4 +1,4 @@
-"""Rank functions that take away what the launcher relies on, and ranks that do not end."""
+"""Rank functions that break what the launcher relies on, and ranks that do not exit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reset_signals_and_sleep(folder: Path) -> None:
 def fail_before_the_group(
     rank: int, _world_size: int, folder: Path, fault: Callable[[Path], None]
 ) -> None:
-    """Meet the fault in rank 1 while there is no group: gloo aborts without its descriptors."""
+    """Meet the fault in rank 1 before there is a group, because gloo aborts without descriptors."""
     if rank == 1:
         mark(folder)
         fault(folder)
@@ -69,16 +69,16 @@ def _is_pipe(fd: int) -> bool:
 
 
 class SlowlyToldError(ValueError):
-    """Takes so long to describe that a signal comes meanwhile."""
+    """An error that takes so long to describe that a signal arrives."""
 
     def __str__(self) -> str:
-        """Set off the alarms, and describe itself."""
+        """Start the alarms, and return the text."""
         signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
         return super().__str__()
 
 
 def fail_under_alarms(_folder: Path) -> None:
-    """Raise what is told under signals whose handler raises, every tenth of a millisecond."""
+    """Raise an error that is reported under signals whose handler raises, every 0.1 ms."""
 
     def interrupt(*_: object) -> None:
         msg = "raised by a signal handler"
@@ -108,7 +108,7 @@ def _work_on() -> None:
 
 
 def meet_in_time(ctx: RankContext) -> int:
-    """Meet with deadlines written in every way."""
+    """Enter barriers with timeouts written in every way."""
     import ddpsafe
 
     ctx.barrier(timeout=30)
@@ -119,7 +119,7 @@ def meet_in_time(ctx: RankContext) -> int:
 
 
 def meet_too_soon(ctx: RankContext, folder: Path) -> None:
-    """Let rank 1 come too late for a deadline of half a second."""
+    """Let rank 1 miss a barrier with a timeout of half a second."""
     if ctx.rank == 1:
         mark(folder)
         sleep(folder)
@@ -127,17 +127,17 @@ def meet_too_soon(ctx: RankContext, folder: Path) -> None:
 
 
 class Exiting:
-    """A value that ends whoever loads it."""
+    """A value that ends the process that loads it."""
 
     def __setstate__(self, state: object) -> None:
-        """Leave."""
+        """Exit the process."""
         sys.exit(3)
 
     def __getstate__(self) -> object:
-        """Travel with a state, so that there is one to set."""
+        """Return a state, so that `__setstate__` is called."""
         return {"any": "thing"}
 
 
 def return_exiting(_ctx: RankContext) -> Exiting:
-    """Return a value that ends whoever loads it."""
+    """Return a value that ends the process that loads it."""
     return Exiting()

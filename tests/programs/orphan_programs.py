@@ -1,4 +1,4 @@
-"""What would be left behind if the launcher did not end it: ranks, and what they have started."""
+"""Ranks and child processes that would stay behind if the launcher did not end them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ddpsafe import RankContext
 
 
-# A rank does not end.
+# Ranks that do not exit.
 
 
 def ignore_terminate(ctx: RankContext, folder: Path) -> None:
@@ -53,7 +53,7 @@ def wait_for_go(ctx: RankContext, folder: Path) -> str:
 
 
 def hold_a_semaphore(ctx: RankContext, folder: Path) -> None:
-    """Wait with a lock that has a name, as those have that a spawned process shall get."""
+    """Wait while holding a named semaphore, as locks for spawned processes are."""
     lock = multiprocessing.get_context("spawn").Lock()
     (folder / f"ready-{ctx.rank}").touch()
     with lock:
@@ -75,11 +75,11 @@ def become_another_user(ctx: RankContext, folder: Path) -> None:
 
 
 def wait_for(path: Path) -> None:
-    """Wait until a file is there."""
+    """Wait until a file exists."""
     scripts.wait_until(path.exists, within_s=120)
 
 
-# What ranks start.
+# Processes that ranks start.
 
 _STUBBORN = (
     "import signal, sys, time\n"
@@ -165,7 +165,7 @@ def work_with_everything(ctx: RankContext, folder: Path, how: str) -> None:
 
 
 def wait_somewhere(ctx: RankContext, folder: Path, how: str) -> None:
-    """Be in Python, blocked in gloo, in C with the GIL held, or deaf to signals."""
+    """Wait in Python, in gloo, in C with the GIL held, or ignoring signals."""
     if how == "deaf":
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, signal.SIG_IGN)

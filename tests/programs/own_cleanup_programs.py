@@ -1,4 +1,4 @@
-"""Scripts that tidy up, meet or train on while they handle an error; run by test_own_cleanup.py."""
+"""Scripts that clean up, wait or train while they handle an error; run by test_own_cleanup.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tidy_up_with_destroy(rank: int, world_size: int, folder: Path) -> None:
 
 
 def tidy_up_with_barrier(rank: int, world_size: int, folder: Path) -> None:
-    """Meet the others in ``except``, though they wait elsewhere."""
+    """Enter a barrier in ``except`` although the others wait elsewhere."""
     import torch.distributed as dist
 
     setup(rank, world_size)
@@ -42,7 +42,7 @@ def tidy_up_with_barrier(rank: int, world_size: int, folder: Path) -> None:
 
 
 def tidy_up_with_barrier_and_destroy(rank: int, world_size: int, folder: Path) -> None:
-    """Do both in ``finally``, on the good path and on the bad one."""
+    """Do both in ``finally``, after success and after failure."""
     import torch.distributed as dist
 
     setup(rank, world_size)
@@ -54,7 +54,7 @@ def tidy_up_with_barrier_and_destroy(rank: int, world_size: int, folder: Path) -
 
 
 def tidy_up_with_another_group(rank: int, world_size: int, folder: Path) -> None:
-    """Start again in ``finally``, though no other rank does."""
+    """Make another group in ``finally`` although no other rank does."""
     setup(rank, world_size)
     try:
         _train_and_fail(rank, folder)
@@ -64,7 +64,7 @@ def tidy_up_with_another_group(rank: int, world_size: int, folder: Path) -> None
 
 
 def tidy_up_with_our_barrier(ctx: RankContext, folder: Path) -> None:
-    """Wait for the others at a barrier of ddpsafe's, in ``finally``."""
+    """Wait for the others at a barrier of ddpsafe in ``finally``."""
     try:
         _train_and_fail(ctx.rank, folder)
     finally:
@@ -72,7 +72,7 @@ def tidy_up_with_our_barrier(ctx: RankContext, folder: Path) -> None:
 
 
 def tidy_up_with_our_cleanup(rank: int, world_size: int, folder: Path) -> None:
-    """Use ddpsafe's own names in the places of the script's."""
+    """Use ddpsafe's setup and cleanup instead of the script's."""
     import ddpsafe
 
     ddpsafe.setup(rank, world_size)
@@ -83,7 +83,7 @@ def tidy_up_with_our_cleanup(rank: int, world_size: int, folder: Path) -> None:
 
 
 def swallow_and_go_on(rank: int, world_size: int, folder: Path) -> None:
-    """Log the error and go on, as ``except Exception: print`` does: the rank is then behind."""
+    """Log the error and continue, as ``except Exception: print`` does; the rank is then behind."""
     setup(rank, world_size)
     for step in range(STEPS):
         with contextlib.suppress(LostSampleError):
@@ -106,7 +106,7 @@ def _train_and_fail(rank: int, folder: Path) -> None:
 
 
 def recover_together(ctx: RankContext, folder: Path) -> str:
-    """Handle the same error on all ranks, and meet in its `except` block, one rank always late."""
+    """Handle the same error on all ranks with a barrier in the `except` block; one rank is late."""
     for late in range(2):
         _recover(ctx, folder, late)
     return "recovered"
@@ -139,7 +139,7 @@ def start_anew_with_another_group(
 def _handle_with_destroy(
     rank: int, world_size: int, folder: Path, where: str, go_on: Callable[[], object]
 ) -> None:
-    """Handle an error by leaving the group, and go on inside the `except` block or after it."""
+    """Handle an error by destroying the group; continue inside the `except` block or after it."""
     setup(rank, world_size)
     try:
         raise_own_error(folder)
@@ -162,7 +162,7 @@ def _meet_late(rank: int, world_size: int, late_s: float) -> None:
 def fail_beside_a_rank_that_steps(
     rank: int, world_size: int, folder: Path, optimizer: Any, where: str
 ) -> None:
-    """Handle an error on all ranks with a destroy, and let rank 0 train on; then rank 1 fails."""
+    """Handle an error on all ranks by destroying the group; rank 0 trains, then rank 1 fails."""
     _handle_with_destroy(rank, world_size, folder, where, optimizer.step)
     (folder / f"stepped-{rank}").touch()
     if rank != 1:
@@ -186,7 +186,7 @@ def fail_beside_a_handled_error(ctx: RankContext, folder: Path) -> None:
 
 
 def run_inside_an_except_block(rank: int, world_size: int, folder: Path) -> None:
-    """Be a script whose main function is called in an `except` block."""
+    """Run a script whose main function is called in an `except` block."""
     import torch.distributed as dist
 
     import ddpsafe
@@ -201,7 +201,7 @@ def run_inside_an_except_block(rank: int, world_size: int, folder: Path) -> None
 
 
 def count_reads_at_an_error(_ctx: RankContext, folder: Path, takes_s: float) -> int:
-    """Take long to handle an error; return how often the rank was asked where it is meanwhile."""
+    """Handle an error slowly; return how often the rank was asked for its position."""
     try:
         raise_own_error(folder)
     except LostSampleError:
@@ -210,7 +210,7 @@ def count_reads_at_an_error(_ctx: RankContext, folder: Path, takes_s: float) -> 
 
 
 def hang_in_finally(folder: Path) -> None:
-    """Take long to tidy up with an exception on its way, as an upload of logs does."""
+    """Clean up slowly with an exception in flight, as an upload of logs does."""
     try:
         raise_own_error(folder)
     finally:
@@ -218,7 +218,7 @@ def hang_in_finally(folder: Path) -> None:
 
 
 def hang_in_an_except_block_that_raises(folder: Path) -> None:
-    """Do so in an ``except`` that raises again."""
+    """Do the same in an ``except`` that raises again."""
     try:
         raise_own_error(folder)
     except LostSampleError:
@@ -227,7 +227,7 @@ def hang_in_an_except_block_that_raises(folder: Path) -> None:
 
 
 def hang_while_a_cleanup_tries_again(folder: Path) -> None:
-    """Tidy up with an exception on its way by something that fails and is tried again."""
+    """Clean up with an exception in flight by a call that fails and is retried."""
     try:
         raise_own_error(folder)
     finally:
@@ -250,7 +250,7 @@ def _slowly_closed() -> Iterator[None]:
 
 
 def hang_at_the_end_of_a_with_block(folder: Path) -> None:
-    """Do so where a context manager ends."""
+    """Do the same in the ``__exit__`` of a context manager."""
     with _slowly_closed():
         raise_own_error(folder)
 
@@ -267,13 +267,13 @@ class _SlowTextError(Exception):
     """An exception whose text takes long."""
 
     def __str__(self) -> str:
-        """Hang, as one does that asks a server."""
+        """Hang, as a text that is requested from a server would."""
         time.sleep(FOREVER_S)
         return "never"
 
 
 def hang_with_an_error_that_cannot_be_described(_folder: Path) -> None:
-    """Hang with an exception on its way whose text hangs too."""
+    """Hang with an exception in flight whose text hangs, too."""
     try:
         raise _SlowTextError
     finally:
@@ -316,7 +316,7 @@ def _begun(look: Callable[[], object]) -> Generator[int, None, None]:
 
 
 def leave_by_finally(look: Callable[[], object]) -> None:
-    """Look with the error on its way, in a function that is called from there."""
+    """Look in a function called from a ``finally`` with the error in flight."""
     try:
         _fail()
     finally:
@@ -350,7 +350,7 @@ def leave_by_except(look: Callable[[], object]) -> None:
 
 
 def leave_with_a_generator(look: Callable[[], object]) -> None:
-    """Look in a generator that is closed on the way out."""
+    """Look in a generator that is closed while the error is in flight."""
     generator = _begun(look)
     try:
         _fail()
@@ -359,7 +359,7 @@ def leave_with_a_generator(look: Callable[[], object]) -> None:
 
 
 def close_a_generator(look: Callable[[], object]) -> None:
-    """Look in a generator that is closed in good order."""
+    """Look in a generator that is closed normally."""
     _begun(look).close()
 
 
@@ -389,7 +389,7 @@ def handle_what_it_became(look: Callable[[], object]) -> None:
 
 
 def handle_what_it_became_here(look: Callable[[], object]) -> None:
-    """Do so in the function that translates it."""
+    """Do the same in the function that translates it."""
     try:
         try:
             _fail()

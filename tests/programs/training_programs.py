@@ -1,6 +1,6 @@
-"""An ordinary training in which one rank meets a fault; what every program of faults/ is made of.
+"""An ordinary training in which one rank meets a fault, used by every program of faults/.
 
-Every fault writes down the moment at which it strikes (`mark`). The line on which a rank stays is
+Every fault records the time at which it occurs (`mark`). The line on which a rank is stuck is
 marked "# stuck here", so that a test can compare it with the line that the launcher names.
 """
 
@@ -24,19 +24,19 @@ FAULT_STEP = 2
 
 
 def mark(folder: Path) -> None:
-    """Write down that the fault strikes now, on the clock that all processes share."""
+    """Record the time of the fault, on the clock that all processes share."""
     temporary = folder / f"fault-{os.getpid()}"
     temporary.write_text(repr(time.monotonic()))
     temporary.rename(folder / "fault")
 
 
 def since(moment: float) -> float:
-    """Return how long ago a moment on that clock was, in seconds."""
+    """Return the seconds since a time on that clock."""
     return time.monotonic() - moment
 
 
 def train(ctx: RankContext, folder: Path, fault: Fault, culprit: int = 1) -> int:
-    """Train; rank `culprit` meets the fault in the third step, the others wait for it."""
+    """Train; rank `culprit` meets the fault in the third step, and the others wait for it."""
     for step in range(STEPS):
         if step == FAULT_STEP and ctx.rank == culprit:
             mark(folder)
@@ -46,7 +46,7 @@ def train(ctx: RankContext, folder: Path, fault: Fault, culprit: int = 1) -> int
 
 
 def average_gradients() -> None:
-    """Take part in one all-reduce, as a step of DDP does."""
+    """Make one all-reduce, as a step of DDP does."""
     import torch
     import torch.distributed as dist
 
@@ -78,7 +78,7 @@ def train_by_hand(
     culprit: int = 1,
     timeout_s: float | None = 60,
 ) -> None:
-    """Be the script of a tutorial: `setup`, `train`, `cleanup` only when all went well."""
+    """Run a tutorial's script: `setup`, `train`, and `cleanup` only after success."""
     setup(rank, world_size, timeout_s=timeout_s)
     for step in range(STEPS):
         if step == FAULT_STEP and rank == culprit:
@@ -89,14 +89,14 @@ def train_by_hand(
 
 
 def do_nothing_about_it(_folder: Path) -> None:
-    """Be no fault at all."""
+    """Do nothing: there is no fault."""
 
 
 class Optimizer:
-    """An argument that is one parameter and its optimizer in the rank.
+    """An argument that becomes a parameter with its optimizer in the rank.
 
-    torch imports its compiler when the first optimizer is made, which takes longer than the
-    timeouts of these tests; so it is made while the argument is loaded.
+    torch imports its compiler with the first optimizer, which takes longer than the timeouts of
+    these tests; so the optimizer is made while the argument is loaded.
     """
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""Errors that wrap, hide or resemble another rank's end; run by test_wrapped_error.py."""
+"""Errors that wrap, hide or resemble another rank's failure; run by test_wrapped_error.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def exit_with_one() -> None:
-    """End the rank as ``except Exception: sys.exit(1)`` does."""
+    """Exit as ``except Exception: sys.exit(1)`` does."""
     sys.exit(1)
 
 
@@ -38,7 +38,7 @@ def let_through() -> None:
 def train_in_try(
     ctx: RankContext, folder: Path, fault: Fault, handle: Callable[[], object]
 ) -> None:
-    """Train; rank 1 meets the fault, and all handle whatever comes of it in the same way."""
+    """Train; rank 1 meets the fault, and all ranks handle the resulting error in the same way."""
     try:
         for step in range(STEPS):
             if step == FAULT_STEP and ctx.rank == 1:
@@ -50,7 +50,7 @@ def train_in_try(
 
 
 def train_in_an_except_block(ctx: RankContext, folder: Path, fault: Fault) -> None:
-    """Do the same where an expected error is being handled."""
+    """Do the same while an expected error is being handled."""
     try:
         import no_such_module_at_all  # noqa: F401 - it is not there
     except ImportError:
@@ -62,7 +62,7 @@ def train_in_an_except_block(ctx: RankContext, folder: Path, fault: Fault) -> No
 
 
 def be_slow_in_an_except_block(ctx: RankContext, meet: Callable[[RankContext], object]) -> str:
-    """Handle an expected error by meeting some of the others, who come late; all goes well."""
+    """Handle an expected error with a collective that some ranks enter late; all succeed."""
     average_gradients()
     if ctx.rank == 2:
         time.sleep(2)
@@ -75,7 +75,7 @@ def be_slow_in_an_except_block(ctx: RankContext, meet: Callable[[RankContext], o
 
 
 def scatter(ctx: RankContext) -> None:
-    """Give each rank its part, which only the source has the sizes of."""
+    """Scatter parts whose sizes only the source knows."""
     import torch.distributed as dist
 
     out: list[object] = [None]
@@ -83,7 +83,7 @@ def scatter(ctx: RankContext) -> None:
 
 
 def gather_in_a_subgroup(ctx: RankContext) -> None:
-    """Gather among the last two ranks; the first one goes ahead."""
+    """Gather among the last two ranks while the first one continues."""
     import torch.distributed as dist
 
     group = dist.new_group([1, 2])
@@ -94,7 +94,7 @@ def gather_in_a_subgroup(ctx: RankContext) -> None:
 
 
 def count_reads_of_meetings(ctx: RankContext, _folder: Path) -> int:
-    """Meet again and again where an error is being handled; return how often the rank told where."""
+    """Make collectives while an error is being handled; return how often the rank was asked."""
     try:
         import no_such_module_at_all  # noqa: F401 - it is not there
     except ImportError:
@@ -103,7 +103,7 @@ def count_reads_of_meetings(ctx: RankContext, _folder: Path) -> int:
 
 
 def average_other_metrics_in_finally(ctx: RankContext, folder: Path) -> None:
-    """Fail on rank 1, whose `finally` averages other metrics than the others do in their step."""
+    """Fail on rank 1, whose `finally` averages different metrics than the others' step."""
     if ctx.rank != 1:
         ctx.reduce_mean({"loss": 1.0})
         return
@@ -144,7 +144,7 @@ def fail_in_the_handler(_folder: Path) -> None:
 
 
 def fail_inside_the_model(ctx: RankContext, folder: Path) -> None:
-    """Fail on rank 1 in the forward pass, which runs inside of DDP's."""
+    """Fail on rank 1 in the forward pass, which DDP calls."""
     import torch
 
     def serve(*_: object) -> None:
@@ -159,7 +159,7 @@ def fail_inside_the_model(ctx: RankContext, folder: Path) -> None:
 
 
 def meet_in_finally(ctx: RankContext, folder: Path, meet: Callable[[RankContext], object]) -> None:
-    """Let all ranks meet at the end, also when rank 1 has failed and the others train."""
+    """Make a collective in `finally` on all ranks, even if rank 1 has failed and the others train."""
     try:
         for step in range(STEPS):
             if step == FAULT_STEP and ctx.rank == 1:
@@ -181,19 +181,19 @@ def reduce(ctx: RankContext) -> None:
 
 
 def broadcast(ctx: RankContext) -> None:
-    """Tell the others from rank 0."""
+    """Broadcast from rank 0."""
     ctx.broadcast("done")
 
 
 def monitor(_ctx: RankContext) -> None:
-    """Meet at gloo's own careful barrier."""
+    """Enter gloo's monitored barrier."""
     import torch.distributed as dist
 
     dist.monitored_barrier()
 
 
 def gather_tensors(ctx: RankContext) -> None:
-    """Gather tensors, which is left alone: the error is found beneath the echo."""
+    """Gather tensors, which is not watched: the error is found beneath the timeout."""
     import torch
     import torch.distributed as dist
 
@@ -201,7 +201,7 @@ def gather_tensors(ctx: RankContext) -> None:
 
 
 def lose_a_download(_folder: Path) -> None:
-    """Have a server reset the connection, in the words that gloo has for a lost rank."""
+    """Have a server reset the connection, with the text that gloo uses for a lost rank."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=_reset_one, args=(server,)).start()
         port = server.getsockname()[1]
@@ -216,7 +216,7 @@ def _reset_one(server: socket.socket) -> None:
 
 
 def die_beside_a_rank_that_exits(ctx: RankContext, folder: Path) -> None:
-    """Kill rank 1; the others catch the echo and exit without a word."""
+    """Kill rank 1; the others catch the resulting error and exit without a report."""
     try:
         average_gradients()
         if ctx.rank == 1:
@@ -243,14 +243,14 @@ def hang_in_a_subgroup(ctx: RankContext, folder: Path, fault: Fault) -> None:
 
 
 def meet_under_other_names(ctx: RankContext, folder: Path, wait_s: float) -> None:
-    """Come to one barrier on rank 1 and to another one elsewhere."""
+    """Enter one barrier on rank 1 and a different one on the other ranks."""
     if ctx.rank == 1:
         mark(folder)
     ctx.barrier("evaluated" if ctx.rank == 1 else "trained", timeout=timedelta(seconds=wait_s))
 
 
 def make_a_group_alone(ctx: RankContext, folder: Path) -> None:
-    """Make a group on rank 0, which all have to, while the others train."""
+    """Make a group on rank 0 only, although all ranks have to, while the others train."""
     import torch.distributed as dist
 
     average_gradients()
@@ -269,7 +269,7 @@ def average_other_shapes(ctx: RankContext, folder: Path) -> None:
 
 
 def hang_after_a_thread_died(folder: Path) -> None:
-    """Lose the thread that feeds this rank, and wait for it."""
+    """Wait for a thread that has died."""
     feeder = threading.Thread(target=raise_own_error, args=(folder,))
     feeder.start()
     threading.Event().wait()
