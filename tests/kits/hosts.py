@@ -1,9 +1,9 @@
 """Hosts on one machine: Linux namespaces joined by a switch, each with its own name and firewall.
 
-A `Network` is a switch and so many hosts. A host has a network, host name, mounts and processes of
-its own; only the file system is shared. Nothing gets a name in the system: the namespaces live as
-long as one process each, which ends when a pipe of this process closes. Whatever ends the tests,
-SIGKILL included, ends the hosts, every process in them, and their cables and rules.
+A `Network` is a switch and a number of hosts. A host has its own network, host name, mounts and
+processes; only the file system is shared. The namespaces have no names in the system: each set lives
+as long as one process, which ends when a pipe of this process closes. Whatever ends the tests, even
+SIGKILL, therefore ends the hosts, every process in them, and their cables and rules.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ REJECTIONS: Final = {
     "prohibited": "reject with icmpx type admin-prohibited",
     "host-unreachable": "reject with icmpx type host-unreachable",
 }
-"""What a firewall does with what it does not let in, in words of nft."""
+"""How a firewall rejects packets, as nft statements."""
 
 
 @functools.cache
 def find_obstacle() -> str | None:
-    """Return why no hosts can be made here, or None where they can."""
+    """Return why no hosts can be made here, or None if they can."""
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     absent = {package for tool, package in _TOOLS.items() if not shutil.which(tool, path=path)}
     if absent:
@@ -68,7 +68,7 @@ def find_obstacle() -> str | None:
 
 
 def require(obstacle: str | None) -> None:
-    """Skip a test that something stands in the way of; where CI requires hosts, fail instead."""
+    """Skip a test because of an obstacle; fail it if CI requires hosts."""
     if obstacle and os.environ.get("DDPSAFE_REQUIRE_HOSTS") == "1":
         pytest.fail(obstacle, pytrace=False)
     if obstacle:
@@ -90,10 +90,10 @@ def serving_forks(modules: tuple[str, ...]) -> Iterator[None]:
 
 
 class Namespaces:
-    """One set of namespaces, and what was started in it."""
+    """One set of namespaces, and the processes started in it."""
 
     def __init__(self, name: str, prepare: str = "") -> None:
-        """Make them and run the script `prepare` inside."""
+        """Make the namespaces and run the script `prepare` inside."""
         self.name = name
         self._started: list[subprocess.Popen[str] | Forked] = []
         # The last command is process 1 of the host: children it ignores leave no zombies.
@@ -164,7 +164,7 @@ class Namespaces:
         return started
 
     def run(self, *command: str, given: str | None = None) -> str:
-        """Run a program inside to its end; return what it printed."""
+        """Run a program inside to its end; return its output."""
         stdin = subprocess.DEVNULL if given is None else subprocess.PIPE
         started = self.start(command, stdin=stdin)
         out, err = started.communicate(given, timeout=_LIMIT_S)
@@ -177,19 +177,19 @@ class Namespaces:
         return self.run("sh", "-ec", script)
 
     def rewire(self, script: str) -> None:
-        """Run a script in this network only: pids of hosts mean something outside alone."""
+        """Run a script in this network only: pids of hosts are valid outside only."""
         inside = ["nsenter", "--target", str(self.pid), "--net", "--"]
         subprocess.run([*inside, "sh", "-ec", script], check=True, timeout=_LIMIT_S)
 
     def close(self) -> None:
-        """End every process inside; with them go the namespaces."""
+        """End every process inside, and with them the namespaces."""
         for started in self._started:
             if started.poll() is None:
                 started.kill()
         assert self._keeper.stdin is not None
         with contextlib.suppress(OSError):
             self._keeper.stdin.close()
-        # Process 1 is gone only when our own children in there are reaped.
+        # Process 1 ends only after this process's children inside have been reaped.
         for started in self._started:
             started.wait(_LIMIT_S)
             for stream in (started.stdin, started.stdout, started.stderr):
@@ -201,14 +201,14 @@ class Namespaces:
             stream.close()
 
     def kill(self) -> None:
-        """End every process inside at once, without a goodbye."""
+        """Kill every process inside at once."""
         self._keeper.kill()
         self._keeper.wait(_LIMIT_S)
 
 
 @contextlib.contextmanager
 def _children_in(pid: int) -> Iterator[None]:
-    """Let this thread's next children be processes of another PID namespace."""
+    """Start this thread's next children in another PID namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with contextlib.ExitStack() as stack:
         own, other = (
@@ -231,7 +231,7 @@ class Host(Namespaces):
     """One host of a network."""
 
     def __init__(self, network: Network, index: int) -> None:
-        """Make it; its cables come later."""
+        """Make the host without cables, which the network adds."""
         hosts_file = network.folder / f"hosts.{index}"
         hosts_file.write_text(network.hosts_file(network, index))
         resolver = network.folder / "resolv.conf"
@@ -240,7 +240,7 @@ class Host(Namespaces):
         self.network, self.index = network, index
 
     def address(self, nic: str = "eth0") -> str:
-        """Return its address on that card."""
+        """Return the host's address on that card."""
         return f"{self.network.nics[nic]}.{self.index + 1}"
 
     def port(self, nic: str) -> str:
@@ -248,7 +248,7 @@ class Host(Namespaces):
         return f"p{self.index}{nic}"
 
     def firewall(self, *rules: str, otherwise: str = "accept") -> None:
-        """Let in what belongs to a connection, ICMP, what is local, and what the rules say."""
+        """Accept packets of connections, ICMP, local packets, and those that the rules accept."""
         self.run(
             "nft",
             "-f",
@@ -269,7 +269,7 @@ class Host(Namespaces):
         )
 
     def open_only(self, *ports: int, otherwise: str = "drop") -> None:
-        """Let in these ports and nothing else."""
+        """Accept connections to these ports only."""
         self.firewall(*(f"tcp dport {port} accept" for port in ports), otherwise=otherwise)
 
     def refuse_from(self, other: Host, *, how: str = "drop", nic: str = "eth0") -> None:
@@ -279,7 +279,7 @@ class Host(Namespaces):
         self.firewall(f"{source} {rejection}")
 
     def add_bridge(self, name: str, address: str) -> None:
-        """Give it a bridge to containers of its own, one of which runs."""
+        """Add a bridge to the host's containers, one of which runs."""
         self.shell(f"""
             ip link add {name} type bridge
             ip addr add {address} dev {name}
@@ -291,17 +291,17 @@ class Host(Namespaces):
         """)
 
     def unplug(self, nic: str = "eth0") -> None:
-        """Pull the cable: the host sees no carrier, and keeps its address."""
+        """Pull the cable: the host sees no carrier, but keeps its address."""
         self.network.switch.run("ip", "link", "set", self.port(nic), "down")
         self.shell(wait_for_state(nic, "down"))
 
     def power_off(self) -> None:
-        """Vanish without a goodbye: no packet leaves any more, then every process is gone."""
+        """Power the host off: first no packet leaves it, then every process is killed."""
         self.cut_off("eth0")
         self.kill()
 
     def cut_off(self, nic: str) -> None:
-        """Let the switch eat every packet; the host sees nothing of it."""
+        """Let the switch drop every packet, which the host cannot see."""
         port = self.port(nic)
         given = f"""
             table bridge off{self.index} {{
@@ -339,7 +339,7 @@ class Network:
         name_server: str = "",
         routed: bool = False,
     ) -> None:
-        """Keep what to make; entering makes it."""
+        """Keep the arguments; entering makes the network."""
         self.nics = dict(nics or {"eth0": "10.77.0"})
         self.names = [f"h{index}" for index in range(size)]
         self.hosts_file = hosts_file or names_of_all
@@ -366,7 +366,7 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End everything."""
+        """End hosts, cables and switch."""
         for host in self.hosts:
             host.close()
         self.switch.close()
@@ -377,15 +377,15 @@ class Network:
         return self.hosts[index]
 
     def __iter__(self) -> Iterator[Host]:
-        """Go through the hosts."""
+        """Iterate over the hosts."""
         return iter(self.hosts)
 
     def __len__(self) -> int:
-        """Return how many hosts there are."""
+        """Return the number of hosts."""
         return len(self.hosts)
 
     def has(self, index: int, nic: str) -> bool:
-        """Tell whether a host has that card."""
+        """Return whether a host has that card."""
         return index not in self._without.get(nic, ())
 
     def first_address(self, index: int) -> str:
@@ -417,18 +417,18 @@ class Network:
 
 
 def wait_for_state(interface: str, state: Literal["up", "down"]) -> str:
-    """Return the command that waits: a kernel notes up to a second later that a carrier came or went."""
+    """Return a command that waits, because a kernel notices a change of carrier up to 1 s later."""
     where = f"/sys/class/net/{interface}/operstate"
     return f"timeout 10 sh -c 'until grep -q {state} {where}; do sleep 0.02; done'"
 
 
 def names_of_all(network: Network, _: int) -> str:
-    """Write an /etc/hosts that is right: every name leads to the first card."""
+    """Return a correct /etc/hosts: every name resolves to the first card."""
     lines = [f"{network.first_address(each)} {name}" for each, name in enumerate(network.names)]
     return "\n".join(["127.0.0.1 localhost", *lines, ""])
 
 
 def names_as_debian(network: Network, index: int) -> str:
-    """Write what Debian's installer does: the own name leads to 127.0.1.1."""
+    """Return the /etc/hosts of Debian's installer: a host's own name resolves to 127.0.1.1."""
     own = network.first_address(index)
     return names_of_all(network, index).replace(f"{own} ", "127.0.1.1 ")

@@ -1,4 +1,4 @@
-"""Finds what a test left behind: processes, threads, listening sockets, files."""
+"""Finds processes, threads, listening sockets and files that a test left behind."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 GRACE_S: Final = 3.0
-"""How long a process may take to be gone; the product promises one second."""
+"""How long a process may take to end; ddpsafe promises one second."""
 
 HELPERS: Final = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
     "warm_server.py",
 )
-"""Servers of Python and of the tests: one of each for the life of the process that started them."""
+"""Servers of Python and of the tests, which live as long as the process that started them."""
 
 THREADS: Final = ("pytest_timeout", "tqdm_monitor", "QueueFeederThread")
-"""Threads of libraries that end with the process, by the start of their names."""
+"""Name prefixes of library threads that end with the process."""
 
 _LISTEN: Final = "0A"
 """The state of a listening socket in /proc/net/tcp."""
@@ -41,20 +41,20 @@ _LISTEN: Final = "0A"
 SHARED_MEMORY: Final = Path("/dev/shm")
 
 SHARED: Final = ("torch_*", "ddpsafe*", "nccl-*")
-"""What torch and NCCL call their shared memory.
+"""Names of shared memory of torch, ddpsafe and NCCL.
 
-Not multiprocessing's ``psm_*``: neither ddpsafe nor a test makes any, other programs do.
+multiprocessing's ``psm_*`` is not included: only other programs make it.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What existed at one moment; taken twice for each test, so it costs about a millisecond.
+    """What existed at one moment; it is taken twice for each test and costs about a millisecond.
 
     Attributes:
-        pids: All processes of the machine: only those that are new are asked whose they are.
+        pids: All processes of the machine; the owner is looked up for new ones only.
         threads: Threads of pytest.
-        sockets: Inodes of the sockets of pytest: only those that are new are looked up.
+        sockets: Inodes of the sockets of pytest; only new ones are looked up.
         files: Run directories in the temporary directory, and shared memory of the usual makers.
     """
 
@@ -65,7 +65,7 @@ class Snapshot:
 
     @classmethod
     def take(cls) -> Snapshot:
-        """Look around now."""
+        """Take a snapshot now."""
         return cls(
             pids=frozenset(_pids()),
             threads=frozenset(_threads()),
@@ -74,7 +74,7 @@ class Snapshot:
         )
 
     def new_since(self, before: Snapshot) -> list[str]:
-        """Describe what was not there before."""
+        """Describe everything that is new."""
         found = list(_processes_of_this_run(self.pids - before.pids).values())
         found += [f"thread {thread.name}" for thread in self.threads - before.threads]
         found += _listening(self.sockets - before.sockets)
@@ -83,7 +83,7 @@ class Snapshot:
 
 
 def wait_until_gone(before: Snapshot, *, grace_s: float) -> list[str]:
-    """Wait until everything newer than `before` is gone; return what is not."""
+    """Wait until everything newer than `before` has ended or been removed; return what has not."""
     remaining = _remaining(before)
     if not remaining:
         return []
@@ -97,13 +97,13 @@ def wait_until_gone(before: Snapshot, *, grace_s: float) -> list[str]:
 
 
 def _still_there(earlier: set[str], before: Snapshot) -> set[str]:
-    """Look again; a file that is new at every look is another run's, which makes them all the time."""
+    """Look again; a file that is new at every look belongs to another run, which keeps making them."""
     now = _remaining(before)
     return {each for each in now if each in earlier or not each.startswith("file ")}
 
 
 def _without_strangers(found: set[str]) -> set[str]:
-    """Leave out the shared memory of other runs; who holds it is asked where there is some."""
+    """Exclude the shared memory of other runs, whose holders are looked up if there is any."""
     if not any(each.startswith(f"file {SHARED_MEMORY}/") for each in found):
         return found
     return found - {f"file {path}" for path in files_held_by_strangers()}
@@ -134,7 +134,7 @@ def _processes_of_this_run(pids: Iterable[int]) -> dict[int, str]:
             status = process.status()
         except psutil.NoSuchProcess:
             continue
-        # What a server has forked has the server's command line, but not our pid above it.
+        # A fork of a server has the server's command line, but not this process as its parent.
         is_helper = is_child and any(helper in command for helper in HELPERS)
         if not is_helper and pid not in FORK_SERVERS:
             found[pid] = f"process {pid} ({status}): {command[:200]}"
@@ -178,7 +178,7 @@ def _files() -> Iterator[Path]:
 
 
 def shared_memory() -> Iterator[Path]:
-    """Find shared memory that may be ours; other programs keep files there too."""
+    """Find shared memory that may belong to this run; other programs keep files there, too."""
     for pattern in SHARED:
         yield from SHARED_MEMORY.glob(pattern)
     yield from own_semaphores()
@@ -200,7 +200,7 @@ def files_held_by_strangers() -> set[Path]:
 def _held_by(pid: int) -> Iterator[int]:
     """Find the inodes of the shared memory that a process holds.
 
-    Not its paths: who makes a semaphore maps it before it is given its name.
+    Paths do not work: a semaphore is mapped before it gets its name.
     """
     process = Path("/proc") / str(pid)
     try:

@@ -1,4 +1,4 @@
-"""Runs the mesh check on hosts made of namespaces, and reads what every host printed."""
+"""Runs the mesh check on hosts made of namespaces, and reads the report of every host."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class MakeHosts(Protocol):
     """Makes hosts that end with the test."""
 
     def __call__(self, size: int, **kinds: object) -> Network:
-        """Make so many; see `Network`."""
+        """Make `size` hosts; see `Network`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What one host printed.
+    """The report of one host.
 
     Attributes:
         findings: As tables.
         matrix: As a table.
         took_s: How long the examination took there.
-        starved_s: How long the process was ready to run and other programs had the cores.
-        progress: The lines it said meanwhile.
+        starved_s: How long the process was ready to run while other programs had the cores.
+        progress: The lines printed during the examination.
     """
 
     findings: list[dict[str, Any]]
@@ -69,7 +69,7 @@ class Told:
 def start_one(
     host: Host, network: Network, *, program: str = "examine", **asked: object
 ) -> subprocess.Popen[str] | Forked:
-    """Start the check on one host; what is not asked for is as the host's place says."""
+    """Start the check on one host; defaults depend on the host's index."""
     known = {"nnodes": len(network), "node_rank": host.index, **asked}
     env = known.pop("env", {})
     assert isinstance(env, dict)
@@ -92,7 +92,7 @@ def examine(
     each: Mapping[int, Mapping[str, object]] | None = None,
     **asked: object,
 ) -> list[Told]:
-    """Run the check on all hosts at once, or on some; return what each of them printed.
+    """Run the check on all or some hosts at once; return their reports.
 
     Args:
         network: The hosts.
@@ -110,7 +110,7 @@ def examine(
 
 
 def agree(told: Sequence[Told]) -> Told:
-    """Return what all hosts say, having seen that they say the same."""
+    """Return the report of all hosts; fail unless they are the same."""
     first = told[0]
     for each in told[1:]:
         assert each.findings == first.findings
@@ -119,7 +119,7 @@ def agree(told: Sequence[Told]) -> Told:
 
 
 def require_in_time(told: Sequence[Told], limit_s: float) -> None:
-    """Hold the examination to a limit; what the machine's other programs took does not count.
+    """Fail if an examination took too long; time that other programs had the cores is excluded.
 
     A host waits for its own turn on the cores, and for the coordinator's.
     """
@@ -129,7 +129,7 @@ def require_in_time(told: Sequence[Told], limit_s: float) -> None:
 
 
 def wait_for_line(started: subprocess.Popen[str] | Forked, text: str) -> None:
-    """Wait until a program has said something on stderr."""
+    """Wait until a program has written a text to stderr."""
     assert started.stderr is not None
     for line in started.stderr:
         if text in line:
@@ -138,7 +138,7 @@ def wait_for_line(started: subprocess.Popen[str] | Forked, text: str) -> None:
 
 
 def healthy_node(rank: int, **changed: Any) -> Node:
-    """Return what a healthy node says."""
+    """Return the message of a healthy node."""
     known = {
         "node_rank": rank,
         "hostname": f"h{rank}",

@@ -1,4 +1,4 @@
-"""Launchers on several hosts of a network: what each of them said, and that nothing is left."""
+"""Runs launchers on several hosts of a network, reads their output, and checks for leftovers."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Case:
     """One launch on all hosts.
 
     Attributes:
-        name: For messages, and the file with the time of the fault.
-        what: What happens; see `node_programs.break_down`.
-        rank: To which rank.
+        name: Name for messages, and of the file with the time of the fault.
+        what: The fault; see `node_programs.break_down`.
+        rank: The rank that meets it.
         fields: Fields of `LaunchConfig` beside `FIELDS`.
-        of_node: Further fields, of single nodes.
+        of_node: Further fields for single nodes.
         env: Variables of single nodes.
         nodes: The nodes that take part; by default all.
         after: Files in the folder of the test that single nodes wait for before they launch.
@@ -83,10 +83,10 @@ class Case:
 
 
 class Launcher:
-    """A program on a host, and what it prints, as it comes."""
+    """A program on a host, with its output so far."""
 
     started: ClassVar[list[Launcher]] = []
-    """All of them, for the end of the test."""
+    """All launchers of a test, which are ended with it."""
 
     def __init__(self, host: Host, arguments: Sequence[str], env: dict[str, str]) -> None:
         """Start ``python *arguments``."""
@@ -110,7 +110,7 @@ class Launcher:
 
     @property
     def pid(self) -> int:
-        """Its process id, as this process sees it."""
+        """The process id outside of the host."""
         return self._process.pid
 
     def _read_out(self) -> None:
@@ -125,11 +125,11 @@ class Launcher:
 
     @property
     def err(self) -> str:
-        """What it has written to stderr."""
+        """What the program has written to stderr."""
         return "".join(self.errors)
 
     def end(self, within_s: float = LIMIT_S) -> int:
-        """Wait for its end; return the exit code."""
+        """Wait until the program exits; return its exit code."""
         try:
             code = self._process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -142,19 +142,19 @@ class Launcher:
         return code
 
     def kill(self) -> None:
-        """End it at once, if it still runs."""
+        """Kill the program if it is still running."""
         self._process.send_signal(signal.SIGCONT)
         self._process.kill()
         self._process.wait()
 
     def wait_for_end(self) -> float:
-        """Wait for its end, by whatever; return when that was."""
+        """Wait until the program has ended; return when that was."""
         self.end()
         assert self.ended_s is not None
         return self.ended_s
 
     def results(self) -> dict[str, dict[str, Any]]:
-        """Return what it said of each case, by name."""
+        """Return the result of each case, by name."""
         found = [json.loads(line) for _, line in self.lines if line.startswith("{")]
         return {each["name"]: each for each in found}
 
@@ -171,7 +171,7 @@ def start_job(
     port: int = 0,
     at: str = "h0",
 ) -> list[Launcher]:
-    """Start the launchers of a job on the first hosts of a network; they meet at one port."""
+    """Start the launchers of a job on the first hosts of a network, with one endpoint."""
     port = port or next(_ports)
     return [
         start_node(network, each, cases, folder, nproc, f"{at}:{port}")
@@ -197,7 +197,7 @@ def start_node(
 def run_job(
     network: Network, cases: Sequence[Case], folder: Path, *, nproc: Sequence[int], at: str = "h0"
 ) -> list[dict[str, dict[str, Any]]]:
-    """Run the cases on the first hosts; return what each node said of each."""
+    """Run the cases on the first hosts; return the results of each node."""
     return finish_job(network, cases, start_job(network, cases, folder, nproc=nproc, at=at))
 
 
@@ -208,7 +208,7 @@ def finish_job(
     *,
     besides: Sequence[int] = (),
 ) -> list[dict[str, dict[str, Any]]]:
-    """Wait for the end of launchers that went through the cases; return what each said."""
+    """Wait until the launchers have run all cases and exited; return their results."""
     for launcher in launchers:
         assert launcher.end() == 0, launcher.err[-4000:]
     require_nothing_left(network, besides=besides)
@@ -223,13 +223,13 @@ def finish_job(
 
 
 def require_the_same(said: Sequence[dict[str, Any]]) -> None:
-    """Fail unless all nodes said the same of an error."""
+    """Fail unless all nodes reported the same error."""
     for key in ("error", "text", "code", "kind", "rank", "attempt"):
         assert len({str(each.get(key)) for each in said}) == 1, (key, said)
 
 
 def fault_s(folder: Path, case: str) -> float:
-    """Return when the fault of a case came."""
+    """Return the time of a case's fault."""
     return float((folder / f"fault-{case}").read_text())
 
 

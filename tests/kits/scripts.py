@@ -1,8 +1,8 @@
-"""Runs scripts as a user does: in files, with a main module of their own.
+"""Runs scripts as a user does, from files and with their own main module.
 
 They are forked from an interpreter that has imported torch (`warm_python`), and so are their ranks.
-What is about the start itself takes a new interpreter (``fresh=True``), or new ones for the ranks
-(`SPAWNING`), and so does one real launch for each promise.
+Tests of the start itself, and one real launch for each promise, use a new interpreter
+(``fresh=True``), or new ones for the ranks (`SPAWNING`).
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ OF_LAUNCHES: Final = (
     "ddpsafe._worker.process_group",
     "ddpsafe._worker.torch_hooks",
 )
-"""What a script that launches imports, and its fork server.
+"""Modules that a launching script and its fork server import.
 
 Not `ddpsafe._worker.preload`: it makes its process a fork server.
 """
 
 FORKING: Final = {"DDPSAFE_START_METHOD": "forkserver"}
-"""Variables of a script whose ranks are forked as well: each new interpreter costs seconds of a core."""
+"""Variables of a script whose ranks are forked, too: a new interpreter costs seconds of a core."""
 
 SPAWNING: Final = {"DDPSAFE_START_METHOD": "spawn"}
-"""Variables of a script whose ranks start as they do by default."""
+"""Variables of a script whose ranks start by the default method."""
 
 SHARED: Final = "PYTEST_WARM_PYTHON"
-"""Names the interpreter that the workers of a run share, in their environment."""
+"""Variable with the interpreter that the pytest workers of a run share."""
 
 MAY_SHARE: Final = os.environ.get("PYTEST_WARM_PYTHON_OF_EACH") != "1"
-"""Not so for who measures each worker, with all its processes."""
+"""False to measure each pytest worker with all its processes."""
 
 IMPORTED: Final = (TESTS / "programs", TESTS / "kits")
-"""Where rank functions are imported from, as ``pythonpath`` of pyproject.toml has it."""
+"""Where rank functions are imported from, as in ``pythonpath`` of pyproject.toml."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What became of a script.
+    """The result of a script.
 
     Attributes:
         code: Its exit code.
@@ -83,7 +83,7 @@ class Run:
     err: str
 
     def lines(self) -> list[str]:
-        """Return the lines of stdout of a script that must have ended well."""
+        """Return the lines of stdout; fail unless the script succeeded."""
         assert self.code == 0, self.err
         return self.out.splitlines()
 
@@ -103,7 +103,7 @@ class Script:
         """Start ``python *arguments`` in `folder`, `text` being its stdin, with `env` on top.
 
         Args:
-            arguments: A script and its arguments; or options of Python, which needs to be new then.
+            arguments: A script and its arguments, or options of Python with a new interpreter.
             folder: Its working directory.
             text: Its stdin; needs a new interpreter.
             env: Variables beside those of this process and `FORKING`.
@@ -135,7 +135,7 @@ class Script:
         return self._process.pid
 
     def end(self, limit_s: float = LIMIT_S) -> Run:
-        """Wait for its end; kill it if that takes too long."""
+        """Wait until it exits; kill it if that takes too long."""
         try:
             if isinstance(self._process, Forked):
                 out, err = self._process.communicate(timeout=limit_s)
@@ -157,14 +157,14 @@ def warm_python() -> WarmPython:
 
 
 def share_warm_python() -> SharedPython:
-    """Start the interpreter of which those of the workers of this run are forked."""
+    """Start the interpreter from which those of this run's pytest workers are forked."""
     shared = SharedPython(OF_LAUNCHES, clean_environment())
     os.environ[SHARED] = shared.address
     return shared
 
 
 def can_be_forked(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Tell whether the warm interpreter can run this as a new one would."""
+    """Return whether the warm interpreter can run this as a new one would."""
     same = read_at_start(environment) == read_at_start(clean_environment())
     return same and (arguments[0].endswith(".py") or arguments[0] == "-m")
 
@@ -198,7 +198,7 @@ def start(
 
 
 def write(folder: Path, name: str, source: str) -> Path:
-    """Write a script that was indented for the reader of the test."""
+    """Write a script, without the indentation of the test."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(textwrap.dedent(source).lstrip("\n"), encoding="utf-8")
@@ -218,7 +218,7 @@ def run(
 
 
 def clean_environment() -> dict[str, str]:
-    """Return this environment, with our rank programs importable and no threads chosen."""
+    """Return this environment with importable rank programs and no number of threads."""
     inherited = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
     path = [*map(str, IMPORTED), *filter(None, [inherited.get("PYTHONPATH")])]
     return {**inherited, "PYTHONPATH": os.pathsep.join(path)}
@@ -231,13 +231,13 @@ def wait_until(
     within_s: float = LIMIT_S,
     every_s: float = 0.01,
 ) -> None:
-    """Look again and again until `condition` holds; fail with `otherwise` when it never does.
+    """Check `condition` repeatedly until it holds; fail with `otherwise` if it never does.
 
     Args:
         condition: What to wait for.
-        otherwise: What to say of it when the time is over.
+        otherwise: Returns what to show if it never holds.
         within_s: How long to wait.
-        every_s: How long not to look, more where a look is a command of its own.
+        every_s: The pause between checks; longer if a check runs a command.
     """
     ends_s = time.monotonic() + within_s
     while not condition():

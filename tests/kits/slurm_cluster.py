@@ -1,4 +1,4 @@
-"""A real Slurm on one machine: each node has a network, a name, mounts and processes of its own.
+"""A real Slurm on one machine: each node has its own network, name, mounts and processes.
 
 A node's first process lives as long as a pipe that this process holds, and the kernel ends
 everything in a node with its first process. So nothing outlives the tests, however they end.
@@ -67,7 +67,7 @@ _CONFIG: Final = """
 
 
 def require_slurm() -> None:
-    """Skip the test with the reason where Slurm cannot run; fail where it has to."""
+    """Skip the test with the reason if Slurm cannot run; fail if it is required."""
     require(_why_not())
 
 
@@ -91,7 +91,7 @@ def _why_not() -> str | None:
 
 
 class Node:
-    """One node: a first process that holds its namespaces, and a way in."""
+    """One node: a first process that holds its namespaces, and a way to run commands inside."""
 
     def __init__(self, name: str, setup: str) -> None:
         """Make the namespaces and run `setup` inside."""
@@ -121,7 +121,7 @@ class Node:
         return ["nsenter", f"--target={self.first_pid}", *spaces, "--wd=.", "--", *command]
 
     def close(self) -> None:
-        """End everything in it."""
+        """End every process in the node."""
         if self._holder.returncode is not None:
             return  # by `Cluster.power_off`
         with contextlib.suppress(ProcessLookupError):
@@ -133,7 +133,7 @@ class Cluster:
     """The nodes n0, n1, …, with a controller on n0.
 
     Attributes:
-        folder: What its daemons write.
+        folder: The folder for the files of its daemons.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
@@ -177,7 +177,7 @@ class Cluster:
             folder=self.folder, names=names, addresses=",".join(addresses), subnet=_SUBNET
         )
         (self.folder / "slurm.conf").write_text(textwrap.dedent(text))
-        # What the nodes' own mounts of /sys lead the search for cgroups to is not a cgroup.
+        # With the nodes' own mounts of /sys, the search for cgroups finds no cgroup.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         hosts = [f"{address} n{number}" for number, address in enumerate(addresses)]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
@@ -249,7 +249,7 @@ class Cluster:
         return process.returncode, output
 
     def run(self, *command: str, folder: Path | None = None) -> str:
-        """Run a command on n0, which has to end well; return its output."""
+        """Run a command on n0, which must succeed; return its output."""
         code, output = self.end(self.start_command(*command, folder=folder))
         assert code == 0, f"{command}: exit code {code}\n{output}\n{self.logs()}"
         return output
@@ -263,7 +263,7 @@ class Cluster:
         return int(found.strip())
 
     def job(self, number: int) -> dict[str, str]:
-        """Return what Slurm says of a job."""
+        """Return Slurm's description of a job."""
         text = self.run("scontrol", "show", "job", str(number))
         pairs = (word.partition("=") for word in text.split())
         return {name: value for name, _, value in pairs}
@@ -274,14 +274,14 @@ class Cluster:
         return self.job(number)
 
     def await_end(self, number: int, state: str) -> dict[str, str]:
-        """Wait until a job has ended; it must be in that state then."""
+        """Wait until a job has ended; fail unless it is in that state."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL")
         facts = self.await_state(number, *ended)
         assert facts["JobState"] == state, facts
         return facts
 
     def clear(self) -> None:
-        """End all jobs, however they were."""
+        """Cancel all jobs, and wait until none is left."""
 
         def is_clear() -> bool:
             if not self.run("squeue", "-h"):
@@ -293,7 +293,7 @@ class Cluster:
         self._await(is_clear)
 
     def power_off(self, number: int) -> None:
-        """Let a node vanish: no packet leaves it any more, then every process is gone."""
+        """Power a node off: first no packet leaves it, then every process is killed."""
         link = ["ip", "link", "set", f"to-n{number}", "down"]
         subprocess.run(
             [*self._switch.inside(*link)], check=True, env={**os.environ, "PATH": _SEARCHED}
@@ -301,7 +301,7 @@ class Cluster:
         self._nodes[number].close()
 
     def logs(self) -> str:
-        """Return the ends of what the daemons have written."""
+        """Return the ends of the daemons' logs."""
         paths = [*self.folder.glob("*.log"), *self.folder.glob("*.err")]
         tails = [(path.name, path.read_text().splitlines()[-8:]) for path in sorted(paths)]
         return "\n".join("\n".join([f"--- {name}", *lines]) for name, lines in tails)

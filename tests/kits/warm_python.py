@@ -1,7 +1,7 @@
 """Starts scripts in forks of an interpreter that has imported torch: a tenth of a new one's CPU time.
 
-What is about the start itself (imports, options of the interpreter, variables that torch reads when
-it is imported) takes a new interpreter; so does one real launch for each promise of a script.
+Tests of the start itself (imports, options of the interpreter, variables that torch reads when it is
+imported) use a new interpreter, and so does one real launch for each promise of a script.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PROGRAM: Final = Path(__file__).with_name("warm_server.py")
 
 FORK_SERVERS: Final[set[int]] = set()
-"""Pids of the fork servers of this process whose parent is another one."""
+"""Pids of this process's fork servers whose parent is another process."""
 
 _LIMIT_S: Final = 20
 
@@ -42,7 +42,7 @@ class Forked:
     returncode: int | None = None
 
     def __init__(self, server: WarmPython, pid: int) -> None:
-        """Watch a process of that server; who wants to read from it sets `stdout` and `stderr`."""
+        """Watch a process of that server; a reader sets `stdout` and `stderr`."""
         self.pid = pid
         self.stdout: IO[str] | None = None
         self.stderr: IO[str] | None = None
@@ -64,7 +64,7 @@ class Forked:
         return self.returncode
 
     def communicate(self, given: None = None, timeout: float | None = None) -> tuple[str, str]:
-        """Read what it writes until its end, and that of who has inherited its streams."""
+        """Read its output until it and all processes that inherited its streams have exited."""
         assert given is None
         assert self.stdout is not None
         assert self.stderr is not None
@@ -91,11 +91,11 @@ class Forked:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send it SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Send it SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -105,12 +105,12 @@ class WarmPython:
     def __init__(
         self, modules: Sequence[str], environment: Mapping[str, str], shared: str | None = None
     ) -> None:
-        """Start it; who asks first waits until it is there.
+        """Start it without waiting; the first request waits until it is ready.
 
         Args:
             modules: What it imports.
             environment: Its variables.
-            shared: Address of a `SharedPython` of which it is forked, with its modules and variables.
+            shared: Address of a `SharedPython` from which it is forked, with its modules and variables.
         """
         self._process: subprocess.Popen[bytes] | None = None
         if shared is None:
@@ -141,10 +141,10 @@ class WarmPython:
             environment: Its variables.
             streams: Its stdin, stdout and stderr.
             folder: Its working directory.
-            session: Whether it leads a session of its own.
+            session: Whether it leads a new session.
             terminal: Path of its terminal, which is also its stdin; needs a session.
             host: A process whose namespaces it enters.
-            launches: Whether a process stands by to become the fork server of its ranks.
+            launches: Whether a process waits to become the fork server of its ranks.
         """
         asked = {
             "argv": list(arguments),
@@ -158,7 +158,7 @@ class WarmPython:
         return Forked(self, self.ask(asked, streams)["pid"])
 
     def serve_forks(self) -> None:
-        """Have the fork server of this process forked, too, where `multiprocessing` would start it.
+        """Fork the fork server of this process, too, when `multiprocessing` would start it.
 
         Its parent is another process, so `multiprocessing` cannot ask the kernel whether it runs.
         """
@@ -185,7 +185,7 @@ class WarmPython:
         server.ensure_running = forkserver.ensure_running = ensure
 
     def ask(self, asked: Mapping[str, object], fds: Sequence[int] = ()) -> dict[str, int]:
-        """Ask one thing."""
+        """Send one request; return the answer."""
         with self._lock:
             if not self._is_ready:
                 self._read()
@@ -206,7 +206,7 @@ class WarmPython:
 
 
 class SharedPython:
-    """An interpreter of which the workers of one run fork theirs: they would import torch in each."""
+    """An interpreter from which pytest workers fork theirs, so that torch is imported only once."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start it; it ends with this process.

@@ -1,8 +1,8 @@
 """An interpreter that has imported what scripts need, and forks one process for each script.
 
-A script finds what a new interpreter would give it: its own main module, arguments, environment,
-folder, streams, signals and end. What it does not pay for is the import of torch, and that of the
-fork server of its launches: a second process, forked before the script runs, waits to become it.
+A script has everything that a new interpreter would give it: its own main module, arguments,
+environment, folder, streams, signals and exit. It saves the import of torch, and that of the fork
+server of its launches: a second process, forked before the script runs, waits to become it.
 
 Started with the number of a socket and the names of modules to import; see `warm_python`. Where that
 socket listens, each pytest that connects gets an interpreter of its own, forked from this one.
@@ -50,10 +50,10 @@ READ_AT_START: Final = (
     "TORCH_",
     "PYTORCH_",
 )
-"""Beginnings of variables that Python, the linker or torch read when they start or are imported."""
+"""Prefixes of variables that Python, the linker or torch read when they start or are imported."""
 
 MARK: Final = "PYTEST_RUN_MARK"
-"""Set in pytest's environment: who inherited it was started by this run, an orphan too."""
+"""Set in pytest's environment: every process that inherits it, even an orphan, is of this run."""
 
 UNBUFFERED: Final = "PYTHONUNBUFFERED"
 """The one of them that a fork takes over, with its streams."""
@@ -63,7 +63,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a process which runs already cannot take over."""
+    """Return the variables that a running process cannot take over."""
     return {
         name: text
         for name, text in environment.items()
@@ -105,7 +105,7 @@ class ShownEnvironment:
     """
 
     def __init__(self) -> None:
-        """Find it."""
+        """Find that memory."""
         _, _, fields = Path("/proc/self/stat").read_text().rpartition(")")
         self._start, end = map(int, fields.split()[47:49])
         self._shown = ctypes.string_at(self._start, end - self._start)
@@ -120,7 +120,7 @@ class ShownEnvironment:
 
 
 def serve(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork what is asked for and tell how it ended, until the socket closes.
+    """Fork the requested processes and report how they ended, until the socket closes.
 
     Returns:
         In each fork: what was asked, and the streams that came with it.
@@ -172,7 +172,7 @@ def die_with_parent(parent: int, *, is_on_host: bool) -> None:
 
 
 def be_new(asked: Mapping[str, Any], streams: Sequence[int]) -> None:
-    """Take over what a new process gets from who starts it."""
+    """Take over what a new process gets from its parent."""
     if asked["host"] is not None:
         enter(asked["host"], "net", "uts", "mnt")
     if asked["session"]:
@@ -214,12 +214,12 @@ def take_over(environment: Mapping[str, str], folder: str) -> None:
 
 
 def close_all_but(kept: int) -> None:
-    """Close every file from this number on."""
+    """Close every file descriptor from this number on."""
     os.closerange(kept, max(map(int, os.listdir("/proc/self/fd"))) + 1)  # noqa: PTH208
 
 
 def be_main(arguments: Sequence[str], first_of_path: str) -> types.ModuleType:
-    """Be the main module of an interpreter with these arguments."""
+    """Become the main module of an interpreter with these arguments."""
     module = types.ModuleType("__main__")
     vars(module).update(__builtins__=builtins, __annotations__={})
     # Under the second name, which multiprocessing gives it, ranks send back the script's types.
@@ -231,7 +231,7 @@ def be_main(arguments: Sequence[str], first_of_path: str) -> types.ModuleType:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run a script, or ``-m`` a module, as ``python *arguments`` does, an exception's end included."""
+    """Run a script, or ``-m`` a module, as ``python *arguments`` does, including its exit."""
     try:
         if arguments[0] == "-m":
             be_main(["-m", *arguments[2:]], str(Path.cwd()))
@@ -272,7 +272,7 @@ def asked_fork_server(arguments: Sequence[Any], fds: Sequence[int]) -> dict[str,
 
 
 def be_fork_server(asked: Mapping[str, Any], fds: Sequence[int]) -> None:
-    """Be the fork server of who has asked; blocked signals that came meanwhile were not for it."""
+    """Become the requested fork server; drop blocked signals that arrived before."""
     put_at(fds, asked["fds"])
     for signum in signals():
         usual = signal.getsignal(signum)
@@ -319,7 +319,7 @@ class StandIn:
         return self._start(path, arguments, fds)
 
     def wait(self, asking: socket.socket, script: int) -> None:
-        """Be the stand-in: wait, and run what is asked for; end with the script, a pidfd."""
+        """Run the stand-in: wait for requests, and exit with the script, which is a pidfd."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signals())
         select.select([asking, script], [], [])
         asking.settimeout(0)
@@ -335,7 +335,7 @@ class StandIn:
 
 
 def signals() -> set[signal.Signals]:
-    """Return the signals that a process may treat as it likes."""
+    """Return the signals that a process may handle or ignore."""
     return {signum for signum in signal.valid_signals() if signum not in _STOPPING}  # type: ignore[misc]
 
 
@@ -352,7 +352,7 @@ def inherited_state() -> tuple[object, ...]:
 
 
 def is_open(fd: int) -> bool:
-    """Tell whether a file descriptor is in use."""
+    """Return whether a file descriptor is open."""
     try:
         os.fstat(fd)
     except OSError:
@@ -373,7 +373,7 @@ def put_at(fds: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 class LastAtExit:
-    """What runs after all other functions of `atexit`, and ends the process there.
+    """Runs after all other functions of `atexit`, and ends the process.
 
     To free what torch has imported takes a third of a second of each fork. What the script itself
     holds is freed.
@@ -382,7 +382,7 @@ class LastAtExit:
     ended_by: BaseException | None = None
 
     def __call__(self) -> None:
-        """End with the status that the interpreter would end with."""
+        """Exit with the status with which the interpreter would exit."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             self.end()
         # The interpreter has something to say: of a stream that is closed, or has no reader. Builds of
@@ -413,7 +413,7 @@ class LastAtExit:
 
 def main() -> None:
     """Import, serve, and in each fork run a script."""
-    gc.disable()  # what is imported stays
+    gc.disable()  # imported modules stay
     last = LastAtExit()
     atexit.register(last)  # before what the imports register, which therefore runs earlier
     asking = socket.socket(fileno=int(sys.argv[1]))

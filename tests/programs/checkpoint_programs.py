@@ -98,7 +98,7 @@ def train(
     kill: tuple[int, int, int] | None = None,
     asynchronous: bool = False,
 ) -> dict[str, Any]:
-    """Train to the end, from wherever the last checkpoint stands.
+    """Train to the end, from the last checkpoint.
 
     Args:
         ctx: The rank's context.
@@ -129,7 +129,7 @@ def train(
 
 
 def caught(call: Callable[..., object], *args: object, **options: object) -> dict[str, Any]:
-    """Call something that has to fail with an error of ddpsafe's; return its class, text and facts."""
+    """Call a function that must raise an error of ddpsafe; return its class, text and facts."""
     try:
         call(*args, **options)
     except errors.CheckpointError as exc:
@@ -191,7 +191,7 @@ def everything_two_ranks_disagree_on(ctx: ddpsafe.RankContext, base: Path) -> di
 
 
 def fail_alone(ctx: ddpsafe.RankContext, base: Path, how: str) -> Any:
-    """Save while one rank does not come, or stops in the middle of it."""
+    """Save while one rank does not take part, or stops in the middle."""
     with Checkpointer(base / "checkpoints", timeout=SHORT) as checkpointer:
         checkpointer.save({"x": 1}, 1)
         if how == "rank 1 is absent":
@@ -210,16 +210,16 @@ class Stops:
     """Stops its process when its state is taken, as a dead disk or a scheduler may."""
 
     def state_dict(self) -> dict[str, int]:
-        """Stand still."""
+        """Stop this process."""
         os.kill(os.getpid(), signal.SIGSTOP)
         return {}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take nothing."""
+        """Ignore the state."""
 
 
 def see_different_directories(ctx: ddpsafe.RankContext, base: Path) -> dict[str, Any]:
-    """Restore where each rank sees other checkpoints, as nodes without a shared disk would."""
+    """Restore while each rank sees different checkpoints, as nodes without a shared disk do."""
     found: dict[str, Any] = {}
     alone = base / f"rank-{ctx.rank}"
     cases = {"older": ([1, 2, 3], [1, 2]), "lacks": ([1, 2], []), "apart": ([1], [2])}
@@ -239,7 +239,7 @@ def see_different_directories(ctx: ddpsafe.RankContext, base: Path) -> dict[str,
 
 
 def find_damage_on_one_rank(ctx: ddpsafe.RankContext, base: Path) -> Any:
-    """Restore where one rank alone sees a damaged file."""
+    """Restore while only one rank sees a damaged file."""
     directory = base / "source"
     if ctx.rank == 1:
         directory = base / "copy"
@@ -276,14 +276,14 @@ class Holder:
         return {"value": self.value.clone()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take a value over."""
+        """Load a value."""
         self.value.copy_(state["value"])
 
 
 def save_and_restore_shards(
     ctx: ddpsafe.RankContext, directory: Path, *, save: bool, sharded: bool = True
 ) -> Any:
-    """Train a model, whole or sharded by FSDP2, and save it; or restore it, and train on."""
+    """Train a model, whole or sharded by FSDP2, and save it; or restore it and continue."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -305,7 +305,7 @@ def save_and_restore_shards(
         if save:
             step()
             checkpointer.save(state, 1)
-            checkpointer.save(state, 1)  # again, and nothing is to be done
+            checkpointer.save(state, 1)  # a second time, when nothing is left to do
             step()
             checkpointer.save(state, 2, asynchronous=True)
         else:
@@ -321,7 +321,7 @@ def save_and_restore_shards(
 def distribute_over_parts_of_the_ranks(
     ctx: ddpsafe.RankContext, directory: Path
 ) -> dict[str, list[bool]]:
-    """Save tensors on meshes of many kinds; tell where they come back, distributed and whole."""
+    """Save tensors on many kinds of meshes; return how they are restored, distributed and whole."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -383,13 +383,13 @@ def hold_lock(directory: Path, held: Any) -> None:
 def die_before_the_save(
     rank: int, directory: Path, port: int, told: Path, victim: int, how: str, ready: Any
 ) -> None:
-    """Be a rank that no launcher supervises; the victim ends, the other tells what it meets."""
+    """Run as a rank without a launcher; one rank exits, the other returns the error it gets."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     group = ddpsafe.process_group(backend="gloo", seed=0)
     with group, Checkpointer(directory) as checkpointer:
         checkpointer.save({"x": 1}, 1)
-        ready.wait()  # all know that it is saved
+        ready.wait()  # both ranks know that it is saved
         if rank == victim:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -411,7 +411,7 @@ def die_before_the_save(
 
 
 def save_large_shards(ctx: ddpsafe.RankContext, directory: Path) -> dict[str, Any]:
-    """Save a sharded model of 4 MB, and meet what it raises."""
+    """Save a sharded model of 4 MB, and return the error."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -443,7 +443,7 @@ class Picky:
         self.rank = rank
 
     def state_dict(self) -> dict[str, int]:
-        """Return nothing to speak of."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

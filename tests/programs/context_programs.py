@@ -1,4 +1,4 @@
-"""What ranks do with their context; run by test_context.py, in worlds of one and of three."""
+"""Functions that use a rank's context; run by test_context.py with one and with three ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORT = timedelta(seconds=1)
 
 
 def caught(function: Callable[[], object]) -> BaseException:
-    """Return what the call raises; it must raise."""
+    """Return the exception that the call must raise."""
     try:
         value = function()
     except Exception as error:  # noqa: BLE001 - judged by the test
@@ -34,7 +34,7 @@ def caught(function: Callable[[], object]) -> BaseException:
 
 
 def facts(ctx: RankContext) -> dict[str, Any]:
-    """Look at everything that the context says about this rank."""
+    """Return everything that the context contains about this rank."""
     return {
         "place": (ctx.rank, ctx.local_rank, ctx.node_rank),
         "sizes": (ctx.world_size, ctx.local_world_size, ctx.nnodes),
@@ -137,7 +137,7 @@ def reduce_everything(ctx: RankContext, door: str) -> dict[str, Any]:
 
 
 def reduce_a_live_loss(ctx: RankContext) -> dict[str, Any]:
-    """Average the loss between forward and backward: it has to stay what it was."""
+    """Average the loss between forward and backward, which must not change it."""
     import torch
 
     parameter = torch.ones(1, requires_grad=True)
@@ -155,7 +155,7 @@ def reduce_a_live_loss(ctx: RankContext) -> dict[str, Any]:
 
 
 def reduce_nonsense(ctx: RankContext) -> dict[str, Any]:
-    """Pass other keys on one rank, and weights that sum to zero; then go on."""
+    """Pass different keys on one rank, and weights that sum to zero; then continue."""
     keys = {"loss": 1.0, "accuracy": 2.0} if ctx.rank == 1 else {"loss": 1.0}
     started_s = time.monotonic()
     errors = [
@@ -172,7 +172,7 @@ def reduce_nonsense(ctx: RankContext) -> dict[str, Any]:
 
 
 def pass_what_cannot_travel(ctx: RankContext, folder: Path) -> float:
-    """Pass on rank 1 what cannot be pickled, while another rank is in the collective."""
+    """Pass an object that cannot be pickled on rank 1 while another rank is in the collective."""
     (folder / f"called-{ctx.rank}").touch()
     if ctx.rank == 1:
         scripts.wait_until((folder / "called-0").exists)
@@ -181,10 +181,10 @@ def pass_what_cannot_travel(ctx: RankContext, folder: Path) -> float:
 
 
 def survive_what_cannot_travel(ctx: RankContext) -> dict[str, str]:
-    """Pass on rank 1 what cannot be reduced, gathered or broadcast, catch that, and go on.
+    """Pass unsuitable objects to reduce, gather and broadcast on rank 1, catch the errors, and continue.
 
     Returns:
-        On rank 1 what was raised, by what was passed.
+        On rank 1 the error for each object.
     """
     import torch
 
@@ -227,9 +227,9 @@ def exchange(ctx: RankContext, door: str) -> dict[str, Any]:
 
 
 def meet(ctx: RankContext, folder: Path, door: str) -> list[list[int]]:
-    """Meet at barriers whose names come again; return who had written a note by each of them.
+    """Enter barriers whose names recur; return which ranks had written a note at each of them.
 
-    Another rank is the last to write each time, and gives the others time to slip through.
+    A different rank writes last each time, and gives the others time to slip through.
     """
     api: Any = ctx if door == "method" else ddpsafe
     seen = []
@@ -243,7 +243,7 @@ def meet(ctx: RankContext, folder: Path, door: str) -> list[list[int]]:
 
 
 def wait_for_late_rank(ctx: RankContext, work_s: float) -> None:
-    """Let rank 1 come to the barrier, and then to its own first, later than the others."""
+    """Let rank 1 reach the barrier, and then its own first one, later than the others."""
     if ctx.rank == 1:
         threading.Event().wait(work_s)
     ctx.barrier("after the work")
@@ -253,7 +253,7 @@ def wait_for_late_rank(ctx: RankContext, work_s: float) -> None:
 
 
 def miss_a_barrier(ctx: RankContext) -> dict[str, Any]:
-    """Rank 2 leaves out a barrier; say what the others see, and how long it took."""
+    """Rank 2 skips a barrier; return what the other ranks see, and how long it took."""
     if ctx.rank == 2:
         return {}
     started_s = time.monotonic()
@@ -262,13 +262,13 @@ def miss_a_barrier(ctx: RankContext) -> dict[str, Any]:
 
 
 def meet_under_other_names(ctx: RankContext) -> BaseException:
-    """Rank 0 waits at another barrier than the others."""
+    """Rank 0 waits at a different barrier than the others."""
     name = "evaluate" if ctx.is_main else "train"
     return caught(lambda: ctx.barrier(name, timeout=SHORT))
 
 
 def follow_rank_zero(ctx: RankContext, folder: Path, form: str, door: str) -> list[tuple[int, str]]:
-    """Prepare two folders in some form of rank_zero_first; tell which rank came first to each."""
+    """Prepare two folders in some form of rank_zero_first; return which rank was first in each."""
     api: Any = ctx if door == "method" else ddpsafe
     found = []
     for name in ("train", "test"):
@@ -308,7 +308,7 @@ def _download(ctx: RankContext) -> None:
 
 
 def survive_failure_of_rank_zero(ctx: RankContext) -> dict[str, Any]:
-    """Catch the failure of rank 0 on every rank, and go on together."""
+    """Catch the failure of rank 0 on every rank, and continue together."""
     started_s = time.monotonic()
     error = caught(lambda: fail_first(ctx, "context"))
     return {
@@ -320,7 +320,7 @@ def survive_failure_of_rank_zero(ctx: RankContext) -> dict[str, Any]:
 
 
 def look_whether_all_are_there(ctx: RankContext) -> float:
-    """Come to a barrier without waiting there; rank 0 never comes. Return how long it took."""
+    """Enter a barrier with no time to wait; rank 0 never enters. Return how long it took."""
     began_s = time.monotonic()
     if not ctx.is_main:
         assert isinstance(
@@ -330,12 +330,12 @@ def look_whether_all_are_there(ctx: RankContext) -> float:
 
 
 def keep_them_waiting(ctx: RankContext) -> BaseException | None:
-    """Rank 0 does not come to rank_zero_first at all."""
+    """Rank 0 never enters rank_zero_first."""
     return None if ctx.is_main else caught(lambda: ctx.rank_zero_first(str))
 
 
 def speak(ctx: RankContext) -> None:
-    """Print on every rank; rank 0 alone is heard."""
+    """Print on every rank; only rank 0's output appears."""
     for api in (ctx, ddpsafe):
         api.print("hello", "from", ctx.rank, sep="-", end="!\n")
         api.print()
@@ -343,7 +343,7 @@ def speak(ctx: RankContext) -> None:
 
 
 def ask_to_stop(ctx: RankContext, door: str) -> int:
-    """Ask until the answer is yes; the last rank alone is sent a signal, after some calls."""
+    """Ask until the answer is True; only the last rank receives a signal, after some calls."""
     api: Any = ctx if door == "method" else ddpsafe
     for call in itertools.count(1):
         if api.stop_requested():
@@ -355,7 +355,7 @@ def ask_to_stop(ctx: RankContext, door: str) -> int:
 
 
 def seed(ctx: RankContext) -> dict[str, Any]:
-    """Seed by function; return what every generator says next."""
+    """Seed by function; return the next number of every generator."""
     import random
 
     import numpy as np
@@ -371,13 +371,13 @@ def seed(ctx: RankContext) -> dict[str, Any]:
 
 
 def take_another_branch(ctx: RankContext) -> None:
-    """Rank 0 leaves out what the others do, and what that leads to is not caught."""
+    """Rank 0 skips a call of the others, and the resulting error is not caught."""
     if not ctx.is_main:
         ctx.rank_zero_first(str)
 
 
 def act_before_setup() -> dict[str, BaseException]:
-    """Call what needs the other ranks where RANK and WORLD_SIZE are set, but no group is made."""
+    """Call functions that need other ranks with RANK and WORLD_SIZE set, but without a group."""
     from torch import nn
 
     calls: dict[str, Callable[[], object]] = {
@@ -394,7 +394,7 @@ def act_before_setup() -> dict[str, BaseException]:
 
 
 def show_everything(ctx: RankContext, folder: Path) -> dict[str, Any]:
-    """Run every program here that ends well; return what each found, by name and door."""
+    """Run every program here that succeeds; return the results by name and form of call."""
     found: dict[str, Any] = {
         "facts": facts(ctx),
         "live loss": reduce_a_live_loss(ctx),
@@ -418,7 +418,7 @@ def show_everything(ctx: RankContext, folder: Path) -> dict[str, Any]:
 
 
 def miss_each_other(ctx: RankContext) -> dict[str, Any]:
-    """Run every program here in which a rank is missed; between them, all meet."""
+    """Run every program here in which a rank is missing, with a barrier between them."""
     found: dict[str, Any] = {}
     for program in (miss_a_barrier, meet_under_other_names, keep_them_waiting):
         found[program.__name__] = program(ctx)

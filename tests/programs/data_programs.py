@@ -49,12 +49,12 @@ class Numbers(Dataset[int]):
 
 
 class Augmented(Numbers):
-    """Sample i is i, the epoch as the dataset knows it, and draws of the three generators."""
+    """Sample i is i, the dataset's epoch, and draws of the three generators."""
 
     epoch = -1
 
     def set_epoch(self, epoch: int) -> None:
-        """Learn the epoch."""
+        """Set the epoch."""
         self.epoch = epoch
 
     def __getitem__(self, index: int) -> Any:
@@ -68,7 +68,7 @@ class ByRng(Numbers):
     epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Learn the epoch."""
+        """Set the epoch."""
         self.epoch = epoch
 
     def __getitem__(self, index: int) -> Any:
@@ -97,7 +97,7 @@ class Lethal(Numbers):
 
 
 class Ending(Numbers):
-    """The worker that reads one sample stops handing over what it has read, and exits a moment later."""
+    """The worker that reads one sample stops sending batches, and exits a moment later."""
 
     def __init__(self, n: int, index: int, mark: Path) -> None:
         super().__init__(n)
@@ -107,7 +107,7 @@ class Ending(Numbers):
     def __getitem__(self, index: int) -> int:
         if index == self.index:
             sharer = resource_sharer._resource_sharer
-            while sharer._listener is None:  # until a thread has sent the batch before
+            while sharer._listener is None:  # until a thread has sent the previous batch
                 time.sleep(0.01)
             sharer._listener.close()
             self.mark.touch()
@@ -144,7 +144,7 @@ class Renamed(Numbers):
 
 
 class Noisy(Numbers):
-    """Each read draws from a generator of the dataset's own."""
+    """Each read draws from the dataset's own generator."""
 
     def __init__(self, n: int, seed: int) -> None:
         super().__init__(n)
@@ -188,7 +188,7 @@ class Records(Dataset[int]):
 
 
 class EagerRecords(Records):
-    """Reads records from a file opened in the constructor: the mistake."""
+    """Reads records from a file that was opened in the constructor, which is a mistake."""
 
     def __init__(self, path: str, n: int) -> None:
         super().__init__(path, n)
@@ -196,7 +196,7 @@ class EagerRecords(Records):
 
 
 class Stream(IterableDataset[int]):
-    """A plain stream that divides nothing."""
+    """A plain stream that is not divided among ranks."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(10))
@@ -213,7 +213,7 @@ def numbers_to(n: int) -> range:
 
 
 class Permuted(Numbers):
-    """The ranks agree, but one has two items exchanged, one less, or cannot read one."""
+    """One rank has two items exchanged, one item less, or cannot read one."""
 
     def __init__(self, n: int, fault: str, rank: int) -> None:
         mine = dist.get_rank() == rank
@@ -234,7 +234,7 @@ class Permuted(Numbers):
 
 
 def consistency(ctx: ddpsafe.RankContext, fault: str) -> Any:
-    """Check a dataset in which rank 1 is at fault; return what was raised."""
+    """Check a dataset that is wrong on rank 1; return the error."""
     facts = {"seed": ctx.rank if fault == "seed" else 0}
     try:
         fingerprint = data.check_dataset_consistency(Permuted(1000, fault, 1), facts=facts)
@@ -244,7 +244,7 @@ def consistency(ctx: ddpsafe.RankContext, fault: str) -> Any:
 
 
 def exact_gather(ctx: ddpsafe.RankContext, sizes: list[int]) -> list[bool]:
-    """Gather datasets of several sizes; tell for each whether the result is exact."""
+    """Gather datasets of several sizes; return for each whether the result is exact."""
     exact = []
     for n in sizes:
         whole = torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).to(torch.float64)
@@ -279,7 +279,7 @@ def exact_gather(ctx: ddpsafe.RankContext, sizes: list[int]) -> list[bool]:
 
 
 def faulty_gather(ctx: ddpsafe.RankContext, fault: str) -> Any:
-    """Gather with a fault on rank 1; return what was raised."""
+    """Gather with a fault on rank 1; return the error."""
     own: list[Any] = list(data.EvalSampler(9))
     values: Any = torch.tensor(own)
     if ctx.rank == 1 and fault == "duplicate":
@@ -339,7 +339,7 @@ def _refusal(loader: Any) -> str:
 
 
 def undivided(ctx: ddpsafe.RankContext) -> list[str]:
-    """Try what must be refused where there is more than one rank."""
+    """Make the calls that must be refused with more than one rank; return the messages."""
     raised = [
         _refusal(loader)
         for loader in (
@@ -427,7 +427,7 @@ def states_compared(ctx: ddpsafe.RankContext, extra: int) -> Any:
 
 
 def differing_samplers(ctx: ddpsafe.RankContext, name: str) -> str:
-    """Make a loader whose sampler is configured differently on rank 1; return what was raised."""
+    """Make a loader whose sampler is configured differently on rank 1; return the error."""
     odd = ctx.rank == 1
     sampler: Any = data.DistributedSampler(30, algorithm="feistel-v1" if odd else "torch")
     if name == "weights":
@@ -444,7 +444,7 @@ def differing_samplers(ctx: ddpsafe.RankContext, name: str) -> str:
 
 
 def loader_of_another_dataset(ctx: ddpsafe.RankContext) -> str:
-    """Make a loader of a dataset that differs on rank 1; return what was raised."""
+    """Make a loader of a dataset that differs on rank 1; return the error."""
     try:
         ctx.loader(Renamed(30, f"part-{ctx.rank}"), batch_size=4)
     except data.errors.DatasetInconsistencyError as error:
@@ -460,7 +460,7 @@ def _epochs_of(loader: Any) -> Any:
 
 
 def accelerated(ctx: ddpsafe.RankContext) -> Any:  # noqa: ARG001 - a rank function receives the context
-    """Read two epochs through Accelerate, with and without a sampler of ddpsafe's."""
+    """Read two epochs through Accelerate, with and without a sampler of ddpsafe."""
     return [_accelerated(own_sampler=own_sampler) for own_sampler in (False, True)]
 
 
@@ -478,7 +478,7 @@ def _accelerated(*, own_sampler: bool) -> Any:
 
 
 def fabricated(ctx: ddpsafe.RankContext) -> Any:
-    """Read two epochs through Lightning Fabric, with and without a sampler of ddpsafe's."""
+    """Read two epochs through Lightning Fabric, with and without a sampler of ddpsafe."""
     return [_fabricated(ctx, own_sampler=own_sampler) for own_sampler in (False, True)]
 
 
@@ -515,14 +515,14 @@ class Named(Numbers):
 
 
 class Droppable(EagerRecords):
-    """Can be pickled although it holds a file: it drops it on the way."""
+    """Can be pickled although it holds a file, which is dropped."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "reader"}
 
 
 def seeded_traces(ctx: Any) -> dict[str, Any]:
-    """Orders and draws of loaders that were given no seed."""
+    """Return the orders and draws of loaders without a seed."""
     orders = [
         list(data.DistributedSampler(40)),
         list(data.WeightedSampler([1.0] * 40)),
@@ -537,7 +537,7 @@ def seeded_traces(ctx: Any) -> dict[str, Any]:
 
 
 class Stuck(Numbers):
-    """One sample of one rank never comes."""
+    """One sample of one rank is never read."""
 
     def __init__(self, n: int, index: int) -> None:
         super().__init__(n)

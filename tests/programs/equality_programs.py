@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 EPOCHS = 2
 BATCH = 4
 SAMPLES = 30
-"""No multiple of 2 or 3 ranks' batches: the sampler pads, the last batch is smaller."""
+"""Not a multiple of 2 or 3 ranks' batches: the sampler pads, and the last batch is smaller."""
 
 
 def dataset() -> torch.utils.data.Dataset[Any]:
@@ -81,7 +81,7 @@ def by_hand(rank: int, world_size: int, port: int, accumulate: int, folder: Path
     ddp = DistributedDataParallel(network())
     train(ddp, rank, world_size, accumulate)
     torch.save(state(ddp), folder / f"rank-{rank}.pt")
-    # No teardown: the one that people write hangs now and then, which is not the point here.
+    # No teardown: the usual one sometimes hangs, which is not the subject of this test.
     os._exit(0)
 
 

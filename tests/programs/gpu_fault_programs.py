@@ -1,4 +1,4 @@
-"""What two ranks do to each other under NCCL; run by gpu/test_faults.py and gpu/test_devices.py."""
+"""Faults of two ranks under NCCL; run by gpu/test_faults.py and gpu/test_devices.py."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ddpsafe import RankContext
 
 SPIN_CYCLES = 10**12
-"""Minutes of a kernel that does nothing."""
+"""GPU cycles: a kernel that spins for minutes."""
 
 
 def reduce_once(ctx: RankContext, size: int = 8) -> torch.Tensor:
-    """Queue one all_reduce; return what it will be."""
+    """Queue one all_reduce; return the tensor of its result."""
     import torch
     import torch.distributed as dist
 
@@ -31,7 +31,7 @@ def reduce_once(ctx: RankContext, size: int = 8) -> torch.Tensor:
 
 
 def numbers_of_collectives(ctx: RankContext) -> list[tuple[int, str]]:
-    """Reduce three times; return what the recorders tell, in full and by counters."""
+    """Reduce three times; return what the recorder reports, in full and by counters."""
     import torch
 
     from ddpsafe._worker.torch_hooks import read_recorders
@@ -46,7 +46,7 @@ def numbers_of_collectives(ctx: RankContext) -> list[tuple[int, str]]:
 
 
 def sleep_before_all_reduce(ctx: RankContext) -> None:
-    """Rank 1 never comes; rank 0 waits in ``.item()``."""
+    """Rank 1 never enters; rank 0 waits in ``.item()``."""
     reduce_once(ctx).sum().item()
     if ctx.rank == 1:
         time.sleep(600)  # stuck here
@@ -64,7 +64,7 @@ def spin_first(ctx: RankContext) -> None:
 
 
 def run_ahead_then_miss(ctx: RankContext) -> None:
-    """Rank 0 looks at each result, rank 1 queues 40, then rank 1 hangs."""
+    """Rank 0 reads each result, rank 1 queues 40 collectives and then hangs."""
     for _ in range(40):
         value = reduce_once(ctx)
         if ctx.rank == 0:
@@ -132,7 +132,7 @@ def take_most_and_die_once(ctx: RankContext) -> int:
 
 
 def index_out_of_range(ctx: RankContext) -> None:
-    """Rank 1 asks for a row that is not there, in a kernel."""
+    """Rank 1 reads a row that does not exist, in a kernel."""
     import torch
 
     reduce_once(ctx).sum().item()
@@ -144,7 +144,7 @@ def index_out_of_range(ctx: RankContext) -> None:
 
 
 def allocate_too_much(ctx: RankContext) -> None:
-    """Ask for a tebibyte."""
+    """Allocate a tebibyte."""
     import torch
 
     reduce_once(ctx).sum().item()
@@ -154,7 +154,7 @@ def allocate_too_much(ctx: RankContext) -> None:
 
 
 def die_of_sigterm(ctx: RankContext) -> None:
-    """Train; rank 0 is sent SIGTERM while the main thread is in ``.item()`` most of the time."""
+    """Train; rank 0 receives SIGTERM while its main thread is mostly in ``.item()``."""
     if ctx.rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
     while True:
@@ -162,7 +162,7 @@ def die_of_sigterm(ctx: RankContext) -> None:
 
 
 def look_before_cuda(rank: int, folder: Path) -> None:
-    """Choose the GPU with a variable of one's own, as spawn's functions may."""
+    """Choose the GPU by setting a variable, as functions of spawn may."""
     import torch
 
     before = torch.cuda.is_initialized()
@@ -172,7 +172,7 @@ def look_before_cuda(rank: int, folder: Path) -> None:
 
 
 def compute_on_the_cpu(rank: int, folder: Path) -> None:
-    """Use gloo only; say whether a GPU was opened."""
+    """Use gloo only; record whether a GPU was opened."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", rank=rank, world_size=2)
@@ -218,7 +218,7 @@ def copy_then_change(ctx: RankContext) -> bool:
 
 
 def say_devices_in_use(ctx: RankContext, folder: str) -> list[int]:
-    """Load a state that rank 0 has saved on its GPU; say on which GPUs this rank has memory."""
+    """Load a state that rank 0 saved on its GPU; return the GPUs on which this rank has memory."""
     import torch
 
     path = Path(folder) / "state.pt"
@@ -234,7 +234,7 @@ def say_devices_in_use(ctx: RankContext, folder: str) -> list[int]:
 
 
 def replay_a_graph(ctx: RankContext) -> float:
-    """Capture a graph while the lifeline's thread is asked where the rank is, then replay it."""
+    """Capture a graph while the lifeline's thread reports the rank's position; then replay it."""
     import threading
 
     import torch
@@ -275,13 +275,13 @@ def leave_with_things_alive(ctx: RankContext) -> None:
 
 
 def join_as_told() -> str:
-    """Be a rank of another launcher, which shows each rank what it may use."""
+    """Join as a rank of another launcher, which sets the visible GPUs of each rank."""
     with ddpsafe.process_group(timeouts={"rendezvous": 30}) as ctx:
         return f"{ctx.device} {float(reduce_once(ctx).sum())}"
 
 
 def stop_between_steps(ctx: RankContext, steps: int) -> int:
-    """Step until the job is asked to stop; rank 0 asks, as a scheduler would, at the third."""
+    """Step until the job is asked to stop; rank 0 sends the request in the third step."""
     for step in range(steps):
         if ctx.stop_requested():
             return step

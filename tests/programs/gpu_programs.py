@@ -1,4 +1,4 @@
-"""What ranks do on GPUs; run by gpu/test_gpu.py.
+"""Functions of ranks on GPUs; run by gpu/test_gpu.py.
 
 Where a test needs two ranks and the machine has one GPU, both share it: NCCL refuses that unless it
 takes the ranks to be on different hosts, so each gets a NCCL_HOSTID of its own before the group is
@@ -30,7 +30,7 @@ BATCH = 8
 
 
 def look_around(ctx: RankContext) -> dict[str, Any]:
-    """Say which device this rank has, and what torch does when none is named."""
+    """Return this rank's device, and what torch uses when none is named."""
     import torch
     import torch.distributed as dist
 
@@ -48,7 +48,7 @@ def look_around(ctx: RankContext) -> dict[str, Any]:
 
 
 def return_a_device_tensor(ctx: RankContext) -> dict[str, torch.Tensor]:
-    """Return a tensor that lies on the GPU."""
+    """Return a tensor on the GPU."""
     import torch
 
     return {"tensor": torch.full((3,), float(ctx.rank), device=ctx.device)}
@@ -72,7 +72,7 @@ def reduce_on_device(ctx: RankContext) -> dict[str, Any]:
 
 
 def be_one_of_two(rank: int, program: Program, folder: Path) -> None:
-    """Make the group as a script does, run the program in it, and write down what it found."""
+    """Make the group as a script does, run the program in it, and record its result."""
     import torch
     import torch.distributed as dist
 

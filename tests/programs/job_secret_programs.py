@@ -1,4 +1,4 @@
-"""Ranks of another launcher at a store that a stranger can reach; run by test_job_secret.py."""
+"""Ranks of another launcher, whose store another user can reach; run by test_job_secret.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEP_S: Final = 0.1
 
 
 def train_beside_a_stranger(folder: str) -> dict[str, Any]:
-    """Wait for the stranger's messages, train for some steps, and tell what came of it."""
+    """Wait for the other user's messages, train for some steps, and return the result."""
     told: dict[str, Any] = {"stopped": False, "error": ""}
     try:
         with ddpsafe.process_group(timeouts=PATIENT) as ctx:
@@ -44,7 +44,7 @@ def train_beside_a_stranger(folder: str) -> dict[str, Any]:
 
 
 def join_soon() -> str:
-    """Join, and return the error that says why not."""
+    """Try to join, and return the error."""
     try:
         with ddpsafe.process_group(timeouts=SOON):
             return ""
@@ -53,7 +53,7 @@ def join_soon() -> str:
 
 
 def join_twice_and_start_a_program() -> list[object]:
-    """Join two groups, one after the other; return their sums, and which secrets a program finds."""
+    """Join two groups in a row; return their sums, and the secrets that a child program finds."""
     found: list[object] = []
     for _ in range(2):
         with ddpsafe.process_group(timeouts=PATIENT) as ctx:
@@ -64,7 +64,7 @@ def join_twice_and_start_a_program() -> list[object]:
 
 
 def forge(port: int, world_size: int) -> list[str]:
-    """Connect as a stranger does, and write under every key that ranks act on."""
+    """Connect as another user would, and write to every key that ranks act on."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", port, is_master=False)

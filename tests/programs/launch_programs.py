@@ -1,4 +1,4 @@
-"""What the ranks of test_launch.py and test_console.py run."""
+"""Functions of ranks; run by test_launch.py and test_console.py."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def describe(ctx: RankContext, *args: object, **kwargs: object) -> dict[str, obj
 
 
 def surroundings(ctx: RankContext, *names: str) -> dict[str, object]:
-    """Return where the rank finds itself: directory, threads, some variables."""
+    """Return the rank's environment: directory, threads, some variables."""
     import torch
 
     return {
@@ -126,7 +126,7 @@ def write_everywhere(ctx: RankContext, word: str) -> None:
 
 
 def fail_at_the_port(_ctx: RankContext, port: int, journal: Path) -> None:
-    """Serve a hard-coded port that is taken, and note each try."""
+    """Serve a hard-coded port that is taken, and record each attempt."""
     with journal.open("a") as file:
         file.write("tried\n")
     with socket.create_server(("127.0.0.1", port)):
@@ -134,7 +134,7 @@ def fail_at_the_port(_ctx: RankContext, port: int, journal: Path) -> None:
 
 
 def give_a_lock(ctx: RankContext, journal: Path) -> dict[str, object]:
-    """Return what cannot travel, and note each try."""
+    """Return an object that cannot be pickled, and record each attempt."""
     with journal.open("a") as file:
         file.write("tried\n")
     ctx.barrier()  # the first rank to return ends the attempt
@@ -142,7 +142,7 @@ def give_a_lock(ctx: RankContext, journal: Path) -> dict[str, object]:
 
 
 def load_in_process(pid: int) -> int:
-    """Be what rebuilds an object of one process only."""
+    """Rebuild an object, but only in the process that made it."""
     if os.getpid() != pid:
         msg = "only in its rank"
         raise LookupError(msg)
@@ -150,14 +150,14 @@ def load_in_process(pid: int) -> int:
 
 
 class BoundToItsProcess:
-    """An object that pickles everywhere and loads only where it was made."""
+    """An object that can be pickled, but loaded only in the process that made it."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (load_in_process, (os.getpid(),))
 
 
 def give_what_only_the_rank_can_load(ctx: RankContext) -> object:
-    """Return it on rank 1, and what any process can load on rank 0."""
+    """Return such an object on rank 1, and an ordinary one on rank 0."""
     return BoundToItsProcess() if ctx.rank == 1 else "plain"
 
 
@@ -171,10 +171,10 @@ class PlainError(Exception):
 
 
 class KeywordError(Exception):
-    """An exception that pickle takes, and cannot build again."""
+    """An exception that can be pickled but not loaded."""
 
     def __init__(self, *, code: int) -> None:
-        """Take keywords only."""
+        """Accept only keyword arguments."""
         super().__init__(f"keyword code {code}")
 
 
@@ -188,7 +188,7 @@ class LockedError(Exception):
 
 
 class RudeError(BaseException):
-    """No `Exception`: ``except Exception`` lets it through."""
+    """Not an `Exception`: ``except Exception`` does not catch it."""
 
 
 class SilentError(Exception):
@@ -209,12 +209,12 @@ def raise_plain() -> NoReturn:
 
 
 def raise_keyword() -> NoReturn:
-    """Raise what cannot be built again."""
+    """Raise an error that cannot be loaded."""
     raise KeywordError(code=7)
 
 
 def raise_locked() -> NoReturn:
-    """Raise what cannot be pickled."""
+    """Raise an error that cannot be pickled."""
     msg = "locked text"
     raise LockedError(msg)
 
@@ -235,12 +235,12 @@ def raise_rude() -> NoReturn:
 
 
 def raise_silent() -> NoReturn:
-    """Raise what has no text."""
+    """Raise an error without a text."""
     raise SilentError
 
 
 def raise_group() -> NoReturn:
-    """Raise several at once."""
+    """Raise several errors at once."""
     parts = [ValueError("left part"), TypeError("right part")]
     raise ExceptionGroup("both parts", parts)  # noqa: F821 - Python 3.11 has it
 

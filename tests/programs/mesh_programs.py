@@ -1,4 +1,4 @@
-"""What a host runs in the tests of the mesh; it prints its report as JSON, and imports no torch."""
+"""Programs of hosts in the tests of the mesh, which print reports as JSON without importing torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def examine() -> None:
 
 
 def _speak(version: int) -> None:
-    """Stand for a doctor of another version."""
+    """Act as a doctor of another version."""
     from ddpsafe.doctor._mesh import job, link, reach_node_zero, socket_transport
 
     for module in (job, link, reach_node_zero, socket_transport):
@@ -59,13 +59,13 @@ def _speak(version: int) -> None:
 
 
 def _set_clock(ahead_s: float) -> None:
-    """Let this host's clock be ahead; a namespace of its own has no clock of its own."""
+    """Let this host's clock be ahead, because a namespace cannot have its own clock."""
     true = time.time
     time.time = lambda: true() + ahead_s
 
 
 def choose_interface() -> None:
-    """Choose an interface as a rank does, and print the variables that came of it."""
+    """Choose an interface as a rank does, and print the resulting variables."""
     from ddpsafe._clock import Deadline
     from ddpsafe._worker.join import network
     from ddpsafe._worker.join.store_endpoint import StoreEndpoint
@@ -78,7 +78,7 @@ def choose_interface() -> None:
 
 
 def join_and_reduce() -> None:
-    """Be a rank on one of several hosts: join the group and add up."""
+    """Join the group as a rank on one of several hosts, and add up."""
     import torch
     import torch.distributed as dist
 
@@ -92,7 +92,7 @@ def join_and_reduce() -> None:
 
 
 def train() -> None:
-    """Be a rank of a plain job of torch with gloo: no ddpsafe is in it."""
+    """Run as a rank of a plain torch job with gloo, without ddpsafe."""
     import torch
     import torch.distributed as dist
 
@@ -103,11 +103,11 @@ def train() -> None:
     assert bool((values == dist.get_world_size()).all())
     print("TRAINED", flush=True)
     dist.destroy_process_group()
-    os._exit(0)  # clearing torch away would take a quarter of a second
+    os._exit(0)  # unloading torch would take a quarter of a second
 
 
 def launch_fully_examined() -> None:
-    """Be a rank of another launcher that asks for the full preflight."""
+    """Join as a rank of another launcher with the full preflight."""
     import ddpsafe
 
     timeouts = {"rendezvous": 30}
@@ -163,7 +163,7 @@ def _report(findings: list[Finding], matrix: Matrix, started_s: float) -> None:
 
 
 def _progress_of(asked: dict[str, object]) -> Callable[[str], None]:
-    """Say what is waited for; stop for good, or end, at a line that holds a text."""
+    """Return a callback that prints progress, and stops or exits at a line with a given text."""
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -176,7 +176,7 @@ def _progress_of(asked: dict[str, object]) -> Callable[[str], None]:
 
 
 def accept_everything() -> None:
-    """Be a proxy: accept every connection on a port, and never say a word."""
+    """Act as a proxy: accept every connection on a port, and never send anything."""
     listening = socket.create_server(("", int(sys.argv[2])), backlog=128)
     print("listening", file=sys.stderr, flush=True)
     taken = []
@@ -185,7 +185,7 @@ def accept_everything() -> None:
 
 
 def listen_and_close() -> None:
-    """Be another service: accept on a port, and hang up."""
+    """Act as another service: accept connections on a port, and close them."""
     listening = socket.create_server(("", int(sys.argv[2])), backlog=128)
     print("listening", file=sys.stderr, flush=True)
     while True:
@@ -193,7 +193,7 @@ def listen_and_close() -> None:
 
 
 def know_messages() -> None:
-    """Make what checks messages, 40 ms in each process, where it is forked with them instead."""
+    """Build the validators of messages before the fork, to save 40 ms in each process."""
     from ddpsafe.doctor._mesh import all_reduce, probe, protocol
     from ddpsafe.doctor._mesh.findings import observations
 

@@ -1,6 +1,6 @@
-"""What ranks do under NCCL, acted out on the CPU; run by nccl_on_cpu/.
+"""Ranks under NCCL, simulated on the CPU; run by nccl_on_cpu/.
 
-torch is told that there are GPUs; NCCL's own texts and recorder dumps are recorded ones.
+torch is made to see GPUs; NCCL's texts and the recorder's dumps come from real runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PATIENT = {"rendezvous": 30, "collective": 30, "barrier": 30}
 
 
 class Properties:
-    """What CUDA tells of a GPU."""
+    """What CUDA reports about a GPU."""
 
     def __init__(self, uuid: str) -> None:
         """Keep the UUID."""
@@ -29,7 +29,7 @@ class Properties:
 
 
 def show_gpus(*uuids: str) -> list[int]:
-    """Let torch see GPUs of those UUIDs; return where the indexes of those taken will be listed."""
+    """Let torch see GPUs with these UUIDs; return the list to which the chosen indexes are added."""
     import torch
 
     taken: list[int] = []
@@ -40,12 +40,12 @@ def show_gpus(*uuids: str) -> list[int]:
 
 
 def refuse_to_make_a_group(*_: object, **__: object) -> None:
-    """Fail as NCCL does without a GPU, before it ends the process, as that of torch 2.15 does."""
+    """Fail as NCCL does without a GPU, before torch 2.15's NCCL would end the process."""
     raise ValueError(NO_GPUS)
 
 
 def join_with_gpus(seen: dict[int, list[str]], backend: str = "auto") -> list[int]:
-    """Join as a rank that sees the GPUs of its number; return the device that it took by then.
+    """Join as a rank that sees its entry of GPUs; return the device that it chose.
 
     There is no GPU for NCCL, so the group itself cannot be made.
     """
@@ -61,13 +61,13 @@ def join_with_gpus(seen: dict[int, list[str]], backend: str = "auto") -> list[in
         if str(error) != NO_GPUS:
             raise
     except ddpsafe.RendezvousTimeoutError:
-        # Rank 0 has failed to make the group by now, and its store is gone with it.
+        # Rank 0 may already have failed to make the group, and its store with it.
         assert os.environ["RANK"] != "0"
     return taken
 
 
 def say_what_is_initialised(rank: int, folder: Path) -> None:
-    """Say, in spawn style, which device ddpsafe names, and that CUDA is untouched."""
+    """Record, in spawn style, which device ddpsafe names, and that CUDA is not initialized."""
     import torch
 
     context = ddpsafe.current()
@@ -76,7 +76,7 @@ def say_what_is_initialised(rank: int, folder: Path) -> None:
 
 
 def say_nccl_settings(rank: int, folder: Path) -> None:
-    """Say what the variables of NCCL and of its watchdog are."""
+    """Record the variables of NCCL and of its watchdog."""
     names = (
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
         "TORCH_FR_DUMP_TEMP_FILE",
@@ -103,7 +103,7 @@ def do_nothing(*_: object) -> None:
 
 
 def interfaces_at_init(rank: int, folder: Path, world_size: int) -> None:
-    """Begin to make a group, as the script of one node of several does; say where it would listen."""
+    """Start to make a group, as a script on one of several nodes; record where it would listen."""
     import torch.distributed as dist
 
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -206,7 +206,7 @@ Words = dict[int, str]
 
 
 def act(rank: int, words: Words, then: str, raises: int | None = None) -> None:
-    """Be a rank under NCCL: the watchdog, in a thread, writes those words, and may abort.
+    """Act as a rank under NCCL: the watchdog, in a thread, writes those words, and may abort.
 
     A rank without words reads the next batch, from a mount that does not answer.
     """
@@ -227,14 +227,14 @@ def act(rank: int, words: Words, then: str, raises: int | None = None) -> None:
 
 
 def print_the_words(rank: int) -> float:
-    """Print what a watchdog says, as a log viewer may, and go on."""
+    """Print the text of a watchdog, as a log viewer may, and continue."""
     write_to_stderr("failure detected by watchdog at work sequence id: 118\n")
     time.sleep(1.2)
     return float(rank)
 
 
 def go_on_after(rank: int, folder: Path) -> None:
-    """Handle NCCL's errors in the script: its watchdog speaks, and training goes on."""
+    """Handle NCCL's errors in the script: its watchdog reports, and training continues."""
     write_to_stderr(watchdog_words(rank, 118, 160, 117))
     time.sleep(1.2)
     (folder / f"rank-{rank}").write_text("went on")

@@ -1,7 +1,7 @@
-"""The launcher of one node: several launches one after the other, each of which ends in its own way.
+"""The launcher of one node, which runs several launches in a row, each with a different fault.
 
-``python node_programs.py FOLDER ENDPOINT CASES``, the cases as JSON: for each a list of what happens,
-to which rank, and the fields of `LaunchConfig`. Prints one JSON object for each.
+``python node_programs.py FOLDER ENDPOINT CASES``: each case, in JSON, has the fault, its rank, and
+the fields of `LaunchConfig`. Prints one JSON object for each.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ STEPS = 8
 FAULT_AT = 3
 LONG = 1200
 PACE_S = 0.1
-"""How long a step of a training takes that waits for what the test does."""
+"""How long a step takes in a training that waits for the test."""
 
 
 def strike(folder: Path, name: str) -> None:
-    """Write down when the fault of a case comes."""
+    """Record the time of a case's fault."""
     (folder / f"fault-{name}").write_text(repr(time.time()))
 
 
@@ -80,14 +80,14 @@ def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) ->
 
 
 class Unloadable:
-    """What a rank returns and its launcher cannot load."""
+    """A value that a rank can return, but its launcher cannot load."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_fail, ())
 
 
 def hold(ctx: RankContext, release: Path, fail: Path) -> int:
-    """Train until rank 0 sees a file; fail at the sight of one's own."""
+    """Train until rank 0 sees a file; fail when the rank sees its own."""
     import torch
     import torch.distributed as dist
 
@@ -102,7 +102,7 @@ def hold(ctx: RankContext, release: Path, fail: Path) -> int:
 
 
 def go_on(ctx: RankContext, folder: Path, name: str) -> dict[str, int]:
-    """Save each step; started again, go on from there, and make ten steps more."""
+    """Save each step; when started again, resume and make ten more steps."""
     from ddpsafe.checkpoint import Checkpointer
 
     state = {"step": 0}
@@ -123,7 +123,7 @@ def _fail() -> None:
 
 
 def break_down(what: str, ctx: RankContext) -> None:
-    """Have a fault."""
+    """Meet a fault."""
     import torch.distributed as dist
 
     if what == "raise" or (what.startswith("raise-until-") and ctx.attempt < int(what[12:])):
@@ -145,7 +145,7 @@ def break_down(what: str, ctx: RankContext) -> None:
 
 
 def hang(what: str) -> None:
-    """Stay where it is, in Python, in C, or stopped."""
+    """Hang in Python, in C, or stopped."""
     if what == "sleep":
         time.sleep(600)  # stuck here
     if what == "stop":
@@ -155,7 +155,7 @@ def hang(what: str) -> None:
 
 
 def describe(error: ddpsafe.DDPSafeError) -> dict[str, Any]:
-    """Say what a test wants to know of an error."""
+    """Return the facts of an error that tests need."""
     return {
         "error": type(error).__name__,
         "text": error.explanation.what,
@@ -171,12 +171,12 @@ def describe(error: ddpsafe.DDPSafeError) -> dict[str, Any]:
 
 
 def refuse_another(_: ddpsafe.DDPSafeError) -> None:
-    """Be an on_retry that raises."""
+    """Raise, as an on_retry may."""
     _fail()
 
 
 def leave(when: str, said: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Be a launcher that ends before it starts anything: once it has joined, or was introduced."""
+    """End the launcher before it starts anything: once it has joined, or been introduced."""
     from datetime import timedelta
 
     from ddpsafe._clock import Deadline

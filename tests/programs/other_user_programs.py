@@ -1,4 +1,4 @@
-"""Ranks that another user of the host attacks, and what that user tries."""
+"""Ranks that another user of the host attacks, and the attacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHER_UID: Final = 65534
 
 
 def train_under_attack(ctx: RankContext, folder: Path) -> float:
-    """Say where everything is, wait until the attack is over, and go on; return the sum of ranks."""
+    """Write where everything is, wait for the end of the attack, and return the sum of ranks."""
     import torch
     import torch.distributed as dist
 
@@ -58,7 +58,7 @@ def _listens_at(pid: int) -> list[int]:
 
 
 def attack(facts: dict[str, Any]) -> list[str]:
-    """Try, as another user, what must not succeed; return what did."""
+    """Run all attacks as another user; return those that succeeded."""
     from torch.distributed import FileStore, PrefixStore
 
     os.setgroups([])
@@ -94,7 +94,7 @@ def attack(facts: dict[str, Any]) -> list[str]:
 
 
 def knock(port: int) -> None:
-    """Say something to a port of gloo, which takes whoever connects: it must not mind."""
+    """Send data to a port of gloo, which accepts every connection and must ignore it."""
     with socket.socket() as client:
         client.connect(("127.0.0.1", port))
         client.sendall(bytes(8))

@@ -1,4 +1,4 @@
-"""What travels, or cannot, in test_pickling.py."""
+"""Objects that can be pickled, or cannot; used by test_pickling.py."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def double(x: int) -> int:
 
 
 def call_each(ctx: RankContext, functions: list[Callable[[int], object]]) -> list[object]:
-    """Call everything that came, with the rank."""
+    """Call every function with the rank."""
     return [function(ctx.rank + 10) for function in functions]
 
 
 def summary(_ctx: RankContext, data: Any, tensor: Any) -> tuple[int, int, float]:
-    """Say what came of something large."""
+    """Return a summary of large arguments."""
     return len(data), data[-1], float(tensor.double().sum())
 
 
@@ -83,7 +83,7 @@ class FrozenHolder:
 
 @dataclass
 class Options:
-    """A configuration as people write it."""
+    """A configuration as users write it."""
 
     name: str = "run"
     file: object = None
@@ -103,7 +103,7 @@ def double_in_the_second_attempt(ctx: RankContext, array: Any) -> Any:
 
 
 def return_much_without_a_folder(_ctx: RankContext, count: int) -> Any:
-    """Return a large array where the file of the result cannot be made."""
+    """Return a large array although the file for the result cannot be created."""
     import numpy as np
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, resource.RLIM_INFINITY))

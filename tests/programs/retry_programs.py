@@ -32,13 +32,13 @@ def fail_on_attempts(ctx: RankContext, folder: Path, attempts: int, error: str) 
 
 
 def take_the_data_and_die(folder: Path) -> None:
-    """Die of what takes the next attempt's data away too, as a storage that goes down does."""
+    """Die together with the data of the next attempt, as when a storage system fails."""
     (folder / "data").rmdir()
     die_by_kill(folder)
 
 
 def die_first_and_then_wait(ctx: RankContext, folder: Path) -> None:
-    """Fail in the first attempt, and stay in the second one."""
+    """Fail in the first attempt, and hang in the second one."""
     average_gradients()
     if ctx.attempt == 1 and ctx.rank == 1:
         die_by_kill(folder)
@@ -59,7 +59,7 @@ def needs_less(_ctx: RankContext, folder: Path, batch_size: int) -> int:
 
 
 def step_and_die(ctx: RankContext, folder: Path, optimizer: Any) -> None:
-    """Make three optimizer steps, then be killed: the same end on every attempt."""
+    """Make three optimizer steps and be killed, in every attempt."""
     with (folder / f"ran-{ctx.rank}").open("a") as file:
         file.write(f"{ctx.attempt}\n")
     for _ in range(3):
@@ -88,10 +88,10 @@ def resume_and_die(ctx: RankContext, folder: Path, optimizer: Any) -> None:
 
 
 def describe_meeting(ctx: RankContext, folder: Path) -> dict[str, list[str]]:
-    """Write down where this attempt meets and logs, and fail on the first one.
+    """Record the store, port and logs of this attempt, and fail in the first one.
 
     Returns:
-        Of the first attempt: the processes that are alive, and the stores that are still there.
+        Of the first attempt: the processes that are alive, and the stores that still exist.
     """
     from ddpsafe._worker import session
 

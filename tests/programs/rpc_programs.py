@@ -36,6 +36,6 @@ def be_killed(folder: Path) -> None:
 
 
 def hang(folder: Path) -> None:
-    """Never come back from the call."""
+    """Never return from the call."""
     mark(folder)
     time.sleep(FOREVER_S)

@@ -1,4 +1,4 @@
-"""Ranks whose run directory fails: its disk is full, or it is gone; run by test_run_dir.py."""
+"""Ranks whose run directory fails: its disk is full, or it is removed; run by test_run_dir.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fill_and_fail(ctx: RankContext, folder: Path, filler: Path) -> None:
 
 
 def remove_run_dir(ctx: RankContext, folder: Path, how: str) -> str:
-    """Remove the run directory on rank 1, and go on, raise or hang."""
+    """Remove the run directory on rank 1, and continue, raise or hang."""
     average_gradients()
     if ctx.rank == 1:
         assert ctx.run_dir is not None

@@ -1,4 +1,4 @@
-"""Training scripts as people write them, for ``spawn``: with a setup and a cleanup of their own."""
+"""Training scripts as users write them for ``spawn``, with their own setup and cleanup."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def setup(rank: int, world_size: int, port: int) -> None:
-    """Meet at a hard-coded port, as the tutorial does."""
+    """Make the group at a hard-coded port, as the tutorial does."""
     import torch.distributed as dist
 
     os.environ["MASTER_ADDR"] = "localhost"
@@ -33,7 +33,7 @@ def setup(rank: int, world_size: int, port: int) -> None:
 
 
 def cleanup() -> None:
-    """Leave, as the tutorial does."""
+    """Destroy the group, as the tutorial does."""
     import torch.distributed as dist
 
     dist.destroy_process_group()
@@ -50,13 +50,13 @@ def total(rank: int) -> float:
 
 
 def note(rank: int, folder: Path, text: object) -> None:
-    """Leave a line for the test to read."""
+    """Write a line for the test to read."""
     with (folder / f"rank-{rank}").open("a", encoding="utf-8") as file:
         file.write(f"{text}\n")
 
 
 def train(rank: int, world_size: int, port: int, folder: Path) -> object:
-    """Set up, work, clean up; return what could not be sent back."""
+    """Set up, work, clean up; return an object that cannot be pickled."""
     setup(rank, world_size, port)
     note(rank, folder, total(rank))
     cleanup()
@@ -64,7 +64,7 @@ def train(rank: int, world_size: int, port: int, folder: Path) -> object:
 
 
 def train_twice(rank: int, world_size: int, port: int, folder: Path) -> None:
-    """Open and close the group two times over."""
+    """Open and close the group twice."""
     for _ in range(2):
         setup(rank, world_size, port)
         note(rank, folder, total(rank))
@@ -72,7 +72,7 @@ def train_twice(rank: int, world_size: int, port: int, folder: Path) -> None:
 
 
 def meet_by_url(rank: int, url: str, folder: Path) -> None:
-    """Name the meeting place by URL."""
+    """Make the group at a URL."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=url, rank=rank, world_size=2)
@@ -81,7 +81,7 @@ def meet_by_url(rank: int, url: str, folder: Path) -> None:
 
 
 def meet_by_environment(rank: int, folder: Path) -> None:
-    """Name no place and no rank: the environment has both."""
+    """Make the group without an address or a rank: the environment has both."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -90,7 +90,7 @@ def meet_by_environment(rank: int, folder: Path) -> None:
 
 
 def be_alone(rank: int, folder: Path) -> None:
-    """Make a group of one's own in every rank, which is none of the launch's business."""
+    """Make a separate group in every rank, with which the launch does not interfere."""
     import torch.distributed as dist
 
     url = f"file://{folder / f'store-{rank}'}"
@@ -114,7 +114,7 @@ def node_rank_idiom(gpu: int, gpus_per_node: int, folder: Path) -> None:
 
 
 def note_environment(rank: int, folder: Path, *names: str) -> None:
-    """Write down some variables."""
+    """Record some variables."""
     note(rank, folder, [os.environ.get(name) for name in names])
 
 
@@ -135,14 +135,14 @@ def wait_for_gate(rank: int, folder: Path) -> None:
 
 
 def stop_oneself(ctx: RankContext) -> None:
-    """Run until asked to stop, which this rank does itself."""
-    ctx.stop_requested()  # from its first call on a rank does not die of the signal
+    """Run until asked to stop, by a signal that this rank sends itself."""
+    ctx.stop_requested()  # after its first call a rank does not die of the signal
     os.kill(os.getpid(), signal.SIGTERM)
     scripts.wait_until(ctx.stop_requested)
 
 
 def wait_and_fail(rank: int, folder: Path) -> None:
-    """Fail in rank 1 when the gate opens, while rank 0 goes on."""
+    """Fail in rank 1 when the gate opens, while rank 0 continues."""
     wait_for_gate(rank, folder)
     if rank == 1:
         msg = "no such class: 17"
@@ -163,7 +163,7 @@ def share(
 
 
 def try_to_have_a_child(rank: int, folder: Path) -> None:
-    """Say whether this process is daemonic, and what it may not do."""
+    """Record whether this process is daemonic, and whether it may have a child."""
     process = multiprocessing.get_context("spawn").Process(target=os.getpid)
     try:
         process.start()
@@ -175,19 +175,19 @@ def try_to_have_a_child(rank: int, folder: Path) -> None:
 
 
 def wait_for_ever(rank: int) -> None:
-    """Stay until a signal comes."""
+    """Wait until a signal arrives."""
     del rank
     while True:
         signal.pause()
 
 
 def note_start_method(rank: int, folder: Path) -> None:
-    """Say how this process starts others by default."""
+    """Record the default start method of this process."""
     note(rank, folder, repr(multiprocessing.get_start_method(allow_none=True)))
 
 
 def end_in_a_way(rank: int, fault: str) -> None:
-    """Meet the fault that is said for this rank; stay a moment where there is none."""
+    """Meet the fault named for this rank; without one, wait for a moment."""
     for part in fault.split(", "):
         how, _, where = part.split()
         if where in ("all", str(rank)):
@@ -204,13 +204,13 @@ def end_in_a_way(rank: int, fault: str) -> None:
 
 
 def put_index(rank: int, queue: Any) -> None:
-    """Say who this is."""
+    """Put the rank's index into the queue."""
     queue.put(rank)
 
 
 def spawn_and_die(rank: int, folder: Path, start_method: str) -> None:
-    """Spawn ranks, and die by a signal once they are there."""
-    tempfile.tempdir = str(folder)  # who is killed with its helpers removes nothing
+    """Spawn ranks, and die by a signal once they have started."""
+    tempfile.tempdir = str(folder)  # a process killed with its helpers removes nothing
     handle = ddpsafe.spawn(
         note_and_wait,
         (folder,),
@@ -226,7 +226,7 @@ def spawn_and_die(rank: int, folder: Path, start_method: str) -> None:
 
 
 def note_and_wait(rank: int, folder: Path) -> None:
-    """Say which process this is, and stay."""
+    """Record the process id, and wait."""
     (folder / f"inner-{rank}.tmp").write_text(str(os.getpid()))
     (folder / f"inner-{rank}.tmp").rename(folder / f"inner-{rank}")
     wait_for_ever(rank)
@@ -246,7 +246,7 @@ def fail_or_finish(rank: int, folder: Path) -> None:
 
 
 def write_to_tensors(rank: int, plain: Any, view: Any, model: Any, many: list[Any]) -> None:
-    """Write to the own place in each."""
+    """Write to this rank's place in each tensor."""
     assert len(many) == 300
     plain[rank] = view[rank] = rank + 1
     model.weight.data[rank] = rank + 1

@@ -1,4 +1,4 @@
-"""What ranks do that may be asked to stop; run by tests/faults/test_preempted.py and tests/slurm."""
+"""Ranks that may be asked to stop; run by tests/faults/test_preempted.py and tests/slurm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 STEP_S: Final = 0.05
-"""How long a step takes, or ranks that wait to be asked would take all cores meanwhile."""
+"""How long a step takes; without a pause, ranks that wait for a request would use all cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class Scenario:
     """Signals to a launcher.
 
     Attributes:
-        program: What its ranks do.
-        signals: What the launcher is sent once all ranks are ready.
-        ranks: How many there are.
-        also_all: Whether all processes below the launcher are sent the same, before it and after
-            it: ranks, fork server, and every helper.
+        program: The function of its ranks.
+        signals: The signals to the launcher once all ranks are ready.
+        ranks: Number of ranks.
+        also_all: Whether all processes below the launcher receive the same signals, before it and
+            after it: ranks, fork server, and every helper.
     """
 
     program: Callable[..., object]
@@ -70,7 +70,7 @@ def train_until_asked(ctx: RankContext, folder: Path, *, pace_s: float = 0.005) 
 
 
 def ask_late(ctx: RankContext, folder: Path) -> int:
-    """Load for a while before the first step, and with it the first question."""
+    """Load for some time before the first step and the first call of `stop_requested()`."""
     (folder / f"ready-{ctx.rank}").touch()
     scripts.wait_until((folder / "go").exists, within_s=60)
     return train_until_asked(ctx, folder)
@@ -89,7 +89,7 @@ def train_in_step(ctx: RankContext, folder: Path) -> int:
 
 
 def finish_early(ctx: RankContext, folder: Path) -> int:
-    """Make 40 steps at very different speeds; the request comes when rank 0 has made them all."""
+    """Make 40 steps at very different speeds; the request arrives when rank 0 has made them all."""
     for step in range(40):
         if ctx.stop_requested():
             return step
@@ -104,13 +104,13 @@ def finish_early(ctx: RankContext, folder: Path) -> int:
 
 
 def never_ask(ctx: RankContext, folder: Path) -> None:
-    """Train without a thought of stopping."""
+    """Train without ever calling `stop_requested()`."""
     (folder / f"ready-{ctx.rank}").touch()
     time.sleep(600)
 
 
 def ask_and_go_on(ctx: RankContext, folder: Path) -> None:
-    """Ask, and take no notice of the answer."""
+    """Call `stop_requested()`, and ignore the answer."""
     ctx.stop_requested()
     (folder / f"ready-{ctx.rank}").touch()
     while True:
@@ -160,13 +160,13 @@ SCENARIOS: Final[dict[str, Scenario]] = {
     "too late": Scenario(finish_early, [signal.SIGUSR1]),
     "impatience": Scenario(ask_and_go_on, [signal.SIGTERM, signal.SIGINT]),
 }
-"""What the launcher is sent while ranks train. None of it ends the process that launches."""
+"""Signals that the launcher receives while ranks train. None of them ends its process."""
 
 
 def run_scenarios(folder: Path) -> None:
-    """Be a script that launches one scenario after the other, and writes down what became of each.
+    """Launch one scenario after the other, and record the result of each.
 
-    One process for all of them: its fork server has torch loaded after the first.
+    All run in one process, because its fork server has loaded torch after the first.
     """
     policy = ddpsafe.RetryPolicy(on={"preempted", OSError})
     for name, scenario in SCENARIOS.items():
@@ -195,7 +195,7 @@ def run_scenarios(folder: Path) -> None:
 
 
 def train_and_resume(ctx: RankContext, folder: Path, steps: int) -> None:
-    """Train until asked to stop; started again, go on from there and make so many steps more.
+    """Train until asked to stop; when started again, resume and make `steps` more steps.
 
     The parameter is a running sum that depends on the order of all steps since the very first.
     """

@@ -1,4 +1,4 @@
-"""What ranks do while their launcher is suspended; run by tests/faults/test_launcher_suspended.py."""
+"""Ranks whose launcher is suspended; run by tests/faults/test_launcher_suspended.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Loading:
-    """An argument that takes until the test says so to load."""
+    """An argument that loads until the test makes a file."""
 
     def __init__(self, folder: Path) -> None:
         """Load at once in the caller."""
@@ -47,19 +47,19 @@ class StopBetweenStarts:
         self._has_stopped = False
 
     def flush(self) -> None:
-        """Suspend this process once it has started one rank, and not the next."""
+        """Suspend this process after it has started one rank, before the next one."""
         self._stream.flush()
         if len(multiprocessing.active_children()) == 1 and not self._has_stopped:
             self._has_stopped = True
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def __getattr__(self, name: str) -> object:
-        """Be the stream otherwise."""
+        """Behave as the stream otherwise."""
         return getattr(self._stream, name)
 
 
 class Talking:
-    """Make collectives, and no step of an optimizer, until the test says so."""
+    """Make collectives, but no optimizer step, until the test makes a file."""
 
     def __init__(self, folder: Path) -> None:
         """Keep the folder."""
@@ -80,14 +80,14 @@ class Talking:
 
 
 class Leaving:
-    """Return at once, with a thread that lasts until the test says so."""
+    """Return at once, with a thread that runs until the test makes a file."""
 
     def __init__(self, folder: Path) -> None:
         """Keep the folder."""
         self.folder = folder
 
     def __call__(self) -> None:
-        """Start the thread, which says that the main one has returned."""
+        """Start the thread, which reports that the main one has returned."""
         threading.Thread(target=self._last).start()
 
     def _last(self) -> None:
@@ -103,13 +103,13 @@ CALLS: Final[dict[str, Callable[[Path], Callable[[], None]]]] = {
 
 
 def run(_ctx: RankContext, call: Callable[[], None]) -> str:
-    """Make the call."""
+    """Call the argument."""
     call()
     return "went"
 
 
 def save_slowly(ctx: RankContext, folder: Path) -> None:
-    """Stop when asked to, and save until the test says so."""
+    """Stop when asked to, and save until the test makes a file."""
     while not ctx.stop_requested():
         time.sleep(STEP_S)
         (folder / f"ready-{ctx.rank}").touch()

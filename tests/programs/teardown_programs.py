@@ -29,10 +29,10 @@ HEAVY: Final = (
     "sklearn.linear_model",
     "torch._dynamo",
 )
-"""What vision scripts drag in; with such imports the plain teardown hangs much more often."""
+"""Imports of vision scripts, with which the plain teardown hangs much more often."""
 
 HANG_S: Final = 90
-"""A hang of the plain teardown lasts for good; a slow end on a busy machine took 20 s and more."""
+"""A hang of the plain teardown never ends; a slow exit on a busy machine took 20 s and more."""
 
 
 def import_heavy_modules() -> None:
@@ -70,7 +70,7 @@ def train_as_the_tutorial(rank: int, world_size: int) -> None:
 
 
 def train_and_call_nothing(ctx: RankContext) -> int:
-    """Train, and leave the end to `launch`; the DDP object is alive until the function returns."""
+    """Train, and leave the teardown to `launch`; the DDP object lives until the function returns."""
     import_heavy_modules()
     keep_numpy_busy()
     take_two_steps()
@@ -93,7 +93,7 @@ def take_two_steps() -> object:
 
 
 def end_again_and_again(rounds: int) -> None:
-    """Launch both shapes with two ranks many times, in this one process; print their exit codes.
+    """Launch both scripts with two ranks many times in this process; print the exit codes.
 
     In every twentieth round the ranks are spawned, in the others forked.
     """
@@ -118,7 +118,7 @@ def _start_forkserver() -> None:
 
 
 def _note_exit_codes() -> dict[str, int]:
-    """Count how ranks end. A launch is content once a rank has reported, so it does not tell."""
+    """Count the ranks' exit codes, which a launch does not show once a rank has reported."""
     counts: dict[str, int] = {}
     close = Worker.close
 
@@ -140,7 +140,7 @@ def train_attached() -> None:
 
 
 def exit_again_and_again(rounds: int) -> None:
-    """Fork two ranks many times, each of which ends as an interpreter does; print exit codes.
+    """Fork two ranks many times, which exit as an interpreter does; print the exit codes.
 
     A rank that multiprocessing starts leaves through `os._exit`; these run into the destructors of
     Python's and of C++ globals, where plain torch aborts now and then.

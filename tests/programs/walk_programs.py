@@ -1,4 +1,4 @@
-"""A launch that writes down which files of ddpsafe take part in it, in the launcher and in the ranks."""
+"""A launch that records which files of ddpsafe run in it, in the launcher and in the ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Recorder:
         sys.setprofile(self)
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        """Take note of a call."""
+        """Record a call."""
         code = frame.f_code
         if event != "call" or code in self._seen or not code.co_filename.startswith(PACKAGE):
             return
