@@ -1,4 +1,4 @@
-"""What the checkpoint tests share: file systems of their own, and a state to save."""
+"""Fixtures of the checkpoint tests: a state to save, and small file systems to save it on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def state() -> dict[str, Any]:
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Return what mounts a small file system; it goes after the test."""
+    """Return a function that mounts a small file system, which is unmounted after the test."""
     if os.geteuid() != 0:
         pytest.skip(f"mounting needs root (uid {os.geteuid()})")
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Which checkpoints are saved, kept and restored, and what stands in them beside the state."""
+"""Which checkpoints are saved, kept and restored, and what they hold besides the state."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def five(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def test_chosen_step_is_restored_and_later_ones_are_set_aside(five: Path) -> None:
-    """After a loss spike: the training goes on from there, and saves those steps again."""
+def test_restoring_a_chosen_step_sets_later_ones_aside(five: Path) -> None:
+    """After a loss spike, training continues from that step and saves the later ones again."""
     state = {"x": 0}
     with Checkpointer(five, keep=None) as checkpointer:
         assert checkpointer.restore(state, step=3) == 3
@@ -46,15 +46,15 @@ def test_chosen_step_is_restored_and_later_ones_are_set_aside(five: Path) -> Non
 
 
 def test_reader_restores_a_chosen_step_and_moves_nothing(five: Path) -> None:
-    """An evaluation of an older step is in no one's way."""
+    """Evaluating an older step does not disturb the training job."""
     state = {"x": 0}
     reader = Checkpointer(five, access="read")
     assert reader.restore(state, step=2) == 2
     assert (state, reader.latest()) == ({"x": 2}, 5)
 
 
-def test_chosen_step_that_is_not_there_or_damaged_is_an_error(five: Path) -> None:
-    """Another one is not taken in its place."""
+def test_missing_or_damaged_chosen_step_is_an_error(five: Path) -> None:
+    """No other step is restored instead."""
     reader = Checkpointer(five, access="read")
     with pytest.raises(errors.MissingCheckpointError, match="of step 9") as missing:
         reader.restore({"x": 0}, step=9)
@@ -87,15 +87,15 @@ LOSSES: Any = {5: 0.5, 4: 0.2, 3: None, 2: 0.1, 1: 0.9}
     ],
     ids=str,
 )
-def test_rules_add_up(keep: Keep, stays: list[int]) -> None:
-    """The newest, the best by a metric, and every n-th for ever; NaN is never the best."""
+def test_keep_rules_combine(keep: Keep, stays: list[int]) -> None:
+    """The newest, the best by a metric and every n-th step are kept; NaN is never the best."""
     steps = [5, 4, 3, 2, 1]
     doomed = keep.find_doomed(steps, {step: {"loss": loss} for step, loss in LOSSES.items()})
     assert [step for step in steps if step not in doomed] == stays
 
 
 @pytest.mark.parametrize(
-    ("rules", "says"),
+    ("rules", "message"),
     [
         ({"newest": 0}, "newest=0"),
         ({"every": 0}, "every=0"),
@@ -106,14 +106,14 @@ def test_rules_add_up(keep: Keep, stays: list[int]) -> None:
         ({"newest": True}, "newest=True"),
     ],
 )
-def test_rules_that_keep_nothing_are_refused(rules: dict[str, Any], says: str) -> None:
-    """When they are made, and not when the first checkpoint is gone."""
-    with pytest.raises(errors.CheckpointConfigError, match=says):
+def test_keep_rules_that_keep_nothing_are_refused(rules: dict[str, Any], message: str) -> None:
+    """The error is raised when the rules are made, not when the first checkpoint has been deleted."""
+    with pytest.raises(errors.CheckpointConfigError, match=message):
         Keep(**rules)
 
 
 def test_best_is_known_after_a_restart(tmp_path: Path) -> None:
-    """The metrics stand in the checkpoints, so the next job keeps the best of the one before."""
+    """Checkpoints store their metrics, so the next job keeps the best one of the previous job."""
     rules = Keep(newest=1, best=1, metric="loss")
     losses = [0.5, 0.1, math.nan, 0.3, 0.2]
     for step, loss in enumerate(losses):
@@ -125,8 +125,8 @@ def test_best_is_known_after_a_restart(tmp_path: Path) -> None:
     assert reader.info(1).metrics == {"loss": 0.1}
 
 
-def test_metadata_comes_back_without_loading_the_state(tmp_path: Path) -> None:
-    """Plain values, as JSON has them; a step that is not there is said to be missing."""
+def test_metadata_is_read_without_loading_the_state(tmp_path: Path) -> None:
+    """Metadata is plain JSON values; a step that does not exist is reported as missing."""
     metadata = {"run": "a", "git": ["main", 4], "lr": 0.1, "none": None}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"x": 1}, 1, metadata=metadata, metrics={"loss": torch.tensor(0.5)})
@@ -135,7 +135,7 @@ def test_metadata_comes_back_without_loading_the_state(tmp_path: Path) -> None:
             checkpointer.info(2)
         for wrong in ("1", -1, True):
             with pytest.raises(errors.CheckpointConfigError, match=r"info\(step="):
-                checkpointer.info(wrong)  # type: ignore[arg-type]  # what is tested
+                checkpointer.info(wrong)  # type: ignore[arg-type]  # type: ignore[arg-type]  # under test
     assert (info.metadata, info.metrics, info.names) == (metadata, {"loss": 0.5}, ("x",))
     assert (info.step, info.world_size) == (1, 1)
     assert info.size_bytes > 0
@@ -163,18 +163,18 @@ def test_metadata_comes_back_without_loading_the_state(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_metric_or_metadata_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    """Nothing is saved then."""
+def test_invalid_metric_or_metadata_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """Nothing is saved in that case."""
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(errors.CheckpointConfigError, match=f"save\\({next(iter(wrong))}"):
             checkpointer.save({"x": 1}, 1, **wrong)
         assert checkpointer.latest() is None
 
 
-def test_manifest_that_could_not_be_read_again_is_not_published(
+def test_unreadable_manifest_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a save acknowledges can be restored: the manifest is read back before the rename."""
+    """A save that succeeds can be restored: the manifest is read back before the rename."""
     with Checkpointer(tmp_path) as checkpointer:
         monkeypatch.setattr(_format, "_MAX_MANIFEST_BYTES", 5_000)
         checkpointer.save({"x": 1}, 1)
@@ -202,10 +202,10 @@ def train(model: torch.nn.Module) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("restored", [False, True])
-def test_what_a_saved_step_does_not_take_is_told(
+def test_changes_that_a_saved_step_does_not_include_are_reported(
     tmp_path: Path, change: dict[str, Any], lost: str | None, *, restored: bool
 ) -> None:
-    """A step that is saved, or was restored, is not saved again; nothing else is lost in silence."""
+    """A step that was saved or restored is not saved again; whatever changed since is named."""
     model = torch.nn.Linear(2, 2)
     state: dict[str, Any] = {"model": model, "epoch": 1}
     beside = {"metrics": {"loss": 0.5}, "metadata": {"a": 1}}
@@ -228,8 +228,8 @@ def test_what_a_saved_step_does_not_take_is_told(
         assert lost is None or f"These changes are lost: {lost}." in texts[0]
 
 
-def test_save_is_due_every_so_many_steps(tmp_path: Path) -> None:
-    """Also where steps are counted by more than one, and after a restart in between."""
+def test_save_is_due_at_a_step_interval(tmp_path: Path) -> None:
+    """This also holds if steps advance by more than one, and after a restart in between."""
     saved = []
     for begin in (0, 13):
         with Checkpointer(tmp_path, keep=None, every=10) as checkpointer:
@@ -243,16 +243,16 @@ def test_save_is_due_every_so_many_steps(tmp_path: Path) -> None:
     assert saved == [10, 20, 32, 41, 50]
 
 
-def test_save_is_due_every_so_often(tmp_path: Path) -> None:
-    """At once where the time has passed; never where it has not."""
+def test_save_is_due_at_a_time_interval(tmp_path: Path) -> None:
+    """It is due as soon as the time has passed, and never before."""
     with Checkpointer(tmp_path, every=timedelta(hours=1)) as checkpointer:
         assert not any(checkpointer.is_due(step) for step in range(100))
     with Checkpointer(tmp_path, every=timedelta(microseconds=1)) as checkpointer:
         assert checkpointer.is_due(1)
 
 
-def test_is_due_needs_to_know_how_often(tmp_path: Path) -> None:
-    """It says what to write."""
+def test_is_due_requires_an_interval(tmp_path: Path) -> None:
+    """The error says which argument to pass."""
     with (
         Checkpointer(tmp_path) as checkpointer,
         pytest.raises(errors.CheckpointConfigError, match="every=timedelta"),
@@ -262,8 +262,8 @@ def test_is_due_needs_to_know_how_often(tmp_path: Path) -> None:
         Checkpointer(tmp_path, every=0)
 
 
-def test_what_does_not_fit_stays_and_is_listed(tmp_path: Path) -> None:
-    """A new head on a trained body: tensors that fit are loaded, the rest is named."""
+def test_values_that_do_not_match_are_kept_and_listed(tmp_path: Path) -> None:
+    """A trained body gets a new head: tensors that match are loaded, the others are named."""
     body = torch.nn.Linear(4, 3)
     saved = torch.nn.Sequential(body, torch.nn.Linear(3, 2))
     with Checkpointer(tmp_path) as checkpointer:
@@ -285,8 +285,8 @@ def test_what_does_not_fit_stays_and_is_listed(tmp_path: Path) -> None:
     assert "model['0.weight']" not in text
 
 
-def test_all_that_fits_is_restored_without_a_warning(tmp_path: Path) -> None:
-    """strict=False is no other way to load what is the same."""
+def test_non_strict_restore_of_a_matching_state_gives_no_warning(tmp_path: Path) -> None:
+    """With nothing to skip, strict=False behaves as strict=True."""
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"x": torch.ones(2)}, 1)
         state = {"x": torch.zeros(2)}
@@ -295,7 +295,7 @@ def test_all_that_fits_is_restored_without_a_warning(tmp_path: Path) -> None:
 
 
 class Compiled(torch.nn.Module):
-    """A model whose first layer is compiled, or not."""
+    """A model whose first layer may be compiled."""
 
     def __init__(self, *, is_compiled: bool) -> None:
         super().__init__()
@@ -304,15 +304,15 @@ class Compiled(torch.nn.Module):
         self.head = torch.nn.Linear(3, 1)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, on its import
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch warns on its own import
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("after", [False, True])
-def test_compiled_submodule_is_the_same_model(
+def test_compiled_submodule_loads_as_the_same_model(
     tmp_path: Path,
     before: bool,  # noqa: FBT001 - a parameter of a test
     after: bool,  # noqa: FBT001 - likewise
 ) -> None:
-    """Trained without torch.compile and continued with it, or the other way round."""
+    """A model trained with torch.compile continues without it, and the other way round."""
     saved, now = Compiled(is_compiled=before), Compiled(is_compiled=after)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"model": saved}, 1, asynchronous=before)
@@ -324,8 +324,8 @@ def test_compiled_submodule_is_the_same_model(
         assert torch.equal(ours, theirs)
 
 
-def test_a_metric_that_keep_does_not_find_is_refused(tmp_path: Path) -> None:
-    """A misspelt name would let the best checkpoints go; a save without metrics is well."""
+def test_metrics_without_the_one_that_keep_needs_are_refused(tmp_path: Path) -> None:
+    """A misspelt name would delete the best checkpoints; a save without any metrics is allowed."""
     keep = Keep(newest=1, best=1, metric="loss")
     with Checkpointer(tmp_path / "c", keep=keep) as checkpointer:
         checkpointer.save({"a": 1}, 1)

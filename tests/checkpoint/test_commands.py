@@ -1,4 +1,4 @@
-"""The command line and the import: what is there, is it whole, how do two differ, a foreign file."""
+"""The checkpoint commands: list, verify, compare and import."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_checkpoints_are_listed_newest_first(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With what was saved beside the state; what is damaged is listed as such."""
+    """Each is listed with its metrics and metadata; a damaged one is marked as damaged."""
     (directory / "step-000000000003").mkdir()
     code, out, _ = run(capsys, "ls", str(directory), "--json")
     found = json.loads(out)
@@ -53,7 +53,7 @@ def test_checkpoints_are_listed_newest_first(
     assert "\x1b" not in out
 
 
-def test_damage_is_found_and_ends_with_1(
+def test_verify_finds_damage_and_exits_with_1(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every byte of every file is checked."""
@@ -70,20 +70,20 @@ def test_damage_is_found_and_ends_with_1(
     assert run(capsys, "verify", str(directory), "--step", "9")[0] == 1
 
 
-def test_step_that_is_not_there_is_not_damage(
+def test_missing_step_is_not_reported_as_damage(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ends with 2, as a wrong directory does, and says what there is to do."""
+    """The command exits with 2, as for a wrong directory, and lists the existing steps."""
     code, out, err = run(capsys, "verify", str(directory), "--step", "9")
     assert (code, out) == (2, "")
     assert "There is no checkpoint of step 9" in err
 
 
 @pytest.mark.parametrize("place", ["latest", "step-000000000002", "copy", ".aside", "link/latest"])
-def test_folder_of_one_checkpoint_is_a_place_too(
+def test_folder_of_one_checkpoint_is_accepted(
     directory: Path, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
-    """The link to the newest, a copy under another name, one that was set aside."""
+    """Examples are the link to the newest, a renamed copy, and one that was set aside."""
     for name in ("copy", ".aside"):
         shutil.copytree(directory / "step-000000000002", directory / name)
     (directory / "link").symlink_to(directory)
@@ -93,10 +93,8 @@ def test_folder_of_one_checkpoint_is_a_place_too(
     assert json.loads(run(capsys, "ls", one, "--json")[1])[0]["step"] == 2
 
 
-def test_two_are_compared_value_by_value(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Which values differ, in how many places and by how much; the same ends with 0."""
+def test_diff_compares_value_by_value(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It names the values that differ, in how many places and by how much; equal ones exit with 0."""
     first = str(directory / "step-000000000001")
     code, out, _ = run(capsys, "diff", first, str(directory), "--json")
     assert code == 1
@@ -109,17 +107,17 @@ def test_two_are_compared_value_by_value(
 
 
 @pytest.mark.parametrize("action", [["ls"], ["verify"], ["diff", "x"]])
-def test_wrong_place_ends_with_2(
+def test_wrong_directory_exits_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], action: list[str]
 ) -> None:
-    """The message says what is there, without a traceback."""
+    """The message names what is there instead, without a traceback."""
     code, out, err = run(capsys, *action, str(tmp_path / "nowhere"))
     assert (code, out) == (2, "")
     assert "nowhere" in err or "x" in err
 
 
 def wrapped(model: torch.nn.Module) -> Any:
-    """Return a state as DDP around a compiled model has it."""
+    """Return a state as DDP around a compiled model produces it."""
     return {f"_orig_mod.module.{name}": value for name, value in model.state_dict().items()}
 
 
@@ -142,7 +140,7 @@ def test_file_of_torch_save_is_imported(
     capsys: pytest.CaptureFixture[str],
     make: Callable[[torch.nn.Module, torch.optim.Optimizer], Any],
 ) -> None:
-    """And restored like any other checkpoint, optimizer included."""
+    """It can be restored like any other checkpoint, optimizer included."""
     torch.manual_seed(0)
     model, now = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     optimizer, other = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(now.parameters())
@@ -170,7 +168,7 @@ def test_file_of_torch_save_is_imported(
 
 
 @pytest.mark.parametrize(
-    ("rename", "says"),
+    ("rename", "message"),
     [
         ({"modle": "model"}, "it has no 'modle' to rename"),
         ({"modle": "x", "optim": "model"}, "it has no 'modle' to rename"),
@@ -181,19 +179,19 @@ def test_file_of_torch_save_is_imported(
     ids=str,
 )
 def test_rename_that_would_lose_a_state_is_refused(
-    tmp_path: Path, rename: dict[str, str], says: str
+    tmp_path: Path, rename: dict[str, str], message: str
 ) -> None:
-    """It matches nothing, or gives two states one name; the error lists the names of the file."""
+    """A rename that matches nothing, or gives two values one name, is answered with the file's names."""
     torch.save({"net": {"w": torch.ones(2)}, "optim": 1}, tmp_path / "file.pt")
     with pytest.raises(errors.CheckpointConfigError) as caught:
         import_file(tmp_path / "file.pt", tmp_path / "c", 1, rename=rename)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert "the names in the file are 'net', 'optim'" in str(caught.value)
     assert not (tmp_path / "c").exists()
 
 
 def test_names_may_be_swapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A new name may be an old one that is given away; one name cannot get two."""
+    """A new name may be an old one that is renamed itself, but two values cannot get one name."""
     torch.save({"a": 1, "b": 2}, tmp_path / "file.pt")
     place = [str(tmp_path / "file.pt"), str(tmp_path / "c"), "--step", "1"]
     code, _, err = run(capsys, "import", *place, "--rename", "a=b", "--rename", "a=c")
@@ -206,7 +204,7 @@ def test_names_may_be_swapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_file_that_would_execute_code_is_not_imported(tmp_path: Path) -> None:
-    """It is refused with what to do instead, and so is what torch.save has not written."""
+    """The error says what to do instead; a file that torch.save did not write is refused too."""
 
     class Trap:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -217,7 +215,7 @@ def test_file_that_would_execute_code_is_not_imported(tmp_path: Path) -> None:
     torch.save([1], tmp_path / "list.pt")
     torch.save({}, tmp_path / "empty.pt")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "list.pt").read_bytes()[:-30])
-    for name, says in {
+    for name, message in {
         "trap.pt": "weights_only=True does not allow what it holds: .*getattr",
         "text.pt": "torch.save did not write it",
         "cut.pt": "or it is incomplete",
@@ -225,7 +223,9 @@ def test_file_that_would_execute_code_is_not_imported(tmp_path: Path) -> None:
         "empty.pt": "it holds an empty dict",
         "missing.pt": "No such file",
     }.items():
-        with pytest.raises(errors.CheckpointConfigError, match=f"cannot be imported: .*({says})"):
+        with pytest.raises(
+            errors.CheckpointConfigError, match=f"cannot be imported: .*({message})"
+        ):
             import_file(tmp_path / name, tmp_path / "c", 1)
     assert not (tmp_path / "executed").exists()
     assert not (tmp_path / "c").exists()

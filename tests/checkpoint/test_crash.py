@@ -1,4 +1,4 @@
-"""The crash test of the documentation, with fewer kills."""
+"""The documented crash test, with fewer kills."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SCRIPT: Final = Path(__file__).parents[2] / "benchmarks" / "crash_checkpoint.py"
 
 @pytest.mark.parametrize("kills", [8, pytest.param(40, marks=pytest.mark.soak)])
 def test_no_kill_loses_a_checkpoint_or_changes_the_result(kills: int, tmp_path: Path) -> None:
-    """Savers and ranks die at random moments; the parameters end bit for bit as undisturbed.
+    """Savers and ranks die at random moments; the final parameters equal those of an undisturbed run.
 
-    The whole of it, 300 kills with launchers among them, is ``benchmarks/crash_checkpoint.py``.
+    The full test, with 300 kills that include launchers, is ``benchmarks/crash_checkpoint.py``.
     """
     options = ["--kills", str(kills), "--seed", "1", "--victims", "saver", "rank"]
     run = scripts.Script([str(SCRIPT), *options], folder=tmp_path).end(220)

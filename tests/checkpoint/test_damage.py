@@ -1,4 +1,4 @@
-"""A checkpoint that is not what was written is never loaded: it is named, and the one before used."""
+"""A damaged checkpoint is never loaded: it is named, and the previous one is used."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def directory(tmp_path: Path, state: dict[str, Any]) -> Path:
 
 
 def restored(directory: Path, state: dict[str, Any], access: Any = "read") -> int | None:
-    """Restore, and make sure that what came is the state of that step."""
+    """Restore, and check that the values are those of the restored step."""
     with Checkpointer(directory, access=access, rng=False) as checkpointer:
         step = checkpointer.restore(state)
     assert state["epoch"] == step
     return step
 
 
-def test_every_flipped_bit_is_found(directory: Path, state: dict[str, Any]) -> None:
-    """In every file, at its beginning, at its end and in between."""
+def test_every_flipped_bit_is_detected(directory: Path, state: dict[str, Any]) -> None:
+    """Bits are flipped at the beginning, at the end and in the middle of every file."""
     chance = random.Random(0)
     for file in sorted((directory / "step-000000000002").iterdir()):
         whole = file.read_bytes()
@@ -59,8 +59,10 @@ def test_every_flipped_bit_is_found(directory: Path, state: dict[str, Any]) -> N
     assert restored(directory, state) == 2
 
 
-def test_every_truncation_is_found(directory: Path, state: dict[str, Any]) -> None:
-    """Whatever is left of a file, down to nothing, and what is longer than it was."""
+def test_every_truncated_extended_or_missing_file_is_detected(
+    directory: Path, state: dict[str, Any]
+) -> None:
+    """Each file is cut at several lengths, down to nothing, extended by a byte, and removed."""
     for file in sorted((directory / "step-000000000002").iterdir()):
         whole = file.read_bytes()
         for data in (b"", whole[:1], whole[: len(whole) // 2], whole[:-1], whole + b"\0"):
@@ -74,7 +76,7 @@ def test_every_truncation_is_found(directory: Path, state: dict[str, Any]) -> No
 
 
 def test_damage_in_a_large_file_is_named_by_its_bytes(tmp_path: Path) -> None:
-    """The warning says which file, which bytes, which rank and host found it."""
+    """The warning names the file, the bytes, and the rank and host that found them."""
     state = {"weights": torch.randn(3 * BLOCK_BYTES // 4), "step": 0}
     with Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
@@ -93,10 +95,10 @@ def test_damage_in_a_large_file_is_named_by_its_bytes(tmp_path: Path) -> None:
         assert checkpointer.restore(state) == 1
 
 
-def test_damaged_one_is_set_aside_and_its_step_saved_anew(
+def test_damaged_checkpoint_is_set_aside_and_its_step_saved_again(
     directory: Path, state: dict[str, Any]
 ) -> None:
-    """A training that comes to that step again is not in its own way."""
+    """Its folder does not block the training when it reaches that step again."""
     file = directory / "step-000000000002" / "state.pt"
     file.write_bytes(file.read_bytes()[:-1])
     with Checkpointer(directory) as checkpointer:
@@ -110,10 +112,10 @@ def test_damaged_one_is_set_aside_and_its_step_saved_anew(
     assert len(list(directory.glob(".aside-step-000000000002-*"))) == 1
 
 
-def test_when_all_are_damaged_nothing_begins_at_zero(
+def test_training_does_not_restart_from_zero_when_all_checkpoints_are_damaged(
     directory: Path, state: dict[str, Any]
 ) -> None:
-    """Days of training are not thrown away in silence; nothing is moved, either."""
+    """Days of training would be lost silently, so restore raises an error and moves nothing."""
     for step in (1, 2):
         (directory / f"step-{step:012}" / "state.pt").write_bytes(b"version https://git-lfs")
     for access in ("write", "read"):
@@ -127,7 +129,7 @@ def test_when_all_are_damaged_nothing_begins_at_zero(
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest of step 2 as one would who can compute its checksum."""
+    """Change the manifest of step 2 and its checksum, as an attacker would."""
     file = directory / "step-000000000002" / "manifest.json"
     content = json.loads(file.read_text())["content"]
     change(content)
@@ -136,15 +138,15 @@ def rewrite(directory: Path, change: Callable[[dict[str, Any]], object]) -> None
 
 
 def test_newer_format_is_refused_and_not_skipped(directory: Path, state: dict[str, Any]) -> None:
-    """Going back to an older checkpoint would lose what the newer ddpsafe has done."""
+    """Falling back to an older checkpoint would lose the progress made with the newer ddpsafe."""
     rewrite(directory, lambda content: content.update(version=99))
     with pytest.raises(errors.NewerFormatError) as caught:
         restored(directory, state)
     assert (caught.value.found, caught.value.known) == (99, 2)
 
 
-def test_manifest_of_nonsense_is_damage(directory: Path, state: dict[str, Any]) -> None:
-    """With a right checksum, too."""
+def test_invalid_manifest_is_damage(directory: Path, state: dict[str, Any]) -> None:
+    """Its checksum does not matter."""
     rewrite(directory, lambda content: content.pop("files"))
     with pytest.warns(errors.CheckpointWarning, match="files: Field required"):
         assert restored(directory, state) == 1
@@ -184,7 +186,7 @@ for _ in range(500):
 def test_manifest_with_one_wrong_value_is_damage(
     directory: Path, state: dict[str, Any], path: list[str], value: object
 ) -> None:
-    """Types, signs, counts, names of files: with a right checksum, too."""
+    """Types, signs, counts and file names are checked even if the checksum matches."""
     file = directory / "step-000000000002" / "manifest.json"
     document = json.loads(file.read_text())
     *above, last = ["content", *path]
@@ -203,7 +205,7 @@ def test_manifest_with_one_wrong_value_is_damage(
     [
         ([4], [([0], [4])], True),
         ([4], [([0], [1]), ([1], [3])], True),
-        ([4], [([0], [2]), ([1], [2])], False),  # overlap, and 3 is missing
+        ([4], [([0], [2]), ([1], [2])], False),  # overlap, and 3 is not covered
         ([4], [([0], [2]), ([0], [2])], False),
         ([4], [([0], [3])], False),
         ([], [([], [])], True),
@@ -220,8 +222,10 @@ def test_manifest_with_one_wrong_value_is_damage(
     ],
     ids=str,
 )  # fmt: skip
-def test_pieces_of_a_tensor_cover_it_once(shape: Any, blocks: Any, *, is_whole: bool) -> None:
-    """Pieces that overlap, and leave values that were never written, are refused."""
+def test_pieces_of_a_tensor_must_cover_it_exactly_once(
+    shape: Any, blocks: Any, *, is_whole: bool
+) -> None:
+    """Overlapping pieces leave some values unwritten, so they are refused."""
     file = "shards/rank-00000.bin"
     pieces = [{"file": file, "start": 0, "offsets": at, "sizes": n} for at, n in blocks]
     refused = contextlib.nullcontext() if is_whole else pytest.raises(ValueError, match="make up")
@@ -239,7 +243,7 @@ def test_pieces_of_a_tensor_cover_it_once(shape: Any, blocks: Any, *, is_whole: 
         (errno.ENOMEM, False),
     ],
 )
-def test_what_this_process_cannot_open_is_not_taken_for_damaged(
+def test_file_that_this_process_cannot_open_is_not_taken_for_damaged(
     directory: Path,
     state: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -247,12 +251,12 @@ def test_what_this_process_cannot_open_is_not_taken_for_damaged(
     *,
     falls_back: bool,
 ) -> None:
-    """An older checkpoint would lose work, and the newest one be set aside, for a limit of this process."""
+    """A limit of this process must not set the newest checkpoint aside and lose work to an older one."""
     opened = os.open
 
     def refuse(path: Any, *arguments: Any, **options: Any) -> int:
         if path == "state.pt":
-            monkeypatch.setattr(os, "open", opened)  # the older one can be opened
+            monkeypatch.setattr(os, "open", opened)  # the older one opens
             raise OSError(number, os.strerror(number))
         return opened(path, *arguments, **options)
 
@@ -268,10 +272,10 @@ def test_what_this_process_cannot_open_is_not_taken_for_damaged(
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "link to the same", "folder", "socket"])
 @pytest.mark.parametrize("name", ["manifest.json", "state.pt", "ranks.bin"])
-def test_something_else_in_the_place_of_a_file_is_damage(
+def test_another_kind_of_file_in_place_of_a_checkpoint_file_is_damage(
     directory: Path, state: dict[str, Any], kind: str, name: str
 ) -> None:
-    """A pipe is not waited for, and a link is not followed, even to the file itself."""
+    """A pipe is not waited for, and a link is not followed, even if it leads to the original file."""
     file = directory / "step-000000000002" / name
     file.rename(directory / "moved")
     if kind == "pipe":
@@ -283,7 +287,7 @@ def test_something_else_in_the_place_of_a_file_is_damage(
     elif kind == "folder":
         file.mkdir()
     else:
-        # A socket's name has at most 107 bytes, and a folder of pytest's may be longer.
+        # A socket's path has at most 107 bytes, and pytest's folder may be longer.
         folder = os.open(file.parent, os.O_RDONLY)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"/proc/self/fd/{folder}/{file.name}")
@@ -295,7 +299,7 @@ def test_something_else_in_the_place_of_a_file_is_damage(
 def test_index_of_an_older_format_is_not_unpickled(
     directory: Path, state: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Format 1 kept one beside distributed tensors; such a checkpoint is refused with the reason."""
+    """Format 1 stored an index beside distributed tensors; such a checkpoint is refused with the reason."""
     module, name, command = (
         b"\x8c" + bytes([len(text)]) + text.encode()
         for text in (
@@ -320,7 +324,7 @@ def test_index_of_an_older_format_is_not_unpickled(
 def test_checkpoint_that_would_execute_code_is_not_loaded(
     directory: Path, state: dict[str, Any], tmp_path: Path
 ) -> None:
-    """An attacker who replaces the file and its checksum still runs nothing."""
+    """Nothing runs even if an attacker replaces both the file and its checksum."""
     witness = tmp_path / "executed"
 
     class Trap:
@@ -337,16 +341,16 @@ def test_checkpoint_that_would_execute_code_is_not_loaded(
     assert not witness.exists()
 
 
-def test_copied_folder_is_not_taken_for_another_step(
+def test_copied_folder_is_not_mistaken_for_another_step(
     directory: Path, state: dict[str, Any]
 ) -> None:
-    """What a person copied by hand has the state of its own step, whatever its name says."""
+    """A copy made by hand holds the state of its original step, whatever its name says."""
     shutil.copytree(directory / "step-000000000001", directory / "step-000000000009")
     with pytest.warns(errors.CheckpointWarning, match=r"step 9: manifest\.json is of step 1"):
         assert restored(directory, state) == 2
 
 
-def test_vanished_step_folder_is_no_checkpoint(directory: Path, state: dict[str, Any]) -> None:
-    """Removed by hand: the one before is used, without a word."""
+def test_deleted_step_folder_is_ignored(directory: Path, state: dict[str, Any]) -> None:
+    """If it was removed by hand, the previous one is used without a warning."""
     shutil.rmtree(directory / "step-000000000002")
     assert restored(directory, state) == 1

@@ -1,4 +1,4 @@
-"""Errors of checkpoints cross processes whole, and between ranks as plain values."""
+"""Checkpoint errors cross process boundaries intact, and travel between ranks as plain values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def build(cls: type[errors.CheckpointError]) -> errors.CheckpointError:
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_error_survives_pickling_with_its_facts(cls: type[errors.CheckpointError]) -> None:
-    """Type, message and every fact arrive unchanged."""
+    """Type, message and every fact are unchanged."""
     error = build(cls)
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is cls
@@ -52,8 +52,8 @@ def test_error_survives_pickling_with_its_facts(cls: type[errors.CheckpointError
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_error_is_the_same_on_other_ranks(cls: type[errors.CheckpointError]) -> None:
-    """JSON carries it; the text says whose it is and who only saw it."""
+def test_error_is_the_same_on_every_rank(cls: type[errors.CheckpointError]) -> None:
+    """It travels as JSON; the text names the rank that raised it and the ranks that received it."""
     error = build(cls)
     seen = from_wire(json.loads(json.dumps(to_wire(error, rank=0))), "rank 1 (world_size 4)")
     assert type(seen) is cls
@@ -64,8 +64,8 @@ def test_error_is_the_same_on_other_ranks(cls: type[errors.CheckpointError]) -> 
     assert seen.explanation == Explanation(what, "why", "do this")
 
 
-def test_error_of_another_kind_is_told_with_its_class() -> None:
-    """Whatever a user's object raises in state_dict()."""
+def test_error_of_a_foreign_class_is_reported_with_its_class() -> None:
+    """It may be anything that a user's object raises in state_dict()."""
     seen = from_wire(to_wire(ZeroDivisionError("by zero"), rank=2), "rank 0 (world_size 4)")
     assert type(seen) is errors.CheckpointError
     assert str(seen).startswith("ZeroDivisionError: by zero (raised on rank 2, seen by rank 0")

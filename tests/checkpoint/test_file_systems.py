@@ -1,4 +1,4 @@
-"""Disks that are full, read-only, frozen or gone: the save fails, the training need not."""
+"""Full, read-only, frozen or missing disks: the save fails, the training need not."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.root
-def test_save_that_cannot_fit_is_refused_before_a_byte_is_written(mount: Mount) -> None:
-    """Needed and free bytes are told; what was saved before is whole; a smaller state fits."""
+def test_save_that_cannot_fit_is_refused_before_anything_is_written(mount: Mount) -> None:
+    """The error has needed and free bytes; earlier checkpoints stay intact, and a smaller state fits."""
     directory = mount("tmpfs", "size=6m")
     small, large = {"x": torch.ones(2**18)}, {"x": torch.ones(2**21)}
     with Checkpointer(directory, keep=1) as checkpointer:
@@ -44,7 +44,7 @@ def test_save_that_cannot_fit_is_refused_before_a_byte_is_written(mount: Mount) 
 
 @pytest.mark.root
 def test_shards_that_cannot_fit_are_refused_on_every_rank(mount: Mount) -> None:
-    """What all ranks would write counts, before any of them begins."""
+    """The check adds up what all ranks will write, before any of them starts."""
     directory = mount("tmpfs", "size=3m")
     found = programs.run_ranks(programs.save_large_shards, directory)
     for rank in range(2):
@@ -55,10 +55,10 @@ def test_shards_that_cannot_fit_are_refused_on_every_rank(mount: Mount) -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_disk_that_fills_up_meanwhile_fails_the_save(mount: Mount, asynchronous: bool) -> None:  # noqa: FBT001
-    """Nothing half-written stays, so the space is free again."""
+def test_disk_that_fills_up_during_a_save_fails_it(mount: Mount, asynchronous: bool) -> None:  # noqa: FBT001
+    """No partial file stays, so the space is free again."""
     directory = mount("tmpfs", "size=4m")
-    # A number of five million bytes, which is hardly to be expected, defeats the estimate.
+    # The estimate does not expect an integer of five million bytes.
     state: dict[str, Any] = {"x": torch.ones(8), "huge": 1 << 8 * 5_000_000}
     with Checkpointer(directory) as checkpointer:
         checkpointer.save({"x": torch.ones(8), "huge": 0}, 1)
@@ -70,14 +70,14 @@ def test_disk_that_fills_up_meanwhile_fails_the_save(mount: Mount, asynchronous:
 
 
 def save_and_wait(checkpointer: Checkpointer, state: dict[str, Any], *, asynchronous: bool) -> None:
-    """Save step 2 to the end."""
+    """Save step 2, and wait until it is written."""
     checkpointer.save(state, 2, asynchronous=asynchronous)
     checkpointer.wait()
 
 
 @pytest.mark.root
-def test_training_may_go_on_over_a_full_disk(mount: Mount) -> None:
-    """``on_failure="warn"`` says so each time, and saves again when there is room."""
+def test_training_may_continue_on_a_full_disk(mount: Mount) -> None:
+    """``on_failure="warn"`` warns of each failure, and saves again when there is space."""
     directory = mount("tmpfs", "size=6m")
     state = {"x": torch.ones(2**19)}
     filler = directory / "filler"
@@ -92,10 +92,10 @@ def test_training_may_go_on_over_a_full_disk(mount: Mount) -> None:
         assert checkpointer.latest() == 3
 
 
-def test_save_whose_rename_does_not_reach_the_disk_is_undone(
+def test_save_whose_rename_cannot_be_synced_is_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that failed does not leave a checkpoint; the step can be saved again."""
+    """A failed save leaves no checkpoint behind, and the step can be saved again."""
     fsync = os.fsync
 
     def refuse(fd: int) -> None:
@@ -115,10 +115,8 @@ def test_save_whose_rename_does_not_reach_the_disk_is_undone(
         assert checkpointer.steps() == [2, 1]
 
 
-def test_entries_of_new_directories_reach_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a crash after the first save may leave a checkpoint that no path leads to."""
+def test_new_directory_entries_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a crash after the first save may leave a checkpoint without a path to it."""
     synced: list[Path] = []
     fsync = os.fsync
 
@@ -131,10 +129,8 @@ def test_entries_of_new_directories_reach_the_disk(
         assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "one"} <= set(synced)
 
 
-def test_directory_that_cannot_be_listed_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Written to but not read, as with mode 300: an error of ddpsafe, and no lock is left."""
+def test_unlistable_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory with mode 300 can be written but not read: ddpsafe raises its own error, and leaves no lock."""
 
     def refuse(_: object) -> list[str]:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -150,7 +146,7 @@ def test_directory_that_cannot_be_listed_is_told(
 
 @pytest.mark.root
 def test_file_system_that_turns_read_only_fails_the_save(mount: Mount) -> None:
-    """As ext4 does after an error of its disk, here one that its own switch triggers."""
+    """As ext4 does after a disk error; here the file system's own switch triggers it."""
     directory = mount("ext4", "loop,errors=remount-ro")
     source = next(
         part.device for part in psutil.disk_partitions() if part.mountpoint == str(directory)
@@ -166,8 +162,8 @@ def test_file_system_that_turns_read_only_fails_the_save(mount: Mount) -> None:
 
 
 @pytest.mark.root
-def test_job_on_a_read_only_file_system_does_not_begin(mount: Mount) -> None:
-    """The error says so before the first step; reading works."""
+def test_job_on_a_read_only_file_system_does_not_start(mount: Mount) -> None:
+    """The error is raised before the first step; reading works."""
     directory = mount("tmpfs", "size=4m")
     with Checkpointer(directory) as checkpointer:
         checkpointer.save({"x": 1}, 1)
@@ -177,8 +173,8 @@ def test_job_on_a_read_only_file_system_does_not_begin(mount: Mount) -> None:
     assert Checkpointer(directory, access="read").restore({"x": 0}) == 1
 
 
-def test_file_in_the_place_of_the_directory_is_told(tmp_path: Path) -> None:
-    """Whatever the file system refuses comes as one class, with its words."""
+def test_file_in_place_of_the_directory_is_reported(tmp_path: Path) -> None:
+    """Any refusal of the file system is raised as one class, with the system's text."""
     (tmp_path / "file").touch()
     with pytest.raises(errors.DirectoryError, match=r"(?s)File exists.*it is a file"):
         Checkpointer(tmp_path / "file")
@@ -188,15 +184,15 @@ def test_file_in_the_place_of_the_directory_is_told(tmp_path: Path) -> None:
             call()
 
 
-def test_link_to_nowhere_is_told(tmp_path: Path) -> None:
-    """A mount that is missing leaves such a link; "File exists" alone would puzzle."""
+def test_dangling_link_is_reported(tmp_path: Path) -> None:
+    """A missing mount leaves such a link, and "File exists" alone would be confusing."""
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(errors.DirectoryError, match=r"link to .*gone, which does not exist"):
         Checkpointer(tmp_path / "link")
 
 
-def test_link_in_the_place_of_a_checkpoint_is_removed_like_one(tmp_path: Path) -> None:
-    """Pruned or set aside, it leaves nothing behind, and what it points to is left alone."""
+def test_link_in_place_of_a_checkpoint_is_removed(tmp_path: Path) -> None:
+    """Pruning it or setting it aside removes the link only, not its target."""
     for name in ("a", "b"):
         with Checkpointer(tmp_path / name, keep=1) as checkpointer:
             checkpointer.save({"x": name}, 1 if name == "a" else 2)
@@ -219,8 +215,8 @@ def test_link_in_the_place_of_a_checkpoint_is_removed_like_one(tmp_path: Path) -
 
 
 @pytest.mark.root
-def test_disk_without_inodes_is_told(mount: Mount) -> None:
-    """There is space, and no file can be made."""
+def test_disk_without_free_inodes_is_reported(mount: Mount) -> None:
+    """There is space, but no file can be created."""
     directory = mount("tmpfs", "size=4m,nr_inodes=12")
     with Checkpointer(directory, keep=None) as checkpointer:
         checkpointer.save({"x": 1}, 1)
@@ -230,8 +226,8 @@ def test_disk_without_inodes_is_told(mount: Mount) -> None:
         assert checkpointer.restore({"x": 0}) == 2
 
 
-def test_directory_called_latest_is_left_alone(tmp_path: Path) -> None:
-    """There is no link then, and no remains of links that could not be put there."""
+def test_directory_named_latest_is_left_alone(tmp_path: Path) -> None:
+    """No link is made then, and no temporary link stays behind."""
     (tmp_path / "latest").mkdir()
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"x": 1}, 1)
@@ -239,8 +235,8 @@ def test_directory_called_latest_is_left_alone(tmp_path: Path) -> None:
     assert names == [".lock", "latest", "step-000000000001"]
 
 
-def test_vanished_directory_fails_the_save(tmp_path: Path) -> None:
-    """Removed by hand, or unmounted: the next job's directory is not written to."""
+def test_removed_directory_fails_the_save(tmp_path: Path) -> None:
+    """If it was deleted or unmounted, nothing is written to a directory created in its place."""
     with Checkpointer(tmp_path / "c") as checkpointer:
         checkpointer.save({"x": 1}, 1)
         shutil.rmtree(tmp_path / "c")
@@ -253,8 +249,8 @@ def test_vanished_directory_fails_the_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-def test_storage_that_does_not_answer_is_given_up_on(mount: Mount) -> None:
-    """The deadline holds though the writer sits in the kernel, and it never publishes later."""
+def test_save_on_unresponsive_storage_times_out(mount: Mount) -> None:
+    """The deadline holds while the writer is stuck in the kernel, and the writer never publishes later."""
     directory = mount("ext4", "loop")
     with Checkpointer(directory, timeout=timedelta(seconds=0.5)) as checkpointer:
         checkpointer.save({"x": 1}, 1)
@@ -275,10 +271,10 @@ def test_storage_that_does_not_answer_is_given_up_on(mount: Mount) -> None:
 
 
 @pytest.mark.root
-def test_storage_that_hangs_in_the_rename_publishes_nothing_later(
+def test_save_that_hangs_in_the_rename_publishes_nothing_later(
     mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The save had timed out by the time that the kernel renamed its folder, so it is taken back."""
+    """If the save has timed out before the kernel renames its folder, the rename is undone."""
     directory = mount("ext4", "loop")
     publish = _directory.publish
 
@@ -305,8 +301,8 @@ def test_storage_that_hangs_in_the_rename_publishes_nothing_later(
 
 
 @pytest.mark.root
-def test_save_that_was_interrupted_does_not_appear_later(mount: Mount) -> None:
-    """After Ctrl-C in save() its writer ends without publishing, and the step can be saved."""
+def test_interrupted_save_does_not_appear_later(mount: Mount) -> None:
+    """After Ctrl-C in save(), its writer ends without publishing, and the step can be saved again."""
     directory = mount("ext4", "loop")
     with Checkpointer(directory) as checkpointer:
         checkpointer.save({"x": 1}, 1)
@@ -317,15 +313,15 @@ def test_save_that_was_interrupted_does_not_appear_later(mount: Mount) -> None:
                 checkpointer.save({"x": 2}, 2)
         finally:
             subprocess.run(["fsfreeze", "-u", str(directory)], check=True)
-        # Not by join(): an interrupted one takes the thread for dead (Python 3.11).
+        # Not join(): after an interrupt it takes the thread for finished (Python 3.11).
         wait_until(lambda: not list(directory.glob(".saving*")))
         assert checkpointer.latest() == 1
         checkpointer.save({"x": 2}, 2)
         assert checkpointer.latest() == 2
 
 
-def test_folder_in_the_way_of_a_save_is_told(tmp_path: Path) -> None:
-    """Nothing is overwritten; the message names the folder, and the next step is saved."""
+def test_folder_in_the_way_of_a_save_is_reported(tmp_path: Path) -> None:
+    """Nothing is overwritten; the error names the folder, and the next step can be saved."""
     with Checkpointer(tmp_path) as checkpointer:
         other = tmp_path / "step-000000000002" / "other"
         other.parent.mkdir()
@@ -338,7 +334,7 @@ def test_folder_in_the_way_of_a_save_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_old_checkpoint_that_cannot_be_removed_does_not_fail_the_save(mount: Mount) -> None:
-    """The new one is there; the warning says that the disk will fill up."""
+    """The new checkpoint is there; the warning says that the disk will fill up."""
     directory = mount("ext4", "loop")
     with Checkpointer(directory, keep=1) as checkpointer:
         checkpointer.save({"x": 1}, 1)
@@ -353,8 +349,8 @@ def test_old_checkpoint_that_cannot_be_removed_does_not_fail_the_save(mount: Mou
     assert [path.name for path in directory.glob("*step*")] == ["step-000000000003"]
 
 
-def test_warning_of_a_failed_save_is_not_raised_by_chance(tmp_path: Path) -> None:
-    """With ``on_failure="warn"`` a healthy save is silent."""
+def test_successful_save_gives_no_failure_warning(tmp_path: Path) -> None:
+    """With ``on_failure="warn"``, a save that succeeds is silent."""
     with warnings.catch_warnings(), Checkpointer(tmp_path, on_failure="warn") as checkpointer:
         warnings.simplefilter("error")
         checkpointer.save({"x": 1}, 1)

@@ -19,9 +19,9 @@ PROGRAM: Final = Path(__file__).parents[1] / "kits" / "checkpoint_forger.py"
 def test_no_forgery_executes_hangs_or_raises_an_error_of_another_kind(
     count: int, seed: int, tmp_path: Path
 ) -> None:
-    """Manifests, pickles with dotted names, pipes, links, and trees that no Checkpointer saves.
+    """Forgeries are manifests, pickles with dotted names, pipes, links, and unsavable trees.
 
-    5,000 of them: ``python tests/kits/checkpoint_forger.py --count 5000 --seed 1000``.
+    To run 5,000: ``python tests/kits/checkpoint_forger.py --count 5000 --seed 1000``.
     """
     command = [str(PROGRAM), "--count", str(count), "--seed", str(seed)]
     run = scripts.Script(command, folder=tmp_path).end(500)
@@ -29,4 +29,4 @@ def test_no_forgery_executes_hangs_or_raises_an_error_of_another_kind(
     found = json.loads(run.out)
     assert found["faults"] == {}
     assert sum(found["outcomes"].values()) == count
-    assert found["outcomes"]["step 1"] > count // 4  # most of it is damage: the step before is used
+    assert found["outcomes"]["step 1"] > count // 4  # most forgeries are damage, so step 1 is used

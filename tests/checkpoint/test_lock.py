@@ -1,4 +1,4 @@
-"""Two jobs in one directory: the second is told who the first is; a dead one does not block."""
+"""Two jobs in one directory: the second learns who the first is; a dead job does not block."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[BaseProcess]:
-    """Return another process, which has locked the directory."""
+    """Return another process, which holds the lock of the directory."""
     context = forked_ranks.server()
     held = context.Event()
     process = context.Process(target=programs.hold_lock, args=(tmp_path, held))
@@ -38,10 +38,10 @@ def holder(tmp_path: Path) -> Iterator[BaseProcess]:
     process.close()
 
 
-def test_second_job_is_told_who_the_first_is(
+def test_second_job_learns_which_job_holds_the_lock(
     tmp_path: Path, holder: BaseProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Host, process, the scheduler's job and since when."""
+    """The error has the host, the process, the scheduler's job and the time."""
     monkeypatch.setattr(_lock, "DYING_S", 0.2)
     with pytest.raises(errors.DirectoryLockedError) as caught:
         Checkpointer(tmp_path)
@@ -52,20 +52,20 @@ def test_second_job_is_told_who_the_first_is(
 
 
 def test_lock_of_a_killed_job_is_free_at_once(tmp_path: Path, holder: BaseProcess) -> None:
-    """The kernel ends it with the process, so a retry waits for nothing."""
+    """The kernel releases it with the process, so a retry waits for nothing."""
     holder.kill()
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"x": 1}, 1)
 
 
-def test_next_job_waits_for_one_that_is_on_its_way_out(tmp_path: Path, holder: BaseProcess) -> None:
-    """As when a scheduler starts the next while the last one still ends."""
+def test_next_job_waits_for_one_that_is_ending(tmp_path: Path, holder: BaseProcess) -> None:
+    """A scheduler may start the next job while the previous one is still ending."""
     threading.Timer(0.3, holder.kill).start()
     Checkpointer(tmp_path).close()
 
 
 def other_host(directory: Path) -> _lock.Owner:
-    """Write the lock of a job on another host, where record locks do not reach."""
+    """Write the lock of a job on another host, which record locks do not reach."""
     owner = replace(_lock.Owner.myself({}), host="gpu-07", boot="another kernel", pid=1)
     (directory / _lock.NAME).write_text(json.dumps(asdict(owner)))
     return owner
@@ -74,7 +74,7 @@ def other_host(directory: Path) -> _lock.Owner:
 def test_heartbeat_of_another_host_is_respected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its file changes, so it lives, whatever the clocks say."""
+    """The owner's file changes, so the owner is alive, whatever the clocks say."""
     monkeypatch.setattr(_lock, "SILENCE_S", 20.0)
     other_host(tmp_path)
     stop = threading.Event()
@@ -96,18 +96,18 @@ def test_heartbeat_of_another_host_is_respected(
 def test_silent_owner_on_another_host_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its directory is taken over, and it learns so if it comes back."""
+    """Its directory is taken over, and it gets an error if it resumes."""
     monkeypatch.setattr(_lock, "SILENCE_S", 0.5)
     other_host(tmp_path)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"x": 1}, 1)
-        other_host(tmp_path)  # it writes its lock again, as if it had only slept
+        other_host(tmp_path)  # it writes its lock again, as if it had been suspended
         with pytest.raises(errors.SaveError, match="was suspended"):
             checkpointer.save({"x": 2}, 2)
 
 
 def test_closed_checkpointer_lets_the_next_one_in(tmp_path: Path) -> None:
-    """In the same process, too; two at once are refused there."""
+    """This holds within one process too, where two open ones at a time are refused."""
     first = Checkpointer(tmp_path)
     with pytest.raises(errors.DirectoryLockedError, match="Checkpointer of this process"):
         Checkpointer(tmp_path / ".." / tmp_path.name)
@@ -116,8 +116,8 @@ def test_closed_checkpointer_lets_the_next_one_in(tmp_path: Path) -> None:
     Checkpointer(tmp_path).close()
 
 
-def test_forgotten_checkpointer_lets_the_next_one_in(tmp_path: Path) -> None:
-    """A notebook cell that is run again is not in its own way."""
+def test_garbage_collected_checkpointer_lets_the_next_one_in(tmp_path: Path) -> None:
+    """A notebook cell that runs again does not block itself."""
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save({"x": 1}, 1)
     del checkpointer
@@ -125,7 +125,7 @@ def test_forgotten_checkpointer_lets_the_next_one_in(tmp_path: Path) -> None:
 
 
 def second_job(directory: Path) -> str:
-    """Return what another process meets that opens the directory."""
+    """Return the outcome of opening the directory in another process."""
     program = f"""
         from ddpsafe.checkpoint import Checkpointer, _lock, errors
         _lock.DYING_S = 0.2
@@ -139,8 +139,8 @@ def second_job(directory: Path) -> str:
     return scripts.run(directory.parent, program).lines()[0]
 
 
-def test_lock_survives_whatever_its_own_process_does_with_the_files(tmp_path: Path) -> None:
-    """A backup, an upload, a fork: closing the file elsewhere gives nothing away."""
+def test_lock_survives_its_own_process_opening_and_closing_the_files(tmp_path: Path) -> None:
+    """Neither a backup, an upload nor a fork that closes a lock file releases the lock."""
     with Checkpointer(tmp_path / "c") as checkpointer:
         checkpointer.save({"x": 1}, 1)
         shutil.copytree(tmp_path / "c", tmp_path / "backup", symlinks=True)
@@ -157,7 +157,7 @@ def test_lock_survives_whatever_its_own_process_does_with_the_files(tmp_path: Pa
 
 
 def test_child_that_outlives_its_owner_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """A worker of a DataLoader, forked while the lock was held, has no part in it."""
+    """A DataLoader worker that was forked while the lock was held does not hold it."""
     program = f"""
         import os, signal
         from ddpsafe.checkpoint import Checkpointer
@@ -182,12 +182,12 @@ def planted_link(path: Path, victim: Path) -> None:
 
 
 def planted_name(path: Path, victim: Path) -> None:
-    """Plant a second name."""
+    """Plant a hard link."""
     path.hardlink_to(victim)
 
 
 def planted_copy(path: Path, victim: Path) -> None:
-    """Plant a file with something else in it."""
+    """Plant a file with other content."""
     path.write_bytes(victim.read_bytes())
 
 
@@ -197,10 +197,10 @@ def planted_pipe(path: Path, _: Path) -> None:
 
 
 @pytest.mark.parametrize("plant", [planted_link, planted_name, planted_copy, planted_pipe])
-def test_what_another_user_planted_is_not_written(
+def test_file_planted_by_another_user_is_not_written(
     tmp_path: Path, plant: Callable[[Path, Path], None]
 ) -> None:
-    """A victim's file keeps its bytes, and the job is told at once what stands there."""
+    """The victim's file keeps its bytes, and the error names the file at once."""
     victim, path = tmp_path / "authorized_keys", tmp_path / "c" / ".lock"
     victim.write_bytes(b"ssh-ed25519 key")
     path.parent.mkdir()
@@ -211,10 +211,10 @@ def test_what_another_user_planted_is_not_written(
     assert _lock.read_owner(path.parent) is None
 
 
-def test_heartbeat_counts_where_the_former_lock_was_one_of_its_process(
+def test_heartbeat_counts_where_the_lock_belonged_to_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a lock may be gone while its owner lives, on the same kernel too."""
+    """The kernel drops such a lock if its owner closes any descriptor of the file, and lives on."""
     monkeypatch.setattr(_lock, "SILENCE_S", 20.0)
     owner = replace(_lock.Owner.myself({}), id="another", lock="process")
     (tmp_path / _lock.NAME).write_text(json.dumps(asdict(owner)))

@@ -1,4 +1,4 @@
-"""A checkpoint of other objects is refused by name, before any object is changed."""
+"""A checkpoint of other objects is refused by name, before any object changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make(size: int = 2, optimizer: Callable[..., torch.optim.Optimizer] = torch.
 
 
 def refused(directory: Path, saved: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Save one state, fail to restore it into another, and return what differs."""
+    """Save one state, fail to restore it into another, and return the differences."""
     with Checkpointer(directory) as checkpointer:
         checkpointer.save(saved, 1)
         with pytest.raises(errors.CheckpointMismatchError) as caught:
@@ -33,8 +33,8 @@ def refused(directory: Path, saved: dict[str, Any], now: dict[str, Any]) -> dict
     return caught.value.differences
 
 
-def test_optimizer_with_other_groups_leaves_the_model_as_it_is(tmp_path: Path) -> None:
-    """The model comes first in the state, and is not changed: nothing is half restored."""
+def test_optimizer_with_other_groups_leaves_the_model_unchanged(tmp_path: Path) -> None:
+    """The model comes first in the state, yet nothing is restored in part."""
     model = torch.nn.Linear(2, 2)
     before = model.weight.clone()
     groups = [{"params": [each]} for each in model.parameters()]
@@ -46,7 +46,7 @@ def test_optimizer_with_other_groups_leaves_the_model_as_it_is(tmp_path: Path) -
 
 
 def test_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
-    """Torch would load it, and fail in the next step."""
+    """PyTorch would load it, and fail in the next step."""
     saved, now = ({"optimizer": make(size)["optimizer"]} for size in (2, 3))
     assert refused(tmp_path, saved, now) == {
         "optimizer['param_groups'][0]['params']": (
@@ -57,7 +57,7 @@ def test_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
 
 
 def test_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
-    """Torch would only warn, and leave it without values."""
+    """PyTorch would only warn, and leave it without values."""
     now = {"model": torch.nn.Linear(2, 2, device="meta"), "x": torch.ones(1, device="meta")}
     saved = {"model": torch.nn.Linear(2, 2), "x": torch.ones(1)}
     where = ("values", "on the meta device, which has none")
@@ -69,7 +69,7 @@ def test_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
 
 
 def test_lazy_model_takes_its_shapes_from_the_checkpoint(tmp_path: Path) -> None:
-    """As it would from load_state_dict."""
+    """As with load_state_dict."""
     model, now = torch.nn.Linear(3, 2), torch.nn.LazyLinear(2)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"model": model}, 1)
@@ -78,8 +78,8 @@ def test_lazy_model_takes_its_shapes_from_the_checkpoint(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("wraps_now", [False, True])
-def test_wrapper_that_changes_all_names_is_named(tmp_path: Path, *, wraps_now: bool) -> None:
-    """One that is not DDP's, on either side."""
+def test_wrapper_that_renames_every_parameter_is_named(tmp_path: Path, *, wraps_now: bool) -> None:
+    """The wrapper is not DDP, and either side may have it."""
     model = torch.nn.Linear(3, 2)
     wrapper = torch.nn.ModuleDict({"engine": model})
     saved, now = ({"model": each} for each in ((model, wrapper)[:: 1 if wraps_now else -1]))
@@ -91,13 +91,13 @@ def test_wrapper_that_changes_all_names_is_named(tmp_path: Path, *, wraps_now: b
 
 
 def test_optimizer_of_another_class_is_refused(tmp_path: Path) -> None:
-    """Torch would load it, and train with other rules than before."""
+    """PyTorch would load it, and continue with the other optimizer's hyperparameters."""
     now = make(optimizer=torch.optim.SGD)
     assert refused(tmp_path, make(), now) == {"optimizer": ("Adam", "SGD")}
 
 
 def test_tensors_of_another_dtype_are_refused(tmp_path: Path) -> None:
-    """Torch would cast them: a float to an integer, a double to a half."""
+    """PyTorch would cast them: a float to an integer, a double to a half."""
     saved = {"x": torch.ones(2, dtype=torch.float64), "model": torch.nn.Linear(1, 1).double()}
     now = {"x": torch.zeros(2, dtype=torch.int64), "model": torch.nn.Linear(1, 1).half()}
     assert refused(tmp_path, saved, now) == {
@@ -109,7 +109,7 @@ def test_tensors_of_another_dtype_are_refused(tmp_path: Path) -> None:
 
 
 def test_refusal_of_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
-    """Only the object's own load_state_dict can find it; no rank trains on without it."""
+    """Only the object's own load_state_dict can detect it; no rank continues without it."""
     found = programs.run_ranks(programs.refuse_on_rank_1, tmp_path)
     for rank in range(2):
         assert found[rank]["class"] == "CheckpointMismatchError", found

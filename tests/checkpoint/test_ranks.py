@@ -1,4 +1,4 @@
-"""Ranks together: one answer for all, whoever fails, and a training that outlives its ranks."""
+"""Checkpoints of several ranks: they agree on every result, and training survives their deaths."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SOON: Any = {"backoff_initial": 0, "jitter": 0}
 
 @pytest.fixture(scope="module")
 def disagreement(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """Return what each of two ranks met when one of them failed."""
+    """Return what each of two ranks saw when one of them failed."""
     base = tmp_path_factory.mktemp("disagreement")
     return programs.run_ranks(programs.everything_two_ranks_disagree_on, base)
 
 
 @pytest.mark.parametrize(
-    ("case", "kind", "says", "blamed"),
+    ("case", "kind", "message", "blamed"),
     [
         (
             "own directories",
@@ -55,15 +55,15 @@ def disagreement(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str
         ("lock gone, asynchronous", "SaveError", "has lost its lock on", 0),
     ],
 )
-def test_what_one_rank_meets_is_raised_on_every_rank(
-    disagreement: dict[int, dict[str, Any]], case: str, kind: str, says: str, blamed: int
+def test_error_of_one_rank_is_raised_on_every_rank(
+    disagreement: dict[int, dict[str, Any]], case: str, kind: str, message: str, blamed: int
 ) -> None:
-    """The same class with the same facts, naming the rank that met it."""
+    """Every rank gets the same class and facts, with the rank where it happened."""
     for rank in range(2):
         found = disagreement[rank][case]
         assert found["class"] == kind
         assert found["rank"] == blamed
-        assert_matches(says, found["text"])
+        assert_matches(message, found["text"])
     assert (
         f"(raised on rank {blamed}, seen by rank 1 (world_size 2) on "
         in (disagreement[1][case]["text"])
@@ -71,23 +71,23 @@ def test_what_one_rank_meets_is_raised_on_every_rank(
 
 
 def assert_matches(pattern: str, text: str) -> None:
-    """Fail unless the text has the pattern."""
+    """Fail unless the pattern matches the text."""
     assert re.search(pattern, text), text
 
 
-def test_after_a_failed_save_the_ranks_still_agree(
+def test_ranks_agree_after_a_failed_save(
     disagreement: dict[int, dict[str, Any]],
 ) -> None:
-    """The next save works, and what is there is what was saved."""
+    """The next save works, and a restore returns its values."""
     for rank in range(2):
         assert disagreement[rank]["backwards"]["class"] == "StepOrderError"
         assert disagreement[rank]["read"] == 2
-        assert disagreement[rank]["value"] == 0  # rank 0's, on both
+        assert disagreement[rank]["value"] == 0  # rank 0's value on both
     assert disagreement[0]["left"] == ["latest", "step-000000000001", "step-000000000002"]
 
 
-def test_absent_rank_is_named_within_the_timeout_of_the_save(tmp_path: Path) -> None:
-    """On every rank that waited, also on those that wait for rank 0, which waits for it."""
+def test_absent_rank_is_named_within_the_save_timeout(tmp_path: Path) -> None:
+    """Every rank names it, including those that wait for rank 0 while rank 0 waits for it."""
     found = programs.run_ranks(programs.fail_alone, tmp_path, "rank 1 is absent", ranks=3)
     for rank in (0, 2):
         assert found[rank]["class"] == "SaveTimeoutError", found
@@ -95,8 +95,8 @@ def test_absent_rank_is_named_within_the_timeout_of_the_save(tmp_path: Path) -> 
         assert found[rank]["waited_s"] < 10
 
 
-def test_stopped_writer_is_named_and_the_others_do_not_wait(tmp_path: Path) -> None:
-    """Rank 0 stands still inside its save: the launch ends, and says who it was."""
+def test_suspended_writer_is_named_and_the_others_do_not_wait(tmp_path: Path) -> None:
+    """Rank 0 is suspended inside its save: the launch ends and names it."""
     with pytest.raises(ddpsafe.LaunchError) as caught:
         programs.run_ranks(
             programs.fail_alone, tmp_path, "rank 0 stops", ranks=3, run_dir=tmp_path / "run"
@@ -114,10 +114,10 @@ def source(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_ranks_that_see_different_checkpoints_agree_on_one_or_say_who_lacks_it(
+def test_ranks_that_see_different_checkpoints_agree_on_one_or_name_the_rank_that_lacks_it(
     source: Path,
 ) -> None:
-    """The newest that all see is used with a warning; none in common is an error."""
+    """They use the newest that all see, with a warning; having none in common is an error."""
     found = programs.run_ranks(programs.see_different_directories, source)
     for rank in range(2):
         assert found[rank]["older"]["class"] == "nothing"
@@ -133,8 +133,8 @@ def test_ranks_that_see_different_checkpoints_agree_on_one_or_say_who_lacks_it(
     assert found[1]["older"]["warnings"] == []
 
 
-def test_damage_that_one_rank_sees_counts_for_all(source: Path) -> None:
-    """No rank trains on from another step than the others."""
+def test_damage_that_one_rank_finds_counts_for_all(source: Path) -> None:
+    """No rank continues from another step than the others."""
     shutil.copytree(source / "source", source / "copy", symlinks=True)
     file = source / "copy" / "step-000000000003" / "state.pt"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
@@ -143,8 +143,8 @@ def test_damage_that_one_rank_sees_counts_for_all(source: Path) -> None:
     assert_matches("step 3: state.pt: .*found by rank 1 on ", found[0][2][0])
 
 
-def test_each_rank_draws_on_from_its_own_generators(tmp_path: Path) -> None:
-    """Under another world size, the ranks that were not there keep what they have."""
+def test_each_rank_restores_its_own_generators(tmp_path: Path) -> None:
+    """With a larger world size, the additional ranks keep their generators."""
     before = programs.run_ranks(programs.draw, tmp_path, kwargs={"save": True})
     after = programs.run_ranks(programs.draw, tmp_path, ranks=3, kwargs={"save": False})
     assert [after[rank] for rank in range(2)] == [before[rank] for rank in range(2)]
@@ -153,8 +153,8 @@ def test_each_rank_draws_on_from_its_own_generators(tmp_path: Path) -> None:
 
 
 def test_other_number_of_ranks_reads_every_sample_once(tmp_path: Path) -> None:
-    """Two ranks, then three, against one alone; parameters differ only by the order in which sums are taken."""
-    alike = {"dropout": 0.0}  # what is dropped belongs to a rank
+    """Two ranks, then three, match one process; parameters differ only by the order of summation."""
+    alike = {"dropout": 0.0}  # dropout draws differ between ranks
     whole = programs.run_ranks(programs.train, tmp_path / "whole", ranks=1, kwargs=alike)[0]
     with pytest.raises(ddpsafe.RankKilledError):
         programs.run_ranks(
@@ -173,7 +173,7 @@ def test_other_number_of_ranks_reads_every_sample_once(tmp_path: Path) -> None:
 
 
 def test_rank_without_heartbeat_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank on another host is judged by its heartbeat, and only while this one reads it."""
+    """A rank on another host is checked by its heartbeat, and only while this rank reads it."""
     monkeypatch.setattr(_exchange, "SILENCE_S", 0.2)
     monkeypatch.setattr(_exchange, "_CHECK_S", 0.0)
     control = Control(torch.distributed.HashStore(), rank=0, world_size=3)
@@ -189,16 +189,16 @@ def test_rank_without_heartbeat_is_lost(monkeypatch: pytest.MonkeyPatch) -> None
                 return lost
         return None
 
-    assert look(0.5) is None  # it has no heartbeat yet
+    assert look(0.5) is None  # no heartbeat yet
     for number in range(20):
         control.put("here/beat/1", str(number).encode())
         assert look(0.02) is None
     assert look(10) == (1, "it has sent no heartbeat from gpu-07 for 0.2 s.")
-    assert peers.find_lost([1], lambda _: True) is None  # it sent its message before
+    assert peers.find_lost([1], lambda _: True) is None  # it has sent its message
 
 
 def test_ranks_agree_when_a_save_is_due(disagreement: dict[int, dict[str, Any]]) -> None:
-    """By the clock of rank 0, at steps that it chooses."""
+    """The clock of rank 0 decides, at steps that rank 0 chooses."""
     assert disagreement[0]["due"] == disagreement[1]["due"]
     assert any(disagreement[0]["due"])
     assert not all(disagreement[0]["due"])
@@ -209,8 +209,8 @@ def assert_close(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-5, rtol=1e-4)
 
 
-def test_retries_that_never_get_on_stop(tmp_path: Path) -> None:
-    """A checkpoint that kills whoever loads it does not use up a hundred attempts."""
+def test_retries_without_progress_stop(tmp_path: Path) -> None:
+    """A checkpoint that kills every process that loads it does not use up a hundred attempts."""
     retry = ddpsafe.RetryPolicy(on={"killed"}, attempts=100, **SOON)
     with pytest.raises(ddpsafe.RankKilledError, match="2 attempts in a row got no further"):
         programs.run_ranks(
@@ -229,7 +229,7 @@ NEEDS_FSDP2_ON_CPUS: Final = pytest.mark.skipif(
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any]]:
-    """Return the checkpoints of a model on two ranks, and how it went on."""
+    """Return the directory of a model trained on two ranks, and the state it ended with."""
     directory = tmp_path_factory.mktemp(request.param)
     how = {"save": True, "sharded": request.param == "sharded"}
     return directory, programs.run_ranks(programs.save_and_restore_shards, directory, kwargs=how)[0]
@@ -238,12 +238,12 @@ def trained(
 @pytest.mark.parametrize(
     ("ranks", "sharded"), [pytest.param(3, True, marks=NEEDS_FSDP2_ON_CPUS), (1, False)]
 )
-def test_model_goes_on_sharded_or_whole_on_any_number_of_ranks(
+def test_model_continues_sharded_or_whole_on_any_number_of_ranks(
     trained: tuple[Path, dict[str, Any]],
     ranks: int,
     sharded: bool,  # noqa: FBT001 - a parameter of a test
 ) -> None:
-    """FSDP2 over two ranks or none, then over three or none: parameters and AdamW's moments."""
+    """Parameters and AdamW's moments match after a restore with or without FSDP2."""
     directory, before = trained
     how = {"save": False, "sharded": sharded}
     found = programs.run_ranks(programs.save_and_restore_shards, directory, ranks=ranks, kwargs=how)
@@ -254,8 +254,8 @@ def test_model_goes_on_sharded_or_whole_on_any_number_of_ranks(
             assert_close(ours, theirs)
 
 
-def test_tensors_on_parts_of_the_ranks_come_back(tmp_path: Path) -> None:
-    """Sub-meshes that have the same parts, copies, meshes without rank 0; in the background too."""
+def test_tensors_on_subsets_of_the_ranks_are_restored(tmp_path: Path) -> None:
+    """Sub-meshes with equal parts, replicas, meshes without rank 0, also with asynchronous saves."""
     found = programs.run_ranks(programs.distribute_over_parts_of_the_ranks, tmp_path, ranks=4)
     for rank, cases in found.items():
         for name, right in cases.items():
@@ -265,13 +265,13 @@ def test_tensors_on_parts_of_the_ranks_come_back(tmp_path: Path) -> None:
 def test_other_shape_is_refused_before_anything_changes(
     trained: tuple[Path, dict[str, Any]],
 ) -> None:
-    """Sharded or whole, the class says what it is, on every rank."""
+    """Sharded or whole, the same error class is raised on every rank."""
     found = programs.run_ranks(programs.refuse_shards, trained[0])
     assert list(found.values()) == [("CheckpointMismatchError", [0, 0])] * 2
 
 
 @pytest.mark.parametrize(
-    ("victim", "how", "kind", "says"),
+    ("victim", "how", "kind", "message"),
     [
         (1, "killed", "SaveError", r"its process \d+ on \S+ has ended"),
         (0, "killed", "SaveError", "has ended|the store.* no longer reachable"),
@@ -279,10 +279,10 @@ def test_other_shape_is_refused_before_anything_changes(
     ],
     ids=["rank 1", "rank 0, which serves the store", "raises"],
 )
-def test_rank_that_died_ends_the_save_at_once_where_no_launcher_supervises(
-    tmp_path: Path, victim: int, how: str, kind: str, says: str
+def test_dead_rank_ends_the_save_at_once_without_a_launcher(
+    tmp_path: Path, victim: int, how: str, kind: str, message: str
 ) -> None:
-    """The others do not wait for the timeout of 30 minutes; the message says that it is gone."""
+    """The others do not wait for the timeout of 30 minutes; the message names the dead rank."""
     context = forked_ranks.server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -301,5 +301,5 @@ def test_rank_that_died_ends_the_save_at_once_where_no_launcher_supervises(
     told = json.loads((tmp_path / "told").read_text())
     assert (told["class"], told["rank"], told["origin"]) == (kind, victim, "peer-lost")
     assert f"rank {victim} is lost" in told["text"]
-    assert_matches(says, told["text"])
+    assert_matches(message, told["text"])
     assert told["waited_s"] < 5

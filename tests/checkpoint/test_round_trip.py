@@ -1,4 +1,4 @@
-"""What was saved comes back: every kind of object, and the random numbers that follow."""
+"""A restore returns what was saved: every kind of object, and the random numbers that follow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Counter:
-    """Stands for a user's own object with a state."""
+    """A user's own object with a state."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -34,7 +34,7 @@ class Counter:
         return {"count": self.count}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take a count over."""
+        """Restore the count."""
         self.count = state["count"]
 
 
@@ -57,7 +57,7 @@ def make_training() -> dict[str, Any]:
 
 
 def train(training: dict[str, Any]) -> Iterator[Any]:
-    """Train an epoch; yield after each batch what was read, computed and drawn."""
+    """Train for one epoch; yield the data, the results and the random draws after each batch."""
     for (points,) in training["loader"]:
         loss = training["model"](points).square().mean()
         training["optimizer"].zero_grad()
@@ -73,15 +73,15 @@ def train(training: dict[str, Any]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, asynchronous: bool) -> None:  # noqa: FBT001
-    """Parameters, optimizer, schedule, scaler, position in the data and draws are the same."""
+def test_training_continues_as_if_it_had_not_stopped(tmp_path: Path, asynchronous: bool) -> None:  # noqa: FBT001
+    """Parameters, optimizer, schedule, scaler, data position and random draws are equal."""
     training = make_training()
     running = train(training)
     next(running), next(running)
     with Checkpointer(tmp_path / "c") as checkpointer:
         assert checkpointer.restore(make_training()) is None
         checkpointer.save(training, 2, asynchronous=asynchronous)
-        expected = list(running)  # changes what a save in the background still writes
+        expected = list(running)  # changes what an asynchronous save is still writing
     fresh = make_training()
     with Checkpointer(tmp_path / "c") as checkpointer:
         assert checkpointer.restore(fresh) == 2
@@ -92,8 +92,8 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, asynchronous:
     assert torch.equal(fresh["tensor"], training["tensor"])
 
 
-def test_only_the_newest_are_kept_and_latest_points_to_the_last(tmp_path: Path) -> None:
-    """``keep`` bounds the disk space; the link is for people."""
+def test_only_the_newest_are_kept_and_latest_points_to_the_last_one(tmp_path: Path) -> None:
+    """``keep`` limits the disk space; the link is for people."""
     with Checkpointer(tmp_path, keep=2) as checkpointer:
         for step in (1, 2, 10):
             checkpointer.save({"step": step}, step)
@@ -105,7 +105,7 @@ def test_only_the_newest_are_kept_and_latest_points_to_the_last(tmp_path: Path) 
 
 
 def test_checkpoint_is_a_plain_torch_file(tmp_path: Path) -> None:
-    """A checkpoint can be read without ddpsafe, and its manifest is JSON."""
+    """It can be read without ddpsafe, and its manifest is JSON."""
     model = torch.nn.Linear(2, 2)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"model": model}, 1)
@@ -116,8 +116,8 @@ def test_checkpoint_is_a_plain_torch_file(tmp_path: Path) -> None:
     assert manifest["content"]["step"] == 1
 
 
-def test_what_would_execute_code_is_refused_with_its_path(tmp_path: Path) -> None:
-    """A checkpoint that is saved can be loaded under weights_only, or is not saved."""
+def test_object_that_would_execute_code_is_refused_with_its_path(tmp_path: Path) -> None:
+    """Every saved checkpoint can be loaded under weights_only."""
     bad = {"config": {"loss": [torch.nn.functional.mse_loss], "size": np.float64(1)}}
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(errors.UnsafeStateError) as caught:
         checkpointer.save(bad, 1)
@@ -126,7 +126,7 @@ def test_what_would_execute_code_is_refused_with_its_path(tmp_path: Path) -> Non
 
 
 def test_another_model_is_named_tensor_by_tensor(tmp_path: Path) -> None:
-    """Names and shapes that differ are listed, and nothing is changed."""
+    """Names and shapes that differ are listed, and nothing changes."""
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"model": torch.nn.Linear(2, 3), "epoch": 4}, 1)
         other = torch.nn.Sequential(torch.nn.Linear(2, 3))
@@ -146,8 +146,8 @@ def test_another_model_is_named_tensor_by_tensor(tmp_path: Path) -> None:
     assert "model['weight']: saved shape (3, 2), now nothing" in str(caught.value)
 
 
-def test_steps_do_not_go_backwards(tmp_path: Path) -> None:
-    """A forgotten restore() cannot overwrite; the same step again is allowed."""
+def test_saves_cannot_go_back_to_an_earlier_step(tmp_path: Path) -> None:
+    """A forgotten restore() cannot overwrite checkpoints; saving the same step again is allowed."""
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"x": 1}, 5)
         checkpointer.save({"x": 1}, 5)
@@ -162,7 +162,7 @@ def test_steps_do_not_go_backwards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("runs/1",), "it is relative"),
         (("~/runs",), "only shells expand"),
@@ -171,25 +171,25 @@ def test_steps_do_not_go_backwards(tmp_path: Path) -> None:
         (("/tmp/x", True), "keep=True"),
     ],
 )
-def test_wrong_arguments_are_explained(arguments: tuple[Any, ...], says: str) -> None:
-    """Nothing is written before they are judged."""
-    with pytest.raises(errors.CheckpointConfigError, match=says):
+def test_wrong_arguments_are_explained(arguments: tuple[Any, ...], message: str) -> None:
+    """Arguments are checked before anything is written."""
+    with pytest.raises(errors.CheckpointConfigError, match=message):
         Checkpointer(*arguments)
 
 
 def test_wrong_calls_are_explained(tmp_path: Path) -> None:
-    """A bad step, a state that is not a mapping, a timeout that is not a duration."""
+    """Examples are a bad step, a state that is not a mapping, and a timeout that is not a duration."""
     with pytest.raises(errors.CheckpointConfigError, match="timeout=3"):
-        Checkpointer(tmp_path, timeout=3)  # type: ignore[arg-type]  # what is tested
+        Checkpointer(tmp_path, timeout=3)  # type: ignore[arg-type]  # type: ignore[arg-type]  # under test
     checkpointer = Checkpointer(tmp_path, timeout=timedelta(seconds=20))
     with pytest.raises(errors.CheckpointConfigError, match="with block"):
         checkpointer.save({"x": 1}, 1, asynchronous=True)
     for step in (-1, 1.5, True):
         with pytest.raises(errors.CheckpointConfigError, match="a step is an integer"):
-            checkpointer.save({"x": 1}, step)  # type: ignore[arg-type]  # what is tested
+            checkpointer.save({"x": 1}, step)  # type: ignore[arg-type]  # type: ignore[arg-type]  # under test
     for state in ([1], {}, {1: 2}, {"\ud800": 1}):
         with pytest.raises(errors.CheckpointConfigError, match="not a mapping of names"):
-            checkpointer.save(state, 1)  # type: ignore[arg-type]  # what is tested
+            checkpointer.save(state, 1)  # type: ignore[arg-type]  # type: ignore[arg-type]  # under test
     with pytest.raises(errors.DirectoryLockedError, match=r"(?s)of this process.*call close\(\)"):
         Checkpointer(tmp_path)
     checkpointer.close()
@@ -197,15 +197,15 @@ def test_wrong_calls_are_explained(tmp_path: Path) -> None:
         checkpointer.save({"x": 1}, 1)
 
 
-def test_step_may_be_a_number_of_numpy(tmp_path: Path) -> None:
-    """Whatever counts the steps; a float does not."""
+def test_step_may_be_a_numpy_integer(tmp_path: Path) -> None:
+    """Any integer type counts steps; a float does not."""
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save({"x": 1}, np.int64(3))  # type: ignore[arg-type]  # what is tested
+        checkpointer.save({"x": 1}, np.int64(3))  # type: ignore[arg-type]  # type: ignore[arg-type]  # under test
         assert checkpointer.latest() == 3
 
 
-def test_generators_are_saved_only_if_asked_for(tmp_path: Path) -> None:
-    """``rng=False`` leaves them out, so that no later job can set them."""
+def test_generators_are_saved_only_on_request(tmp_path: Path) -> None:
+    """``rng=False`` leaves them out, so no later job can restore them."""
     with Checkpointer(tmp_path, rng=False) as checkpointer:
         checkpointer.save({"x": 1}, 1)
     random.seed(7)
@@ -216,8 +216,8 @@ def test_generators_are_saved_only_if_asked_for(tmp_path: Path) -> None:
     assert random.random() == expected
 
 
-def test_reader_needs_no_right_to_write(tmp_path: Path) -> None:
-    """Evaluation beside the training: nothing is locked, nothing can be saved."""
+def test_reader_needs_no_write_permission(tmp_path: Path) -> None:
+    """An evaluation beside the training locks nothing and can save nothing."""
     with Checkpointer(tmp_path) as writer:
         writer.save({"x": 7}, 1)
         reader = Checkpointer(tmp_path, access="read")
@@ -229,7 +229,7 @@ def test_reader_needs_no_right_to_write(tmp_path: Path) -> None:
 
 
 def test_tensors_that_share_memory_are_saved_once(tmp_path: Path) -> None:
-    """Tied weights take their space once, in the background, too."""
+    """Tied weights take their space once, also in asynchronous saves."""
     weight = torch.zeros(2**16)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save({"a": weight, "b": weight}, 1, asynchronous=True)
@@ -237,8 +237,8 @@ def test_tensors_that_share_memory_are_saved_once(tmp_path: Path) -> None:
         assert (checkpointer.path(1) / "state.pt").stat().st_size < 1.5 * weight.nbytes
 
 
-def test_process_that_dies_while_it_saves_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    """What was half written is never seen, and is swept away by the next job."""
+def test_process_that_dies_during_a_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    """The partial one is never seen, and the next job deletes it."""
     script = f"""
 import os, signal
 from ddpsafe.checkpoint import Checkpointer
@@ -259,7 +259,7 @@ checkpointer.save({{"x": 2}}, 2)
 
 
 def test_namespace_is_found_on_the_package() -> None:
-    """``ddpsafe.checkpoint`` needs no import of its own."""
+    """``ddpsafe.checkpoint`` needs no separate import."""
     assert ddpsafe.checkpoint is checkpoint
     assert checkpoint.__all__ == [
         "CheckpointInfo",

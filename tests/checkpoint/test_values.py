@@ -1,4 +1,4 @@
-"""Values that are easily forgotten: mutable ones, sparse ones, and those that could not be loaded."""
+"""Values that are easily missed: mutable ones, sparse ones, and those that could not be loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from ddpsafe.checkpoint import Checkpointer, errors
 from ddpsafe.checkpoint._trees import HostCopies
 
-# Tensors of quantized dtypes cannot be made of bits.
+# Quantized dtypes cannot be made from raw bits.
 DTYPES = {
     each
     for each in vars(torch).values()
@@ -27,10 +27,10 @@ DTYPES = {
 @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support")
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
-def test_tensor_of_every_dtype_comes_back_or_is_refused(
+def test_tensor_of_every_dtype_is_restored_or_refused(
     tmp_path: Path, dtype: torch.dtype, *, asynchronous: bool
 ) -> None:
-    """Bit by bit, complex and eight bit floats included; torch itself cannot save some."""
+    """Values are equal bit by bit, also complex and 8-bit floats; torch itself cannot save some dtypes."""
     is_saved = dtype.itemsize > 0 and str(dtype).removeprefix("torch.").strip("u") not in {
         f"int{bits}" for bits in range(1, 8)
     }
@@ -47,7 +47,7 @@ def test_tensor_of_every_dtype_comes_back_or_is_refused(
 
 
 def nested(depth: int) -> Any:
-    """Make a list in a list, and so on."""
+    """Make a list nested to that depth."""
     tree: Any = 1
     for _ in range(depth):
         tree = [tree]
@@ -55,14 +55,14 @@ def nested(depth: int) -> Any:
 
 
 def holding_itself() -> list[Any]:
-    """Make a list that is its own item."""
+    """Make a list that contains itself."""
     items: list[Any] = []
     items.append(items)
     return items
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
+    ("value", "message"),
     [
         (torch.max(torch.ones(2, 2), 0), "torch.return_types.max"),
         (time.gmtime(0), "time.struct_time"),
@@ -79,18 +79,18 @@ def holding_itself() -> list[Any]:
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_value_that_could_not_be_loaded_is_refused_by_name(
-    tmp_path: Path, value: object, says: str, *, asynchronous: bool
+    tmp_path: Path, value: object, message: str, *, asynchronous: bool
 ) -> None:
-    """The error is ours, with the path of the value as it is, colons included."""
+    """The error is ddpsafe's, with the exact path of the value, colons included."""
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(errors.UnsafeStateError) as caught:
         checkpointer.save({"a: b": value}, 1, asynchronous=asynchronous)
     assert caught.value.paths == ("state['a: b']",)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert "holds a value that" in str(caught.value)
 
 
-def test_copy_for_the_background_shares_nothing_that_can_change() -> None:
-    """A set or a bytearray is copied too, not only tensors."""
+def test_copy_for_an_asynchronous_save_shares_nothing_mutable() -> None:
+    """Sets and bytearrays are copied too, not only tensors."""
     state: dict[str, Any] = {"seen": {1}, "bytes": bytearray(b"old"), "x": torch.zeros(1)}
     copied = HostCopies().copy(state)
     state["seen"].add(2)
@@ -100,8 +100,8 @@ def test_copy_for_the_background_shares_nothing_that_can_change() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_sparse_tensor_comes_back(tmp_path: Path, asynchronous: bool) -> None:  # noqa: FBT001
-    """It has no memory of one piece to copy into, or to measure."""
+def test_sparse_tensor_is_restored(tmp_path: Path, asynchronous: bool) -> None:  # noqa: FBT001
+    """It has no single block of memory to copy or to measure."""
     state: dict[str, Any] = {"x": torch.eye(3).to_sparse()}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(state, 1, asynchronous=asynchronous)
@@ -112,10 +112,8 @@ def test_sparse_tensor_comes_back(tmp_path: Path, asynchronous: bool) -> None:  
 
 
 @pytest.mark.parametrize("container", [list, tuple, lambda models: dict(enumerate(models))])
-def test_model_inside_of_a_container_is_told_where_it_belongs(
-    tmp_path: Path, container: Any
-) -> None:
-    """The message names it, and says to give it a name of its own at the top."""
+def test_model_inside_a_container_is_refused_with_advice(tmp_path: Path, container: Any) -> None:
+    """The message names it, and says to give it its own name at the top level."""
     models = container([torch.nn.Linear(1, 1)])
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(errors.UnsafeStateError) as caught:
         checkpointer.save({"models": models}, 1)
@@ -126,14 +124,14 @@ def test_model_inside_of_a_container_is_told_where_it_belongs(
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensor_comes_back(
+def test_nested_tensor_is_restored(
     tmp_path: Path,
     layout: torch.layout,
     asynchronous: bool,  # noqa: FBT001 - a parameter of a test
 ) -> None:
-    """Alone, and inside of a plain value; another one of other lengths is a mismatch.
+    """Alone or inside a plain value; a tensor with other lengths is a mismatch.
 
-    Where torch does not load them, since 2.15, they are refused before anything is saved.
+    torch 2.15 and later do not load them, so there they are refused before anything is saved.
     """
 
     def nested(*lengths: int) -> torch.Tensor:
@@ -158,7 +156,7 @@ def test_nested_tensor_comes_back(
 
 
 def anonymous_bytes() -> int:
-    """Return how much memory of its own this process has, files that it has mapped left out."""
+    """Return how much memory this process has that is not a mapped file."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -166,7 +164,7 @@ def anonymous_bytes() -> int:
 
 
 class Probe:
-    """A state of 64 MB that notes how much memory the process has when it is given back."""
+    """A state of 64 MB that records the memory of the process when it is restored."""
 
     def __init__(self) -> None:
         self.value = torch.ones(16 * 2**20)
@@ -177,18 +175,18 @@ class Probe:
         return {"note": 1}
 
     def load_state_dict(self, _: dict[str, Any]) -> None:
-        """Note the memory."""
+        """Record the memory."""
         self.seen = anonymous_bytes()
 
 
 def is_mapped() -> bool:
-    """Tell whether this process has a checkpoint's file in its memory."""
+    """Return whether this process has a checkpoint file mapped."""
     return "state.pt" in Path("/proc/self/maps").read_text()
 
 
 def test_refused_restore_keeps_no_file_mapped(tmp_path: Path) -> None:
-    """Once its error has been handled; not when the garbage collector comes by."""
-    gc.collect()  # what failed in tests before this one
+    """The file is unmapped once the error is handled, without waiting for the garbage collector."""
+    gc.collect()  # failures of earlier tests
     gc.disable()
     try:
         with Checkpointer(tmp_path) as checkpointer:
@@ -201,8 +199,8 @@ def test_refused_restore_keeps_no_file_mapped(tmp_path: Path) -> None:
 
 
 def test_restore_holds_the_state_once(tmp_path: Path) -> None:
-    """The file is mapped, so that ranks of a node share it; afterwards nothing of it is left."""
-    gc.collect()  # errors of tests before this one, with what their frames hold
+    """The file is mapped, so the ranks of a node share it; afterwards it is unmapped."""
+    gc.collect()  # errors of earlier tests, with the objects in their frames
     model = torch.nn.Linear(4096, 4096)  # 64 MB
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     model(torch.ones(4096)).sum().backward()

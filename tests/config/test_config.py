@@ -1,4 +1,4 @@
-"""What a `LaunchConfig` accepts, where its fields come from, and how it says no."""
+"""What a `LaunchConfig` accepts, where its fields come from, and how it refuses the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _empty_launch_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start each test where no file and no variable configures anything."""
+    """Start each test in a directory without a config file, and without ddpsafe's variables."""
     monkeypatch.chdir(tmp_path)
     for name in ("NPROC_PER_NODE", "SEED", "TIMEOUTS__GRACE", "ENV"):
         monkeypatch.delenv(f"DDPSAFE_{name}", raising=False)
@@ -39,8 +39,8 @@ def problems_of(**fields: object) -> dict[str, str]:
     return {problem.field: str(problem) for problem in caught.value.problems}
 
 
-def test_defaults_are_those_of_the_reference() -> None:
-    """Without any source, a config is what the reference of the configuration says."""
+def test_defaults_match_the_reference() -> None:
+    """Without any source, a config equals the reference page of the configuration."""
     config = LaunchConfig()
     assert config.nproc_per_node == "auto"
     assert (config.nnodes, config.node_rank, config.backend) == (1, None, "auto")
@@ -50,8 +50,8 @@ def test_defaults_are_those_of_the_reference() -> None:
     assert config.retry.on == {"startup-network", "port", "mount"}
 
 
-def test_every_problem_is_reported_at_once() -> None:
-    """Five wrong fields make five problems in one error, each with value, reason and remedy."""
+def test_all_problems_are_reported_at_once() -> None:
+    """One error lists all five wrong fields, each with its value, the reason and a fix."""
     found = problems_of(
         nproc_per_node=0, nnodes=2, backend="ncll", start_method="fork", env={"RANK": "0"}
     )
@@ -63,7 +63,7 @@ def test_every_problem_is_reported_at_once() -> None:
 
 
 def test_config_error_is_a_value_error_and_pickles() -> None:
-    """The error of a config crosses processes with its problems."""
+    """The error crosses process boundaries with its problems."""
     with pytest.raises(ValueError, match="nnodes") as caught:
         LaunchConfig(nnodes=0)
     copy = pickle.loads(pickle.dumps(caught.value))
@@ -71,8 +71,8 @@ def test_config_error_is_a_value_error_and_pickles() -> None:
     assert copy.problems == caught.value.problems
 
 
-def test_misspelt_field_suggests_the_near_one() -> None:
-    """A slip in a field's name is answered with the name, at any depth."""
+def test_misspelt_field_suggests_the_closest_name() -> None:
+    """This works at any depth."""
     assert "'timeouts'" in problems_of(timeuots={})["timeuots"]
     assert "'collective'" in problems_of(timeouts={"colective": 3})["timeouts.colective"]
     assert "nproc_per_node" in problems_of(_env_file="x")["_env_file"]
@@ -100,7 +100,7 @@ def test_misspelt_field_suggests_the_near_one() -> None:
 def test_parts_made_directly_report_exactly_the_users_problems(
     make: Callable[[], object], fields: set[str]
 ) -> None:
-    """A part raises the same error as the whole, without a word on defaults that were not set."""
+    """A part raises the same error as the whole config, and does not mention defaults."""
     with pytest.raises(ConfigError) as caught:
         make()
     assert {problem.field for problem in caught.value.problems} == fields
@@ -108,8 +108,8 @@ def test_parts_made_directly_report_exactly_the_users_problems(
     assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems
 
 
-def test_parts_inside_another_model_are_its_problems() -> None:
-    """Each problem keeps its place, in a config as in a user's own model."""
+def test_problems_of_parts_in_a_users_model_have_their_full_path() -> None:
+    """Each problem has its location, in a config as in a user's own model."""
 
     class Experiment(pydantic.BaseModel):
         waits: Timeouts
@@ -123,7 +123,7 @@ def test_parts_inside_another_model_are_its_problems() -> None:
 
 
 def test_problems_are_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What a program needs of a problem, it does not have to read out of the text."""
+    """A program never has to parse the text of a problem."""
     (tmp_path / "pyproject.toml").write_text("[tool.ddpsafe]\nnnodes = 0\n")
     monkeypatch.setenv("DDPSAFE_TIMEOUTS__GRACE", "soon")
     with pytest.raises(ConfigError) as caught:
@@ -158,32 +158,32 @@ def test_problems_are_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         ({"data_paths": {"train": {"path": "/x", "markr": "a"}}}, "'marker'"),
     ],
 )
-def test_names_of_other_launchers_are_answered_with_ours(
+def test_options_of_other_launchers_are_answered_with_ddpsafes_name(
     fields: dict[str, object], write: str
 ) -> None:
-    """Who comes from mp.spawn, torchrun or Accelerate is told the name of the field here."""
+    """Users of mp.spawn, torchrun or Accelerate learn what the field is called here."""
     (text,) = problems_of(**fields).values()
     assert f"Did you mean {write}" in text
 
 
-def test_an_element_of_a_set_is_named_by_its_field() -> None:
+def test_set_element_is_named_by_its_field() -> None:
     """The user gave it no index."""
     (field,) = problems_of(retry={"on": {"peer-lots"}})
     assert field == "retry.on"
 
 
-def test_spawn_names_its_own_argument_for_the_number_of_ranks() -> None:
-    """And not the field of launch, which it would refuse."""
+def test_spawn_suggests_its_own_argument_for_the_number_of_ranks() -> None:
+    """It does not suggest launch's field, which spawn would refuse."""
     with pytest.raises(ConfigError) as caught:
         spawn(print, num_processes=2)  # type: ignore[call-arg]
     (problem,) = caught.value.problems
     assert (problem.field, problem.write) == ("num_processes", "nprocs=…")
 
 
-def test_config_file_that_others_may_write_is_not_read(
+def test_config_file_that_others_can_write_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What another user may have put into the current directory decides nothing, unless named."""
+    """A file that another user could have placed in the current directory is read only if named."""
     folder = tmp_path / "open"
     folder.mkdir()
     file = folder / "pyproject.toml"
@@ -205,7 +205,7 @@ def test_config_file_that_others_may_write_is_not_read(
 def test_config_file_of_another_user_is_not_read(
     tmp_path: Path, given_away: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither a file nor a directory of another user is trusted; a link's target counts."""
+    """Neither another user's file nor a file in their directory is trusted; for a link, the target counts."""
     (tmp_path / "pyproject.toml").write_text("[tool.ddpsafe]\nseed = 4\n")
     os.chown(tmp_path / given_away, 65534, 65534)
     assert LaunchConfig().seed is None
@@ -216,7 +216,7 @@ def test_config_file_of_another_user_is_not_read(
 def test_config_file_behind_a_link_of_another_user_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It leads to a file of this user while it is looked at, and elsewhere when it is read."""
+    """The link may point to this user's file when it is checked, and elsewhere when it is read."""
     own, shared = tmp_path / "own.toml", tmp_path / "shared"
     own.write_text("[tool.ddpsafe]\nseed = 4\n")
     shared.mkdir()
@@ -233,8 +233,8 @@ def test_config_file_behind_a_link_of_another_user_is_not_read(
 @pytest.mark.parametrize(
     "name", ["LD_PRELOAD", "PYTHONPATH", "PATH", "NCCL_NET_PLUGIN", "CUDA_INJECTION64_PATH"]
 )
-def test_implicit_file_does_not_choose_what_code_runs(tmp_path: Path, name: str) -> None:
-    """The variables that load code are refused in a file that was not named."""
+def test_implicit_config_file_cannot_choose_which_code_runs(tmp_path: Path, name: str) -> None:
+    """In a file that was not named, variables that load code are refused."""
     (tmp_path / "pyproject.toml").write_text(f'[tool.ddpsafe.env]\n{name} = "/x"\n')
     assert "this file was found in the current directory" in problems_of()[f"env.{name}"]
     assert LaunchConfig.from_toml("pyproject.toml").env == {name: "/x"}
@@ -243,7 +243,7 @@ def test_implicit_file_does_not_choose_what_code_runs(tmp_path: Path, name: str)
 def test_argument_beats_environment_beats_file_beats_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The nearer source wins, field by field, also inside a part."""
+    """The closer source wins, field by field, also inside a part."""
     (tmp_path / "pyproject.toml").write_text(
         "[tool.ddpsafe]\nseed = 1\nnnodes = 1\n[tool.ddpsafe.timeouts]\ngrace=1\nshutdown=7\nbarrier=9\n"
     )
@@ -259,8 +259,8 @@ def test_argument_beats_environment_beats_file_beats_default(
 
 
 @pytest.mark.parametrize("text", ["seed = 4\n", "[tool.ddpsafe]\nseed = 4\n"])
-def test_toml_file_is_read_from_its_top_level_or_its_table(tmp_path: Path, text: str) -> None:
-    """Both shapes of a file work, and arguments still win over it."""
+def test_toml_file_is_read_from_its_top_level_or_from_its_table(tmp_path: Path, text: str) -> None:
+    """Both kinds of file work, and arguments still override them."""
     path = tmp_path / "run.toml"
     path.write_text(text)
     assert LaunchConfig.from_toml(path).seed == 4
@@ -270,23 +270,23 @@ def test_toml_file_is_read_from_its_top_level_or_its_table(tmp_path: Path, text:
 
 @pytest.mark.parametrize("text", [b"seed = ", b"\xff", b"[tool]\nddpsafe = 3\n", b"sed = 1\n"])
 def test_broken_toml_file_is_a_config_error(tmp_path: Path, text: bytes) -> None:
-    """What is not TOML, has no table or an unknown field is refused with the reason."""
+    """Invalid TOML, a missing table or an unknown field is refused with the reason."""
     path = tmp_path / "run.toml"
     path.write_bytes(text)
     with pytest.raises(ConfigError, match=r"Write |Did you mean"):
         LaunchConfig.from_toml(path)
 
 
-def test_absent_toml_file_is_named() -> None:
-    """A file that does not exist is an error, not an empty config."""
+def test_missing_toml_file_is_named() -> None:
+    """It is an error, not an empty config."""
     with pytest.raises(ConfigError, match=r"absent\.toml"):
         LaunchConfig.from_toml("absent.toml")
     with pytest.raises(ConfigError, match="expected a path"):
-        LaunchConfig.from_toml(3)  # type: ignore[arg-type] # what a user may do
+        LaunchConfig.from_toml(3)  # type: ignore[arg-type] # type: ignore[arg-type] # a user's mistake
 
 
 def test_wrong_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A problem says which variable the value came from."""
+    """The problem names the variable that the value came from."""
     monkeypatch.setenv("DDPSAFE_TIMEOUTS__GRACE", "soon")
     monkeypatch.setenv("DDPSAFE_ENV", "{not json")
     found = problems_of()
@@ -307,18 +307,18 @@ def test_wrong_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_secrets_are_not_shown_in_problems(
     variable: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither what `env` was to be read from, nor the value of a variable with a secret name."""
+    """This covers values meant for `env`, and variables with a secret name."""
     monkeypatch.setenv(variable, text)
     with pytest.raises(ConfigError, match=variable) as caught:
         LaunchConfig()
     assert "hunter2" not in str(caught.value)
     with pytest.raises(ConfigError) as refused:
-        LaunchConfig.resolve({"env": {"HF_TOKEN": "hunter2secret"}})  # type: ignore[arg-type] # what a user may do
+        LaunchConfig.resolve({"env": {"HF_TOKEN": "hunter2secret"}})  # type: ignore[arg-type] # type: ignore[arg-type] # a user's mistake
     assert "hunter2" not in str(refused.value)
 
 
-def test_misspelt_environment_variable_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slip in a variable's name is reported; a variable of another program is left alone."""
+def test_misspelt_environment_variable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables of other programs are left alone."""
     monkeypatch.setenv("DDPSAFE_TIMEOUT__GRACE", "3")
     monkeypatch.setenv("DDPSAFE_SOMETHING_ELSE", "3")
     with pytest.raises(ConfigError, match="mean DDPSAFE_TIMEOUTS__GRACE") as caught:
@@ -335,10 +335,10 @@ def test_variables_of_ranks_keep_their_case(monkeypatch: pytest.MonkeyPatch) -> 
     assert config.retry.on == {"network", ConnectionError}
 
 
-def test_every_shape_of_field_can_come_from_the_environment(
+def test_every_kind_of_field_can_come_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Counts, words, switches, nothing at all, and paths with their demands."""
+    """Counts, words, nulls, empty values, and paths with their requirements are parsed."""
     variables = {
         "NPROC_PER_NODE": "2",
         "SEED": "null",
@@ -362,8 +362,8 @@ def test_every_shape_of_field_can_come_from_the_environment(
     assert (config.retry.attempts, config.timeouts.attempt) == (5, None)
 
 
-def test_resolve_lays_fields_over_a_built_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A config that is built stays as it is, whatever the environment says later."""
+def test_resolve_applies_fields_on_top_of_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An existing config is not changed by the environment later."""
     config = LaunchConfig(seed=1, timeouts={"shutdown": 20}, env={"A": "1"})
     monkeypatch.setenv("DDPSAFE_SEED", "9")
     monkeypatch.setenv("DDPSAFE_TIMEOUTS__SHUTDOWN", "90")
@@ -375,14 +375,14 @@ def test_resolve_lays_fields_over_a_built_config(monkeypatch: pytest.MonkeyPatch
     assert LaunchConfig.resolve(None).seed == 9
 
 
-def test_resolve_refuses_what_is_no_config() -> None:
-    """A dict in place of a config is answered with how to pass it."""
+def test_resolve_refuses_a_dict() -> None:
+    """The error says how to pass its items."""
     with pytest.raises(ConfigError, match="keyword arguments"):
-        LaunchConfig.resolve({"seed": 1})  # type: ignore[arg-type] # what a user may do
+        LaunchConfig.resolve({"seed": 1})  # type: ignore[arg-type] # type: ignore[arg-type] # a user's mistake
 
 
-def test_config_is_a_field_of_a_users_own_model() -> None:
-    """Nested in a user's model, errors are those of that model."""
+def test_config_can_be_a_field_of_a_users_model() -> None:
+    """Its errors are then errors of that model."""
 
     class Experiment(pydantic.BaseModel):
         launch: LaunchConfig
@@ -394,15 +394,15 @@ def test_config_is_a_field_of_a_users_own_model() -> None:
 
 
 def test_config_pickles_and_is_frozen() -> None:
-    """A config travels, and cannot be changed on the way."""
+    """A config can be sent to other processes, and cannot be changed on the way."""
     config = LaunchConfig(nproc_per_node=2, retry={"on": {OSError}})
     assert pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(pydantic.ValidationError):
-        config.seed = 3  # type: ignore[misc] # frozen is what is tested
+        config.seed = 3  # type: ignore[misc] # type: ignore[misc] # frozen is under test
 
 
 def test_importing_the_config_imports_no_torch() -> None:
-    """The vocabulary works where torch is broken."""
+    """The configuration works even if torch is broken."""
     program = "import sys, ddpsafe._config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
@@ -415,8 +415,8 @@ def test_importing_the_config_imports_no_torch() -> None:
         ("250ms", 0.25),
     ],
 )  # fmt: skip
-def test_durations_are_read_as_people_write_them(written: object, seconds: float) -> None:
-    """A number means seconds; text may carry a unit."""
+def test_durations_are_read_in_common_notations(written: object, seconds: float) -> None:
+    """A number means seconds; a text may have a unit."""
     assert Timeouts(barrier=written).barrier.total_seconds() == seconds
 
 
@@ -425,13 +425,13 @@ def test_durations_are_read_as_people_write_them(written: object, seconds: float
     [0, -1, 0.0001, float("nan"), float("inf"), 10**400, "soon", "PT0S", "-PT5S", True, None, [],
      timedelta.max, "1" * 5000],
 )  # fmt: skip
-def test_durations_without_an_end_or_a_length_are_refused(written: object) -> None:
-    """Every wait lasts from 1 ms to 365 days: torch reads 0 as "for ever"."""
+def test_infinite_and_zero_durations_are_refused(written: object) -> None:
+    """Every wait lasts from 1 ms to 365 days: torch reads 0 as "forever"."""
     assert "timeouts.barrier" in problems_of(timeouts={"barrier": written})
 
 
-def test_timeouts_are_in_order() -> None:
-    """What the user set is held to order; a default gives way to what the user set."""
+def test_timeouts_must_be_in_order() -> None:
+    """Values set by the user are checked; a default adjusts to them."""
     found = problems_of(timeouts={"attempt": 60, "collective": 61, "shutdown": 5, "grace": 5})
     assert set(found) == {"timeouts.collective", "timeouts.grace"}
     waits = Timeouts(attempt=60, shutdown=4)
@@ -440,8 +440,8 @@ def test_timeouts_are_in_order() -> None:
 
 
 @pytest.mark.parametrize("on", ["network", {"network"}, ["network"], ("network",)])
-def test_retry_takes_one_kind_or_several(on: object) -> None:
-    """One value or any collection of them is read."""
+def test_retry_takes_one_kind_or_a_collection(on: object) -> None:
+    """A single value and any collection are accepted."""
     assert RetryPolicy(on=on).on == {"network"}
 
 
@@ -455,26 +455,26 @@ def test_retry_takes_one_kind_or_several(on: object) -> None:
         (7, "set of kinds"),
     ],
 )
-def test_retry_refuses_what_cannot_pass(on: object, hint: str) -> None:
-    """Unknown kinds suggest the near one; deterministic ones and stop requests are refused."""
+def test_retry_refuses_unknown_and_useless_kinds(on: object, hint: str) -> None:
+    """Unknown kinds suggest the closest one; deterministic failures and stop requests are refused."""
     assert any(hint in text for text in problems_of(retry={"on": on}).values())
 
 
-def test_backoff_does_not_begin_above_its_end() -> None:
-    """The longest wait is at least as long as the first one."""
+def test_initial_backoff_cannot_exceed_the_maximum() -> None:
+    """The longest wait is at least as long as the first."""
     assert "retry.backoff_max" in problems_of(retry={"backoff_initial": 9, "backoff_max": 3})
     assert RetryPolicy(backoff_initial=60).backoff_max == timedelta(seconds=60)
     assert "retry.attempts" in problems_of(retry={"attempts": 0})
 
 
-def test_retry_kinds_are_named_in_json() -> None:
+def test_retry_kinds_are_serialized_by_name() -> None:
     """A policy can be written to a report."""
     assert '"on":["OSError","port"]' in RetryPolicy(on={"port", OSError}).model_dump_json()
 
 
 @pytest.mark.parametrize(("given_as", "count"), [(4, 4), ("4", 4), (2.0, 2), ("GPU", "gpu")])
 def test_rank_counts_are_read(given_as: object, count: object) -> None:
-    """Counts come as numbers or, from the environment, as text."""
+    """Counts are numbers or, from the environment, text."""
     assert LaunchConfig(nproc_per_node=given_as).nproc_per_node == count
 
 
@@ -483,8 +483,8 @@ def test_rank_counts_are_read(given_as: object, count: object) -> None:
     [(0, "zero ranks"), (-1, "smallest number of ranks is 1"), (True, "bool"), (1.5, "expected an integer"),
      (None, "expected an integer"), ("gpus", "'gpu'"), (10**30, "no node"), ([], "expected an integer")],
 )  # fmt: skip
-def test_rank_counts_that_mean_nothing_are_refused(given_as: object, hint: str) -> None:
-    """Zero ranks would train nothing and end in success: refused with that reason."""
+def test_invalid_rank_counts_are_refused(given_as: object, hint: str) -> None:
+    """With zero ranks, a launch would train nothing and succeed."""
     assert hint in problems_of(nproc_per_node=given_as)["nproc_per_node"]
 
 
@@ -493,8 +493,8 @@ def test_rank_counts_that_mean_nothing_are_refused(given_as: object, hint: str) 
     ["auto", "nccl", "GLOO", "mpi", "ucc", "xccl", "hccl", "cncl", "smddp", "fake", "flagcx",
      "cpu:gloo,cuda:nccl", "cuda:nccl"],
 )  # fmt: skip
-def test_backends_of_other_packages_are_let_be(backend: str) -> None:
-    """A name that is unknown here may be registered by a package: torch will say."""
+def test_unknown_backend_names_are_accepted(backend: str) -> None:
+    """Another package may have registered the name, and torch reports one that is unknown."""
     assert LaunchConfig(backend=backend).backend == backend.lower()
 
 
@@ -504,13 +504,13 @@ def test_backends_of_other_packages_are_let_be(backend: str) -> None:
      ("", "neither"), ("cpu:gloo,nccl", "every device"), ("cpu:gloo,cpu:mpi", "every device"),
      ("cuda:", "neither"), (3, "expected a name"), ("cpu:auto,cuda:nccl", "part of a list")],
 )  # fmt: skip
-def test_slips_of_backend_names_are_refused(backend: object, hint: str) -> None:
-    """Malformed text and slips of well-known names are answered with the right form."""
+def test_misspelt_backend_names_are_refused(backend: object, hint: str) -> None:
+    """Malformed text and misspelt well-known names are answered with the right form."""
     assert hint in problems_of(backend=backend)["backend"]
 
 
 def test_fork_is_refused_with_the_reason() -> None:
-    """The reader learns why: CUDA, locks, open files."""
+    """The error names CUDA, locks and open files."""
     text = problems_of(start_method="fork")["start_method"]
     assert "CUDA" in text
     assert "locks" in text
@@ -523,13 +523,13 @@ def test_fork_is_refused_with_the_reason() -> None:
      ("A=B", "x"), ("A", "x\0y"), ("A", True), ("A", None), ("A", "\ud800"), ("\ud800", "x"), (3, "x")],
 )  # fmt: skip
 def test_variables_that_cannot_be_set_are_refused(name: object, text: object) -> None:
-    """Ranks keep what the launcher tells them, and nothing odd reaches the kernel."""
+    """The launcher's own variables stay intact, and nothing invalid reaches the kernel."""
     (problem,) = problems_of(env={name: text}).values()
     assert problem.startswith("env.")
 
 
-def test_numbers_become_text_in_variables() -> None:
-    """OMP_NUM_THREADS = 4 in a TOML file means what it says."""
+def test_numbers_are_converted_to_text_in_variables() -> None:
+    """OMP_NUM_THREADS = 4 in a TOML file works as written."""
     assert LaunchConfig(env={"OMP_NUM_THREADS": 4}).env == {"OMP_NUM_THREADS": "4"}
 
 
@@ -555,12 +555,12 @@ def test_numbers_become_text_in_variables() -> None:
 def test_fields_that_contradict_each_other_are_refused(
     fields: dict[str, object], where: str
 ) -> None:
-    """Nodes that cannot meet, ranks that do not exist, paths that mean nothing elsewhere."""
+    """Examples are unreachable nodes, nonexistent ranks, and paths that depend on the process."""
     assert where in problems_of(**fields)
 
 
-def test_nodes_that_can_meet_are_accepted() -> None:
-    """The plain case of two nodes needs an endpoint and nothing else."""
+def test_two_nodes_need_only_an_endpoint() -> None:
+    """That is the usual multi-node configuration."""
     config = LaunchConfig(nnodes=2, rendezvous=Rendezvous(endpoint="10.0.0.7:29400"))
     assert config.rendezvous.parsed() is not None
 
@@ -600,16 +600,16 @@ FIELDS = st.dictionaries(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(fields=FIELDS | st.one_of(TABLES))
-def test_garbage_is_refused_and_never_anything_else(fields: dict[str, object]) -> None:
-    """Whatever comes in, a config comes out or a ConfigError that can be printed."""
+def test_arbitrary_input_gives_a_config_or_a_config_error(fields: dict[str, object]) -> None:
+    """The error can always be printed."""
     try:
         LaunchConfig(**fields)
     except ConfigError as error:
         str(error).encode()
 
 
-def test_garbage_is_refused_in_milliseconds() -> None:
-    """A validation costs a few milliseconds of CPU time, and does not resolve the name."""
+def test_arbitrary_input_is_refused_in_milliseconds() -> None:
+    """A validation takes a few milliseconds of CPU time, and does not resolve the host name."""
     wrong = {"nnodes": 2, "rendezvous": {"endpoint": "no.such.host.invalid:99999"}, "seed": "x"}
     began_s = time.process_time()
     for _ in range(100):

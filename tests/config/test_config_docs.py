@@ -1,4 +1,4 @@
-"""The reference of the configuration names every field as the models have it."""
+"""The reference page of the configuration matches the models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODELS: Final[list[tuple[type[BaseModel], str]]] = [
 
 
 def show_default(model: type[BaseModel], name: str) -> str:
-    """Return a field's default as the page shows it."""
+    """Return a field's default in the page's notation."""
     if model.model_fields[name].is_required():
         return "required"
     value = getattr(model(path="/x") if model is DataPath else model.model_construct(), name)
@@ -44,7 +44,7 @@ def show_row(model: type[BaseModel], prefix: str, name: str) -> str:
 
 @pytest.mark.parametrize(("model", "prefix"), MODELS)
 def test_reference_has_a_row_for_every_field(model: type[BaseModel], prefix: str) -> None:
-    """Name, default, variable and meaning are those of the model; paste what is missing."""
+    """Name, default, variable and description match the model; paste a missing row from the failure."""
     page = PAGE.read_text(encoding="utf-8")
     rows = [show_row(model, prefix, name) for name in model.model_fields]
     assert [row for row in rows if row not in page] == []
@@ -53,7 +53,7 @@ def test_reference_has_a_row_for_every_field(model: type[BaseModel], prefix: str
 def test_toml_example_of_the_reference_sets_every_field(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The example is read as it stands, and no field is left out of it."""
+    """The example is valid as printed, and omits no field."""
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(
         r"^```toml\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
@@ -61,7 +61,7 @@ def test_toml_example_of_the_reference_sets_every_field(
     path = tmp_path / "pyproject.toml"
     path.write_text(blocks[0], encoding="utf-8")
     config = LaunchConfig.from_toml(path)
-    # A file that all nodes share cannot hold the rank of one.
+    # A file that all nodes share cannot set one node's rank.
     assert set(LaunchConfig.model_fields) - config.model_fields_set == {"node_rank"}
     assert set(Timeouts.model_fields) == config.timeouts.model_fields_set
     assert set(RetryPolicy.model_fields) == config.retry.model_fields_set

@@ -1,4 +1,4 @@
-"""Endpoints and interface names: validated without the network, resolved under a deadline."""
+"""Endpoints and interface names: validated without network access, resolved under a deadline."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ EXISTING = ["lo", "eth0", "eth1", "docker0"]
         ("localhost:0", "localhost", 0),
     ],
 )
-def test_endpoints_are_read(text: str, host: str, port: int) -> None:
-    """The last colon separates the port, with brackets around an IPv6 address or without."""
+def test_valid_endpoints_are_parsed(text: str, host: str, port: int) -> None:
+    """The last colon separates the port, with or without brackets around an IPv6 address."""
     endpoint = parse_endpoint(text)
     assert endpoint == Endpoint(host=host, port=port)
     assert parse_endpoint(str(endpoint)) == endpoint
@@ -62,8 +62,8 @@ def test_endpoints_are_read(text: str, host: str, port: int) -> None:
         (":29500", ":29500"),
     ],
 )
-def test_host_alone_gets_the_port_of_torchrun(text: str, completed: str) -> None:
-    """An address whose last group could be a port is a host alone only in brackets."""
+def test_host_without_a_port_gets_torchruns_default(text: str, completed: str) -> None:
+    """If the last group of an IPv6 address could be a port, the host alone needs brackets."""
     assert complete_endpoint(text) == completed
 
 
@@ -115,8 +115,8 @@ def test_host_alone_gets_the_port_of_torchrun(text: str, completed: str) -> None
         ("gpu-01:٢٩٤٠٠", "not a port number"),
     ],
 )
-def test_endpoints_that_lead_nowhere_are_refused(text: str, hint: str) -> None:
-    """Each trap is named, and answered with a form that works."""
+def test_invalid_endpoints_are_refused(text: str, hint: str) -> None:
+    """Each pitfall is named, and answered with a form that works."""
     with pytest.raises(ValidationError) as caught:
         parse_endpoint(text)
     (detail,) = caught.value.errors()
@@ -124,7 +124,7 @@ def test_endpoints_that_lead_nowhere_are_refused(text: str, hint: str) -> None:
     assert detail["ctx"]["write"]
 
 
-def test_host_and_port_are_judged_together() -> None:
+def test_host_and_port_are_checked_together() -> None:
     """A wrong host does not hide a wrong port."""
     with pytest.raises(ValidationError) as caught:
         parse_endpoint("0.0.0.0:80")
@@ -132,8 +132,8 @@ def test_host_and_port_are_judged_together() -> None:
 
 
 @given(st.text(max_size=40) | st.from_regex(r"[0-9a-fx.:\[\]-]{0,30}:[0-9]{0,9}", fullmatch=True))
-def test_any_text_is_read_or_refused(text: str) -> None:
-    """Garbage never raises anything but the one error, and the network is never asked."""
+def test_any_text_is_parsed_or_refused(text: str) -> None:
+    """Arbitrary text raises only this one error, and never uses the network."""
     try:
         endpoint = parse_endpoint(text)
     except ValidationError:
@@ -142,8 +142,8 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST.", "a.localhost", "127.9.9.9", "::1"])
-def test_loopback_is_recognised_as_written(host: str) -> None:
-    """No look-up is needed to know that a host is this machine."""
+def test_loopback_is_recognised_by_its_text(host: str) -> None:
+    """No lookup is needed to know that a host is this machine."""
     assert Endpoint(host=host, port=0).is_loopback
     assert not Endpoint(host="gpu-01", port=0).is_loopback
 
@@ -155,8 +155,8 @@ def test_loopback_is_recognised_as_written(host: str) -> None:
         (NCCL, "^=lo"),
     ],
 )  # fmt: skip
-def test_interface_lists_follow_the_rules_of_their_library(variable: str, value: str) -> None:
-    """gloo: literal names; NCCL: prefixes after an optional '^' and '='."""
+def test_interface_lists_follow_the_syntax_of_their_library(variable: str, value: str) -> None:
+    """Gloo takes literal names; NCCL takes prefixes after an optional '^' and '='."""
     assert find_shape_problem(variable, value) is None
     assert list(check_interfaces({variable: value}, existing=EXISTING)) == []
 
@@ -177,28 +177,28 @@ def test_interface_lists_follow_the_rules_of_their_library(variable: str, value:
 def test_interface_lists_in_the_wrong_syntax_are_refused(
     variable: str, value: str, hint: str
 ) -> None:
-    """What one library reads, the other takes for a name."""
+    """One library's syntax is a literal name to the other."""
     problem = find_shape_problem(variable, value)
     assert problem is not None
     assert hint in problem.why
 
 
 @pytest.mark.parametrize(("variable", "value"), [(GLOO, "eth7"), (GLOO, "eth"), (NCCL, "ib")])
-def test_absent_interface_lists_the_existing_ones(variable: str, value: str) -> None:
-    """The reader sees which names this machine has."""
+def test_missing_interface_lists_the_existing_ones(variable: str, value: str) -> None:
+    """The user sees which names this machine has."""
     (problem,) = check_interfaces({variable: value}, existing=EXISTING)
     assert all(name in problem.why for name in EXISTING)
 
 
-def test_exclusion_of_every_interface_is_refused() -> None:
-    """NCCL with nothing left to use fails late; here it fails at once."""
+def test_exclusion_of_all_interfaces_is_refused() -> None:
+    """NCCL without an interface fails late; here it fails at once."""
     assert len(list(check_interfaces({NCCL: "^lo"}, existing=["lo"]))) == 1
     assert expand_nccl("^=lo", ["lo", "lo1"]) == ["lo1"]
     assert expand_nccl("eth", EXISTING) == ["eth0", "eth1"]
 
 
 def test_interfaces_of_this_machine_are_found() -> None:
-    """Every machine has one to name, and a made-up one is missing."""
+    """Every machine has at least one, and an invented name is reported as missing."""
     own = list_names()[0]
     assert check_interface(own) is None
     problem = check_interface("absent0")
@@ -215,10 +215,10 @@ def test_interfaces_of_this_machine_are_found() -> None:
         ("weave", "127.0.0.5/8", False),
     ],
 )
-def test_interfaces_that_other_hosts_can_be_reached_on(
+def test_only_externally_reachable_interfaces_are_proposed(
     name: str, network: str, *, is_candidate: bool
 ) -> None:
-    """Neither loopback nor what leads to containers of this host is ever proposed."""
+    """Neither loopback nor a container bridge of this host is a candidate."""
     networks = (ipaddress.ip_interface(network),)
     found = Interface(name=name, networks=networks, mtu_bytes=1500, is_running=True)
     assert found.is_candidate is is_candidate

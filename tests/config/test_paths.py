@@ -1,4 +1,4 @@
-"""Paths of data: absolute, validated before the launch, waited for with an end."""
+"""Data paths: absolute, validated before the launch, awaited under a deadline."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Mine(pydantic.BaseModel):
      ("/data\\train", "backslashes"), ("/a\0b", "no path can have"), (b"/x", "expected a path"),
      (3, "expected a path"), ("/\ud800", "no path can have")],
 )  # fmt: skip
-def test_paths_that_mean_nothing_elsewhere_are_refused(path: object, hint: str) -> None:
-    """Each is answered with the reason."""
+def test_unportable_paths_are_refused(path: object, hint: str) -> None:
+    """The error has the reason."""
     with pytest.raises(pydantic.ValidationError, match=hint):
         Mine(output=path)
 
 
-def test_relative_path_is_answered_with_the_absolute_one(
+def test_relative_path_is_answered_with_its_absolute_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path it would have meant is there to copy."""
+    """The suggested path can be copied."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(pydantic.ValidationError) as caught:
         Mine(output="data/train")
@@ -52,24 +52,24 @@ def test_relative_path_is_answered_with_the_absolute_one(
 
 
 @given(st.text() | st.none() | st.integers() | st.floats() | st.lists(st.text()))
-def test_any_path_is_taken_or_refused(path: object) -> None:
-    """Garbage raises the one error, and an accepted path is absolute."""
+def test_any_value_is_accepted_or_refused(path: object) -> None:
+    """Arbitrary input raises this one error, and an accepted path is absolute."""
     try:
         assert Mine(output=path).output.is_absolute()
     except pydantic.ValidationError:
         return
 
 
-def test_data_path_is_made_from_a_path_and_looks_at_nothing() -> None:
+def test_data_path_needs_only_a_path_and_reads_nothing() -> None:
     """Text or a Path is enough, and the path need not exist yet."""
     assert Mine(output="/out", train="/no/such/place").train.path == Path("/no/such/place")
     assert Mine(output="/out", train=Path("/x")).train == DataPath(path="/x")
 
 
-def test_here_resolves_against_the_launch_directory(
+def test_here_resolves_against_the_working_directory_of_the_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relative path on purpose becomes absolute when it is written."""
+    """An intentionally relative path becomes absolute when it is created."""
     monkeypatch.chdir(tmp_path)
     assert DataPath.here("data/../x").path == tmp_path / "x"
     assert DataPath.here("x", base="/base", kind="file").path == Path("/base/x")
@@ -80,14 +80,14 @@ def test_here_resolves_against_the_launch_directory(
     [{"kind": "file", "marker": "x"}, {"kind": "file", "min_entries": 1}, {"marker": "/x"},
      {"marker": "../x"}, {"marker": ""}, {"min_entries": 0}, {"wait": 0}, {"kind": "dir"}],
 )  # fmt: skip
-def test_demands_that_cannot_be_met_are_refused(fields: dict[str, object]) -> None:
-    """A file has no entries, a marker lies inside."""
+def test_unsatisfiable_requirements_are_refused(fields: dict[str, object]) -> None:
+    """A file has no entries, and a marker lies inside the directory."""
     with pytest.raises(ConfigError):
         DataPath(path="/x", **fields)
 
 
-def test_one_look_finds_what_is_missing(tmp_path: Path) -> None:
-    """Each demand that is not met is one text with a cause and a fix."""
+def test_one_check_finds_all_unmet_requirements(tmp_path: Path) -> None:
+    """Each unmet requirement is one text with a cause and a fix."""
     (tmp_path / "one").touch()
     wanted = DataPath(path=tmp_path, kind="directory", min_entries=2, marker="_SUCCESS")
     entries, marker = wanted.check()
@@ -106,23 +106,23 @@ def test_one_look_finds_what_is_missing(tmp_path: Path) -> None:
         (lambda path: path.symlink_to("/no/such/target"), "any", "link to /no/such/target"),
     ],
 )
-def test_wrong_kind_of_path_is_told(tmp_path: Path, make, kind: str, hint: str) -> None:  # noqa: ANN001 - a lambda per case
-    """Missing, of another kind, or a link to nowhere: said as what it is."""
+def test_wrong_kind_of_path_is_reported(tmp_path: Path, make, kind: str, hint: str) -> None:  # noqa: ANN001 - a lambda per case
+    """It may be missing, of another kind, or a dangling link."""
     make(tmp_path / "data")
     (problem,) = DataPath(path=tmp_path / "data", kind=kind).check()
     assert hint in problem
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_unreadable_path_is_told(tmp_path: Path) -> None:
-    """A file that exists but cannot be opened is found before a rank does."""
+def test_unreadable_path_is_reported(tmp_path: Path) -> None:
+    """A file that exists but cannot be opened is found before a rank needs it."""
     secret = tmp_path / "secret"
     secret.touch(mode=0)
     assert "permission" in DataPath(path=secret).check()[0]
 
 
-def test_missing_path_is_one_error_with_cause_and_fix(tmp_path: Path) -> None:
-    """All missing paths come in one error, which a retry policy knows as a mount."""
+def test_missing_paths_give_one_error_with_cause_and_fix(tmp_path: Path) -> None:
+    """All missing paths are in one error, which a retry policy treats as a mount failure."""
     paths = {name: DataPath(path=tmp_path / name) for name in ("train", "test")}
     with pytest.raises(PreflightError) as caught:
         require_data_paths(paths)
@@ -132,8 +132,8 @@ def test_missing_path_is_one_error_with_cause_and_fix(tmp_path: Path) -> None:
     )
 
 
-def test_late_directory_is_waited_for(tmp_path: Path) -> None:
-    """A directory that appears during the wait is found, and the wait ends with it."""
+def test_late_directory_is_awaited(tmp_path: Path) -> None:
+    """The wait ends as soon as the directory appears."""
     late = tmp_path / "late"
     timer = threading.Timer(0.3, late.mkdir)
     timer.start()
@@ -144,7 +144,7 @@ def test_late_directory_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_wait_ends_at_its_own_deadline(tmp_path: Path) -> None:
-    """Waits of several paths run side by side and end when they said."""
+    """Several paths are awaited in parallel, and each wait ends when its time is over."""
     paths = {name: DataPath(path=tmp_path / name, wait=0.3) for name in ("a", "b", "c")}
     deadline = Deadline.after(timedelta(seconds=30))
     with pytest.raises(PreflightError, match=r"after 0\.\d s"):
@@ -153,15 +153,15 @@ def test_wait_ends_at_its_own_deadline(tmp_path: Path) -> None:
 
 
 def test_deadline_of_the_caller_ends_a_longer_wait(tmp_path: Path) -> None:
-    """A path that would wait an hour is given up when the launch has no more time."""
+    """A path that could wait an hour fails when the launch has no time left."""
     deadline = Deadline.after(timedelta(seconds=0.2))
     with pytest.raises(PreflightError):
         DataPath(path=tmp_path / "x", wait="1h").require(deadline=deadline)
     assert deadline.waited_s() < 5
 
 
-def test_long_wait_says_what_it_waits_for(tmp_path: Path) -> None:
-    """A line tells name, path, reason and how far the wait is; another that it is over."""
+def test_long_wait_reports_what_it_waits_for(tmp_path: Path) -> None:
+    """One line has the name, path, reason and progress of the wait; another reports its end."""
     late = tmp_path / "late"
     lines: list[str] = []
 
@@ -177,19 +177,19 @@ def test_long_wait_says_what_it_waits_for(tmp_path: Path) -> None:
     assert "is ready after" in lines[-1]
 
 
-class Hanging(type(Path())):  # type: ignore[misc] # the class of a path differs between systems
-    """A path on a file system that does not answer until it is released."""
+class Hanging(type(Path())):  # type: ignore[misc] # type: ignore[misc] # the class of a path differs between systems
+    """A path on a file system that does not respond until it is released."""
 
     released = threading.Event()
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Hang as stat on a dead network mount does."""
+        """Block as stat does on a dead network mount."""
         self.released.wait(30)
         return super().stat(follow_symlinks=follow_symlinks)
 
 
 def test_hung_mount_does_not_hang_the_caller() -> None:
-    """A look that hangs is given up, keeps one thread however often one looks, and may recover."""
+    """A stuck check times out, uses one thread however often it is repeated, and may recover."""
     wanted = DataPath.model_construct(
         path=Hanging("/"), kind="any", mount="any", min_entries=None, marker=None
     )
@@ -205,7 +205,7 @@ def test_hung_mount_does_not_hang_the_caller() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/mountinfo").exists(), reason="needs Linux's mount table")
 def test_directory_under_a_missing_mount_does_not_pass(tmp_path: Path) -> None:
-    """/proc is a mount point and its parts lie inside one; / is not what is meant."""
+    """/proc is a mount point that contains its entries; / does not count."""
     assert DataPath(path="/proc", mount="point").check() == []
     assert DataPath(path="/proc/self", mount="inside").check() == []
     assert Path("/proc") in (list_mount_points() or ())
@@ -239,8 +239,8 @@ def _may_mount() -> bool:
 
 @pytest.mark.root
 @pytest.mark.skipif(not _may_mount(), reason="needs root, to mount in a namespace of its own")
-def test_late_mount_is_told_from_the_directory_under_it(tmp_path: Path) -> None:
-    """A real file system mounted during the wait ends it; the empty directory did not."""
+def test_late_mount_is_distinguished_from_its_mount_point(tmp_path: Path) -> None:
+    """Only a real file system mounted during the wait ends it; the empty directory does not."""
     place = tmp_path / "with blank"
     place.mkdir()
     command = ["unshare", "--mount", sys.executable, "-c", LATE_MOUNT, str(place)]

@@ -1,4 +1,4 @@
-"""What the data tests share."""
+"""Settings and fixtures of the data tests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# A shared machine is slow at times; what is tested is the result, not the time it took.
+# A shared machine is slow at times, and these tests are about the result, not the time.
 settings.register_profile("data", deadline=None)
 settings.load_profile("data")
 
 
 @pytest.fixture(autouse=True)
 def _drop_iterators_that_tracebacks_hold() -> Iterator[None]:
-    """End the workers of a test that raised: its frames hold the iterator, in a cycle."""
+    """End the workers of a failed test: the frames of its traceback hold the iterator, in a cycle."""
     yield
     if multiprocessing.active_children():
         gc.collect()

@@ -35,7 +35,7 @@ def plan(lengths: Any, replicas: int, batch_size: int, **options: Any) -> list[l
     drop_last=st.booleans(),
 )
 @settings(max_examples=80)
-def test_ranks_have_equal_counts(
+def test_ranks_get_equal_numbers_of_batches(
     *,
     lengths: list[int],
     replicas: int,
@@ -44,7 +44,7 @@ def test_ranks_have_equal_counts(
     cost: str,
     drop_last: bool,
 ) -> None:
-    """Whatever the lengths: equal numbers of batches, equal sizes in each step, nothing lost."""
+    """For any lengths, ranks have equal batch sizes in each step, and no sample is lost."""
     drop_last = drop_last and len(lengths) >= replicas * batch_size
     options = {"window": window, "cost": cost, "drop_last": drop_last}
     ranks = plan(lengths, replicas, batch_size, **options)
@@ -66,7 +66,7 @@ def test_ranks_have_equal_counts(
 def test_window_0_keeps_the_global_batches(
     lengths: list[int], replicas: int, batch_size: int
 ) -> None:
-    """Each step reads the samples that DistributedSampler would: statistics do not change."""
+    """Each step reads the samples that DistributedSampler would, so statistics do not change."""
     n = len(lengths)
     ranks = plan(lengths, replicas, batch_size)
     steps = [sorted(i for batch in step for i in batch) for step in zip(*ranks, strict=True)]
@@ -80,8 +80,8 @@ def test_window_0_keeps_the_global_batches(
 
 
 @pytest.mark.parametrize(("window", "cost", "at_most"), [(0, "sum", 0.75), (8, "padded", 0.45)])
-def test_slowest_rank_waits_less(window: int, cost: str, at_most: float) -> None:
-    """Sum over steps of the slowest rank's cost, against the strided deal (lognormal lengths)."""
+def test_slowest_rank_costs_less(window: int, cost: str, at_most: float) -> None:
+    """Summed over steps, its cost is below that of strided batches (lognormal lengths)."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(5, 1, 8 * 16 * 40), 16, 4096).round()
     plain = [list(DistributedSampler(len(lengths), 8, rank)) for rank in range(8)]
@@ -101,7 +101,7 @@ def test_slowest_rank_waits_less(window: int, cost: str, at_most: float) -> None
 @given(lengths=lengths_lists, replicas=st.integers(1, 4), window=st.integers(0, 3))
 @settings(max_examples=60)
 def test_token_batches_stay_under_the_limit(lengths: list[int], replicas: int, window: int) -> None:
-    """No batch is over, ranks step equally often, and what found no step is counted."""
+    """No batch exceeds it, ranks take equally many steps, and batches left over are counted."""
     samplers = [
         BalancedBatchSampler(
             lengths, 16, window=window, max_tokens=500, num_replicas=replicas, rank=rank
@@ -120,10 +120,10 @@ def test_token_batches_stay_under_the_limit(lengths: list[int], replicas: int, w
         assert set(read) == set(range(len(lengths)))
 
 
-def test_batches_that_too_many_ranks_leave_unread_are_counted(
+def test_batches_that_too_many_ranks_cannot_share_are_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One batch is left, and three ranks resume: the epoch is over, and that is said."""
+    """One batch is left when three ranks resume: the epoch ends, and the dropped batch is logged."""
     options: dict[str, Any] = {"batch_size": 2, "max_tokens": 2, "rank": 0}
     state = BalancedBatchSampler([1] * 6, num_replicas=1, **options).state_after(
         2, batch_size=1, drop_last=False, exhausted=False
@@ -158,21 +158,21 @@ def test_epochs_differ_and_repeat() -> None:
         ({"max_tokens": 2}, r"lengths\[2\] = 3 is more than max_tokens"),
     ],
 )
-def test_bad_lengths_are_refused(arguments: dict[str, Any], text: str) -> None:
-    """The first bad length is named."""
+def test_invalid_lengths_are_refused(arguments: dict[str, Any], text: str) -> None:
+    """The error names the first invalid length."""
     with pytest.raises(DataConfigError, match=text):
         BalancedBatchSampler(**({"lengths": [1, 2, 3], "batch_size": 2} | arguments))
 
 
 def test_lengths_of_another_dataset_are_refused_by_the_loader() -> None:
-    """Lengths of the wrong size would read other samples than they describe."""
+    """They would describe other samples than those that are read."""
     sampler = BalancedBatchSampler([1, 2, 3], 2)
     with pytest.raises(DatasetChangedError, match="made for 3 samples, but the dataset has 10"):
         DataLoader(Numbers(10), batch_sampler=sampler)
 
 
 def test_cost_can_be_a_function_of_the_length() -> None:
-    """Attention costs the square."""
+    """The cost of attention is quadratic."""
     ranks = plan([10, 1, 1, 1, 1, 1, 1, 9], 2, 4, cost=lambda length: length**2, shuffle=False)
     assert not any({0, 7} <= set(batch) for batches in ranks for batch in batches)
 
@@ -186,8 +186,8 @@ def test_cost_can_be_a_function_of_the_length() -> None:
         {"window": 2, "max_tokens": 2000},
     ],
 )
-def test_largest_batch_comes_first_if_asked(options: Any) -> None:
-    """Memory that does not suffice shows in the first step, in every epoch."""
+def test_largest_batch_comes_first_on_request(options: Any) -> None:
+    """Too little memory then shows in the first step of every epoch."""
     lengths = np.random.default_rng(3).integers(1, 500, 300)
     for epoch in range(3):
         sampler = BalancedBatchSampler(
@@ -206,6 +206,6 @@ def test_largest_batch_comes_first_if_asked(options: Any) -> None:
 
 
 def test_largest_first_cannot_keep_the_global_batches() -> None:
-    """window=0 promises those of DistributedSampler."""
+    """window=0 promises the global batches of DistributedSampler."""
     with pytest.raises(DataConfigError, match="largest_first=True would change"):
         BalancedBatchSampler([1, 2, 3], 2, largest_first=True)

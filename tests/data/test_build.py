@@ -1,4 +1,4 @@
-"""One call makes the loader of a rank: ``ctx.loader``, for training and for evaluation."""
+"""One call makes a rank's loader: ``ctx.loader``, for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ddpsafe.data.errors import DataConfigError, StateMismatchError
 
 
 @pytest.mark.parametrize("n", [30, 31])
-def test_context_makes_the_loaders_of_training_and_evaluation(n: int) -> None:
-    """Training covers the dataset in each epoch; evaluation gives what one process computes."""
+def test_context_makes_loaders_for_training_and_evaluation(n: int) -> None:
+    """Training covers the dataset in each epoch; evaluation gives the result of one process."""
     values = run_ranks(loaders_of_context, n, ranks=2)
     for epoch in (0, 1):
         parts = [values[rank][0][epoch] for rank in (0, 1)]
@@ -38,8 +38,8 @@ def test_context_makes_the_loaders_of_training_and_evaluation(n: int) -> None:
         assert values[rank][2] == values[0][2]
 
 
-def test_world_of_one_reads_everything() -> None:
-    """A script runs alone without a line changed."""
+def test_world_of_one_reads_all_data() -> None:
+    """A script runs without a launcher, unchanged."""
     loader = build_loader(Numbers(10), batch_size=4, seed=1)
     assert sorted(int(x) for batch in loader for x in batch) == list(range(10))
     evaluation = build_loader(Numbers(10), batch_size=4, train=False)
@@ -55,15 +55,15 @@ def test_context_refuses_ranks_with_different_data() -> None:
 
 @pytest.mark.parametrize("name", ["algorithm", "weights", "drop_last"])
 def test_context_refuses_ranks_whose_samplers_differ(name: str) -> None:
-    """Equal data in another order, or dealt by other weights, is not the same data."""
+    """Equal data in another order or with other weights is not the same data."""
     values = run_ranks(differing_samplers, name)
     assert f"rank 1 of 2 has another {name}: " in values[0]
     assert values[0] == values[1]
 
 
 @pytest.mark.parametrize(("extra", "ranks"), [(0, None), (2, (1,))])
-def test_states_can_be_compared_over_the_ranks(extra: int, ranks: Any) -> None:
-    """compare=True: a rank that is elsewhere makes every rank raise, and is named."""
+def test_states_can_be_compared_across_ranks(extra: int, ranks: Any) -> None:
+    """With compare=True, a rank at another position is named, and every rank raises."""
     values = run_ranks(states_compared, extra, ranks=3)
     for rank in range(3):
         if ranks is None:
@@ -74,7 +74,7 @@ def test_states_can_be_compared_over_the_ranks(extra: int, ranks: Any) -> None:
 
 
 def test_state_of_another_dataset_of_equal_length_is_refused() -> None:
-    """Also in a world of one: the fingerprint is in the state."""
+    """This holds in a world of one too: the fingerprint is in the state."""
     state = build_loader(Renamed(40, "train"), batch_size=4).state_dict()
     build_loader(Renamed(40, "train"), batch_size=4).load_state_dict(state)
     with pytest.raises(StateMismatchError, match="fingerprint") as caught:
@@ -82,16 +82,16 @@ def test_state_of_another_dataset_of_equal_length_is_refused() -> None:
     assert set(caught.value.differences) == {"fingerprint"}
 
 
-def test_dataset_that_draws_by_itself_is_compared_by_its_length() -> None:
-    """Reading an item twice gives two values, so items say nothing of which dataset it is."""
+def test_dataset_with_random_items_is_compared_by_its_length() -> None:
+    """Reading an item twice gives two values, so items do not identify the dataset."""
     state = build_loader(Noisy(40, 0), batch_size=4).state_dict()
     build_loader(Noisy(40, 1), batch_size=4).load_state_dict(state)
     with pytest.raises(StateMismatchError, match="n: saved 40, now 41"):
         build_loader(Noisy(41, 1), batch_size=4).load_state_dict(state)
 
 
-def test_look_at_the_data_leaves_nothing_open(tmp_path: Any) -> None:
-    """What the check opened is closed before workers are forked: none inherits it."""
+def test_consistency_check_leaves_nothing_open(tmp_path: Any) -> None:
+    """Files that the check opened are closed before workers are forked, so none inherits them."""
     write_records(tmp_path / "records", 40)
     dataset = Records(str(tmp_path / "records"), 40)
     loader = build_loader(dataset, batch_size=4, num_workers=1)
@@ -100,23 +100,23 @@ def test_look_at_the_data_leaves_nothing_open(tmp_path: Any) -> None:
 
 
 def test_stream_has_no_sampler_and_no_items_to_compare() -> None:
-    """Nothing is read ahead of the first iteration."""
+    """Nothing is read before the first iteration."""
     assert len(list(build_loader(Stream(), batch_size=5))) == 2
 
 
 class Bug(Numbers):
-    """No sample can be read."""
+    """A dataset of which no sample can be read."""
 
     def __getitem__(self, index: int) -> int:
         raise KeyError(index)
 
 
-def test_bug_of_the_dataset_arrives_as_it_was_raised() -> None:
-    """With its type, its traceback, and the index in a note: no rank differs from another in it."""
+def test_error_of_the_dataset_is_raised_unchanged() -> None:
+    """It keeps its type and traceback, and gains a note with the index, as all ranks fail alike."""
     with pytest.raises(KeyError) as caught:
         build_loader(Bug(40), batch_size=4)
     assert caught.traceback[-1].name == "__getitem__"
-    notes = getattr(caught.value, "__notes__", None)  # exceptions have them since Python 3.11
+    notes = getattr(caught.value, "__notes__", None)  # notes exist since Python 3.11
     assert notes is None or "While reading index 0 to compare the dataset" in str(notes)
 
 
@@ -129,8 +129,8 @@ def test_bug_of_the_dataset_arrives_as_it_was_raised() -> None:
         ({"batch_size": 8, "batch_sampler": [[1, 2]]}, "batch_size=8 would have no effect"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(options: Any, text: str) -> None:
-    """Instead of being ignored."""
+def test_options_without_effect_are_refused(options: Any, text: str) -> None:
+    """They are not silently ignored."""
     with pytest.raises(DataConfigError, match=text):
         build_loader(Numbers(40), **options)
 
@@ -142,14 +142,14 @@ def test_what_would_have_no_effect_is_refused(options: Any, text: str) -> None:
         ({"train": False}, "train=False would have no effect"),
     ],
 )
-def test_stream_refuses_what_it_cannot_obey(options: Any, text: str) -> None:
-    """A stream has no order to shuffle; an evaluation must drop nothing."""
+def test_stream_refuses_options_it_cannot_follow(options: Any, text: str) -> None:
+    """A stream has no order to shuffle, and an evaluation must drop nothing."""
     with pytest.raises(DataConfigError, match=text):
         build_loader(ShardedIterable(range(9), even="truncate"), **options)
 
 
 def test_incomplete_batches_of_a_stream_can_be_dropped() -> None:
-    """drop_last=True is the usual setting of a training."""
+    """drop_last=True is usual for training."""
     for make in (DataLoader, build_loader):
         loader = make(ShardedIterable(range(10)), batch_size=4, drop_last=True)
         assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]

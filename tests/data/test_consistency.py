@@ -1,4 +1,4 @@
-"""All ranks see the same data, or every rank raises and says who differs, and where."""
+"""All ranks see the same data, or every rank raises an error that names the rank and the index."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ddpsafe.data import check_dataset_consistency
 from ddpsafe.data._consistency import stable_text
 
 
-def test_same_data_below_different_mount_points_agree() -> None:
-    """What counts is the path below the root; every rank gets the same fingerprint."""
+def test_same_data_below_different_mount_points_is_equal() -> None:
+    """Only the path below the root counts, and every rank gets the same fingerprint."""
     result = run_ranks(consistency, "none")
     assert result[0] == result[1]
     assert len(result[0]) == 32
@@ -33,7 +33,7 @@ def test_same_data_below_different_mount_points_agree() -> None:
     ],
 )
 def test_every_rank_raises_and_names_the_rank(fault: str, text: str, index: int | None) -> None:
-    """Two items exchanged, one missing, another content, an exception, another seed on rank 2."""
+    """Rank 2 has swapped items, one missing, other content, an exception or another seed."""
     result = run_ranks(consistency, fault, ranks=3)
     for rank in range(3):
         message, ranks, found = result[rank]
@@ -47,8 +47,8 @@ def test_every_rank_raises_and_names_the_rank(fault: str, text: str, index: int 
         assert found == index
 
 
-def test_alone_it_returns_the_fingerprint_and_leaves_randomness_alone() -> None:
-    """Probing draws with fixed randomness, and puts the generators back."""
+def test_single_process_gets_a_fingerprint_and_keeps_its_random_state() -> None:
+    """Samples are read with fixed seeds, and the generators are restored."""
     before = (random.getstate(), torch.get_rng_state())
     first = check_dataset_consistency(Numbers(100))
     assert first == check_dataset_consistency(Numbers(100))
@@ -57,8 +57,8 @@ def test_alone_it_returns_the_fingerprint_and_leaves_randomness_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
-def test_identity_of_a_dataset_is_what_it_offers() -> None:
-    """A key, its own fingerprint, or what its items are: the order matters."""
+def test_identity_of_a_dataset_is_the_first_it_offers() -> None:
+    """The order is a key, its own fingerprint, then its items."""
     items = [torch.arange(3), {"a": np.float32(1)}, [None, "x", b"y"], 2.5]
     assert check_dataset_consistency(items) != check_dataset_consistency(items[::-1])
     by_key = check_dataset_consistency(Numbers(10), key=str)

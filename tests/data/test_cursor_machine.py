@@ -1,4 +1,4 @@
-"""The loader's epoch and offset, against a model in a dozen lines."""
+"""The loader's epoch and offset, compared with a model of a dozen lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 3
 
 
 def expected(epoch: int, first: int) -> list[list[int]]:
-    """Return the batches of an epoch from a batch on, as torch's order gives them."""
+    """Return the batches of an epoch from the given one on, in torch's order."""
     sampler = DistributedSampler(N, REPLICAS, 1)
     sampler.set_epoch(epoch)
     own = list(sampler)
@@ -44,7 +44,7 @@ class CursorMachine(RuleBasedStateMachine):
 
     @rule()
     def begin(self) -> None:
-        """Begin an iteration: the chosen epoch, that of a pass broken off in it, else the next."""
+        """Begin an iteration of the chosen epoch, of an interrupted one, or of the next."""
         if not self.chosen and not (self.by_user and self.left):
             self.epoch, self.base, self.by_user = self.epoch + 1, 0, False
         self.chosen = False
@@ -72,7 +72,7 @@ class CursorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.iterator is None)
     @rule(epoch=st.integers(0, 4), through=st.sampled_from(["loader", "sampler"]))
     def choose(self, epoch: int, through: str) -> None:
-        """Set the epoch, as users do."""
+        """Set the epoch as a user would."""
         target = self.loader if through == "loader" else self.loader.sampler
         target.set_epoch(epoch)  # type: ignore[union-attr]
         if epoch != self.epoch:
@@ -82,7 +82,7 @@ class CursorMachine(RuleBasedStateMachine):
 
     @rule()
     def save(self) -> None:
-        """Save, and check what is in it."""
+        """Save, and check the state."""
         self.saved = self.loader.state_dict()
         position = self.base + self.delivered
         assert self.saved["epoch"] == self.epoch
@@ -92,7 +92,7 @@ class CursorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.saved is not None)
     @rule(fresh=st.booleans())
     def load(self, *, fresh: bool) -> None:
-        """Load into this loader or into that of a new process."""
+        """Load the state into this loader or into that of a new process."""
         if fresh:
             self.loader = self.make()
         self.loader.load_state_dict(self.saved)

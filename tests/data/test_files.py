@@ -1,4 +1,4 @@
-"""The same order of files on every host."""
+"""Files are listed in the same order on every host."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_order_is_that_of_the_bytes_and_hidden_files_are_left_out(tmp_path: Path) -> None:
-    """Not that of the file system, nor of a locale."""
+def test_files_are_ordered_by_bytes_without_hidden_ones(tmp_path: Path) -> None:
+    """The order depends neither on the file system nor on a locale."""
     names = [
         "b/2.jpg",
         "b/10.JPG",
@@ -35,8 +35,8 @@ def test_order_is_that_of_the_bytes_and_hidden_files_are_left_out(tmp_path: Path
     assert [path.name for path in sorted_files(str(tmp_path), "*.txt")] == ["notes.txt"]
 
 
-def test_no_directory_and_no_file_are_errors(tmp_path: Path) -> None:
-    """An empty list would become an empty dataset, or a different one per host."""
+def test_missing_directory_and_empty_directory_are_errors(tmp_path: Path) -> None:
+    """An empty list would become an empty dataset, or datasets that differ by host."""
     with pytest.raises(DataConfigError, match="no directory"):
         sorted_files(tmp_path / "train")
     with pytest.raises(DataConfigError, match=r"No file in .* matches"):

@@ -1,5 +1,5 @@
 # ruff: noqa: D102, TC003 - the methods of eleven small datasets
-"""The look at the data before training leaves the dataset as it was: handles, caches, counters."""
+"""The check before training leaves the dataset unchanged: handles, caches, counters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPENED: Any = None
 
 
 class Lazy(Numbers):
-    """Opens its data at the first read, as each of these libraries recommends."""
+    """A dataset that opens its data at the first read, as each of these libraries recommends."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(N)
@@ -96,7 +96,7 @@ class LazyTar(Lazy):
 
 
 class LazyByAttribute(Lazy):
-    """There is no attribute before the first read."""
+    """The attribute does not exist before the first read."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -109,7 +109,7 @@ class LazyByAttribute(Lazy):
 
 
 class LazyOnClass(Lazy):
-    """One handle for all instances."""
+    """One handle is shared by all instances."""
 
     shared: ClassVar[Any] = None
 
@@ -121,10 +121,10 @@ class LazyOnClass(Lazy):
 
 
 class LazyGlobal(Lazy):
-    """A handle of the module."""
+    """The handle is a global of the module."""
 
     def __getitem__(self, index: int) -> int:
-        global OPENED  # noqa: PLW0603 - what is tested
+        global OPENED  # noqa: PLW0603 - under test
         if OPENED is None:
             OPENED = self.open()
         OPENED.seek(index)
@@ -132,7 +132,7 @@ class LazyGlobal(Lazy):
 
 
 class LazyInDict(Lazy):
-    """Handles by shard."""
+    """Handles are in a dict, by shard."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -151,7 +151,7 @@ class LazySlots:
 
 
 class LazyInSlot(Lazy):
-    """A handle in the slot of a part."""
+    """The handle is in a slot of a part."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -165,7 +165,7 @@ class LazyInSlot(Lazy):
 
 
 class NoneSlots:
-    """A reader without a __dict__ that says None until it is opened."""
+    """A reader without a __dict__, whose slot is None until it is opened."""
 
     __slots__ = ("file",)
 
@@ -174,7 +174,7 @@ class NoneSlots:
 
 
 class LazyInNoneSlot(Lazy):
-    """A handle in a slot that holds None first."""
+    """The handle is in a slot that is None at first."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -188,9 +188,9 @@ class LazyInNoneSlot(Lazy):
 
 
 class LazyCached(Lazy):
-    """A method that remembers what it opened."""
+    """A cached method opens the handle."""
 
-    @functools.lru_cache  # noqa: B019 - what is tested
+    @functools.lru_cache  # noqa: B019 - under test
     def load(self) -> Any:
         """Open once."""
         return self.open()
@@ -241,23 +241,23 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("kind", LAZY)
-def test_dataset_that_opens_lazily_is_read_by_workers_as_torch_reads_it(
-    kind: Any, folder: Path
-) -> None:
-    """The check reads items first; the workers then find nothing open."""
+def test_lazily_opened_dataset_reads_in_workers_as_with_torch(kind: Any, folder: Path) -> None:
+    """The check reads items first, but the workers find nothing open."""
     dataset = kind(folder)
     check_dataset_consistency(dataset)
     assert [h for h in check_worker_safety(dataset) if h.severity == "unsafe"] == []
     ours = DataLoader(dataset, 4, num_workers=1, multiprocessing_context="fork")
     theirs = TorchDataLoader(kind(folder), 4, num_workers=1, multiprocessing_context="fork")
     assert [b.tolist() for b in ours] == [b.tolist() for b in theirs]
-    assert [dataset[index] for index in range(N)] == list(range(10, 10 + N))  # opened again, here
+    assert [dataset[index] for index in range(N)] == list(
+        range(10, 10 + N)
+    )  # opens again, in this process
     LazyOnClass.shared = None
     globals()["OPENED"] = None
 
 
 class Counting(Numbers):
-    """Reading changes all that Python can change without a trace of it in a file."""
+    """A dataset whose reads change whatever Python can change without writing to a file."""
 
     reads: ClassVar[int] = 0
     last: ClassVar[list[int]] = []
@@ -290,8 +290,8 @@ class Counting(Numbers):
         torch.rand((), generator=self.torch_rng)
         return index
 
-    def picture(self) -> object:
-        """Show all of it."""
+    def snapshot(self) -> object:
+        """Return its complete state."""
         generators = (self.rng.getstate(), self.numpy_rng.bit_generator.state)
         return repr(
             (
@@ -311,28 +311,28 @@ class Counting(Numbers):
 
 
 def wraps(dataset: Any) -> Iterator[Any]:
-    """Give the dataset itself and what torch wraps it in."""
+    """Yield the dataset itself and torch's wrappers of it."""
     yield dataset
     yield Subset(dataset, range(4))
     yield ConcatDataset([Numbers(2), dataset])
 
 
-def test_whatever_a_read_changes_is_put_back(folder: Path) -> None:
-    """Attributes, containers, class attributes, generators, small arrays, a file's position."""
+def test_every_change_by_a_read_is_undone(folder: Path) -> None:
+    """This covers attributes, containers, class attributes, generators, small arrays, file positions."""
     with (folder / "raw").open("rb") as file:
         dataset = Counting(file)
-        before = dataset.picture()
+        before = dataset.snapshot()
         for wrapped in wraps(dataset):
             check_dataset_consistency(wrapped)
-            assert dataset.picture() == before
+            assert dataset.snapshot() == before
         assert dataset[1] == 1
-        assert dataset.picture() != before
+        assert dataset.snapshot() != before
         Counting.reads = 0
         Counting.last.clear()
 
 
-def test_put_back_also_where_the_read_raises() -> None:
-    """A failed look leaves nothing behind either."""
+def test_changes_are_undone_if_the_read_raises() -> None:
+    """A failed read leaves nothing behind either."""
     dataset = Counting(None)
     before = dict(dataset.cache)
     with pytest.raises(AttributeError), restored_after_reading(dataset):

@@ -1,4 +1,4 @@
-"""Inside Accelerate and Lightning Fabric, at least as well as torch's loader."""
+"""The loader of ddpsafe inside Accelerate and Lightning Fabric, at least as good as torch's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from data_programs import accelerated, fabricated, run_ranks
 
 
 def test_accelerate_divides_the_data() -> None:
-    """Every sample once per epoch over two ranks, and other augmentations on each rank."""
+    """Two ranks read every sample once per epoch, with different augmentations."""
     pytest.importorskip("accelerate")
     values: Any = run_ranks(accelerated)
     for own_sampler in (0, 1):
@@ -23,7 +23,7 @@ def test_accelerate_divides_the_data() -> None:
 
 
 def test_fabric_divides_the_data() -> None:
-    """Fabric adds its sampler where none is given, and keeps ours where one is."""
+    """Fabric adds its own sampler if there is none, and keeps ddpsafe's if there is one."""
     pytest.importorskip("lightning_fabric")
     values: Any = run_ranks(fabricated)
     for own_sampler in (0, 1):

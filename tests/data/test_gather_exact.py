@@ -1,4 +1,4 @@
-"""Evaluation over ranks gives what one process would have computed, bit for bit."""
+"""Evaluation over ranks gives the result of one process, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ddpsafe.data.errors import DataConfigError, IncompleteGatherError
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_results_come_back_in_dataset_order(ranks: int) -> None:
-    """Tensors of several types, texts, sizes below the world size, ranks without a sample."""
+def test_results_are_returned_in_dataset_order(ranks: int) -> None:
+    """Includes several tensor types, texts, sizes below the world size, and ranks without samples."""
     sizes = [1, 2, 3, 7, 12, 50]
     result = run_ranks(exact_gather, sizes, ranks=ranks)
     assert all(all(result[rank]) for rank in range(ranks))
@@ -38,7 +38,7 @@ def test_results_come_back_in_dataset_order(ranks: int) -> None:
     ],
 )
 def test_fault_on_one_rank_is_raised_on_every_rank(fault: str, kind: str, text: str) -> None:
-    """No rank waits for one that raised; the message says what is wrong, and where."""
+    """No rank waits for one that raised; the message has the fault and the rank."""
     result = run_ranks(faulty_gather, fault)
     for rank in (0, 1):
         assert result[rank][0] == kind
@@ -46,8 +46,8 @@ def test_fault_on_one_rank_is_raised_on_every_rank(fault: str, kind: str, text: 
 
 
 @given(n=st.integers(1, 60), replicas=st.integers(1, 8), data=st.data())
-def test_cover_is_exactly_a_permutation(n: int, replicas: int, data: st.DataObject) -> None:
-    """Any division is accepted; any single duplicate, loss or stranger is found."""
+def test_indices_must_form_a_permutation(n: int, replicas: int, data: st.DataObject) -> None:
+    """Any division is accepted; any single duplicate, missing or foreign index is detected."""
     index = np.concatenate(
         [np.asarray(list(EvalSampler(n, replicas, r)), dtype=np.int64) for r in range(replicas)]
     )
@@ -61,7 +61,7 @@ def test_cover_is_exactly_a_permutation(n: int, replicas: int, data: st.DataObje
 
 
 def test_world_of_one_needs_no_group() -> None:
-    """The same code evaluates alone."""
+    """The same code evaluates in a single process."""
     values = torch.tensor([5.0, 3.0, 4.0])
     assert gather_exact(values, [2, 0, 1]).tolist() == [3.0, 4.0, 5.0]  # type: ignore[union-attr]
     got: Any = gather_exact({"a": values, "b": ["x", "y", "z"]}, [2, 0, 1])
@@ -69,8 +69,8 @@ def test_world_of_one_needs_no_group() -> None:
     assert gather_exact(torch.empty(0, 3), [], n=0).shape == (0, 3)  # type: ignore[union-attr]
 
 
-def test_missing_tail_is_seen_only_with_n() -> None:
-    """Without the dataset's size it is unknown that more should have come."""
+def test_missing_tail_is_detected_only_with_n() -> None:
+    """Without the size of the dataset, more indices cannot be expected."""
     assert gather_exact([1, 2], [0, 1]) == [1, 2]
     with pytest.raises(IncompleteGatherError, match="1 are") as caught:
         gather_exact([1, 2], [0, 1], n=3)
@@ -78,7 +78,7 @@ def test_missing_tail_is_seen_only_with_n() -> None:
 
 
 class Point(NamedTuple):
-    """Would come back as a plain tuple."""
+    """A tuple that would be returned as a plain one."""
 
     x: int
 
@@ -101,7 +101,7 @@ ENTRIES: list[Any] = [
 
 
 def same(left: Any, right: Any) -> bool:
-    """Tell whether two values are equal and of the same types, all the way down."""
+    """Return whether two values are equal and of the same types, recursively."""
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):
@@ -116,16 +116,16 @@ def same(left: Any, right: Any) -> bool:
 
 
 @pytest.mark.parametrize("place", range(len(ENTRIES)))
-def test_entries_of_a_list_come_back_equal_and_of_their_types(place: int) -> None:
-    """Keys stay numbers, tuples tuples, and tensors of unequal shapes may stand in one list."""
+def test_list_entries_keep_their_values_and_types(place: int) -> None:
+    """Keys stay numbers, tuples stay tuples, and one list may have tensors of unequal shapes."""
     entry = ENTRIES[place]
     got = gather_exact([entry, 0], [1, 0])
     assert same(got, [0, entry])
 
 
 @pytest.mark.parametrize("dtype", ["f4", "i8", "?", "c16", "datetime64[s]", "U3"])
-def test_arrays_come_back_as_arrays(dtype: str) -> None:
-    """In dataset order, rows without elements included."""
+def test_arrays_are_returned_as_arrays(dtype: str) -> None:
+    """They are in dataset order, even if their rows have no elements."""
     values = np.arange(6).astype(dtype).reshape(3, 2)
     assert same(gather_exact(values, [2, 0, 1]), values[[1, 2, 0]])
     assert same(gather_exact(values[:, :0], [2, 0, 1]), values[:, :0])
@@ -143,13 +143,13 @@ def test_arrays_come_back_as_arrays(dtype: str) -> None:
         (torch.tensor(3), "is a single number"),
     ],
 )
-def test_what_would_come_back_as_something_else_is_refused(values: Any, text: str) -> None:
-    """Nothing is unpickled from another rank, and nothing changes its type in silence."""
+def test_types_that_would_change_are_refused(values: Any, text: str) -> None:
+    """Nothing is unpickled from another rank, and no type changes silently."""
     with pytest.raises(DataConfigError, match=text):
         gather_exact(values, [0])
 
 
-def test_indices_must_be_whole_numbers() -> None:
+def test_indices_must_be_integers() -> None:
     """1.5 is not truncated."""
     with pytest.raises(DataConfigError, match=r"whole number, not 1\.5"):
         gather_exact([1], torch.tensor([1.5]))  # type: ignore[arg-type]

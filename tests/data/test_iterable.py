@@ -1,4 +1,4 @@
-"""Streams: every sample once over ranks and workers, and the same order for any worker count."""
+"""Streams: ranks and workers read every sample once, in the same order for any worker count."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(loader: DataLoader[Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize("n", [0, 1, 5, 64, 97])
 def test_batches_do_not_depend_on_the_number_of_workers(n: int) -> None:
-    """Workers 0, 1, 2 and 3 deliver the same batches in the same order."""
+    """0, 1, 2 and 3 workers deliver the same batches in the same order."""
     for replicas in (1, 3):
         whole: Counter[int] = Counter()
         for rank in range(replicas):
@@ -53,8 +53,8 @@ def test_batches_do_not_depend_on_the_number_of_workers(n: int) -> None:
     replicas=st.integers(1, 6),
     even=st.sampled_from([None, "truncate", "repeat"]),
 )
-def test_shares_are_as_even_as_asked(n: int, replicas: int, even: Any) -> None:
-    """None: differ by one at most. truncate: less than a round is lost. repeat: less is added."""
+def test_shares_are_as_even_as_requested(n: int, replicas: int, even: Any) -> None:
+    """None differs by at most one; truncate loses, and repeat adds, less than a round."""
     shares = [
         list(ShardedIterable(range(n), num_replicas=replicas, rank=rank, even=even))
         for rank in range(replicas)
@@ -75,8 +75,8 @@ def test_shares_are_as_even_as_asked(n: int, replicas: int, even: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_sample_shards_stride_over_ranks_and_then_workers(workers: int) -> None:
-    """Worker w of W of rank r of R reads r + R * w, then every (R * W)-th; batches come in turn."""
+def test_samples_are_strided_over_ranks_and_then_workers(workers: int) -> None:
+    """Worker w of W of rank r of R reads r + R * w, then every (R * W)-th; workers take turns."""
     n, replicas, size = 50, 2, 4
     seen: Counter[int] = Counter()
     for rank in range(replicas):
@@ -92,8 +92,8 @@ def test_sample_shards_stride_over_ranks_and_then_workers(workers: int) -> None:
     assert seen == Counter(range(n))
 
 
-def test_uneven_stream_can_be_an_error() -> None:
-    """Raised on every rank, naming those that would have one less."""
+def test_uneven_stream_can_raise_an_error() -> None:
+    """Every rank raises, and names the ranks that would have one sample less."""
     for rank in range(3):
         stream = ShardedIterable(range(10), num_replicas=3, rank=rank, even="error")
         with pytest.raises(UnevenStepsError, match="after 10 samples") as caught:
@@ -102,7 +102,7 @@ def test_uneven_stream_can_be_an_error() -> None:
 
 
 def write_shards(folder: Path, count: int) -> list[str]:
-    """Write files of different sizes; return their paths in no order."""
+    """Write files of different sizes; return their paths in random order."""
     paths = []
     for number in range(count):
         path = folder / f"shard-{number:02d}"
@@ -126,8 +126,8 @@ def test_files_are_read_once_over_ranks_and_workers(tmp_path: Path, workers: int
     assert seen == Counter(n * 100 + line for n in range(7) for line in range(5 + n))
 
 
-def test_files_resume_by_reading_again_with_the_same_topology(tmp_path: Path) -> None:
-    """What was delivered is read and discarded; another worker count is refused."""
+def test_files_resume_only_with_the_same_number_of_workers(tmp_path: Path) -> None:
+    """Samples that were already delivered are read again and discarded."""
     paths = write_shards(tmp_path, 6)
 
     def make(workers: int) -> DataLoader[Any]:
@@ -147,7 +147,7 @@ def test_files_resume_by_reading_again_with_the_same_topology(tmp_path: Path) ->
 
 
 def test_persistent_workers_resume_the_stream() -> None:
-    """The offset of a resume reaches them, and is gone in the next epoch."""
+    """They receive the offset of the resumed epoch, and start the next one at the beginning."""
     make = functools.partial(
         DataLoader,
         ShardedIterable(range(50), num_replicas=2, rank=1),
@@ -166,17 +166,17 @@ def test_persistent_workers_resume_the_stream() -> None:
 
 
 class Seekable:
-    """A source that can seek, and counts what it reads."""
+    """A source that can seek, and counts its reads."""
 
     def __init__(self) -> None:
         self.first, self.read, self.epoch = 0, 0, -1
 
     def seek(self, position: int) -> None:
-        """Go to a position."""
+        """Set the next position."""
         self.first = position
 
     def set_epoch(self, epoch: int) -> None:
-        """Learn the epoch."""
+        """Store the epoch."""
         self.epoch = epoch
 
     def __iter__(self) -> Any:
@@ -186,8 +186,8 @@ class Seekable:
             yield x + 1000 * self.epoch
 
 
-def test_source_that_can_seek_is_not_read_again() -> None:
-    """O(1) skip; the source knows the epoch."""
+def test_seekable_source_is_not_read_again() -> None:
+    """Skipping is O(1), and the source receives the epoch."""
     loader = DataLoader(ShardedIterable(Seekable(), num_replicas=1, rank=0), 10)
     list(loader)
     iterator = iter(loader)
@@ -201,13 +201,13 @@ def test_source_that_can_seek_is_not_read_again() -> None:
 
 
 def test_source_may_be_a_function() -> None:
-    """Called again for each pass."""
+    """It is called again for each pass."""
     stream = ShardedIterable(functools.partial(numbers_to, 4), num_replicas=1, rank=0)
     assert list(stream) == list(stream) == [0, 1, 2, 3]
 
 
 def test_fewer_files_than_ranks_is_an_error_and_than_workers_a_warning(tmp_path: Path) -> None:
-    """Known before anything is read, on every rank: none hangs."""
+    """The error is raised on every rank before anything is read, so none hangs."""
     paths = write_shards(tmp_path, 3)
     for rank in range(4):
         with pytest.raises(DataConfigError, match="3 files are too few for 4 ranks"):
@@ -228,6 +228,6 @@ def test_fewer_files_than_ranks_is_an_error_and_than_workers_a_warning(tmp_path:
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:
-    """What does not go together is said."""
+    """The error says which arguments conflict."""
     with pytest.raises(DataConfigError, match=text):
         ShardedIterable(range(3), num_replicas=1, rank=0, **arguments)

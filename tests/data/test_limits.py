@@ -1,4 +1,4 @@
-"""Limits that workers would hit are said before they hit them."""
+"""Warnings of limits that workers would reach."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def few_files() -> Iterator[int]:
-    """Lower the limit of open files."""
+    """Lower the limit on open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
     yield 400
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_more_batches_in_flight_than_open_files_is_said(few_files: int) -> None:
-    """With the numbers, and the limit to raise."""
+def test_more_batches_in_flight_than_open_files_gives_a_warning(few_files: int) -> None:
+    """The warning has both numbers and the limit to raise."""
     with pytest.warns(DataWarning, match="RLIMIT_NOFILE") as caught:
         DataLoader(Numbers(10), num_workers=2, prefetch_factor=200)
     text = str(caught[0].message)
@@ -38,8 +38,8 @@ def test_more_batches_in_flight_than_open_files_is_said(few_files: int) -> None:
     assert "What to do" in text
 
 
-def test_modest_loader_is_not_warned_about(few_files: int) -> None:
-    """Nor a loader without workers."""
+def test_small_loader_gives_no_warning(few_files: int) -> None:
+    """Neither does a loader without workers."""
     assert few_files
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -48,16 +48,16 @@ def test_modest_loader_is_not_warned_about(few_files: int) -> None:
 
 
 def test_workers_of_all_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """num_workers counts for each rank; torch looks at one rank alone."""
+    """num_workers is per rank, while torch considers one rank alone."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5000")
     with pytest.warns(DataWarning, match="5000 ranks with 1 workers each are 5000 processes"):
         DataLoader(Numbers(10), num_workers=1)
 
 
-def test_batches_that_do_not_fit_into_shared_memory_are_said_once(
+def test_batches_that_exceed_shared_memory_give_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first batch is measured, times those in flight in all ranks of the machine."""
+    """The size of the first batch is multiplied by the number in flight in all ranks of the machine."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000000")
     with pytest.warns(DataWarning, match="processes on"):
         loader = DataLoader(TensorDataset(torch.ones(64, 1000)), 32, num_workers=1)
@@ -65,15 +65,15 @@ def test_batches_that_do_not_fit_into_shared_memory_are_said_once(
         list(loader)
     (said,) = [
         each for each in caught if each.category is DataWarning
-    ]  # Python 3.12 warns of forks
+    ]  # Python 3.12 warns about forks
     assert "--shm-size" in str(said.message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(list(loader)) == 2
 
 
-def test_size_of_a_batch_is_that_of_its_storages() -> None:
-    """Nested, and with views, which take their whole storage along."""
+def test_size_of_a_batch_is_the_size_of_its_storages() -> None:
+    """Batches may be nested, and a view counts with its whole storage."""
     whole = torch.zeros(1000, dtype=torch.int16)
     assert tensor_bytes({"a": [whole, (whole[:1], "text")], "b": 3}) == 4000
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The loader keeps the epoch right, takes torch's arguments, and refuses what would be silent."""
+"""The loader counts epochs, takes torch's arguments, and refuses silent mistakes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read(loader: Any) -> list[list[int]]:
 
 
 def epoch_order(epoch: int) -> list[list[int]]:
-    """Return rank 1 of 2's batches of an epoch in torch's order."""
+    """Return the batches of rank 1 of 2 for an epoch, in torch's order."""
     sampler = TorchDistributedSampler(range(N), 2, 1)
     sampler.set_epoch(epoch)
     own = list(sampler)
@@ -51,14 +51,14 @@ def epoch_order(epoch: int) -> list[list[int]]:
 
 
 def make(sampler: Any = None, **options: Any) -> DataLoader[int]:
-    """Make rank 1 of 2's loader."""
+    """Make the loader of rank 1 of 2."""
     return DataLoader(Numbers(N), 8, sampler=sampler or DistributedSampler(N, 2, 1), **options)
 
 
 @pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_epoch_advances_by_itself(kind: Any, workers: int) -> None:
-    """Each pass is the next epoch, also after a break, with torch's own sampler too."""
+def test_epoch_advances_automatically(kind: Any, workers: int) -> None:
+    """Each pass is the next epoch, even after a break and with torch's own sampler."""
     loader = make(kind(range(N), 2, 1), num_workers=workers)
     assert read(loader) == epoch_order(0)
     for batch in loader:
@@ -68,8 +68,8 @@ def test_epoch_advances_by_itself(kind: Any, workers: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
-def test_user_wins(kind: Any) -> None:
-    """set_epoch() on the sampler or the loader counts, the same epoch twice included."""
+def test_epoch_set_by_the_user_wins(kind: Any) -> None:
+    """set_epoch() works on the sampler and on the loader, even twice with the same epoch."""
     sampler = kind(range(N), 2, 1)
     loader = make(sampler)
     for epoch in (3, 3, 0, 7):
@@ -90,10 +90,10 @@ WORKERS = [
 @pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
 @pytest.mark.parametrize("through", ["loader", "sampler"])
 @pytest.mark.parametrize("workers", WORKERS)
-def test_pass_that_was_broken_off_leaves_the_epoch_that_was_set(
+def test_interrupted_pass_does_not_use_up_the_set_epoch(
     kind: Any, through: str, workers: dict[str, Any]
 ) -> None:
-    """A look at the first batch in a ported loop, and a break, cost no epoch; a whole pass does."""
+    """A ported loop may peek at the first batch or break, and only a complete pass ends the epoch."""
     sampler = kind(range(N), 2, 1)
     loader = make(sampler, **workers)
     target: Any = loader if through == "loader" else sampler
@@ -109,8 +109,8 @@ def test_pass_that_was_broken_off_leaves_the_epoch_that_was_set(
     assert read(loader) == epoch_order(4)
 
 
-def test_look_at_a_batch_changes_no_draw_of_the_epoch_that_was_set() -> None:
-    """Augmentations of workers too are those of a run that did not look."""
+def test_peek_at_a_batch_changes_no_draw_of_the_set_epoch() -> None:
+    """Augmentations, those in workers included, equal those of a run without the peek."""
     looked, plain = (
         DataLoader(Augmented(N), 8, sampler=DistributedSampler(N, 2, 1), num_workers=2, seed=3)
         for _ in range(2)
@@ -121,8 +121,8 @@ def test_look_at_a_batch_changes_no_draw_of_the_epoch_that_was_set() -> None:
     assert [str(batch) for batch in looked] == [str(batch) for batch in plain]
 
 
-def test_epoch_set_on_the_dataset_is_left_too() -> None:
-    """The user may set it on what the loader reads, and on a stream."""
+def test_epoch_set_on_the_dataset_is_kept_too() -> None:
+    """The user may set it on the dataset, or on a stream."""
     data = Augmented(N)
     loader = DataLoader(data, 8, sampler=DistributedSampler(N, 2, 1))
     list(loader)
@@ -140,22 +140,22 @@ def test_epoch_set_on_the_dataset_is_left_too() -> None:
 
 
 def read_by_number(loader: Any) -> list[list[int]]:
-    """Read all batches of a pass without asking for its end."""
+    """Read all batches of a pass without asking for the end."""
     return [[int(x) for x in batch] for _, batch in zip(range(len(loader)), loader, strict=False)]
 
 
 @pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
 @pytest.mark.parametrize("how", [read, read_by_number])
-def test_epoch_that_was_set_once_is_read_once(kind: Any, how: Any) -> None:
-    """All its batches make a pass complete, whether or not the loop asks for one more."""
+def test_set_epoch_is_read_once(kind: Any, how: Any) -> None:
+    """Reading all its batches completes a pass, whether or not the loop asks for one more."""
     loader = make(kind(range(N), 2, 1))
     loader.set_epoch(3)
     assert [how(loader) for _ in range(3)] == [epoch_order(epoch) for epoch in (3, 4, 5)]
 
 
 @pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
-def test_first_epoch_counts_as_set_only_if_it_was(kind: Any) -> None:
-    """Samplers begin at 0: without set_epoch(0), a pass that was broken off was that epoch's."""
+def test_first_epoch_is_kept_only_if_it_was_set(kind: Any) -> None:
+    """Without set_epoch(0), an interrupted first pass uses up epoch 0, where samplers begin."""
     loader = make(kind(range(N), 2, 1))
     next(iter(loader))
     assert read(loader) == epoch_order(1)
@@ -167,8 +167,8 @@ def test_first_epoch_counts_as_set_only_if_it_was(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("through", ["loader", "sampler"])
-def test_running_epoch_can_be_set_too(through: str) -> None:
-    """The same epoch, set after iter(), is chosen as if it were set before."""
+def test_running_epoch_can_be_set_after_iter(through: str) -> None:
+    """Setting the same epoch after iter() has the effect of setting it before."""
     sampler = DistributedSampler(N, 2, 1)
     loader = make(sampler)
     iterator = iter(loader)
@@ -177,8 +177,8 @@ def test_running_epoch_can_be_set_too(through: str) -> None:
     assert read(loader) == epoch_order(0)
 
 
-def test_look_after_a_resume_keeps_the_offset() -> None:
-    """set_epoch() of the resumed epoch, a look, and the pass: what is left of it."""
+def test_peek_after_a_resume_keeps_the_offset() -> None:
+    """After set_epoch() of the resumed epoch and a peek, the pass reads the rest of it."""
     loader = make()
     loader.set_epoch(1)
     next(iter(loader))
@@ -191,8 +191,8 @@ def test_look_after_a_resume_keeps_the_offset() -> None:
     assert read(resumed) == epoch_order(2)
 
 
-def test_epoch_of_a_loop_is_not_one_that_the_user_set() -> None:
-    """After the loop was left with break, iterations go on with the next epoch, as documented."""
+def test_epoch_of_a_loop_does_not_count_as_set() -> None:
+    """After a break from epochs(), iterations continue with the next epoch, as documented."""
     loader = make()
     loader.set_epoch(1)
     next(iter(loader))
@@ -203,8 +203,8 @@ def test_epoch_of_a_loop_is_not_one_that_the_user_set() -> None:
     assert read(loader) == epoch_order(2)
 
 
-def test_epochs_loops_over_what_is_left() -> None:
-    """The recommended loop; a second one goes on."""
+def test_epochs_yields_the_remaining_epochs() -> None:
+    """This is the recommended loop, and a second one continues."""
     loader = make()
     assert [(e, read(loader) == epoch_order(e)) for e in loader.epochs(3)] == [
         (0, True),
@@ -219,7 +219,7 @@ def test_epochs_loops_over_what_is_left() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("delivered", [0, 2])
 def test_late_set_epoch_is_refused(through: str, workers: int, delivered: int) -> None:
-    """PyTorch ignores it with workers and obeys without; here it is an error in both cases."""
+    """PyTorch ignores it with workers and follows it without; here it is an error in both cases."""
     sampler = DistributedSampler(N, 2, 1)
     loader = make(sampler, num_workers=workers)
     iterator = iter(loader)
@@ -237,7 +237,7 @@ def test_late_set_epoch_is_refused(through: str, workers: int, delivered: int) -
 
 
 def test_epoch_of_the_running_iteration_may_be_set_again() -> None:
-    """It changes nothing, so it is allowed."""
+    """That changes nothing, so it is allowed."""
     sampler = DistributedSampler(N, 2, 1)
     loader = make(sampler)
     iterator = iter(loader)
@@ -247,8 +247,8 @@ def test_epoch_of_the_running_iteration_may_be_set_again() -> None:
     assert read(loader) == epoch_order(1)
 
 
-def test_old_iterator_may_lie_around_but_not_be_used() -> None:
-    """A new pass begins while the old iterator exists; going on with the old one is said."""
+def test_old_iterator_may_exist_but_not_be_used() -> None:
+    """A new pass may begin while the old iterator exists; continuing the old one warns or raises."""
     loader = make()
     old = iter(loader)
     next(old)
@@ -263,7 +263,7 @@ def test_old_iterator_may_lie_around_but_not_be_used() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_sampler_without_a_length_is_read_as_torch_reads_it(num_workers: int) -> None:
-    """Torch asks an iterator of indices for no length."""
+    """PyTorch needs no length from an iterator of indices."""
     loader: DataLoader[Any] = DataLoader(
         Numbers(9), 2, sampler=iter([3, 1, 2]), num_workers=num_workers
     )
@@ -271,31 +271,33 @@ def test_sampler_without_a_length_is_read_as_torch_reads_it(num_workers: int) ->
 
 
 class SeedOfWorker(Numbers):
-    """Says whether torch's promise about seeds holds."""
+    """A dataset that checks torch's promise about seeds."""
 
     def __getitem__(self, index: int) -> int:
         info = get_worker_info()
         return int(info is not None and info.seed == torch.initial_seed())
 
 
-def test_seed_that_a_worker_is_told_is_the_one_it_was_given() -> None:
-    """get_worker_info().seed is torch.initial_seed(), in later epochs of persistent workers too."""
+def test_worker_info_has_the_seed_of_the_worker() -> None:
+    """get_worker_info().seed equals torch.initial_seed(), even in later epochs of persistent workers."""
     loader: DataLoader[Any] = DataLoader(SeedOfWorker(4), 2, num_workers=1, persistent_workers=True)
     assert [read(loader) for _ in range(2)] == [[[1, 1]] * 2] * 2
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_nested_loops_over_one_loader_work_as_with_torch(num_workers: int) -> None:
-    """The outer loop goes on, and is told once that the inner one is counted."""
+    """The outer loop continues, and one warning says that only the inner one is counted."""
     loader = make(num_workers=num_workers, shuffle=False)
     with pytest.warns(DataWarning, match="counts only the newest one") as caught:
         lengths = [len(list(loader)) for _ in loader]
-    told = [each for each in caught if each.category is DataWarning]  # Python 3.12 warns of forks
+    told = [
+        each for each in caught if each.category is DataWarning
+    ]  # Python 3.12 warns about forks
     assert (lengths, len(told)) == ([3, 3, 3], 1)
 
 
 def test_two_iterations_over_persistent_workers_are_refused() -> None:
-    """They share the workers: the first would receive the second's batches."""
+    """They share the workers, so the first would receive the second's batches."""
     loader = make(num_workers=1, persistent_workers=True)
     old = iter(loader)
     next(old)
@@ -306,16 +308,16 @@ def test_two_iterations_over_persistent_workers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-def test_dataset_learns_the_epoch_wherever_it_is(*, workers: int, persistent: bool) -> None:
-    """In the main process, in fresh and in persistent workers, and inside a Subset."""
+def test_dataset_receives_the_epoch_wherever_it_is(*, workers: int, persistent: bool) -> None:
+    """It may be in the main process, in fresh or persistent workers, or inside a Subset."""
     dataset = Subset(Augmented(N), range(16))
     loader = DataLoader(dataset, 4, num_workers=workers, persistent_workers=persistent)
     told = [{int(e) for _, epochs, _ in loader for e in epochs} for _ in range(3)]
     assert told == [{0}, {1}, {2}]
 
 
-def test_epoch_chosen_through_the_dataset_counts() -> None:
-    """A loop that only knows dataset.set_epoch() is not overruled."""
+def test_epoch_set_on_the_dataset_counts() -> None:
+    """A loop that only calls dataset.set_epoch() is not overridden."""
     dataset = Augmented(16)
     loader = DataLoader(dataset, 4)
     read_epochs = []
@@ -325,8 +327,8 @@ def test_epoch_chosen_through_the_dataset_counts() -> None:
     assert read_epochs == [{0}, {4}, {2}]
 
 
-class Own(Sampler[int]):
-    """A sampler that knows nothing of epochs."""
+class PlainSampler(Sampler[int]):
+    """A sampler without epochs."""
 
     def __len__(self) -> int:
         return 4
@@ -335,19 +337,19 @@ class Own(Sampler[int]):
         return iter([3, 1, 2, 0])
 
 
-class Converting(Own):
-    """A sampler that converts the epoch, and shows it read-only or not."""
+class Converting(PlainSampler):
+    """A sampler that converts the epoch it is given."""
 
     def __init__(self) -> None:
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Keep a copy."""
+        """Store a converted copy."""
         self.epoch = int(epoch)
 
 
-def test_sampler_that_converts_the_epoch_is_followed() -> None:
-    """It advances, and the user still wins."""
+def test_sampler_that_converts_the_epoch_is_supported() -> None:
+    """Its epoch advances, and the user can still set it."""
     sampler = Converting()
     loader = DataLoader(Numbers(4), sampler=sampler)
     seen = []
@@ -360,22 +362,22 @@ def test_sampler_that_converts_the_epoch_is_followed() -> None:
 
 
 class Doubling:
-    """A collate function that wants to know the epoch."""
+    """A collate function that needs the epoch."""
 
     epoch = -1
 
     def set_epoch(self, epoch: int) -> None:
-        """Learn the epoch."""
+        """Store the epoch."""
         self.epoch = epoch
 
     def __call__(self, items: list[int]) -> list[int]:
-        """Put the epoch in front."""
+        """Prepend the epoch."""
         return [self.epoch, *items]
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, True)])
-def test_collate_function_learns_the_epoch(*, workers: int, persistent: bool) -> None:
-    """In persistent workers too."""
+def test_collate_function_receives_the_epoch(*, workers: int, persistent: bool) -> None:
+    """This works in persistent workers too."""
     loader = DataLoader(
         Numbers(8), 4, collate_fn=Doubling(), num_workers=workers, persistent_workers=persistent
     )
@@ -383,7 +385,7 @@ def test_collate_function_learns_the_epoch(*, workers: int, persistent: bool) ->
 
 
 def seen_dataset(worker_id: int) -> None:
-    """Configure the dataset as torch's documentation shows."""
+    """Configure the dataset as torch's documentation does."""
     info = torch.utils.data.get_worker_info()
     assert info is not None
     assert isinstance(info.dataset, Numbers)
@@ -391,14 +393,14 @@ def seen_dataset(worker_id: int) -> None:
 
 
 class Configured(Numbers):
-    """Returns what worker_init_fn has set."""
+    """Returns the value that worker_init_fn has set."""
 
     def __getitem__(self, index: int) -> int:
         return self.n
 
 
 def test_worker_init_function_sees_the_users_dataset() -> None:
-    """get_worker_info().dataset is the dataset, and changes to it count."""
+    """get_worker_info().dataset is the user's dataset, and changes to it take effect."""
     loader = DataLoader(Configured(8), 4, num_workers=2, worker_init_fn=seen_dataset)
     assert read(loader) == [[1000] * 4, [1001] * 4]
 
@@ -410,9 +412,9 @@ def test_worker_init_function_sees_the_users_dataset() -> None:
         {"batch_size": 5},
         {"batch_size": 5, "drop_last": True},
         {"batch_size": None},
-        {"sampler": Own()},
+        {"sampler": PlainSampler()},
         {"sampler": [4, 2]},
-        {"batch_sampler": BatchSampler(Own(), 3, drop_last=False)},
+        {"batch_sampler": BatchSampler(PlainSampler(), 3, drop_last=False)},
         {"batch_sampler": [[1, 2], [3]]},
         {"batch_size": 4, "num_workers": 2, "prefetch_factor": 1},
         {"batch_size": 4, "num_workers": 1, "in_order": False},
@@ -420,7 +422,7 @@ def test_worker_init_function_sees_the_users_dataset() -> None:
     ],
 )
 def test_torch_arguments_work_unchanged(options: dict[str, Any]) -> None:
-    """What torch delivers in order is delivered here."""
+    """Batches and their order are those of torch."""
     dataset = TensorDataset(torch.arange(12))
     ours = [
         torch.as_tensor(b[0]).tolist()
@@ -438,7 +440,7 @@ def test_torch_arguments_work_unchanged(options: dict[str, Any]) -> None:
     assert len(DataLoader(dataset, **options)) == len(TorchDataLoader(dataset, **options))
 
 
-def test_generator_of_the_user_is_obeyed() -> None:
+def test_generator_of_the_user_is_used() -> None:
     """A loader with generator= shuffles as torch's does."""
     ours, theirs = (
         read(kind(Numbers(N), 8, shuffle=True, generator=torch.Generator().manual_seed(3)))
@@ -447,14 +449,14 @@ def test_generator_of_the_user_is_obeyed() -> None:
     assert ours == theirs
 
 
-def test_stream_that_divides_nothing_works_alone() -> None:
-    """In a world of one any IterableDataset is fine."""
+def test_undivided_stream_works_in_a_world_of_one() -> None:
+    """There, any IterableDataset is fine."""
     assert read(DataLoader(Stream(), 4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 class _Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
-        """Yield some numbers."""
+        """Yield 100 numbers."""
         return iter(range(100))
 
 
@@ -465,7 +467,7 @@ class _Stream(IterableDataset[int]):
 def test_workers_end_with_the_last_reference_to_their_loader(
     dataset: Any, *, persistent: bool
 ) -> None:
-    """As torch's, also of a pass that was broken off, and of a loader that has taken a state."""
+    """So do torch's; this includes interrupted passes, and loaders that have loaded a state."""
     gc.collect()
     gc.disable()
     try:
@@ -483,23 +485,23 @@ def test_workers_end_with_the_last_reference_to_their_loader(
         gc.enable()
 
 
-def test_iteration_goes_on_without_another_reference_to_its_loader() -> None:
+def test_iterator_outlives_other_references_to_its_loader() -> None:
     """As with torch's loader: ``it = iter(DataLoader(...))``."""
     batches = iter(DataLoader(TensorDataset(torch.arange(10)), 2, shuffle=True, num_workers=1))
     assert sorted(int(x) for (batch,) in batches for x in batch) == list(range(10))
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
-def test_copied_loader_reads_all(copied: Callable[[Any], Any]) -> None:
-    """Also once the loader that it was made from is gone."""
+def test_copied_loader_reads_all_samples(copied: Callable[[Any], Any]) -> None:
+    """The original loader need not exist any longer."""
     loader = DataLoader(TensorDataset(torch.arange(10)), 2, shuffle=True)
     next(iter(loader))
     loader = copied(loader)
     assert sorted(int(x) for (batch,) in loader for x in batch) == list(range(10))
 
 
-def test_loader_pickles_and_iterates_there() -> None:
-    """PyTorch's does, so scripts may pass it to processes."""
+def test_pickled_loader_can_be_iterated() -> None:
+    """PyTorch's can, so scripts may pass one to another process."""
     loader = make()
     read(loader)
     assert read(pickle.loads(pickle.dumps(loader))) == epoch_order(1)
@@ -508,38 +510,38 @@ def test_loader_pickles_and_iterates_there() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"sampler": Own(), "batch_sampler": [[0]]}, "sampler and a batch_sampler"),
+        ({"sampler": PlainSampler(), "batch_sampler": [[0]]}, "sampler and a batch_sampler"),
         ({"worker_safety": "maybe"}, "worker_safety cannot be"),
         ({"seed": "x"}, "seed must be a whole number"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], text: str) -> None:
-    """What contradicts itself is said."""
+    """The error says which arguments conflict or are invalid."""
     with pytest.raises(DataConfigError, match=text):
         DataLoader(Numbers(8), **options)
 
 
 def test_empty_dataset_is_refused() -> None:
-    """PyTorch iterates over nothing, or fails in RandomSampler."""
+    """PyTorch would read nothing, or fail in RandomSampler."""
     for shuffle in (True, False):
         with pytest.raises(DataConfigError, match="n = 0"):
             DataLoader(Numbers(0), shuffle=shuffle)
 
 
-def test_drop_last_that_drops_everything_is_said() -> None:
-    """An epoch without a batch trains on nothing."""
+def test_drop_last_that_drops_everything_gives_a_warning() -> None:
+    """An epoch without batches trains nothing."""
     with pytest.warns(DataWarning, match="leaves no batch of 64"):
         DataLoader(Numbers(40), 64, drop_last=True)
 
 
-def test_loader_that_cannot_resume_says_so() -> None:
-    """Instead of a state that would lose or repeat samples."""
+def test_loader_that_cannot_resume_refuses_to_give_a_state() -> None:
+    """Such a state would lose or repeat samples."""
     with pytest.raises(DataConfigError, match="has no state"):
         make(in_order=False).state_dict()
 
 
-def test_torchs_distributed_sampler_resumes_under_the_same_world() -> None:
-    """By replay: its order is a function of seed and epoch."""
+def test_torchs_distributed_sampler_resumes_in_the_same_world() -> None:
+    """It is replayed, as its order is a function of seed and epoch."""
     loader = make(TorchDistributedSampler(range(N), 2, 1))
     loader.set_epoch(2)
     iterator = iter(loader)
@@ -551,8 +553,8 @@ def test_torchs_distributed_sampler_resumes_under_the_same_world() -> None:
     assert resumed.state_dict()["epoch"] == 2
 
 
-def test_one_call_makes_what_training_and_evaluation_need() -> None:
-    """One call; evaluation is in order."""
+def test_build_loader_covers_training_and_evaluation() -> None:
+    """A single function makes both, and evaluation is in order."""
     train = build_loader(Numbers(N), batch_size=8, seed=3)
     assert sorted(x for batch in read(train) for x in batch) == list(range(N))
     assert read(build_loader(Numbers(10), batch_size=4, train=False)) == [
@@ -567,8 +569,8 @@ def test_one_call_makes_what_training_and_evaluation_need() -> None:
         assert len(read(build_loader(Stream(), batch_size=5))) == 2
 
 
-def test_look_at_a_batch_costs_no_epoch() -> None:
-    """Before the loop, in it, and after its pass: the loop's epoch wins, the position is right."""
+def test_peek_at_a_batch_uses_up_no_epoch() -> None:
+    """Before, in and after a pass of the loop, the loop's epoch wins and the position is correct."""
     loader, plain = (DataLoader(Numbers(N), 8, shuffle=True, seed=3) for _ in range(2))
     expected = [read(plain) for _ in plain.epochs(3)]
     next(iter(loader))
@@ -587,8 +589,8 @@ def test_look_at_a_batch_costs_no_epoch() -> None:
     assert list(loader.epochs(4)) == [3]
 
 
-def test_look_at_a_resumed_epoch_costs_nothing_either() -> None:
-    """The offset stays for the pass."""
+def test_peek_at_a_resumed_epoch_uses_up_nothing() -> None:
+    """The offset is kept for the pass."""
     loader = DataLoader(Numbers(N), 8, seed=3)
     for _ in loader.epochs(1):
         whole = [[int(x) for x in batch] for batch in loader]
@@ -606,8 +608,8 @@ def test_look_at_a_resumed_epoch_costs_nothing_either() -> None:
         assert [[int(x) for x in batch] for batch in resumed] == whole[1:]
 
 
-def test_loop_that_was_left_holds_the_epoch_no_longer() -> None:
-    """After a break, iterations go on with the next epoch, as documented."""
+def test_interrupted_epochs_loop_releases_its_epoch() -> None:
+    """After a break, iterations continue with the next epoch, as documented."""
     loader = DataLoader(Numbers(N), 8, shuffle=True, seed=3)
     for _ in loader.epochs(5):
         read(loader)
@@ -618,7 +620,7 @@ def test_loop_that_was_left_holds_the_epoch_no_longer() -> None:
 
 
 class Broken(Numbers):
-    """Has a bug in one sample, which it looks up under another number, as a shuffled view does."""
+    """A dataset with a bug in one sample, which it finds under another number, as a shuffled view does."""
 
     def __getitem__(self, index: int) -> int:
         index = (index + 1) % self.n
@@ -626,34 +628,34 @@ class Broken(Numbers):
 
 
 class BrokenFiles(Broken):
-    """Lists files as well."""
+    """The same, with a list of files."""
 
     paths: Final = [f"/data/{i}.png" for i in range(N)]
 
 
 class BrokenBatches(Broken):
-    """Reads a batch at once."""
+    """The same, reading a batch at once."""
 
     def __getitems__(self, indices: list[int]) -> list[int]:
         return [self[index] for index in indices]
 
 
 class Lookup:
-    """What a tokenizer returns: read by name."""
+    """A tokenizer's result, which is read by name."""
 
     def __getitem__(self, name: str) -> int:
         return {"ids": 1}[name]
 
 
 class Tokenized(Numbers):
-    """Its samples are read by name."""
+    """A dataset whose samples are read by name."""
 
     def __getitem__(self, index: int) -> Any:
         return Lookup()
 
 
 def labels_of(samples: list[Lookup]) -> list[int]:
-    """Collate what the samples do not have."""
+    """Collate a field that the samples lack."""
     return [each["labels"] for each in samples]
 
 
@@ -670,14 +672,14 @@ def labels_of(samples: list[Lookup]) -> list[int]:
         (Subset(BrokenFiles(N), range(6, N)), 8, "While reading index 7 of a Subset, which is index 13 (paths[13] is /data/13.png) in"),
         (Subset(Subset(Broken(N), range(6, N)), [7]), 1, "While reading index 0 of a Subset, which is index 7 of a Subset, which is index 13 in"),
         (Subset(BrokenBatches(N), range(12, N)), 3, "While reading a batch of indices [0, 1, 2] in"),
-        (Tokenized(N), 8, None),  # raised when it is collated, after all were read
+        (Tokenized(N), 8, None),  # raised in collation, after all samples were read
     ],
     ids=["alone", "without batches", "with paths", "a long batch", "a short batch", "a part", "of a part", "a part in batches", "collating"],
 )  # fmt: skip
 def test_error_of_a_sample_names_its_index(
     dataset: Numbers, batch_size: int | None, named: str | None, num_workers: int
 ) -> None:
-    """With workers and without: the index that the sampler gave, and none where none is read."""
+    """With and without workers it is the sampler's index, and there is none if no sample was being read."""
     collate = labels_of if isinstance(dataset, Tokenized) else None
     options = {"num_workers": num_workers, "seed": 0, "shuffle": False, "collate_fn": collate}
     with pytest.raises((NameError, KeyError)) as caught:
@@ -696,13 +698,13 @@ def test_error_of_a_sample_names_its_index(
     ],
     ids=["a slice", "an iterator", "an index"],
 )
-def test_a_batch_whose_indices_cannot_be_told_keeps_its_error(
+def test_a_batch_without_known_indices_keeps_its_error(
     batch: Any, error: type[Exception], note: str
 ) -> None:
-    """A slice has none, an iterator no longer, and an index is not a batch."""
+    """A slice has no indices, an iterator has none left, and a single index is not a batch."""
 
     class Sliced(Broken):
-        """Reads a batch at once, of files with slices, say."""
+        """Reads a batch at once, and accepts slices, as a file does."""
 
         def __getitems__(self, indices: Any) -> list[int]:
             return [self[i] for i in (range(N)[indices] if isinstance(indices, slice) else indices)]
@@ -718,26 +720,26 @@ def test_a_batch_whose_indices_cannot_be_told_keeps_its_error(
 @pytest.mark.parametrize(
     "batch", [np.array([3, 5]), torch.tensor([3, 5]), (3, 5), range(3, 6, 2)], ids=type
 )
-def test_a_batch_sampler_may_yield_whatever_torch_takes(batch: Any, num_workers: int) -> None:
-    """An array and a tensor are neither true nor false."""
+def test_a_batch_sampler_may_yield_any_type_that_torch_takes(batch: Any, num_workers: int) -> None:
+    """Arrays and tensors have no truth value."""
     loader = DataLoader(Numbers(N), batch_sampler=[batch], num_workers=num_workers)
     assert [each.tolist() for each in loader] == [[3, 5]]
-    resource_sharer.stop()  # the thread that gave the worker the tensor
+    resource_sharer.stop()  # the thread that sent the tensor to the worker
 
 
-def test_what_a_worker_reads_is_said_where_it_is_known() -> None:
-    """Its death may be long after, while it collates or waits; and it may read a batch at once."""
+def test_the_sample_a_worker_reads_is_recorded() -> None:
+    """The worker may die much later, while it collates or waits, and it may read a batch at once."""
     board, said = EpochBoard(1), []
 
     class Told(Numbers):
-        """Asks what is known of it, as the error of a worker that dies there does."""
+        """Records what is known of its worker, as the error would show it if the worker died."""
 
         def __getitem__(self, index: Any) -> Any:
             said.append((board.has_begun(0), board.reading(0), board.describe(0, self)))
             return index
 
     class ToldInBatches(Told):
-        """Reads a batch at once."""
+        """The same, reading a batch at once."""
 
         def __getitems__(self, indices: list[Any]) -> list[Any]:
             return [self[index] for index in indices]

@@ -1,4 +1,4 @@
-"""Equal steps with repeats told apart, for models that communicate in their forward."""
+"""Equal steps with the repeats marked, for models that communicate in their forward pass."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::ddpsafe.data.errors.DataWarning
 
 
 @given(n=st.integers(1, 60), replicas=st.integers(1, 8), batch_size=st.integers(1, 9))
-def test_equal_steps_and_each_sample_counts_once(n: int, replicas: int, batch_size: int) -> None:
-    """Also for fewer samples than ranks: the counted parts are the dataset, in order."""
+def test_steps_are_equal_and_each_sample_counts_once(
+    n: int, replicas: int, batch_size: int
+) -> None:
+    """Even with fewer samples than ranks, the counted parts are the dataset, in order."""
     steps, kept = set(), {}
     for rank in range(replicas):
         sampler = EvalSampler(n, replicas, rank, pad=True)
@@ -30,7 +32,7 @@ def test_equal_steps_and_each_sample_counts_once(n: int, replicas: int, batch_si
     assert sorted(kept) == list(range(n))
 
 
-def test_sampler_that_does_not_pad_is_refused() -> None:
+def test_sampler_without_padding_is_refused() -> None:
     """Ranks would take different numbers of steps."""
     loader = DataLoader(Numbers(9), 2, sampler=EvalSampler(9, 2, 1))
     with pytest.raises(DataConfigError, match="does not pad"):

@@ -1,4 +1,4 @@
-"""A list of metadata in one buffer."""
+"""A list of metadata, packed in one buffer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ items = st.lists(
 
 
 @given(items=items)
-def test_it_is_the_list(items: list[Any]) -> None:
-    """Items, slices, negative indices, iteration and membership."""
+def test_packed_list_equals_the_list(items: list[Any]) -> None:
+    """Items, slices, negative indices, iteration and membership match."""
     packed = PackedList(items)
     assert list(packed) == items
     assert packed[1:] == items[1:]
@@ -31,8 +31,8 @@ def test_it_is_the_list(items: list[Any]) -> None:
     assert list(pickle.loads(pickle.dumps(packed))) == items
 
 
-def test_outside_is_an_index_error_and_other_keys_are_refused() -> None:
-    """As for a list."""
+def test_index_out_of_range_and_other_keys_are_refused() -> None:
+    """The errors are those of a list."""
     packed = PackedList(["a", "b"])
     for index in (2, -3):
         with pytest.raises(IndexError, match="PackedList of 2"):
@@ -42,8 +42,8 @@ def test_outside_is_an_index_error_and_other_keys_are_refused() -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_workers_read_it(method: str) -> None:
-    """Inherited or sent."""
+def test_workers_can_read_it(method: str) -> None:
+    """It may be inherited or sent to them."""
     loader = DataLoader(Named(10), 5, num_workers=1, multiprocessing_context=method)
     assert [name for batch in loader for name in batch] == [f"name-{i}" for i in range(10)]
     assert "len=10" in repr(PackedList(range(10)))

@@ -1,4 +1,4 @@
-"""Handles never cross into another process, and records are never wrong."""
+"""Handles never cross into another process, and no record is wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
-"""How workers start: as copies, or with what was pickled, in two ways."""
+"""How workers start: as a copy of the process, or from pickled objects, in two ways."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -28,16 +28,16 @@ pytestmark = [
 
 @pytest.fixture
 def records(tmp_path: Path) -> str:
-    """Write 20000 records; return the path."""
+    """Write 20,000 records; return their path."""
     path = tmp_path / "records"
     write_records(path, 20_000)
     return str(path)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_no_record_is_wrong_though_the_parent_has_read_first(records: str, method: str) -> None:
-    """The torture test: 20000 records, the parent's handle open before the workers start."""
-    count = 2 if method == "spawn" else 4  # each spawned one imports torch
+def test_no_record_is_wrong_if_the_parent_has_read_first(records: str, method: str) -> None:
+    """A stress test: 20,000 records, with the parent's handle open before the workers start."""
+    count = 2 if method == "spawn" else 4  # each spawned worker imports torch
     dataset = Records(records, 20_000)
     assert dataset[17][1] == 17
     parent = dataset.file.get()
@@ -54,7 +54,7 @@ def test_no_record_is_wrong_though_the_parent_has_read_first(records: str, metho
     assert (wrong, total) == (0, 20_000)
     assert len(pids) == count
     assert os.getpid() not in pids
-    # The workers have come and gone; the parent's handle is the same and still good.
+    # The workers have exited, and the parent's handle is unchanged and still usable.
     assert dataset.file.get() is parent
     assert dataset[99][1] == 99
     closed = Path(records + ".closed").read_text().split()
@@ -62,8 +62,8 @@ def test_no_record_is_wrong_though_the_parent_has_read_first(records: str, metho
     dataset.file.close()
 
 
-def test_eager_handle_reads_wrong_records_or_is_refused(records: str) -> None:
-    """What would read other workers' records is refused, with the path to the handle."""
+def test_eagerly_opened_handle_is_refused(records: str) -> None:
+    """It could read other workers' records, so the error has the path to the handle."""
     dataset = EagerRecords(records, 100)
     with pytest.raises(Exception, match=r"dataset\.reader\['file'\]"):
         iter(DataLoader(dataset, 4, num_workers=2))
@@ -71,12 +71,12 @@ def test_eager_handle_reads_wrong_records_or_is_refused(records: str) -> None:
 
 
 def open_counted(log: list[int]) -> object:
-    """Open something, and count it."""
+    """Return a new object, and count the call."""
     log.append(1)
     return object()
 
 
-def test_threads_share_one_value_or_have_their_own() -> None:
+def test_threads_share_one_value_or_have_one_each() -> None:
     """scope='process' opens once for all threads, scope='thread' once for each."""
     for scope, expected in (("process", 1), ("thread", 8)):
         log: list[int] = []
@@ -99,7 +99,7 @@ def test_threads_share_one_value_or_have_their_own() -> None:
 
 
 class Session:
-    """Something whose destructor would end the parent's session."""
+    """An object whose destructor would end the parent's session."""
 
     def __init__(self, pipe: int) -> None:
         self.pipe = pipe
@@ -130,15 +130,15 @@ def test_inherited_value_is_kept_so_that_its_destructor_does_not_run(
 
 @pytest.fixture
 def forked_pipe() -> Iterator[tuple[int, int]]:
-    """Give a pipe."""
+    """Make a pipe."""
     read, write = os.pipe()
     yield read, write
     os.close(read)
     os.close(write)
 
 
-def test_only_the_recipe_is_pickled(records: str) -> None:
-    """A handle cannot travel; what makes it can."""
+def test_only_the_factory_is_pickled(records: str) -> None:
+    """A handle cannot be sent; the function that opens it can."""
     resource = PerProcess(open_raw, records)
     with resource.get():
         copy = pickle.loads(pickle.dumps(resource))
@@ -147,16 +147,16 @@ def test_only_the_recipe_is_pickled(records: str) -> None:
     assert "open_raw" in repr(copy)
 
 
-def test_failing_factory_says_where(tmp_path: Path) -> None:
-    """The original exception, with the rank and the worker."""
+def test_failing_factory_is_reported_with_its_process(tmp_path: Path) -> None:
+    """The original exception gains the rank and the worker."""
     resource = PerProcess(open_raw, str(tmp_path / "missing"))
     with pytest.raises(FileNotFoundError) as caught:
         resource.get()
     assert "rank 0" in "".join(getattr(caught.value, "__notes__", ["rank 0"]))
 
 
-def test_close_ends_it_and_get_opens_again(records: str) -> None:
-    """close() is called once for each value."""
+def test_close_releases_the_value_and_get_opens_again(records: str) -> None:
+    """The close function runs once for each value."""
     closed: list[object] = []
     resource = PerProcess(open_raw, records, close=closed.append)
     first = resource.get()
@@ -171,7 +171,7 @@ def test_close_ends_it_and_get_opens_again(records: str) -> None:
 
 
 def test_bad_arguments_are_refused(records: str) -> None:
-    """A handle instead of a function, and an unknown scope."""
+    """Examples are a handle instead of a function, and an unknown scope."""
     with open_raw(records) as file, pytest.raises(DataConfigError, match="a function that opens"):
         PerProcess(file)
     with pytest.raises(DataConfigError, match="no scope 'rank'"):

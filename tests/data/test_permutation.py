@@ -27,7 +27,7 @@ SIZES = [2, 3, 4, 5, 97, 4095, 4096, 4097, 65537, 100_003, 1_000_000]
 )
 @settings(max_examples=60)
 def test_feistel_is_a_bijection(n: int, seed: int, epoch: int) -> None:
-    """Every index comes exactly once, whatever n and the key are."""
+    """Every index occurs exactly once, for any n and any key."""
     found = FeistelPermutation(n, derive_keys(seed, epoch, count=8))(np.arange(n))
     assert np.array_equal(np.sort(found), np.arange(n))
 
@@ -58,21 +58,21 @@ GOLDEN = {
 
 @pytest.mark.parametrize("case", GOLDEN)
 def test_feistel_v1_is_frozen(case: tuple[int, int, int]) -> None:
-    """The name stands for this order: a change would reshuffle resumed epochs."""
+    """The name stands for this order, and a change would reshuffle resumed epochs."""
     n, seed, epoch = case
     assert open_permutation(n, seed=seed, epoch=epoch)(np.arange(6)).tolist() == GOLDEN[case]
 
 
 def test_weighted_stream_is_frozen() -> None:
-    """So does the stream of weighted draws."""
+    """The same holds for the stream of weighted draws."""
     sampler = WeightedSampler([1.0, 2.0, 3.0, 4.0], 12, num_replicas=1, rank=0, seed=5)
     assert list(sampler) == [3, 3, 0, 0, 3, 3, 2, 2, 3, 2, 1, 2]
 
 
 @given(n=st.integers(2**20 + 1, 2**40), seed=st.integers(0, 99), data=st.data())
 @settings(max_examples=30)
-def test_seek_gives_the_stream_at_the_position(n: int, seed: int, data: st.DataObject) -> None:
-    """Position p needs nothing of the positions before it."""
+def test_seek_gives_the_stream_from_that_position(n: int, seed: int, data: st.DataObject) -> None:
+    """Position p does not depend on the positions before it."""
     start = data.draw(st.integers(0, n - 64))
     permute = open_permutation(n, seed=seed, epoch=3)
     stream = permute(np.arange(start, start + 64))
@@ -80,8 +80,8 @@ def test_seek_gives_the_stream_at_the_position(n: int, seed: int, data: st.DataO
     assert permute(np.array([start + place]))[0] == stream[place]
 
 
-def test_seeds_and_epochs_do_not_add_up() -> None:
-    """(seed 0, epoch 1) and (seed 1, epoch 0) differ, as do all close pairs."""
+def test_seeds_and_epochs_are_not_added() -> None:
+    """(seed 0, epoch 1) and (seed 1, epoch 0) differ, as do all similar pairs."""
     firsts = {
         tuple(open_permutation(10**7, seed=seed, epoch=epoch)(np.arange(8)).tolist())
         for seed, epoch in itertools.product(range(20), range(20))
@@ -90,8 +90,8 @@ def test_seeds_and_epochs_do_not_add_up() -> None:
 
 
 @pytest.mark.parametrize("n", [3_000_000, 100_000_000, 2**30, 10**12])
-def test_deciles_lags_and_neighbouring_keys_look_uniform(n: int) -> None:
-    """Chi-square of deciles, of pairs at several lags and of two epochs: |z| under 4."""
+def test_deciles_lags_and_adjacent_keys_look_uniform(n: int) -> None:
+    """For chi-square of deciles, of pairs at several lags and of two epochs, |z| is under 4."""
     count = 400_000
     permute = open_permutation(n, seed=11, epoch=0)
     stream = permute(np.arange(count))
@@ -115,7 +115,7 @@ def _z(observed: np.ndarray) -> float:
 
 
 def test_uniform_numbers_are_uniform_and_independent_of_the_block() -> None:
-    """The numbers at positions do not depend on which others are asked for."""
+    """A number depends only on its position, not on the others that are requested."""
     whole = uniform_at(np.arange(100_000), key=3)
     assert np.array_equal(whole[500:600], uniform_at(np.arange(500, 600), key=3))
     assert abs(_z(np.bincount((whole * 100).astype(np.int64), minlength=100))) < 4
@@ -124,7 +124,7 @@ def test_uniform_numbers_are_uniform_and_independent_of_the_block() -> None:
 
 
 def test_huge_dataset_needs_no_list() -> None:
-    """The first index of 10**12 samples comes at once, as do positions near the end."""
+    """The first index of 10**12 samples is immediate, and so are positions near the end."""
     sampler = DistributedSampler(10**12, 8, 3, algorithm="feistel-v1")
     assert len(sampler) == 125_000_000_000
     assert 0 <= next(iter(sampler)) < 10**12

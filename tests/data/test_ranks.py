@@ -1,4 +1,4 @@
-"""Real ranks: uneven loops end together, and what every rank would read is refused."""
+"""Real ranks: uneven loops end together, and data that every rank would read is refused."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ddpsafe.data.errors import DataConfigError
 def test_uneven_loops_end_with_equal_parameters(
     policy: str, counts: list[int], steps: list[int]
 ) -> None:
-    """No hang, the steps that were promised, parameters equal to the bit."""
+    """Ranks do not hang, take the promised steps, and have equal parameters to the bit."""
     values = run_ranks(uneven, policy, counts)
     assert [values[rank][0] for rank in range(2)] == steps
     assert values[0][1] == values[1][1]
 
 
-def test_dummy_steps_weigh_samples_as_one_process_would() -> None:
+def test_dummy_steps_weight_samples_as_one_process_would() -> None:
     """With the weight, the gradient is the mean over all samples of all ranks in that step."""
     values = run_ranks(uneven, "dummy", [2, 4])
     torch.manual_seed(0)
@@ -45,8 +45,8 @@ def test_dummy_steps_weigh_samples_as_one_process_would() -> None:
 
 
 @pytest.mark.parametrize(("policy", "counts"), [("error", [2, 4]), ("dummy", [0, 2])])
-def test_uneven_loops_that_cannot_go_on_name_the_rank(policy: str, counts: list[int]) -> None:
-    """Every rank raises, with the rank that ran out."""
+def test_uneven_loops_that_cannot_continue_name_the_rank(policy: str, counts: list[int]) -> None:
+    """Every rank raises an error with the rank that ran out."""
     values = run_ranks(uneven, policy, counts)
     text = "ran out of batches after 2 steps" if policy == "error" else "has no batch at all"
     for rank in (0, 1):
@@ -55,8 +55,8 @@ def test_uneven_loops_that_cannot_go_on_name_the_rank(policy: str, counts: list[
 
 
 @pytest.mark.parametrize(("policy", "steps"), [("min", 3), ("dummy", 4)])
-def test_positions_agree_in_every_even_step_and_at_the_end(policy: str, steps: int) -> None:
-    """Also where rank 0 has a batch more, so that either rank's state may be saved."""
+def test_positions_agree_in_every_step_and_at_the_end(policy: str, steps: int) -> None:
+    """This holds even if rank 0 has one batch more, so either rank's state may be saved."""
     values = run_ranks(uneven_states, policy)
     for states, _dropped, _rank in values.values():
         assert [state["consumed"] for state in states[:steps]] == [4, 8, 12, 16][:steps]
@@ -65,7 +65,7 @@ def test_positions_agree_in_every_even_step_and_at_the_end(policy: str, steps: i
 
 
 def test_loader_without_distributed_sampler_is_refused_in_a_world_of_two() -> None:
-    """The message gives the line to write; meant exceptions are possible."""
+    """The message has the line to write; intended exceptions are possible."""
     values = run_ranks(undivided)
     for rank in (0, 1):
         shuffled, ordered, misfit, allowed = values[rank]
@@ -76,8 +76,8 @@ def test_loader_without_distributed_sampler_is_refused_in_a_world_of_two() -> No
         assert allowed == str(list(range(10)))
 
 
-def test_training_stopped_on_two_ranks_goes_on_with_three() -> None:
-    """Saved by rank 0 of 2, loaded by 3 with other batches and workers: every sample once."""
+def test_training_stopped_on_two_ranks_continues_on_three() -> None:
+    """Rank 0 of 2 saves, 3 load with other batch sizes and workers, and every sample is read once."""
     first = run_ranks(save_and_stop, 4, None, {"batch_size": 7})
     assert first[0][1] == first[1][1]
     options = {"batch_size": 5, "num_workers": 2, "persistent_workers": True}
@@ -90,14 +90,14 @@ def test_training_stopped_on_two_ranks_goes_on_with_three() -> None:
     assert second[0][1]["finished"]
 
 
-def test_even_steps_refuses_what_cannot_work() -> None:
-    """An unknown policy, join without a model or with SyncBatchNorm."""
+def test_even_steps_refuses_invalid_arguments() -> None:
+    """Examples are an unknown policy, and join without a model or with SyncBatchNorm."""
     with pytest.raises(DataConfigError, match="no policy 'max'"):
         even_steps([1], policy="max")  # type: ignore[arg-type]
     with pytest.raises(DataConfigError, match="needs the DDP model"):
         even_steps([1], policy="join")
 
 
-def test_even_steps_alone_is_the_loader() -> None:
-    """A world of one has nothing to agree on."""
+def test_even_steps_returns_the_loader_in_a_world_of_one() -> None:
+    """One rank has nothing to agree on."""
     assert list(even_steps([1, 2, 3], policy="dummy")) == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""A resume loses nothing and repeats nothing, whatever changed in between."""
+"""A resume loses nothing and repeats nothing, whatever has changed since."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def read(loader: DataLoader[int], count: int | None = None) -> list[list[int]]:
 def test_chain_of_resumes_reads_every_sample_exactly_once(
     n: int, chain: list[Any], algorithm: str, last: tuple[int, int]
 ) -> None:
-    """Any world sizes, batch sizes and stops: the epoch's samples are the dataset."""
+    """With any world sizes, batch sizes and stops, the epoch's samples are the dataset."""
     state: Any = None
     seen: Counter[int] = Counter()
     for (replicas, batch_size), count in [*chain, (last, None)]:
@@ -72,19 +72,19 @@ def test_chain_of_resumes_reads_every_sample_exactly_once(
         parts = [read(loader, count) for loader in ranks]
         seen.update(i for part in parts for batch in part for i in batch)
         states = [loader.state_dict() for loader in ranks]
-        # Without padding a rank may lack the last batch; rank 0 has them all.
+        # Without padding a rank may lack the last batch; rank 0 has every batch.
         state = json.loads(json.dumps(states[0]))
     assert seen == Counter(range(n))
 
 
 @given(chain=st.lists(steps, min_size=1, max_size=5), swap=st.booleans())
 @settings(max_examples=30)
-def test_constant_global_batch_gives_the_uninterrupted_batches(
+def test_constant_global_batch_size_gives_the_uninterrupted_batches(
     *,
     chain: list[int],
     swap: bool,
 ) -> None:
-    """With world size times batch size constant, each step's samples are the same."""
+    """If world size times batch size is constant, each step has the same samples."""
     whole = [read(loader) for loader in loaders(102, 2, 6)]
     expected = [sorted(i for part in whole for i in part[step]) for step in range(len(whole[0]))]
     state: Any = None
@@ -107,8 +107,8 @@ def test_constant_global_batch_gives_the_uninterrupted_batches(
 
 @pytest.mark.parametrize("style", ["automatic", "set_epoch", "epochs"])
 @pytest.mark.parametrize("stop", range(8))
-def test_interrupt_at_every_step_equals_uninterrupted(style: str, stop: int) -> None:
-    """Three epochs, stopped in the second at each step, the first and the last included."""
+def test_interrupting_at_any_step_changes_nothing(style: str, stop: int) -> None:
+    """Of three epochs, the second stops at each step, the first and the last included."""
     expected = [read(loader, None) for loader in loaders(N, 2, 8)[1:] for _ in range(3)]
     first = loaders(N, 2, 8)[1]
     got = [read(first)]
@@ -145,7 +145,7 @@ def test_prefetched_batches_are_not_counted_as_read(
     persistent: bool,
     stop: int,
 ) -> None:
-    """Workers run ahead by prefetch_factor * num_workers; the state counts what was delivered."""
+    """Workers run ahead by prefetch_factor * num_workers, and the state counts delivered batches."""
     expected = [read(loader) for loader in loaders(N, 2, 8)[:1] for _ in range(3)]
     options = {"num_workers": workers, "persistent_workers": persistent, "prefetch_factor": 3}
     first = loaders(N, 2, 8, **options)[0]
@@ -160,8 +160,8 @@ def test_prefetched_batches_are_not_counted_as_read(
     assert got == expected
 
 
-def test_state_at_the_end_of_an_epoch_begins_the_next() -> None:
-    """A checkpoint taken at the last batch neither replays the epoch nor skips the next one."""
+def test_state_at_the_end_of_an_epoch_starts_the_next() -> None:
+    """A checkpoint after the last batch neither replays the epoch nor skips the next one."""
     loader = loaders(N, 2, 8)[0]
     read(loader, 7)
     state = loader.state_dict()
@@ -177,8 +177,8 @@ def test_state_at_the_end_of_an_epoch_begins_the_next() -> None:
     assert len(read(explicit)) == 7
 
 
-def test_epoch_set_before_saving_counts_from_its_beginning() -> None:
-    """Batches of the old epoch are not charged to the new one."""
+def test_epoch_set_before_saving_starts_at_its_beginning() -> None:
+    """Batches of the previous epoch do not count for it."""
     loader = loaders(N, 2, 8)[0]
     read(loader, 3)
     loader.set_epoch(5)
@@ -186,8 +186,8 @@ def test_epoch_set_before_saving_counts_from_its_beginning() -> None:
     assert loader.state_dict()["consumed"] == 0
 
 
-def test_lookahead_wrapper_says_how_many_batches_were_used() -> None:
-    """A prefetcher that holds one batch passes the number used."""
+def test_lookahead_wrapper_passes_the_number_of_used_batches() -> None:
+    """A prefetcher that holds one batch back passes the number it has used."""
     loader = loaders(N, 2, 8)[0]
     read(loader, 4)
     assert loader.state_dict(batches=3)["consumed"] == 48
@@ -196,8 +196,8 @@ def test_lookahead_wrapper_says_how_many_batches_were_used() -> None:
         loader.state_dict(batches=5)
 
 
-def test_length_is_the_epochs_also_after_a_resume() -> None:
-    """A schedule of learning rates computed from it does not depend on where a run was resumed."""
+def test_length_after_a_resume_is_that_of_the_whole_epoch() -> None:
+    """A learning rate schedule computed from it does not depend on where the run was resumed."""
     loader = loaders(N, 2, 8)[0]
     read(loader, 4)
     resumed = loaders(N, 2, 8)[0]
@@ -205,8 +205,8 @@ def test_length_is_the_epochs_also_after_a_resume() -> None:
     assert (len(loader), len(resumed), len(read(resumed)), len(resumed)) == (7, 7, 3, 7)
 
 
-def test_batch_sampler_around_our_sampler_resumes_too() -> None:
-    """PyTorch's BatchSampler counts as well as batch_size does."""
+def test_batch_sampler_around_ddpsafes_sampler_resumes_too() -> None:
+    """PyTorch's BatchSampler has the effect of batch_size."""
     sampler = DistributedSampler(N, 2, 0)
     loader = DataLoader(Numbers(N), batch_sampler=BatchSampler(sampler, 8, drop_last=True))
     first = read(loader, 2)
@@ -219,7 +219,7 @@ def test_batch_sampler_around_our_sampler_resumes_too() -> None:
 
 
 def test_sampler_state_counts_draws() -> None:
-    """The bare sampler knows only what was drawn, which is right where nothing prefetches."""
+    """The bare sampler knows only its draws, which suffices if nothing prefetches."""
     sampler = DistributedSampler(N, 2, 0)
     iterator = iter(sampler)
     drawn = [next(iterator) for _ in range(11)]
@@ -231,8 +231,8 @@ def test_sampler_state_counts_draws() -> None:
 @pytest.mark.parametrize(
     "name", ["dict", "none", "version", "consumed", "epoch", "identity", "old", "new", "torchdata"]
 )
-def test_damaged_or_foreign_state_is_refused(name: str) -> None:
-    """Nothing that is not a state of this version is taken for a position."""
+def test_invalid_state_is_refused(name: str) -> None:
+    """Only a state of this version is accepted as a position."""
     loader = loaders(N, 2, 8)[0]
     state = loader.state_dict()
     broken: dict[str, Any] = {
@@ -254,8 +254,10 @@ def test_damaged_or_foreign_state_is_refused(name: str) -> None:
     ("change", "key"),
     [({"n": 90}, "n"), ({"seed": 1}, "seed"), ({"algorithm": "feistel-v1"}, "algorithm")],
 )
-def test_state_of_other_data_is_refused_or_warned_about(change: dict[str, Any], key: str) -> None:
-    """What differs is named; strict=False goes on with a warning."""
+def test_state_of_other_data_is_refused_or_gives_a_warning(
+    change: dict[str, Any], key: str
+) -> None:
+    """The differences are named; with strict=False they are a warning."""
     state = loaders(N, 2, 8)[0].state_dict()
     other = loaders(change.pop("n", N), 2, 8, **change)[0]
     with pytest.raises(StateMismatchError, match=f"{key}: saved") as caught:
@@ -266,7 +268,7 @@ def test_state_of_other_data_is_refused_or_warned_about(change: dict[str, Any], 
 
 
 def test_fingerprint_of_other_files_is_refused() -> None:
-    """Equal length is not enough where the dataset was fingerprinted."""
+    """Equal length is not enough if the dataset has a fingerprint."""
     left, right = loaders(N, 2, 8)
     left.remember_fingerprint("a" * 32)
     right.remember_fingerprint("b" * 32)
@@ -274,7 +276,7 @@ def test_fingerprint_of_other_files_is_refused() -> None:
         right.load_state_dict(left.state_dict())
 
 
-def test_position_given_up_by_set_epoch_is_said() -> None:
+def test_position_discarded_by_set_epoch_gives_a_warning() -> None:
     """A framework that counts its own epochs from 0 would lose the position silently."""
     loader = loaders(N, 2, 8)[0]
     read(loader)
@@ -287,8 +289,8 @@ def test_position_given_up_by_set_epoch_is_said() -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 4])
 @pytest.mark.parametrize("max_tokens", [None, 60.0])
-def test_balanced_batches_resume_under_another_world(window: int, max_tokens: float | None) -> None:
-    """Also in the middle of a window of sorted lengths, and in lists of token batches."""
+def test_balanced_batches_resume_in_another_world(window: int, max_tokens: float | None) -> None:
+    """This works inside a window of sorted lengths, and with token batches."""
     rng = random.Random(window)
     lengths = [rng.randint(1, 40) for _ in range(N)]
     for trial in range(25):
@@ -327,8 +329,8 @@ def test_balanced_batches_resume_under_another_world(window: int, max_tokens: fl
 
 @given(chain=st.lists(st.tuples(topologies, steps), max_size=5), last=topologies)
 @settings(max_examples=30)
-def test_stream_resumes_under_another_world(chain: list[Any], last: tuple[int, int]) -> None:
-    """A stream in whole batches, too, is read exactly once over any chain of resumes."""
+def test_stream_resumes_in_another_world(chain: list[Any], last: tuple[int, int]) -> None:
+    """A stream in whole batches is also read exactly once over any chain of resumes."""
     state: Any = None
     seen: Counter[int] = Counter()
     for (replicas, batch_size), count in [*chain, (last, None)]:
@@ -346,12 +348,12 @@ def test_stream_resumes_under_another_world(chain: list[Any], last: tuple[int, i
     assert seen == Counter(range(N))
 
 
-# An orthogonal array: each pair of levels of any two columns occurs.
+# An orthogonal array: any two columns contain every pair of levels.
 LEVELS = [(a, b, (a + b) % 3, (a + 2 * b) % 3) for a in range(3) for b in range(3)]
 
 
 def ranks_of(row: tuple[int, int, int, int]) -> list[DataLoader[int]]:
-    """Make the loaders that a row of the array stands for."""
+    """Make the loaders for a row of the array."""
     replicas, size, workers, algorithm = row
     return loaders(
         N,
@@ -368,7 +370,7 @@ def ranks_of(row: tuple[int, int, int, int]) -> list[DataLoader[int]]:
 @pytest.mark.parametrize("row", LEVELS, ids=lambda row: "-".join(map(str, row)))
 @pytest.mark.parametrize("shift", [(1, 0, 0), (2, 1, 1), (0, 2, 1)])
 def test_world_batch_size_and_workers_may_all_change_at_once(row: Any, shift: Any) -> None:
-    """Stopped after three batches, resumed with all of them others: every sample exactly once."""
+    """After three batches, a resume that changes all of them reads every sample exactly once."""
     changed = tuple((level + by) % 3 for level, by in zip(row, shift, strict=False))
     before, after = ranks_of(row), ranks_of((*changed, row[3]))  # type: ignore[arg-type]
     parts = [read(loader, 3) for loader in before]
@@ -379,8 +381,8 @@ def test_world_batch_size_and_workers_may_all_change_at_once(row: Any, shift: An
     assert Counter(i for part in parts for batch in part for i in batch) == Counter(range(N))
 
 
-def test_state_of_an_older_version_says_so() -> None:
-    """Its numbers may mean something else: it is refused, with both versions."""
+def test_state_of_an_older_version_is_refused() -> None:
+    """Its numbers may have another meaning; the error has both versions."""
     loader = loaders(N, 2, 8)[0]
     with pytest.raises(StateMismatchError, match="version 0; this ddpsafe reads version 1") as got:
         loader.load_state_dict({**loader.state_dict(), "version": 0}, strict=False)

@@ -1,4 +1,4 @@
-"""The sampler is torch's, bit for bit, where it is not better."""
+"""The sampler equals torch's, bit for bit, except where it improves on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ worlds = st.integers(1, 20).flatmap(lambda r: st.tuples(st.just(r), st.integers(
     epoch=st.integers(0, 100),
     drop_last=st.booleans(),
 )
-def test_order_is_bit_identical_to_torch(
+def test_order_equals_torchs_bit_for_bit(
     *,
     n: int,
     world: tuple[int, int],
@@ -37,7 +37,7 @@ def test_order_is_bit_identical_to_torch(
     epoch: int,
     drop_last: bool,
 ) -> None:
-    """Same arguments, same indices, same lengths, as Python ints, n < num_replicas included."""
+    """Equal arguments give equal indices and lengths, as Python ints, even if n < num_replicas."""
     replicas, rank = world
     drop_last = drop_last and n >= replicas
     theirs = TorchDistributedSampler(range(n), replicas, rank, shuffle, seed, drop_last)
@@ -68,7 +68,7 @@ def test_ranks_partition_the_dataset(
     epoch: int,
     pad: bool,
 ) -> None:
-    """Without padding each sample is read once; with it, at most num_replicas - 1 come twice."""
+    """Without padding each sample is read once; with it, at most num_replicas - 1 are read twice."""
     shares = []
     for rank in range(replicas):
         sampler = DistributedSampler(n, replicas, rank, pad=pad, algorithm=algorithm)  # type: ignore[arg-type]
@@ -85,13 +85,13 @@ def test_ranks_partition_the_dataset(
         assert max(sizes) - min(sizes) <= 1
 
 
-def test_eval_sampler_reads_in_order_and_leaves_ranks_empty_where_samples_are_few() -> None:
-    """Three samples on five ranks: no rank reads a repeat, two ranks read nothing."""
+def test_eval_sampler_reads_in_order_and_may_leave_ranks_without_samples() -> None:
+    """With three samples on five ranks, no rank reads a repeat and two ranks read nothing."""
     assert [list(EvalSampler(3, 5, rank)) for rank in range(5)] == [[0], [1], [2], [], []]
 
 
-def test_sampler_is_a_torch_sampler_and_pickles_in_mid_iteration() -> None:
-    """Frameworks recognise it by isinstance; it holds no live generator."""
+def test_sampler_is_torchs_subclass_and_pickles_during_iteration() -> None:
+    """Frameworks recognise it by isinstance, and it holds no live generator."""
     sampler = DistributedSampler(1000, 2, 1)
     iterator = iter(sampler)
     first = [next(iterator) for _ in range(10)]
@@ -114,8 +114,8 @@ def test_sampler_is_a_torch_sampler_and_pickles_in_mid_iteration() -> None:
         ({"dataset": 10, "seed": True}, "seed must be a whole number"),
     ],
 )
-def test_bad_arguments_are_refused_with_what_to_do(arguments: dict[str, object], text: str) -> None:
-    """Each mistake says what is wrong, why, and what to do."""
+def test_bad_arguments_are_refused_with_advice(arguments: dict[str, object], text: str) -> None:
+    """Each error has the mistake, the reason and a fix."""
     with pytest.raises(DataConfigError, match=text) as caught:
         DistributedSampler(**arguments)  # type: ignore[arg-type]
     assert "Likely cause" in str(caught.value)
@@ -124,14 +124,14 @@ def test_bad_arguments_are_refused_with_what_to_do(arguments: dict[str, object],
 
 
 @pytest.mark.parametrize("epoch", [-1, 1.5, "2", None, True])
-def test_epoch_must_be_a_whole_number_from_0(epoch: object) -> None:
-    """A wrong epoch is refused, not hashed into an order."""
+def test_epoch_must_be_an_integer_from_0(epoch: object) -> None:
+    """An invalid epoch is refused, not hashed into an order."""
     with pytest.raises(DataConfigError, match="epoch"):
         DistributedSampler(10, 1, 0).set_epoch(epoch)  # type: ignore[arg-type]
 
 
-def test_fewer_samples_than_ranks_is_said() -> None:
-    """PyTorch repeats samples without a word; here the repeating ranks are named."""
+def test_fewer_samples_than_ranks_gives_a_warning() -> None:
+    """PyTorch repeats samples silently; here the ranks that repeat them are named."""
     with pytest.warns(DataWarning, match="ranks 2 to 3 repeat"):
         DistributedSampler(2, 4, 0)
     with warnings.catch_warnings():
@@ -139,8 +139,8 @@ def test_fewer_samples_than_ranks_is_said() -> None:
         EvalSampler(2, 4, 0)
 
 
-def test_dataset_that_changed_its_length_is_refused() -> None:
-    """Samples that came later would never be read, or an index would be out of range."""
+def test_dataset_whose_length_changed_is_refused() -> None:
+    """Samples added later would never be read, or an index would be out of range."""
     dataset = Numbers(10)
     sampler = DistributedSampler(dataset, 1, 0)
     dataset.n = 11
@@ -149,16 +149,16 @@ def test_dataset_that_changed_its_length_is_refused() -> None:
 
 
 @pytest.mark.parametrize("announced", ["4", " 4\n"])
-def test_world_announced_but_not_born_is_refused(
+def test_sampler_before_the_process_group_exists_is_refused(
     announced: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under a launcher, before the process group exists, a world of one would be silently wrong."""
+    """Under a launcher, a world of one would be silently wrong at that point."""
     monkeypatch.setenv("WORLD_SIZE", announced)
     with pytest.raises(DataConfigError, match="no process group yet"):
         DistributedSampler(10)
     assert len(DistributedSampler(10, 1, 0)) == 10
 
 
-def test_without_a_group_the_world_is_one() -> None:
-    """A script runs alone without a line changed."""
+def test_world_is_one_without_a_group_or_launcher() -> None:
+    """A script runs without a launcher, unchanged."""
     assert sorted(DistributedSampler(10)) == list(range(10))

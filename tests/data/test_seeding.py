@@ -1,4 +1,4 @@
-"""Random numbers: distinct over ranks, workers and epochs; or a function of the sample alone."""
+"""Random numbers: distinct across ranks, workers and epochs, or a function of the sample alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ddpsafe.data.errors import DataConfigError
 
 
 def test_ranks_with_equal_seeds_draw_different_augmentations() -> None:
-    """PyTorch's workers draw the same on every rank; here no draw of any generator comes twice."""
+    """PyTorch's workers draw the same on every rank; here no draw of any generator occurs twice."""
     values = run_ranks(augmentation_traces)
     for persistent in (0, 1):
         ranks = [values[rank][persistent] for rank in (0, 1)]
@@ -42,7 +42,7 @@ def draws_of(loader: DataLoader[int]) -> list[float]:
     return [float(x) for _, _, draws in loader for x in torch.stack(list(draws)).flatten()]
 
 
-def test_persistent_workers_draw_what_fresh_ones_would() -> None:
+def test_persistent_workers_draw_as_fresh_ones_do() -> None:
     """Draws are a function of (seed, epoch, rank, worker), so restarting workers changes none."""
     traces = [
         [
@@ -59,7 +59,7 @@ def test_persistent_workers_draw_what_fresh_ones_would() -> None:
 
 
 def test_seed_of_the_loader_changes_the_draws() -> None:
-    """Another seed, other augmentations, same order."""
+    """Another seed gives other augmentations in the same order."""
     sampler = DistributedSampler(16, 1, 0, shuffle=False)
     first, second = (
         draws_of(DataLoader(Augmented(16), 4, sampler=sampler, num_workers=1, seed=seed))
@@ -68,23 +68,23 @@ def test_seed_of_the_loader_changes_the_draws() -> None:
     assert set(first).isdisjoint(second)
 
 
-def test_seed_worker_differs_in_each_of_its_words() -> None:
-    """No two of neighbouring (seed, epoch, rank, worker) give the same streams."""
-    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())  # noqa: NPY002 - what augmentations use
+def test_seed_worker_depends_on_each_argument() -> None:
+    """No two adjacent (seed, epoch, rank, worker) give the same streams."""
+    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())  # noqa: NPY002 - augmentations use it
     seen = set()
     words = [(s, e, r, w) for s in range(3) for e in range(3) for r in range(3) for w in range(3)]
     for each in words:
         seed_worker(*each)
-        seen |= {random.random(), float(np.random.random()), float(torch.rand(()))}  # noqa: NPY002 - what augmentations use
+        seen |= {random.random(), float(np.random.random()), float(torch.rand(()))}  # noqa: NPY002 - augmentations use it
     random.setstate(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002 - what augmentations use
+    np.random.set_state(states[1])  # noqa: NPY002 - augmentations use it
     torch.set_rng_state(states[2])
     assert len(seen) == 3 * len(words)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_global_generators_are_left_alone(workers: int) -> None:
-    """A validation pass between two epochs changes nothing of the training that follows."""
+def test_global_generators_are_left_unchanged(workers: int) -> None:
+    """A validation pass between two epochs does not affect the training that follows."""
     loader = DataLoader(Numbers(16), 4, num_workers=workers)
     before = (torch.get_rng_state(), random.getstate())
     assert len(list(loader)) == 4
@@ -94,7 +94,7 @@ def test_global_generators_are_left_alone(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_sample_rng_does_not_depend_on_ranks_workers_or_resume(workers: int) -> None:
-    """A sample's draw is its own: any world, any worker count, any resume."""
+    """A sample's draw is the same in any world, with any worker count, after any resume."""
     expected = {i: float(torch.rand((), generator=sample_rng(7, 0, i))) for i in range(24)}
     for replicas in (1, 3):
         for rank in range(replicas):
@@ -107,8 +107,8 @@ def test_sample_rng_does_not_depend_on_ranks_workers_or_resume(workers: int) -> 
                     assert float(draw) == expected[int(index)]
 
 
-def test_sample_rng_has_three_kinds() -> None:
-    """One key, three libraries; another kind is refused."""
+def test_sample_rng_supports_three_libraries() -> None:
+    """They share one key; another kind is refused."""
     assert isinstance(sample_rng(0, 0, 0), torch.Generator)
     assert sample_rng(0, 0, 1, "numpy").random() != sample_rng(0, 1, 0, "numpy").random()
     assert sample_rng(0, 0, 1, "random").random() == sample_rng(0, 0, 1, "random").random()
@@ -117,12 +117,12 @@ def test_sample_rng_has_three_kinds() -> None:
 
 
 def order_of(**options: Any) -> list[int]:
-    """Return the order of a loader that was given no seed."""
+    """Return the order of a loader without a seed."""
     return [int(x) for batch in DataLoader(Numbers(40), 8, shuffle=True, **options) for x in batch]
 
 
-def test_manual_seed_of_torch_reaches_order_and_workers() -> None:
-    """As with torch's loader: another seed, another order and other draws; the same, the same."""
+def test_torchs_manual_seed_determines_order_and_workers() -> None:
+    """As with torch's loader, equal seeds give equal orders and draws, and other seeds others."""
     orders, draws = [], []
     for seed in (1, 2, 1):
         torch.manual_seed(seed)
@@ -133,8 +133,8 @@ def test_manual_seed_of_torch_reaches_order_and_workers() -> None:
     assert set(draws[0]).isdisjoint(draws[1])
 
 
-def test_state_brings_the_seed_that_nobody_gave() -> None:
-    """A run that is resumed under another torch.manual_seed goes on in its own order."""
+def test_state_includes_a_seed_that_was_not_given() -> None:
+    """A run that is resumed under another torch.manual_seed continues in its own order."""
     torch.manual_seed(1)
     loader = DataLoader(Numbers(40), 8, shuffle=True)
     iterator = iter(loader)
@@ -148,8 +148,8 @@ def test_state_brings_the_seed_that_nobody_gave() -> None:
     assert sorted(first + rest) == list(range(40))
 
 
-def test_seed_of_the_launch_reaches_every_order_and_every_draw() -> None:
-    """Samplers, ctx.loader and workers; draws differ over ranks, also without workers."""
+def test_seed_of_the_launch_determines_every_order_and_draw() -> None:
+    """It affects samplers, ctx.loader and workers; draws differ between ranks, even without workers."""
     values = [
         ddpsafe.launch(
             seeded_traces, nproc_per_node=2, backend="gloo", start_method="forkserver", seed=seed
@@ -160,4 +160,6 @@ def test_seed_of_the_launch_reaches_every_order_and_every_draw() -> None:
         assert first != second
     draws = [draw for run in values for rank in (0, 1) for draw in run[rank]["draws"]]
     assert len(set(draws)) == len(draws)
-    assert all(run[0]["torch"] == run[1]["torch"] for run in values)  # the training's is left alone
+    assert all(
+        run[0]["torch"] == run[1]["torch"] for run in values
+    )  # the training's own draws are unaffected

@@ -1,7 +1,7 @@
-"""Datasets, iterators and samplers with a state of their own resume; others are replayed.
+"""Datasets, iterators and samplers with their own state resume; others are replayed.
 
-What torchdata's StatefulDataLoader promises of a resume, in tests of our own; where ddpsafe
-promises something else, docs/reference/data.md says what and why.
+These are the resume guarantees of torchdata's StatefulDataLoader; where ddpsafe differs,
+docs/reference/data.md has the difference and the reason.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ N = 46
     ],
     ids=["a tensor", "an array", "a state with an array", "an array of objects"],
 )
-def test_contents_are_compared_to_the_last_number(change: Callable[[int], object]) -> None:
-    """The text of a long array leaves out its middle, and two of them were taken for the same one."""
+def test_contents_are_compared_completely(change: Callable[[int], object]) -> None:
+    """The text of a long array omits its middle, so two different ones would be taken for equal."""
     assert _content(change(2500), 0) == _content(change(2500), 0)
     assert _content(change(2500), 0) != _content(change(2501), 0)
 
@@ -65,14 +65,14 @@ def test_contents_are_compared_to_the_last_number(change: Callable[[int], object
     ids=["sparse", "nested", "meta", "conjugated"],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own: nested tensors are a prototype
-def test_a_tensor_that_is_no_row_of_bytes_has_a_content_too(make: Callable[[int], object]) -> None:
-    """A pass over a stream ended with torch's error about its storage."""
+def test_a_tensor_without_contiguous_bytes_has_a_content_too(make: Callable[[int], object]) -> None:
+    """Otherwise a pass over a stream ends with torch's error about its storage."""
     assert _content(make(3), 0) == _content(make(3), 0)
     assert _content(make(3), 0) != _content(make(4), 0)
 
 
 def own_part(n: int) -> range:
-    """Return the numbers of this worker, as a stream divides itself."""
+    """Return this worker's numbers, as a stream that divides itself does."""
     info = get_worker_info()
     return range(n) if info is None else range(info.id, n, info.num_workers)
 
@@ -96,11 +96,11 @@ class Position:
         return self.numbers[self.place - 1] * 1000 + drawn
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where it is."""
+        """Return the position."""
         return {"place": self.place, "generator": self.generator.get_state().tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go there."""
+        """Set the position."""
         self.place = state["place"]
         self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
 
@@ -113,7 +113,7 @@ class WithIterator(IterableDataset[int]):
 
 
 class IsIterator(IterableDataset[int]):
-    """A stream that is its own iterator, as old code has it."""
+    """A stream that is its own iterator, as in older code."""
 
     def __init__(self) -> None:
         self.position: Position | None = None
@@ -131,16 +131,16 @@ class IsIterator(IterableDataset[int]):
         return next(self.position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where it is."""
+        """Return the position."""
         return {} if self.position is None else self.position.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go there when it is iterated."""
+        """Set the position for the next iteration."""
         self.loaded = dict(state)
 
 
 class BeginsAgain(IterableDataset[int]):
-    """A stream that is its own iterator, and has a place only once it is iterated."""
+    """A stream that is its own iterator, and has a position only while it is iterated."""
 
     position: Position
 
@@ -152,40 +152,40 @@ class BeginsAgain(IterableDataset[int]):
         return next(self.position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where it is."""
+        """Return the position."""
         return self.position.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go there at once."""
+        """Set the position at once."""
         self.position.load_state_dict(state)
 
 
 class DrawingPosition(Position):
-    """An iterator that draws from torch's global generator, which it counts to its state."""
+    """An iterator that draws from torch's global generator, which is part of its state."""
 
     def __next__(self) -> int:
         self.generator = torch.default_generator
         return super().__next__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where it is."""
+        """Return the position and the generator's state."""
         return {"place": self.place, "generator": torch.get_rng_state().tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go there."""
+        """Set both."""
         self.place = state["place"]
         torch.set_rng_state(torch.tensor(state["generator"], dtype=torch.uint8))
 
 
 class WithDrawingIterator(IterableDataset[int]):
-    """A stream whose iterator has the state of torch's generator, too."""
+    """A stream whose iterator's state includes torch's generator."""
 
     def __iter__(self) -> Iterator[int]:
         return DrawingPosition(N)
 
 
 class ByGenerator(IterableDataset[int]):
-    """A stream by a generator function, with the state in the dataset, as Hugging Face has it."""
+    """A generator function as a stream, with the state in the dataset, as in Hugging Face datasets."""
 
     def __init__(self) -> None:
         self.place = 0
@@ -197,11 +197,11 @@ class ByGenerator(IterableDataset[int]):
             yield number
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where it is."""
+        """Return the position."""
         return {"place": self.place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go there when it is iterated."""
+        """Set the position for the next iteration."""
         self.resume = state["place"]
 
 
@@ -213,7 +213,7 @@ class WithoutState(IterableDataset[int]):
 
 
 class CountingDataset(Numbers):
-    """A map-style dataset with a state: how often it was read."""
+    """A map-style dataset with a state: its number of reads."""
 
     def __init__(self) -> None:
         super().__init__(N)
@@ -224,16 +224,16 @@ class CountingDataset(Numbers):
         return index * 1000 + self.reads
 
     def state_dict(self) -> dict[str, Any]:
-        """Say how often."""
+        """Return the number of reads."""
         return {"reads": self.reads}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Set the number of reads."""
         self.reads = state["reads"]
 
 
 class StatefulSampler(Sampler[int]):
-    """An order of its own, with a state."""
+    """A sampler with its own order and a state."""
 
     def __init__(self) -> None:
         self.place = 0
@@ -251,11 +251,11 @@ class StatefulSampler(Sampler[int]):
         return N
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where it is."""
+        """Return the position."""
         return {"place": self.place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go there when it is iterated."""
+        """Set the position for the next iteration."""
         self.place = state["place"]
         self.loaded = True
 
@@ -279,7 +279,7 @@ class _Sevens(Position):
 
 
 class DrawingSampler(Sampler[int]):
-    """Draws its order from torch's global generator, without a state."""
+    """A sampler that draws from torch's global generator, without a state."""
 
     def __iter__(self) -> Iterator[int]:
         yield from torch.randperm(N).tolist()
@@ -363,7 +363,7 @@ IN_WORKERS: Final = {
     "sampler with state",
     "RandomSampler",
 }
-"""Kinds for which workers make a difference: other samplers are used in the process of the rank."""
+"""Kinds that workers affect; the other samplers run in the rank's own process."""
 
 
 @pytest.mark.parametrize(
@@ -376,10 +376,10 @@ IN_WORKERS: Final = {
         ),
     ],
 )
-def test_rest_of_the_epoch_and_the_next_are_as_without_the_stop(
+def test_rest_of_the_epoch_and_the_next_equal_an_uninterrupted_run(
     kind: str, num_workers: int
 ) -> None:
-    """Saved after none, some and all batches; through JSON where the parts' states allow it."""
+    """States are saved after none, some and all batches, and survive JSON."""
     torch.manual_seed(3)
     loader = make(kind, num_workers)
     states, batches = [], []
@@ -397,7 +397,7 @@ def test_rest_of_the_epoch_and_the_next_are_as_without_the_stop(
         resumed.load_state_dict(states[stop])
         assert resumed.state_dict() == states[stop]
         assert [plain(batch) for batch in resumed] == batches[stop:]
-    assert len(list(resumed)) == len(batches)  # the epoch after it is a whole one
+    assert len(list(resumed)) == len(batches)  # the next epoch is complete
     after = make(kind, num_workers)
     after.load_state_dict(end)
     assert list(after.epochs(1)) == []
@@ -415,8 +415,8 @@ def test_rest_of_the_epoch_and_the_next_are_as_without_the_stop(
         pytest.param("RandomSampler", 2, marks=pytest.mark.soak),
     ],
 )
-def test_resumed_twice_loses_and_repeats_nothing(kind: str, num_workers: int) -> None:
-    """A state of a resumed pass counts from the epoch's beginning."""
+def test_resuming_twice_loses_and_repeats_nothing(kind: str, num_workers: int) -> None:
+    """The state of a resumed pass counts from the beginning of the epoch."""
     torch.manual_seed(3)
     whole = [plain(batch) for batch in make(kind, num_workers)]
     torch.manual_seed(3)
@@ -433,7 +433,7 @@ def test_resumed_twice_loses_and_repeats_nothing(kind: str, num_workers: int) ->
 
 
 class DrawsByItself(CountingDataset):
-    """Its state is that of torch's generator, from which it draws its samples."""
+    """A dataset whose state is that of torch's generator, from which it draws its samples."""
 
     def __getitem__(self, index: int) -> int:
         return int(torch.randint(10**6, ()))
@@ -443,13 +443,13 @@ class DrawsByItself(CountingDataset):
         return {"torch": torch.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put the generator there."""
+        """Restore the generator."""
         torch.set_rng_state(state["torch"])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_state_before_the_first_batch_holds_the_dataset_too(num_workers: int) -> None:
-    """A stop in mid-epoch, and a return to the very beginning, by one loader."""
+def test_state_before_the_first_batch_includes_the_dataset(num_workers: int) -> None:
+    """One loader resumes in the middle of an epoch, and then from its beginning."""
     loader: DataLoader[Any] = DataLoader(DrawsByItself(), 4, num_workers=num_workers, shuffle=True)
     iterator = iter(loader)
     beginning = loader.state_dict()
@@ -460,8 +460,8 @@ def test_state_before_the_first_batch_holds_the_dataset_too(num_workers: int) ->
     assert [plain(batch) for batch in loader] == batches
 
 
-def test_persistent_workers_begin_again_at_the_state() -> None:
-    """They hold a dataset that stands elsewhere, so they are replaced."""
+def test_persistent_workers_restart_from_the_state() -> None:
+    """Their dataset is at another position, so they are replaced."""
     loader = make("generator with state", 2, persistent_workers=True)
     iterator = iter(loader)
     next(iterator)
@@ -471,8 +471,8 @@ def test_persistent_workers_begin_again_at_the_state() -> None:
     assert [plain(batch) for batch in loader] == rest
 
 
-def test_next_epoch_of_a_generator_sampler_goes_on_as_without_the_stop() -> None:
-    """The generator of a RandomSampler is put where the epoch left it."""
+def test_next_epoch_of_a_generator_sampler_equals_an_uninterrupted_run() -> None:
+    """The generator of a RandomSampler is restored to its state at the end of the epoch."""
     loader = make("RandomSampler with a generator", 0)
     first = [plain(batch) for batch in loader]
     state = loader.state_dict()
@@ -482,8 +482,8 @@ def test_next_epoch_of_a_generator_sampler_goes_on_as_without_the_stop() -> None
     assert [plain(batch) for batch in resumed] == second != first
 
 
-def test_position_behind_a_prefetcher_is_found_too() -> None:
-    """batches= says how many were used of those delivered."""
+def test_position_behind_a_prefetcher_is_restored() -> None:
+    """batches= is how many of the delivered batches were used."""
     loader = make("sampler with state", 2)
     iterator = iter(loader)
     batches = [plain(next(iterator)) for _ in range(4)]
@@ -493,7 +493,7 @@ def test_position_behind_a_prefetcher_is_found_too() -> None:
 
 
 class Fickle(Sampler[int]):
-    """Draws from Python's own generator, which no state holds."""
+    """A sampler that draws from Python's own generator, which no state includes."""
 
     def __iter__(self) -> Iterator[int]:
         order = list(range(N))
@@ -505,7 +505,7 @@ class Fickle(Sampler[int]):
 
 
 def test_sampler_that_cannot_be_replayed_is_named() -> None:
-    """Other indices than before: an error, not lost and repeated samples."""
+    """It draws other indices than before, which raises an error before samples are lost or repeated."""
     loader = DataLoader(Numbers(N), 4, sampler=Fickle())
     next(iter(loader))
     state = loader.state_dict()
@@ -516,7 +516,7 @@ def test_sampler_that_cannot_be_replayed_is_named() -> None:
 
 
 def test_another_number_of_workers_is_refused_where_each_has_a_state() -> None:
-    """And allowed where only the sampler has one."""
+    """It is allowed where only the sampler has a state."""
     state = make("generator with state", 2).state_dict()
     with pytest.raises(StateMismatchError, match="num_workers: saved 2, now 0"):
         make("generator with state", 0).load_state_dict(state)
@@ -524,14 +524,14 @@ def test_another_number_of_workers_is_refused_where_each_has_a_state() -> None:
 
 
 def double(row: dict[str, int]) -> dict[str, int]:
-    """At module level: some versions of datasets cannot hash a lambda."""
+    """A module-level function, because some versions of datasets cannot hash a lambda."""
     return {"a": row["a"] * 2}
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_stream_of_hugging_face_resumes(num_workers: int) -> None:
-    """Its IterableDataset has state_dict(), shuffled and mapped too."""
+def test_hugging_face_stream_resumes(num_workers: int) -> None:
+    """Its IterableDataset has state_dict(), even when shuffled and mapped."""
     datasets = pytest.importorskip("datasets")
 
     def stream() -> Any:
@@ -555,7 +555,7 @@ def test_stream_of_hugging_face_resumes(num_workers: int) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_data_pipes_are_sharded_shuffled_and_resumed(num_workers: int) -> None:
-    """Torch divides them over workers by their type, and gives all workers one order."""
+    """PyTorch recognises their type, divides them over workers, and gives all workers one order."""
 
     def loader(epoch: int) -> DataLoader[Any]:
         pipe = IterableWrapper(range(N)).shuffle().sharding_filter()
@@ -582,14 +582,14 @@ def test_data_pipes_are_sharded_shuffled_and_resumed(num_workers: int) -> None:
 
 
 class Divided(IterableDataset[int]):
-    """Each worker has its part, of samples that repeat."""
+    """Each worker reads its own part, whose samples repeat."""
 
     def __iter__(self) -> Iterator[int]:
         return (number % 3 for number in own_part(N))
 
 
 class Whole(IterableDataset[int]):
-    """Each worker reads it all."""
+    """Each worker reads everything."""
 
     def __init__(self, n: int, divisor: int = 1) -> None:
         self.n = n
@@ -606,17 +606,17 @@ class Whole(IterableDataset[int]):
         (Whole(3), True),
         (Whole(4), True),
         (Whole(100), True),
-        (Whole(100, divisor=1000), False),  # constant: nothing can be told
+        (Whole(100, divisor=1000), False),  # constant: no difference can be seen
         (Divided(), False),
         (WithIterator(), False),
     ],
 )
-def test_stream_that_each_worker_reads_as_a_whole_is_said(
+def test_stream_that_each_worker_reads_completely_gives_a_warning(
     stream: IterableDataset[int],
     is_warned: bool,  # noqa: FBT001 - a parametrized test's argument
     batch_size: int | None,
 ) -> None:
-    """Once, after four batches of each worker or at the end; torch repeats samples in silence."""
+    """One warning follows four batches of each worker, or the end; torch repeats samples silently."""
     loader = DataLoader(stream, batch_size, num_workers=2, multiprocessing_context="fork")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DataWarning)

@@ -26,10 +26,10 @@ weights = st.lists(st.floats(0, 5), min_size=1, max_size=40).filter(any)
     epoch=st.integers(0, 5),
 )
 @settings(max_examples=60)
-def test_stream_does_not_depend_on_the_world(
+def test_stream_does_not_depend_on_the_world_size(
     values: list[float], replicas: int, mode: str, epoch: int
 ) -> None:
-    """The ranks' draws, interleaved, are what a single process draws."""
+    """Interleaved, the ranks' draws equal those of a single process."""
     options: dict[str, Any] = {"mode": mode, "pad": False}
     samplers = [
         WeightedSampler(values, num_replicas=replicas, rank=rank, **options)
@@ -45,7 +45,7 @@ def test_stream_does_not_depend_on_the_world(
 
 
 def test_frequencies_follow_the_weights() -> None:
-    """Within five standard deviations, over several epochs; zero weight is never drawn."""
+    """They are within five standard deviations over several epochs; zero weight is never drawn."""
     values = np.array([0, 1, 2, 3, 4, 10.0, 0])
     draws = 100_000
     for epoch in range(3):
@@ -58,8 +58,8 @@ def test_frequencies_follow_the_weights() -> None:
 
 
 @given(values=weights, epoch=st.integers(0, 20))
-def test_repeat_mode_gives_floor_or_ceil(values: list[float], epoch: int) -> None:
-    """Every rare sample comes at least floor(w) times, whatever the luck."""
+def test_repeat_mode_gives_floor_or_ceiling(values: list[float], epoch: int) -> None:
+    """Every rare sample is drawn at least floor(w) times, without relying on chance."""
     sampler = WeightedSampler([*values, 1.0], mode="repeat", num_replicas=1, rank=0)
     sampler.set_epoch(epoch)
     counts = Counter(sampler)
@@ -69,7 +69,7 @@ def test_repeat_mode_gives_floor_or_ceil(values: list[float], epoch: int) -> Non
 
 
 def test_repeat_mode_averages_to_the_weight() -> None:
-    """Over the epochs a factor of 1.5 is 1.5."""
+    """Over many epochs, a weight of 1.5 gives 1.5 draws on average."""
     sampler = WeightedSampler([1.5] * 400, mode="repeat", num_replicas=1, rank=0)
     lengths = []
     for epoch in range(40):
@@ -80,15 +80,15 @@ def test_repeat_mode_averages_to_the_weight() -> None:
 
 
 def test_without_replacement_draws_distinct_samples() -> None:
-    """Heavy samples come early; none comes twice."""
+    """Heavy samples are drawn early, and none is drawn twice."""
     values = [1.0] * 50 + [1000.0] * 50
     drawn = list(WeightedSampler(values, 60, replacement=False, num_replicas=1, rank=0))
     assert len(set(drawn)) == 60
     assert sum(index >= 50 for index in drawn[:50]) > 45
 
 
-def test_more_weights_than_torch_can_take() -> None:
-    """PyTorch.multinomial stops at 2**24 categories."""
+def test_more_weights_than_torch_supports() -> None:
+    """``torch.multinomial`` stops at 2**24 categories."""
     n = 2**24 + 3
     values = np.zeros(n)
     values[[5, n - 1]] = 1, 3
@@ -98,7 +98,7 @@ def test_more_weights_than_torch_can_take() -> None:
 
 
 def test_resume_continues_the_stream() -> None:
-    """A draw-based resume under another world goes on at the position."""
+    """A resume by draws continues at the position in another world."""
     whole = list(WeightedSampler(torch.arange(10.0), 60, num_replicas=1, rank=0))
     sampler = WeightedSampler(torch.arange(10.0), 60, num_replicas=2, rank=0)
     iterator = iter(sampler)
@@ -125,14 +125,14 @@ def test_resume_continues_the_stream() -> None:
         (([1.0, 2.0], 2.5), "num_samples must be a whole number"),
     ],
 )
-def test_bad_weights_are_refused(arguments: tuple[Any, ...], text: str) -> None:
-    """The first bad weights are named."""
+def test_invalid_weights_are_refused(arguments: tuple[Any, ...], text: str) -> None:
+    """The error names the first invalid weights."""
     with pytest.raises(DataConfigError, match=text):
         WeightedSampler(*arguments, num_replicas=1, rank=0)
 
 
-def test_bad_modes_are_refused() -> None:
-    """An unknown mode, and a count that repeat mode would ignore."""
+def test_invalid_modes_are_refused() -> None:
+    """Examples are an unknown mode, and a count that repeat mode would ignore."""
     with pytest.raises(DataConfigError, match="mode cannot be"):
         WeightedSampler([1.0], mode="once", num_replicas=1, rank=0)  # type: ignore[arg-type]
     with pytest.raises(DataConfigError, match="leave num_samples out"):
@@ -140,6 +140,6 @@ def test_bad_modes_are_refused() -> None:
 
 
 def test_weights_of_another_dataset_are_refused_by_the_loader() -> None:
-    """One weight too few would never draw the last sample; one too many would crash later."""
+    """One weight too few would never draw the last sample; one too many would fail later."""
     with pytest.raises(DatasetChangedError, match="made for 9 samples, but the dataset has 10"):
         DataLoader(Numbers(10), sampler=WeightedSampler([1.0] * 9))

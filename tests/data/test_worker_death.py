@@ -1,4 +1,4 @@
-"""A worker's death says which worker, which rank, which sample, and which limit."""
+"""The error for a dead worker names the worker, the rank, the sample and the limit it reached."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def read(how: str) -> None:
-    """Read a dataset whose sample 13 is lethal, with two workers."""
+    """Read a dataset whose sample 13 kills its worker, with two workers."""
     for _ in DataLoader(Lethal(40, 13, how), 4, num_workers=2):
         pass
 
@@ -40,8 +40,8 @@ def read(how: str) -> None:
         ("exit", "exited with code 3", "os._exit()"),
     ],
 )
-def test_death_names_worker_rank_index_path_and_limit(how: str, text: str, limit: str) -> None:
-    """Instead of "DataLoader worker (pid 4711) exited unexpectedly"."""
+def test_error_names_worker_rank_index_path_and_limit(how: str, text: str, limit: str) -> None:
+    """PyTorch's text is only "DataLoader worker (pid 4711) exited unexpectedly"."""
     with pytest.raises(WorkerDiedError) as caught:
         read(how)
     message = str(caught.value)
@@ -54,35 +54,35 @@ def test_death_names_worker_rank_index_path_and_limit(how: str, text: str, limit
     assert isinstance(caught.value, RuntimeError)
 
 
-def test_a_worker_that_is_ending_is_named_though_a_batch_of_it_is_lost_first(
+def test_an_exiting_worker_is_named_even_if_one_of_its_batches_is_lost_first(
     tmp_path: Path,
 ) -> None:
-    """The tensors of a batch are fetched from their worker: the connection is refused before it is dead."""
+    """Tensors of a batch are fetched from their worker, which refuses the connection before it is dead."""
     mark = tmp_path / "is-ending"
     batches = iter(DataLoader(Ending(40, 9, mark), 4, num_workers=1))
-    next(batches)  # gives it the third batch, with sample 9; the second one is not fetched yet
+    next(batches)  # requests the third batch, with sample 9; the second is not fetched yet
     scripts.wait_until(mark.exists, within_s=30)
     with pytest.raises(WorkerDiedError, match=r"worker 0 .* exited with code 3"):
         next(batches)
 
 
 class Unreadable(Sampler[int]):
-    """A sampler whose list of samples is not there."""
+    """A sampler whose list of samples is missing."""
 
     def __iter__(self) -> Iterator[int]:
-        """Read it."""
+        """Yield eight indices, then fail."""
         yield from range(8)
         yield int(Path("/nowhere/samples.txt").read_text(encoding="utf-8"))
 
     def __len__(self) -> int:
-        """Say how many there would be."""
+        """Return the intended number."""
         return 40
 
 
 def test_an_error_of_the_sampler_is_not_taken_for_a_lost_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is raised at once: no worker is dying that could be waited for."""
+    """It is raised at once, as no worker is dying that could be waited for."""
     monkeypatch.setattr(worker_death, "_EXIT_WAIT", timedelta(minutes=10))
     batches = iter(DataLoader(Numbers(40), 4, sampler=Unreadable(), num_workers=1))
     with pytest.raises(FileNotFoundError, match="samples"):
@@ -97,7 +97,7 @@ def test_an_error_of_the_sampler_is_not_taken_for_a_lost_batch(
         ("files", OSError, ["RLIMIT_NOFILE", "ulimit -n", "/data/00013.jpg"]),
     ],
 )
-def test_exception_in_a_worker_keeps_its_type_and_gains_where(
+def test_exception_in_a_worker_keeps_its_type_and_gains_its_place(
     how: str, kind: type[Exception], texts: list[str]
 ) -> None:
     """A user's except clause still catches it."""
@@ -109,14 +109,14 @@ def test_exception_in_a_worker_keeps_its_type_and_gains_where(
 
 @pytest.fixture
 def fifo(tmp_path: Path) -> str:
-    """Make a FIFO that a worker waits at."""
+    """Make a FIFO that a worker waits for."""
     path = tmp_path / "gate"
     os.mkfifo(path)
     return str(path)
 
 
-def test_timeout_names_the_worker_that_owes_the_batch_and_what_it_reads(fifo: str) -> None:
-    """Instead of "DataLoader timed out after 1 seconds"."""
+def test_timeout_names_the_worker_that_owes_the_batch_and_its_sample(fifo: str) -> None:
+    """PyTorch's text is only "DataLoader timed out after 1 seconds"."""
     iterator = iter(DataLoader(Gated(40, 13, fifo), 4, num_workers=2, timeout=1))
     with pytest.raises(WorkerTimeoutError) as caught:
         list(iterator)
@@ -131,7 +131,7 @@ def test_timeout_names_the_worker_that_owes_the_batch_and_what_it_reads(fifo: st
 
 
 def test_death_between_two_batches_is_explained_where_it_is_raised(fifo: str) -> None:
-    """PyTorch raises from the user's own code then; the error says what happened all the same."""
+    """PyTorch raises from the user's own code then, and the error still has the explanation."""
     iterator = iter(DataLoader(Gated(40, 13, fifo, "SIGKILL"), 4, num_workers=2))
     next(iterator)
     with pytest.raises(WorkerDiedError) as caught:
@@ -142,21 +142,21 @@ def test_death_between_two_batches_is_explained_where_it_is_raised(fifo: str) ->
 
 
 def open_the_gate_and_work(fifo: str) -> None:
-    """Stand for a training step that takes longer than the worker lives."""
+    """Simulate a training step during which the worker dies."""
     Path(fifo).write_bytes(b"")
     threading.Event().wait(30)
 
 
 class Cycle:
-    """Keeps an iterator until the garbage collector comes, as a traceback does."""
+    """An object that keeps an iterator until garbage collection, as a traceback does."""
 
     def __init__(self, iterator: Any) -> None:
         self.iterator = iterator
         self.myself = self
 
 
-def test_workers_of_a_dropped_iterator_leave_by_themselves() -> None:
-    """PyTorch would wait 5 s for each worker and then kill it, if the iterator is in a cycle."""
+def test_workers_of_a_dropped_iterator_exit_by_themselves() -> None:
+    """If the iterator is in a cycle, PyTorch would wait 5 s for each worker and then kill it."""
     held = Cycle(iter(DataLoader(Numbers(40), 4, num_workers=2)))
     next(held.iterator)
     workers = held.iterator._workers
@@ -168,10 +168,10 @@ def test_workers_of_a_dropped_iterator_leave_by_themselves() -> None:
 @pytest.mark.parametrize(
     ("how", "said"), [("SIGSEGV", "was killed by SIGSEGV"), ("exit", "exited with code 3")]
 )
-def test_a_worker_of_torchs_loader_is_named_with_how_it_died(
+def test_dead_worker_of_torchs_loader_is_named_with_its_exit(
     tmp_path: Path, how: str, said: str
 ) -> None:
-    """Torch's own loader says "exited unexpectedly", or that a connection was reset."""
+    """PyTorch's own text is "exited unexpectedly", or that a connection was reset."""
     with pytest.raises(ddpsafe.RankRaisedError) as caught:
         ddpsafe.launch(
             lose_a_worker_of_torchs_loader,

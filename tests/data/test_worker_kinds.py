@@ -1,8 +1,8 @@
 # ruff: noqa: SIM115, ARG001, ARG005, LOG001, PERF203, PLW0108 - each row makes what it names
-"""What real libraries' objects are to the search for hazards: caught, harmless, or missed.
+"""How the search for hazards classifies objects of real libraries: caught, harmless, or missed.
 
-Each row makes the object with its library, as a dataset would hold it; a library that is not
-installed skips its rows. docs/reference/data.md has the table.
+Each row makes the object with its library, as a dataset would hold it. Rows of missing libraries
+are skipped. docs/reference/data.md has the table.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def lib(name: str) -> Any:
 
 
 class Kit:
-    """A folder with a file of each format, and what is to be closed at the end."""
+    """A folder with a file of each format, and the objects to close at the end."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
@@ -73,30 +73,30 @@ class Kit:
         return path
 
     def open(self, mode: str = "rb") -> Any:
-        """Open it."""
+        """Open the table."""
         return self.stack.enter_context(self.text().open(mode))
 
     def zip(self) -> Path:
-        """Write an archive."""
+        """Write a zip archive."""
         path = self.folder / "a.zip"
         with zipfile.ZipFile(path, "w") as packed:
             packed.writestr("x", "x")
         return path
 
     def tar(self) -> Path:
-        """Write an archive."""
+        """Write a tar archive."""
         path = self.folder / "a.tar"
         with tarfile.open(path, "w") as packed:
             packed.add(self.text(), "x")
         return path
 
     def closing(self, item: Any) -> Any:
-        """Close it at the end."""
+        """Close the object at the end, and return it."""
         self.stack.callback(getattr(item, "close", lambda: None))
         return item
 
     def database(self) -> sqlite3.Connection:
-        """Open a database."""
+        """Open an SQLite database."""
         found: sqlite3.Connection = self.closing(sqlite3.connect(self.folder / "db"))
         return found
 
@@ -107,13 +107,13 @@ class Kit:
         return file
 
     def image(self) -> Path:
-        """Write a picture."""
+        """Write an image."""
         path = self.folder / "a.tiff"
         lib("PIL.Image").new("L", (4, 4)).save(path)
         return path
 
     def server(self) -> str:
-        """Answer HTTP on the loopback, keeping connections open."""
+        """Serve HTTP on loopback with keep-alive; return the URL."""
 
         class Answer(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -125,7 +125,7 @@ class Kit:
                 self.wfile.write(b"ok")
 
             def log_message(self, *_: object) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
         server.daemon_threads = True
@@ -138,7 +138,7 @@ class Kit:
 
 
 class OpenOnClass:
-    """Holds a file as a class attribute."""
+    """A dataset that holds a file as a class attribute."""
 
     file: Any = None
 
@@ -149,7 +149,7 @@ def read_shared(index: int) -> Any:
 
 
 class ReadsGlobal(Numbers):
-    """Its method reads a global."""
+    """A dataset whose method reads a global."""
 
     def __getitem__(self, index: int) -> Any:
         return read_shared(index)
@@ -419,7 +419,7 @@ def _local(kit: Kit) -> Any:
 
 
 class Singleton:
-    """Opens a file once per process, by a class method."""
+    """A class that opens a file once per process, in a class method."""
 
     file: Any = None
 
@@ -430,7 +430,7 @@ class Singleton:
 
 
 class ReadsSingleton(Numbers):
-    """Its method asks another class."""
+    """A dataset whose method uses another class."""
 
     def __getitem__(self, index: int) -> Any:
         return Singleton.get().read(index)
@@ -443,7 +443,7 @@ def _singleton(kit: Kit) -> Any:
 
 
 class Refuses:
-    """Raises whatever it is asked."""
+    """An object that raises on every access."""
 
     def __getattribute__(self, name: str) -> Any:
         raise RuntimeError(name)
@@ -695,13 +695,13 @@ def _hidden(kit: Kit) -> Any:
 
 @pytest.fixture
 def kit(tmp_path: Path) -> Iterator[Kit]:
-    """Give the folder, and close everything afterwards."""
+    """Return the folder, and close everything afterwards."""
     with ExitStack() as stack:
         yield Kit(tmp_path, stack)
 
 
 class Holding(Numbers):
-    """Holds an object, as a dataset holds its reader."""
+    """A dataset that holds an object, such as its reader."""
 
     def __init__(self, what: Any) -> None:
         super().__init__(4)
@@ -712,8 +712,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::R
 
 
 @pytest.mark.parametrize("kind", CAUGHT)
-def test_what_workers_would_share_is_caught(kind: str, kit: Kit) -> None:
-    """The search names it as unsafe, and the loader refuses to fork."""
+def test_objects_that_workers_would_share_are_caught(kind: str, kit: Kit) -> None:
+    """The search reports them as unsafe, and the loader refuses to fork."""
     dataset = Holding(CAUGHT[kind](kit))
     found = check_worker_safety(dataset)
     assert [hazard.severity for hazard in found][:1] == ["unsafe"], found
@@ -722,14 +722,14 @@ def test_what_workers_would_share_is_caught(kind: str, kit: Kit) -> None:
 
 
 @pytest.mark.parametrize("kind", HARMLESS)
-def test_what_is_harmless_raises_no_alarm(kind: str, kit: Kit) -> None:
-    """Nothing unsafe is named."""
+def test_harmless_objects_are_not_reported(kind: str, kit: Kit) -> None:
+    """Nothing is reported as unsafe."""
     found = check_worker_safety(Holding(HARMLESS[kind](kit)))
     assert [hazard for hazard in found if hazard.severity == "unsafe"] == []
 
 
-def test_loader_reads_all_that_is_harmless_as_torch_does(kit: Kit) -> None:
-    """One dataset that holds them all: no crash, no refusal, the same batches."""
+def test_loader_reads_with_all_harmless_objects_as_torch_does(kit: Kit) -> None:
+    """One dataset holds them all: no crash, no refusal, the same batches."""
     held = []
     for make in HARMLESS.values():
         try:
@@ -743,12 +743,12 @@ def test_loader_reads_all_that_is_harmless_as_torch_does(kit: Kit) -> None:
 
 
 @pytest.mark.parametrize("kind", MISSED)
-def test_what_is_missed_is_known_to_be(kind: str, kit: Kit) -> None:
-    """Documented as missed; move the row when it is found."""
+def test_missed_objects_are_documented(kind: str, kit: Kit) -> None:
+    """Move the row, and its entry in the docs, once the search finds one."""
     found = check_worker_safety(Holding(MISSED[kind](kit)))
     assert [hazard for hazard in found if hazard.severity == "unsafe"] == []
 
 
-def test_there_are_at_least_sixty_kinds() -> None:
+def test_there_are_at_least_a_hundred_kinds() -> None:
     """The table does not shrink."""
     assert len(CAUGHT) + len(HARMLESS) + len(MISSED) >= 100

@@ -1,4 +1,4 @@
-"""What must not cross into a worker is found, with the path to it."""
+"""Objects that must not cross into a worker are found, with the path to each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Slotted:
-    """Has no __dict__."""
+    """A class without a __dict__."""
 
     __slots__ = ("deep",)
 
@@ -34,7 +34,7 @@ class Slotted:
 
 
 class Holding(Numbers):
-    """Holds something."""
+    """A dataset that holds an object."""
 
     def __init__(self, what: Any) -> None:
         super().__init__(8)
@@ -42,13 +42,13 @@ class Holding(Numbers):
 
 
 def open_lmdb(path: str) -> lmdb.Environment:
-    """Open a database, from a function that a new process can import."""
+    """Open a database, in a function that a new process can import."""
     return lmdb.open(path)
 
 
 @pytest.fixture
 def hazards(tmp_path: Path) -> Any:
-    """Give one of each."""
+    """Return one hazard of each kind."""
     archive = tmp_path / "a.zip"
     with zipfile.ZipFile(archive, "w") as packed:
         packed.writestr("x", "x")
@@ -83,7 +83,7 @@ def hazards(tmp_path: Path) -> Any:
     ],
 )
 def test_hazard_is_found_with_its_path(kind: str, hazards: Any) -> None:
-    """Through attributes, dicts, lists and slots."""
+    """It may be behind attributes, dicts, lists and slots."""
     found = check_worker_safety(Holding(hazards[kind]))
     assert found[0].path == "dataset.parts['inner'][0].deep"
     assert kind in found[0].kind
@@ -92,7 +92,7 @@ def test_hazard_is_found_with_its_path(kind: str, hazards: Any) -> None:
 
 
 def test_closures_partials_and_lambdas_are_searched(hazards: Any) -> None:
-    """A transform may hold a file too; a lambda cannot be pickled."""
+    """A transform may hold a file too, and a lambda cannot be pickled."""
     file = hazards["open file"]
     assert check_worker_safety(functools.partial(Slotted, file))[0].path == "dataset.args[0]"
     assert "<closure>.file" in check_worker_safety(lambda: file)[0].path
@@ -101,8 +101,8 @@ def test_closures_partials_and_lambdas_are_searched(hazards: Any) -> None:
     assert found[0].path.endswith(".deep")
 
 
-def test_what_is_safe_is_not_reported() -> None:
-    """Closed and standard files, buffers, and PerProcess resources."""
+def test_safe_objects_are_not_reported() -> None:
+    """These are closed and standard files, buffers, and PerProcess resources."""
     with tempfile.TemporaryFile() as file:
         pass
     safe = [file, io.BytesIO(), PerProcess(open_raw, "x")]
@@ -111,15 +111,15 @@ def test_what_is_safe_is_not_reported() -> None:
     assert not [h for h in check_worker_safety(Holding(file)) if h.severity == "unsafe"]
 
 
-def test_long_lists_are_a_matter_of_memory() -> None:
-    """They are right, and copied."""
+def test_long_lists_are_reported_as_memory_use() -> None:
+    """They are correct, but copied."""
     found = check_worker_safety(Holding([str(i) for i in range(100_000)]))
     assert [h.severity for h in found] == ["memory"]
     assert "PackedList" in str(found[0])
 
 
-def test_start_method_is_never_changed_in_silence(tmp_path: Path) -> None:
-    """The dataset pickles without its handle: the error says so, and the user chooses."""
+def test_start_method_never_changes_silently(tmp_path: Path) -> None:
+    """The dataset can be pickled without its handle: the error says so, and the user chooses."""
     path = tmp_path / "records"
     write_records(path, 16)
     dataset = Droppable(str(path), 16)
@@ -132,8 +132,8 @@ def test_start_method_is_never_changed_in_silence(tmp_path: Path) -> None:
     dataset.reader["file"].close()
 
 
-def test_no_safe_way_is_an_error_a_warning_or_ignored(tmp_path: Path) -> None:
-    """As the user says."""
+def test_unsafe_dataset_raises_warns_or_is_ignored(tmp_path: Path) -> None:
+    """The user chooses with worker_safety."""
     path = tmp_path / "records"
     write_records(path, 16)
     dataset = EagerRecords(str(path), 16)
@@ -148,15 +148,15 @@ def test_no_safe_way_is_an_error_a_warning_or_ignored(tmp_path: Path) -> None:
     dataset.reader["file"].close()
 
 
-def test_what_cannot_be_sent_to_spawned_workers_is_named() -> None:
-    """Instead of "cannot pickle 'local object'"."""
+def test_object_that_spawned_workers_cannot_receive_is_named() -> None:
+    """PyTorch's text is only "cannot pickle 'local object'"."""
     loader = DataLoader(Holding(lambda: 0), 4, num_workers=1, multiprocessing_context="spawn")
     with pytest.raises(UnsafeWorkersError, match="deep cannot be sent to the workers"):
         iter(loader)
 
 
-def test_what_a_prompt_defines_is_named_as_what_a_new_process_cannot_import(tmp_path: Path) -> None:
-    """It pickles by name here and fails to import there, so it counts as what cannot travel."""
+def test_class_defined_at_a_prompt_is_named_as_not_importable(tmp_path: Path) -> None:
+    """It pickles by name here but cannot be imported in a new process, so it counts as unpicklable."""
     source = """
 from ddpsafe.data import check_worker_safety
 class Session:
@@ -170,7 +170,7 @@ for hazard in check_worker_safety(Session()):
 
 
 def test_open_hdf5_files_are_found(tmp_path: Path) -> None:
-    """The file itself, and a dataset in it, which holds the file open too."""
+    """A file is found, and so is a dataset in it, which keeps the file open."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
         inside = file.create_dataset("x", data=[1, 2, 3])
         for opened in (file, inside):
@@ -179,8 +179,8 @@ def test_open_hdf5_files_are_found(tmp_path: Path) -> None:
             assert (found[0].severity, "h5py" in found[0].kind) == ("unsafe", True)
 
 
-def test_an_open_lmdb_environment_is_found_and_one_per_process_is_not(tmp_path: Path) -> None:
-    """Lmdb itself forbids to use an environment after a fork."""
+def test_open_lmdb_environment_is_found_unless_it_is_per_process(tmp_path: Path) -> None:
+    """LMDB forbids using an environment after a fork."""
     environment = lmdb.open(str(tmp_path / "db"))
     found = check_worker_safety(Holding(environment))
     assert (found[0].severity, "lmdb" in found[0].kind) == ("unsafe", True)

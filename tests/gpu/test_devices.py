@@ -1,4 +1,4 @@
-"""Which rank gets which GPU, on a machine that has one: each has a half on the CPU."""
+"""Which rank gets which GPU, on a machine that has one: each test has a CPU counterpart."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ for visible in (None, "", " ", "-1", " -1", "NoDevFiles", "0", "-0", "0,0", "x",
 """
 
 
-def test_where_a_launcher_knows_of_no_gpu_torch_sees_none(tmp_path: Path) -> None:
-    """It is not asked there."""
+def test_torch_sees_no_gpu_where_the_launcher_sees_none(tmp_path: Path) -> None:
+    """The launcher decides this without asking torch."""
     done = scripts.run(tmp_path, HIDDEN)
     assert done.code == 0, done.err
     assert {line.rsplit(" ", 1)[1] for line in done.lines()} <= {"0"}
@@ -48,13 +48,13 @@ def test_where_a_launcher_knows_of_no_gpu_torch_sees_none(tmp_path: Path) -> Non
 
 
 def test_spawn_leaves_cuda_to_the_script(tmp_path: Path) -> None:
-    """CUDA is not initialised at entry, and the script's own CUDA_VISIBLE_DEVICES wins."""
+    """CUDA is not initialised when the function starts, and the script's CUDA_VISIBLE_DEVICES wins."""
     ddpsafe.spawn(programs.look_before_cuda, args=(tmp_path,), start_method="forkserver")
     assert (tmp_path / "rank-0").read_text() == "False cuda:0 1"
 
 
 def test_spawn_with_gloo_opens_no_gpu(tmp_path: Path) -> None:
-    """No context, and no device file is open."""
+    """There is no CUDA context, and no device file is open."""
     ddpsafe.spawn(
         programs.compute_on_the_cpu, args=(tmp_path,), nprocs=2, start_method="forkserver"
     )
@@ -62,14 +62,14 @@ def test_spawn_with_gloo_opens_no_gpu(tmp_path: Path) -> None:
 
 
 def test_more_ranks_than_gpus_are_refused_by_default(tmp_path: Path) -> None:
-    """Both numbers are named, and no rank trains on the CPU."""
+    """The error has both numbers, and no rank silently trains on the CPU."""
     ranks = torch.cuda.device_count() + 1
     with pytest.raises(ddpsafe.ConfigError, match=f"{ranks} ranks with nccl need {ranks} GPUs"):
         ddpsafe.launch(programs.compute, nproc_per_node=ranks, run_dir=tmp_path)
 
 
 def test_two_ranks_that_see_one_gpu_are_refused(tmp_path: Path) -> None:
-    """Each sees it as its only one; the UUIDs are the same."""
+    """Each rank sees it as its only one, but their UUIDs are equal."""
     port = free_port()
     envs = [by_hand(rank, 2, port) | {_gpus.VISIBLE: "0"} for rank in range(2)]
     for rank in forked_ranks.run(programs.join_as_told, envs, folder=tmp_path):
@@ -79,15 +79,15 @@ def test_two_ranks_that_see_one_gpu_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_one_visible_gpu_for_each_rank_works(tmp_path: Path) -> None:
-    """``srun --gpus-per-task=1``: LOCAL_RANK is 1, and the GPU is cuda:0."""
+    """As with ``srun --gpus-per-task=1``: LOCAL_RANK is 1, and the GPU is cuda:0."""
     port = free_port()
     envs = [by_hand(rank, 2, port) | {_gpus.VISIBLE: str(rank)} for rank in range(2)]
     ended = forked_ranks.run(programs.join_as_told, envs, folder=tmp_path)
     assert forked_ranks.values(ended) == ["cuda:0 16.0"] * 2
 
 
-def test_gpu_is_shown_by_its_uuid_in_env(tmp_path: Path) -> None:
-    """``env={"CUDA_VISIBLE_DEVICES": "GPU-…"}`` is counted, and is the rank's cuda:0."""
+def test_gpu_can_be_selected_by_its_uuid_in_env(tmp_path: Path) -> None:
+    """``env={"CUDA_VISIBLE_DEVICES": "GPU-…"}`` counts as one GPU, which is the rank's cuda:0."""
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     values = ddpsafe.launch(
         programs.compute,
@@ -98,8 +98,8 @@ def test_gpu_is_shown_by_its_uuid_in_env(tmp_path: Path) -> None:
     assert values == {0: ("cuda:0", 3.0)}
 
 
-def test_fork_server_has_opened_no_gpu(tmp_path: Path) -> None:
-    """Two launches of one server compute, though torch was loaded before they were forked."""
+def test_fork_server_opens_no_gpu(tmp_path: Path) -> None:
+    """Two launches from one server compute on the GPU, although torch was loaded before the fork."""
     for _ in range(2):
         values = ddpsafe.launch(
             programs.compute, nproc_per_node=1, start_method="forkserver", run_dir=tmp_path

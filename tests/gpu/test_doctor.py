@@ -1,4 +1,4 @@
-"""The doctor on a machine with GPUs: what it says there, and that it raises no alarm."""
+"""The doctor on a machine with GPUs: what it checks, and that healthy ones give no finding."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ pytestmark = [
 ]
 
 
-def test_healthy_gpus_compute_reduce_and_raise_no_alarm() -> None:
-    """A kernel, a copy where there are two, and an NCCL all-reduce of one on every GPU."""
+def test_healthy_gpus_give_no_finding() -> None:
+    """Each GPU runs a kernel and a one-rank NCCL all-reduce, and two or more exchange a copy."""
     report = doctor.run(checks={"GPU", "VER"})
     said = {finding.code: finding for finding in report.findings}
     assert report.failed == ()
@@ -27,15 +27,15 @@ def test_healthy_gpus_compute_reduce_and_raise_no_alarm() -> None:
 
 
 @pytest.mark.skipif(find_spec("pynvml") is None, reason="needs nvidia-ml-py")
-def test_driver_is_asked_about_every_gpu() -> None:
-    """Driver, compute mode, memory and errors come from NVML."""
+def test_driver_reports_on_every_gpu() -> None:
+    """Driver version, compute mode, memory and errors come from NVML."""
     codes = [finding.code for finding in doctor.run(checks={"GPU"}).findings]
     for code in ("DS-GPU-004", "DS-GPU-005", "DS-GPU-006", "DS-GPU-007", "DS-GPU-013"):
         assert code in codes
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
-    """Nccl wants a GPU for each rank."""
+    """NCCL needs one GPU for each rank."""
     ranks = torch.cuda.device_count() + 1
     report = doctor.run(checks={"GPU"}, nproc_per_node=ranks, backend="nccl")
     assert "DS-GPU-003" in {finding.code for finding in report.failed}

@@ -1,8 +1,8 @@
-"""Ranks that hang, differ, raise and die under NCCL: who is blamed, and what is left of them.
+"""Ranks that hang, diverge, raise and die under NCCL: who is blamed, and what stays behind.
 
-Two ranks share one GPU, which NCCL allows to different "hosts" only: the switch of `_gpus.SHARING`,
-which is for these tests, gives each rank a NCCL_HOSTID of its own. Each has a half on the CPU, with
-recorded words and dumps, in tests/nccl_on_cpu.
+Two ranks share one GPU, which NCCL allows only to different "hosts": `_gpus.SHARING`, a switch
+for these tests, gives each rank its own NCCL_HOSTID. tests/nccl_on_cpu has a counterpart of each
+test on the CPU, with recorded messages and dumps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def two(folder: Path, fn: Callable[..., Any], *args: Any, **fields: Any) -> Any:
-    """Launch two ranks with NCCL and short timeouts; return what they return."""
+    """Launch two ranks with NCCL and short timeouts; return their values."""
     usual: dict[str, Any] = {
         "nproc_per_node": 2,
         "backend": "nccl",
@@ -58,19 +58,19 @@ def fails(folder: Path, fn: Callable[..., Any], *args: Any, **fields: Any) -> An
 
 
 def on_gpu(error: Any) -> set[int]:
-    """Return which ranks of a failed attempt the driver still lists."""
+    """Return the ranks of a failed attempt that the driver still lists."""
     return _gpus.find_users([each.pid for each in error.outcomes.values() if each.pid])
 
 
-def test_recorder_of_nccl_is_read(tmp_path: Path) -> None:
-    """Three all_reduces are numbers 1 to 3, completed, by entries and by counters."""
+def test_nccls_recorder_is_read(tmp_path: Path) -> None:
+    """Three all_reduces are numbers 1 to 3 and completed, in entries and in counters."""
     found = two(tmp_path, programs.numbers_of_collectives)
     assert found == {rank: [(3, "completed")] * 2 for rank in range(2)}
 
 
 @pytest.mark.parametrize("env", [{}, {"TORCH_NCCL_BLOCKING_WAIT": "1"}], ids=["watchdog", "wait"])
-def test_rank_that_does_not_come_is_named(tmp_path: Path, env: dict[str, str]) -> None:
-    """Rank 0 waits in ``.item()``; no ten seconds after the timeout it is over."""
+def test_absent_rank_is_named(tmp_path: Path, env: dict[str, str]) -> None:
+    """Rank 0 waits in ``.item()``, and the launch ends within ten seconds of the timeout."""
     began_s = time.monotonic()
     error = fails(tmp_path, programs.sleep_before_all_reduce, env={**SOON, **env})
     assert isinstance(error, ddpsafe.CollectiveTimeoutError)
@@ -78,35 +78,35 @@ def test_rank_that_does_not_come_is_named(tmp_path: Path, env: dict[str, str]) -
     assert time.monotonic() - began_s < 60
 
 
-def test_gpu_that_is_busy_blames_no_rank(tmp_path: Path) -> None:
-    """Both have queued the collective; one GPU never comes to it."""
+def test_busy_gpu_blames_no_rank(tmp_path: Path) -> None:
+    """Both ranks have enqueued the collective, but one GPU never starts it."""
     error = fails(tmp_path, programs.spin_first)
     assert isinstance(error, ddpsafe.CollectiveTimeoutError)
     assert error.missing_ranks == ()
 
 
-def test_rank_that_looks_at_each_result_is_not_behind(tmp_path: Path) -> None:
-    """Rank 1 ran ahead by 40 and then hangs: it is the one."""
+def test_rank_that_synchronises_at_each_result_is_not_behind(tmp_path: Path) -> None:
+    """Rank 1 ran ahead by 40 collectives before it hangs, and is blamed."""
     error = fails(tmp_path, programs.run_ahead_then_miss)
     assert error.missing_ranks == (1,)
 
 
-def test_other_collective_is_found_40_before_the_last(tmp_path: Path) -> None:
-    """All ranks are compared at the first that does not end."""
+def test_different_collective_is_found_40_before_the_last(tmp_path: Path) -> None:
+    """All ranks are compared at the first collective that does not complete."""
     error = fails(tmp_path, programs.differ_then_run_ahead)
     assert isinstance(error, ddpsafe.CollectiveTimeoutError)
     assert "number 4" in str(error)
 
 
 def test_rank_that_returns_early_is_named_without_a_timeout(tmp_path: Path) -> None:
-    """The other one is in ``.item()``."""
+    """The other rank waits in ``.item()``."""
     error = fails(tmp_path, programs.return_early, timeouts={"collective": 60, "grace": 1})
     assert isinstance(error, ddpsafe.RankLeftEarlyError)
     assert error.rank == 1
 
 
 def test_rank_that_raises_is_named_while_the_other_spins(tmp_path: Path) -> None:
-    """And both are gone within the grace."""
+    """Both exit within the grace period."""
     error = fails(
         tmp_path, programs.raise_while_the_other_spins, timeouts={"collective": 60, "grace": 1}
     )
@@ -114,8 +114,8 @@ def test_rank_that_raises_is_named_while_the_other_spins(tmp_path: Path) -> None
     assert (error.rank, error.kind) == (1, "user-error")
 
 
-def test_memory_is_given_back_after_sigkill(tmp_path: Path) -> None:
-    """Kernels spin; the driver lists no rank when the error is raised."""
+def test_memory_is_freed_after_sigkill(tmp_path: Path) -> None:
+    """Kernels were running; the driver lists no rank when the error is raised."""
     error = fails(tmp_path, programs.die_while_spinning)
     assert isinstance(error, ddpsafe.RankKilledError)
     assert (error.rank, on_gpu(error)) == (1, set())
@@ -129,54 +129,54 @@ def test_next_attempt_finds_the_memory_free(tmp_path: Path) -> None:
 
 
 def test_index_out_of_range_is_an_error_of_the_user(tmp_path: Path) -> None:
-    """Though the watchdog aborts the process: its words say what it was."""
+    """The watchdog aborts the process, and its message has the real error."""
     error = fails(tmp_path, programs.index_out_of_range)
     assert (error.rank, error.kind) == (1, "user-error")
     assert "device-side assert" in str(error)
 
 
-def test_too_much_memory_is_out_of_memory(tmp_path: Path) -> None:
-    """With what the rank held."""
+def test_allocation_failure_is_an_out_of_memory_error(tmp_path: Path) -> None:
+    """The error has the memory that the rank held."""
     error = fails(tmp_path, programs.allocate_too_much)
     assert (error.rank, error.kind) == (1, "out-of-memory")
     assert "held:" in str(error)
 
 
-def test_sigterm_ends_ranks_whose_main_thread_is_in_item(tmp_path: Path) -> None:
-    """One that is sent it dies of it, and is named."""
+def test_sigterm_ends_ranks_blocked_in_item(tmp_path: Path) -> None:
+    """One rank receives it, dies of it, and is named."""
     error = fails(tmp_path, programs.die_of_sigterm)
     assert isinstance(error, ddpsafe.RankKilledError)
     assert error.rank == 0
 
 
-def test_graph_is_captured_while_positions_are_asked(tmp_path: Path) -> None:
-    """Asking never breaks a capture; a training of replays is one without collectives."""
+def test_graph_can_be_captured_while_positions_are_read(tmp_path: Path) -> None:
+    """Reading never breaks a capture, and a training that replays graphs records no collectives."""
     assert two(tmp_path, programs.replay_a_graph) == {0: 5.0, 1: 5.0}
 
 
-def test_asynchronous_copies_are_whole(tmp_path: Path) -> None:
-    """The state is changed at once after the copy, on a side stream."""
+def test_asynchronous_copies_are_consistent(tmp_path: Path) -> None:
+    """The state changes right after it is copied on a side stream."""
     assert two(tmp_path, programs.copy_then_change) == {0: True, 1: True}
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_restored_rank_has_memory_on_its_own_gpu_only(tmp_path: Path) -> None:
-    """No context on GPU 0 in rank 1."""
+def test_restored_rank_uses_memory_on_its_own_gpu_only(tmp_path: Path) -> None:
+    """Rank 1 has no context on GPU 0."""
     found = two(tmp_path, programs.say_devices_in_use, str(tmp_path))
     assert found == {0: [0], 1: [1]}
 
 
-def test_batches_are_loaded_by_workers_after_cuda_is_up(tmp_path: Path) -> None:
-    """Forked workers leave CUDA alone; batches are pinned."""
+def test_workers_load_batches_after_cuda_is_initialised(tmp_path: Path) -> None:
+    """Forked workers do not use CUDA, and batches are pinned."""
     found = two(tmp_path, programs.load_batches)
     assert sum(each["sum"] for each in found.values()) == sum(range(64))
     assert all(each["pinned"] for each in found.values())
 
 
-def test_ranks_end_in_silence_with_things_alive(
+def test_ranks_exit_silently_with_cuda_objects_alive(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A graph, pinned memory: no warning, in seconds, and no trace file beside the run directory."""
+    """A graph and pinned memory cause no warning, no delay and no trace file beside the run directory."""
     began_s = time.monotonic()
     two(tmp_path, programs.leave_with_things_alive, console="all")
     assert capfd.readouterr() == ("", "")
@@ -185,16 +185,16 @@ def test_ranks_end_in_silence_with_things_alive(
 
 
 def test_ranks_stop_at_the_same_step(tmp_path: Path) -> None:
-    """SIGTERM comes while a rank waits in ``.item()``; all ranks agree on the call."""
+    """SIGTERM arrives while a rank waits in ``.item()``, and all ranks stop at the same call."""
     with pytest.raises(ddpsafe.PreemptedError) as caught:
         two(tmp_path, programs.stop_between_steps, 10_000)
     values = caught.value.values
     assert values[0] == values[1]
-    assert 3 <= values[0] < 10_000  # type: ignore[operator]  # what the program returns
+    assert 3 <= values[0] < 10_000  # type: ignore[operator]  # the program's value
 
 
-def test_random_state_and_scaler_come_back(tmp_path: Path) -> None:
-    """What a rank draws on its GPU after a restore is what it drew after the save."""
+def test_random_state_and_scaler_are_restored(tmp_path: Path) -> None:
+    """A rank's draws on its GPU after a restore equal those after the save."""
     for drawn in two(tmp_path, programs.draw_and_scale, str(tmp_path / "c")).values():
         assert drawn["again"] == drawn["first"]
         assert drawn["scale"] == [512.0]

@@ -1,4 +1,4 @@
-"""What needs a GPU: devices, NCCL, mixed precision, and an end without a warning."""
+"""Tests that need a GPU: devices, NCCL, mixed precision, and an exit without a warning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def run_two(program: programs.Program, folder: Path, **fields: Any) -> list[dict[str, Any]]:
-    """Run a program in two ranks with NCCL, on two GPUs or on the only one."""
+    """Run a program in two ranks with NCCL, on two GPUs or on a single shared one."""
     ddpsafe.spawn(
         programs.be_one_of_two,
         args=(program, folder),
@@ -35,12 +35,12 @@ def run_two(program: programs.Program, folder: Path, **fields: Any) -> list[dict
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-# Devices and the group.
+# Devices and the process group.
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_every_gpu_gets_one_rank_bound_to_it(start_method: Any) -> None:
-    """Without any option: one rank per GPU, its device current, NCCL bound to it and connected."""
+    """By default each GPU has one rank, which sets it as its device and binds and connects NCCL to it."""
     values = ddpsafe.launch(programs.look_around, start_method=start_method).values
     assert values == {
         rank: {
@@ -56,14 +56,14 @@ def test_every_gpu_gets_one_rank_bound_to_it(start_method: Any) -> None:
 
 
 def test_more_ranks_than_gpus_are_refused_with_nccl() -> None:
-    """NCCL would fail or hang: both numbers are named before anything starts."""
+    """NCCL would fail or hang, so the error has both numbers before anything starts."""
     with pytest.raises(ddpsafe.ConfigError, match=f"need {GPUS + 1} GPUs") as caught:
         ddpsafe.launch(programs.look_around, nproc_per_node=GPUS + 1, backend="nccl")
     assert f"this machine shows {GPUS}" in str(caught.value)
 
 
 def test_device_tensor_is_returned_on_the_cpu() -> None:
-    """The rank's device memory ends with the rank, so its tensors come back on the CPU."""
+    """The rank's device memory is freed when it exits, so its tensors are copied to the CPU."""
     values = ddpsafe.launch(programs.return_a_device_tensor, start_method="forkserver").values
     for rank, value in values.items():
         assert value["tensor"].device.type == "cpu"
@@ -71,14 +71,14 @@ def test_device_tensor_is_returned_on_the_cpu() -> None:
 
 
 def test_launch_works_after_the_caller_has_used_cuda() -> None:
-    """CUDA is initialised in the caller, which forked ranks would not survive; ours do."""
+    """Forked ranks would not survive the caller's CUDA context; ddpsafe's ranks do."""
     with programs.initialised_cuda():
         values = ddpsafe.launch(programs.look_around, start_method="forkserver").values
     assert sorted(values) == list(range(GPUS))
 
 
-def test_context_reduces_and_exchanges_on_the_device(tmp_path: Path) -> None:
-    """Means keep the device of what was given; objects travel; all over NCCL."""
+def test_context_communicates_on_the_device(tmp_path: Path) -> None:
+    """Over NCCL, means stay on their argument's device, and objects can be exchanged."""
     for rank, found in enumerate(run_two(programs.reduce_on_device, tmp_path)):
         assert found["mean"] == (0.5, f"cuda:{rank % GPUS}")
         assert found["mean_of_cpu"] == (0.5, "cpu")
@@ -91,8 +91,8 @@ def test_context_reduces_and_exchanges_on_the_device(tmp_path: Path) -> None:
 # Training.
 
 
-def test_two_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
-    """Half a batch each with wrap(sync_batchnorm=True): parameters and statistics of whole batches."""
+def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
+    """With half a batch each and sync_batchnorm=True, parameters and statistics are those of full batches."""
     first, second = run_two(programs.train_in_parallel, tmp_path)
     assert first["norm"] == second["norm"] == "SyncBatchNorm"
     alone = programs.train_alone(torch.device("cuda", 0))
@@ -103,7 +103,7 @@ def test_two_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
 
 
 def test_mixed_precision_trains_the_same_on_every_rank(tmp_path: Path) -> None:
-    """Autocast and GradScaler: half precision outputs, a loss that falls, equal parameters."""
+    """Autocast and GradScaler give half-precision outputs, a falling loss and equal parameters."""
     first, second = run_two(programs.train_with_amp, tmp_path)
     assert first["dtype"] == "torch.float16"
     assert first["losses"] == second["losses"]
@@ -115,19 +115,19 @@ def test_mixed_precision_trains_the_same_on_every_rank(tmp_path: Path) -> None:
         assert torch.equal(value, second["parameters"][name]), name
 
 
-def test_no_sync_keeps_gradients_to_the_rank_until_the_last_batch(tmp_path: Path) -> None:
-    """Rank r has r + 1 alone; after the synchronised batch both have the mean of 1, 2 plus 1."""
+def test_no_sync_delays_the_gradient_exchange_until_the_last_batch(tmp_path: Path) -> None:
+    """Rank r has r + 1 alone; after the synchronised batch both have the mean of 1 and 2, plus 1."""
     first, second = run_two(programs.accumulate, tmp_path)
     assert first["before"] == [[1.0] * 4]
     assert second["before"] == [[2.0] * 4]
     assert first["after"] == second["after"] == [[2.5] * 4]
 
 
-# The end.
+# The exit.
 
 
 def test_launch_ends_without_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
-    """NCCL and torch have nothing to complain about when the ranks leave."""
+    """Neither NCCL nor torch warns when the ranks exit."""
     ddpsafe.launch(programs.look_around, start_method="forkserver", console="all")
     assert capfd.readouterr() == ("", "")
 
@@ -135,13 +135,13 @@ def test_launch_ends_without_a_warning(capfd: pytest.CaptureFixture[str]) -> Non
 def test_own_setup_and_cleanup_end_without_a_warning(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A script that destroys its NCCL group itself, with a DDP object alive, ends in silence."""
+    """A script that destroys its NCCL group itself while a DDP object is alive exits silently."""
     run_two(programs.train_in_parallel, tmp_path, console="all")
     assert capfd.readouterr() == ("", "")
 
 
-def test_process_alone_ends_without_a_warning(tmp_path: Path) -> None:
-    """`process_group` without any launcher takes the first GPU, and the interpreter ends in silence."""
+def test_single_process_ends_without_a_warning(tmp_path: Path) -> None:
+    """Without a launcher, `process_group` takes the first GPU, and the interpreter exits silently."""
     run = scripts.run(
         tmp_path,
         """
@@ -158,8 +158,8 @@ def test_process_alone_ends_without_a_warning(tmp_path: Path) -> None:
     assert run.lines() == ["cuda:0 nccl"]
 
 
-def test_the_driver_says_how_a_gpu_runs() -> None:
-    """Its clocks, memory and what slows it, of the GPU that a process computes on."""
+def test_the_driver_reports_the_state_of_a_gpu() -> None:
+    """The report has clocks, memory and throttling of the GPU that a process computes on."""
     pytest.importorskip("pynvml")
     torch.ones(1 << 20, device="cuda").sum().item()
     use = _gpus.read_use()

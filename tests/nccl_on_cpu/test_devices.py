@@ -1,4 +1,4 @@
-"""Which rank gets which GPU, and that no launch goes on with fewer: proved without one."""
+"""Which rank gets which GPU, and that no launch starts with fewer: tested without a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ A, B = "a", "b"
 
 
 def ranks(*seen: str, backend: str = "auto", hosts: str = "") -> list[VisibleGpus]:
-    """Return ranks of one host, or of hosts of those letters, that see GPUs: ``"ab"`` is two."""
+    """Return ranks that see GPUs (``"ab"`` is two), on one host or on the hosts that the letters name."""
     at = hosts or "n" * len(seen)
     return [
         VisibleGpus(
@@ -53,7 +53,7 @@ def ranks(*seen: str, backend: str = "auto", hosts: str = "") -> list[VisibleGpu
         (ranks("abcd", "abcd"), ("nccl", (0, 1))),
         (ranks("a", "b"), ("nccl", (0, 0))),  # srun --gpus-per-task=1
         (ranks("ab", "cd", "ef", "gh"), ("nccl", (0, 0, 0, 0))),  # two each
-        (ranks("ab", "ba"), None),  # its own order: index 1 of rank 1 is rank 0's
+        (ranks("ab", "ba"), None),  # different order: index 1 of rank 1 is the GPU of rank 0
         (ranks("ab", "ab", "cd", "cd", hosts="xxyy"), ("nccl", (0, 1, 0, 1))),
         (ranks("ab", "ab", "c", "d", hosts="xxyy"), ("nccl", (0, 1, 0, 0))),
         (ranks("a", "a", backend="gloo"), ("gloo", ())),
@@ -62,10 +62,10 @@ def ranks(*seen: str, backend: str = "auto", hosts: str = "") -> list[VisibleGpu
         (ranks("", backend="mpi"), ("mpi", ())),
     ],
 )
-def test_every_rank_gets_a_gpu_of_its_own(
+def test_every_rank_gets_its_own_gpu(
     seen: list[VisibleGpus], expected: tuple[str, tuple[int, ...]] | None
 ) -> None:
-    """Torchrun's convention where ranks see the same GPUs, the first where each is shown its own."""
+    """Ranks that see the same GPUs follow torchrun's convention; a rank that sees only its own takes the first."""
     if expected is None:
         with pytest.raises(ddpsafe.ConfigError, match="ranks 0 and 1 would share GPU-a"):
             _gpus.assign(seen)
@@ -96,7 +96,7 @@ def test_every_rank_gets_a_gpu_of_its_own(
 def test_ranks_without_a_gpu_of_their_own_are_refused(
     seen: list[VisibleGpus], texts: list[str]
 ) -> None:
-    """Which ranks, on which host, and how many GPUs there are; never silence."""
+    """The error has the ranks, their host and the number of GPUs."""
     with pytest.raises(ddpsafe.ConfigError) as caught:
         _gpus.assign(seen)
     assert [text for text in texts if text not in str(caught.value)] == []
@@ -130,7 +130,7 @@ def test_ranks_without_a_gpu_of_their_own_are_refused(
 def test_visible_devices_are_counted_as_torch_counts_them(
     monkeypatch: pytest.MonkeyPatch, text: str, present: int | None, count: int
 ) -> None:
-    """The first entry that is wrong ends the list; one that stands there twice empties it."""
+    """The first invalid entry ends the list; a duplicate empties it."""
     assert _gpus.count_named(text, present=present) == count
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
     parsed: list[object] = torch.cuda._parse_visible_devices()
@@ -138,10 +138,10 @@ def test_visible_devices_are_counted_as_torch_counts_them(
     assert [*beyond, True].index(True) == count
 
 
-def test_what_a_rank_is_shown_is_counted_whether_or_not_torch_is_loaded(
+def test_visible_gpus_are_counted_with_and_without_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A build for CUDA on a host without a driver has none; of WSL, which has no files of it, torch knows."""
+    """A CUDA build sees none without a driver; on WSL, which has no device files, torch is asked."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(_gpus, "count_present", lambda: None)
@@ -169,8 +169,8 @@ AMD = {**CPU, "__version__": "2.13.0+rocm7.2", "hip": "7.2.26015", "rocm": "7.2.
         (NVIDIA, "", True, True),
         (NVIDIA, " -1", True, True),
         (NVIDIA, "NoDevFiles", True, True),
-        (NVIDIA, "-0", True, False),  # torch takes it for 0
-        (NVIDIA, "0,0", True, False),  # none, which torch knows
+        (NVIDIA, "-0", True, False),  # torch reads it as 0
+        (NVIDIA, "0,0", True, False),  # none, which torch finds out
         (NVIDIA, "MIG-1/2/0", True, False),
         ({**NVIDIA, "__version__": "2.13.0"}, None, False, False),  # conda, from source
         ({**NVIDIA, "__version__": "2.6.0+metax3.2"}, None, False, False),
@@ -183,15 +183,15 @@ AMD = {**CPU, "__version__": "2.13.0+rocm7.2", "hip": "7.2.26015", "rocm": "7.2.
         ({}, "", False, False),
     ],
 )  # fmt: skip
-def test_torch_is_not_asked_only_where_it_could_see_no_gpu(
+def test_torch_is_asked_unless_it_cannot_see_a_gpu(
     build: dict[str, str | None], visible: str | None, *, has_driver: bool, expected: bool
 ) -> None:
-    """A build for the CPU, no driver, or a variable that hides all of NVIDIA's; else it is asked."""
+    """It cannot with a CPU build, without a driver, or if a variable hides all NVIDIA GPUs."""
     assert _gpus.sees_none(build, visible, has_driver=has_driver) is expected
 
 
-def test_what_a_build_says_of_itself_is_what_torch_says() -> None:
-    """It is read without importing it."""
+def test_build_is_read_as_torch_reports_it() -> None:
+    """The build is read without importing torch."""
     build = _gpus.read_build()
     assert (build["__version__"], build["cuda"]) == (torch.__version__, torch.version.cuda)
     assert build["hip"] == torch.version.hip
@@ -212,12 +212,12 @@ for style in ("launch", "spawn", "run"):
     reason="this build of torch has to be asked",
 )
 def test_ranks_on_the_cpu_are_planned_without_torch(tmp_path: Path) -> None:
-    """Its import takes longer than everything else that a launcher does before its ranks start."""
+    """The import of torch would take longer than everything else before the ranks start."""
     assert scripts.run(tmp_path, WITHOUT_TORCH, fresh=True).lines() == ["gloo False"] * 3
 
 
 def plan(monkeypatch: pytest.MonkeyPatch, gpus: int, style: Any = "launch", **fields: Any) -> Any:
-    """Plan on a machine of that many GPUs."""
+    """Plan a launch on a machine with that many GPUs."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     made = make_plan(LaunchConfig.resolve(None, **fields), style=style)
@@ -240,12 +240,12 @@ def plan(monkeypatch: pytest.MonkeyPatch, gpus: int, style: Any = "launch", **fi
 def test_launch_plans_a_gpu_for_each_rank(
     monkeypatch: pytest.MonkeyPatch, gpus: int, fields: dict[str, Any], expected: Any
 ) -> None:
-    """Nccl where there are GPUs, gloo where there are none or where it was asked for."""
+    """The backend is NCCL if there are GPUs, and gloo if there are none or on request."""
     assert plan(monkeypatch, gpus, **fields) == expected
 
 
 def test_switch_of_the_gpu_tests_lets_two_ranks_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For ddpsafe's own tests only: on a machine of one GPU, `launch` itself runs two ranks."""
+    """The switch is only for ddpsafe's tests: `launch` runs two ranks on a machine with one GPU."""
     monkeypatch.setenv(_gpus.SHARING, "1")
     assert plan(monkeypatch, 1, nproc_per_node=2, backend="nccl") == (2, "nccl", ("cuda:0",) * 2)
     agreed = _gpus.assign(ranks("a", "a"))
@@ -254,10 +254,10 @@ def test_switch_of_the_gpu_tests_lets_two_ranks_share_one(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("backend", ["auto", "nccl"])
 @pytest.mark.parametrize(("gpus", "asked"), [(7, 8), (1, 2)])
-def test_fewer_gpus_than_ranks_is_an_error_that_names_both_numbers(
+def test_fewer_gpus_than_ranks_is_an_error_with_both_numbers(
     monkeypatch: pytest.MonkeyPatch, gpus: int, asked: int, backend: str
 ) -> None:
-    """One GPU fallen off the bus must not make a job train on the CPU, a hundred times slower."""
+    """If a GPU fails, a job must not train on the CPU, a hundred times slower."""
     with pytest.raises(
         ddpsafe.ConfigError, match=f"{asked} ranks with nccl need {asked} GPUs"
     ) as e:
@@ -270,20 +270,20 @@ def test_fewer_gpus_than_ranks_is_an_error_that_names_both_numbers(
     ("visible", "expected"),
     [("4,5", 2), ("GPU-8f3a,GPU-91c2,GPU-17aa", 3), ("MIG-8f3a,MIG-91c2", 1)],
 )
-def test_gpus_that_env_shows_to_the_ranks_are_counted(
+def test_gpus_selected_in_env_are_counted(
     monkeypatch: pytest.MonkeyPatch, visible: str, expected: int
 ) -> None:
-    """``env={"CUDA_VISIBLE_DEVICES": "4,5"}`` starts two ranks on a machine of eight."""
+    """``env={"CUDA_VISIBLE_DEVICES": "4,5"}`` starts two ranks on a machine with eight GPUs."""
     world_size, _, devices = plan(monkeypatch, 8, env={"CUDA_VISIBLE_DEVICES": visible})
     assert (world_size, len(devices)) == (expected, expected)
     with pytest.raises(ddpsafe.ConfigError, match=f"this machine shows {expected}"):
         plan(monkeypatch, 8, env={"CUDA_VISIBLE_DEVICES": visible}, nproc_per_node=8)
 
 
-def test_a_gpu_that_the_driver_has_and_torch_does_not_see_is_warned_of(
+def test_gpu_that_torch_does_not_see_gives_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``nproc_per_node="auto"`` on 7 of 8 GPUs starts 7 ranks, and says so."""
+    """``nproc_per_node="auto"`` with 7 of 8 GPUs starts 7 ranks and warns."""
     monkeypatch.setattr(_gpus, "find_lost", lambda: 1)
     with pytest.warns(RuntimeWarning, match="starts 7 ranks: torch sees 7 of 8 GPUs"):
         assert plan(monkeypatch, 7, nproc_per_node="auto")[0] == 7
@@ -302,30 +302,30 @@ def test_a_gpu_that_the_driver_has_and_torch_does_not_see_is_warned_of(
         ("2.13.0", {"NCCL_DEBUG_FILE": "/d/x", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "9"}, {}, {"NCCL_DEBUG_FILE", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"}),
     ],
 )  # fmt: skip
-def test_settings_of_nccl_fit_the_version_and_the_users_own_win(
+def test_nccl_settings_fit_the_version_and_the_users_win(
     version: str, given: dict[str, str], expected: dict[str, str], absent: set[str]
 ) -> None:
-    """The watchdog aborts soon, dumps go into the run directory, the recorder is on."""
+    """The watchdog aborts soon, dumps go to the run directory, and the recorder is on."""
     found = _gpus.nccl_variables(given, version, debug_file="/run/rank-1.nccl", folder="/run")
     assert found.items() >= expected.items()
     assert not found.keys() & (absent | given.keys())
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says that it lies on a GPU; what it holds is on the CPU."""
+    """A tensor that reports a GPU as its device; its data is on the CPU."""
 
     index = 0
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Name that GPU."""
+        """Return that GPU."""
         return torch.device("cuda", self.index)
 
 
 def test_copies_for_an_asynchronous_save_wait_for_every_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A model may lie on several GPUs; the save returns when the copies from all of them are done."""
+    """A model may span several GPUs; the save returns when the copies from all of them have completed."""
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     state = {}
@@ -350,7 +350,7 @@ def test_copies_for_an_asynchronous_save_wait_for_every_gpu(
 def test_ranks_of_another_launcher_agree_before_they_join(
     tmp_path: Path, seen: dict[int, list[str]], backend: str, texts: list[str]
 ) -> None:
-    """Every rank raises the same error, though some see nothing wrong themselves."""
+    """Every rank raises the same error, even those that see no problem themselves."""
     port = free_port()
     envs = [by_hand(rank, 2, port) for rank in range(2)]
     ended = forked_ranks.run(programs.join_with_gpus, envs, seen, backend, folder=tmp_path)
@@ -368,10 +368,10 @@ def test_ranks_of_another_launcher_agree_before_they_join(
         ({0: [], 1: []}, [[], []]),
     ],
 )
-def test_ranks_of_another_launcher_take_a_gpu_each(
+def test_ranks_of_another_launcher_take_one_gpu_each(
     tmp_path: Path, seen: dict[int, list[str]], taken: list[list[int]]
 ) -> None:
-    """One visible GPU each (srun --gpus-per-task=1) is the rank's own, as cuda:0."""
+    """A rank's only visible GPU (srun --gpus-per-task=1) is its cuda:0."""
     port = free_port()
     envs = [by_hand(rank, 2, port) for rank in range(2)]
     ended = forked_ranks.run(programs.join_with_gpus, envs, seen, folder=tmp_path)
@@ -379,7 +379,7 @@ def test_ranks_of_another_launcher_take_a_gpu_each(
 
 
 def test_spawn_leaves_cuda_to_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing of CUDA is initialised before the function, which may choose GPUs, fork, or use none."""
+    """CUDA is not initialised before the function, which may choose GPUs, fork, or use none."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     ddpsafe.spawn(
         programs.say_what_is_initialised, args=(tmp_path,), nprocs=2, start_method="forkserver"
@@ -388,10 +388,10 @@ def test_spawn_leaves_cuda_to_the_script(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert found == ["cuda:0 False", "cuda:1 False"]
 
 
-def test_ranks_with_gpus_keep_files_of_nccl_in_the_run_directory(
+def test_nccl_files_of_ranks_are_in_the_run_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One recorder dump and one NCCL_DEBUG_FILE for each rank, not in /tmp; the user's own stays."""
+    """Each rank has a recorder dump and an NCCL_DEBUG_FILE there, not in /tmp; the user's settings win."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     ddpsafe.spawn(
         programs.say_nccl_settings,
@@ -413,7 +413,7 @@ def test_ranks_with_gpus_keep_files_of_nccl_in_the_run_directory(
 def test_launch_sets_the_device_before_arguments_are_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What unpickling does on "cuda" is done on the rank's GPU; here the device cannot be set."""
+    """Unpickling to "cuda" must use the rank's GPU; here the device cannot be set."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ddpsafe.RankRaisedError) as caught:
         ddpsafe.launch(
@@ -428,10 +428,10 @@ def test_launch_sets_the_device_before_arguments_are_loaded(
 
 
 @pytest.mark.parametrize(("world_size", "keeps"), [(1, True), (2, False)])
-def test_only_groups_of_this_host_are_kept_on_loopback(
+def test_only_single_host_groups_are_kept_on_loopback(
     tmp_path: Path, *, world_size: int, keeps: bool
 ) -> None:
-    """A script that joins ranks of several nodes is heard by the other nodes: no interface is set."""
+    """Other nodes must reach a rank of a multi-node group, so no interface is set for it."""
     ddpsafe.spawn(
         programs.interfaces_at_init,
         args=(tmp_path, world_size),
@@ -443,8 +443,8 @@ def test_only_groups_of_this_host_are_kept_on_loopback(
     assert seen == (["lo", "=lo"] if keeps else [None, None])
 
 
-def test_group_of_members_is_not_split_from_the_main_group() -> None:
-    """``use_local_synchronization=True`` needs the members only; a split would wait for all ranks."""
+def test_subgroup_is_not_split_from_the_main_group() -> None:
+    """With ``use_local_synchronization=True`` only members take part; a split would wait for all ranks."""
     values = ddpsafe.launch(
         programs.make_a_group_of_members,
         nproc_per_node=2,

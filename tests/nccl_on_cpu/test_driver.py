@@ -1,4 +1,4 @@
-"""What the driver is asked through nvidia-ml-py when ranks were ended, with a driver acted out."""
+"""What nvidia-ml-py is asked after ranks have ended, with a fake driver."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from ddpsafe._clock import Deadline
 
 
 class Driver(ModuleType):
-    """nvidia-ml-py for a host of two GPUs; lists processes for so many looks."""
+    """A fake nvidia-ml-py for a host with two GPUs, which lists processes for that many queries."""
 
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
     NVML_VOLATILE_ECC = 0
 
     def __init__(self, pids: list[int], looks: int = 10**9) -> None:
-        """Hold the memory of those processes."""
+        """List those processes as users of GPU memory."""
         super().__init__("pynvml")
         self.pids, self.looks, self.ecc, self.rows = pids, looks, [0, 0], [(0, 0, 0, 0)] * 2
 
     def nvmlInit(self) -> None:  # noqa: N802 - as NVIDIA names it
-        """Begin."""
+        """Count a query."""
         self.looks -= 1
 
     def nvmlShutdown(self) -> None:  # noqa: N802
-        """End."""
+        """Do nothing."""
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        """Count."""
+        """Return the number of GPUs."""
         return 2
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        """Find."""
+        """Return the index as the handle."""
         return index
 
     def nvmlDeviceGetComputeRunningProcesses(self, index: int) -> list[Any]:  # noqa: N802
-        """List the processes on the second GPU."""
+        """List the processes, which are on the second GPU."""
         listed = self.pids if index == 1 and self.looks >= 0 else []
         return [SimpleNamespace(pid=pid) for pid in listed]
 
     def nvmlDeviceGetTotalEccErrors(self, index: int, *_: int) -> int:  # noqa: N802
-        """Count errors."""
+        """Return the number of errors."""
         return self.ecc[index]
 
     def nvmlDeviceGetRemappedRows(self, index: int) -> tuple[int, ...]:  # noqa: N802
-        """Tell of rows."""
+        """Return the remapped rows."""
         return self.rows[index]
 
 
@@ -66,18 +66,18 @@ class Driver(ModuleType):
         (None, [7], True),  # nvidia-ml-py is not installed
     ],
 )
-def test_next_attempt_waits_until_the_driver_has_given_memory_back(
+def test_next_attempt_waits_until_the_driver_has_freed_the_memory(
     monkeypatch: pytest.MonkeyPatch, driver: Driver | None, pids: list[int], *, is_free: bool
 ) -> None:
-    """As long as it lists a process that has ended, but not longer than the deadline."""
+    """It waits while the driver lists a process that has ended, up to the deadline."""
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     waiting = Deadline.after(timedelta(seconds=1))
     assert _gpus.wait_for_memory(pids, waiting) is is_free
     assert waiting.waited_s() < 10
 
 
-def test_errors_that_the_driver_has_counted_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uncorrectable errors and rows that wait for a reset; a healthy GPU is not mentioned."""
+def test_errors_that_the_driver_has_counted_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are uncorrectable errors and rows that need a reset; a healthy GPU is not mentioned."""
     driver = Driver([])
     driver.ecc[1], driver.rows[1] = 2, (0, 1, 1, 0)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
@@ -88,8 +88,8 @@ def test_errors_that_the_driver_has_counted_are_told(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.root
 @pytest.mark.skipif(not os.access("/dev/kmsg", os.W_OK), reason="writes to the kernel's log")
-def test_an_xid_in_the_kernels_log_is_told() -> None:
-    """The driver's line of this attempt, and not the one of an attempt long ago."""
+def test_an_xid_in_the_kernel_log_is_reported() -> None:
+    """Only the driver's lines of this attempt count, not those of an earlier one."""
     message = f"NVRM: Xid (PCI:0000:ff:1f): 79, pid={os.getpid()}, a line of ddpsafe's tests"
     Path("/dev/kmsg").write_text(f"{message}\n", encoding="utf-8")
     told = [line for line in _gpus.read_errors(within_s=60) if f"pid={os.getpid()}," in line]
@@ -99,8 +99,8 @@ def test_an_xid_in_the_kernels_log_is_told() -> None:
     assert not any(f"pid={os.getpid()}," in line for line in _gpus.read_errors(within_s=-60))
 
 
-def test_a_driver_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a GPU that has fallen off the bus: the attempt ends without its answer."""
+def test_a_driver_that_never_responds_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This happens when a GPU has fallen off the bus: the attempt ends without its answer."""
     asked = threading.Event()
     driver = Driver([7])
     monkeypatch.setattr(driver, "nvmlInit", asked.wait)

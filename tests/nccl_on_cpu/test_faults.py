@@ -1,4 +1,4 @@
-"""Ranks that end as NCCL ends them, with recorded words of its watchdog: who is blamed."""
+"""Ranks that end as NCCL ends them, with recorded watchdog messages: who is blamed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def fails(
     folder: Path, words: programs.Words, *options: Any, ranks: int = 3, **fields: Any
 ) -> ddpsafe.LaunchError:
-    """Launch ranks that act so; return the error."""
+    """Launch ranks that print and act so; return the error."""
     with pytest.raises(ddpsafe.LaunchError) as caught:
         ddpsafe.spawn(
             programs.act,
@@ -34,17 +34,17 @@ def fails(
 
 
 def at(*ranks: int, **places: int) -> programs.Words:
-    """Return the words of watchdogs that time out in collective 118."""
+    """Return messages of watchdogs that time out in collective 118."""
     usual = {"number": 118, "queued": 160, "completed": 117}
     return {rank: watchdog_words(rank, **usual | places) for rank in ranks}
 
 
 @pytest.mark.parametrize("then", ["abort", "wait for the dump"])
-def test_rank_that_reads_from_a_dead_mount_is_named(tmp_path: Path, then: str) -> None:
-    """Ranks 0 and 2 only waited for it: their watchdogs' aborts are not failures of theirs.
+def test_rank_that_reads_from_a_dead_mount_is_blamed(tmp_path: Path, then: str) -> None:
+    """Ranks 0 and 2 only waited for it, so the aborts of their watchdogs are not their own failures.
 
-    They are ended on the words already, as long as they live and can be asked: torch waits up to a
-    minute between the message and the abort.
+    The message alone ends the attempt, while the ranks still live and can be asked: torch waits up to
+    a minute between the message and the abort.
     """
     began_s = time.monotonic()
     error = fails(tmp_path, at(0, 2), then)
@@ -56,8 +56,8 @@ def test_rank_that_reads_from_a_dead_mount_is_named(tmp_path: Path, then: str) -
     assert time.monotonic() - began_s < 30
 
 
-def test_policy_for_hangs_tries_a_timeout_of_nccl_again(tmp_path: Path) -> None:
-    """``RetryPolicy(on={"hang"})`` was not for what was called a kill."""
+def test_nccl_timeout_is_retried_as_a_hang(tmp_path: Path) -> None:
+    """It must not count as a kill, or ``RetryPolicy(on={"hang"})`` would not apply."""
     error = fails(
         tmp_path,
         at(0),
@@ -69,35 +69,35 @@ def test_policy_for_hangs_tries_a_timeout_of_nccl_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "kind", "says"),
+    ("words", "kind", "advice"),
     [
         ("CUDA error: uncorrectable ECC error encountered", "hardware", "out of service"),
         ("CUDA error: device-side assert triggered", "user-error", "CUDA_LAUNCH_BLOCKING=1"),
         ("CUDA error: out of memory", "out-of-memory", "batch size"),
     ],
 )
-def test_error_that_the_watchdog_sees_first_has_its_kind(
-    tmp_path: Path, words: str, kind: str, says: str
+def test_error_that_the_watchdog_reports_first_has_its_own_kind(
+    tmp_path: Path, words: str, kind: str, advice: str
 ) -> None:
-    """A sticky CUDA error ends the process by SIGABRT; its text tells what it was."""
+    """A sticky CUDA error ends the process by SIGABRT, and the message has the reason."""
     error = fails(tmp_path, {1: thrown_words(1, words), **at(0)}, "abort")
     assert isinstance(error, ddpsafe.RankKilledError), error
     assert (error.rank, error.kind) == (1, kind)
     assert error.exit_code == -signal.SIGABRT
     assert words in str(error)
-    assert says in str(error)
+    assert advice in str(error)
 
 
-def test_link_that_is_stuck_blames_no_rank(tmp_path: Path) -> None:
-    """All have queued the same, and none completes it."""
+def test_stuck_link_blames_no_rank(tmp_path: Path) -> None:
+    """All ranks have enqueued the same collective, and none completes it."""
     error = fails(tmp_path, {**at(0, 1), **at(2, queued=121)}, "abort")
     assert isinstance(error, ddpsafe.CollectiveTimeoutError)
     assert error.missing_ranks == ()
     assert "ranks 0, 1 and 2 (world_size 3) all wait in ALLREDUCE number 118" in str(error)
 
 
-def test_other_collective_under_one_number_is_named(tmp_path: Path) -> None:
-    """The watchdogs name what their ranks wait in."""
+def test_rank_in_a_different_collective_of_the_same_number_is_named(tmp_path: Path) -> None:
+    """The watchdogs' messages have the collectives in which their ranks wait."""
     words = {**at(0, 2), 1: watchdog_words(1, 118, 160, 117, "BROADCAST")}
     error = fails(tmp_path, words, "abort")
     assert isinstance(error, ddpsafe.CollectiveTimeoutError)
@@ -105,26 +105,26 @@ def test_other_collective_under_one_number_is_named(tmp_path: Path) -> None:
     assert "entered a different collective" in str(error)
 
 
-def test_rank_that_raises_is_named_though_the_others_abort(tmp_path: Path) -> None:
-    """Its peers' watchdogs see the connection go."""
+def test_rank_that_raises_is_named_although_the_others_abort(tmp_path: Path) -> None:
+    """Its peers' watchdogs see the connection close."""
     lost = "NCCL error: remote process exited or there was a network error"
     error = fails(tmp_path, {0: thrown_words(0, lost), 2: thrown_words(2, lost)}, "abort", 1)
     assert isinstance(error, ddpsafe.RankRaisedError)
     assert (error.rank, error.kind) == (1, "user-error")
 
 
-def test_words_of_a_script_end_nothing(tmp_path: Path) -> None:
-    """Only torch's own log is taken for NCCL's watchdog."""
+def test_watchdog_message_printed_by_a_script_ends_nothing(tmp_path: Path) -> None:
+    """Only torch's own log counts as NCCL's watchdog."""
     ddpsafe.spawn(programs.print_the_words, nprocs=2, start_method="forkserver", run_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
     "variable", [{"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}, {"TORCH_NCCL_BLOCKING_WAIT": "1"}]
 )
-def test_script_that_handles_errors_of_nccl_goes_on(
+def test_script_that_handles_nccl_errors_continues(
     tmp_path: Path, variable: dict[str, str]
 ) -> None:
-    """The watchdog does not end the process then, and so the words do not mean its end."""
+    """Then the watchdog does not end the process, so its message does not announce an end."""
     ddpsafe.spawn(
         programs.go_on_after,
         args=(tmp_path,),

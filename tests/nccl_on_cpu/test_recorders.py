@@ -1,4 +1,4 @@
-"""Where a rank is, read from torch's two flight recorders: NCCL's dumps are synthesised."""
+"""Where a rank is, as read from torch's two flight recorders; NCCL's dumps are synthesised."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def entry(number: int, **fields: Any) -> dict[str, Any]:
 
 
 def done(number: int, **fields: Any) -> dict[str, Any]:
-    """Return an entry that the watchdog has retired."""
+    """Return an entry that the watchdog has retired, i.e. removed as completed."""
     return entry(number, state="completed", retired=True, **fields)
 
 
 class Recorder:
-    """A recorder of torch with given content; lists how it was asked."""
+    """A fake recorder of torch with given content, which records its queries."""
 
     def __init__(self, entries: list[dict[str, Any]], status: dict[str, tuple[int, int]]) -> None:
-        """Keep what it has recorded: last enqueued and last completed by group."""
+        """Set the entries, and the last enqueued and last completed number by group."""
         self.entries = entries
         self.status = status
         self.queries: list[bool] = []
         self.blocks: threading.Event | None = None
 
     def __call__(self, includeCollectives: bool = True, onlyActive: bool = False) -> str:  # noqa: ARG002, FBT001, FBT002, N803 - as torch has it
-        """Dump."""
+        """Return the content as JSON."""
         self.queries.append(includeCollectives)
         if includeCollectives and self.blocks is not None:
             self.blocks.wait(60)
@@ -96,7 +96,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Recorder, Recorder]]:
-    """Put recorders with given entries in the place of torch's."""
+    """Replace torch's recorders with fakes that have the given entries."""
 
     def put(
         nccl: list[dict[str, Any]],
@@ -120,17 +120,17 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Recorder, Rec
 
 
 def position() -> Position:
-    """Return where this process is, by names and shapes."""
+    """Return where this process is, with the names and shapes of collectives."""
     return Position(collectives=read_recorders(asks_events=True)[0])
 
 
 def numbers(found: Position, group: str = MAIN_GROUP) -> list[int]:
-    """Return the numbers that are known of a group."""
+    """Return the known numbers of a group."""
     return [each.number for each in found.collectives if each.group == group]
 
 
 def test_nccl_is_read_from_its_own_recorder(record: Any) -> None:
-    """The generic recorder exists in every build, and holds nothing of NCCL."""
+    """The generic recorder exists in every build, but has nothing about NCCL."""
     record([done(1), done(2), done(3, name="nccl:broadcast")])
     found = position()
     assert numbers(found) == [1, 2, 3]
@@ -147,14 +147,14 @@ def test_nccl_is_read_from_its_own_recorder(record: Any) -> None:
         ([*map(done, range(1, 118)), *map(entry, range(118, 161))], 118, 160, {102, 117, 118, 160}),
         ([*map(done, range(1, 118)), *map(entry, range(118, 900))], 118, 899, {117, 118, 245, 899}),
         ([*map(done, range(1, 301))], None, 300, {285, 300}),
-        # A side stream is behind: number 5 has not ended though 6 has.
+        # A side stream is behind: number 5 has not completed, although 6 has.
         ([done(4), entry(5), done(6), entry(7)], 5, 7, {4, 5, 6, 7}),
-        # Seen as completed by the query, not yet retired by the watchdog's poll.
+        # The query sees it as completed, but the watchdog has not yet retired it.
         ([done(1), entry(2, state="completed")], None, 2, {1, 2}),
-        # A coalesced call: its members never complete, the whole does.
+        # A coalesced call: its members never complete, only the whole does.
         ([entry(1), entry(1), done(1, name="nccl:ALLREDUCE_coalesced")], None, 1, {1}),
         ([entry(1), entry(1), entry(1, name="nccl:ALLREDUCE_coalesced")], 1, 1, {1}),
-        # One that was captured in a graph is never retired; later ones are.
+        # A collective captured in a graph is never retired; later ones are.
         ([entry(1, name="nccl:allreduce_coalesced"), done(2), entry(3)], 3, 3, {1, 2, 3}),
         ([done(1), entry(9, is_p2p=True, name="nccl:send 0->1")], None, 1, {1}),
     ],
@@ -172,10 +172,10 @@ def test_nccl_is_read_from_its_own_recorder(record: Any) -> None:
         "p2p",
     ],
 )  # fmt: skip
-def test_first_incomplete_and_last_queued_are_told_apart(
+def test_first_incomplete_and_last_queued_are_distinguished(
     record: Any, nccl: list[dict[str, Any]], first: int | None, last: int, known: set[int]
 ) -> None:
-    """The GPU is at the first; the CPU has run ahead to the last; what ranks differ in is kept."""
+    """The GPU is at the first, the CPU at the last; differences between ranks are kept."""
     record(nccl)
     found = position()
     incomplete, newest = found.first_incomplete(MAIN_GROUP), found.in_group(MAIN_GROUP)
@@ -195,24 +195,24 @@ def test_first_incomplete_and_last_queued_are_told_apart(
         ({"retired": True}, "completed"),
     ],
 )
-def test_queued_started_and_completed_are_told_apart(
+def test_queued_started_and_completed_are_distinguished(
     record: Any, fields: dict[str, Any], state: str
 ) -> None:
-    """What NCCL has queued may wait behind others; gloo's calls have begun when they are recorded."""
+    """NCCL's queued calls may wait behind others; gloo's have started when they are recorded."""
     record([entry(1, **fields)])
     (found,) = position().collectives
     assert found.state == state
 
 
-def test_collectives_of_gloo_have_begun_when_they_are_recorded(record: Any) -> None:
-    """Gloo's recorder leaves them "scheduled" for ever."""
+def test_gloo_collectives_have_started_when_they_are_recorded(record: Any) -> None:
+    """Gloo's recorder leaves them "scheduled" forever."""
     record([], [entry(1, name="gloo:all_reduce")])
     (found,) = position().collectives
     assert (found.group, found.state) == (MAIN_GROUP, "started")
 
 
-def test_both_recorders_are_joined(record: Any) -> None:
-    """A subgroup of gloo, as even_steps makes, beside NCCL's group of all ranks."""
+def test_both_recorders_are_combined(record: Any) -> None:
+    """A gloo subgroup, as made by even_steps, exists beside NCCL's group of all ranks."""
     record(
         [done(1), entry(2)], [entry(7, name="gloo:all_reduce", process_group=["1", "undefined"])]
     )
@@ -220,15 +220,15 @@ def test_both_recorders_are_joined(record: Any) -> None:
     assert (numbers(found), numbers(found, "1")) == ([1, 2], [7])
 
 
-def test_two_backends_of_one_group_keep_their_own_numbers(record: Any) -> None:
-    """``cpu:gloo,cuda:nccl`` counts twice; NCCL's numbers are the group's."""
+def test_two_backends_of_one_group_keep_separate_numbers(record: Any) -> None:
+    """With ``cpu:gloo,cuda:nccl`` each backend counts; NCCL's numbers are the group's."""
     record([entry(5)], [done(90, name="gloo:broadcast")])
     found = position()
     assert (numbers(found), numbers(found, "default_pg (gloo)")) == ([5], [90])
 
 
 def broken(**_: object) -> str:
-    """Fail, as a private function of a later torch may."""
+    """Fail, as a private function of a later torch version may."""
     msg = "unexpected keyword"
     raise TypeError(msg)
 
@@ -237,10 +237,10 @@ def broken(**_: object) -> str:
     ("name", "expected"),
     [("_dump_nccl_trace_json", [3]), ("_dump_fr_trace_json", [1])],
 )
-def test_one_recorder_that_fails_does_not_cost_the_other(
+def test_failure_of_one_recorder_does_not_affect_the_other(
     record: Any, monkeypatch: pytest.MonkeyPatch, name: str, expected: list[int]
 ) -> None:
-    """Each is read by itself."""
+    """Each is read separately."""
     record([entry(1)], [entry(3, name="gloo:barrier", process_group=["1", ""])])
     monkeypatch.setattr(f"{C10D}.{name}", broken)
     assert [each.number for each in position().collectives] == expected
@@ -259,19 +259,19 @@ def test_one_recorder_that_fails_does_not_cost_the_other(
         ({}, []),
     ],
 )
-def test_healthy_job_is_asked_for_counters_only(
+def test_only_counters_of_a_healthy_job_are_read(
     record: Any, status: dict[str, tuple[int, int]], expected: list[tuple[int, str]]
 ) -> None:
-    """No CUDA event is queried, which would break a graph that another thread captures."""
-    # -1 is where torch begins; a first collective that waits has completed nothing.
+    """A query of a CUDA event would break a graph that another thread is capturing."""
+    # Torch's counters begin at -1; if the first collective is waiting, none has completed.
     nccl, _ = record([entry(1)], status=status)
     found = read_recorders(asks_events=False)[0]
     assert [(each.number, each.state) for each in found] == expected
     assert set(nccl.queries) == {False}
 
 
-def test_a_driver_that_does_not_answer_costs_names_not_numbers(record: Any) -> None:
-    """CudaEventQuery can wait for another thread's cudaDeviceSynchronize: then counters tell."""
+def test_an_unresponsive_driver_hides_names_but_not_numbers(record: Any) -> None:
+    """CudaEventQuery can block on another thread's cudaDeviceSynchronize; the counters still work."""
     nccl, _ = record([done(1), entry(2)], status={"0": (2, 1)})
     nccl.blocks = threading.Event()
     try:
@@ -280,8 +280,8 @@ def test_a_driver_that_does_not_answer_costs_names_not_numbers(record: Any) -> N
         nccl.blocks.set()
 
 
-def test_groups_that_were_destroyed_are_forgotten_in_both(record: Any) -> None:
-    """The next group counts from 1 again, under the same name."""
+def test_destroyed_groups_are_forgotten_in_both_recorders(record: Any) -> None:
+    """The next group has the same name and counts from 1 again."""
     nccl, others = record([done(7)], [done(9, name="gloo:barrier")])
     forget_collectives()
     assert position().collectives == ()
@@ -292,14 +292,14 @@ def test_groups_that_were_destroyed_are_forgotten_in_both(record: Any) -> None:
     assert [each.number for each in read_recorders(asks_events=False)[0]] == [1]
 
 
-def test_unknown_names_pair_with_all() -> None:
-    """What the counters do not name is no other collective than the one it may be."""
+def test_collectives_without_a_name_match_any() -> None:
+    """Counters do not name the collective, so it cannot be said to differ from another."""
     queued = read_one({"0": (5, 4)})
     assert not torch.distributed.is_initialized()
     assert queued.may_pair_with(queued)
 
 
 def read_one(status: dict[str, tuple[int, int]]) -> Any:
-    """Return the last collective that counters tell of."""
+    """Return the last collective that the counters show."""
     content = json.loads(Recorder([], status)(includeCollectives=False))
     return torch_hooks._from_counters(content)[-1]

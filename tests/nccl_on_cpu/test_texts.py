@@ -1,4 +1,4 @@
-"""What texts of NCCL, CUDA, cuBLAS and NCCL's watchdog tell: kind, origin, and where a rank is."""
+"""What messages of NCCL, its watchdog, CUDA and cuBLAS mean: kind, origin, and where a rank is."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ DIST = "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3356, "
         ("DistBackendError: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 2", None),
     ],
 )  # fmt: skip
-def test_exceptions_that_blame_another_rank(text: str, origin: str | None) -> None:
-    """NCCL's errors of a lost peer or of a wait do not blame the rank that raises them."""
+def test_exceptions_that_blame_another_rank_are_recognised(text: str, origin: str | None) -> None:
+    """An NCCL error about a lost peer or a wait does not blame the rank that raises it."""
     found = find_peer_text(text)
     assert (None if found is None else found.origin) == origin
 
@@ -84,8 +84,8 @@ def test_exceptions_that_blame_another_rank(text: str, origin: str | None) -> No
         ("ValueError: unknown error in the label file", None),
     ],
 )  # fmt: skip
-def test_kinds_of_errors_on_the_gpu(text: str, kind: FailureKind | None) -> None:
-    """What no row tells is the user's own error, which is not tried again."""
+def test_gpu_errors_have_kinds(text: str, kind: FailureKind | None) -> None:
+    """An unlisted text is the user's own error, which is not retried."""
     assert find_kind(text) == kind
 
 
@@ -94,7 +94,7 @@ PG = "[PG ID 0 PG GUID 0(default_pg) Rank {r}] "
 
 
 def timed_out(rank: int, number: int, queued: int, completed: int, op: str = "ALLREDUCE") -> str:
-    """Return what the watchdog of torch 2.6 to 2.13 writes before it waits for the dump."""
+    """Return the message of the watchdog of torch 2.6 to 2.13 before it waits for the dump."""
     head = HEAD.format(r=rank, line=685)
     return (
         f"{head}[Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={number}, "
@@ -106,7 +106,7 @@ def timed_out(rank: int, number: int, queued: int, completed: int, op: str = "AL
 
 
 def thrown(error: str, rank: int = 0) -> str:
-    """Return what the watchdog writes when it ends the process."""
+    """Return the message of the watchdog when it ends the process."""
     said = f"{PG.format(r=rank)}Process group watchdog thread terminated with exception: {error}"
     return (
         f"{HEAD.format(r=rank, line=2057)}{said}\n"
@@ -143,10 +143,10 @@ REMOTE = (
         ('[rank0]:[W1229 22:06:38.48 ProcessGroupNCCL.cpp:1662] [PG ID 0 PG GUID 0 Rank 1] Failed to check the "should dump" flag on TCPStore, with error: Broken pipe', None, None),
     ],
 )  # fmt: skip
-def test_last_words_of_a_rank_are_evidence_like_an_exception(
+def test_last_message_of_a_rank_is_evidence_like_an_exception(
     stderr: str, origin: str | None, kind: FailureKind | None
 ) -> None:
-    """A watchdog's timeout waited for others; what it ended the process for has kind and origin."""
+    """A watchdog's timeout was a wait for others; any other reason has its own kind and origin."""
     found = read_native_error(stderr)
     assert (
         (origin, kind) == (None, None)
@@ -183,13 +183,15 @@ def test_last_words_of_a_rank_are_evidence_like_an_exception(
         ("", []),
     ],
 )  # fmt: skip
-def test_watchdog_says_where_its_rank_is(stderr: str, expected: list[WatchdogPlace]) -> None:
-    """The rank that the others wait for says it too: the dump signal reaches all."""
+def test_watchdog_message_shows_where_its_rank_is(
+    stderr: str, expected: list[WatchdogPlace]
+) -> None:
+    """The rank that the others wait for prints one too: the dump signal reaches all ranks."""
     assert read_places(stderr) == expected
 
 
-def test_position_is_read_from_the_words_of_a_rank_that_has_ended() -> None:
-    """What it completed, what its GPU waited in, and what was queued behind that."""
+def test_position_is_read_from_the_messages_of_a_rank_that_has_ended() -> None:
+    """It has the last completed, the waiting and the last enqueued collective."""
     found = read_position(timed_out(0, 118, 160, 117), None)
     assert found is not None
     assert [(each.number, each.state) for each in found.collectives] == [
@@ -208,20 +210,20 @@ def test_position_is_read_from_the_words_of_a_rank_that_has_ended() -> None:
         (timed_out(0, 118, 160, 117), True),
         (thrown(ECC), True),
         ("[E ProcessGroupNCCL.cpp:475] [PG 0 Rank 3] failure detected by watchdog at work sequence id: 4", True),
-        # Said by the script itself, by a logger of its own, or as a warning.
+        # Printed by the script itself, by its own logger, or as a warning.
         ("failure detected by watchdog at work sequence id: 118", False),
         ("Process group watchdog thread terminated with exception: none", False),
         ("[I1118 20:27:21 ProcessGroupNCCL.cpp:1] [PG ID 0] Process group watchdog thread started", False),
         ("epoch 3: 100%|####| 118/118", False),
     ],
 )  # fmt: skip
-def test_only_torchs_own_words_end_an_attempt_early(written: str, ends: bool) -> None:  # noqa: FBT001 - a row's value
-    """A rank that is about to abort can still be asked; one that prints the same words is not ended."""
+def test_only_torchs_own_messages_end_an_attempt_early(written: str, ends: bool) -> None:  # noqa: FBT001 - a row's value
+    """A rank that is about to abort can still be asked; one that only prints the same text is not ended."""
     assert says_that_it_ends(written.encode()) is ends
 
 
-def test_first_error_of_nccl_decides_and_not_the_timeouts_that_follow() -> None:
-    """A remote error, then the timeout of what was queued behind it."""
+def test_first_error_of_nccl_decides_not_the_timeouts_that_follow() -> None:
+    """A remote error comes first, then the timeout of what was enqueued behind it."""
     fields: dict[str, Any] = {"rank": 0}
     text = thrown(REMOTE, **fields) + timed_out(0, 9, 9, 8)
     found = find_native_text(text)

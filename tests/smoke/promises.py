@@ -1,6 +1,6 @@
-"""One look at each promise, as a script: ``nox -s matrix`` runs it for each Python and torch.
+"""One quick check of each promise, as a script: ``nox -s matrix`` runs it for each Python and torch.
 
-It needs nothing but ddpsafe, and prints a line of JSON: the versions, and what became of each promise.
+It needs only ddpsafe, and prints one line of JSON: the versions, and the result of each promise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAUNCH: Final[dict[str, Any]] = {"nproc_per_node": 2, "backend": "gloo"}
 
 
 def train(ctx: ddpsafe.RankContext) -> float:
-    """Make one step of DDP; return the mean of the ranks' losses."""
+    """Run one step of DDP; return the mean of the ranks' losses."""
     import torch
     from torch import nn
 
@@ -39,7 +39,7 @@ def train(ctx: ddpsafe.RankContext) -> float:
 
 
 def raise_on_rank_one(ctx: ddpsafe.RankContext) -> None:
-    """Fail on rank 1 while rank 0 waits for it."""
+    """Raise on rank 1 while rank 0 waits for it."""
     if ctx.rank == 1:
         raise ValueError("bad batch")
     ctx.all_gather(ctx.rank)
@@ -53,14 +53,14 @@ def hang_on_rank_one(ctx: ddpsafe.RankContext) -> None:
 
 
 def die_on_rank_one(ctx: ddpsafe.RankContext) -> None:
-    """End rank 1 by SIGKILL."""
+    """Kill rank 1 with SIGKILL."""
     if ctx.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     ctx.all_gather(ctx.rank)
 
 
 def die_once(ctx: ddpsafe.RankContext, folder: str) -> int:
-    """Train for four epochs with a loader and a checkpoint; rank 1 dies once, after two."""
+    """Train for four epochs with a loader and a checkpoint; rank 1 is killed once, after two."""
     import torch
     from torch.utils.data import TensorDataset
 
@@ -79,17 +79,17 @@ def die_once(ctx: ddpsafe.RankContext, folder: str) -> int:
 
 
 def launched() -> None:
-    """Ranks meet, train, and return."""
+    """Ranks connect, train, and return."""
     assert ddpsafe.launch(train, **LAUNCH).values == {0: 0.5, 1: 0.5}
 
 
 def forked() -> None:
-    """The same from a fork server."""
+    """They do the same when started from a fork server."""
     assert ddpsafe.launch(train, start_method="forkserver", **LAUNCH).values == {0: 0.5, 1: 0.5}
 
 
 def exception() -> None:
-    """The rank that raised is named, with its error."""
+    """The rank that raised is named with its error."""
     error = _error(raise_on_rank_one)
     assert isinstance(error, ddpsafe.RankRaisedError), error
     assert error.rank == 1
@@ -97,7 +97,7 @@ def exception() -> None:
 
 
 def killed() -> None:
-    """The rank that was killed is named, with its signal."""
+    """The rank that was killed is named with its signal."""
     error = _error(die_on_rank_one)
     assert isinstance(error, ddpsafe.RankKilledError), error
     assert error.rank == 1
@@ -105,7 +105,7 @@ def killed() -> None:
 
 
 def hang() -> None:
-    """The rank that did not come is named, within the timeout."""
+    """The absent rank is named within the timeout."""
     error = _error(hang_on_rank_one, timeouts={"collective": 3})
     assert isinstance(error, ddpsafe.CollectiveTimeoutError), error
     assert error.missing_ranks == (1,)
@@ -113,7 +113,7 @@ def hang() -> None:
 
 
 def checkpoint_and_loader() -> None:
-    """An attempt after a kill goes on where the checkpoint was, and reads each sample as often."""
+    """The attempt after a kill continues from the checkpoint, and reads every sample equally often."""
     with tempfile.TemporaryDirectory() as folder:
         retry = {"attempts": 2, "on": {"killed"}, "backoff_initial": 0.1}
         found = ddpsafe.launch(die_once, (folder,), retry=retry, **LAUNCH)
@@ -134,7 +134,7 @@ def _work(rank: int, world_size: int) -> None:
 
 
 def spawned() -> None:
-    """A function of torch.multiprocessing.spawn runs as it is."""
+    """A function for torch.multiprocessing.spawn runs unchanged."""
     ddpsafe.spawn(_work, args=(2,), nprocs=2)
 
 
@@ -195,7 +195,7 @@ PACKAGES: Final = (
 
 
 def main() -> int:
-    """Try every promise; return how many do not hold."""
+    """Check every promise; return how many do not hold."""
     if sys.argv[1:] == ["rank"]:
         with ddpsafe.process_group("gloo") as ctx:
             ctx.print("mean", train(ctx))
@@ -204,7 +204,7 @@ def main() -> int:
     for promise in PROMISES:
         try:
             promise()
-        except Exception:  # noqa: BLE001, PERF203 - told, and the others are tried
+        except Exception:  # noqa: BLE001, PERF203 - reported, and the other promises are checked
             traceback.print_exc()
             found[promise.__name__] = "FAILED"
         else:

@@ -1,4 +1,4 @@
-"""The look that ``nox -s matrix`` takes at other versions, at this one."""
+"""The quick check of ``nox -s matrix``, run here with the installed versions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import scripts
 
 
 @pytest.mark.soak  # each of these promises has its own tests
-def test_every_promise_holds_in_one_look(tmp_path: Path) -> None:
+def test_every_promise_holds_in_one_run(tmp_path: Path) -> None:
     """Launch, exception, kill, hang, checkpoint, loader, spawn, torchrun and ``ddpsafe run``."""
     script = Path(__file__).with_name("promises.py")
     done = scripts.Script([str(script)], folder=tmp_path).end()

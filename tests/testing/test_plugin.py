@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _LIMIT_S: Final = 150
 
-_MANY = """
+_TESTS_OF_EACH_KIND = """
 import os
 import time
 import unittest
@@ -185,7 +185,7 @@ class TestOfUnittest(unittest.TestCase):
         pass
 """
 
-_ROWS = (
+_OUTCOMES = (
     ("ranks_talk_and_share_a_folder", "PASSED", ""),
     ("assertion_of_one_rank", "FAILED", "rank 1 (world_size 2): assert 7 == 0"),
     ("fixture_that_waits_for_the_rank_that_failed", "FAILED", "rank 1 (world_size 2): Assert"),
@@ -215,13 +215,13 @@ _ROWS = (
 
 _PYTEST: Final = (
     *("-m", "pytest", "-p", "ddpsafe.testing", "-p", "no:cacheprovider"),
-    # What it is forked from has imported ddpsafe, before pytest could rewrite its asserts.
+    # The fork server has imported ddpsafe before pytest could rewrite its asserts.
     *("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"),
 )
 
 
 def _environment() -> dict[str, str]:
-    """Return this environment without what belongs to the pytest that runs this test."""
+    """Return the environment without the variables of the pytest that runs this test."""
     kept = {
         name: text
         for name, text in scripts.clean_environment().items()
@@ -231,7 +231,7 @@ def _environment() -> dict[str, str]:
 
 
 def _pytest(folder: Path, *options: str) -> str:
-    """Run pytest in a folder, as a user does, and return what it prints; it is forked."""
+    """Run pytest in a folder as a user does, but in a forked process, and return its output."""
     printed = folder.with_name(f"{folder.name}-printed")
     with printed.open("wb") as file, Path(os.devnull).open("rb") as nothing:
         streams = (nothing.fileno(), file.fileno(), file.fileno())
@@ -248,7 +248,7 @@ def _pytest(folder: Path, *options: str) -> str:
 
 
 def _project(folder: Path, **files: str) -> Path:
-    # As strict as projects are: what the plugin itself does gives no warning.
+    # As strict as real projects: the plugin itself causes no warning.
     (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
@@ -257,7 +257,7 @@ def _project(folder: Path, **files: str) -> Path:
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What pytest prints of a file with a test of each kind; run once for all workers of xdist."""
+    """Return pytest's output for a file with tests of each kind; run once for all xdist workers."""
     folder = tmp_path_factory.mktemp("project")
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -266,14 +266,16 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> str:
     with printed.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not printed.exists():
-            printed.write_text(_pytest(_project(folder, test_many=_MANY), "-rA"))
+            printed.write_text(_pytest(_project(folder, test_many=_TESTS_OF_EACH_KIND), "-rA"))
         return printed.read_text()
 
 
-@pytest.mark.parametrize(("test", "outcome", "words"), _ROWS, ids=[row[0] for row in _ROWS])
-def test_each_outcome_is_pytests_own(session: str, test: str, outcome: str, words: str) -> None:
-    """Passed, failed, skipped, expected to fail: as without ranks, and the rank is named."""
-    if outcome == "SKIPPED":  # pytest folds these by their line
+@pytest.mark.parametrize(("test", "outcome", "words"), _OUTCOMES, ids=[row[0] for row in _OUTCOMES])
+def test_each_outcome_is_reported_as_pytest_does(
+    session: str, test: str, outcome: str, words: str
+) -> None:
+    """Passed, failed, skipped and xfailed look as they do without ranks, and the rank is named."""
+    if outcome == "SKIPPED":  # pytest groups these by line
         assert re.search(rf"SKIPPED .*{re.escape(words)}", session), session
         return
     lines = [line for line in session.splitlines() if line.startswith(outcome)]
@@ -283,7 +285,7 @@ def test_each_outcome_is_pytests_own(session: str, test: str, outcome: str, word
 
 
 def test_failure_shows_the_rewritten_assertion_and_every_ranks_output(session: str) -> None:
-    """The report is the failing rank's, with the line, and names what became of the others."""
+    """The report has the failing rank's line, and how each of the other ranks ended."""
     start = session.index("_ test_assertion_of_one_rank _")
     report = session[start : session.index("_ test_fixture_that_waits", start)]
     assert re.search(r"^> +assert x == 0$", report, re.MULTILINE)
@@ -292,23 +294,23 @@ def test_failure_shows_the_rewritten_assertion_and_every_ranks_output(session: s
     assert "rank 0: " in report
     assert re.search(r"Captured stdout of rank 0 -+\noutput of 0", report)
     assert re.search(r"Captured stdout of rank 1 -+\noutput of 1", report)
-    assert "Traceback" not in report  # ranks' own account of the same failure
+    assert "Traceback" not in report  # the ranks' own report of the same failure
 
 
-def test_hang_names_the_line_of_each_rank(session: str) -> None:
-    """What ends a hang is the launch, before pytest-timeout, so that stacks are shown."""
+def test_hang_shows_the_line_of_each_rank(session: str) -> None:
+    """The launch ends a hang before pytest-timeout does, so that stacks can be shown."""
     assert re.search(r"rank 1, at .*test_many\.py:\d+ in test_hang$", session, re.MULTILINE)
     assert "in test_hang_with_the_limit_of_pytest_timeout" in session
     assert "@pytest.mark.ddp(timeout=…)" in session
 
 
-def test_the_ranks_session_starts_without_a_warning(session: str) -> None:
-    """Else argparse has one for a session without arguments."""
+def test_sessions_of_ranks_start_without_a_warning(session: str) -> None:
+    """Argparse would warn of a session without arguments."""
     assert "Do not expect" not in session
 
 
 def test_xdist_coverage_and_stop_at_the_first_failure(tmp_path: Path) -> None:
-    """Lines that only one rank runs are covered, in a worker of xdist; -x ends the session."""
+    """Lines that only one rank runs are covered, in an xdist worker; -x ends the session."""
     library = "def of(rank):\n    if rank == 1:\n        return 'one'\n    return 'zero'\n"
     tests = """
         import pytest, library
@@ -328,8 +330,8 @@ def test_xdist_coverage_and_stop_at_the_first_failure(tmp_path: Path) -> None:
     assert "1 failed in" in _pytest(folder, "-x")
 
 
-def test_each_test_says_why_the_fork_server_has_not_started(tmp_path: Path) -> None:
-    """Not only the first one: here a folder is where a file has to be written."""
+def test_each_test_reports_why_the_fork_server_did_not_start(tmp_path: Path) -> None:
+    """Not only the first test does: here a folder is in the place of a file to write."""
     conftest = """
 def pytest_collection_finish(session):
     (session.config._tmp_path_factory.getbasetemp() / "ddpsafe-collection").mkdir()
@@ -344,10 +346,10 @@ def pytest_collection_finish(session):
     ("attempt", "given", "kept"),
     [(3, None, 63), (3, 3, 63), (3, 2, 2), (None, 2, 2), (None, None, 600), (3600, None, 600)],
 )
-def test_the_limit_of_the_test_ends_a_wait_that_began_with_it(
+def test_the_limit_of_a_test_ends_a_wait_that_began_with_it(
     attempt: int | None, given: int | None, kept: int
 ) -> None:
-    """What ends a hang is not a race between two limits of the same length."""
+    """Two limits of the same length do not race to end a hang."""
     fields = {} if given is None else {"collective": given, "barrier": given}
     timeouts = ddpsafe.Timeouts(attempt=attempt, **fields)
     config = ddpsafe.LaunchConfig(nproc_per_node=2, backend="gloo", timeouts=timeouts)
@@ -377,7 +379,7 @@ def test_slow(ddp_context):
 
 @pytest.mark.parametrize("slow_import", [True, False])
 def test_nothing_outlives_a_killed_pytest(tmp_path: Path, *, slow_import: bool) -> None:
-    """Neither ranks nor the fork server, which may still be importing the tests."""
+    """Neither ranks nor the fork server stay, even if it is still importing the tests."""
     folder = _project(tmp_path, test_slow=_SLOW.format(slow_import=slow_import))
     with Path(os.devnull).open("r+b") as nothing:
         killed = scripts.start(
@@ -400,7 +402,7 @@ def test_nothing_outlives_a_killed_pytest(tmp_path: Path, *, slow_import: bool) 
 
 
 def test_debugger_opens_in_rank_0(tmp_path: Path) -> None:
-    """``--pdb`` stops at the failure in rank 0, with its variables, on the caller's terminal."""
+    """``--pdb`` stops at the failure in rank 0, with its variables, in the caller's terminal."""
     tests = """
 import pytest
 
@@ -416,11 +418,11 @@ def test_value(ddp_context):
     screen = _typed([*_PYTEST, "--pdb"], folder, answers=answers)
     assert "4000" in screen
     assert "1 failed" in screen
-    assert "PDB post_mortem" not in screen  # a second one, of the launcher
+    assert "PDB post_mortem" not in screen  # a second one, from the launcher
 
 
 def _typed(arguments: Sequence[str], folder: Path, *, answers: Sequence[tuple[str, str]]) -> str:
-    """Run Python on a terminal, typing each answer when its question is on the screen."""
+    """Run Python in a terminal, and type each answer when its question appears."""
     terminal, other_end = pty.openpty()
     process = scripts.warm_python().start(
         arguments,

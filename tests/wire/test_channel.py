@@ -1,4 +1,4 @@
-"""The pipe on which a rank reports."""
+"""The pipe through which a rank reports."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class HandlerError(TimeoutError):
-    """What a signal handler of the user's raises; a TimeoutError is an OSError, too."""
+    """An exception raised by the user's signal handler; a TimeoutError is also an OSError."""
 
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[Sender, Receiver]]:
-    """Connect the two ends."""
+    """Return the connected ends of a pipe."""
     read_fd, write_fd = os.pipe()
     receiver = Receiver(read_fd)
     yield Sender(write_fd), receiver
@@ -31,8 +31,8 @@ def pipe() -> Iterator[tuple[Sender, Receiver]]:
     os.close(write_fd)
 
 
-def test_nothing_follows_a_report_that_was_cut_short(pipe: tuple[Sender, Receiver]) -> None:
-    """What came after it would be read as the part that is missing."""
+def test_nothing_follows_a_truncated_report(pipe: tuple[Sender, Receiver]) -> None:
+    """The receiver would read the next report as the missing part."""
     sender, receiver = pipe
 
     def interrupt(*_: object) -> None:
@@ -44,7 +44,7 @@ def test_nothing_follows_a_report_that_was_cut_short(pipe: tuple[Sender, Receive
     timer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGUSR2))
     timer.start()
     try:
-        with pytest.raises(HandlerError):  # a pipe holds less than that, and there is no reader
+        with pytest.raises(HandlerError):  # a pipe holds less than that, and nothing reads it
             sender.send(Returned(payload=bytes(1 << 21), position=Position(collectives=())))
     finally:
         timer.join()
@@ -56,8 +56,8 @@ def test_nothing_follows_a_report_that_was_cut_short(pipe: tuple[Sender, Receive
         assert receiver.receive() == []
 
 
-def test_reports_arrive_whole_and_in_order(pipe: tuple[Sender, Receiver]) -> None:
-    """However large they are."""
+def test_reports_arrive_intact_and_in_order(pipe: tuple[Sender, Receiver]) -> None:
+    """Their size does not matter."""
     sender, receiver = pipe
     large = Returned(payload=bytes(1 << 21), position=Position(collectives=()))
     writing = threading.Thread(
@@ -71,8 +71,8 @@ def test_reports_arrive_whole_and_in_order(pipe: tuple[Sender, Receiver]) -> Non
     assert received == [large, Entered(phase="running")]
 
 
-def test_a_fork_of_the_rank_says_nothing(pipe: tuple[Sender, Receiver]) -> None:
-    """It inherits the pipe, but what it has to say is not what the rank has to say."""
+def test_a_forked_child_of_the_rank_sends_nothing(pipe: tuple[Sender, Receiver]) -> None:
+    """It inherits the pipe, but its reports are not the rank's."""
     sender, receiver = pipe
     pid = os.fork()
     if pid == 0:
@@ -82,13 +82,15 @@ def test_a_fork_of_the_rank_says_nothing(pipe: tuple[Sender, Receiver]) -> None:
     assert receiver.receive() == []
 
 
-def test_nothing_is_written_to_what_has_taken_the_number_of_the_pipe(tmp_path: Path) -> None:
-    """A script that closes all descriptors may get the same numbers for files of its own."""
+def test_nothing_is_written_to_a_file_that_reuses_the_descriptor_of_the_pipe(
+    tmp_path: Path,
+) -> None:
+    """A script that closes all descriptors may get the same numbers for its own files."""
     read_fd, write_fd = os.pipe()
     sender = Sender(write_fd)
     own = tmp_path / "own"
     with own.open("wb") as file:
-        os.dup2(file.fileno(), write_fd)  # closes the pipe, too
+        os.dup2(file.fileno(), write_fd)  # also closes the pipe
         sender.send(Recovered())
     os.close(write_fd)
     os.close(read_fd)

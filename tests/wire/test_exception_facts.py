@@ -1,4 +1,4 @@
-"""Whose a line of a traceback is: the user's, or one that only stands between two of them."""
+"""Which lines of a traceback are the user's, and which only lie between two of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VENV: Final = "/venv/lib/python3.11/site-packages"
 DEBIAN: Final = "/usr/local/lib/python3.12/dist-packages"
 
 FILES: Final = [
-    # the file, whether a library's or Python's, whether a user is spared it
+    # the file, whether it belongs to a library or to Python, whether its traceback is hidden
     (f"{OURS}/_launch.py", True, True),
     (f"{STDLIB}/socket.py", True, True),
     ("<frozen importlib._bootstrap>", True, True),
@@ -41,22 +41,22 @@ FILES: Final = [
 
 
 @pytest.mark.parametrize(("file", "is_of_library"), [row[:2] for row in FILES])
-def test_lines_of_libraries_are_not_the_users(file: str, *, is_of_library: bool) -> None:
-    """Wherever a Python installs them: NVIDIA's containers have Debian's dist-packages."""
+def test_library_files_are_not_the_users(file: str, *, is_of_library: bool) -> None:
+    """This holds wherever Python installs them: NVIDIA's containers use Debian's dist-packages."""
     assert is_library(file) is is_of_library
 
 
-@pytest.mark.parametrize(("file", "is_spared"), [(row[0], row[2]) for row in FILES])
-def test_a_cause_keeps_its_traceback_where_a_line_may_be_the_users(
-    file: str, *, is_spared: bool
+@pytest.mark.parametrize(("file", "is_hidden"), [(row[0], row[2]) for row in FILES])
+def test_a_cause_keeps_its_traceback_if_a_line_may_be_the_users(
+    file: str, *, is_hidden: bool
 ) -> None:
-    """A project may be installed, as libraries are: its line is the one to look at."""
+    """A project may be installed as libraries are, and its line is the one to look at."""
     error = PreflightError("It cannot be sent.")
     with pytest.raises(KeyError) as caught:
         exec(compile("raise KeyError", file, "exec"))
-    error.__cause__ = caught.value.with_traceback(caught.value.__traceback__.tb_next)  # type: ignore[union-attr] # this file's line
+    error.__cause__ = caught.value.with_traceback(caught.value.__traceback__.tb_next)  # type: ignore[union-attr] # type: ignore[union-attr] # without this file's line
     presentable(error)
-    assert (caught.value.__traceback__ is None) is is_spared
+    assert (caught.value.__traceback__ is None) is is_hidden
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,6 @@ def test_a_cause_keeps_its_traceback_where_a_line_may_be_the_users(
         ((), ()),
     ],
 )
-def test_lines_of_the_user_in_a_stack(files: tuple[str, ...], own: tuple[str, ...]) -> None:
-    """Those outside of the libraries; where there are none, the package that was called first."""
+def test_the_users_files_are_found_in_a_stack(files: tuple[str, ...], own: tuple[str, ...]) -> None:
+    """They are those outside the libraries; if there are none, the package that was called first."""
     assert find_own_files(files) == set(own)

@@ -1,4 +1,4 @@
-"""What travels to the ranks, how, and what is said of that which cannot."""
+"""What is sent to the ranks, how, and which message explains what cannot be sent."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ TWO: Final[dict[str, Any]] = {
 }
 
 
-def there_and_back(obj: object) -> Any:
+def round_trip(obj: object) -> Any:
     """Send an object as `launch` sends arguments, and load it as a rank does."""
     pickled = payload.dumps_call(obj)
     return payload.loads(bytes(pickled), pickled.handles)
 
 
-# By name and by value.
+# Pickled by name and by value.
 
 
-def test_what_can_be_imported_travels_by_name() -> None:
-    """A rank runs the code of the file, and a class is the same class there."""
+def test_importable_objects_are_sent_by_name() -> None:
+    """A rank runs the code of the file, and classes keep their identity."""
     for obj in (programs.double, programs.Holder, programs.Trainer.run):
         pickled = payload.dumps_call(obj)
         assert b"pickling_programs" in bytes(pickled.stream)
         assert pickled.nbytes() < 100
         assert pickled.handles == ()
-        assert there_and_back(obj) is obj
+        assert round_trip(obj) is obj
 
 
-def test_functions_of_every_sort_are_launched() -> None:
-    """A lambda, a closure, a partial, a bound method, a callable object: each one runs."""
+def test_functions_of_every_kind_are_launched() -> None:
+    """Lambdas, closures, partials, bound methods and callable objects all run."""
     offset = 100
 
     def closure(ctx: ddpsafe.RankContext) -> int:
@@ -66,8 +66,8 @@ def test_functions_of_every_sort_are_launched() -> None:
     assert ddpsafe.launch(by_partial, (110,), **TWO).values == {0: 100, 1: 101}
 
 
-def test_what_cannot_be_imported_travels_by_value_among_arguments_and_results() -> None:
-    """Local classes too: what comes back is of the class that was sent."""
+def test_other_objects_are_sent_by_value_as_arguments_and_results() -> None:
+    """This includes local classes: the result has the class that was sent."""
     base = 5
 
     class Local:
@@ -101,11 +101,11 @@ def test_a_lambda_carries_the_globals_it_names_and_no_others() -> None:
     """A lock elsewhere in the module does no harm."""
     namespace: dict[str, Any] = {"FACTOR": 3, "LOCK": threading.Lock(), "__name__": "notebook"}
     exec("triple = lambda x: FACTOR * x", namespace)
-    assert there_and_back(namespace["triple"])(2) == 6
+    assert round_trip(namespace["triple"])(2) == 6
 
 
-def test_large_arguments_arrive_whole_in_every_rank() -> None:
-    """64 MB of bytes and as much of a tensor, where a pipe holds 64 KB."""
+def test_large_arguments_arrive_intact_in_every_rank() -> None:
+    """The call sends 64 MB of bytes and a tensor of 64 MB; a pipe holds 64 KB."""
     size = 64_000_000
     tensor = torch.full((size // 8,), 2.0, dtype=torch.float64)
     values = ddpsafe.launch(programs.summary, (b"\x01" * (size - 1) + b"\x07", tensor), **TWO)
@@ -113,8 +113,8 @@ def test_large_arguments_arrive_whole_in_every_rank() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")  # torch: beta
-def test_tensors_of_every_layout_travel() -> None:
-    """Sparse, quantised, meta, half, empty, with a gradient: as through torch's own pickling."""
+def test_tensors_of_every_layout_are_sent() -> None:
+    """Sparse, quantised, meta, half, empty and with a gradient: as with torch's own pickling."""
     tensors = [
         torch.eye(3).to_sparse(),
         torch.eye(3).to_sparse_csr(),
@@ -126,7 +126,7 @@ def test_tensors_of_every_layout_travel() -> None:
         torch.arange(12).reshape(3, 4).T,
     ]
     for sent in tensors:
-        for received in (there_and_back(sent), payload.loads(bytes(payload.dumps_result(sent)))):
+        for received in (round_trip(sent), payload.loads(bytes(payload.dumps_result(sent)))):
             for fact in ("layout", "dtype", "shape", "device", "requires_grad"):
                 assert getattr(received, fact) == getattr(sent, fact)
             assert type(received) is type(sent)
@@ -134,28 +134,28 @@ def test_tensors_of_every_layout_travel() -> None:
                 assert torch.equal(received.to_dense(), sent.to_dense())
 
 
-def test_a_shared_tensor_stays_shared_also_inside_a_model() -> None:
-    """Hogwild: the ranks work on the caller's own weights, found in any depth."""
+def test_a_shared_tensor_stays_shared_even_inside_a_model() -> None:
+    """Hogwild training updates the caller's own weights, at any depth of the arguments."""
     model = torch.nn.Linear(2, 1, bias=False).share_memory()
     pickled = payload.dumps_call({"models": [model]})
     assert [type(handle) for handle in pickled.handles] == [torch.nn.Parameter]
     assert payload.loads(bytes(pickled), pickled.handles)["models"][0].weight is model.weight
 
 
-# What cannot travel.
+# What cannot be sent.
 
 
 def open_file() -> Any:
-    """Open a file that is to be closed."""
+    """Open a file that the caller closes."""
     return tempfile.TemporaryFile()
 
 
 def generator() -> Iterator[int]:
-    """Be half way through."""
+    """Return a generator to suspend half way."""
     yield 1
 
 
-STUCK: Final[dict[str, Callable[[], Any]]] = {
+UNSENDABLE: Final[dict[str, Callable[[], Any]]] = {
     "an open file": open_file,
     "a text file": lambda: io.TextIOWrapper(open_file()),
     "a lock": threading.Lock,
@@ -168,19 +168,23 @@ STUCK: Final[dict[str, Callable[[], Any]]] = {
 
 
 @pytest.fixture
-def stuck(request: pytest.FixtureRequest) -> Iterator[object]:
-    """Make something that cannot travel, and close it afterwards."""
-    thing = STUCK[request.param]()
+def unsendable(request: pytest.FixtureRequest) -> Iterator[object]:
+    """Make an object that cannot be sent, and close it afterwards."""
+    thing = UNSENDABLE[request.param]()
     yield thing
     if hasattr(thing, "close"):
         thing.close()
 
 
-@pytest.mark.parametrize("stuck", STUCK, indirect=True)
-def test_a_thing_of_one_process_is_refused_and_nothing_starts(stuck: object, run_dir: Path) -> None:
-    """The message names it by its path, says why, and what to pass instead."""
+@pytest.mark.parametrize("unsendable", UNSENDABLE, indirect=True)
+def test_an_object_bound_to_its_process_is_refused_before_anything_starts(
+    unsendable: object, run_dir: Path
+) -> None:
+    """The message has the path of the object, the reason, and what to pass instead."""
     with pytest.raises(ddpsafe.ConfigError) as caught:
-        ddpsafe.launch(programs.double, ("fine", {"model": [1, stuck]}), run_dir=run_dir, **TWO)
+        ddpsafe.launch(
+            programs.double, ("fine", {"model": [1, unsendable]}), run_dir=run_dir, **TWO
+        )
     first, cause, fix = str(caught.value).splitlines()[:3]
     assert first.startswith("args[1]['model'][1]")
     assert "cannot be sent to another process: " in first
@@ -192,12 +196,12 @@ def test_a_thing_of_one_process_is_refused_and_nothing_starts(stuck: object, run
 
 @pytest.fixture
 def lock() -> Any:
-    """Make a lock, which cannot travel."""
+    """Make a lock, which cannot be sent."""
     return threading.Lock()
 
 
 def in_a_slot(lock: object) -> programs.Slotted:
-    """Put the lock into a slot that the class inherits."""
+    """Put the lock into a slot of a base class."""
     return programs.Slotted("fine", base=lock)
 
 
@@ -223,10 +227,10 @@ def in_a_slot(lock: object) -> programs.Slotted:
         (lambda lock: collections.deque([0, lock]), "args[0][1]"),
     ],
 )
-def test_the_path_leads_to_the_culprit(
+def test_the_path_leads_to_the_unpicklable_object(
     lock: object, wrap: Callable[[object], object], path: str
 ) -> None:
-    """Through containers, attributes, slots, methods, partials and closures."""
+    """It leads through containers, attributes, slots, methods, partials and closures."""
     with pytest.raises(ddpsafe.ConfigError) as caught:
         ddpsafe.launch(programs.double, (wrap(lock),), **TWO)
     named = str(caught.value).partition(" cannot be sent to another process: ")[0]
@@ -236,8 +240,8 @@ def test_the_path_leads_to_the_culprit(
         assert named == path
 
 
-def test_keyword_arguments_and_the_function_itself_are_searched_too(lock: Any) -> None:
-    """What the function closes over, its globals, its defaults."""
+def test_keyword_arguments_and_the_function_are_searched_too(lock: Any) -> None:
+    """The search covers the function's closure, globals and defaults."""
     with pytest.raises(ddpsafe.ConfigError, match=re.escape("kwargs['lock'] cannot be sent")):
         ddpsafe.launch(programs.double, kwargs={"lock": lock}, **TWO)
 
@@ -259,7 +263,7 @@ def test_keyword_arguments_and_the_function_itself_are_searched_too(lock: Any) -
 
 
 class Refuses:
-    """Says itself why it does not travel."""
+    """Raises its own reason for not being picklable."""
 
     def __reduce__(self) -> Any:
         """Refuse."""
@@ -267,8 +271,8 @@ class Refuses:
         raise RuntimeError(msg)
 
 
-def test_the_reason_that_an_object_gives_itself_is_shown() -> None:
-    """Whatever a user's class raises, it is part of the message."""
+def test_the_reason_an_object_gives_is_shown() -> None:
+    """Whatever a user's class raises becomes part of the message."""
     with pytest.raises(
         ddpsafe.ConfigError, match=re.escape("args[0]['db'] cannot be sent")
     ) as caught:
@@ -281,7 +285,7 @@ def test_the_reason_that_an_object_gives_itself_is_shown() -> None:
 
 @st.composite
 def nests(draw: st.DrawFn) -> tuple[object, str]:
-    """Make nested containers with one lock in them, and the path to it."""
+    """Make nested containers with one lock in them, and return them with the path to it."""
     nested: object = threading.Lock()
     path = ""
     for sort in draw(st.lists(st.sampled_from(("list", "tuple", "dict", "object")), max_size=12)):
@@ -300,7 +304,7 @@ def nests(draw: st.DrawFn) -> tuple[object, str]:
 
 @hypothesis.given(nests())
 @hypothesis.settings(max_examples=100, deadline=None)
-def test_the_path_found_is_the_path_there(nested: tuple[object, str]) -> None:
+def test_the_path_found_is_correct(nested: tuple[object, str]) -> None:
     """A reader can paste it after the name of the argument."""
     obj, path = nested
     found = payload.find_unpicklable(obj, "args[0]")
@@ -309,15 +313,15 @@ def test_the_path_found_is_the_path_there(nested: tuple[object, str]) -> None:
     assert isinstance(found[1], TypeError)
 
 
-def test_nothing_is_found_where_all_is_well() -> None:
-    """Cycles do not fail: pickle follows them."""
+def test_nothing_is_found_in_a_picklable_object() -> None:
+    """Cycles do not matter, as pickle follows them."""
     cycle: list[object] = [1, {"a": programs.Holder(None)}]
     cycle.append(cycle)
     assert payload.find_unpicklable(cycle, "args") is None
 
 
-def test_a_child_that_knows_its_parent_is_not_blamed_for_it(lock: object) -> None:
-    """A callback holds the trainer that holds a lock: the lock is named, not the callback."""
+def test_a_child_with_a_reference_to_its_parent_is_not_blamed(lock: object) -> None:
+    """A callback references a trainer that has a lock: the lock is named, not the callback."""
     trainer, callback = programs.Holder(None), programs.Holder(None)
     callback.held = {"trainer": trainer}
     trainer.held = [callback, {"guard": lock}]
@@ -327,8 +331,8 @@ def test_a_child_that_knows_its_parent_is_not_blamed_for_it(lock: object) -> Non
 
 
 @pytest.mark.timeout(20)
-def test_the_search_ends_in_cycles_and_in_great_depth(lock: object) -> None:
-    """It names something on the way, within seconds, whatever the graph looks like."""
+def test_the_search_ends_despite_cycles_and_great_depth(lock: object) -> None:
+    """It names an object on the way within seconds, whatever the graph looks like."""
     ring = [programs.Holder(None) for _ in range(200)]
     for one, next_one in zip(ring, [*ring[1:], ring[0]], strict=True):
         one.held = next_one
@@ -346,8 +350,8 @@ def test_the_search_ends_in_cycles_and_in_great_depth(lock: object) -> None:
     assert len(found[0]) < 1000
 
 
-def test_the_search_survives_objects_that_fail_when_looked_at(lock: object) -> None:
-    """An empty cell, a property that raises, a representation that raises."""
+def test_the_search_survives_objects_that_raise_when_inspected(lock: object) -> None:
+    """Examples are an empty cell, and properties and representations that raise."""
 
     class Hostile:
         __slots__ = ("inner",)
@@ -379,11 +383,11 @@ def test_the_search_survives_objects_that_fail_when_looked_at(lock: object) -> N
 # Large arrays and tensors.
 
 LARGE: Final = 1 << 19
-"""Numbers of 8 bytes: some times what travels outside of the pickle."""
+"""Numbers of 8 bytes: several times the limit above which data is sent outside the pickle."""
 
 
 def large_objects() -> dict[str, Any]:
-    """Return what holds large memory, in every way that matters to who receives it."""
+    """Return objects with large memory, in every form that matters to the receiver."""
     tensor = torch.arange(LARGE, dtype=torch.float64)
     parameter = torch.nn.Parameter(torch.ones(LARGE), requires_grad=False)
     return {
@@ -403,8 +407,8 @@ def large_objects() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["in memory", "mapped"])
-def test_large_tensors_and_arrays_arrive_as_they_were(tmp_path: Path, how: str) -> None:
-    """Values, kinds and layouts; a view still shares its tensor's memory, and all can be written to."""
+def test_large_tensors_and_arrays_arrive_unchanged(tmp_path: Path, how: str) -> None:
+    """Values, types and layouts match; a view still shares its tensor's memory, and all are writable."""
     sent = large_objects()
     for pickled in (payload.dumps_call(sent), payload.dumps_result(sent)):
         (tmp_path / "file").write_bytes(bytes(pickled))
@@ -426,11 +430,11 @@ def test_large_tensors_and_arrays_arrive_as_they_were(tmp_path: Path, how: str) 
         assert received["view"][0] == -1
         received["array"][:] = 7
         received["array of Fortran"][:] = 7
-        assert (tmp_path / "file").read_bytes() == bytes(pickled)  # others map it too
+        assert (tmp_path / "file").read_bytes() == bytes(pickled)  # other ranks map it too
 
 
 def test_large_memory_is_not_copied_into_the_pickle() -> None:
-    """Neither on the way there nor on the way back: it is written from where it is."""
+    """In both directions it is written from where it is."""
     sent = large_objects()
     for name in ("tensor", "array", "parameter"):
         for pickled in (payload.dumps_call(sent[name]), payload.dumps_result(sent[name])):
@@ -438,7 +442,7 @@ def test_large_memory_is_not_copied_into_the_pickle() -> None:
 
 
 def test_a_large_argument_and_a_large_result_are_exact_in_every_attempt(tmp_path: Path) -> None:
-    """Also where the first one has failed, and the caller has changed the array since."""
+    """This holds even if the first attempt failed and the caller has changed the array since."""
     array = np.arange(LARGE)
 
     def change(_failure: ddpsafe.DDPSafeError) -> None:
@@ -457,7 +461,7 @@ def test_a_large_argument_and_a_large_result_are_exact_in_every_attempt(tmp_path
         assert np.array_equal(value, 2 * np.arange(LARGE))
 
 
-def test_a_rank_that_cannot_write_its_result_to_a_file_sends_it() -> None:
-    """As on a full disk; it takes longer, and nothing else."""
+def test_a_rank_that_cannot_write_its_result_to_a_file_sends_it_through_the_pipe() -> None:
+    """On a full disk, for example; it only takes longer."""
     values = ddpsafe.launch(programs.return_much_without_a_folder, (LARGE,), **TWO).values
     assert {rank: int(value.sum()) for rank, value in values.items()} == {0: LARGE, 1: LARGE}

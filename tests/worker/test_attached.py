@@ -1,4 +1,4 @@
-"""`process_group`, `setup`, `cleanup` and `launch` in ranks that something else has started."""
+"""`process_group`, `setup`, `cleanup` and `launch` in ranks that another launcher has started."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-IMPATIENT: Final = {"rendezvous": 3, "collective": 3, "barrier": 3}
-"""Timeouts of ranks that shall not meet, in seconds."""
+SHORT_TIMEOUTS: Final = {"rendezvous": 3, "collective": 3, "barrier": 3}
+"""Timeouts of ranks that are not meant to find each other, in seconds."""
 
 LOOPBACK: Final = {"127.0.0.1"}
 
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
-"""Without it torchrun and Accelerate write to stderr that they choose a number themselves."""
+"""Without it, torchrun and Accelerate write to stderr that they choose a number themselves."""
 
 SLACK_S: Final = 10
-"""What a busy machine may add to a deadline."""
+"""Allowance on a deadline for a busy machine."""
 
 
 def slurm(rank: int, *, job: str = "4711", step: str = "0") -> dict[str, str]:
-    """Return what ``srun -N1 -n2`` sets."""
+    """Return the variables that ``srun -N1 -n2`` sets."""
     return {
         "SLURM_JOB_ID": job,
         "SLURM_STEP_ID": step,
@@ -58,7 +58,7 @@ def slurm(rank: int, *, job: str = "4711", step: str = "0") -> dict[str, str]:
 
 
 def openmpi(rank: int) -> dict[str, str]:
-    """Return what ``mpirun -n 2`` of OpenMPI sets."""
+    """Return the variables that OpenMPI's ``mpirun -n 2`` sets."""
     return {
         "OMPI_COMM_WORLD_RANK": str(rank),
         "OMPI_COMM_WORLD_SIZE": "2",
@@ -69,7 +69,7 @@ def openmpi(rank: int) -> dict[str, str]:
 
 
 def torchrun(folder: Path, script: Path) -> scripts.Run:
-    """Run torchrun with two ranks, which are told a number of threads; see `ONE_THREAD`."""
+    """Run torchrun with two ranks, and set their number of threads; see `ONE_THREAD`."""
     source = f"""
         import os
         from torch.distributed.run import main
@@ -83,26 +83,26 @@ def torchrun(folder: Path, script: Path) -> scripts.Run:
 
 
 def reports(folder: Path) -> list[Any]:
-    """Return what ranks wrote down, by rank."""
+    """Return the reports that ranks have written, by rank."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
 
 
 def places(found: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
-    """Return the ranks and sizes that ranks have found."""
+    """Return the ranks and sizes that each rank has found."""
     return [tuple(each["place"]) for each in found]
 
 
-BOTH: Final = [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]
+PLACES_OF_TWO: Final = [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]
 """The places of two ranks on one node."""
 
 
-# Under every launcher.
+# With every launcher.
 
 
 def test_script_runs_under_torchrun(tmp_path: Path) -> None:
-    """Context manager, pair of calls and launch() all join torchrun's ranks, one after another.
+    """The context manager, setup() with cleanup(), and launch() join torchrun's ranks in turn.
 
-    Real interpreters, to their very end: nothing is spawned, each rank gets its own value, torchrun ends well, and nothing is complained of.
+    These are real interpreters that run to their end: nothing is spawned, each rank gets its own value, torchrun succeeds, and there is no warning.
     """
     script = scripts.write(
         tmp_path,
@@ -127,7 +127,7 @@ def test_script_runs_under_torchrun(tmp_path: Path) -> None:
     run = torchrun(tmp_path, script)
     assert (run.code, run.err) == (0, "")
     found = reports(tmp_path)
-    assert places(found) == BOTH
+    assert places(found) == PLACES_OF_TWO
     assert [each["started_by"] for each in found] == ["torchrun", "torchrun"]
     assert [each["total"] for each in found] == [3.0, 3.0]
     assert [each["totals"] for each in found] == [[1.0, 3.0]] * 2
@@ -138,7 +138,7 @@ def test_script_runs_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_restart_by_torchrun_is_the_next_attempt(tmp_path: Path) -> None:
-    """Rank 1 fails once: torchrun's agent starts both again, and they meet with `ctx.attempt` 2."""
+    """Rank 1 fails once: torchrun's agent restarts both, and they continue with `ctx.attempt` 2."""
     source = """
         import json, pathlib
         import attached_programs as programs
@@ -162,11 +162,11 @@ def test_restart_by_torchrun_is_the_next_attempt(tmp_path: Path) -> None:
     assert reports(tmp_path) == [{"attempt": 2, "attempts": [2, 2]}] * 2
 
 
-def test_ranks_meet_whatever_their_restart_counters_say(tmp_path: Path) -> None:
-    """Torchrun's counter differs between hosts of which one joined later; its store is one for all.
+def test_ranks_join_despite_different_restart_counters(tmp_path: Path) -> None:
+    """Torchrun's counter differs on a host that joined later, but all hosts share one store.
 
-    Three generations meet there: the first in good order, of the second one rank alone has come,
-    and the third finds what both have left.
+    Three generations use that store: the first completes, in the second only one rank appears,
+    and the third finds what both have left behind.
     """
     from torch.distributed import TCPStore
 
@@ -179,15 +179,17 @@ def test_ranks_meet_whatever_their_restart_counters_say(tmp_path: Path) -> None:
     first = forked_ranks.run(programs.join, [agent(0, 0), agent(1, 0)], folder=tmp_path)
     assert [each["total"] for each in forked_ranks.values(first)] == [3.0, 3.0]
     for alone in (0, 1):
-        (lost,) = forked_ranks.run(programs.join, [agent(alone, 1)], IMPATIENT, folder=tmp_path)
+        (lost,) = forked_ranks.run(
+            programs.join, [agent(alone, 1)], SHORT_TIMEOUTS, folder=tmp_path
+        )
         assert isinstance(lost.error, ddpsafe.RendezvousTimeoutError)
         assert lost.error.missing_ranks == (1 - alone,)
     third = forked_ranks.run(programs.join, [agent(0, 2), agent(1, 0)], folder=tmp_path)
     assert [each["total"] for each in forked_ranks.values(third)] == [3.0, 3.0]
 
 
-def test_greeting_of_a_dead_rank_is_not_taken_for_the_living_one() -> None:
-    """Rank 0 of the second generation is early and finds what rank 1 of the first has written."""
+def test_message_of_a_dead_rank_is_not_taken_for_its_successors() -> None:
+    """Rank 0 of the second generation is early, and finds what rank 1 of the first has written."""
     from torch.distributed import HashStore
 
     store, deadline = HashStore(), Deadline.after(timedelta(seconds=20))
@@ -213,13 +215,13 @@ def test_greeting_of_a_dead_rank_is_not_taken_for_the_living_one() -> None:
     [("slurm", slurm), ("openmpi", openmpi)],
     ids=["slurm", "openmpi"],
 )
-def test_tasks_meet_where_their_launcher_says_nothing(
+def test_tasks_of_srun_and_mpirun_find_each_other(
     launcher: str, variables: Callable[[int], dict[str, str]], tmp_path: Path
 ) -> None:
-    """Ranks of srun and mpirun find a port of their own, without MASTER_ADDR and MASTER_PORT."""
+    """They agree on a port without MASTER_ADDR and MASTER_PORT."""
     envs = [variables(rank) for rank in range(2)]
     found = forked_ranks.values(forked_ranks.run(programs.join, envs, folder=tmp_path))
-    assert places(found) == BOTH
+    assert places(found) == PLACES_OF_TWO
     assert [each["started_by"] for each in found] == [launcher, launcher]
     assert [each["total"] for each in found] == [3.0, 3.0]
 
@@ -227,7 +229,7 @@ def test_tasks_meet_where_their_launcher_says_nothing(
 def test_variables_set_by_hand_make_a_group(tmp_path: Path) -> None:
     """Two shells with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are two ranks.
 
-    They end with exit code 0 and nothing on stderr.
+    Both exit with code 0 and write nothing to stderr.
     """
     script = scripts.write(
         tmp_path,
@@ -258,12 +260,10 @@ def test_variables_set_by_hand_make_a_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
 )
-def test_setup_and_cleanup_of_ddpsafe_replace_those_of_a_script(
-    tmp_path: Path, start_method: str
-) -> None:
-    """``from ddpsafe import setup, cleanup`` is the whole change to a script with mp.spawn.
+def test_setup_and_cleanup_replace_a_scripts_own(tmp_path: Path, start_method: str) -> None:
+    """``from ddpsafe import setup, cleanup`` is the only change to a script with mp.spawn.
 
-    Which is `mp.start_processes` with one of these start methods.
+    mp.spawn is `mp.start_processes` with one of these start methods.
     """
     script = scripts.write(
         tmp_path,
@@ -293,8 +293,8 @@ def test_setup_and_cleanup_of_ddpsafe_replace_those_of_a_script(
     assert reports(tmp_path) == [3.0, 3.0]
 
 
-def test_process_alone_needs_no_port(tmp_path: Path) -> None:
-    """Without any launcher there is a group of one, and no other host could connect to it."""
+def test_single_process_needs_no_port(tmp_path: Path) -> None:
+    """Without a launcher, the group has one rank and no other host can connect to it."""
     (found,) = forked_ranks.values(forked_ranks.run(programs.listen_alone, [{}], folder=tmp_path))
     assert found["place"] == (0, 1, 0, 1, 0, 1)
     assert found["total"] == [1.0, 1.0]
@@ -302,35 +302,35 @@ def test_process_alone_needs_no_port(tmp_path: Path) -> None:
 
 
 def test_ranks_of_one_node_listen_on_loopback_only(tmp_path: Path) -> None:
-    """MASTER_ADDR=127.0.0.1: neither the store nor gloo is open to another host."""
+    """With MASTER_ADDR=127.0.0.1, neither the store nor gloo is reachable from another host."""
     port = free_port()
     envs = [by_hand(rank, 2, port) for rank in range(2)]
     found = forked_ranks.values(forked_ranks.run(programs.listen_together, envs, folder=tmp_path))
     assert [set(each) for each in found] == [LOOPBACK, LOOPBACK]
 
 
-# Groups, one after another and inside of each other.
+# Consecutive and nested groups.
 
 
 @pytest.mark.parametrize("cycles", [5, pytest.param(50, marks=pytest.mark.soak)])
-def test_setup_and_cleanup_may_be_called_in_a_loop(cycles: int, tmp_path: Path) -> None:
-    """Groups on one MASTER_PORT, one after another: no rank meets a group of the past."""
+def test_setup_and_cleanup_can_be_repeated(cycles: int, tmp_path: Path) -> None:
+    """Consecutive groups share one MASTER_PORT, and no rank joins an earlier group."""
     port = free_port()
     envs = [by_hand(rank, 2, port) for rank in range(2)]
     ranks = forked_ranks.run(programs.join_again_and_again, envs, cycles, folder=tmp_path)
     assert forked_ranks.values(ranks) == [[2.0 * cycle + 1 for cycle in range(cycles)]] * 2
 
 
-def test_cleanup_is_harmless_at_any_time(tmp_path: Path) -> None:
-    """Before setup, and a second and third time after it, cleanup does nothing."""
+def test_cleanup_is_safe_at_any_time(tmp_path: Path) -> None:
+    """Before setup, and when called again after the first time, it does nothing."""
     port = free_port()
     envs = [by_hand(rank, 2, port) for rank in range(2)]
     ranks = forked_ranks.run(programs.clean_up_too_often, envs, folder=tmp_path)
     assert forked_ranks.values(ranks) == [[False, False, False]] * 2
 
 
-def test_setup_inside_of_setup_joins_the_same_group(tmp_path: Path) -> None:
-    """A second setup returns the first one's context, and one cleanup ends the group."""
+def test_nested_setup_returns_the_existing_group(tmp_path: Path) -> None:
+    """A second setup returns the first context, and a single cleanup ends the group."""
     (found,) = forked_ranks.values(forked_ranks.run(programs.set_up_twice, [{}], folder=tmp_path))
     assert found == [True, False]
 
@@ -344,10 +344,10 @@ def test_setup_inside_of_setup_joins_the_same_group(tmp_path: Path) -> None:
     ],
     ids=["own", "accelerate", "fabric"],
 )
-def test_group_of_somebody_else_is_adopted_and_left_alone(
+def test_existing_group_is_used_but_not_destroyed(
     program: Callable[[], dict[str, Any]], tmp_path: Path
 ) -> None:
-    """A group that the script, Accelerate or Fabric has made is used, and not destroyed."""
+    """The script itself, Accelerate or Fabric may have made it."""
     port = free_port()
     envs = [by_hand(rank, 2, port) | ONE_THREAD for rank in range(2)]
     ranks = forked_ranks.run(program, envs, folder=tmp_path)
@@ -364,8 +364,8 @@ def test_group_of_somebody_else_is_adopted_and_left_alone(
     ]
 
 
-def test_error_inside_the_group_leaves_at_once(tmp_path: Path) -> None:
-    """No barrier and no destroy on a failing path: both ranks are out in seconds."""
+def test_exception_inside_the_group_leaves_it_at_once(tmp_path: Path) -> None:
+    """A failing path has no barrier and no destroy: both ranks exit within seconds."""
     port = free_port()
     envs = [by_hand(rank, 2, port) for rank in range(2)]
     waiting, failed = forked_ranks.run(programs.fail_inside, envs, str(tmp_path), folder=tmp_path)
@@ -379,10 +379,8 @@ def test_error_inside_the_group_leaves_at_once(tmp_path: Path) -> None:
     [(None, False), (0, False), (False, False), (3, True), ("bad path", True), ([1], True)],
     ids=repr,
 )
-def test_the_others_are_told_of_an_exit_whatever_its_code_is(
-    code: Any, *, is_failure: bool
-) -> None:
-    """``sys.exit()`` takes any object, also one that has no hash; a text is printed, and is a failure."""
+def test_exit_with_any_code_is_reported_to_the_other_ranks(code: Any, *, is_failure: bool) -> None:
+    """``sys.exit()`` takes any object, even an unhashable one; a text is printed and means failure."""
     from torch.distributed import HashStore
 
     control = Control(HashStore(), rank=1, world_size=2)
@@ -392,8 +390,8 @@ def test_the_others_are_told_of_an_exit_whatever_its_code_is(
     assert departure.is_failure is is_failure
 
 
-def test_failure_of_rank_zero_reaches_ranks_that_follow_it(tmp_path: Path) -> None:
-    """Rank 0 serves the store, fails, and is gone: the others still learn why, at once."""
+def test_failure_of_rank_zero_reaches_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
+    """Rank 0 serves the store and exits, yet the others learn the reason at once."""
     port = free_port()
     envs = [by_hand(rank, 3, port) for rank in range(3)]
     failed, *followers = forked_ranks.run(programs.fail_first, envs, folder=tmp_path)
@@ -407,7 +405,7 @@ def test_failure_of_rank_zero_reaches_ranks_that_follow_it(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("absent", [0, 1])
 def test_rank_that_misses_a_barrier_is_named_on_every_rank(absent: int, tmp_path: Path) -> None:
-    """Also where the ranks wait for rank 0, and where rank 0 is the first to give up."""
+    """This includes ranks that wait for rank 0, and the case in which rank 0 times out first."""
     port = free_port()
     envs = [by_hand(rank, 3, port) for rank in range(3)]
     ranks = forked_ranks.run(programs.miss_a_barrier, envs, absent, 2, folder=tmp_path)
@@ -418,8 +416,8 @@ def test_rank_that_misses_a_barrier_is_named_on_every_rank(absent: int, tmp_path
         assert rank.error.waited_s < 2 + SLACK_S
 
 
-def test_rank_that_leads_a_node_is_the_one_missed_there(tmp_path: Path) -> None:
-    """The others of the second node wait for rank 2, not for rank 0."""
+def test_rank_that_leads_its_node_is_the_one_reported_missing(tmp_path: Path) -> None:
+    """The other ranks of the second node wait for rank 2, not for rank 0."""
     port = free_port()
     envs = [
         by_hand(rank, 4, port)
@@ -430,47 +428,49 @@ def test_rank_that_leads_a_node_is_the_one_missed_there(tmp_path: Path) -> None:
     assert forked_ranks.values(ranks) == [(), (0,), (), (2,)]
 
 
-# Who does not come, and who comes uninvited.
+# Ranks that do not join, and processes that must not.
 
 
 @pytest.mark.parametrize("present", [(0, 1), (0, 2), (1, 2)], ids=str)
 def test_missing_rank_is_named_on_every_rank(present: tuple[int, ...], tmp_path: Path) -> None:
-    """Two of three ranks come: within the deadline, both say who is missing, in silence else."""
+    """Only two of three ranks join: both name the third within the deadline, without other output."""
     (missing,) = {0, 1, 2} - set(present)
     port = free_port()
     envs = [by_hand(rank, 3, port) for rank in present]
-    ranks = forked_ranks.run(programs.join, envs, IMPATIENT, folder=tmp_path)
+    ranks = forked_ranks.run(programs.join, envs, SHORT_TIMEOUTS, folder=tmp_path)
     for number, rank in zip(present, ranks, strict=True):
         assert isinstance(rank.error, ddpsafe.RendezvousTimeoutError)
         assert rank.error.missing_ranks == (missing,)
         assert rank.error.kind == "startup-network"
         assert f"rank {number} (world_size 3)" in str(rank.error)
         assert "What to do:" in str(rank.error)
-        assert rank.took_s < IMPATIENT["rendezvous"] + SLACK_S
+        assert rank.took_s < SHORT_TIMEOUTS["rendezvous"] + SLACK_S
         assert rank.stderr == ""
 
 
-def test_failed_setup_leaves_the_environment_as_it_was(tmp_path: Path) -> None:
-    """The next try, with another address, must not take loopback for the user's own choice."""
+def test_failed_setup_restores_the_environment(tmp_path: Path) -> None:
+    """The next try, with another address, must not take loopback for the user's choice."""
     ranks = forked_ranks.run(programs.fail_to_join, [by_hand(0, 2, free_port())], folder=tmp_path)
     assert forked_ranks.values(ranks) == [{}]
 
 
-def test_rank_zero_that_cannot_reach_its_own_store_says_so_and_frees_the_port(
+def test_rank_zero_that_cannot_reach_its_own_store_reports_it_and_frees_the_port(
     tmp_path: Path,
 ) -> None:
-    """MASTER_ADDR of another host: the error names it, and the next try finds the port free."""
+    """MASTER_ADDR is another host's: the error has the address, and the next try finds the port free."""
     envs = [by_hand(0, 2, free_port())]
     ranks = forked_ranks.run(programs.fail_to_reach_itself, envs, "192.0.2.1", folder=tmp_path)
     (found,) = [rank.value for rank in ranks]
-    assert found.get("port is free") or not serves_by_libuv()  # else once torch has given up
+    assert (
+        found.get("port is free") or not serves_by_libuv()
+    )  # without libuv, only once torch has timed out
     assert "serves the store on" in found["error"]
     assert "cannot reach it itself at 192.0.2.1:" in found["error"]
     assert ranks[0].took_s < 2 + SLACK_S
 
 
 def test_a_group_that_torch_does_not_close_ends_in_an_error(tmp_path: Path) -> None:
-    """No launcher of ddpsafe would end these ranks: each says what it waited for."""
+    """No launcher of ddpsafe would end these ranks, so each reports what it waited for."""
     port = free_port()
     envs = [by_hand(rank, 2, port) for rank in range(2)]
     ranks = forked_ranks.run(programs.close_a_group_that_does_not_end, envs, folder=tmp_path)
@@ -478,23 +478,23 @@ def test_a_group_that_torch_does_not_close_ends_in_an_error(tmp_path: Path) -> N
         assert rank.value.startswith("torch.distributed.destroy_process_group() did not return")
 
 
-def test_port_of_another_program_is_named_with_its_owner(tmp_path: Path) -> None:
-    """MASTER_PORT is taken: a `PreflightError` of kind "port" that names the program, on each rank."""
+def test_program_that_holds_the_port_is_named(tmp_path: Path) -> None:
+    """If MASTER_PORT is taken, each rank raises a `PreflightError` of kind "port" with the program."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         envs = [by_hand(rank, 2, port) for rank in range(2)]
-        ranks = forked_ranks.run(programs.join, envs, IMPATIENT, folder=tmp_path)
+        ranks = forked_ranks.run(programs.join, envs, SHORT_TIMEOUTS, folder=tmp_path)
     for rank in ranks:
         assert isinstance(rank.error, ddpsafe.PreflightError)
         assert rank.error.kind == "port"
         assert f"127.0.0.1:{port}" in str(rank.error)
         assert f"(pid {os.getpid()})" in str(rank.error)
-        assert rank.took_s < IMPATIENT["rendezvous"] + SLACK_S
+        assert rank.took_s < SHORT_TIMEOUTS["rendezvous"] + SLACK_S
     assert "the port is taken" in str(ranks[0].error)
 
 
 def test_name_that_does_not_resolve_is_refused_within_seconds(tmp_path: Path) -> None:
-    """A misspelled MASTER_ADDR is found out long before the default timeout of five minutes."""
+    """A misspelt MASTER_ADDR is reported long before the default timeout of five minutes."""
     port = free_port()
     envs = [by_hand(rank, 2, port, host="no-such-host.invalid") for rank in range(2)]
     ranks = forked_ranks.run(programs.join, envs, {}, folder=tmp_path)
@@ -507,8 +507,8 @@ def test_name_that_does_not_resolve_is_refused_within_seconds(tmp_path: Path) ->
         assert rank.stderr == ""
 
 
-def test_rank_that_two_processes_claim_is_refused_to_one(tmp_path: Path) -> None:
-    """Rank 1 starts twice: one of the two joins, the other is told why it cannot."""
+def test_rank_claimed_by_two_processes_is_refused_to_one(tmp_path: Path) -> None:
+    """Rank 1 starts twice: one process joins, the other learns why it cannot."""
     port = free_port()
     envs = [by_hand(0, 2, port), by_hand(1, 2, port), by_hand(1, 2, port)]
     program = programs.join_until_another_is_refused
@@ -520,7 +520,7 @@ def test_rank_that_two_processes_claim_is_refused_to_one(tmp_path: Path) -> None
 
 
 def test_tasks_of_another_step_on_the_same_port_are_refused(tmp_path: Path) -> None:
-    """Two Slurm steps with one MASTER_PORT: the second's rank is told that the store is not its own."""
+    """Two Slurm steps use one MASTER_PORT: the second's rank learns that the store is not its own."""
     port = free_port()
     ours = [slurm(rank) | by_hand(rank, 2, port) for rank in range(2)]
     theirs = slurm(1, step="1") | by_hand(1, 2, port)
@@ -534,8 +534,8 @@ def test_tasks_of_another_step_on_the_same_port_are_refused(tmp_path: Path) -> N
     assert "SLURM_STEP_ID" in str(refused.error)
 
 
-def test_half_of_the_arguments_is_refused() -> None:
-    """setup(rank=1) without a world size says which half is missing."""
+def test_rank_without_world_size_is_refused() -> None:
+    """setup(rank=1) names the missing argument."""
     with pytest.raises(ddpsafe.ConfigError, match="has only one of the two"):
         ddpsafe.setup(rank=1)
 
@@ -545,32 +545,30 @@ def test_half_of_the_arguments_is_refused() -> None:
     [("nproc_per_node", 4), ("nnodes", 2), ("node_rank", 0), ("retry", {"attempts": 2}),
      ("console", "all"), ("start_method", "spawn")],
 )  # fmt: skip
-def test_options_about_starting_ranks_are_refused_by_the_doors_of_a_rank(
-    name: str, value: object
-) -> None:
-    """`process_group` and `setup` start nothing: what could have no effect there is an error."""
+def test_options_for_starting_ranks_are_refused_inside_a_rank(name: str, value: object) -> None:
+    """`process_group` and `setup` start nothing, so an option without effect is an error."""
     for join in (ddpsafe.setup, lambda **fields: ddpsafe.process_group(**fields).__enter__()):
         with pytest.raises(ddpsafe.ConfigError, match=f"{name}: got .*started already") as caught:
             join(**{name: value})
         assert [problem.field for problem in caught.value.problems] == [name]
     with pytest.raises(ddpsafe.ConfigError, match="Did you mean 'timeouts'"):
-        ddpsafe.setup(timeuots={})  # type: ignore[call-arg]  # what a user may do
+        ddpsafe.setup(timeuots={})  # type: ignore[call-arg]  # type: ignore[call-arg]  # a user's mistake
 
 
 def test_setup_waits_for_its_data_paths() -> None:
-    """What a launch looks at before it starts, a rank that joins looks at as well."""
+    """A rank that joins checks them as a launch does before it starts."""
     with pytest.raises(ddpsafe.PreflightError, match="/no/such/place"):
         ddpsafe.setup(data_paths={"train": "/no/such/place"})
 
 
-def test_spawn_refuses_the_number_of_ranks_under_another_name() -> None:
-    """`nprocs` has torch's default and wins; a second number beside it would be ignored."""
+def test_spawn_refuses_nproc_per_node() -> None:
+    """`nprocs` has torch's default and wins, so a second number would be ignored."""
     with pytest.raises(ddpsafe.ConfigError, match=r"(?s)nproc_per_node: got 4.*nprocs"):
-        ddpsafe.spawn(print, nproc_per_node=4)  # type: ignore[call-arg]  # what a user may do
+        ddpsafe.spawn(print, nproc_per_node=4)  # type: ignore[call-arg]  # type: ignore[call-arg]  # a user's mistake
 
 
-def test_missing_master_port_is_explained(tmp_path: Path) -> None:
-    """RANK and WORLD_SIZE without MASTER_PORT: which variable to set, at once."""
+def test_missing_master_port_is_reported(tmp_path: Path) -> None:
+    """With RANK and WORLD_SIZE but no MASTER_PORT, the error names the variable at once."""
     env = by_hand(1, 2, 1)
     del env["MASTER_PORT"]
     (rank,) = forked_ranks.run(programs.join, [env], folder=tmp_path)
@@ -578,14 +576,14 @@ def test_missing_master_port_is_explained(tmp_path: Path) -> None:
     assert "MASTER_PORT is not set" in str(rank.error)
 
 
-# Two jobs at once.
+# Two jobs at the same time.
 
 
 def run_two_jobs(style: str, *, rounds: int, folder: Path) -> list[dict[int, list[Any]]]:
-    """Start two jobs on one port at the same moment, again and again.
+    """Start two jobs on one port at the same moment, and repeat it.
 
     Returns:
-        For each round, what the two ranks of each job got, by the job's value.
+        For each round, the results of the two ranks of each job, by the job's value.
     """
     port = free_port()
     source = "import attached_programs, sys\nif __name__ == '__main__':\n"
@@ -595,7 +593,7 @@ def run_two_jobs(style: str, *, rounds: int, folder: Path) -> list[dict[int, lis
         for names in (("1", "100"), ("100", "1"))
     ]
     for ended in [job.end() for job in running]:
-        # torch's store warns, with frames, of connections that were slow or ended early.
+        # torch's store logs a traceback for connections that were slow or ended early.
         assert (ended.code, ended.err.count("Traceback")) == (0, 0), ended.err
     return [
         {
@@ -619,10 +617,10 @@ REFUSED: Final = {"PreflightError", "ConfigError"}
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(10, marks=pytest.mark.soak)])
 def test_two_jobs_on_one_port_never_join_each_other(rounds: int, tmp_path: Path) -> None:
-    """Again and again, two jobs start together on one hard-coded port: no sum is ever mixed.
+    """Two jobs start together on one hard-coded port, many times: their sums never mix.
 
-    One of them works; the other is told, on both ranks, that the port is another job's, unless it
-    came when the first had ended.
+    One of them works; the other is refused on both ranks because the port is another job's, unless
+    it started after the first had ended.
     """
     refused = 0
     for found in run_two_jobs("setup", rounds=rounds, folder=tmp_path):
@@ -630,7 +628,7 @@ def test_two_jobs_on_one_port_never_join_each_other(rounds: int, tmp_path: Path)
         assert works
         for value in set(found) - set(works):
             refused += 1
-            # When one rank has been refused, the first job may end before the other one comes.
+            # Once one rank is refused, the first job may end before the other rank connects.
             told = {error for error, _ in found[value]}
             assert told <= {*REFUSED, "RendezvousTimeoutError"}
             assert all("MASTER_PORT" in text for error, text in found[value] if error in REFUSED)
@@ -639,12 +637,12 @@ def test_two_jobs_on_one_port_never_join_each_other(rounds: int, tmp_path: Path)
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.soak)])
 def test_two_jobs_of_spawn_on_one_port_both_work(rounds: int, tmp_path: Path) -> None:
-    """The same two jobs under ddpsafe.spawn: both get their own sum, on every rank."""
+    """With ddpsafe.spawn, both jobs get their own sum, on every rank."""
     for found in run_two_jobs("spawn", rounds=rounds, folder=tmp_path):
         assert found == {1: [2.0, 2.0], 100: [200.0, 200.0]}
 
 
-# Where to meet.
+# The endpoint.
 
 
 @pytest.mark.parametrize(
@@ -658,28 +656,28 @@ def test_two_jobs_of_spawn_on_one_port_both_work(rounds: int, tmp_path: Path) ->
         ("m5,n[1-2]", "m5"),
     ],
 )
-def test_ranks_of_slurm_meet_on_the_first_node(nodelist: str, first: str) -> None:
-    """The step's node list is read as ``scontrol show hostnames`` does."""
+def test_ranks_of_slurm_use_the_first_node(nodelist: str, first: str) -> None:
+    """The step's node list is expanded as by ``scontrol show hostnames``."""
     env = slurm(0) | {"SLURM_STEP_NODELIST": nodelist}
     assert require_endpoint(env).host == first
 
 
 @pytest.mark.parametrize("host", ["[::1]", "::1"])
 def test_master_addr_may_be_an_ipv6_address_in_brackets(host: str) -> None:
-    """As scripts write it that join it with the port; the sockets take the address alone."""
+    """Scripts that append the port write brackets; the sockets get the address alone."""
     endpoint = require_endpoint(by_hand(0, 2, 29500) | {"MASTER_ADDR": host})
     assert (endpoint.host, endpoint.is_on_this_host) == ("::1", True)
     assert str(endpoint) == "[::1]:29500"
 
 
-def test_blanks_around_the_address_are_read_past() -> None:
-    """A manifest in YAML leaves the end of a line; it is looked up, and there is no such name."""
+def test_whitespace_around_the_address_is_ignored() -> None:
+    """A YAML manifest may leave a newline, which would make an unknown host name."""
     given = by_hand(0, 2, 29500) | {"MASTER_ADDR": "127.0.0.1\n", "MASTER_PORT": " 29500\n"}
     assert str(require_endpoint(given)) == "127.0.0.1:29500"
 
 
-def test_steps_of_slurm_have_ports_of_their_own() -> None:
-    """All tasks of a step agree on the port; another step and another job have another one."""
+def test_steps_of_slurm_get_different_ports() -> None:
+    """All tasks of a step agree on the port; other steps and other jobs get other ports."""
     ports = [require_endpoint(env).port for env in (slurm(0), slurm(1))]
     assert ports[0] == ports[1]
     assert require_endpoint(slurm(0, step="1")).port != ports[0]
@@ -687,14 +685,14 @@ def test_steps_of_slurm_have_ports_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("port", ["0", "-1", "65536", "80000", "http"])
-def test_impossible_master_port_is_refused(port: str) -> None:
-    """MASTER_PORT=80000, seen in a public script, is named as what it is: no port."""
+def test_invalid_master_port_is_refused(port: str) -> None:
+    """MASTER_PORT=80000, found in a public script, is reported as not being a port."""
     with pytest.raises(ddpsafe.ConfigError, match="MASTER_PORT="):
         require_endpoint(by_hand(0, 2, 1) | {"MASTER_PORT": port})
 
 
 def require_endpoint(env: dict[str, str]) -> StoreEndpoint:
-    """Return where the ranks of that environment meet."""
+    """Return the endpoint of ranks with that environment."""
     world = find_world(env)
     assert world is not None
     return find_endpoint(world, env)

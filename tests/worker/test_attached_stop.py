@@ -1,4 +1,4 @@
-"""Ranks of torchrun, of Slurm or without a launcher are asked to stop: one is told, all stop, none hangs."""
+"""Stop requests to ranks of torchrun, of Slurm or without a launcher: one is signalled, all stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def hand_started(ranks: int) -> list[Env]:
-    """Return the environments of so many ranks."""
+    """Return the environments of that many ranks."""
     port = free_port()
     return [by_hand(rank, ranks, port) for rank in range(ranks)]
 
@@ -37,12 +37,12 @@ def hand_started(ranks: int) -> list[Env]:
         (1, 0, signal.SIGTERM),
     ],
 )
-def test_one_rank_is_told_and_all_stop_at_the_same_call(
+def test_signal_to_one_rank_stops_all_at_the_same_call(
     ranks: int, signalled: int, signum: signal.Signals, tmp_path: Path
 ) -> None:
-    """They are many calls apart; afterwards the signals are the caller's again.
+    """The ranks are many calls apart; afterwards, the caller's signal handlers are restored.
 
-    A group that is made later starts as if it had not been asked.
+    A group that is made later starts without the request.
     """
     envs = hand_started(ranks) if ranks > 1 else [{}]
     ended = forked_ranks.run(programs.be_asked, envs, signalled, signum, folder=tmp_path)
@@ -52,8 +52,8 @@ def test_one_rank_is_told_and_all_stop_at_the_same_call(
     assert [each["again"] for each in found] == [[False] * 3] * ranks
 
 
-def test_handler_of_the_caller_is_called_and_kept(tmp_path: Path) -> None:
-    """It sees the signal too; a signal that the caller ignores stops no rank."""
+def test_callers_handler_is_called_and_kept(tmp_path: Path) -> None:
+    """It receives the signal too; a signal that the caller ignores stops no rank."""
     (found,) = forked_ranks.values(
         forked_ranks.run(programs.be_asked_with_a_handler, [{}], folder=tmp_path)
     )
@@ -62,8 +62,8 @@ def test_handler_of_the_caller_is_called_and_kept(tmp_path: Path) -> None:
     assert found["kept"] == [True, True]
 
 
-def test_rank_that_has_gone_is_not_waited_for(tmp_path: Path) -> None:
-    """Rank 1 has failed and rank 2 has come to its end when rank 0 is told: 0 and 3 stop as one."""
+def test_rank_that_has_exited_is_not_waited_for(tmp_path: Path) -> None:
+    """Rank 1 has failed and rank 2 has returned when rank 0 is signalled: ranks 0 and 3 stop together."""
     ways = {1: "fails", 2: "returns"}
     ranks = forked_ranks.run(programs.go_on_without_one, hand_started(4), ways, folder=tmp_path)
     assert isinstance(ranks[1].error, ValueError)
@@ -74,8 +74,8 @@ def test_rank_that_has_gone_is_not_waited_for(tmp_path: Path) -> None:
     assert max(rank.took_s for rank in ranks) < 20
 
 
-def test_nobody_waits_for_an_agreement_that_cannot_come() -> None:
-    """The store goes with rank 0 while rank 1 has promised: its call fails now, not in an hour."""
+def test_agreement_that_cannot_be_reached_is_not_waited_for() -> None:
+    """Rank 0 exits with the store after rank 1 accepted: rank 1's call fails now, not in an hour."""
     from torch.distributed import TCPStore
 
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -94,8 +94,8 @@ def test_nobody_waits_for_an_agreement_that_cannot_come() -> None:
     board.leave()
 
 
-def test_signal_that_nobody_has_answered_ends_the_process_after_all(tmp_path: Path) -> None:
-    """SIGTERM that comes after the last call is not swallowed; SIGUSR1, a warning, is over."""
+def test_unanswered_signal_ends_the_process(tmp_path: Path) -> None:
+    """SIGTERM after the last call is not lost; SIGUSR1 is only a warning, and is dropped."""
     source = """
         import os, signal, sys
         from ddpsafe._worker.stop_agreement import StopCalls
@@ -113,25 +113,25 @@ def test_signal_that_nobody_has_answered_ends_the_process_after_all(tmp_path: Pa
     assert (run.code, run.out) == (-signal.SIGTERM, "")
 
 
-def test_rank_that_fails_is_not_waited_for_at_a_barrier(tmp_path: Path) -> None:
-    """The others are told at once who has failed and by what, not after the barrier's 30 s."""
+def test_failed_rank_is_not_waited_for_at_a_barrier(tmp_path: Path) -> None:
+    """The others learn at once which rank failed and why, without waiting for the barrier's 30 s."""
     ranks = forked_ranks.run(programs.fail_before_a_barrier, hand_started(3), folder=tmp_path)
     assert isinstance(ranks[1].error, ValueError)
     for rank in (ranks[0], ranks[2]):
         assert isinstance(rank.error, ddpsafe.BarrierTimeoutError)
-        assert rank.error.missing_ranks == (1,)  # whoever had not come by then was on its way
+        assert rank.error.missing_ranks == (1,)  # any other rank was still on its way
         assert "rank 1 has failed: ValueError: bad batch" in str(rank.error)
         assert rank.took_s < 20
 
 
-def test_environment_is_the_callers_again(tmp_path: Path) -> None:
-    """What a group sets for gloo and NCCL goes with it."""
+def test_environment_is_restored(tmp_path: Path) -> None:
+    """Variables that a group sets for gloo and NCCL are removed with it."""
     ranks = forked_ranks.run(programs.look_at_the_environment, hand_started(2), folder=tmp_path)
     assert forked_ranks.values(ranks) == [[True, True]] * 2
 
 
-def test_forgotten_srun_is_no_silent_world_of_one(tmp_path: Path) -> None:
-    """The batch script of a job with four tasks makes a group of one, with a warning that says why."""
+def test_forgotten_srun_gives_a_warning(tmp_path: Path) -> None:
+    """The batch script of a job with four tasks makes a group of one, and the warning says why."""
     env = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     (said,) = forked_ranks.values(forked_ranks.run(programs.forget_srun, [env], folder=tmp_path))
     assert len(said) == 1
@@ -139,8 +139,8 @@ def test_forgotten_srun_is_no_silent_world_of_one(tmp_path: Path) -> None:
     assert "start it with srun" in said[0]
 
 
-def test_torchrun_that_is_told_to_go_lets_the_ranks_save(tmp_path: Path) -> None:
-    """Its agent passes SIGTERM on to the ranks, and waits for them."""
+def test_sigterm_to_torchrun_lets_the_ranks_save(tmp_path: Path) -> None:
+    """Its agent forwards SIGTERM to the ranks, and waits for them."""
     source = """
         import pathlib
         import ddpsafe

@@ -1,6 +1,6 @@
-"""What a rank can do: every method of `RankContext`, and its twin in the package.
+"""Every method of `RankContext`, and the function of the same name in the package.
 
-A world of one and a world of three, and no world at all.
+Worlds of one and of three ranks, and code outside any rank.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ MEAN: Final = {1: 0.0, 3: 1.0}
 def launch(
     program: Callable[..., Any], *args: object, nproc: int = 3, **fields: Any
 ) -> dict[int, Any]:
-    """Run a program in that many ranks; return what each returned."""
+    """Run a program in that many ranks; return each rank's value."""
     defaults = {"backend": "gloo", "start_method": "forkserver"}
     return ddpsafe.launch(program, args, nproc_per_node=nproc, **(defaults | fields)).values
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A launch whose ranks have done everything that ends well.
+    """A launch whose ranks have run all programs that succeed.
 
     Attributes:
-        size: How many ranks there are.
-        values: What they found, by rank, and by the name of what they did.
+        size: The number of ranks.
+        values: The results by rank, and then by program.
     """
 
     size: int
     values: dict[int, dict[Any, Any]]
 
     def found(self, *name: str) -> dict[int, Any]:
-        """Return what one program found, by rank."""
+        """Return one program's results, by rank."""
         key = name[0] if len(name) == 1 else name
         return {rank: found[key] for rank, found in self.values.items()}
 
 
 def launch_world(size: int, folders: pytest.TempPathFactory) -> World:
-    """Launch that many ranks, which do everything that ends well."""
+    """Launch that many ranks, which run all programs that succeed."""
     folder, timeouts = folders.mktemp("world"), {"barrier": 60}
     values = launch(programs.show_everything, folder, nproc=size, timeouts=timeouts)
     return World(size, values)
@@ -63,7 +63,7 @@ def launch_world(size: int, folders: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module", params=[1, 3], ids=str)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Return a world of one, and the world of three."""
+    """Return a world of one, and one of three."""
     if request.param == 1:
         return launch_world(1, tmp_path_factory)
     three: World = request.getfixturevalue("three")
@@ -78,18 +78,18 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def missing() -> dict[int, dict[str, Any]]:
-    """Return what each of three ranks found that missed each other."""
+    """Return the results of three ranks that missed each other."""
     return launch(programs.miss_each_other, timeouts={"barrier": 1})
 
 
-both_doors = pytest.mark.parametrize("door", ["method", "function"])
+both_styles = pytest.mark.parametrize("style", ["method", "function"])
 
 
-# Who am I.
+# The rank itself.
 
 
 def test_context_describes_the_rank(world: World) -> None:
-    """Ranks, sizes, device, backend, attempt and run directory; `current` finds it everywhere."""
+    """Ranks, sizes, device, backend, attempt and run directory; `current` returns it anywhere."""
     assert world.found("facts") == {
         rank: {
             "place": (rank, rank, 0),
@@ -108,13 +108,13 @@ def test_context_describes_the_rank(world: World) -> None:
 # Models.
 
 
-@both_doors
-def test_model_is_wrapped_and_comes_back(world: World, door: str) -> None:
-    """DDP with the given options and averaged gradients; what cannot train stays as it is.
+@both_styles
+def test_model_is_wrapped_and_unwrapped(world: World, style: str) -> None:
+    """DDP gets the given options and averages gradients; a frozen model is returned as it is.
 
-    BatchNorm stays itself on the CPU, and unwrap looks through DDP and torch.compile.
+    BatchNorm is not converted on the CPU, and unwrap removes DDP and torch.compile.
     """
-    for found in world.found("wrap", door).values():
+    for found in world.found("wrap", style).values():
         assert (found["type"], found["option"]) == ("DistributedDataParallel", True)
         assert found["gradient"] == [[MEAN[world.size]] * 2]
         assert found["frozen_as_is"]
@@ -126,11 +126,11 @@ def test_model_is_wrapped_and_comes_back(world: World, door: str) -> None:
 # Means.
 
 
-@both_doors
-def test_mean_has_the_type_of_what_was_given(world: World, door: str) -> None:
-    """Numbers, dicts, and tensors of every floating dtype and shape, the same on every rank."""
+@both_styles
+def test_mean_has_the_type_of_its_argument(world: World, style: str) -> None:
+    """Numbers, dicts, and tensors of every floating dtype and shape give the same mean on every rank."""
     mean = MEAN[world.size]
-    for found in world.found("reduce", door).values():
+    for found in world.found("reduce", style).values():
         assert (found["float"], found["int"]) == (mean, mean)
         assert found["dict"].keys() == {"a", "b"}
         assert found["dict"]["a"] == mean
@@ -144,14 +144,14 @@ def test_mean_has_the_type_of_what_was_given(world: World, door: str) -> None:
                 ), (dtype, shape)
 
 
-@both_doors
-def test_all_reduce_keeps_type_and_dtype(world: World, door: str) -> None:
-    """Integers stay integers, exactly; dicts keep their keys, tensors their dtype."""
+@both_styles
+def test_all_reduce_keeps_type_and_dtype(world: World, style: str) -> None:
+    """Integers are exact, dicts keep their keys, and tensors keep their dtype."""
     nproc, ranks = world.size, range(world.size)
     expected: dict[str, Callable[[list[Any]], Any]] = {
         "sum": sum, "mean": lambda x: sum(x) / nproc, "min": min, "max": max, "product": math.prod,
     }  # fmt: skip
-    for found in world.found("reduce", door).values():
+    for found in world.found("reduce", style).values():
         for op, reduce in expected.items():
             whole, half, table = found["reduced"][op]
             assert whole == reduce([rank + 1 for rank in ranks])
@@ -168,10 +168,10 @@ def test_all_reduce_keeps_type_and_dtype(world: World, door: str) -> None:
         assert math.isnan(nan)
 
 
-@both_doors
-def test_weights_make_the_mean_of_samples(three: World, door: str) -> None:
-    """1, 2 and 3 samples; a rank without samples counts for nothing; counts are not rounded."""
-    for found in three.found("reduce", door).values():
+@both_styles
+def test_weights_give_the_mean_over_samples(three: World, style: str) -> None:
+    """Ranks have 1, 2 and 3 samples; a rank without samples has no influence; counts are not rounded."""
+    for found in three.found("reduce", style).values():
         assert found["weighted"] == pytest.approx((0 * 1 + 1 * 2 + 2 * 3) / 6)
         assert found["weight_beside_nan"] == 1.5
         assert found["many_samples"] == pytest.approx((1 + 2) / 100_005, rel=0.01)
@@ -179,8 +179,8 @@ def test_weights_make_the_mean_of_samples(three: World, door: str) -> None:
         assert found["bool_tensor"].tolist() == pytest.approx([2 / 3])
 
 
-def test_mean_of_a_loss_leaves_the_loss_alone(world: World) -> None:
-    """Never in place: the loss keeps its value and its graph, and backward gives its own gradient."""
+def test_mean_of_a_loss_leaves_the_loss_unchanged(world: World) -> None:
+    """The loss keeps its value and its graph, and backward computes its own gradient."""
     mean = sum(range(1, world.size + 1)) / world.size
     assert world.found("live loss") == {
         rank: {
@@ -193,8 +193,8 @@ def test_mean_of_a_loss_leaves_the_loss_alone(world: World) -> None:
     }
 
 
-def test_ranks_that_disagree_about_a_mean_are_told_at_once(three: World) -> None:
-    """Other keys on one rank, and weights of zero: a ValueError on every rank, no hang, go on."""
+def test_ranks_that_disagree_about_a_mean_fail_at_once(three: World) -> None:
+    """Different keys or weights of zero raise an error on every rank; none hangs, and all can continue."""
     for rank, found in three.found("nonsense").items():
         keys, zero, operation, unknown = found["errors"]
         assert operation.startswith("MismatchError: all_reduce: the ranks passed different")
@@ -210,9 +210,9 @@ def test_ranks_that_disagree_about_a_mean_are_told_at_once(three: World) -> None
 # Objects.
 
 
-@both_doors
-def test_objects_are_gathered_by_rank_and_broadcast_from_any(world: World, door: str) -> None:
-    """Every rank gets all objects, in the order of ranks, of any length; broadcast takes a source."""
+@both_styles
+def test_objects_are_gathered_by_rank_and_broadcast_from_any(world: World, style: str) -> None:
+    """Every rank gets all objects, of any size, in rank order; broadcast takes a source rank."""
     nproc = world.size
     expected = {
         "gathered": [(rank, [rank, rank]) for rank in range(nproc)],
@@ -221,21 +221,21 @@ def test_objects_are_gathered_by_rank_and_broadcast_from_any(world: World, door:
         "broadcast_src": f"from {nproc - 1}",
         "broadcast_none": None,
     }
-    assert world.found("exchange", door) == dict.fromkeys(range(nproc), expected)
+    assert world.found("exchange", style) == dict.fromkeys(range(nproc), expected)
 
 
 # Barriers.
 
 
-@both_doors
-def test_nobody_passes_a_barrier_before_all_have_come(world: World, door: str) -> None:
-    """Not even where its name has been used before: each use is a new meeting."""
+@both_styles
+def test_no_rank_passes_a_barrier_before_all_reach_it(world: World, style: str) -> None:
+    """This holds even if the barrier's name has been used before."""
     ranks = range(world.size)
-    assert world.found("meet", door) == {rank: [list(ranks)] * 5 for rank in ranks}
+    assert world.found("meet", style) == {rank: [list(ranks)] * 5 for rank in ranks}
 
 
 def test_missing_rank_is_named_on_every_rank_that_waited(missing: dict[int, Any]) -> None:
-    """Rank 2 does not come: ranks 0 and 1 both say so, with the barrier's name, within the limit."""
+    """Rank 2 does not enter: ranks 0 and 1 report it with the barrier's name, within the limit."""
     for rank in (0, 1):
         found = missing[rank]["miss_a_barrier"]
         error = found["error"]
@@ -250,20 +250,20 @@ def test_missing_rank_is_named_on_every_rank_that_waited(missing: dict[int, Any]
         assert "What to do:" in str(error)
 
 
-def test_timeout_of_zero_does_not_wait(three: World) -> None:
-    """It is a deadline like any other, not the default."""
+def test_barrier_timeout_of_zero_does_not_wait(three: World) -> None:
+    """Zero is a deadline like any other, and does not mean the default."""
     assert max(three.found("not all are there").values()) < 20
 
 
 def test_ranks_at_different_barriers_do_not_meet(missing: dict[int, Any]) -> None:
-    """Rank 0 is at "evaluate", the others are at "train": each side misses the other."""
+    """Rank 0 is at "evaluate", the others are at "train": each side reports the other as missing."""
     errors = {rank: found["meet_under_other_names"] for rank, found in missing.items()}
     missed = {rank: error.missing_ranks for rank, error in errors.items()}
     assert missed == {0: (1, 2), 1: (0,), 2: (0,)}
 
 
 def test_rank_that_took_another_branch_is_blamed(run_dir: Path) -> None:
-    """Where it is not caught, the launch blames rank 0, which returned while others waited for it."""
+    """If no rank catches the timeout, the launch blames rank 0, which returned while others waited."""
     with pytest.raises(ddpsafe.RankLeftEarlyError, match="still waiting for it") as caught:
         launch(programs.take_another_branch, timeouts={"barrier": 1}, run_dir=run_dir)
     assert caught.value.rank == 0
@@ -295,16 +295,16 @@ REFUSED: Final = [
 
 
 @pytest.mark.parametrize(("x", "op", "said"), REFUSED)
-def test_what_cannot_be_reduced_is_refused_with_what_was_passed(x: Any, op: Any, said: str) -> None:
-    """In a world of one too, so that it is found on the first machine."""
+def test_invalid_operands_are_refused_with_their_value(x: Any, op: Any, said: str) -> None:
+    """This holds in a world of one too, so the first machine finds it."""
     with pytest.raises(ddpsafe.ConfigError) as caught:
         ddpsafe.all_reduce(x, op)
     assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("weight", ["many", -1, float("nan"), float("inf"), None.__class__])
-def test_a_weight_that_cannot_be_a_share_is_refused(weight: Any) -> None:
-    """Negative and infinite weights would give a mean outside of the values."""
+def test_an_invalid_weight_is_refused(weight: Any) -> None:
+    """Negative and infinite weights would give a mean outside the range of the values."""
     with pytest.raises(ddpsafe.ConfigError, match="reduce_mean"):
         ddpsafe.reduce_mean(1.0, weight=weight)
 
@@ -325,15 +325,15 @@ def test_a_weight_that_cannot_be_a_share_is_refused(weight: Any) -> None:
         ({"b": np.int64(1), "a": {"c": True}}, "max", {"a": {"c": True}, "b": 1}),
     ],
 )
-def test_numbers_of_every_kind_are_reduced_as_numbers(x: Any, op: Any, result: object) -> None:
-    """Whether a boolean is true stays a boolean, and how many are true is a number."""
+def test_numbers_of_every_kind_are_reduced_by_type(x: Any, op: Any, result: object) -> None:
+    """The maximum of booleans is a boolean, and their sum is a number."""
     found = ddpsafe.all_reduce(x, op)
     assert (found, type(found)) == (result, type(result))
 
 
 @pytest.mark.parametrize("src", [1, 7, -1, "0", None, 0.5])
-def test_a_rank_that_is_not_there_cannot_broadcast(src: Any) -> None:
-    """In a world of one too."""
+def test_broadcast_from_a_nonexistent_rank_is_refused(src: Any) -> None:
+    """This holds in a world of one too."""
     with pytest.raises(ddpsafe.ConfigError, match="there is no such rank; world_size is 1"):
         ddpsafe.broadcast("text", src=src)
 
@@ -348,17 +348,15 @@ def test_a_rank_that_is_not_there_cannot_broadcast(src: Any) -> None:
         ("broadcast", "broadcast: obj[0] cannot be pickled"),
     ],
 )
-def test_what_cannot_travel_is_refused_before_the_collective(
+def test_unpicklable_object_is_refused_before_the_collective(
     what: str, said: str, three: World
 ) -> None:
-    """Rank 1 can catch it and pass something else: the others have not noticed."""
+    """Rank 1 can catch the error and pass another object: the other ranks do not notice."""
     assert said in three.found("cannot travel")[1][what]
 
 
-def test_the_rank_that_passes_what_cannot_travel_is_told_at_once(
-    tmp_path: Path, run_dir: Path
-) -> None:
-    """It raises before it joins the collective, and the launch names it, not the ranks that wait."""
+def test_unpicklable_object_fails_its_own_rank_at_once(tmp_path: Path, run_dir: Path) -> None:
+    """The rank raises before it joins the collective, and the launch names it, not the waiting ranks."""
     with pytest.raises(ddpsafe.RankRaisedError) as caught:
         launch(programs.pass_what_cannot_travel, tmp_path, run_dir=run_dir)
     assert caught.value.rank == 1
@@ -366,17 +364,17 @@ def test_the_rank_that_passes_what_cannot_travel_is_told_at_once(
     assert (tmp_path / "called-0").exists()
 
 
-@both_doors
+@both_styles
 @pytest.mark.parametrize("form", ["context", "local", "call"])
-def test_rank_zero_goes_first(form: str, door: str, world: World) -> None:
-    """All forms: rank 0 has finished before any other rank begins, and each gets its own result."""
+def test_rank_zero_goes_first(form: str, style: str, world: World) -> None:
+    """In every form, rank 0 finishes before any other rank begins, and each gets its own result."""
     done = [(0, "train"), (0, "test")]
-    assert world.found("first", door, form) == dict.fromkeys(range(world.size), done)
+    assert world.found("first", style, form) == dict.fromkeys(range(world.size), done)
 
 
 @pytest.mark.parametrize("form", ["context", "call"])
 def test_failure_of_rank_zero_is_the_error_of_the_launch(form: str, run_dir: Path) -> None:
-    """The others do not wait for rank 0 when it fails, and it is blamed, not they."""
+    """The others stop waiting for rank 0 when it fails, and the launch blames rank 0."""
     with pytest.raises(ddpsafe.RankRaisedError, match="the mirror is gone") as caught:
         launch(programs.fail_first, form, run_dir=run_dir)
     assert caught.value.rank == 0
@@ -384,7 +382,7 @@ def test_failure_of_rank_zero_is_the_error_of_the_launch(form: str, run_dir: Pat
 
 
 def test_failure_of_rank_zero_is_raised_on_all_ranks_at_once(three: World) -> None:
-    """Rank 0 gets its own error, the others one that quotes it; none hangs, and all can go on."""
+    """Rank 0 gets its own error, the others one that quotes it; none hangs, and all can continue."""
     values = three.found("rank zero fails")
     assert isinstance(values[0]["error"], ConnectionRefusedError)
     for rank in (1, 2):
@@ -399,8 +397,8 @@ def test_failure_of_rank_zero_is_raised_on_all_ranks_at_once(three: World) -> No
         assert found["second"] == "well"
 
 
-def test_rank_zero_that_does_not_come_is_named(missing: dict[int, Any]) -> None:
-    """The ranks that follow wait no longer than timeouts.barrier, and say for whom."""
+def test_absent_rank_zero_is_named(missing: dict[int, Any]) -> None:
+    """The other ranks wait no longer than timeouts.barrier, and name rank 0."""
     for rank in (1, 2):
         error = missing[rank]["keep_them_waiting"]
         assert isinstance(error, ddpsafe.BarrierTimeoutError)
@@ -408,27 +406,27 @@ def test_rank_zero_that_does_not_come_is_named(missing: dict[int, Any]) -> None:
         assert error.waited_s < 1 + 10
 
 
-# The rest.
+# Printing, stopping and seeds.
 
 
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_only_rank_zero_prints(nproc: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """One line for the job, not one for each rank; separator and end are print's own.
+    """The job prints one line, not one per rank; sep and end are those of print.
 
-    Nothing else is written while ranks wait for a slow one, torch's own warnings included.
+    Nothing else is written while ranks wait for a slow one, not even torch's warnings.
     """
     launch(programs.speak, nproc=nproc, console="all")
     assert capfd.readouterr() == ("hello-from-0!\n\n" * 2, "")
 
 
-@pytest.mark.parametrize("door", ["function", pytest.param("method", marks=pytest.mark.soak)])
-def test_all_ranks_agree_to_stop(door: str) -> None:
-    """One rank is sent SIGUSR1; all of them, at different speeds, say yes at the same call.
+@pytest.mark.parametrize("style", ["function", pytest.param("method", marks=pytest.mark.soak)])
+def test_all_ranks_agree_to_stop(style: str) -> None:
+    """One rank receives SIGUSR1; all ranks, at different speeds, return True at the same call.
 
-    The launch ends with the error that is none: code after it does not run.
+    The launch then raises `PreemptedError`: code after it does not run.
     """
     with pytest.raises(ddpsafe.PreemptedError) as caught:
-        launch(programs.ask_to_stop, door)
+        launch(programs.ask_to_stop, style)
     calls = caught.value.values
     assert set(calls) == {0, 1, 2}
     assert len(set(calls.values())) == 1, f"the ranks stopped at different calls: {calls}"
@@ -439,7 +437,7 @@ def test_all_ranks_agree_to_stop(door: str) -> None:
 def test_seeds_agree_for_models_and_differ_for_data(
     three: World, missing: dict[int, dict[str, Any]]
 ) -> None:
-    """Models agree, torch being the same on every rank; random and numpy are each rank's own."""
+    """Draws from torch are equal on every rank; those from random and numpy differ."""
     first = three.found("seed")
     assert first == {rank: found["seed"] for rank, found in missing.items()}
     assert first[0]["torch"] == first[1]["torch"] == first[2]["torch"]
@@ -447,11 +445,11 @@ def test_seeds_agree_for_models_and_differ_for_data(
     assert len({found["numpy"] for found in first.values()}) == 3
 
 
-# Outside of any rank.
+# Outside any rank.
 
 
-def test_functions_do_nothing_outside_of_any_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    """A script that is run alone, without any launcher, needs no ``if`` around them."""
+def test_functions_are_no_ops_outside_any_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """A script that runs without any launcher needs no ``if`` around them."""
     model, loss = nn.Linear(2, 2), torch.ones(1)
     ddpsafe.barrier("no other rank")
     with ddpsafe.rank_zero_first():
@@ -470,7 +468,7 @@ def test_functions_do_nothing_outside_of_any_rank(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == "hello alone\n"
 
 
-def test_rank_with_peers_does_not_act_alone_before_setup(tmp_path: Path) -> None:
+def test_rank_with_peers_cannot_act_alone_before_setup(tmp_path: Path) -> None:
     """WORLD_SIZE is 2 and setup was not called: an error, not a model without its peers."""
     env = forked_ranks.by_hand(1, 2, forked_ranks.free_port())
     ranks = forked_ranks.run(programs.act_before_setup, [env], folder=tmp_path)
@@ -480,14 +478,14 @@ def test_rank_with_peers_does_not_act_alone_before_setup(tmp_path: Path) -> None
         assert "rank 1 (world_size 2) has no process group yet" in str(error)
 
 
-def test_context_outside_of_any_rank_is_a_world_of_one() -> None:
-    """`current` answers everywhere, so that code needs no second branch."""
+def test_context_outside_any_rank_is_a_world_of_one() -> None:
+    """`current` works everywhere, so code needs no second branch."""
     ctx = ddpsafe.current()
     assert (ctx.rank, ctx.world_size, ctx.local_rank, ctx.nnodes) == (0, 1, 0, 1)
     assert (ctx.attempt, ctx.run_dir, str(ctx.device)) == (1, None, "cpu")
 
 
-def test_seed_all_works_outside_of_any_rank() -> None:
+def test_seed_all_works_outside_any_rank() -> None:
     """The same seed gives the same numbers."""
     state = random.getstate()
     drawn = []

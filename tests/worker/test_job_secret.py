@@ -1,4 +1,4 @@
-"""Ranks of another launcher that were given a secret act on nothing that a stranger wrote."""
+"""Ranks of another launcher that share a secret ignore what other users write into their store."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NAME: Final = "DDPSAFE_JOB_SECRET"
-DOCTORS: Final = "DDPSAFE_DOCTOR_SECRET"
-ONE: Final = "a secret of 24 characters"
-OTHER: Final = "another one of the same sort"
+DOCTOR_NAME: Final = "DDPSAFE_DOCTOR_SECRET"
+SECRET: Final = "a secret of 24 characters"
+OTHER_SECRET: Final = "another one of the same sort"
 
 
-@pytest.mark.parametrize("secret", [ONE, None], ids=["secret", "none"])
-def test_a_stranger_neither_stops_nor_fails_ranks_that_have_a_secret(
+@pytest.mark.parametrize("secret", [SECRET, None], ids=["secret", "none"])
+def test_another_user_can_neither_stop_nor_fail_ranks_with_a_secret(
     secret: str | None, tmp_path: Path
 ) -> None:
-    """He reads every key of the store and writes a stop, a failure and a missing rank.
+    """That user reads every key of the store, and writes a stop, a failure and a missing rank.
 
-    Without a secret ranks believe him, which shows that the messages are those that count.
+    Without a secret the ranks believe these messages, which shows that they are effective.
     """
     torch = pytest.importorskip("torch")
     if not hasattr(torch.distributed.Store, "list_keys"):
@@ -61,16 +61,16 @@ def test_a_stranger_neither_stops_nor_fails_ranks_that_have_a_secret(
 @pytest.mark.parametrize(
     ("secrets", "said"),
     [
-        ((ONE, None), "rank 1 (world_size 2) on"),
-        ((None, ONE), "has one, and rank 0 at"),
-        ((ONE, OTHER), "has another one."),
+        ((SECRET, None), "rank 1 (world_size 2) on"),
+        ((None, SECRET), "has one, and rank 0 at"),
+        ((SECRET, OTHER_SECRET), "has another one."),
     ],
     ids=["missing", "superfluous", "different"],
 )
-def test_a_rank_with_another_secret_is_told_so_at_once(
+def test_a_rank_with_another_secret_is_refused_at_once(
     secrets: tuple[str | None, str | None], said: str, tmp_path: Path
 ) -> None:
-    """Rank 1 says what differs; rank 0 names the rank that has not joined."""
+    """Rank 1 reports the difference; rank 0 names the rank that has not joined."""
     port = free_port()
     envs = [
         by_hand(rank, 2, port) | ({} if secret is None else {NAME: secret})
@@ -83,8 +83,8 @@ def test_a_rank_with_another_secret_is_told_so_at_once(
     assert "rank 1" in first.value
 
 
-def test_a_secret_that_can_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fifteen characters are too few; an empty variable means none."""
+def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifteen characters are too few; an empty variable means no secret."""
     monkeypatch.setenv(NAME, "x" * 15)
     with pytest.raises(ddpsafe.ConfigError, match=f"{NAME} has 15 characters"):
         job_secret()
@@ -94,24 +94,26 @@ def test_a_secret_that_can_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch
     assert job_secret() is None
 
 
-def test_programs_that_a_rank_of_another_launcher_starts_do_not_inherit_it(tmp_path: Path) -> None:
-    """The rank knows it all the same: it joins a second group with it."""
+def test_programs_started_by_a_rank_of_another_launcher_do_not_inherit_the_secret(
+    tmp_path: Path,
+) -> None:
+    """The rank itself still has it, and joins a second group with it."""
     port = free_port()
-    envs = [by_hand(rank, 2, port) | {NAME: ONE, DOCTORS: ONE} for rank in range(2)]
+    envs = [by_hand(rank, 2, port) | {NAME: SECRET, DOCTOR_NAME: SECRET} for rank in range(2)]
     found = forked_ranks.run(programs.join_twice_and_start_a_program, envs, folder=tmp_path)
     assert [each.value for each in found] == [[1, 1, None, None]] * 2
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_ranks_of_a_launch_never_have_the_secret_of_its_launchers(
+def test_ranks_of_a_launch_do_not_get_the_secret_of_its_launcher(
     start_method: str, tmp_path: Path
 ) -> None:
-    """Nor has a program that the script starts when it is imported; the launcher keeps it."""
+    """Nor does a program that the script starts on import; the launcher keeps it."""
     source = f"""
         import os, subprocess, sys
         import ddpsafe
 
-        NAMES = [{NAME!r}, {DOCTORS!r}]
+        NAMES = [{NAME!r}, {DOCTOR_NAME!r}]
         SHOW = "import os, sys; print([os.environ.get(name) for name in sys.argv[1:]])"
         at_import = subprocess.check_output([sys.executable, "-S", "-c", SHOW, *NAMES], text=True)
 
@@ -122,10 +124,10 @@ def test_ranks_of_a_launch_never_have_the_secret_of_its_launchers(
             values = ddpsafe.launch(
                 look, nproc_per_node=1, backend="gloo", start_method={start_method!r}
             ).values
-            print(values[0], [os.environ[name] for name in NAMES] == [{ONE!r}, {OTHER!r}])
+            print(values[0], [os.environ[name] for name in NAMES] == [{SECRET!r}, {OTHER_SECRET!r}])
     """
     path = scripts.write(tmp_path, "script.py", source)
-    env = {NAME: ONE, DOCTORS: OTHER}
+    env = {NAME: SECRET, DOCTOR_NAME: OTHER_SECRET}
     done = scripts.Script([str(path)], folder=tmp_path, env=env).end()
     assert done.lines() == ["('[None, None]', [None, None]) True"], done.err
 
@@ -140,11 +142,11 @@ def _other_key(raw: FolderStore, keys: SignedKeys) -> None:
 
 
 def _other_scope(raw: FolderStore, _: SignedKeys) -> None:
-    SignedKeys(raw, ONE.encode(), "an earlier start").set("key", "true")
+    SignedKeys(raw, SECRET.encode(), "an earlier start").set("key", "true")
 
 
 def _other_secret(raw: FolderStore, _: SignedKeys) -> None:
-    SignedKeys(raw, OTHER.encode(), "this start").set("key", "true")
+    SignedKeys(raw, OTHER_SECRET.encode(), "this start").set("key", "true")
 
 
 def _changed(raw: FolderStore, keys: SignedKeys) -> None:
@@ -161,24 +163,24 @@ FORGED: Final = [_plain, _other_key, _other_scope, _other_secret, _changed, _mov
 
 
 @pytest.mark.parametrize("forge", FORGED)
-def test_a_value_that_is_not_signed_for_its_key_is_not_there(
+def test_a_value_that_is_not_signed_for_its_key_is_ignored(
     forge: Callable[[FolderStore, SignedKeys], None], tmp_path: Path
 ) -> None:
-    """It is neither seen nor read, and a rank that writes the key for the first time succeeds."""
+    """check() does not see it, and get() refuses it."""
     raw = FolderStore(tmp_path / "keys")
-    keys = SignedKeys(raw, ONE.encode(), "this start")
+    keys = SignedKeys(raw, SECRET.encode(), "this start")
     forge(raw, keys)
     assert not keys.check(["key"])
     with pytest.raises(RuntimeError, match="by another program"):
         keys.get("key")
 
 
-def test_signed_keys_are_as_those_of_the_store() -> None:
-    """Values come back; the first to compare an unset key wins; a stranger's value is none."""
+def test_signed_keys_behave_as_those_of_the_store() -> None:
+    """Values are returned; the first compare_set on an unset key wins; a forged value counts as unset."""
     from torch.distributed import HashStore
 
     raw = HashStore()
-    keys = SignedKeys(raw, ONE.encode(), "this start")
+    keys = SignedKeys(raw, SECRET.encode(), "this start")
     keys.set("text", "true")
     keys.set("bytes", b"\x00\xff")
     assert [keys.get("text"), keys.get("bytes")] == [b"true", b"\x00\xff"]

@@ -1,4 +1,4 @@
-"""The handlers that note a request to stop, among those of the script."""
+"""The handlers that record a stop request, combined with those of the script."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("fork", [False, True])
-def test_a_chained_handler_ends_the_process_once_ddpsafe_is_done(
+def test_a_chained_handler_ends_the_process_after_ddpsafe_is_closed(
     tmp_path: Path, *, fork: bool
 ) -> None:
-    """A script's handler that calls the one before it, as it should, still finds what was there."""
+    """A script's handler that calls the previous one, as it should, reaches the original handler."""
     source = f"""
         import os, signal, sys
         from ddpsafe._worker.stop_agreement import StopSignals

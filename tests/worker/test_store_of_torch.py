@@ -1,4 +1,4 @@
-"""The arguments that torch's store gets, by version of torch."""
+"""The arguments that torch's store receives, by version of torch."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def _of_ranks_of_another_launcher() -> None:
         ("2.6.0+cu124", False),
         ("2.7.1", False),
         ("2.8.0", True),
-        ("2.10.0+cpu", True),  # a later one than 2.8, though not by its letters
+        ("2.10.0+cpu", True),  # later than 2.8, although it sorts before it as text
         ("2.13.0+cpu", True),
     ],
 )
-def test_the_store_takes_a_listening_socket_in_every_version(
+def test_the_store_takes_a_listening_socket_in_every_torch_version(
     opens: Any, version: str, monkeypatch: pytest.MonkeyPatch, *, by_libuv: bool
 ) -> None:
-    """Up to torch 2.7 libuv's server refuses one, so the other server is chosen there."""
+    """Up to torch 2.7, the libuv server refuses one, so the other server is used there."""
     given: dict[str, Any] = {}
 
     def take(*_: object, **options: Any) -> None:
