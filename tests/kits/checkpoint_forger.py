@@ -1,9 +1,9 @@
 """Forges checkpoints and restores them: ``python checkpoint_forger.py --count 5000 --seed 0``.
 
-Each forgery changes the newest of two checkpoints as an attacker with write access would, and fixes
-the checksums. The restore may load it, fall back to the previous checkpoint, or raise an error of
+Each forgery changes the newer of two checkpoints as an attacker with write access would: checksums
+are recomputed. The restore may load it, fall back to the previous checkpoint, or raise an error of
 ``ddpsafe.checkpoint``. It must not unpickle, run a program, hang, or raise anything else.
-A line of JSON has the number of each result, and the seed of each fault.
+The output is one line of JSON: how often each happened, and the seed of each fault.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RUNS_CODE: Final = (
     "ctypes.dlopen",
     "code.__new__",
 )
-"""Audit events that Python raises when a pickle, or a function that it names, runs."""
+"""Audit events that Python raises when a pickle, or what it imports, runs code."""
 
 executed: list[str] = []
 watching = False
@@ -66,12 +66,12 @@ class Holder:
         return {"position": torch.arange(3), "epoch": 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Read the state as a loader would."""
+        """Read the state as a loader does."""
         assert int(state["epoch"]) == 1
 
 
 def make_state() -> dict[str, Any]:
-    """Return objects of every kind; the sharded ones are on a mesh of one."""
+    """Make objects of every kind; the sharded ones are on a mesh of one rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -92,7 +92,7 @@ def make_state() -> dict[str, Any]:
 
 
 def nasty(chance: random.Random) -> Any:
-    """Return a value that is wrong in any place."""
+    """Return a value that is invalid where it will be placed."""
     deep: Any = 0
     for _ in range(chance.choice([2, 150, 900])):
         deep = [deep]
@@ -106,7 +106,7 @@ def nasty(chance: random.Random) -> Any:
 
 
 def mutate(tree: Any, chance: random.Random) -> Any:
-    """Change one place of a JSON document: another value, another key, one more, or one less."""
+    """Change one place of a JSON document: its value or key, or add or remove one."""
     if isinstance(tree, dict) and tree and chance.random() < 0.9:
         key = chance.choice(sorted(tree))
         action = chance.random()
@@ -124,7 +124,7 @@ def mutate(tree: Any, chance: random.Random) -> Any:
 
 
 def write_manifest(folder: Path, text: bytes) -> None:
-    """Write a manifest with the right checksum."""
+    """Write a manifest with a matching checksum."""
     (folder / "manifest.json").write_bytes(
         b'{"crc32":%d,"content":%s}\n' % (zlib.crc32(text), text)
     )
@@ -141,7 +141,7 @@ def dumps(content: Any) -> bytes:
 
 
 def replace_file(folder: Path, name: str, data: bytes) -> None:
-    """Replace a file's bytes, and update their size and checksums in the manifest."""
+    """Replace the bytes of a file, and update its size and checksums in the manifest."""
     (folder / name).write_bytes(data)
     content = read_content(folder)
     sums = [zlib.crc32(data[at : at + 2**20]) for at in range(0, len(data), 2**20)]
@@ -188,7 +188,7 @@ def forged_pickle(chance: random.Random, witness: Path) -> bytes:
 
 
 def forged_file(original: bytes, chance: random.Random, witness: Path) -> bytes:
-    """Return a torch file with another pickle in it, a pickle alone, or a broken archive."""
+    """Return a torch file with another pickle inside, a bare pickle, or a broken archive."""
     payload = forged_pickle(chance, witness)
     kind = chance.randrange(5)
     if kind == 0:
@@ -215,7 +215,7 @@ def forged_file(original: bytes, chance: random.Random, witness: Path) -> bytes:
 
 
 def odd_tree(chance: random.Random) -> Any:
-    """Return an object that can be loaded, but that no `Checkpointer` saves."""
+    """Return an object that loads, but that a `Checkpointer` does not save."""
     ring: list[Any] = []
     ring.append(ring)
     names = ["model", "optimizer", "sharded", "tensor", "epoch"]
@@ -231,14 +231,14 @@ def odd_tree(chance: random.Random) -> Any:
 
 
 def saved(tree: Any) -> bytes:
-    """Return a torch file."""
+    """Return the bytes of a torch file."""
     file = io.BytesIO()
     torch.save(tree, file)
     return file.getvalue()
 
 
 def forge(folder: Path, chance: random.Random, witness: Path) -> None:
-    """Change a checkpoint in one way or another."""
+    """Change a checkpoint in a random way."""
     kinds: list[Callable[[], None]] = [
         lambda: write_manifest(folder, dumps(mutate(read_content(folder), chance))),
         lambda: write_manifest(folder, dumps(mutate(mutate(read_content(folder), chance), chance))),
@@ -268,7 +268,7 @@ def forge(folder: Path, chance: random.Random, witness: Path) -> None:
 
 
 def forge_bytes(folder: Path, chance: random.Random) -> None:
-    """Change the text of the manifest, whether it is JSON after that or not."""
+    """Change the text of the manifest, which may then be invalid JSON."""
     text = bytearray(dumps(read_content(folder)))
     for _ in range(chance.randrange(1, 5)):
         at = chance.randrange(len(text))
@@ -280,13 +280,13 @@ def forge_bytes(folder: Path, chance: random.Random) -> None:
 
 
 def forge_torch_file(folder: Path, chance: random.Random, witness: Path) -> None:
-    """Replace a torch file by a forged one."""
+    """Replace a torch file with a forged one."""
     name = chance.choice(["state.pt", "ranks.bin"])
     replace_file(folder, name, forged_file((folder / name).read_bytes(), chance, witness))
 
 
 def forge_shards(folder: Path, chance: random.Random, witness: Path) -> None:
-    """Put an index of torch's format beside the shards, or other bytes into them."""
+    """Add an index beside the shards, as torch writes it, or change their bytes."""
     content = read_content(folder)
     kind = chance.randrange(3)
     if kind == 0:
@@ -303,7 +303,7 @@ def forge_shards(folder: Path, chance: random.Random, witness: Path) -> None:
 
 
 def forge_entry(folder: Path, chance: random.Random) -> None:
-    """Replace a file by something that is not a file."""
+    """Replace a file with something that is not a regular file."""
     name = chance.choice(
         ["manifest.json", "state.pt", "ranks.bin", "shards/rank-00000.bin", "shards"]
     )
@@ -332,7 +332,7 @@ def forge_entry(folder: Path, chance: random.Random) -> None:
 
 
 class HangError(BaseException):
-    """A restore did not end."""
+    """The restore did not end in time."""
 
 
 def ring(*_: object) -> None:
@@ -341,7 +341,7 @@ def ring(*_: object) -> None:
 
 
 def attempt(base: Path, seed: int, state: dict[str, Any]) -> tuple[str, str]:
-    """Forge and restore once; return the result, and what is wrong with it."""
+    """Forge and restore once; return the outcome and the fault, if any."""
     global watching  # noqa: PLW0603 - an audit hook cannot be removed
     chance = random.Random(seed)
     directory = base / f"forged-{seed}"
@@ -361,7 +361,7 @@ def attempt(base: Path, seed: int, state: dict[str, Any]) -> tuple[str, str]:
         outcome = type(exc).__name__
     except HangError:
         outcome = fault = "hang"
-    except Exception as exc:  # noqa: BLE001 - the fault that is looked for
+    except Exception as exc:  # noqa: BLE001 - the fault to find
         outcome, fault = "raw error", f"{type(exc).__name__}: {exc}"[:300]
     finally:
         watching = False
@@ -373,7 +373,7 @@ def attempt(base: Path, seed: int, state: dict[str, Any]) -> tuple[str, str]:
 
 
 def main() -> int:
-    """Forge and restore `--count` times."""
+    """Run the requested number of forgeries."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,7 @@
-"""Starts ranks as another launcher would: one process each, with given variables.
+"""Ranks started by another launcher: one process each, with given variables.
 
-They are forked from a server that has imported torch, which takes a tenth of a second instead of two.
-Other tests use real scripts to test how an interpreter exits.
+They are forked from a server that has already imported torch, which takes a tenth of a second; a new
+interpreter takes two. Tests of the interpreter's exit use real scripts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Env = Mapping[str, str]
 
 LIMIT_S: Final = 60
-"""How long all ranks together may take on a busy machine."""
+"""How long the ranks may take together on a busy machine."""
 
 LAUNCHERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "TORCHEL")
 """Prefixes of variables that a launcher of the whole test run may have set."""
@@ -34,14 +34,14 @@ LAUNCHERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The outcome of one rank.
+    """How one rank ended.
 
     Attributes:
-        value: What the program returned.
-        error: What it raised.
-        took_s: How long it ran, in seconds.
-        stderr: What it wrote to file descriptor 2.
-        exitcode: How its process ended.
+        value: The return value of the program.
+        error: The exception that it raised.
+        took_s: Its run time, in seconds.
+        stderr: Its output to file descriptor 2.
+        exitcode: The exit code of its process.
     """
 
     value: Any
@@ -52,7 +52,7 @@ class Ended:
 
 
 def by_hand(rank: int, world_size: int, port: int, host: str = "127.0.0.1") -> dict[str, str]:
-    """Return the variables that users set by hand and torch's ``env://`` reads."""
+    """Return the variables that users set by hand and that torch's ``env://`` reads."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -62,7 +62,7 @@ def by_hand(rank: int, world_size: int, port: int, host: str = "127.0.0.1") -> d
 
 
 def free_port() -> int:
-    """Return a port that is free now; only a program that names it will take it."""
+    """Return a port that is free now, and that only a program that names it will use."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -75,12 +75,12 @@ def run(
 
     Args:
         program: A function that a new process can import.
-        envs: The variables of each process, on top of pytest's.
-        *args: Its arguments.
-        folder: Where their stderr goes.
+        envs: The environment of each process, on top of pytest's.
+        *args: The arguments of the program.
+        folder: The folder for their stderr.
 
     Returns:
-        The outcome of each, in the order of `envs`.
+        How each one ended, in the order of `envs`.
     """
     with contextlib.ExitStack() as stack:
         started = [
@@ -92,7 +92,7 @@ def run(
 
 
 def values(ranks: Sequence[Ended]) -> list[Any]:
-    """Return the values of ranks; all must have returned without writing to stderr."""
+    """Return the values of ranks that must all have succeeded silently."""
     for rank in ranks:
         if rank.error is not None:
             raise rank.error
@@ -101,9 +101,9 @@ def values(ranks: Sequence[Ended]) -> list[Any]:
 
 
 def server() -> ForkServerContext:
-    """Return the context that forks processes from the fork server of launches."""
+    """Return the context that forks processes from the server that launches use, too."""
     context = multiprocessing.get_context("forkserver")
-    # Preloaded as by launches, because the first user starts the server for all.
+    # Preload what launches do: the first to start the server starts it for all.
     context.set_forkserver_preload(["torch", "ddpsafe._worker.preload"])
     return context
 
@@ -155,13 +155,13 @@ def _be(
     os.dup2(file, 2)
     os.environ.clear()
     os.environ.update(env)
-    # Processes of a shell or a scheduler have no parent that multiprocessing knows.
+    # A shell or a scheduler starts processes without a parent known to multiprocessing.
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     started_s = time.monotonic()
     value, error = None, None
     try:
         value = program(*args)
-    except BaseException as exc:  # noqa: BLE001 - sent to the test, which judges it
+    except BaseException as exc:  # noqa: BLE001 - sent to the test, which checks it
         error = _portable(exc)
     sender.send((value, error, time.monotonic() - started_s))
 
@@ -169,6 +169,6 @@ def _be(
 def _portable(exc: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(exc))
-    except Exception:  # noqa: BLE001 - an exception may refuse in any way
+    except Exception:  # noqa: BLE001 - an exception may fail to pickle in any way
         return RuntimeError(f"{type(exc).__name__}: {exc}")
     return exc

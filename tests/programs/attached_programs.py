@@ -1,4 +1,4 @@
-"""Functions of ranks that another launcher started; run by test_attached.py."""
+"""Rank functions of test_attached.py, for ranks that another launcher has started."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 PATIENT = {"rendezvous": 30, "collective": 30, "barrier": 30}
-"""Timeouts that are long enough on a busy machine."""
+"""Timeouts of ranks that find each other, on a busy machine too."""
 
 
 def join(timeouts: Mapping[str, float] = PATIENT) -> dict[str, Any]:
-    """Join as a rank, sum up the ranks, and return."""
+    """Join as a rank, sum over the ranks, and leave."""
     import torch
     import torch.distributed as dist
 
@@ -42,7 +42,7 @@ def join(timeouts: Mapping[str, float] = PATIENT) -> dict[str, Any]:
 
 
 def run_elastically(function: Callable[[], object], *, max_restarts: int = 0) -> None:
-    """Act as torchrun's agent of two ranks, which runs a function instead of a script.
+    """Run torchrun's agent for two ranks, which run a function where torchrun runs a script.
 
     Its ranks are forked from a server, and so need no second import of torch.
     """
@@ -53,7 +53,7 @@ def run_elastically(function: Callable[[], object], *, max_restarts: int = 0) ->
         max_nodes=1,
         nproc_per_node=2,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # as --standalone has it
+        rdzv_endpoint="localhost:0",  # as with --standalone
         run_id=str(os.getpid()),
         max_restarts=max_restarts,
         monitor_interval=0.1,
@@ -75,7 +75,7 @@ def join_until_another_is_refused(folder: Path) -> int:
 
 
 def place(ctx: ddpsafe.RankContext) -> tuple[int, ...]:
-    """Return rank, world size, local rank, local world size, node rank, number of nodes."""
+    """Return rank, world size, local rank, local world size, node rank and number of nodes."""
     return (
         ctx.rank,
         ctx.world_size,
@@ -87,7 +87,7 @@ def place(ctx: ddpsafe.RankContext) -> tuple[int, ...]:
 
 
 def follow_on_each_node() -> tuple[int, ...]:
-    """Wait for a leader of the node that does not join; return the missing ranks."""
+    """Wait for the node's leader, which never arrives; return the missing ranks."""
     with ddpsafe.process_group(timeouts=PATIENT | {"barrier": 1}) as ctx:
         missing: tuple[int, ...] = ()
         if ctx.local_rank != 0:
@@ -100,7 +100,7 @@ def follow_on_each_node() -> tuple[int, ...]:
 
 
 def fail_to_join() -> dict[str, str]:
-    """Wait alone at the rendezvous; return the changes to the environment."""
+    """Wait alone at the rendezvous; return the variables that have changed."""
     before = dict(os.environ)
     try:
         ddpsafe.setup(
@@ -114,7 +114,7 @@ def fail_to_join() -> dict[str, str]:
 
 
 def fail_to_reach_itself(host: str) -> dict[str, Any]:
-    """Serve the store at an address of another host; return the error, and the port's owner."""
+    """Serve the store at another host's address; return the error, and whether the port is free."""
     os.environ["MASTER_ADDR"] = host
     told: dict[str, Any] = {}
     try:
@@ -127,7 +127,7 @@ def fail_to_reach_itself(host: str) -> dict[str, Any]:
 
 
 def close_a_group_that_does_not_end() -> str:
-    """Leave a group that torch cannot close, as NCCL's with a queued collective."""
+    """Leave a group that torch does not close, as NCCL does with a collective still enqueued."""
     import torch.distributed as dist
 
     dist.destroy_process_group = lambda _group=None: threading.Event().wait()
@@ -156,7 +156,7 @@ def join_again_and_again(cycles: int) -> list[float]:
 
 
 def clean_up_too_often() -> list[bool]:
-    """Call cleanup before setup and three times after it; return whether a group was left."""
+    """Call cleanup before setup and three times after it; return whether a group exists after each."""
     import torch.distributed as dist
 
     ddpsafe.cleanup()
@@ -169,7 +169,7 @@ def clean_up_too_often() -> list[bool]:
 
 
 def set_up_twice() -> list[bool]:
-    """Call setup twice, as nested helpers do; one cleanup closes the group."""
+    """Call setup inside setup, as nested helpers do; one cleanup ends the group."""
     import torch.distributed as dist
 
     first = ddpsafe.setup(timeouts=PATIENT)
@@ -191,7 +191,7 @@ def fail_inside(folder: str) -> None:
 
 
 def fail_first() -> None:
-    """Let rank 0 fail in rank_zero_first; its process, which serves the store, ends at once."""
+    """Let rank 0 fail in rank_zero_first; its process, which serves the store, exits at once."""
     with ddpsafe.process_group(timeouts=PATIENT) as ctx, ctx.rank_zero_first():
         if ctx.is_main:
             msg = "the mirror is gone"
@@ -206,7 +206,7 @@ def miss_a_barrier(absent: int, limit_s: float) -> None:
 
 
 def listen_alone() -> dict[str, Any]:
-    """Join as the only rank; return the addresses on which this process listens."""
+    """Join a world of one; return the addresses on which this process listens."""
     import torch
     import torch.distributed as dist
 
@@ -217,7 +217,7 @@ def listen_alone() -> dict[str, Any]:
 
 
 def listen_together() -> list[str]:
-    """Join as one of several ranks on this host; return the addresses on which it listens."""
+    """Join as one of several ranks on this host; return the addresses on which this process listens."""
     with ddpsafe.process_group(timeouts=PATIENT) as ctx:
         found = listening()
         ctx.barrier("all have looked")
@@ -233,7 +233,7 @@ def listening() -> list[str]:
 
 
 def adopt_own_group() -> dict[str, Any]:
-    """Make the group by hand, use ddpsafe inside it in both forms, and return what is left."""
+    """Make the group by hand, use ddpsafe in it in both forms, and return what remains."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -257,7 +257,7 @@ def adopt_group_of_fabric() -> dict[str, Any]:
     import torch.distributed as dist
     from lightning_fabric import Fabric
 
-    # With LOCAL_RANK, Fabric knows that it is a rank and starts no other processes.
+    # With LOCAL_RANK, Fabric knows that it is a rank and starts no processes.
     os.environ.update(LOCAL_RANK=os.environ["RANK"], NODE_RANK="0")
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
@@ -281,17 +281,17 @@ def _use_adopted_group() -> dict[str, Any]:
 
 
 def run_jobs(name: str, other: str, style: str, rounds: int, port: int) -> None:
-    """Launch one of two jobs that start at the same time, again and again.
+    """Launch one of two jobs that start at the same moment, repeatedly.
 
-    Every rank adds up its job's value and records the sum.
+    Every rank sums its job's value and writes down the result.
 
     Args:
-        name: This job, whose value is its number.
-        other: The job to start together with.
+        name: The job, whose value is its number.
+        other: The job that starts at the same time.
         style: ``setup`` for plain torch.multiprocessing and ddpsafe.setup, ``spawn`` for
             ddpsafe.spawn and the script's own init_process_group.
-        rounds: How often.
-        port: The MASTER_PORT that both have in their source.
+        rounds: How often to repeat.
+        port: The MASTER_PORT that both jobs have in their source.
     """
     import multiprocessing
 

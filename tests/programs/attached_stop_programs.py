@@ -1,4 +1,4 @@
-"""Functions of another launcher's ranks that are asked to stop; run by test_attached_stop.py."""
+"""Rank functions of test_attached_stop.py, for ranks of another launcher that are asked to stop."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PATIENT: Final = {"rendezvous": 30, "collective": 30, "barrier": 30}
-"""Timeouts that are long enough on a busy machine."""
+"""Timeouts of ranks that find each other, on a busy machine too."""
 
 
 def train(ctx: ddpsafe.RankContext, signalled: int, signum: signal.Signals) -> int:
-    """Ask at this rank's own pace; one rank receives a signal; return the call that returned True."""
+    """Poll at this rank's own pace until a stop is requested; one rank is signalled; return the call."""
     for call in itertools.count(1):
         if ctx.stop_requested():
             return call
@@ -30,7 +30,7 @@ def train(ctx: ddpsafe.RankContext, signalled: int, signum: signal.Signals) -> i
 
 
 def be_asked(signalled: int, signum: signal.Signals) -> dict[str, Any]:
-    """Be asked to stop in one group, and train in another one afterwards without a stop."""
+    """Receive a stop request in one group, and train in the next one without it."""
     before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
     with ddpsafe.process_group(timeouts=PATIENT) as ctx:
         call = train(ctx, signalled, signum)
@@ -41,7 +41,7 @@ def be_asked(signalled: int, signum: signal.Signals) -> dict[str, Any]:
 
 
 def be_asked_with_a_handler() -> dict[str, Any]:
-    """Handle one signal and ignore the other before ddpsafe is set up."""
+    """Handle one signal and ignore the other before ddpsafe is used."""
     seen: list[int] = []
 
     def handle(signum: int, _frame: object) -> None:
@@ -61,10 +61,10 @@ def be_asked_with_a_handler() -> dict[str, Any]:
 
 
 def go_on_without_one(ways: Mapping[int, str]) -> list[int]:
-    """Let ranks fail or return early before another one is asked to stop.
+    """Let ranks leave early or with an error before another one is asked to stop.
 
     Returns:
-        The step at which this rank stopped, and the rank that is named for the failed job.
+        The step at which this rank stopped, and the rank that is named as failed.
     """
     steps = 0
     try:
@@ -84,7 +84,7 @@ def go_on_without_one(ways: Mapping[int, str]) -> list[int]:
 
 
 def fail_before_a_barrier() -> None:
-    """Let rank 1 fail while the others wait for it without a short timeout."""
+    """Let rank 1 fail while the others wait for it at a barrier with a long timeout."""
     with ddpsafe.process_group(timeouts=PATIENT) as ctx:
         ctx.barrier("all are here")
         if ctx.rank == 1:
@@ -94,7 +94,7 @@ def fail_before_a_barrier() -> None:
 
 
 def forget_srun() -> list[str]:
-    """Make a group in the shell of a job; return the messages about it."""
+    """Make a group in the shell of a job; return the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with ddpsafe.process_group(timeouts=PATIENT) as ctx:
@@ -103,7 +103,7 @@ def forget_srun() -> list[str]:
 
 
 def look_at_the_environment() -> list[bool]:
-    """Return whether a group's variables are set inside it, and removed after it."""
+    """Return whether a group's variables are set inside it, and unset after it."""
     names = ("NCCL_DEBUG", "GLOO_SOCKET_IFNAME")
     before = dict(os.environ)
     with ddpsafe.process_group(timeouts=PATIENT, env={"NCCL_DEBUG": "WARN"}):

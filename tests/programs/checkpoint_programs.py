@@ -28,7 +28,7 @@ SHORT = timedelta(seconds=1)
 
 
 class Points(Dataset[tuple[torch.Tensor, int]]):
-    """Sample i is a fixed random point, and i."""
+    """Sample i is a fixed random point and the number i."""
 
     def __init__(self, n: int) -> None:
         self.points = torch.randn(n, 4, generator=torch.Generator().manual_seed(1))
@@ -41,7 +41,7 @@ class Points(Dataset[tuple[torch.Tensor, int]]):
 
 
 class Training:
-    """A small training that uses every kind of state, random numbers of dropout included."""
+    """A small training that uses every kind of state, dropout's random numbers included."""
 
     def __init__(
         self, ctx: ddpsafe.RankContext, *, n: int = 24, batch: int = 12, dropout: float = 0.5
@@ -68,7 +68,7 @@ class Training:
         }
 
     def run(self, epochs: int, step: int, after: Callable[[int], None]) -> int:
-        """Train; call `after` with the number of steps done, after each."""
+        """Train; after each step, call `after` with the number of completed steps."""
         for epoch in self.loader.epochs(epochs):
             for points, indices in self.loader:
                 self.optimizer.zero_grad()
@@ -98,13 +98,13 @@ def train(
     kill: tuple[int, int, int] | None = None,
     asynchronous: bool = False,
 ) -> dict[str, Any]:
-    """Train to the end, from the last checkpoint.
+    """Train to the end, starting from the last checkpoint.
 
     Args:
         ctx: The rank's context.
-        directory: Of the checkpoints.
-        epochs: How many in all; each has two steps.
-        dropout: Random numbers make the result depend on the generators, too.
+        directory: The directory of the checkpoints.
+        epochs: The total number; each has two steps.
+        dropout: The dropout rate, which makes the result depend on the generators.
         kill: Attempt, rank and step at which that rank kills itself, after the save has begun.
         asynchronous: Save in the background.
     """
@@ -144,7 +144,7 @@ def run_ranks(
     kwargs: dict[str, Any] | None = None,
     **fields: Any,
 ) -> dict[int, Any]:
-    """Run a function in gloo ranks from a server of forks; return the values by rank."""
+    """Run a function in gloo ranks forked from the fork server; return the values by rank."""
     return ddpsafe.launch(
         function,
         args=args,
@@ -157,7 +157,7 @@ def run_ranks(
 
 
 def everything_two_ranks_disagree_on(ctx: ddpsafe.RankContext, base: Path) -> dict[str, Any]:
-    """Let rank 0, or another one, fail in every way it can; return what each rank raised."""
+    """Let one rank fail in every possible way; return what each rank raised."""
     found: dict[str, Any] = {}
     own = base / f"own-{ctx.rank}"
     own.mkdir()
@@ -191,7 +191,7 @@ def everything_two_ranks_disagree_on(ctx: ddpsafe.RankContext, base: Path) -> di
 
 
 def fail_alone(ctx: ddpsafe.RankContext, base: Path, how: str) -> Any:
-    """Save while one rank does not take part, or stops in the middle."""
+    """Save while one rank is absent, or suspended during the save."""
     with Checkpointer(base / "checkpoints", timeout=SHORT) as checkpointer:
         checkpointer.save({"x": 1}, 1)
         if how == "rank 1 is absent":
@@ -207,19 +207,19 @@ def fail_alone(ctx: ddpsafe.RankContext, base: Path, how: str) -> Any:
 
 
 class Stops:
-    """Stops its process when its state is taken, as a dead disk or a scheduler may."""
+    """An object that suspends its process when its state is taken, as a dead disk may."""
 
     def state_dict(self) -> dict[str, int]:
-        """Stop this process."""
+        """Suspend this process."""
         os.kill(os.getpid(), signal.SIGSTOP)
         return {}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Ignore the state."""
+        """Do nothing."""
 
 
 def see_different_directories(ctx: ddpsafe.RankContext, base: Path) -> dict[str, Any]:
-    """Restore while each rank sees different checkpoints, as nodes without a shared disk do."""
+    """Restore where each rank sees other checkpoints, as on nodes without a shared disk."""
     found: dict[str, Any] = {}
     alone = base / f"rank-{ctx.rank}"
     cases = {"older": ([1, 2, 3], [1, 2]), "lacks": ([1, 2], []), "apart": ([1], [2])}
@@ -239,7 +239,7 @@ def see_different_directories(ctx: ddpsafe.RankContext, base: Path) -> dict[str,
 
 
 def find_damage_on_one_rank(ctx: ddpsafe.RankContext, base: Path) -> Any:
-    """Restore while only one rank sees a damaged file."""
+    """Restore where only one rank sees a damaged file."""
     directory = base / "source"
     if ctx.rank == 1:
         directory = base / "copy"
@@ -251,7 +251,7 @@ def find_damage_on_one_rank(ctx: ddpsafe.RankContext, base: Path) -> Any:
 
 
 def draw(ctx: ddpsafe.RankContext, directory: Path, *, save: bool) -> tuple[float, Any]:
-    """Save the generators, or restore them; return what is drawn next, and this rank's own."""
+    """Save or restore the generators; return the next draw, and this rank's own value."""
     torch.manual_seed(ctx.rank)
     own = torch.tensor([ctx.rank])
     holder = PerRank(Holder(own))
@@ -276,14 +276,14 @@ class Holder:
         return {"value": self.value.clone()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Load a value."""
+        """Set the value."""
         self.value.copy_(state["value"])
 
 
 def save_and_restore_shards(
     ctx: ddpsafe.RankContext, directory: Path, *, save: bool, sharded: bool = True
 ) -> Any:
-    """Train a model, whole or sharded by FSDP2, and save it; or restore it and continue."""
+    """Save a model, whole or sharded by FSDP2; or restore it and continue training."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -305,7 +305,7 @@ def save_and_restore_shards(
         if save:
             step()
             checkpointer.save(state, 1)
-            checkpointer.save(state, 1)  # a second time, when nothing is left to do
+            checkpointer.save(state, 1)  # the same step again, which saves nothing
             step()
             checkpointer.save(state, 2, asynchronous=True)
         else:
@@ -321,7 +321,7 @@ def save_and_restore_shards(
 def distribute_over_parts_of_the_ranks(
     ctx: ddpsafe.RankContext, directory: Path
 ) -> dict[str, list[bool]]:
-    """Save tensors on many kinds of meshes; return how they are restored, distributed and whole."""
+    """Save tensors on many kinds of meshes; return whether each is restored, distributed and whole."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -360,7 +360,7 @@ def distribute_over_parts_of_the_ranks(
 
 
 def refuse_shards(ctx: ddpsafe.RankContext, directory: Path) -> Any:
-    """Restore a sharded model from a checkpoint of another shape; nothing may change."""
+    """Restore a sharded model from a checkpoint of another shape, which must change nothing."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -373,7 +373,7 @@ def refuse_shards(ctx: ddpsafe.RankContext, directory: Path) -> Any:
 
 
 def hold_lock(directory: Path, held: Any) -> None:
-    """Hold the lock of a directory as a job of Slurm does, until this process is killed."""
+    """Hold the lock of a directory as a Slurm job does, until this process is killed."""
     lock = DirectoryLock(directory, Owner.myself({"SLURM_JOB_ID": "4711"}))
     held.set()
     threading.Event().wait()
@@ -383,13 +383,13 @@ def hold_lock(directory: Path, held: Any) -> None:
 def die_before_the_save(
     rank: int, directory: Path, port: int, told: Path, victim: int, how: str, ready: Any
 ) -> None:
-    """Run as a rank without a launcher; one rank exits, the other returns the error it gets."""
+    """Run a rank without a launcher: the victim dies, the other one writes down its error."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     group = ddpsafe.process_group(backend="gloo", seed=0)
     with group, Checkpointer(directory) as checkpointer:
         checkpointer.save({"x": 1}, 1)
-        ready.wait()  # both ranks know that it is saved
+        ready.wait()  # all ranks know that it is saved
         if rank == victim:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -411,7 +411,7 @@ def die_before_the_save(
 
 
 def save_large_shards(ctx: ddpsafe.RankContext, directory: Path) -> dict[str, Any]:
-    """Save a sharded model of 4 MB, and return the error."""
+    """Save a sharded model of 4 MB; return the error."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -422,7 +422,7 @@ def save_large_shards(ctx: ddpsafe.RankContext, directory: Path) -> dict[str, An
 
 
 def never_get_on(ctx: ddpsafe.RankContext, directory: Path) -> None:
-    """Restore, and die before a step, in every attempt but the first."""
+    """Restore, and die before the next step, in every attempt but the first."""
     training = Training(ctx)
     with Checkpointer(directory) as checkpointer:
         begun = checkpointer.restore(training.state)
@@ -437,24 +437,24 @@ def never_get_on(ctx: ddpsafe.RankContext, directory: Path) -> None:
 
 
 class Picky:
-    """Refuses its state on one rank."""
+    """An object that refuses its state on one rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
     def state_dict(self) -> dict[str, int]:
-        """Return an empty state."""
+        """Return a minimal state."""
         return {}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Refuse it on rank 1."""
+        """Refuse the state on rank 1."""
         if self.rank == 1:
             message = f"{state} is not to my taste"
             raise ValueError(message)
 
 
 def refuse_on_rank_1(ctx: ddpsafe.RankContext, directory: Path) -> dict[str, Any]:
-    """Restore an object that refuses on one rank only."""
+    """Restore an object that refuses its state on one rank."""
     with Checkpointer(directory) as checkpointer:
         state = {"picky": Picky(ctx.rank)}
         checkpointer.save(state, 1)

@@ -1,4 +1,4 @@
-"""Functions that use a rank's context; run by test_context.py with one and with three ranks."""
+"""Rank functions of test_context.py, for worlds of one and of three ranks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def caught(function: Callable[[], object]) -> BaseException:
     """Return the exception that the call must raise."""
     try:
         value = function()
-    except Exception as error:  # noqa: BLE001 - judged by the test
+    except Exception as error:  # noqa: BLE001 - the test checks it
         return error
     msg = f"it returned {value!r}"
     raise AssertionError(msg)
 
 
 def facts(ctx: RankContext) -> dict[str, Any]:
-    """Return everything that the context contains about this rank."""
+    """Return everything that the context knows about this rank."""
     return {
         "place": (ctx.rank, ctx.local_rank, ctx.node_rank),
         "sizes": (ctx.world_size, ctx.local_world_size, ctx.nnodes),
@@ -59,12 +59,12 @@ def _in_a_thread(function: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def wrap_and_unwrap(ctx: RankContext, door: str) -> dict[str, Any]:
-    """Wrap models of several kinds, by method or by function, and get them back."""
+def wrap_and_unwrap(ctx: RankContext, style: str) -> dict[str, Any]:
+    """Wrap and unwrap models of several kinds, by method or by function."""
     import torch
     from torch import nn
 
-    api: Any = ctx if door == "method" else ddpsafe
+    api: Any = ctx if style == "method" else ddpsafe
     plain = nn.Linear(2, 1, bias=False)
     wrapped = api.wrap(plain, gradient_as_bucket_view=True)
     wrapped(torch.full((1, 2), float(ctx.rank))).sum().backward()
@@ -89,11 +89,11 @@ def wrap_and_unwrap(ctx: RankContext, door: str) -> dict[str, Any]:
     }
 
 
-def reduce_everything(ctx: RankContext, door: str) -> dict[str, Any]:
+def reduce_everything(ctx: RankContext, style: str) -> dict[str, Any]:
     """Average rank numbers (0, 1, 2) in every form."""
     import torch
 
-    api: Any = ctx if door == "method" else ddpsafe
+    api: Any = ctx if style == "method" else ddpsafe
     rank = ctx.rank
     found: dict[str, Any] = {
         "float": api.reduce_mean(float(rank)),
@@ -162,7 +162,7 @@ def reduce_nonsense(ctx: RankContext) -> dict[str, Any]:
         caught(lambda: ctx.reduce_mean(keys)),
         caught(lambda: ctx.reduce_mean(1.0, weight=0)),
         caught(lambda: ctx.all_reduce(1.0, "sum" if ctx.rank else "max")),
-        caught(lambda: ctx.all_reduce(1.0, "avg")),  # type: ignore[arg-type]  # what a user may do
+        caught(lambda: ctx.all_reduce(1.0, "avg")),  # type: ignore[arg-type]  # type: ignore[arg-type]  # a user's mistake
     ]
     return {
         "errors": [f"{type(error).__name__}: {error}" for error in errors],
@@ -172,7 +172,7 @@ def reduce_nonsense(ctx: RankContext) -> dict[str, Any]:
 
 
 def pass_what_cannot_travel(ctx: RankContext, folder: Path) -> float:
-    """Pass an object that cannot be pickled on rank 1 while another rank is in the collective."""
+    """Pass an unpicklable object on rank 1 while another rank is in the collective."""
     (folder / f"called-{ctx.rank}").touch()
     if ctx.rank == 1:
         scripts.wait_until((folder / "called-0").exists)
@@ -181,15 +181,15 @@ def pass_what_cannot_travel(ctx: RankContext, folder: Path) -> float:
 
 
 def survive_what_cannot_travel(ctx: RankContext) -> dict[str, str]:
-    """Pass unsuitable objects to reduce, gather and broadcast on rank 1, catch the errors, and continue.
+    """On rank 1, pass what cannot be reduced, gathered or broadcast, catch the error, and continue.
 
     Returns:
-        On rank 1 the error for each object.
+        The errors of rank 1, by the argument.
     """
     import torch
 
     wrong: dict[str, Callable[[], object]] = {
-        "text": lambda: ctx.all_reduce("x"),  # type: ignore[type-var]  # what a user may do
+        "text": lambda: ctx.all_reduce("x"),  # type: ignore[type-var]  # type: ignore[type-var]  # a user's mistake
         "complex": lambda: ctx.reduce_mean(torch.zeros(2, dtype=torch.complex64)),
         "lambda": lambda: ctx.all_gather({"loss": 1.0, "schedule": lambda: 0}),
         "rank": lambda: ctx.broadcast(1, src=7),
@@ -210,11 +210,11 @@ def survive_what_cannot_travel(ctx: RankContext) -> dict[str, str]:
     return found
 
 
-def exchange(ctx: RankContext, door: str) -> dict[str, Any]:
+def exchange(ctx: RankContext, style: str) -> dict[str, Any]:
     """Gather and broadcast objects of several kinds."""
     import torch
 
-    api: Any = ctx if door == "method" else ddpsafe
+    api: Any = ctx if style == "method" else ddpsafe
     mine = {"rank": ctx.rank, "text": "x" * ctx.rank, "tensor": torch.full((2,), ctx.rank)}
     last = ctx.world_size - 1
     return {
@@ -226,12 +226,12 @@ def exchange(ctx: RankContext, door: str) -> dict[str, Any]:
     }
 
 
-def meet(ctx: RankContext, folder: Path, door: str) -> list[list[int]]:
-    """Enter barriers whose names recur; return which ranks had written a note at each of them.
+def meet(ctx: RankContext, folder: Path, style: str) -> list[list[int]]:
+    """Pass barriers whose names repeat; return the ranks that had written a note before each.
 
     A different rank writes last each time, and gives the others time to slip through.
     """
-    api: Any = ctx if door == "method" else ddpsafe
+    api: Any = ctx if style == "method" else ddpsafe
     seen = []
     for turn, name in enumerate(["epoch", None, "epoch", None, "epoch"]):
         if turn % ctx.world_size == ctx.rank:
@@ -243,7 +243,7 @@ def meet(ctx: RankContext, folder: Path, door: str) -> list[list[int]]:
 
 
 def wait_for_late_rank(ctx: RankContext, work_s: float) -> None:
-    """Let rank 1 reach the barrier, and then its own first one, later than the others."""
+    """Let rank 1 reach the barrier, and later rank_zero_first, after the others."""
     if ctx.rank == 1:
         threading.Event().wait(work_s)
     ctx.barrier("after the work")
@@ -253,7 +253,7 @@ def wait_for_late_rank(ctx: RankContext, work_s: float) -> None:
 
 
 def miss_a_barrier(ctx: RankContext) -> dict[str, Any]:
-    """Rank 2 skips a barrier; return what the other ranks see, and how long it took."""
+    """Rank 2 skips a barrier; return the error of the others, and how long it took."""
     if ctx.rank == 2:
         return {}
     started_s = time.monotonic()
@@ -262,14 +262,16 @@ def miss_a_barrier(ctx: RankContext) -> dict[str, Any]:
 
 
 def meet_under_other_names(ctx: RankContext) -> BaseException:
-    """Rank 0 waits at a different barrier than the others."""
+    """Rank 0 waits at a barrier with another name than the others."""
     name = "evaluate" if ctx.is_main else "train"
     return caught(lambda: ctx.barrier(name, timeout=SHORT))
 
 
-def follow_rank_zero(ctx: RankContext, folder: Path, form: str, door: str) -> list[tuple[int, str]]:
-    """Prepare two folders in some form of rank_zero_first; return which rank was first in each."""
-    api: Any = ctx if door == "method" else ddpsafe
+def follow_rank_zero(
+    ctx: RankContext, folder: Path, form: str, style: str
+) -> list[tuple[int, str]]:
+    """Prepare two folders with rank_zero_first; return which rank prepared each."""
+    api: Any = ctx if style == "method" else ddpsafe
     found = []
     for name in ("train", "test"):
         (folder / f"{name}-wanted-by-{ctx.rank}").touch()
@@ -282,7 +284,7 @@ def follow_rank_zero(ctx: RankContext, folder: Path, form: str, door: str) -> li
 
 
 def _prepare(ctx: RankContext, folder: Path, *, name: str) -> tuple[int, str]:
-    """Do what only the first rank must do; rank 0 gives the others every chance to overtake it."""
+    """Do the work of the first rank; rank 0 gives the others every chance to overtake it."""
     first = folder / f"{name}-first"
     if ctx.is_main:
         wanted = [folder / f"{name}-wanted-by-{rank}" for rank in range(ctx.world_size)]
@@ -320,7 +322,7 @@ def survive_failure_of_rank_zero(ctx: RankContext) -> dict[str, Any]:
 
 
 def look_whether_all_are_there(ctx: RankContext) -> float:
-    """Enter a barrier with no time to wait; rank 0 never enters. Return how long it took."""
+    """Enter a barrier without waiting; rank 0 never does. Return how long it took."""
     began_s = time.monotonic()
     if not ctx.is_main:
         assert isinstance(
@@ -330,7 +332,7 @@ def look_whether_all_are_there(ctx: RankContext) -> float:
 
 
 def keep_them_waiting(ctx: RankContext) -> BaseException | None:
-    """Rank 0 never enters rank_zero_first."""
+    """Rank 0 skips rank_zero_first entirely."""
     return None if ctx.is_main else caught(lambda: ctx.rank_zero_first(str))
 
 
@@ -342,9 +344,9 @@ def speak(ctx: RankContext) -> None:
     wait_for_late_rank(ctx, 1.2)
 
 
-def ask_to_stop(ctx: RankContext, door: str) -> int:
-    """Ask until the answer is True; only the last rank receives a signal, after some calls."""
-    api: Any = ctx if door == "method" else ddpsafe
+def ask_to_stop(ctx: RankContext, style: str) -> int:
+    """Poll until a stop is requested; only the last rank receives a signal, after some calls."""
+    api: Any = ctx if style == "method" else ddpsafe
     for call in itertools.count(1):
         if api.stop_requested():
             return call
@@ -355,7 +357,7 @@ def ask_to_stop(ctx: RankContext, door: str) -> int:
 
 
 def seed(ctx: RankContext) -> dict[str, Any]:
-    """Seed by function; return the next number of every generator."""
+    """Seed with the function; return the next draw of every generator."""
     import random
 
     import numpy as np
@@ -371,13 +373,13 @@ def seed(ctx: RankContext) -> dict[str, Any]:
 
 
 def take_another_branch(ctx: RankContext) -> None:
-    """Rank 0 skips a call of the others, and the resulting error is not caught."""
+    """Rank 0 skips what the others do, and no rank catches the result."""
     if not ctx.is_main:
         ctx.rank_zero_first(str)
 
 
 def act_before_setup() -> dict[str, BaseException]:
-    """Call functions that need other ranks with RANK and WORLD_SIZE set, but without a group."""
+    """Call what needs other ranks while RANK and WORLD_SIZE are set but no group exists."""
     from torch import nn
 
     calls: dict[str, Callable[[], object]] = {
@@ -394,7 +396,7 @@ def act_before_setup() -> dict[str, BaseException]:
 
 
 def show_everything(ctx: RankContext, folder: Path) -> dict[str, Any]:
-    """Run every program here that succeeds; return the results by name and form of call."""
+    """Run every program here that succeeds; return the results by name and style."""
     found: dict[str, Any] = {
         "facts": facts(ctx),
         "live loss": reduce_a_live_loss(ctx),
@@ -404,21 +406,21 @@ def show_everything(ctx: RankContext, folder: Path) -> dict[str, Any]:
         "cannot travel": survive_what_cannot_travel(ctx) if ctx.world_size > 1 else None,
         "seed": seed(ctx),
     }
-    for door in ("method", "function"):
-        own = folder / door
+    for style in ("method", "function"):
+        own = folder / style
         own.mkdir(exist_ok=True)
-        found["wrap", door] = wrap_and_unwrap(ctx, door)
-        found["reduce", door] = reduce_everything(ctx, door)
-        found["exchange", door] = exchange(ctx, door)
-        found["meet", door] = meet(ctx, own, door)
+        found["wrap", style] = wrap_and_unwrap(ctx, style)
+        found["reduce", style] = reduce_everything(ctx, style)
+        found["exchange", style] = exchange(ctx, style)
+        found["meet", style] = meet(ctx, own, style)
         for form in ("context", "local", "call"):
             (own / form).mkdir(exist_ok=True)
-            found["first", door, form] = follow_rank_zero(ctx, own / form, form, door)
+            found["first", style, form] = follow_rank_zero(ctx, own / form, form, style)
     return found
 
 
 def miss_each_other(ctx: RankContext) -> dict[str, Any]:
-    """Run every program here in which a rank is missing, with a barrier between them."""
+    """Run every program here in which a rank is absent, with barriers between them."""
     found: dict[str, Any] = {}
     for program in (miss_a_barrier, meet_under_other_names, keep_them_waiting):
         found[program.__name__] = program(ctx)

@@ -29,7 +29,7 @@ RECORD = 16
 
 
 def run_ranks(function: Callable[..., Any], *args: object, ranks: int = 2) -> Any:
-    """Run a function in gloo ranks from a server of forks; return the values by rank."""
+    """Run a function in gloo ranks forked from the fork server; return the values by rank."""
     return ddpsafe.launch(
         function, args=args, nproc_per_node=ranks, backend="gloo", start_method="forkserver"
     ).values
@@ -49,26 +49,26 @@ class Numbers(Dataset[int]):
 
 
 class Augmented(Numbers):
-    """Sample i is i, the dataset's epoch, and draws of the three generators."""
+    """Sample i is i, the epoch that the dataset was given, and draws of the three generators."""
 
     epoch = -1
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch."""
+        """Store the epoch."""
         self.epoch = epoch
 
     def __getitem__(self, index: int) -> Any:
-        draws = (random.random(), np.random.random(), float(torch.rand(())))  # noqa: NPY002 - what augmentations use
+        draws = (random.random(), np.random.random(), float(torch.rand(())))  # noqa: NPY002 - augmentations use it
         return index, int(self.epoch), draws
 
 
 class ByRng(Numbers):
-    """Sample i is i and a draw that belongs to the sample."""
+    """Sample i is i, and a draw that depends only on the sample."""
 
     epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch."""
+        """Store the epoch."""
         self.epoch = epoch
 
     def __getitem__(self, index: int) -> Any:
@@ -76,7 +76,7 @@ class ByRng(Numbers):
 
 
 class Lethal(Numbers):
-    """One sample kills the worker, exits it, or raises."""
+    """One sample kills the worker, makes it exit, or raises."""
 
     def __init__(self, n: int, index: int, how: str) -> None:
         super().__init__(n)
@@ -97,7 +97,7 @@ class Lethal(Numbers):
 
 
 class Ending(Numbers):
-    """The worker that reads one sample stops sending batches, and exits a moment later."""
+    """At one sample, the worker stops sending what it has read, and exits a moment later."""
 
     def __init__(self, n: int, index: int, mark: Path) -> None:
         super().__init__(n)
@@ -117,7 +117,7 @@ class Ending(Numbers):
 
 
 class Gated(Numbers):
-    """One sample waits at a FIFO until the test has opened it for writing; then it may kill."""
+    """One sample waits at a FIFO until the test writes to it; then it may kill the worker."""
 
     def __init__(self, n: int, index: int, fifo: str, how: str = "") -> None:
         super().__init__(n)
@@ -135,7 +135,7 @@ class Gated(Numbers):
 
 
 class Renamed(Numbers):
-    """Sample i is i, but its path belongs to another dataset."""
+    """Sample i is i, but its path names another dataset."""
 
     def __init__(self, n: int, name: str) -> None:
         super().__init__(n)
@@ -160,19 +160,19 @@ def write_records(path: Path, n: int) -> None:
 
 
 def open_raw(path: str) -> Any:
-    """Open without a buffer, so that reads hit the shared position."""
+    """Open without a buffer, so that reads use the shared position."""
     return Path(path).open("rb", buffering=0)
 
 
 def close_and_log(file: Any) -> None:
-    """Close, and append this process to a list beside the file."""
+    """Close the file, and append this process to a list beside it."""
     file.close()
     with Path(file.name + ".closed").open("a") as log:
         log.write(f"{os.getpid()}\n")
 
 
 class Records(Dataset[int]):
-    """Reads records from a file that each process opens for itself."""
+    """Reads records from a file that each process opens separately."""
 
     def __init__(self, path: str, n: int) -> None:
         self.n = n
@@ -188,7 +188,7 @@ class Records(Dataset[int]):
 
 
 class EagerRecords(Records):
-    """Reads records from a file that was opened in the constructor, which is a mistake."""
+    """Reads records from a file that the constructor opens, which is the mistake under test."""
 
     def __init__(self, path: str, n: int) -> None:
         super().__init__(path, n)
@@ -196,7 +196,7 @@ class EagerRecords(Records):
 
 
 class Stream(IterableDataset[int]):
-    """A plain stream that is not divided among ranks."""
+    """A stream that divides nothing."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(10))
@@ -213,7 +213,7 @@ def numbers_to(n: int) -> range:
 
 
 class Permuted(Numbers):
-    """One rank has two items exchanged, one item less, or cannot read one."""
+    """The ranks agree, except that one has two items swapped, one missing, or an unreadable one."""
 
     def __init__(self, n: int, fault: str, rank: int) -> None:
         mine = dist.get_rank() == rank
@@ -234,7 +234,7 @@ class Permuted(Numbers):
 
 
 def consistency(ctx: ddpsafe.RankContext, fault: str) -> Any:
-    """Check a dataset that is wrong on rank 1; return the error."""
+    """Check a dataset that is at fault on rank 1; return the error."""
     facts = {"seed": ctx.rank if fault == "seed" else 0}
     try:
         fingerprint = data.check_dataset_consistency(Permuted(1000, fault, 1), facts=facts)
@@ -244,7 +244,7 @@ def consistency(ctx: ddpsafe.RankContext, fault: str) -> Any:
 
 
 def exact_gather(ctx: ddpsafe.RankContext, sizes: list[int]) -> list[bool]:
-    """Gather datasets of several sizes; return for each whether the result is exact."""
+    """Gather datasets of several sizes; return whether each result is exact."""
     exact = []
     for n in sizes:
         whole = torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).to(torch.float64)
@@ -339,7 +339,7 @@ def _refusal(loader: Any) -> str:
 
 
 def undivided(ctx: ddpsafe.RankContext) -> list[str]:
-    """Make the calls that must be refused with more than one rank; return the messages."""
+    """Try everything that must be refused if there is more than one rank."""
     raised = [
         _refusal(loader)
         for loader in (
@@ -354,7 +354,7 @@ def undivided(ctx: ddpsafe.RankContext) -> list[str]:
 
 
 def uneven(ctx: ddpsafe.RankContext, policy: str, counts: list[int]) -> Any:
-    """Train on `counts[rank]` batches; return the steps, the parameters and what was raised."""
+    """Train on `counts[rank]` batches; return the steps, the parameters and the error."""
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False).double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -375,7 +375,7 @@ def uneven(ctx: ddpsafe.RankContext, policy: str, counts: list[int]) -> Any:
 
 
 def uneven_states(ctx: ddpsafe.RankContext, policy: str) -> Any:
-    """Return (step, state) of every step and of the end; 11 samples in batches of 2 on 2 ranks."""
+    """Return (step, state) for every step and the end, with 11 samples in batches of 2 on 2 ranks."""
     stream = data.ShardedIterable(list(range(13)))
     loader = data.DataLoader(stream, 2)
     steps = data.even_steps(loader, policy=policy)  # type: ignore[arg-type]
@@ -389,7 +389,7 @@ def save_and_stop(
     state: Any,
     options: dict[str, Any],
 ) -> Any:
-    """Read `steps` batches from where `state` was saved; return what was read, and the state."""
+    """Read `steps` batches from the position in `state`; return them and the new state."""
     loader = build_loader(Numbers(101), check=False, **options)
     if state is not None:
         loader.load_state_dict(state)
@@ -404,7 +404,7 @@ def save_and_stop(
 
 
 def loaders_of_context(ctx: ddpsafe.RankContext, n: int) -> Any:
-    """Train and evaluate with ``ctx.loader``; return what was read, and the gathered results."""
+    """Train and evaluate with ``ctx.loader``; return the samples and the gathered results."""
     train = ctx.loader(Numbers(n), batch_size=4, num_workers=1, seed=5)
     read = [[int(x) for batch in train for x in batch] for _ in train.epochs(2)]
     evaluation = ctx.loader(Numbers(n), batch_size=4, train=False)
@@ -415,7 +415,7 @@ def loaders_of_context(ctx: ddpsafe.RankContext, n: int) -> Any:
 
 
 def states_compared(ctx: ddpsafe.RankContext, extra: int) -> Any:
-    """Compare the states of ranks of which rank 1 has read `extra` more batches."""
+    """Compare states where rank 1 has read `extra` more batches."""
     loader = ctx.loader(Numbers(60), batch_size=4)
     iterator = iter(loader)
     for _ in range(2 + (extra if ctx.rank == 1 else 0)):
@@ -460,7 +460,7 @@ def _epochs_of(loader: Any) -> Any:
 
 
 def accelerated(ctx: ddpsafe.RankContext) -> Any:  # noqa: ARG001 - a rank function receives the context
-    """Read two epochs through Accelerate, with and without a sampler of ddpsafe."""
+    """Read two epochs through Accelerate, with and without ddpsafe's sampler."""
     return [_accelerated(own_sampler=own_sampler) for own_sampler in (False, True)]
 
 
@@ -471,14 +471,14 @@ def _accelerated(*, own_sampler: bool) -> Any:
     accelerator = Accelerator(cpu=True)
     options: Any = {"shuffle": True}
     if own_sampler:
-        # Accelerate divides by itself, so the sampler must not.
+        # Accelerate divides the data itself, so the sampler must not.
         options = {"sampler": data.DistributedSampler(48, 1, 0)}
     loader = data.DataLoader(Augmented(48), 4, num_workers=1, **options)
     return _epochs_of(accelerator.prepare(loader))
 
 
 def fabricated(ctx: ddpsafe.RankContext) -> Any:
-    """Read two epochs through Lightning Fabric, with and without a sampler of ddpsafe."""
+    """Read two epochs through Lightning Fabric, with and without ddpsafe's sampler."""
     return [_fabricated(ctx, own_sampler=own_sampler) for own_sampler in (False, True)]
 
 
@@ -504,7 +504,7 @@ def _fabricated(ctx: ddpsafe.RankContext, *, own_sampler: bool) -> Any:
 
 
 class Named(Numbers):
-    """Returns names."""
+    """A dataset whose samples are names."""
 
     def __init__(self, n: int) -> None:
         super().__init__(n)
@@ -515,14 +515,14 @@ class Named(Numbers):
 
 
 class Droppable(EagerRecords):
-    """Can be pickled although it holds a file, which is dropped."""
+    """Holds a file, and can be pickled because it drops the file then."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "reader"}
 
 
 def seeded_traces(ctx: Any) -> dict[str, Any]:
-    """Return the orders and draws of loaders without a seed."""
+    """Return orders and draws of loaders without a seed."""
     orders = [
         list(data.DistributedSampler(40)),
         list(data.WeightedSampler([1.0] * 40)),
@@ -537,7 +537,7 @@ def seeded_traces(ctx: Any) -> dict[str, Any]:
 
 
 class Stuck(Numbers):
-    """One sample of one rank is never read."""
+    """One sample of one rank never returns."""
 
     def __init__(self, n: int, index: int) -> None:
         super().__init__(n)
@@ -550,7 +550,7 @@ class Stuck(Numbers):
 
 
 def wait_for_a_stuck_worker(ctx: Any, kind: str) -> None:
-    """Read with two workers, one of which never answers on rank 1; rank 0 waits for rank 1."""
+    """Read with two workers, one of which is stuck on rank 1, while rank 0 waits for rank 1."""
     dataset = Stuck(16, 5 if ctx.rank == 1 else -1)
     make = data.DataLoader if kind == "ddpsafe" else TorchDataLoader
     sampler = data.DistributedSampler(16, 1, 0, shuffle=False)
@@ -560,7 +560,7 @@ def wait_for_a_stuck_worker(ctx: Any, kind: str) -> None:
 
 
 def lose_a_worker_of_torchs_loader(ctx: Any, how: str) -> None:
-    """Read with torch's loader; on rank 1 a worker dies at a sample."""
+    """Read with torch's loader; on rank 1, a worker dies at one sample."""
     sampler = data.DistributedSampler(16, 1, 0, shuffle=False)
     dataset = Lethal(16, 5 if ctx.rank == 1 else -1, how)
     for _ in TorchDataLoader(dataset, 4, sampler=sampler, num_workers=2):

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ddpsafe import RankContext
 
 SPIN_CYCLES = 10**12
-"""GPU cycles: a kernel that spins for minutes."""
+"""A kernel that does nothing for minutes."""
 
 
 def reduce_once(ctx: RankContext, size: int = 8) -> torch.Tensor:
-    """Queue one all_reduce; return the tensor of its result."""
+    """Enqueue one all_reduce; return its future result."""
     import torch
     import torch.distributed as dist
 
@@ -31,7 +31,7 @@ def reduce_once(ctx: RankContext, size: int = 8) -> torch.Tensor:
 
 
 def numbers_of_collectives(ctx: RankContext) -> list[tuple[int, str]]:
-    """Reduce three times; return what the recorder reports, in full and by counters."""
+    """Reduce three times; return the collectives of the recorders, from entries and from counters."""
     import torch
 
     from ddpsafe._worker.torch_hooks import read_recorders
@@ -39,14 +39,14 @@ def numbers_of_collectives(ctx: RankContext) -> list[tuple[int, str]]:
     for _ in range(3):
         reduce_once(ctx)
     torch.cuda.synchronize()
-    time.sleep(0.5)  # the watchdog looks ten times a second
+    time.sleep(0.5)  # the watchdog polls ten times a second
     full = read_recorders(asks_events=True)[0]
     counted = read_recorders(asks_events=False)[0]
     return [(each.number, each.state) for each in (full[-1], counted[-1])]
 
 
 def sleep_before_all_reduce(ctx: RankContext) -> None:
-    """Rank 1 never enters; rank 0 waits in ``.item()``."""
+    """Rank 1 hangs; rank 0 waits in ``.item()``."""
     reduce_once(ctx).sum().item()
     if ctx.rank == 1:
         time.sleep(600)  # stuck here
@@ -54,7 +54,7 @@ def sleep_before_all_reduce(ctx: RankContext) -> None:
 
 
 def spin_first(ctx: RankContext) -> None:
-    """Rank 1's GPU is busy for minutes; both have queued the collective."""
+    """Rank 1's GPU is busy for minutes; both ranks have enqueued the collective."""
     import torch
 
     reduce_once(ctx).sum().item()
@@ -64,7 +64,7 @@ def spin_first(ctx: RankContext) -> None:
 
 
 def run_ahead_then_miss(ctx: RankContext) -> None:
-    """Rank 0 reads each result, rank 1 queues 40 collectives and then hangs."""
+    """Rank 0 synchronises at each result; rank 1 enqueues 40, then hangs."""
     for _ in range(40):
         value = reduce_once(ctx)
         if ctx.rank == 0:
@@ -75,7 +75,7 @@ def run_ahead_then_miss(ctx: RankContext) -> None:
 
 
 def differ_then_run_ahead(ctx: RankContext) -> None:
-    """The fourth collective differs, and both queue 40 more."""
+    """The fourth collective differs, and both ranks enqueue 40 more."""
     import torch
     import torch.distributed as dist
 
@@ -98,7 +98,7 @@ def return_early(ctx: RankContext) -> None:
 
 
 def raise_while_the_other_spins(ctx: RankContext) -> None:
-    """Rank 1 raises; rank 0's GPU waits for it."""
+    """Rank 1 raises while rank 0's GPU waits for it."""
     reduce_once(ctx).sum().item()
     if ctx.rank == 1:
         time.sleep(0.5)
@@ -119,7 +119,7 @@ def die_while_spinning(ctx: RankContext) -> None:
 
 
 def take_most_and_die_once(ctx: RankContext) -> int:
-    """Take a third of the GPU each, and be killed in the first attempt."""
+    """Take a third of the GPU on each rank, and be killed in the first attempt."""
     import torch
 
     _, total = torch.cuda.mem_get_info()
@@ -132,14 +132,14 @@ def take_most_and_die_once(ctx: RankContext) -> int:
 
 
 def index_out_of_range(ctx: RankContext) -> None:
-    """Rank 1 reads a row that does not exist, in a kernel."""
+    """Rank 1 indexes a row that does not exist, in a kernel."""
     import torch
 
     reduce_once(ctx).sum().item()
     if ctx.rank == 1:
         table = torch.ones(4, 4, device=ctx.device)
         table[torch.tensor([9], device=ctx.device)].sum()
-        time.sleep(5)  # the watchdog sees it first
+        time.sleep(5)  # the watchdog reports it first
     reduce_once(ctx).sum().item()
 
 
@@ -154,7 +154,7 @@ def allocate_too_much(ctx: RankContext) -> None:
 
 
 def die_of_sigterm(ctx: RankContext) -> None:
-    """Train; rank 0 receives SIGTERM while its main thread is mostly in ``.item()``."""
+    """Train; rank 0 receives SIGTERM, most likely while its main thread is in ``.item()``."""
     if ctx.rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
     while True:
@@ -162,7 +162,7 @@ def die_of_sigterm(ctx: RankContext) -> None:
 
 
 def look_before_cuda(rank: int, folder: Path) -> None:
-    """Choose the GPU by setting a variable, as functions of spawn may."""
+    """Choose the GPU with an environment variable, as spawn's functions may."""
     import torch
 
     before = torch.cuda.is_initialized()
@@ -172,7 +172,7 @@ def look_before_cuda(rank: int, folder: Path) -> None:
 
 
 def compute_on_the_cpu(rank: int, folder: Path) -> None:
-    """Use gloo only; record whether a GPU was opened."""
+    """Use gloo only; return whether a GPU is open."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", rank=rank, world_size=2)
@@ -183,14 +183,14 @@ def compute_on_the_cpu(rank: int, folder: Path) -> None:
 
 
 def compute(ctx: RankContext) -> tuple[str, float]:
-    """Compute something on the rank's device."""
+    """Compute on the rank's device."""
     import torch
 
     return str(ctx.device), float(torch.ones(3, device=ctx.device).sum())
 
 
 def load_batches(ctx: RankContext) -> dict[str, Any]:
-    """Load with worker processes after CUDA is up."""
+    """Load batches in worker processes after CUDA is initialised."""
     import torch
 
     data = torch.utils.data.TensorDataset(torch.arange(64.0))
@@ -203,7 +203,7 @@ def load_batches(ctx: RankContext) -> dict[str, Any]:
 
 
 def copy_then_change(ctx: RankContext) -> bool:
-    """Copy a state for an asynchronous save from a side stream, and change it at once."""
+    """Copy a state for an asynchronous save on a side stream, and change it at once."""
     import torch
 
     from ddpsafe.checkpoint._trees import HostCopies
@@ -234,7 +234,7 @@ def say_devices_in_use(ctx: RankContext, folder: str) -> list[int]:
 
 
 def replay_a_graph(ctx: RankContext) -> float:
-    """Capture a graph while the lifeline's thread reports the rank's position; then replay it."""
+    """Capture a graph while another thread reads the rank's position, then replay it."""
     import threading
 
     import torch
@@ -275,13 +275,13 @@ def leave_with_things_alive(ctx: RankContext) -> None:
 
 
 def join_as_told() -> str:
-    """Join as a rank of another launcher, which sets the visible GPUs of each rank."""
+    """Join another launcher's job, with the GPUs that it makes visible to this rank."""
     with ddpsafe.process_group(timeouts={"rendezvous": 30}) as ctx:
         return f"{ctx.device} {float(reduce_once(ctx).sum())}"
 
 
 def stop_between_steps(ctx: RankContext, steps: int) -> int:
-    """Step until the job is asked to stop; rank 0 sends the request in the third step."""
+    """Step until a stop is requested; rank 0 requests it at the third step, as a scheduler would."""
     for step in range(steps):
         if ctx.stop_requested():
             return step
@@ -292,7 +292,7 @@ def stop_between_steps(ctx: RankContext, steps: int) -> int:
 
 
 def draw_and_scale(ctx: RankContext, folder: str) -> dict[str, list[float]]:
-    """Save CUDA's random state and a GradScaler; return what is drawn after it, twice."""
+    """Save CUDA's random state and a GradScaler; return the draws after the save and after a restore."""
     import torch
 
     from ddpsafe.checkpoint import Checkpointer

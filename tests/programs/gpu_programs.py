@@ -1,8 +1,8 @@
-"""Functions of ranks on GPUs; run by gpu/test_gpu.py.
+"""Rank functions of gpu/test_gpu.py.
 
-Where a test needs two ranks and the machine has one GPU, both share it: NCCL refuses that unless it
-takes the ranks to be on different hosts, so each gets a NCCL_HOSTID of its own before the group is
-made. That is for tests only.
+If a test needs two ranks and the machine has one GPU, both share it. NCCL allows that only between
+different hosts, so each rank gets its own NCCL_HOSTID before the group is made. That is for tests
+only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BATCH = 8
 
 
 def look_around(ctx: RankContext) -> dict[str, Any]:
-    """Return this rank's device, and what torch uses when none is named."""
+    """Return the rank's device, and the one that torch uses by default."""
     import torch
     import torch.distributed as dist
 
@@ -55,7 +55,7 @@ def return_a_device_tensor(ctx: RankContext) -> dict[str, torch.Tensor]:
 
 
 def reduce_on_device(ctx: RankContext) -> dict[str, Any]:
-    """Use every collective of the context; tensors of the device and of the CPU."""
+    """Use every collective of the context with tensors on the device and on the CPU."""
     import torch
 
     loss = torch.tensor(float(ctx.rank), device=ctx.device)
@@ -72,7 +72,7 @@ def reduce_on_device(ctx: RankContext) -> dict[str, Any]:
 
 
 def be_one_of_two(rank: int, program: Program, folder: Path) -> None:
-    """Make the group as a script does, run the program in it, and record its result."""
+    """Make the group as a script does, run the program in it, and write its result to a file."""
     import torch
     import torch.distributed as dist
 
@@ -82,7 +82,7 @@ def be_one_of_two(rank: int, program: Program, folder: Path) -> None:
         os.environ["NCCL_HOSTID"] = f"ddpsafe-test-{rank}"
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=2)
-    # The rank's own by its local rank, unless the script says otherwise: both may be on the first.
+    # Each rank uses its local rank's GPU, unless the script sets another: both may use the first.
     ctx = dataclasses.replace(ddpsafe.current(), device=device, backend="nccl")
     found = program(ctx)
     dist.destroy_process_group()
@@ -115,7 +115,7 @@ def share_of(tensor: torch.Tensor, ctx: RankContext) -> torch.Tensor:
 
 
 def train_in_parallel(ctx: RankContext) -> dict[str, Any]:
-    """Train with synchronised BatchNorm: the ranks together do what one process does alone."""
+    """Train with synchronised BatchNorm: together, the ranks do the work of one process."""
     model = ctx.wrap(network(), sync_batchnorm=True)
     train(model, [(share_of(x, ctx), share_of(y, ctx)) for x, y in batches()])
     inner = ctx.unwrap(model)
@@ -130,7 +130,7 @@ def train_alone(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def train(model: nn.Module, data: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Take one step with each batch."""
+    """Run one step for each batch."""
     import torch
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -141,12 +141,12 @@ def train(model: nn.Module, data: list[tuple[torch.Tensor, torch.Tensor]]) -> No
 
 
 def on_cpu(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers, off the device."""
+    """Return parameters and buffers, copied to the CPU."""
     return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
 
 def train_with_amp(ctx: RankContext) -> dict[str, Any]:
-    """Train in half precision with a gradient scaler, ten times through the data."""
+    """Train in half precision with a gradient scaler, for ten epochs."""
     import torch
 
     model = ctx.wrap(network())
@@ -174,7 +174,7 @@ def train_with_amp(ctx: RankContext) -> dict[str, Any]:
 
 
 def accumulate(ctx: RankContext) -> dict[str, Any]:
-    """Accumulate the gradients of two batches; only the second synchronises."""
+    """Accumulate the gradients of two batches, of which only the second synchronises."""
     import torch
 
     model = ctx.wrap(torch.nn.Linear(4, 1, bias=False))
@@ -188,7 +188,7 @@ def accumulate(ctx: RankContext) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def initialised_cuda() -> Iterator[torch.Tensor]:
-    """Keep a tensor on the GPU in this process, which initialises CUDA here."""
+    """Keep a tensor on the GPU, which initialises CUDA in this process."""
     import torch
 
     yield torch.ones(1, device="cuda")

@@ -1,4 +1,4 @@
-"""Ranks of another launcher, whose store another user can reach; run by test_job_secret.py."""
+"""Rank functions of test_job_secret.py: another user can reach the ranks' store."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train_beside_a_stranger(folder: str) -> dict[str, Any]:
 
 
 def join_soon() -> str:
-    """Try to join, and return the error."""
+    """Join; return the error."""
     try:
         with ddpsafe.process_group(timeouts=SOON):
             return ""
@@ -53,7 +53,7 @@ def join_soon() -> str:
 
 
 def join_twice_and_start_a_program() -> list[object]:
-    """Join two groups in a row; return their sums, and the secrets that a child program finds."""
+    """Join two groups in turn; return their sums, and the secrets that a program inherits."""
     found: list[object] = []
     for _ in range(2):
         with ddpsafe.process_group(timeouts=PATIENT) as ctx:
@@ -64,7 +64,7 @@ def join_twice_and_start_a_program() -> list[object]:
 
 
 def forge(port: int, world_size: int) -> list[str]:
-    """Connect as another user would, and write to every key that ranks act on."""
+    """Connect as another user, and write under every key that ranks act on."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", port, is_master=False)

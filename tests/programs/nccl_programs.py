@@ -1,6 +1,6 @@
-"""Ranks under NCCL, simulated on the CPU; run by nccl_on_cpu/.
+"""NCCL ranks simulated on the CPU; run by nccl_on_cpu/.
 
-torch is made to see GPUs; NCCL's texts and the recorder's dumps come from real runs.
+torch is made to report GPUs; messages of NCCL and recorder dumps are recorded from real runs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ PATIENT = {"rendezvous": 30, "collective": 30, "barrier": 30}
 
 
 class Properties:
-    """What CUDA reports about a GPU."""
+    """A fake of torch's properties of a GPU."""
 
     def __init__(self, uuid: str) -> None:
-        """Keep the UUID."""
+        """Set the UUID."""
         self.uuid = uuid
 
 
 def show_gpus(*uuids: str) -> list[int]:
-    """Let torch see GPUs with these UUIDs; return the list to which the chosen indexes are added."""
+    """Make torch report GPUs with those UUIDs; return a list that receives the indexes in use."""
     import torch
 
     taken: list[int] = []
@@ -40,14 +40,14 @@ def show_gpus(*uuids: str) -> list[int]:
 
 
 def refuse_to_make_a_group(*_: object, **__: object) -> None:
-    """Fail as NCCL does without a GPU, before torch 2.15's NCCL would end the process."""
+    """Fail as NCCL does without a GPU, before it ends the process as NCCL of torch 2.15 does."""
     raise ValueError(NO_GPUS)
 
 
 def join_with_gpus(seen: dict[int, list[str]], backend: str = "auto") -> list[int]:
-    """Join as a rank that sees its entry of GPUs; return the device that it chose.
+    """Join as a rank that sees its GPUs; return the devices that it has set by then.
 
-    There is no GPU for NCCL, so the group itself cannot be made.
+    NCCL has no GPU, so the group itself cannot be made.
     """
     import torch.distributed as dist
 
@@ -61,13 +61,13 @@ def join_with_gpus(seen: dict[int, list[str]], backend: str = "auto") -> list[in
         if str(error) != NO_GPUS:
             raise
     except ddpsafe.RendezvousTimeoutError:
-        # Rank 0 may already have failed to make the group, and its store with it.
+        # Rank 0 has failed to make the group by now, and its store ended with it.
         assert os.environ["RANK"] != "0"
     return taken
 
 
 def say_what_is_initialised(rank: int, folder: Path) -> None:
-    """Record, in spawn style, which device ddpsafe names, and that CUDA is not initialized."""
+    """With spawn, write ddpsafe's device, and whether CUDA is initialised."""
     import torch
 
     context = ddpsafe.current()
@@ -76,7 +76,7 @@ def say_what_is_initialised(rank: int, folder: Path) -> None:
 
 
 def say_nccl_settings(rank: int, folder: Path) -> None:
-    """Record the variables of NCCL and of its watchdog."""
+    """Write the variables of NCCL and its watchdog."""
     names = (
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
         "TORCH_FR_DUMP_TEMP_FILE",
@@ -86,15 +86,15 @@ def say_nccl_settings(rank: int, folder: Path) -> None:
 
 
 class ExplodesWhenLoaded:
-    """An argument whose unpickling does work on the GPU, here: raises."""
+    """An argument whose unpickling needs the GPU; here it raises."""
 
     def __setstate__(self, _: object) -> None:
-        """Stand for ``self.table = torch.zeros(…, device="cuda")``."""
+        """Raise in place of ``self.table = torch.zeros(…, device="cuda")``."""
         msg = "unpickled before the device was set"
         raise ArithmeticError(msg)
 
     def __getstate__(self) -> object:
-        """Have a state, so that it is set."""
+        """Return a state, so that it is set."""
         return 1
 
 
@@ -103,7 +103,7 @@ def do_nothing(*_: object) -> None:
 
 
 def interfaces_at_init(rank: int, folder: Path, world_size: int) -> None:
-    """Start to make a group, as a script on one of several nodes; record where it would listen."""
+    """Begin to make a group as one node's script does; write the interfaces it would listen on."""
     import torch.distributed as dist
 
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -132,7 +132,7 @@ def interfaces_at_init(rank: int, folder: Path, world_size: int) -> None:
 
 
 def make_a_group_of_members(ctx: ddpsafe.RankContext) -> list[Any]:
-    """Make a group that only its members make, while the main group is bound to a device."""
+    """Make a subgroup among its members only, while the main group is bound to a device."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
@@ -162,7 +162,7 @@ def make_a_group_of_members(ctx: ddpsafe.RankContext) -> list[Any]:
 def watchdog_words(
     rank: int, number: int, queued: int, completed: int, op: str = "ALLREDUCE"
 ) -> str:
-    """Return what the watchdog of torch 2.6 to 2.13 writes when a collective times out."""
+    """Return the message of the watchdog of torch 2.6 to 2.13 for a timeout."""
     head = f"[rank{rank}]:[E1118 20:27:21.426415540 ProcessGroupNCCL.cpp:685] "
     return (
         f"{head}[Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={number}, "
@@ -175,7 +175,7 @@ def watchdog_words(
 
 
 def thrown_words(rank: int, error: str) -> str:
-    """Return what the watchdog writes when it ends the process."""
+    """Return the message of the watchdog when it ends the process."""
     said = (
         f"[PG ID 0 PG GUID 0(default_pg) Rank {rank}] Process group watchdog thread terminated "
         f"with exception: {error}"
@@ -188,12 +188,12 @@ def thrown_words(rank: int, error: str) -> str:
 
 
 def write_to_stderr(text: str) -> None:
-    """Write as C++ does: past Python, to file descriptor 2."""
+    """Write to file descriptor 2 without Python's buffer, as C++ does."""
     os.write(2, text.encode())
 
 
 def item() -> None:
-    """Wait as ``loss.item()`` does while the GPU waits."""
+    """Wait as ``loss.item()`` does for the GPU."""
     time.sleep(600)
 
 
@@ -206,9 +206,9 @@ Words = dict[int, str]
 
 
 def act(rank: int, words: Words, then: str, raises: int | None = None) -> None:
-    """Act as a rank under NCCL: the watchdog, in a thread, writes those words, and may abort.
+    """Simulate a rank under NCCL: its watchdog, a thread, prints those messages, and may abort.
 
-    A rank without words reads the next batch, from a mount that does not answer.
+    A rank without messages reads the next batch from a mount that does not respond.
     """
     if rank == raises:
         msg = "label 7 is out of range"
@@ -227,14 +227,14 @@ def act(rank: int, words: Words, then: str, raises: int | None = None) -> None:
 
 
 def print_the_words(rank: int) -> float:
-    """Print the text of a watchdog, as a log viewer may, and continue."""
+    """Print a watchdog's message, as a log viewer may, and continue."""
     write_to_stderr("failure detected by watchdog at work sequence id: 118\n")
     time.sleep(1.2)
     return float(rank)
 
 
 def go_on_after(rank: int, folder: Path) -> None:
-    """Handle NCCL's errors in the script: its watchdog reports, and training continues."""
+    """Handle NCCL's errors in the script: its watchdog prints, and training continues."""
     write_to_stderr(watchdog_words(rank, 118, 160, 117))
     time.sleep(1.2)
     (folder / f"rank-{rank}").write_text("went on")

@@ -1,4 +1,4 @@
-"""Objects that can be pickled, or cannot; used by test_pickling.py."""
+"""Objects that can, or cannot, be sent in test_pickling.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def double(x: int) -> int:
-    """Be importable by name."""
+    """Return twice the number; importable by name."""
     return 2 * x
 
 
@@ -25,7 +25,7 @@ def call_each(ctx: RankContext, functions: list[Callable[[int], object]]) -> lis
 
 
 def summary(_ctx: RankContext, data: Any, tensor: Any) -> tuple[int, int, float]:
-    """Return a summary of large arguments."""
+    """Return facts about large arguments."""
     return len(data), data[-1], float(tensor.double().sum())
 
 
@@ -33,50 +33,50 @@ class Trainer:
     """An object whose method is launched."""
 
     def __init__(self, offset: int) -> None:
-        """Keep a number."""
+        """Store the number."""
         self.offset = offset
 
     def run(self, ctx: RankContext) -> int:
-        """Use it."""
+        """Return the number plus the rank."""
         return self.offset + ctx.rank
 
     def __call__(self, ctx: RankContext) -> int:
-        """Be a function, too."""
+        """Do the same as `run`."""
         return self.run(ctx)
 
 
 class Holder:
-    """Holds something in an attribute."""
+    """Holds an object in an attribute."""
 
     def __init__(self, held: object) -> None:
-        """Hold it."""
+        """Store the object."""
         self.held = held
 
     def method(self, _ctx: RankContext) -> object:
-        """Be a bound method that drags the rest along."""
+        """Return the object; as a bound method, it takes its instance along."""
         return self.held
 
 
 class SlottedBase:
-    """Holds something in a slot."""
+    """Holds an object in a slot."""
 
     __slots__ = ("base_slot",)
 
 
 class Slotted(SlottedBase):
-    """Holds something in a slot, and in one it inherits; one slot stays empty."""
+    """Holds an object in a slot, and another in an inherited one; one slot stays empty."""
 
     __slots__ = ("empty", "held")
 
     def __init__(self, held: object, base: object = None) -> None:
-        """Hold them."""
+        """Store the objects."""
         self.held = held
         self.base_slot = base
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenHolder:
-    """Holds something in a frozen dataclass."""
+    """Holds an object in a frozen dataclass."""
 
     held: object
 
@@ -103,7 +103,7 @@ def double_in_the_second_attempt(ctx: RankContext, array: Any) -> Any:
 
 
 def return_much_without_a_folder(_ctx: RankContext, count: int) -> Any:
-    """Return a large array although the file for the result cannot be created."""
+    """Return a large array where the file for the result cannot be created."""
     import numpy as np
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, resource.RLIM_INFINITY))
