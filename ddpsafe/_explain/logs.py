@@ -240,6 +240,7 @@ _OS_ERROR: Final = re.compile(
 _ERRNO_DIGITS: Final = 3
 _OS_OF_RUST: Final = re.compile(r'Os \{ code: (\d+), kind: \w+, message: "([^"]{1,120})" \}')
 """The same in Rust's debug format."""
+_WORLD_SIZE: Final = re.compile(r" \(world_size \d+\)")
 _CLASS: Final = re.compile(
     r"(?<!pickle )<class '([\w.]{1,120}(?:Error|Exception))'>(?:: | --> |, | - | )(?=\S)"
 )
@@ -1362,6 +1363,10 @@ def _in_usual_form(body: str) -> str:
         if zsh["what"]:
             return f"zsh: {zsh['name']}: {english}"
         return english.capitalize() + zsh["core"]
+    if "(world_size " in body:
+        # ddpsafe's errors have it beside the rank. With what follows it, rules about a wrong world size
+        # would match: "rank 1 (world_size 2) raised ValueError: lr must be below 1".
+        body = _WORLD_SIZE.sub("", body)
     if "<class '" in body:
         body = _CLASS.sub(r"\1: ", body)
     if "object has no attribute" in body:

@@ -3244,7 +3244,7 @@ _RENDEZVOUS: Final = (
         "ENV-rank-range",
         "config",
         "never",
-        r"(?i)invalid rank \d+|rank ?< ?size\. \d+ vs \d+|world size cannot be 0|rank \d+ .{0,30}(?:>= world|out of range|out of bounds for world|not in|should be in|must be less|must be smaller|greater than or equal to world)|Invalid rank",
+        r"(?i)invalid rank \d+|rank ?< ?size\. \d+ vs \d+|world size cannot be 0|rank \d+ .{0,30}(?:>= world|out of range|out of bounds for world|not in(?! the collective)|should be in|must be less|must be smaller|greater than or equal to world)|Invalid rank",
         cause="A rank is not below the world size: rank and world size come from different settings.",
         fix="Let the launcher set both; check nodes x processes per node against WORLD_SIZE.",
     ),

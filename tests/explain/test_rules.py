@@ -14,6 +14,7 @@ from explained import wrong_rows
 from ddpsafe._explain import logs
 from ddpsafe._explain.logs import LogReader, explain_text
 from ddpsafe._explain.rules import RULES
+from ddpsafe._launcher.diagnosis.root_cause import CONCLUSIONS, RuleName
 
 ROWS: Final[tuple[tuple[str, str], ...]] = (
     # rendezvous, ports, names
@@ -722,3 +723,25 @@ def test_a_log_of_distinct_suspicious_lines_is_read_in_time(record: str, what: s
 def test_ordinary_lines_match_no_rules_letters(line: str) -> None:
     """A rule whose letters occur in every line would make all logs slow."""
     assert not logs._grams(line) & logs._BY_GRAM.keys()
+
+
+@pytest.mark.parametrize("rule", CONCLUSIONS)
+def test_ddpsafes_own_errors_match_no_rule_about_something_else(rule: RuleName) -> None:
+    """Its sentences have words such as "different" beside the world size, and advice about GPUs."""
+    conclusion = CONCLUSIONS[rule]
+    cause, fix = conclusion.advice
+    what = f"ddpsafe.CollectiveTimeoutError: rank 1 (world_size 2) {conclusion.did}, on vm, attempt 1, after 7 s."
+    codes = [
+        each.code for each in explain_text(f"{what}\n  Likely cause: {cause}\n  What to do: {fix}")
+    ]
+    assert codes == ["DS-RUN-error"]
+
+
+@pytest.mark.parametrize(
+    "message", ["lr must be below 1", "shapes do not match", "3 != 4", "the two folders differ"]
+)
+def test_the_message_of_a_rank_is_not_read_together_with_the_world_size(message: str) -> None:
+    """Ddpsafe writes "(world_size 2)" before the user's own message."""
+    what = f"rank 1 (world_size 2) raised ValueError at /w/train.py:5 in main on vm: {message}"
+    found = explain_text(f"ddpsafe.RankRaisedError: {what}")
+    assert not [each.code for each in found if each.code.startswith("DS-ENV-")]
