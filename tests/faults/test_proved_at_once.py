@@ -42,6 +42,18 @@ def test_a_cycle_over_two_groups_is_proved(tmp_path: Path) -> None:
 
 
 @pytest.mark.recorder
+def test_different_sizes_are_proved_if_one_rank_has_returned(tmp_path: Path) -> None:
+    """With gloo, the rank that passes fewer elements may complete its side; that proves nothing less."""
+    error = World(folder=tmp_path).launch_fails(
+        ddpsafe.CollectiveTimeoutError, programs.reduce_different_sizes, within_s=PROVED_S
+    )
+    assert error.kind == "hang"
+    assert PROOF in str(error)
+    assert "all_reduce number 1 of shape [4]" in str(error)
+    assert "all_reduce number 1 of shape [3]" in str(error)
+
+
+@pytest.mark.recorder
 def test_a_cycle_over_three_ranks_is_proved(tmp_path: Path) -> None:
     """No single group shows the cycle."""
     error = World(folder=tmp_path, ranks=3).launch_fails(

@@ -186,6 +186,18 @@ ROWS: Final = [
         id="it returned after the same collective",
     ),
     pytest.param(
+        [waits(0, PAIR, call(1, numel=4)), left(1, call(1, numel=3, state="completed"))],
+        "mismatch",
+        (0, 1),
+        id="it returned after the same collective of another size",
+    ),
+    pytest.param(
+        [waits(0, PAIR, call(1, numel=4)), works(1, PAIR, call(1, numel=3, state="completed"))],
+        "mismatch",
+        (0, 1),
+        id="it is busy after the same collective of another size",
+    ),
+    pytest.param(
         [waits(0, RING, call(1, group="1")), waits(1, RING, call(1, group="2")), left(2)],
         "left",
         (2,),

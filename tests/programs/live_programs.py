@@ -43,6 +43,16 @@ def cross_two_groups(ctx: RankContext, folder: Path) -> None:
         dist.all_reduce(torch.ones(8), group=group)  # stuck here
 
 
+def reduce_different_sizes(ctx: RankContext, folder: Path) -> None:
+    """Pass fewer elements on rank 1, which often returns while rank 0 waits for the others."""
+    import torch
+    import torch.distributed as dist
+
+    if ctx.is_main:
+        mark(folder)
+    dist.all_reduce(torch.ones(4 - ctx.rank))  # rank 0 is stuck here
+
+
 def go_round_in_a_ring(ctx: RankContext, folder: Path) -> None:
     """Wait in a group with the next rank, which waits in a group with the rank after it."""
     import torch

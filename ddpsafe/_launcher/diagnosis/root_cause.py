@@ -783,8 +783,8 @@ def _find_mismatched(ranks: Ranks) -> Ranks:
     named = [(out, each) for out, each in entered if each.name != UNKNOWN_COLLECTIVE]
     of_recorder = [(out, each) for out, each in named if not each.is_of_watchdog]
     entered = of_recorder or named
-    # Sizes may differ in a collective that ended well, as in a gather or an all-to-all.
-    under_way = not any(collective.done for _, collective in entered)
+    # Sizes tell nothing once the collective has ended on every rank.
+    under_way = not all(collective.done for _, collective in entered)
     calls = [
         (out, (each.name, each.sizes if under_way and each.has_one_size else ""))
         for out, each in entered

@@ -102,13 +102,14 @@ class Deadlock:
     def lines(self) -> list[str]:
         """Return the proof, a line for each step."""
         if self.reason == "mismatch":
-            texts: dict[str, list[int]] = {}
+            texts: dict[tuple[str, bool], list[int]] = {}
             for rank, collective in self.calls:
-                texts.setdefault(str(collective), []).append(rank)
+                texts.setdefault((str(collective), collective.done), []).append(rank)
+            verbs = {False: ("is in", "are in"), True: ("has left", "have left")}
             return [
                 *[
-                    f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} in {text}"
-                    for text, ranks in texts.items()
+                    f"{ranks_text(ranks)} {verbs[has_ended][len(ranks) > 1]} {text}"
+                    for (text, has_ended), ranks in texts.items()
                 ],
                 "waiting longer cannot resolve this: the ranks can never continue.",
             ]
@@ -229,9 +230,12 @@ def _find_mismatch(
 
 
 def _comparable_size(collective: Collective) -> int:
-    """Return the size that all ranks have to pass; 0 if it is unknown or the collective has ended."""
-    is_known = not collective.done and collective.has_one_size
-    return collective.numel if is_known else 0
+    """Return the size that all ranks have to pass; 0 if it is unknown.
+
+    It counts on a rank whose collective has ended, too: of two gloo ranks that pass different sizes, the
+    one that passes fewer elements often has all that it needs, and leaves the other one alone.
+    """
+    return collective.numel if collective.has_one_size else 0
 
 
 def _family(collective: Collective) -> str:
