@@ -462,6 +462,11 @@ WORDS: Final = {
     r"\branks \d+(, \d+)+(?! and|,|\d)": "ranks 0, 1 and 2, by ranks_text()",
     r"\bmanieth\b": "every k-th",
     r"\b(come|came|comes) to pass\b": "happen",
+    r"\bgoes on\b": "continues",
+    r"\bhindmost\b": "furthest behind",
+    r"\b(be it|as ever(?! before))\b": "whether …; as before",
+    r"\btell whether\b": "Return whether",
+    r"\b(is|are|was|were) told (?!to\b)": "is reported, named, logged; receives",
     r"\b(testimony|farewell|headway|litter|attendees?)\b": "the thing itself, without a metaphor",
 }
 """Patterns of wording that reads as translated, and what to write instead."""

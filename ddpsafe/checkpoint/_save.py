@@ -435,7 +435,7 @@ def _explain(exc: Exception, directory: Path, step: int) -> Exception:
         Explanation(
             f"The checkpoint of step {step} could not be written to {directory}: {exc}.",
             cause=_directory.find_cause(directory, exc),
-            fix="repair the directory; the training can go on and save again.",
+            fix="repair the directory; the training can continue and save again.",
         ),
         step=step,
     )

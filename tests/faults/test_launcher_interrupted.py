@@ -249,7 +249,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def handles(pid: int, signum: signal.Signals) -> bool:
-    """Tell whether a process has a handler for a signal."""
+    """Return whether a process has a handler for a signal."""
     status = Path(f"/proc/{pid}/status").read_text()
     (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught, 16) >> (signum - 1) & 1)

@@ -135,7 +135,7 @@ def facts() -> dict[str, object]:
 
 
 def await_question(listener: StatusSocket) -> bool:
-    """Wait as a launcher does; tell whether it asks for stacks."""
+    """Wait as a launcher does; return whether it asks for stacks."""
     while (wants_stacks := listener.accept()) is None:
         assert select.select(listener.handles(), [], [], 30)[0]
     return wants_stacks
