@@ -114,7 +114,7 @@ class NodeLaunch:
         *,
         run_rank: RunRank,
         directory: RunDirectory,
-        on_start: OnStart | None,
+        on_start: OnStart | None = None,
         cancelled: Event,
         require_ready_between_nodes: Callable[..., None],
     ) -> None:
