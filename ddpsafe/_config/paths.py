@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _WINDOWS: Final = os.name == "nt"
 
 
-def _validate_path(value: object) -> Path:
+def _validate_path(value: object, *, or_else: str = "") -> Path:
     if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
         raise wrong(
             f"expected a path, got a {type(value).__name__}",
@@ -66,10 +66,16 @@ def _validate_path(value: object) -> Path:
         raise wrong(
             "it is relative, and ranks on other nodes or under another launcher start in other "
             "directories",
-            write=f'"{here / text}"; for a data path also DataPath.here("{text}"), relative to the '
-            "directory from which the job is launched",
+            write=f'"{here / text}"{or_else.format(text=text)}',
         )
     return Path(text)
+
+
+def _validate_data_path(value: object) -> Path:
+    return _validate_path(
+        value,
+        or_else=', or DataPath.here("{text}") to mean the directory from which the job is launched',
+    )
 
 
 AbsolutePath = Annotated[Path, BeforeValidator(_validate_path)]
@@ -92,7 +98,9 @@ class DataPath(Part):
     Creating one does not access the path. `check` checks it once, `require` waits for it.
     """
 
-    path: AbsolutePath = Field(description="The absolute path.", examples=['"/data/train"'])
+    path: Annotated[Path, BeforeValidator(_validate_data_path)] = Field(
+        description="The absolute path.", examples=['"/data/train"']
+    )
     kind: Literal["any", "directory", "file"] = Field(
         default="any",
         description="What the path must be.",

@@ -48,7 +48,13 @@ def test_relative_path_is_answered_with_its_absolute_form(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(pydantic.ValidationError) as caught:
         Mine(output="data/train")
-    assert str(tmp_path / "data/train") in caught.value.errors()[0]["ctx"]["write"]
+    assert caught.value.errors()[0]["ctx"]["write"] == f'"{tmp_path / "data/train"}"'
+    with pytest.raises(pydantic.ValidationError) as caught:
+        Mine(output="/out", train="data/train")
+    assert caught.value.errors()[0]["ctx"]["write"] == (
+        f'"{tmp_path / "data/train"}", or DataPath.here("data/train") to mean the directory from '
+        "which the job is launched"
+    )
 
 
 @given(st.text() | st.none() | st.integers() | st.floats() | st.lists(st.text()))
