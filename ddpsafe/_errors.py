@@ -135,9 +135,12 @@ def signal_name(number: int) -> str:
 def ranks_text(ranks: Iterable[int]) -> str:
     """Return ranks for a message: ``rank 1``, ``ranks 0, 2 and 3``."""
     names = [str(rank) for rank in ranks]
-    if len(names) < 2:  # noqa: PLR2004 - a single one
-        return f"rank {''.join(names)}"
-    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+    return f"rank{'s' if len(names) > 1 else ''} {listed(names)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names for a message: ``a``, ``a, b and c``; empty if there are none."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 class DDPSafeError(Exception):

@@ -14,12 +14,12 @@ from rich.text import Text
 
 from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import Checkpointer, import_file
-from ddpsafe.checkpoint._checkpointer import missing_step, read_info
+from ddpsafe.checkpoint._checkpointer import read_info
 from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._directory import folder_name, list_steps, step_of
 from ddpsafe.checkpoint._format import NAME as MANIFEST
 from ddpsafe.checkpoint._format import read_manifest
-from ddpsafe.checkpoint._restore import Loaded, load_checkpoint
+from ddpsafe.checkpoint._restore import Loaded, load_checkpoint, missing_step
 from ddpsafe.checkpoint._trees import leaves
 from ddpsafe.checkpoint.errors import (
     CheckpointConfigError,
@@ -86,9 +86,10 @@ def _require_some(place: str, step: int | None = None) -> list[tuple[int | None,
     path = Path(place).absolute()
     found = _find(place)
     if step is not None:
+        others = [each for each, _ in found if each is not None]
         found = [each for each in found if each[0] == step]
         if not found:
-            raise missing_step(path, step)
+            raise missing_step(path, step, others=others)
     if not found:
         raise _misuse(f"There is no checkpoint in {path}.")
     return found

@@ -37,7 +37,6 @@ from ddpsafe.checkpoint._trees import HostCopies
 from ddpsafe.checkpoint.errors import (
     CheckpointConfigError,
     CorruptCheckpointError,
-    MissingCheckpointError,
     RestoreError,
     SaveError,
     StepOrderError,
@@ -192,8 +191,9 @@ class Checkpointer:
             CorruptCheckpointError: Its manifest is damaged.
             NewerFormatError: A newer ddpsafe wrote it.
         """
-        if _require_step(step, "info") not in self.steps():
-            raise missing_step(self._directory, step)
+        steps = self.steps()
+        if _require_step(step, "info") not in steps:
+            raise _restore.missing_step(self._directory, step, others=steps)
         return read_info(self.path(step))
 
     def is_due(self, step: int) -> bool:
@@ -708,17 +708,6 @@ def read_info(folder: Path) -> CheckpointInfo:
     )
 
 
-def missing_step(directory: Path, step: int) -> MissingCheckpointError:
-    """Make the error for a step that has no checkpoint."""
-    return MissingCheckpointError(
-        Explanation(
-            f"There is no checkpoint of step {step} in {directory}.",
-            cause="it was not saved, or has been removed since.",
-            fix="choose one that exists; see: ddpsafe checkpoint ls DIRECTORY.",
-        )
-    )
-
-
 # Validation of the arguments of a `Checkpointer` and its methods, before anything happens.
 
 
@@ -790,7 +779,9 @@ def _check_arguments(
     ):
         if value not in choices:
             raise _misuse(
-                f"{name}={value!r}.", "this is not a choice.", f"write {' or '.join(choices)}."
+                f"{name}={value!r}.",
+                "that is not one of the choices.",
+                f"write {' or '.join(f'{name}={choice!r}' for choice in choices)}.",
             )
 
 

@@ -15,7 +15,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import Explanation, listed
 from ddpsafe.checkpoint import _compare, _directory, _sharded
 from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._exchange import Message, to_wire
@@ -47,7 +47,7 @@ from ddpsafe.checkpoint.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from ddpsafe.checkpoint._exchange import Absence, Ranks
 
 logger = logging.getLogger(__name__)
+
+_SHOWN_STEPS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +182,8 @@ def _agree_on_steps(request: RestoreRequest, messages: dict[int, Message]) -> di
     seen = sorted(set.union(*views), reverse=True)
     by_host = {message.facts["host"]: message.facts["steps"] for message in messages.values()}
     if request.step is not None:
+        if request.step not in seen:
+            raise missing_step(directory, request.step, others=seen, by_host=by_host)
         if request.step not in common:
             raise MissingCheckpointError(
                 Explanation(
@@ -215,8 +219,40 @@ def _agree_on_steps(request: RestoreRequest, messages: dict[int, Message]) -> di
     return {"steps": common, "seen": seen}
 
 
-def _steps_text(steps: list[int]) -> str:
-    return "no step" if not steps else "step " + ", ".join(map(str, steps[:4]))
+def missing_step(
+    directory: Path,
+    step: int,
+    *,
+    others: Sequence[int],
+    by_host: Mapping[str, Sequence[int]] | None = None,
+) -> MissingCheckpointError:
+    """Make the error for a step that has no checkpoint.
+
+    Args:
+        directory: Where the checkpoints are.
+        step: The step.
+        others: The steps that have one.
+        by_host: The steps that each host sees, if the ranks restore one.
+    """
+    there = "there is no checkpoint"
+    if others:
+        there = f"there {'is' if len(others) == 1 else 'are'} {_steps_text(others)}"
+    return MissingCheckpointError(
+        Explanation(
+            f"There is no checkpoint of step {step} in {directory}.",
+            cause=f"it was not saved, or has been removed since; {there}.",
+            fix="choose one that exists; see: ddpsafe checkpoint ls DIRECTORY.",
+        ),
+        steps=by_host or {},
+    )
+
+
+def _steps_text(steps: Sequence[int]) -> str:
+    """Return steps for a message: ``step 5``, ``steps 1 and 5``; of many only the newest."""
+    names = [str(step) for step in sorted(steps)[-_SHOWN_STEPS:]]
+    if len(steps) > _SHOWN_STEPS:
+        names.append(f"{len(steps) - _SHOWN_STEPS} older")
+    return f"step{'s' if len(steps) > 1 else ''} {listed(names)}" if steps else "no step"
 
 
 def _agree_on_damage(directory: Path, step: int, messages: dict[int, Message]) -> dict[str, Any]:
@@ -410,16 +446,16 @@ def _set_aside(request: RestoreRequest, newer: list[int], problems: list[str]) -
     """
     if not newer or not request.may_tidy or not request.ranks.is_main:
         return
-    listed = ", ".join(map(str, newer))
     try:
         targets = _directory.set_aside(request.directory, newer)
     except OSError as exc:
-        logger.warning("some of the newer steps %s could not be set aside: %s", listed, exc)
+        logger.warning("setting aside the newer %s failed: %s", _steps_text(newer), exc)
     else:
         logger.warning(
-            "newer steps %s were set aside as %s: %s",
-            listed,
-            ", ".join(map(str, targets)),
+            "the newer %s %s set aside as %s: %s",
+            _steps_text(newer),
+            "was" if len(newer) == 1 else "were",
+            listed([str(target) for target in targets]),
             "; ".join(map(str, problems)),
         )
 

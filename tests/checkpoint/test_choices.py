@@ -56,8 +56,13 @@ def test_reader_restores_a_chosen_step_and_moves_nothing(five: Path) -> None:
 def test_missing_or_damaged_chosen_step_is_an_error(five: Path) -> None:
     """No other step is restored instead."""
     reader = Checkpointer(five, access="read")
-    with pytest.raises(errors.MissingCheckpointError, match="of step 9") as missing:
+    with pytest.raises(errors.MissingCheckpointError) as missing:
         reader.restore({"x": 0}, step=9)
+    explanation = missing.value.explanation
+    assert explanation.what == f"There is no checkpoint of step 9 in {five}."
+    assert explanation.cause == (
+        "it was not saved, or has been removed since; there are steps 2, 3, 4, 5 and 1 older."
+    )
     assert list(missing.value.steps.values()) == [(5, 4, 3, 2, 1)]
     (reader.path(4) / "state.pt").write_bytes(b"")
     with (

@@ -77,6 +77,7 @@ def test_missing_step_is_not_reported_as_damage(
     code, out, err = run(capsys, "verify", str(directory), "--step", "9")
     assert (code, out) == (2, "")
     assert "There is no checkpoint of step 9" in err
+    assert "there are steps 1 and 2." in err
 
 
 @pytest.mark.parametrize("place", ["latest", "step-000000000002", "copy", ".aside", "link/latest"])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from ddpsafe.checkpoint import Checkpointer, PerRank, errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 class Counter:
@@ -164,7 +164,7 @@ def test_saves_cannot_go_back_to_an_earlier_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("runs/1",), "it is relative"),
+        (("runs/1",), rf"(?s)it is relative.*What to do: write \"{Path.cwd()}/runs/1\"\.$"),
         (("~/runs",), "only shells expand"),
         (("s3://bucket/runs",), "is an address, not a directory"),
         (("/tmp/x", 0), "keep=0"),
@@ -175,6 +175,15 @@ def test_wrong_arguments_are_explained(arguments: tuple[Any, ...], message: str)
     """Arguments are checked before anything is written."""
     with pytest.raises(errors.CheckpointConfigError, match=message):
         Checkpointer(*arguments)
+
+
+def test_a_wrong_choice_is_answered_with_all_of_them(tmp_path: Path) -> None:
+    """The text to write has the name of the argument."""
+    with pytest.raises(errors.CheckpointConfigError) as caught:
+        Checkpointer(tmp_path, access="x")  # type: ignore[arg-type]  # under test
+    explanation = caught.value.explanation
+    assert explanation.cause == "that is not one of the choices."
+    assert explanation.fix == "write access='write' or access='read'."
 
 
 def test_wrong_calls_are_explained(tmp_path: Path) -> None:
