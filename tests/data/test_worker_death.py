@@ -54,6 +54,21 @@ def test_error_names_worker_rank_index_path_and_limit(how: str, text: str, limit
     assert isinstance(caught.value, RuntimeError)
 
 
+@pytest.mark.parametrize(
+    ("kills", "text"),
+    [
+        (0, None),
+        (1, "the OOM killer has ended 1 process of this cgroup so far"),
+        (3, "the OOM killer has ended 3 processes of this cgroup so far"),
+    ],
+)
+def test_kills_for_memory_are_counted(tmp_path: Path, kills: int, text: str | None) -> None:
+    """Without any, the OOM killer is not mentioned."""
+    (tmp_path / "memory.events").write_text(f"oom {kills}\noom_kill {kills}\noom_group_kill 0\n")
+    described = worker_death.describe_memory(cgroup=tmp_path)
+    assert described.endswith(f"; {text}.") if text else "OOM" not in described
+
+
 def test_an_exiting_worker_is_named_even_if_one_of_its_batches_is_lost_first(
     tmp_path: Path,
 ) -> None:

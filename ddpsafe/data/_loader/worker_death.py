@@ -213,8 +213,12 @@ def describe_shared_memory() -> str:
     return f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free of {total / 2**20:.0f} MiB."
 
 
-def describe_memory() -> str:
-    """Describe how much memory the machine has left, and the container's limit."""
+def describe_memory(*, cgroup: Path = _CGROUP) -> str:
+    """Describe how much memory the machine has left, the container's limit, and the OOM killer's work.
+
+    Args:
+        cgroup: The root of the processes' cgroups; in a container, the container's own cgroup.
+    """
     parts = [
         f"the machine has {int(line.split()[1]) / 2**10:.0f} MiB available"
         for line in _read(Path("/proc/meminfo")).splitlines()
@@ -223,10 +227,17 @@ def describe_memory() -> str:
     limit = read_limits().memory_bytes
     if limit is not None:
         parts.append(f"the container's limit is {limit / 2**20:.0f} MiB")
-    parts += [
-        f"the OOM killer has ended {line.split()[1]} of its processes so far"
-        for line in _read(_CGROUP / "memory.events").splitlines()
+    # The machine's own root cgroup has no such file, so the count is always that of a cgroup.
+    kills = [
+        int(line.split()[1])
+        for line in _read(cgroup / "memory.events").splitlines()
         if line.startswith("oom_kill ")
+    ]
+    parts += [
+        f"the OOM killer has ended {count} {'process' if count == 1 else 'processes'} of this cgroup "
+        "so far"
+        for count in kills
+        if count
     ]
     return "Memory: " + ("; ".join(parts) or "unknown") + "."
 
