@@ -101,9 +101,10 @@ class EvenSteps(Generic[T]):
         finished = [rank for rank, count in enumerate(counts) if count < 0]
         if len(finished) in {0, len(counts)}:
             return not finished
+        have = "has" if len(finished) == 1 else "have"
+        steps = "1 step" if step == 1 else f"{step} steps"
         if self._policy == "dummy":
             if step == 0:
-                have = "has" if len(finished) == 1 else "have"
                 raise UnevenStepsError(
                     Explanation(
                         f"{ranks_text(finished)} (world_size {len(counts)}) {have} no batch at all "
@@ -119,7 +120,7 @@ class EvenSteps(Generic[T]):
             raise UnevenStepsError(
                 Explanation(
                     f"{ranks_text(finished)} (world_size {len(counts)}) ran out of batches after "
-                    f"{step} steps; the others have more.",
+                    f"{steps}; the others have more.",
                     cause="a stream or its files are divided unevenly, or drop_last differs.",
                     fix="policy='min' stops all ranks here, 'dummy' lets the others finish.",
                 ),
@@ -127,10 +128,11 @@ class EvenSteps(Generic[T]):
                 step=step,
             )
         logger.warning(
-            "stopped after %d steps: %d of %d ranks have no more batches",
-            step,
-            len(finished),
+            "stopped after %s: %s (world_size %d) %s no more batches",
+            steps,
+            ranks_text(finished),
             len(counts),
+            have,
         )
         return False
 

@@ -108,7 +108,8 @@ def test_sampler_is_torchs_subclass_and_pickles_during_iteration() -> None:
         ({"dataset": 10, "num_replicas": 2, "rank": 2}, "rank 2 is outside"),
         ({"dataset": 10, "num_replicas": 2, "rank": -1}, "rank -1 is outside"),
         ({"dataset": 10, "num_replicas": 0, "rank": 0}, "num_replicas is 0"),
-        ({"dataset": 3, "num_replicas": 4, "rank": 0, "drop_last": True}, "too few"),
+        ({"dataset": 3, "num_replicas": 4, "rank": 0, "drop_last": True}, "3 samples are too few"),
+        ({"dataset": 1, "num_replicas": 4, "rank": 0, "drop_last": True}, "1 sample is too few"),
         ({"dataset": 10, "algorithm": "feistel-v0"}, "no shuffle named"),
         ({"dataset": 10, "seed": "0"}, "seed must be a whole number"),
         ({"dataset": 10, "seed": True}, "seed must be a whole number"),
@@ -130,10 +131,17 @@ def test_epoch_must_be_an_integer_from_0(epoch: object) -> None:
         DistributedSampler(10, 1, 0).set_epoch(epoch)  # type: ignore[arg-type]
 
 
-def test_fewer_samples_than_ranks_gives_a_warning() -> None:
+@pytest.mark.parametrize(
+    ("n", "num_replicas", "text"),
+    [
+        (2, 4, "^2 samples for 4 ranks: ranks 2 to 3 repeat samples of the others"),
+        (1, 2, "^1 sample for 2 ranks: rank 1 repeats samples of the others"),
+    ],
+)
+def test_fewer_samples_than_ranks_gives_a_warning(n: int, num_replicas: int, text: str) -> None:
     """PyTorch repeats samples silently; here the ranks that repeat them are named."""
-    with pytest.warns(DataWarning, match="ranks 2 to 3 repeat"):
-        DistributedSampler(2, 4, 0)
+    with pytest.warns(DataWarning, match=text):
+        DistributedSampler(n, num_replicas, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         EvalSampler(2, 4, 0)

@@ -78,19 +78,23 @@ class _OrderedSampler(PositionSampler):
                 )
             )
         if self._n < self.num_replicas:
+            samples = "1 sample" if self._n == 1 else f"{self._n} samples"
             if self.drop_last:
                 raise DataConfigError(
                     Explanation(
-                        f"{self._n} samples are too few for {self.num_replicas} ranks with "
+                        f"{samples} {'is' if self._n == 1 else 'are'} too few for {self.num_replicas} ranks with "
                         "drop_last=True: every rank would read nothing.",
                         cause="the dataset has fewer samples than there are ranks.",
                         fix="use fewer ranks, or drop_last=False.",
                     )
                 )
             if self.pad:
+                last = self.num_replicas - 1
+                repeating = f"ranks {self._n} to {last} repeat"
+                if self._n == last:
+                    repeating = f"rank {last} repeats"
                 warnings.warn(
-                    f"{self._n} samples for {self.num_replicas} ranks: ranks {self._n} to "
-                    f"{self.num_replicas - 1} repeat samples of the others. "
+                    f"{samples} for {self.num_replicas} ranks: {repeating} samples of the others. "
                     "pad=False (or EvalSampler) leaves them empty.",
                     DataWarning,
                     stacklevel=3,
