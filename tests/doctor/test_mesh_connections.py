@@ -177,7 +177,7 @@ def test_proxy_that_answers_for_a_host_is_found(make_hosts: MakeHosts, program: 
     assert report.codes() == ["DS-MESH-034"]
     assert report.ways("wrong-peer") == {(0, 1), (2, 1)}
     assert report.ways("open") == all_directions(3) - {(0, 1), (2, 1)}
-    assert "No host can connect TO h1" in report.one("DS-MESH-034")["fact"]
+    assert "No host can reach the doctor ON h1" in report.one("DS-MESH-034")["fact"]
     require_in_time(told, 5)
 
 

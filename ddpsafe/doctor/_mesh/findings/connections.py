@@ -192,7 +192,7 @@ def _closed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Fin
     return Finding(
         code=code,
         severity="failed",
-        fact=f"{_where(results, group, 'open a connection')}: {verb} ({said}).",
+        fact=f"{_where(results, group, 'open a connection to')}: {verb} ({said}).",
         cause=_closed_cause(results, group, found),
         fix=fix,
         hosts=results.hostnames(group.nodes),
@@ -206,19 +206,26 @@ def _lacks_route(found: Mapping[Way, Dialled]) -> bool:
 
 
 def _where(results: Results, group: Group, doing: str) -> str:
-    """Return a sentence on which directions are affected."""
+    """Return a sentence on which directions are affected.
+
+    Args:
+        results: What the nodes have measured.
+        group: The directions.
+        doing: What fails, up to the preposition before the other host, e.g. ``"connect to"``.
+    """
+    verb, _, preposition = doing.rpartition(" ")
     names = _several(results, group.nodes)
     others = _several(results, tuple(sorted(set(itertools.chain(*group.ways)) - set(group.nodes))))
     first, last = results.label(group.nodes[0]), results.label(group.nodes[-1])
     sentences: dict[Shape, str] = {
-        "everywhere": f"No host can {doing} to any other: "
+        "everywhere": f"No host can {doing} any other: "
         f"all {len(group.ways)} directions between {names}",
-        "split": f"{names} on one side and {others} on the other cannot {doing} to each other",
-        "around": f"No host can {doing} to {names}, and {names} cannot {doing} to any host",
-        "to": f"No host can {doing} TO {names}",
-        "from": f"{names} cannot {doing} to any host",
-        "pair": f"{first} and {last} cannot {doing} to each other",
-        "one-way": f"{first} cannot {doing} to {last}; the other direction works",
+        "split": f"{names} on one side and {others} on the other cannot {doing} each other",
+        "around": f"No host can {doing} {names}, and {names} cannot {doing} any host",
+        "to": f"No host can {verb} {preposition.upper()} {names}",
+        "from": f"{names} cannot {doing} any host",
+        "pair": f"{first} and {last} cannot {doing} each other",
+        "one-way": f"{first} cannot {doing} {last}; the other direction works",
     }
     return sentences[group.shape]
 
@@ -306,7 +313,7 @@ def _routed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Fin
     return Finding(
         code=_codes.OTHER_ROUTE,
         severity="failed",
-        fact=f"{_where(results, group, 'open a connection')}: {'; '.join(shown)}.",
+        fact=f"{_where(results, group, 'open a connection to')}: {'; '.join(shown)}.",
         cause="a route or a rule was added by hand, or two interfaces are in the same network; the other "
         "host drops packets from an interface that it would not reply on (rp_filter), or never receives "
         "them.",
@@ -344,7 +351,7 @@ def _check_loss(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[Find
         yield Finding(
             code=_codes.LOSSY,
             severity="warning",
-            fact=f"{_where(results, group, 'send without loss')}: {resent} of {sent + resent} packets "
+            fact=f"{_where(results, group, 'send without loss to')}: {resent} of {sent + resent} packets "
             f"({share:.0f} %) were retransmitted.",
             cause="a bad cable or port, an overloaded link, or a limit on packets per second; a job "
             "runs many times slower, and connections sometimes break.",
@@ -373,7 +380,7 @@ def _wrong_peer(results: Results, group: Group, tried: Mapping[Way, Dialled]) ->
     return Finding(
         code=_codes.WRONG_PEER,
         severity="failed",
-        fact=f"{_where(results, group, 'connect')}: another program accepts the connection ({said}).",
+        fact=f"{_where(results, group, 'reach the doctor on')}: another program accepts the connection ({said}).",
         cause="a transparent proxy or a service mesh between the hosts accepts every connection, or "
         "two hosts have the same address.",
         fix=to_copy(
@@ -418,7 +425,7 @@ def _large_lost(results: Results, group: Group, tried: Mapping[Way, Dialled]) ->
     return Finding(
         code=_codes.LARGE_LOST,
         severity="failed",
-        fact=f"{_where(results, group, 'send more than a packet')}: connections open and small messages "
+        fact=f"{_where(results, group, 'send more than a packet to')}: connections open and small messages "
         f"pass, but 64 KiB does not ({said}); {proof}.",
         cause=f"the interfaces send packets of up to {max(mtus)} bytes, something on the way carries less, "
         "and the ICMP message about it is lost: an MTU black hole (jumbo frames, a tunnel, a VPN)."
