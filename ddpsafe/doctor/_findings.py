@@ -234,7 +234,8 @@ def require_healthy(
         PreflightError: There is such a finding.
     """
     for finding in report.warnings if speaks else ():
-        fix = " ".join(finding.fix.split())
+        what_to_do, *to_paste = (" ".join(line.split()) for line in finding.fix.split("\n"))
+        fix = " ".join([what_to_do, " ; ".join(to_paste)]).strip()
         logger.warning("%s: %s What to do: %s (%s)", finding.code, finding.fact, fix, finding.page)
     if report.failed:
         count = len(report.failed)

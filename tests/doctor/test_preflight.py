@@ -18,6 +18,7 @@ from ddpsafe import doctor
 from ddpsafe._commands.doctor import next_port
 from ddpsafe._preflight import require_ready_to_join, require_ready_to_launch
 from ddpsafe._world import World
+from ddpsafe.doctor._findings import Report, require_healthy, to_copy, warning
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -116,6 +117,18 @@ def test_warning_is_one_line_of_the_log(
     second = World(**{**_fields(world), "rank": 1, "local_rank": 1, "local_world_size": 2})
     require_ready_to_join(ddpsafe.LaunchConfig(), second)
     assert len(caplog.messages) == 1
+
+
+def test_commands_of_a_warning_stay_apart_on_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Two commands to copy must not read as one."""
+    fix = to_copy("See what fills it:", "du -xh /data | tail", "export DDPSAFE_RUN_DIR=/path")
+    found = warning("DS-PATH-004", "/data has only 3 MiB free.", cause="old runs.", fix=fix)
+    require_healthy(Report(findings=(found,), hostname="h0"), outcome="nothing was started")
+    (line,) = caplog.messages
+    assert line == (
+        "DS-PATH-004: /data has only 3 MiB free. What to do: See what fills it: "
+        f"du -xh /data | tail ; export DDPSAFE_RUN_DIR=/path ({found.page})"
+    )
 
 
 def _fields(world: World) -> dict[str, Any]:
