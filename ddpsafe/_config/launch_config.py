@@ -286,9 +286,10 @@ class LaunchConfig(BaseSettings):
     def _check_node_rank(cls, value: int | None, info: ValidationInfo) -> int | None:
         nnodes = info.data.get("nnodes")
         if value is not None and nnodes is not None and value >= nnodes:
+            valid = "node_rank=0" if nnodes == 1 else f"a node_rank from 0 to {nnodes - 1}"
             raise wrong(
                 f"nodes count from 0, and the last of nnodes={nnodes} is {nnodes - 1}",
-                write=f"node_rank=0 to {nnodes - 1}, or a larger nnodes",
+                write=f"{valid}, or a larger nnodes",
             )
         return value
 

@@ -559,6 +559,21 @@ def test_fields_that_contradict_each_other_are_refused(
     assert where in problems_of(**fields)
 
 
+@pytest.mark.parametrize(
+    ("nnodes", "write"),
+    [
+        (1, "rite node_rank=0, or a larger nnodes"),
+        (3, "rite a node_rank from 0 to 2, or a larger nnodes"),
+    ],
+)
+def test_node_rank_beyond_the_nodes_is_answered_with_the_possible_ones(
+    nnodes: int, write: str
+) -> None:
+    """A single node has only one."""
+    rendezvous = {"endpoint": "gpu-01:29400"}
+    assert write in problems_of(nnodes=nnodes, node_rank=nnodes, rendezvous=rendezvous)["node_rank"]
+
+
 def test_two_nodes_need_only_an_endpoint() -> None:
     """That is the usual multi-node configuration."""
     config = LaunchConfig(nnodes=2, rendezvous=Rendezvous(endpoint="10.0.0.7:29400"))
