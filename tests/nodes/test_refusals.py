@@ -84,6 +84,7 @@ class Round:
             directory=SimpleNamespace(path=Path("run")),  # type: ignore[arg-type]
             cancelled=threading.Event(),
             require_ready_between_nodes=self.examine,
+            on_start=None,
         )
 
     def examine(self, *_: object, **__: object) -> None:
