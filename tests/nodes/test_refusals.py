@@ -16,7 +16,7 @@ from scripts import wait_until
 
 from ddpsafe._clock import Deadline
 from ddpsafe._config import LaunchConfig
-from ddpsafe._errors import Explanation, NodeLostError, PreflightError
+from ddpsafe._errors import Explanation, NodeLostError, PreflightError, RendezvousTimeoutError
 from ddpsafe._launcher.nodes.control_channel import Channel
 from ddpsafe._launcher.nodes.node_messages import (
     FAILED_NODE,
@@ -26,7 +26,14 @@ from ddpsafe._launcher.nodes.node_messages import (
     RoundResult,
     round_result_of,
 )
-from ddpsafe._launcher.nodes.rendezvous import _OBJECTION, _OVER, Board, NodeRendezvous, Seat
+from ddpsafe._launcher.nodes.rendezvous import (
+    _OBJECTION,
+    _OVER,
+    _REFUSED_NAME,
+    Board,
+    NodeRendezvous,
+    Seat,
+)
 from ddpsafe._launcher.nodes.rounds import _FAILED, _REFUSAL, NodeLaunch
 from ddpsafe._launcher.plan import make_plan
 from ddpsafe._launcher.watch.signals import Interrupted, SignalInbox, open_inbox
@@ -190,6 +197,29 @@ def test_a_new_node_is_refused_if_a_finding_names_it(
         return
     assert examine() is False
     assert opened.forgotten == [str(refused)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "cause"),
+    [
+        ((), "a node has not started its launcher, or cannot reach the endpoint."),
+        (("h1",), "the launcher on 'h1' was refused: it has another job secret or id."),
+        (
+            ("h1", "h2"),
+            "the launchers on 'h1' and 'h2' were refused: they have another job secret or id.",
+        ),
+    ],
+)
+def test_a_launcher_without_the_secret_is_the_likely_cause_of_a_missing_node(
+    opened: Round, hosts: tuple[str, ...], cause: str
+) -> None:
+    """The refused node is the one that is missing, not a node that never started."""
+    for host in hosts:
+        opened.rendezvous._root.put_plain(_REFUSED_NAME, host)
+        opened.rendezvous._warn_of_refused_names()
+    with pytest.raises(RendezvousTimeoutError) as raised:
+        opened.rendezvous._require_more_time(Deadline.after(timedelta(0)))
+    assert raised.value.explanation.cause == cause
 
 
 @pytest.mark.parametrize(

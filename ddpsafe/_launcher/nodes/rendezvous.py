@@ -34,6 +34,7 @@ from ddpsafe._errors import (
     Explanation,
     PreflightError,
     RendezvousTimeoutError,
+    listed,
 )
 from ddpsafe._host import (
     find_address_towards,
@@ -855,6 +856,14 @@ class NodeRendezvous:
         what = f"{self._arrivals_text()}, within {limit.total_seconds():g} s (rendezvous.join)."
         cause = "a node has not started its launcher, or cannot reach the endpoint."
         fix = "check the logs of the missing nodes."
+        if self._refused_names:
+            hosts = _listed(sorted(self._refused_names))
+            cause = (
+                f"the launcher on {hosts} was refused: it has another job secret or id."
+                if len(self._refused_names) == 1
+                else f"the launchers on {hosts} were refused: they have another job secret or id."
+            )
+            fix = f"give every node the same {JOB_SECRET}, secret_file and --rdzv-id."
         error = RendezvousTimeoutError(
             Explanation(what, cause=cause, fix=fix),
             waited_s=deadline.waited_s(),
@@ -1219,7 +1228,7 @@ def _without_loopback(addresses: Sequence[str]) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else "none"
+    return listed(names) or "none"
 
 
 def label_of(facts: NodeFacts) -> str:
