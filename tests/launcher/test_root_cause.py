@@ -1740,6 +1740,7 @@ DEADLINES: Final = [
         "elsewhere",
         BARRIER,
         "hang",
+        says=("waited 1.5 s at the barrier 'evaluated'",),
     ),
     row(
         "reach barriers of different names",

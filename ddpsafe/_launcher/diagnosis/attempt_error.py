@@ -66,6 +66,8 @@ _STDERR_LINES: Final = 8
 _TRACEBACK_LINES: Final = 4
 _STDERR_WIDTH: Final = 160
 _SHOWN_RANKS: Final = 16
+_SHOWN_BARRIERS: Final = 4
+"""The lines of the ranks that timed out at one barrier differ only in the rank."""
 _SUMMARY_WIDTH: Final = 100
 _FRAME: Final = re.compile(r'^\s*File "(?P<file>.+)", line \d+ in ')
 
@@ -479,11 +481,10 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         ),
         CollectiveTimeoutError,
     )
-    if conclusion.blames == "nothing":
-        at_barriers = [out.raised for out in outcomes if _has_raised(out, BarrierTimeoutError)]
-        texts = [raised.explanation for raised in at_barriers if raised and raised.explanation]
-        if texts:
-            return _barrier_error(ended, texts)
+    raised = [out.raised for out in outcomes if _has_raised(out, BarrierTimeoutError)]
+    at_barriers = [each.explanation for each in raised if each and each.explanation]
+    if conclusion.blames == "nothing" and at_barriers:
+        return _barrier_error(ended, at_barriers)
     if conclusion.blames == "gpu":
         return _stuck_gpu_error(ended, cause, cls)
     root = cause.root
@@ -511,7 +512,11 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         f"{ended.name(root)} {did}{at}, on {root.hostname}, {ended.when(kind)}{awaited}.",
         cause=likely.format(host=root.hostname),
         fix=fix.format(host=root.hostname, pid=root.pid, setting=cls.setting),
-        details=[*positions(outcomes), *last_traceback(root)],
+        details=[
+            *(each.what for each in at_barriers[:_SHOWN_BARRIERS]),
+            *positions(outcomes),
+            *last_traceback(root),
+        ],
         logs=ended.run_dir,
     )
     missing = [] if conclusion.blames == "nothing" else [root]
