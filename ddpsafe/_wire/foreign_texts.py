@@ -83,21 +83,29 @@ PEER_TEXTS: Final = (
 )
 """Exceptions that blame another rank; the first match wins."""
 
+# An error has several lines, up to the next message of torch's log.
+_ERROR: Final = r"(?P<error>.*\n?(?:(?!\[rank\d|\[E).*\n?){0,7})"
+
 NATIVE_TEXTS: Final = tuple(
-    re.compile(pattern)
-    for pattern in (
-        r"raised the following async exception: (?P<error>(?:.*\n?){1,8})",
-        r"(?P<error>Watchdog caught collective operation timeout.*)",
-        r"watchdog thread terminated with exception: (?P<error>(?:.*\n?){1,8})",
-        r"terminate called after throwing .*\s*what\(\): +(?P<error>(?:.*\n?){1,8})",
-        r"(?P<stuck>watchdog got stuck for \d+ seconds.*)",
-        r"(?P<stuck>Terminating the process after attempting to dump debug info, due to .*)",
+    tuple(re.compile(pattern) for pattern in patterns)
+    for patterns in (
+        (rf"raised the following async exception: {_ERROR}",),
+        (
+            r"(?P<error>Watchdog caught collective operation timeout.*)",
+            rf"watchdog thread terminated with exception: {_ERROR}",
+            rf"terminate called after throwing .*\s*what\(\): +{_ERROR}",
+        ),
+        (
+            r"(?P<stuck>watchdog got stuck for \d+ seconds.*)",
+            r"(?P<stuck>Terminating the process after attempting to dump debug info, due to .*)",
+        ),
     )
 )
 """What native code, such as NCCL's watchdog, writes to stderr before it ends the process.
 
-The first pattern that matches decides, because an error of NCCL leads to timeouts. ``error`` is the text
-of an exception; ``stuck`` means that the watchdog itself hangs. Seen in torch 2.6 to 2.13.
+The first tuple with a match decides, and in it the text that was written first, because an error of NCCL
+leads to timeouts. ``error`` is the text of an exception; ``stuck`` means that the watchdog itself hangs.
+Seen in torch 2.6 to 2.13.
 """
 
 _ENDING: Final = re.compile(
@@ -222,9 +230,13 @@ def find_peer_text(line: str) -> PeerText | None:
 
 def find_native_text(stderr: str) -> NativeText | None:
     """Return the error that native code wrote to a rank's stderr before it ended the process."""
-    found = next((match for row in NATIVE_TEXTS if (match := row.search(stderr))), None)
-    if found is None:
+    matches = (
+        [match for each in patterns if (match := each.search(stderr))] for patterns in NATIVE_TEXTS
+    )
+    alike = next((each for each in matches if each), None)
+    if alike is None:
         return None
+    found = min(alike, key=lambda match: match.start())
     start = stderr.rfind("\n", 0, found.start()) + 1
     line = stderr[start:].partition("\n")[0].strip()
     error = found.groupdict().get("error")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -222,10 +222,9 @@ def test_only_torchs_own_messages_end_an_attempt_early(written: str, ends: bool)
     assert says_that_it_ends(written.encode()) is ends
 
 
-def test_first_error_of_nccl_decides_not_the_timeouts_that_follow() -> None:
+@pytest.mark.parametrize(("error", "origin"), [(REMOTE, "peer-lost"), (ECC, "own")])
+def test_first_error_of_nccl_decides_not_the_timeouts_that_follow(error: str, origin: str) -> None:
     """A remote error comes first, then the timeout of what was enqueued behind it."""
-    fields: dict[str, Any] = {"rank": 0}
-    text = thrown(REMOTE, **fields) + timed_out(0, 9, 9, 8)
-    found = find_native_text(text)
+    found = find_native_text(thrown(error) + timed_out(0, 9, 9, 8))
     assert found is not None
-    assert found.origin in ("peer-lost", "timeout")
+    assert found.origin == origin
