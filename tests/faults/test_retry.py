@@ -159,13 +159,13 @@ def test_on_retry_keeps_the_arguments_by_returning_none(tmp_path: Path) -> None:
     """A callback that only logs need not return the arguments."""
     world = World(folder=tmp_path)
     result = world.launch(
-        programs.fail_on_attempts,
-        1,
-        "killed",
+        programs.fail_first_and_return_arguments,
+        *(32, "adam"),
         retry=RetryPolicy(on={"killed"}, **SHORT_BACKOFF),
         on_retry=lambda _failure: None,
     )
     assert result.attempts == 2
+    assert result.values == {0: [32, "adam"], 1: [32, "adam"]}
 
 
 def _refuse(_failure: ddpsafe.DDPSafeError) -> None:
