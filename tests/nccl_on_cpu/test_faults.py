@@ -23,7 +23,7 @@ def fails(
     with pytest.raises(ddpsafe.LaunchError) as caught:
         ddpsafe.spawn(
             programs.act,
-            args=(words, *options),
+            args=(folder, words, *options),
             nprocs=ranks,
             start_method="forkserver",
             run_dir=folder,

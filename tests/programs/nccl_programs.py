@@ -205,11 +205,16 @@ def read_next_batch_from_dead_mount() -> None:
 Words = dict[int, str]
 
 
-def act(rank: int, words: Words, then: str, raises: int | None = None) -> None:
+def act(rank: int, folder: Path, words: Words, then: str, raises: int | None = None) -> None:
     """Simulate a rank under NCCL: its watchdog, a thread, prints those messages, and may abort.
 
-    A rank without messages reads the next batch from a mount that does not respond.
+    A rank without messages reads the next batch from a mount that does not respond. As in a real job, no
+    rank acts before all have started: else an attempt ends before the last one has printed anything.
     """
+    attempt = ddpsafe.current().attempt
+    (folder / f"started-{attempt}-{rank}").touch()
+    while len(list(folder.glob(f"started-{attempt}-*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
     if rank == raises:
         msg = "label 7 is out of range"
         raise ValueError(msg)
