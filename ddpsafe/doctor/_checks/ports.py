@@ -12,7 +12,7 @@ import psutil
 
 from ddpsafe._host import PORT_RANGE, list_interfaces, port_range, show_endpoint
 from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._system.tcp import addresses_of
+from ddpsafe.doctor._system.tcp import addresses_of, find_listener
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,17 +90,13 @@ def _is_taken(family: socket.AddressFamily, port: int) -> bool:
 
 def _owner(port: int) -> tuple[str, int | None]:
     """Return the process that listens on a port, as far as this user may see it."""
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            at_port = connection.laddr and connection.laddr.port == port
-            if at_port and connection.status == psutil.CONN_LISTEN and connection.pid:
-                process = psutil.Process(connection.pid)
-                command = " ".join(process.cmdline()) or process.name()
-                mine = " (this process)" if connection.pid == os.getpid() else ""
-                return (
-                    f"process {connection.pid} of {process.username()}{mine}: {command:.120}",
-                    connection.pid,
-                )
+    process = find_listener(port)
+    with contextlib.suppress(psutil.Error, OSError):  # it may have ended
+        if process is not None:
+            command = " ".join(process.cmdline()) or process.name()
+            mine = " (this process)" if process.pid == os.getpid() else ""
+            described = f"process {process.pid} of {process.username()}{mine}: {command:.120}"
+            return described, process.pid
     return "a process that this user may not see", None
 
 

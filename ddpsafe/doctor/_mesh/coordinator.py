@@ -28,6 +28,7 @@ from ddpsafe.doctor._mesh.protocol import Attendance, Node, NodeReport, Roster, 
 from ddpsafe.doctor._mesh.reach_node_zero import Obstacle, find_answer
 from ddpsafe.doctor._mesh.socket_transport import Server
 from ddpsafe.doctor._mesh.transport import RESULTS, gather
+from ddpsafe.doctor._system.tcp import find_listener
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -105,12 +106,10 @@ class EndpointServer:
 
 def owner_of(port: int) -> str:
     """Return the end of a message: the process that listens on a port, if this user may see it."""
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            at_port = connection.laddr and connection.laddr.port == port
-            if at_port and connection.status == psutil.CONN_LISTEN and connection.pid:
-                name = psutil.Process(connection.pid).name()
-                return f"; {name} (pid {connection.pid}) on {socket.gethostname()} uses it"
+    process = find_listener(port)
+    with contextlib.suppress(psutil.Error, OSError):  # it may have ended
+        if process is not None:
+            return f"; {process.name()} (pid {process.pid}) on {socket.gethostname()} uses it"
     return ""
 
 

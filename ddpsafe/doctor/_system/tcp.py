@@ -11,11 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import psutil
+
 from ddpsafe._clock import BoundedCall
 from ddpsafe._config.endpoint import find_address, resolve_host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+def find_listener(port: int) -> psutil.Process | None:
+    """Return the process that listens on a port, if this user may see it."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            at_port = connection.laddr and connection.laddr.port == port
+            if at_port and connection.status == psutil.CONN_LISTEN and connection.pid:
+                return psutil.Process(connection.pid)
+    return None
 
 
 def addresses_of(host: str, port: int, *, limit_s: float) -> list[str]:
