@@ -41,7 +41,13 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Build the wheel, install it, and run the tests against the installed package."""
+    """Build the wheel, install it, and test every promise and every table against the package."""
+    _run_tests(session, "-m", "not full and not soak")
+
+
+@nox.session
+def full(session: nox.Session) -> None:
+    """Run everything except ``soak``: what ``tests`` runs, and further variants of it."""
     _run_tests(session)
 
 

@@ -82,12 +82,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("recorder") is not None:
                 item.add_marker(unrecorded)
-    if "soak" in config.getoption("markexpr"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("soak") is not None]
-    items[:] = [item for item in items if item.get_closest_marker("soak") is None]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
+    if "soak" not in config.getoption("markexpr"):
+        left_out = [item for item in items if item.get_closest_marker("soak") is not None]
+        items[:] = [item for item in items if item.get_closest_marker("soak") is None]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         items[:] = _mixed(items, workers)
