@@ -11,6 +11,7 @@ import string
 from typing import TYPE_CHECKING, Final
 
 import pytest
+import texts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -342,7 +343,7 @@ VALUES: Final = st.one_of(
     st.integers(-3, 9).map(str),
     st.integers().map(str),
     st.text(TASKS, max_size=8),
-    st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6),
+    st.text(texts.ENCODABLE.replace("\0", ""), max_size=6),
 )
 
 
@@ -357,7 +358,7 @@ def require_sane(env: dict[str, str]) -> None:
         assert 0 <= world.node_rank < world.nnodes
 
 
-@settings(max_examples=300, deadline=2000)
+@settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=len(NAMES)))
 @example({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "0"})
 def test_no_environment_causes_another_error(env: dict[str, str]) -> None:
@@ -365,14 +366,14 @@ def test_no_environment_causes_another_error(env: dict[str, str]) -> None:
     require_sane(env)
 
 
-@settings(max_examples=200, deadline=2000)
+@settings(max_examples=200)
 @given(
     node=st.integers(0, 5) | st.integers(),
     tasks=st.text(TASKS, max_size=12),
     rank=st.integers(0, 3),
 )
 def test_no_list_of_slurm_tasks_causes_another_error(node: int, tasks: str, rank: int) -> None:
-    """SLURM_STEP_TASKS_PER_NODE may contain anything, and is read within milliseconds."""
+    """SLURM_STEP_TASKS_PER_NODE may contain anything."""
     require_sane(slurm_step(rank=rank, world_size=4, local_rank=0, node=node, tasks=tasks))
 
 

@@ -9,12 +9,15 @@ import pytest
 from data_programs import Named
 from hypothesis import given
 from hypothesis import strategies as st
+from texts import any_text
 
 from ddpsafe.data import DataLoader, PackedList
 from ddpsafe.data.errors import DataConfigError
 
 items = st.lists(
-    st.one_of(st.text(), st.binary(), st.integers(), st.tuples(st.text(), st.integers()), st.none())
+    st.one_of(
+        any_text(), st.binary(), st.integers(), st.tuples(any_text(), st.integers()), st.none()
+    )
 )
 
 

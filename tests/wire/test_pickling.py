@@ -18,6 +18,7 @@ import pickling_programs as programs
 import pytest
 import torch
 from hypothesis import strategies as st
+from texts import any_text
 
 import ddpsafe
 from ddpsafe._wire import payload
@@ -291,7 +292,7 @@ def nests(draw: st.DrawFn) -> tuple[object, str]:
     for sort in draw(st.lists(st.sampled_from(("list", "tuple", "dict", "object")), max_size=12)):
         before = draw(st.lists(st.integers(), max_size=3))
         if sort == "dict":
-            key = draw(st.text(max_size=5) | st.integers())
+            key = draw(any_text(max_size=5) | st.integers())
             nested, step = {**dict.fromkeys(map(str, before)), key: nested}, f"[{key!r}]"
         elif sort == "object":
             nested, step = programs.Holder(nested), ".held"
