@@ -42,7 +42,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Build the wheel, install it, and test every promise and every table against the package."""
-    _run_tests(session, "-m", "not full and not soak")
+    _run_tests(session, "--quick")
 
 
 @nox.session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -17,7 +18,9 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import hypothesis
 import leftovers
+import machine
 import pytest
 import scripts
 
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# pytest-timeout's limit, for a test that hangs.
+os.environ.setdefault("PYTEST_TIMEOUT", str(machine.hang_limit(240)))
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--installed``, which nox passes."""
@@ -37,6 +43,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--installed",
         action="store_true",
         help="refuse to run unless ddpsafe is imported from this environment's site-packages",
+    )
+    parser.addoption("--quick", action="store_true", help="leave out tests that are marked full")
+    parser.addoption(
+        "--extra",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="also run the tests that need this extra of ddpsafe, which is installed",
     )
 
 
@@ -50,6 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(signum) == signal.SIG_IGN:
             default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
             signal.signal(signum, default)
+    machine.sample_load()
+    # A machine that is slow in making an example has no bug.
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=slow)
+    hypothesis.settings.load_profile("any machine")
     gc.disable()  # until all tests are collected
     location = _package_folder()
     if config.getoption("--installed") and not location.is_relative_to(sys.prefix):
@@ -73,23 +92,61 @@ WAITING: Final = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of ``nox -s soak`` unless ``-m`` names them; mix waiting and computing tests.
+    """Deselect what another session of nox runs; mix waiting and computing tests.
 
     An ``-m`` in pytest's configuration would be replaced by the user's, such as ``-m "not slow"``.
     """
-    if tuple(int(part) for part in version("torch").split(".")[:2]) < (2, 9):
-        unrecorded = pytest.mark.skip(reason="torch before 2.9 does not record gloo's collectives")
-        for item in items:
-            if item.get_closest_marker("recorder") is not None:
-                item.add_marker(unrecorded)
-    if "soak" not in config.getoption("markexpr"):
-        left_out = [item for item in items if item.get_closest_marker("soak") is not None]
-        items[:] = [item for item in items if item.get_closest_marker("soak") is None]
-        if left_out:
-            config.hook.pytest_deselected(items=left_out)
+    runs_soak = "soak" in config.getoption("markexpr")
+    extras = config.getoption("--extra")
+    kept, left_out = [], []
+    for item in items:
+        soak = item.get_closest_marker("soak") is not None and not runs_soak
+        quick = config.getoption("--quick") and _is_variant(item)
+        extra = any(mark.args[0] not in extras for mark in item.iter_markers("extra"))
+        (left_out if soak or quick or extra else kept).append(item)
+    items[:] = kept
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         items[:] = _mixed(items, workers)
+
+
+def _is_variant(item: pytest.Item) -> bool:
+    """Return whether a test runs in ``nox -s full`` only."""
+    mark = item.get_closest_marker("full")
+    callspec = getattr(item, "callspec", None)
+    return mark is not None and (callspec is None or callspec.id not in mark.kwargs.get("but", ()))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what this machine cannot run, with one reason for all such tests."""
+    for name, reason in _missing_here().items():
+        if item.get_closest_marker(name) is not None:
+            pytest.skip(reason)
+
+
+@functools.cache
+def _missing_here() -> dict[str, str]:
+    """Return why tests with these markers cannot run here."""
+    missing = {}
+    if tuple(int(part) for part in version("torch").split(".")[:2]) < (2, 9):
+        missing["recorder"] = "torch before 2.9 does not record gloo's collectives"
+    if not _has_gpu():
+        missing["gpu"] = "needs a CUDA device; torch sees none"
+    if os.geteuid() == 0:
+        missing["unprivileged"] = "root may read and write everything"
+    elif os.environ.get("DDPSAFE_REQUIRE_HOSTS") != "1":
+        missing["root"] = "needs root: hosts, mounts, other users"
+    return missing
+
+
+def _has_gpu() -> bool:
+    if not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg")):
+        return False  # without importing torch
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _mixed(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
@@ -134,6 +191,13 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """After a failure, show what a reader elsewhere must know about this machine."""
+    if terminalreporter.stats.keys() & {"failed", "error"}:
+        terminalreporter.write_line(f"machine: {machine.describe()}")
 
 
 def pytest_report_header() -> str:
@@ -190,6 +254,7 @@ def _nothing_left_behind(_own_temporary_directory: None) -> Iterator[None]:
 
     Anything that existed before the test may stay, so a fixture of a wider scope may keep a process.
     """
+    machine.note_test()
     before = leftovers.Snapshot.take()
     yield
     remaining = leftovers.wait_until_gone(before, grace_s=leftovers.GRACE_S)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hosts import Network, names_as_debian, names_of_all
-from mesh_kit import agree, examine, read_one, require_in_time, start_one
+from mesh_kit import agree, examine, read_one, require_told_in_time, start_one
 
 if TYPE_CHECKING:
     from mesh_kit import MakeHosts
@@ -82,7 +82,7 @@ def test_missing_interface_is_reported_with_those_that_exist(
     line = "NCCL_SOCKET_IFNAME='=eth0'" if asked.get("backend") else "GLOO_SOCKET_IFNAME=eth0"
     assert f"export {line}    # on every host" in finding["fix"]
     assert report.ways("open") >= {(0, 1), (1, 0)}
-    require_in_time(told, 5)
+    require_told_in_time(told, 5)
 
 
 def test_card_that_only_some_hosts_have_is_reported_with_nccl(make_hosts: MakeHosts) -> None:

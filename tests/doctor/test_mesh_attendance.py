@@ -13,7 +13,7 @@ from mesh_kit import (
     agree,
     examine,
     read_one,
-    require_in_time,
+    require_told_in_time,
     start_one,
     wait_for_line,
 )
@@ -42,7 +42,7 @@ def test_a_missing_node_is_named_and_the_others_are_examined(make_hosts: MakeHos
     assert f"--node-rank 2 --rdzv-endpoint {endpoint}" in missing["fix"]
     assert report.ways("dropped") == {(3, 0)}
     assert report.ways("open") == {(0, 1), (1, 0), (1, 3), (3, 1), (0, 3)}
-    require_in_time(told, 5)
+    require_told_in_time(told, 5)
     assert any("waiting for node rank h2" in line for line in told[1].progress)
 
 
@@ -56,7 +56,7 @@ def test_a_node_that_dies_during_the_check_is_named(make_hosts: MakeHosts) -> No
     assert report.codes() == ["DS-MESH-010"]
     assert report.one("DS-MESH-010")["hosts"] == ["h2"]
     assert report.ways("open") == {(0, 1), (1, 0)}
-    require_in_time(told, 5)
+    require_told_in_time(told, 5)
 
 
 def test_a_host_that_loses_power_during_the_check_is_named(make_hosts: MakeHosts) -> None:
@@ -71,7 +71,7 @@ def test_a_host_that_loses_power_during_the_check_is_named(make_hosts: MakeHosts
     assert report.codes() == ["DS-MESH-010"]
     assert report.one("DS-MESH-010")["hosts"] == ["h2"]
     assert report.ways("open") == {(0, 1), (1, 0)}
-    require_in_time(told, 9)
+    require_told_in_time(told, 9)
 
 
 @pytest.mark.parametrize("end", ["killed", "power"])
@@ -89,7 +89,7 @@ def test_the_others_end_in_time_when_node_rank_0_is_lost(make_hosts: MakeHosts, 
     for report in told:
         assert report.codes() == ["DS-MESH-011"]
         assert report.one("DS-MESH-011")["hosts"] == ["h0"]
-    require_in_time(told, 9)
+    require_told_in_time(told, 9)
 
 
 REFUSED = {
@@ -115,7 +115,7 @@ def test_all_nodes_end_at_once_with_the_same_findings_when_one_does_not_fit(
     size, each, codes = REFUSED[wrong]
     told = examine(make_hosts(size), timeout_s=50, each=each)
     assert agree(told).codes() == codes
-    require_in_time(told, 12)
+    require_told_in_time(told, 12)
     facts = "; ".join(finding["fact"] for finding in told[0].findings)
     assert all(f"h{index}" in facts for index in each)
 
@@ -159,7 +159,7 @@ def test_a_taken_port_is_reported_with_its_owner(make_hosts: MakeHosts) -> None:
     assert host.codes() == ["DS-MESH-009"]
     assert "python" in host.one("DS-MESH-009")["fact"]
     assert visitor.codes() == ["DS-MESH-003"]
-    require_in_time([visitor], 12)
+    require_told_in_time([visitor], 12)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,9 @@ def test_a_closed_endpoint_is_reported_by_the_node_that_cannot_connect(
     assert visitor.codes() == [code]
     assert f"h0:{PORT} (10.77.0.1)" in visitor.one(code)["fact"]
     assert ("-I eth0 10.77.0.2    # on h1" in visitor.one(code)["fix"]) == (otherwise == "drop")
-    require_in_time([visitor], 5)
+    require_told_in_time([visitor], 5)
     assert host.codes() == ["DS-MESH-001"]
-    require_in_time([host], 5)
+    require_told_in_time([host], 5)
 
 
 def test_swapped_node_ranks_are_reported_on_the_host_of_the_endpoint(make_hosts: MakeHosts) -> None:
@@ -229,7 +229,7 @@ def test_silent_name_server_is_distinguished_from_an_unknown_name(make_hosts: Ma
     (visitor,) = examine(network, hosts=[1], timeout_s=1, endpoint=f"nowhere:{PORT}")
     assert visitor.codes() == ["DS-MESH-007"]
     assert visitor.one("DS-MESH-007")["details"]["trouble"] == "silent-resolver"
-    require_in_time([visitor], 5)
+    require_told_in_time([visitor], 5)
 
 
 def test_endpoint_name_that_resolves_to_the_node_itself_is_reported(make_hosts: MakeHosts) -> None:
@@ -241,7 +241,7 @@ def test_endpoint_name_that_resolves_to_the_node_itself_is_reported(make_hosts: 
     (visitor,) = examine(make_hosts(2, hosts_file=copied), hosts=[1], timeout_s=20)
     assert visitor.codes() == ["DS-MESH-008"]
     assert "127.0.1.1" in visitor.one("DS-MESH-008")["fact"]
-    require_in_time([visitor], 5)
+    require_told_in_time([visitor], 5)
 
 
 def test_a_late_node_is_reported_as_late(make_hosts: MakeHosts) -> None:

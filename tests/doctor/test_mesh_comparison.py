@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from mesh_kit import agree, examine, require_in_time
+from mesh_kit import agree, examine, require_told_in_time
 
 if TYPE_CHECKING:
     from mesh_kit import MakeHosts
@@ -47,7 +47,7 @@ def test_differences_are_reported_with_the_host_that_differs(make_hosts: MakeHos
     }
     assert report.one("DS-MESH-044")["hosts"] == ["h1"]
     assert report.ways("open") == {(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)}
-    require_in_time(told, 5)
+    require_told_in_time(told, 5)
 
 
 def test_equal_hosts_have_no_findings(make_hosts: MakeHosts) -> None:
@@ -66,7 +66,7 @@ def test_silent_name_server_is_found_where_everything_else_works(make_hosts: Mak
     assert report.one("DS-MESH-046")["severity"] == "warning"
     assert "h1" in report.one("DS-MESH-046")["hosts"]
     assert report.ways("open") == {(0, 1), (1, 0)}
-    require_in_time(told, 5)
+    require_told_in_time(told, 5)
 
 
 def test_different_mtus_are_a_warning(make_hosts: MakeHosts) -> None:

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from mesh_kit import PROGRAM, agree, examine, require_in_time, wait_for_line
+from mesh_kit import PROGRAM, agree, examine, require_told_in_time, wait_for_line
 
 if TYPE_CHECKING:
     from hosts import Network
@@ -33,7 +33,7 @@ def test_healthy_hosts_have_no_findings(make_hosts: MakeHosts, size: int, limit_
     assert report.codes() == []
     assert report.codes("ok") == ["DS-MESH-030", "DS-MESH-051"]
     assert report.ways("open") == all_directions(size)
-    require_in_time(told, limit_s)
+    require_told_in_time(told, limit_s)
 
 
 def test_hosts_without_ipv6_have_no_findings(make_hosts: MakeHosts) -> None:
@@ -93,7 +93,7 @@ def test_an_endpoint_that_is_the_only_open_port_is_one_finding(
     assert "No host can open a connection" in finding["fact"]
     assert "firewall" in finding["cause"] or str(PORT) in finding["cause"]
     assert "tcp dport 32768-60999 accept    # on h1" in finding["fix"]
-    require_in_time(told, 5)
+    require_told_in_time(told, 5)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_one_blocked_direction_among_four_hosts_is_named(
     assert "the other direction works" in finding["fact"]
     assert report.ways(result) == {(2, 1)}
     assert report.ways("open") == all_directions(4) - {(2, 1)}
-    require_in_time(told, 5)
+    require_told_in_time(told, 5)
 
 
 def test_one_closed_host_among_sixteen_is_one_finding(make_hosts: MakeHosts) -> None:
@@ -132,7 +132,7 @@ def test_one_closed_host_among_sixteen_is_one_finding(make_hosts: MakeHosts) -> 
     assert "No host can open a connection TO h5 (node rank 5)" in report.one("DS-MESH-031")["fact"]
     assert report.one("DS-MESH-031")["hosts"] == ["h5"]
     assert report.ways("open") == {way for way in all_directions(16) if way[1] != 5}
-    require_in_time(told, 10)
+    require_told_in_time(told, 10)
 
 
 def test_host_that_lets_nothing_out_is_one_finding(make_hosts: MakeHosts) -> None:
@@ -178,7 +178,7 @@ def test_proxy_that_answers_for_a_host_is_found(make_hosts: MakeHosts, program: 
     assert report.ways("wrong-peer") == {(0, 1), (2, 1)}
     assert report.ways("open") == all_directions(3) - {(0, 1), (2, 1)}
     assert "No host can reach the doctor ON h1" in report.one("DS-MESH-034")["fact"]
-    require_in_time(told, 5)
+    require_told_in_time(told, 5)
 
 
 def test_lost_large_packets_are_found(make_hosts: MakeHosts) -> None:
@@ -197,7 +197,7 @@ def test_lost_large_packets_are_found(make_hosts: MakeHosts) -> None:
     assert "ip link set dev eth0 mtu 1500    # on h2" in finding["fix"]
     assert report.ways("large-lost") == {(0, 2), (1, 2), (2, 0), (2, 1)}
     assert report.ways("open") == {(0, 1), (1, 0)}
-    require_in_time(told, 5)
+    require_told_in_time(told, 5)
 
 
 def test_dead_switch_port_is_distinguished_from_a_firewall(make_hosts: MakeHosts) -> None:
@@ -212,7 +212,7 @@ def test_dead_switch_port_is_distinguished_from_a_firewall(make_hosts: MakeHosts
     assert "answer ARP" in finding["cause"]
     assert "ip neigh show 10.88.0.3    # on h0" in finding["fix"]
     assert report.ways("open") == {(0, 1), (1, 0)}
-    require_in_time(told, 5)
+    require_told_in_time(told, 5)
 
 
 def test_unplugged_host_is_distinguished_from_a_firewall(make_hosts: MakeHosts) -> None:
@@ -225,4 +225,4 @@ def test_unplugged_host_is_distinguished_from_a_firewall(make_hosts: MakeHosts) 
     assert report.one("DS-MESH-022")["hosts"] == ["h2"]
     assert "ib0" in report.one("DS-MESH-022")["fact"]
     assert report.ways("open") == {(0, 1), (1, 0)}
-    require_in_time(told, 5)
+    require_told_in_time(told, 5)

@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import machine
 import pytest
 import scripts
 from exception_programs import LostSampleError
-from fault_kit import CRASH_S, fault_time_s, load_factor, require_in_time, write_script
+from fault_kit import CRASH_S, fault_time_s, write_script
+from machine import require_in_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -168,7 +170,7 @@ def test_signal_ends_a_launch_whose_stdout_is_not_read(
 
 def test_attempt_timeout_holds_while_stdout_is_not_read(tmp_path: Path) -> None:
     """A blocked console does not extend ``timeouts.attempt``."""
-    limit_s = 4 * load_factor()
+    limit_s = 4 * machine.stretch()
     with unread(tmp_path, "return", f"timeouts={{'attempt': {limit_s}}},") as script:
         script.wait_until_stuck()
         stuck_s = time.monotonic()

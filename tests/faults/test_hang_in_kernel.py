@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import hang_programs as programs
 import pytest
 import scripts
-from fault_kit import COLLECTIVE_S, HANG_S, fault_time_s, is_running, require_in_time, start_script
+from fault_kit import COLLECTIVE_S, HANG_S, fault_time_s, is_running, start_script
+from machine import require_in_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import join_programs as programs
 import pytest
 import scripts
-from fault_kit import HANG_S, WORLD_SIZES, World, require_in_time, require_places, write_script
+from fault_kit import HANG_S, WORLD_SIZES, World, require_places, write_script
+from machine import require_in_time
 from training_programs import return_rank
 
 import ddpsafe

@@ -16,11 +16,11 @@ import scripts
 from fault_kit import (
     CRASH_S,
     launch_everything,
-    require_in_time,
     start_script,
     start_script_on_terminal,
     write_script,
 )
+from machine import require_in_time
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_sigkill_of_the_launcher_ends_everything_it_started(
         job.require_all_ended()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.root
 def test_ranks_that_changed_their_user_end_with_roots_launcher(tmp_path: Path) -> None:
     """The change clears the kernel's parent-death signal, and these ranks also hold the GIL."""
     statement = "ddpsafe.launch(orphan_programs.become_another_user, (folder,), **options)"

@@ -7,10 +7,11 @@ import signal
 import time
 from typing import TYPE_CHECKING, Final
 
+import machine
 import psutil
 import pytest
 import scripts
-from fault_kit import load_factor, start_script
+from fault_kit import start_script
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +25,7 @@ _EXIT_CODE_OF_A_STOP: Final = 75
 @pytest.fixture
 def limit_s() -> float:
     """Return a limit that ranks can keep on a machine as busy as this one."""
-    return 3.0 * min(load_factor(), 3)
+    return 3.0 * min(machine.stretch(), 3)
 
 
 def suspend(job: Started, limit_s: float) -> None:

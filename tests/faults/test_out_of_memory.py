@@ -14,11 +14,11 @@ from fault_kit import (
     WORLD_SIZES,
     World,
     memory_group,
-    require_in_time,
     require_rank,
     start_script,
     write_script,
 )
+from machine import require_in_time
 from training_programs import train
 
 import ddpsafe

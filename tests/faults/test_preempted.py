@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 import scripts
 import stop_programs as programs
-from fault_kit import (
-    CRASH_S,
-    World,
-    require_complete_message,
-    require_in_time,
-    require_rank,
-    start_script,
-)
+from fault_kit import CRASH_S, World, require_complete_message, require_rank, start_script
+from machine import require_in_time
 
 import ddpsafe
 

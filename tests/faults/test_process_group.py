@@ -8,7 +8,8 @@ import attached_fault_programs as programs
 import forked_ranks
 import pytest
 from exception_programs import LostSampleError
-from fault_kit import CRASH_S, HANG_S, WORLD_SIZES, require_in_time
+from fault_kit import CRASH_S, HANG_S, WORLD_SIZES
+from machine import require_in_time
 
 import ddpsafe
 

@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING
 import leftovers
 import orphan_programs as programs
 import pytest
-from fault_kit import (
-    CRASH_S,
-    WORLD_SIZES,
-    World,
-    fault_time_s,
-    require_in_time,
-    require_nothing_left,
-    require_rank,
-)
+from fault_kit import CRASH_S, WORLD_SIZES, World, fault_time_s, require_nothing_left, require_rank
+from machine import require_in_time
 from training_programs import since
 
 import ddpsafe

@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import machine
 import pytest
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ NAMES: Final = (
 REQUIRED: Final = "DDPSAFE_REQUIRE_BROWSER"
 """Where it is set, a missing browser fails a test instead of skipping it."""
 
-_LIMIT_S: Final = 60.0
+_LIMIT_S: Final = machine.hang_limit(60)
 
 _OVERFLOW: Final = """
 [...document.querySelectorAll('body *')].filter(each => {

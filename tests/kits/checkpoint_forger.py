@@ -27,6 +27,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import machine
 import torch
 
 from ddpsafe.checkpoint import Checkpointer, PerRank, errors
@@ -34,7 +35,7 @@ from ddpsafe.checkpoint import Checkpointer, PerRank, errors
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LIMIT_S: Final = 20.0
+LIMIT_S: Final = machine.hang_limit(20)
 NEWEST: Final = "step-000000000002"
 RUNS_CODE: Final = (
     "os.system",

@@ -1,7 +1,6 @@
 """Every fault must lead to the right error, in time, explained, and leave nothing behind.
 
-A promise in seconds holds on a machine with a spare core. On a busier one it is multiplied by the
-length of the run queue (`load_factor`), so that a slow machine is not taken for a slow launcher.
+A promise in seconds is stretched on a slow or busy machine, see `machine`.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import leftovers
+import machine
 import psutil
 import pytest
 import scripts
@@ -111,15 +111,6 @@ class World:
         return _fails(error, self, self.spawn, program, *args, **how)
 
 
-def load_factor() -> float:
-    """Return the factor for time limits on a busy machine: runnable processes for each core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    waiting = os.getloadavg()[0]
-    if (status := Path("/proc/loadavg")).exists():  # a burst shows here before it shows in the mean
-        waiting = max(waiting, float(status.read_text().split()[3].partition("/")[0]))
-    return max(1.0, waiting / (cores or 1))
-
-
 def _fails(
     error: type[E],
     world: World,
@@ -147,18 +138,10 @@ def _fails(
     assert type(caught.value).__name__ == error.__name__, caught.value
     assert (world.folder / "fault").exists(), f"failed before the fault: {caught.value}"
     took_s = ended_s - fault_time_s(world.folder)
-    require_in_time(took_s, within_s, caught.value)
+    machine.require_in_time(took_s, within_s, caught.value)
     require_nothing_left(before, caught.value)
     require_complete_message(caught.value)
     return caught.value
-
-
-def require_in_time(took_s: float, within_s: float, what: object = "") -> None:
-    """Fail if something took longer than promised, relative to the load of this machine."""
-    limit_s = within_s * load_factor()
-    assert took_s < limit_s, (
-        f"took {took_s:.1f} s, promised are {within_s} s ({limit_s:.1f}): {what}"
-    )
 
 
 def fault_time_s(folder: Path) -> float:
@@ -168,7 +151,7 @@ def fault_time_s(folder: Path) -> float:
 
 def require_nothing_left(before: leftovers.Snapshot, error: LaunchError | None = None) -> None:
     """Fail unless everything newer than `before` is removed in time, sessions of ranks included."""
-    remaining = leftovers.wait_until_gone(before, grace_s=CLEANUP_S * load_factor())
+    remaining = leftovers.wait_until_gone(before, grace_s=CLEANUP_S * machine.stretch())
     if error is not None:
         remaining += _in_sessions_of(error)
     assert remaining == [], "\n".join(remaining)
@@ -332,7 +315,7 @@ class Started:
 
     def require_all_ended(self) -> None:
         """Fail unless all processes that the ranks started have ended in time."""
-        ends_s = time.monotonic() + CLEANUP_S * load_factor()
+        ends_s = time.monotonic() + CLEANUP_S * machine.stretch()
         while (alive := self._alive()) and time.monotonic() < ends_s:
             time.sleep(0.02)
         assert alive == []

@@ -16,6 +16,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import machine
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from multiprocessing.connection import Connection
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
     Env = Mapping[str, str]
 
-LIMIT_S: Final = 60
+LIMIT_S: Final = machine.hang_limit(60)
 """How long the ranks may take together on a busy machine."""
 
 LAUNCHERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "TORCHEL")

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+import machine
 import scripts
-from fault_kit import load_factor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from warm_python import Forked
 
 PROGRAM: Final = Path(__file__).parents[1] / "programs" / "node_programs.py"
-LIMIT_S: Final = 180
+LIMIT_S: Final = machine.hang_limit(180)
 
 FIELDS: Final[dict[str, Any]] = {
     "start_method": "forkserver",
@@ -231,11 +231,6 @@ def require_the_same(said: Sequence[dict[str, Any]]) -> None:
 def fault_s(folder: Path, case: str) -> float:
     """Return the time of a case's fault."""
     return float((folder / f"fault-{case}").read_text())
-
-
-def require_in_time(took_s: float, within_s: float, what: str) -> None:
-    """Fail unless a promise in seconds was kept, on a machine as busy as this one."""
-    assert took_s < within_s * load_factor(), f"{what}: {took_s:.1f} s, promised {within_s} s"
 
 
 def require_nothing_left(network: Network, *, besides: Sequence[int] = ()) -> None:

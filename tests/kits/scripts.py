@@ -18,13 +18,14 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import machine
 from warm_python import Forked, SharedPython, WarmPython, piped
 from warm_server import read_at_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-LIMIT_S: Final = 240
+LIMIT_S: Final = machine.hang_limit(240)
 """How long any script may take, on a busy machine."""
 
 TESTS: Final = Path(__file__).parents[1]

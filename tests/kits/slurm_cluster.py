@@ -17,6 +17,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import machine
 import scripts
 from hosts import require
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 _TOOLS: Final = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "munged", "ip")
 _SEARCHED: Final = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-_LIMIT_S: Final = 60.0
+_LIMIT_S: Final = machine.hang_limit(60)
 _ASKED_EVERY_S: Final = 0.2
 _SUBNET: Final = "10.79.0"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import scripts
-from fault_kit import require_in_time
+from machine import require_in_time
 
 if TYPE_CHECKING:
     from pathlib import Path

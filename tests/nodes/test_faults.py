@@ -9,15 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from fault_kit import memory_group
-from nodes_kit import (
-    Case,
-    fault_s,
-    finish_job,
-    require_in_time,
-    require_the_same,
-    run_job,
-    start_job,
-)
+from machine import require_in_time
+from nodes_kit import Case, fault_s, finish_job, require_the_same, run_job, start_job
 from scripts import wait_until
 
 if TYPE_CHECKING:

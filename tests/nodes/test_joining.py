@@ -17,15 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 import scripts
 from hosts import Network, names_as_debian, require
-from nodes_kit import (
-    Case,
-    finish_job,
-    require_in_time,
-    require_the_same,
-    run_job,
-    start_job,
-    start_node,
-)
+from machine import require_in_time
+from nodes_kit import Case, finish_job, require_the_same, run_job, start_job, start_node
 
 from ddpsafe import _host
 from ddpsafe._clock import Deadline

@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import psutil
 import pytest
 import scripts
-from nodes_kit import (
-    Case,
-    Launcher,
-    finish_job,
-    require_in_time,
-    require_nothing_left,
-    require_the_same,
-    start_job,
-)
+from machine import require_in_time
+from nodes_kit import Case, Launcher, finish_job, require_nothing_left, require_the_same, start_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable

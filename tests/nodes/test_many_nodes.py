@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pytest
-from nodes_kit import require_in_time
+from machine import require_in_time
 
 if TYPE_CHECKING:
     from types import ModuleType

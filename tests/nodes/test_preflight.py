@@ -6,15 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import scripts
-from nodes_kit import (
-    Case,
-    Launcher,
-    finish_job,
-    require_in_time,
-    require_the_same,
-    start_job,
-    start_node,
-)
+from machine import require_in_time
+from nodes_kit import Case, Launcher, finish_job, require_the_same, start_job, start_node
 
 if TYPE_CHECKING:
     from pathlib import Path

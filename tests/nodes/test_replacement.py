@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import scripts
+from machine import require_in_time
 from nodes_kit import (
     Case,
     Launcher,
     finish_job,
-    require_in_time,
     require_nothing_left,
     require_the_same,
     start_job,

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import machine
+
 import ddpsafe
 
 if TYPE_CHECKING:
@@ -211,7 +213,7 @@ def main(folder: Path, endpoint: str, cases: list[dict[str, Any]]) -> None:
         while case["after"] and not list(folder.glob(case["after"])):
             time.sleep(0.02)
         os.environ.update(case["env"])
-        meets = {"endpoint": f"{host}:{int(port) + number}", "join": 60}
+        meets = {"endpoint": f"{host}:{int(port) + number}", "join": machine.hang_limit(120)}
         fields = {"rendezvous": {**meets, **case["fields"].pop("rendezvous", {})}}
         said["began"] = time.time()
         if case["leaves"]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import scripts
-from nodes_kit import require_in_time
+from machine import require_in_time
 from slurm_cluster import Cluster, require_slurm, started_cluster
 
 from ddpsafe._commands.template import read_template

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import machine
 import pytest
 import scripts
 
@@ -20,7 +21,7 @@ from ddpsafe._launcher.plan import make_plan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_LIMIT_S: Final = 150
+_LIMIT_S: Final = machine.hang_limit(150)
 
 _TESTS_OF_EACH_KIND = """
 import os
