@@ -576,7 +576,7 @@ def test_asking_for_gpus_where_there_are_none_is_refused(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not _has_gpu(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_more_ranks_than_gpus_is_refused_with_nccl(run_dir: Path) -> None:
     """NCCL would refuse two ranks on one device much later and less clearly."""
     import torch
@@ -769,7 +769,7 @@ def test_an_impossible_run_directory_is_named(tmp_path: Path, below: str) -> Non
     assert "What to do: pass run_dir=" in str(caught.value)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.unprivileged
 def test_a_run_directory_without_write_permission_is_named(tmp_path: Path) -> None:
     """The error is the same as for a file."""
     closed = tmp_path / "closed"

@@ -6,6 +6,7 @@ docs/reference/data.md has the difference and the reason.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import random
@@ -528,11 +529,12 @@ def double(row: dict[str, int]) -> dict[str, int]:
     return {"a": row["a"] * 2}
 
 
+@pytest.mark.extra("datasets")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_hugging_face_stream_resumes(num_workers: int) -> None:
     """Its IterableDataset has state_dict(), even when shuffled and mapped."""
-    datasets = pytest.importorskip("datasets")
+    datasets = importlib.import_module("datasets")
 
     def stream() -> Any:
         data = datasets.Dataset.from_dict({"a": list(range(N))})

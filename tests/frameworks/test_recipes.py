@@ -5,7 +5,6 @@ The libraries are large: ``nox -s frameworks`` installs them.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -17,7 +16,7 @@ import scripts
 PAGE: Final = Path(__file__).parents[2] / "docs" / "how-to" / "frameworks.md"
 LIMIT_S: Final = 200.0
 
-NEEDS: Final = {
+NEEDS: Final[dict[str, str]] = {
     "hf.py": "transformers",
     "accelerated.py": "accelerate",
     "lit.py": "lightning",
@@ -46,6 +45,8 @@ def read_recipes() -> list[Recipe]:
 
 RECIPES: Final = read_recipes()
 
+OF_EXTRA: Final = pytest.mark.extra("frameworks")
+
 
 def test_every_block_of_the_page_is_a_recipe() -> None:
     """A differently spelled first comment would silently drop a recipe."""
@@ -53,12 +54,16 @@ def test_every_block_of_the_page_is_a_recipe() -> None:
 
 
 @pytest.mark.timeout(LIMIT_S + 40)
-@pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.name for recipe in RECIPES])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, id=recipe.name, marks=OF_EXTRA if recipe.name in NEEDS else ())
+        for recipe in RECIPES
+    ],
+)
 def test_recipe_runs_in_two_ranks(tmp_path: Path, recipe: Recipe) -> None:
     """Both ranks train in one group, and the command succeeds."""
     package = NEEDS.get(recipe.name)
-    if package is not None and importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; nox -s frameworks has it")
     scripts.write(tmp_path, recipe.name, recipe.text)
     program, *arguments = shlex.split(recipe.command)
     ours = ["-m", "ddpsafe"] if program == "ddpsafe" else []
@@ -75,10 +80,9 @@ def test_recipe_runs_in_two_ranks(tmp_path: Path, recipe: Recipe) -> None:
     assert int(steps["0"]) >= 4
 
 
+@OF_EXTRA
 def test_a_daemonic_worker_of_dask_is_refused_with_the_line_to_add(tmp_path: Path) -> None:
     """Without that line of the recipe nothing starts, and the message contains it."""
-    if importlib.util.find_spec("distributed") is None:
-        pytest.skip("distributed is not installed; nox -s frameworks has it")
     (recipe,) = [each for each in RECIPES if each.name == "tasks.py"]
     line = re.search(r"^.*distributed\.worker\.daemon.*\n", recipe.text, re.MULTILINE)
     assert line is not None

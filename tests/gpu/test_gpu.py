@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 GPUS: Final = torch.cuda.device_count()
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="needs at least one CUDA device; torch sees none"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def run_two(program: programs.Program, folder: Path, **fields: Any) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from ddpsafe._launcher.processes.descendants import RankIdentity, find_members, 
 from ddpsafe._wire.spec import MARKER
 
 LAUNCH_ID = "5" * 32
-AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+AS_ROOT = pytest.mark.root
 
 
 @AS_ROOT

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LIMIT = timedelta(seconds=60)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.root
 def test_another_user_cannot_join_read_stop_or_fail_a_launch(tmp_path: Path) -> None:
     """The attacker knows every path, port and pid, has torch, and attacks while the ranks run."""
     with ThreadPoolExecutor(1) as executor, _open_to_all(Path(tempfile.gettempdir())):

@@ -6,6 +6,7 @@ tests/slurm runs the Slurm template on a real Slurm. The schemas of the others a
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -93,9 +94,10 @@ def test_kubernetes_restarts_only_what_another_attempt_can_fix(
     assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
 
 
+@pytest.mark.extra("frameworks")
 def test_the_kubernetes_template_follows_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
     """Kubernetes' own schema is checked, and unknown fields are refused."""
-    validator = pytest.importorskip("kubernetes_validate")
+    validator = importlib.import_module("kubernetes_validate")
     for document in yaml.safe_load_all(template("kubernetes", capsys)):
         validator.validate(document, "1.31", strict=True)
 
@@ -113,6 +115,7 @@ def test_compose_gives_the_ranks_time_and_shared_memory(
     assert any(volume.endswith(":/runs") for volume in service["volumes"])
 
 
+@pytest.mark.extra("frameworks")
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [("", ""), ("shm_size:", "shm_sise:"), ("stop_grace_period: 5m30s", "stop_grace_period: long")],
@@ -121,7 +124,7 @@ def test_the_compose_template_follows_the_specification(
     capsys: pytest.CaptureFixture[str], right: str, wrong: str
 ) -> None:
     """Every field and value is one of Compose's; a typo would be found."""
-    compose_spec = pytest.importorskip("compose_spec")
+    compose_spec = importlib.import_module("compose_spec")
     # The specification has a number of restarts, but this parser does not know it.
     text = template("compose", capsys).replace("on-failure:5", "on-failure")
     assert right in text
@@ -160,9 +163,9 @@ def test_sagemaker_starts_a_launcher_on_each_instance(
         assert command[2:5] == expected
 
 
+@pytest.mark.extra("frameworks")
 def test_the_sagemaker_template_follows_the_api(capsys: pytest.CaptureFixture[str]) -> None:
     """Botocore's model of CreateTrainingJob has the names, types, lengths and choices."""
-    pytest.importorskip("botocore")
     import botocore.session
     from botocore.validate import ParamValidator
 
