@@ -7,8 +7,15 @@ Arguments after ``--`` go to the session's tool: ``nox -s tests -- -k retry``.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import resource
+import shutil
+import sys
+import time
+from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import nox
 
@@ -41,32 +48,104 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Build the wheel, install it, and test every promise and every table against the package."""
-    _run_tests(session, "--quick")
+    """Build the wheel, install it, and test every promise and every table against the package.
+
+    The last line has its cost beside that of ``import torch``, so that it can be compared between machines:
+    200 times its CPU time and, on two idle cores, 150 times its duration are the aim.
+    """
+    _install_for_tests(session)
+    before = _cost_of_children()
+    _pytest(session, "pytest", "--quick", *session.posargs)
+    spent, load = _cost_between(before), os.getloadavg()[0]
+    imports = []
+    for _ in range(3):
+        before = _cost_of_children()
+        session.run("python", "-c", "import torch", silent=True)
+        imports.append(_cost_between(before))
+    cpu_s, wall_s = (min(each) for each in zip(*imports, strict=True))
+    session.log(
+        f"The tests took {spent.cpu_s:.0f} s of CPU time, {spent.cpu_s / cpu_s:.0f} times that of importing "
+        f"torch, and {spent.wall_s:.0f} s, {spent.wall_s / wall_s:.0f} times as long (load {load:.1f})."
+    )
 
 
 @nox.session
 def full(session: nox.Session) -> None:
     """Run everything except ``soak``: what ``tests`` runs, and further variants of it."""
-    _run_tests(session)
+    _install_for_tests(session)
+    _pytest(session, "pytest", *session.posargs)
 
 
 @nox.session
 def soak(session: nox.Session) -> None:
     """Run what ``tests`` leaves out: long loops, and more combinations."""
-    _run_tests(session, "-m", "soak")
+    _install_for_tests(session)
+    _pytest(session, "pytest", "-m", "soak", *session.posargs)
 
 
-def _run_tests(session: nox.Session, *options: str) -> None:
-    find_version = "import sys; print(sys.version_info >= (3, 11))"
-    if "True" in str(session.run("python", "-c", find_version, silent=True)):
+@nox.session
+def datasets(session: nox.Session) -> None:
+    """Run the tests of what data libraries share between processes; installs about a gigabyte."""
+    _install_wheel(session, extras="test,datasets")
+    tests = [
+        str(ROOT / "tests" / "data" / name) for name in ("test_worker_kinds.py", "test_stateful.py")
+    ]
+    _pytest(session, "pytest", "--extra", "datasets", *session.posargs, *tests, "-n", "2")
+
+
+class Cost(NamedTuple):
+    """CPU time of all children so far, user and system, and the time of the clock."""
+
+    cpu_s: float
+    wall_s: float
+
+
+def _cost_of_children() -> Cost:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return Cost(usage.ru_utime + usage.ru_stime, time.monotonic())
+
+
+def _cost_between(before: Cost) -> Cost:
+    now = _cost_of_children()
+    return Cost(now.cpu_s - before.cpu_s, now.wall_s - before.wall_s)
+
+
+def _install_for_tests(session: nox.Session) -> None:
+    find_facts = (
+        "import sys, sysconfig as s; print(*sys.version_info[:2], s.get_path('purelib'), sep='|')"
+    )
+    major, minor, library = str(session.run("python", "-c", find_facts, silent=True)).split("|")
+    if (int(major), int(minor)) >= (3, 11):
+        if (int(major), int(minor)) == sys.version_info[:2]:
+            _link_torch(Path(library.strip()))
         # Locked by hash, except torch: each machine gets its build for CPU or CUDA from its own index.
         _install(session, "torch")
         session.install("--no-deps", "--require-hashes", "-r", str(TESTS_LOCK))
         session.install("--force-reinstall", "--no-deps", str(_build_wheel(session)))
     else:  # some locked versions do not support Python 3.10
         _install_wheel(session, extras="test,examples")
-    _pytest(session, "pytest", *options, *session.posargs)
+
+
+def _link_torch(library: Path) -> None:
+    """Take torch from the environment that runs nox, if it has it; pip checks the version afterwards.
+
+    Hard links take a second and no space, unpacking its wheel up to a minute. Where one environment
+    replaces or removes a file, the other one keeps its own.
+
+    Args:
+        library: The folder for packages of another environment of the same Python.
+    """
+    if (library / "torch").exists() or importlib.util.find_spec("torch") is None:
+        return
+    for file in metadata.files("torch") or []:
+        source = Path(str(file.locate()))
+        if ".." not in file.parts and source.exists():  # not the scripts, which name their Python
+            target = library / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                target.hardlink_to(source)
+            except OSError:  # on another disk
+                shutil.copy2(source, target)
 
 
 def _pytest(session: nox.Session, command: str, *options: str) -> None:
@@ -190,6 +269,7 @@ def frameworks(session: nox.Session) -> None:
     ]
     session.chdir(_folder(session, "empty"))
     command = ["pytest", "-c", str(ROOT / "pyproject.toml"), "--installed", "-n", "2"]
+    command += ["--extra", "frameworks"]
     session.run(*command, *session.posargs, *(str(ROOT / each) for each in tests))
 
 

@@ -104,6 +104,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         quick = config.getoption("--quick") and _is_variant(item)
         extra = any(mark.args[0] not in extras for mark in item.iter_markers("extra"))
         (left_out if soak or quick or extra else kept).append(item)
+    if config.getoption("--quick") and not any("::" in argument for argument in config.args):
+        _require_known_ids(items)
     items[:] = kept
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -117,6 +119,19 @@ def _is_variant(item: pytest.Item) -> bool:
     mark = item.get_closest_marker("full")
     callspec = getattr(item, "callspec", None)
     return mark is not None and (callspec is None or callspec.id not in mark.kwargs.get("but", ()))
+
+
+def _require_known_ids(items: list[pytest.Item]) -> None:
+    """Fail if a mark names an id that its test does not have: the test would be left out unnoticed."""
+    named: dict[str, set[str]] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if (mark := item.get_closest_marker("full")) is not None and callspec is not None:
+            test = item.nodeid.partition("[")[0]
+            named.setdefault(test, set(mark.kwargs.get("but", ()))).discard(callspec.id)
+    if wrong := {test: ids for test, ids in named.items() if ids}:
+        msg = f"marks of tests for nox -s full name ids that do not exist: {wrong}"
+        raise pytest.UsageError(msg)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

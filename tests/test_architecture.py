@@ -485,12 +485,14 @@ WRITTEN: Final = [
 ] + sorted(CHECKOUT.glob("*.md"))
 
 
+@pytest.mark.full
 def test_no_metaphor_is_used() -> None:
     """The package and its pages use result, check, follow, other user, barrier and sign instead."""
     texts = [file for file in WRITTEN if "tests" not in file.relative_to(CHECKOUT).parts]
     assert [place for file in texts for place in places_of(METAPHORS, file)] == []
 
 
+@pytest.mark.full
 def test_plain_english_is_written() -> None:
     """Messages, docstrings, comments and pages avoid wording that a reader has to translate."""
     # Every pattern begins at a word boundary, so one combined search is faster.

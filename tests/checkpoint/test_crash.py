@@ -11,6 +11,7 @@ import scripts
 SCRIPT: Final = Path(__file__).parents[2] / "benchmarks" / "crash_checkpoint.py"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kills", [8, pytest.param(40, marks=pytest.mark.soak)])
 def test_no_kill_loses_a_checkpoint_or_changes_the_result(kills: int, tmp_path: Path) -> None:
     """Savers and ranks die at random moments; the final parameters equal those of an undisturbed run.

@@ -143,6 +143,7 @@ def test_damage_that_one_rank_finds_counts_for_all(source: Path) -> None:
     assert_matches("step 3: state.pt: .*found by rank 1 on ", found[0][2][0])
 
 
+@pytest.mark.full
 def test_each_rank_restores_its_own_generators(tmp_path: Path) -> None:
     """With a larger world size, the additional ranks keep their generators."""
     before = programs.run_ranks(programs.draw, tmp_path, kwargs={"save": True})
@@ -152,6 +153,7 @@ def test_each_rank_restores_its_own_generators(tmp_path: Path) -> None:
     assert after[2][1] == 102
 
 
+@pytest.mark.full
 def test_other_number_of_ranks_reads_every_sample_once(tmp_path: Path) -> None:
     """Two ranks, then three, match one process; parameters differ only by the order of summation."""
     alike = {"dropout": 0.0}  # dropout draws differ between ranks
@@ -209,6 +211,7 @@ def assert_close(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_retries_without_progress_stop(tmp_path: Path) -> None:
     """A checkpoint that kills every process that loads it does not use up a hundred attempts."""
     retry = ddpsafe.RetryPolicy(on={"killed"}, attempts=100, **SOON)
@@ -235,6 +238,7 @@ def trained(
     return directory, programs.run_ranks(programs.save_and_restore_shards, directory, kwargs=how)[0]
 
 
+@pytest.mark.full(but=["sharded-1-False"])
 @pytest.mark.parametrize(
     ("ranks", "sharded"), [pytest.param(3, True, marks=NEEDS_FSDP2_ON_CPUS), (1, False)]
 )
@@ -254,6 +258,7 @@ def test_model_continues_sharded_or_whole_on_any_number_of_ranks(
             assert_close(ours, theirs)
 
 
+@pytest.mark.full
 def test_tensors_on_subsets_of_the_ranks_are_restored(tmp_path: Path) -> None:
     """Sub-meshes with equal parts, replicas, meshes without rank 0, also with asynchronous saves."""
     found = programs.run_ranks(programs.distribute_over_parts_of_the_ranks, tmp_path, ranks=4)
@@ -262,6 +267,7 @@ def test_tensors_on_subsets_of_the_ranks_are_restored(tmp_path: Path) -> None:
             assert right == [True] * 4, (rank, name)
 
 
+@pytest.mark.full(but=["whole"])
 def test_other_shape_is_refused_before_anything_changes(
     trained: tuple[Path, dict[str, Any]],
 ) -> None:
@@ -270,6 +276,7 @@ def test_other_shape_is_refused_before_anything_changes(
     assert list(found.values()) == [("CheckpointMismatchError", [0, 0])] * 2
 
 
+@pytest.mark.full(but=["raises"])
 @pytest.mark.parametrize(
     ("victim", "how", "kind", "message"),
     [

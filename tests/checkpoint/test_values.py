@@ -198,6 +198,7 @@ def test_refused_restore_keeps_no_file_mapped(tmp_path: Path) -> None:
         gc.enable()
 
 
+@pytest.mark.full
 def test_restore_holds_the_state_once(tmp_path: Path) -> None:
     """The file is mapped, so the ranks of a node share it; afterwards it is unmapped."""
     gc.collect()  # errors of earlier tests, with the objects in their frames

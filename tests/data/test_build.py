@@ -24,6 +24,7 @@ from ddpsafe.data._loader.build import build_loader
 from ddpsafe.data.errors import DataConfigError, StateMismatchError
 
 
+@pytest.mark.full(but=["30"])
 @pytest.mark.parametrize("n", [30, 31])
 def test_context_makes_loaders_for_training_and_evaluation(n: int) -> None:
     """Training covers the dataset in each epoch; evaluation gives the result of one process."""
@@ -53,6 +54,7 @@ def test_context_refuses_ranks_with_different_data() -> None:
     assert values[0] == values[1]
 
 
+@pytest.mark.full(but=["algorithm"])
 @pytest.mark.parametrize("name", ["algorithm", "weights", "drop_last"])
 def test_context_refuses_ranks_whose_samplers_differ(name: str) -> None:
     """Equal data in another order or with other weights is not the same data."""
@@ -61,6 +63,7 @@ def test_context_refuses_ranks_whose_samplers_differ(name: str) -> None:
     assert values[0] == values[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("extra", "ranks"), [(0, None), (2, (1,))])
 def test_states_can_be_compared_across_ranks(extra: int, ranks: Any) -> None:
     """With compare=True, a rank at another position is named, and every rank raises."""

@@ -239,6 +239,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full(but=["Lazy", "LazyH5"])
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("kind", LAZY)
 def test_lazily_opened_dataset_reads_in_workers_as_with_torch(kind: Any, folder: Path) -> None:

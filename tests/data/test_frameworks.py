@@ -9,6 +9,7 @@ import pytest
 from data_programs import accelerated, fabricated, run_ranks
 
 
+@pytest.mark.full
 def test_accelerate_divides_the_data() -> None:
     """Two ranks read every sample once per epoch, with different augmentations."""
     pytest.importorskip("accelerate")
@@ -22,6 +23,7 @@ def test_accelerate_divides_the_data() -> None:
         assert len(set(draws)) == len(draws)
 
 
+@pytest.mark.full
 def test_fabric_divides_the_data() -> None:
     """Fabric adds its own sampler if there is none, and keeps ddpsafe's if there is one."""
     pytest.importorskip("lightning_fabric")

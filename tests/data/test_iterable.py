@@ -27,6 +27,7 @@ def read(loader: DataLoader[Any]) -> list[list[int]]:
     return [[int(x) for x in batch] for batch in loader]
 
 
+@pytest.mark.full(but=["5"])
 @pytest.mark.parametrize("n", [0, 1, 5, 64, 97])
 def test_batches_do_not_depend_on_the_number_of_workers(n: int) -> None:
     """0, 1, 2 and 3 workers deliver the same batches in the same order."""

@@ -55,6 +55,7 @@ def make(sampler: Any = None, **options: Any) -> DataLoader[int]:
     return DataLoader(Numbers(N), 8, sampler=sampler or DistributedSampler(N, 2, 1), **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_epoch_advances_automatically(kind: Any, workers: int) -> None:
@@ -87,6 +88,15 @@ WORKERS = [
 ]
 
 
+@pytest.mark.full(
+    but=[
+        "0 workers-loader-DistributedSampler0",
+        "0 workers-loader-DistributedSampler1",
+        "0 workers-sampler-DistributedSampler0",
+        "0 workers-sampler-DistributedSampler1",
+        "2 workers-loader-DistributedSampler0",
+    ]
+)
 @pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
 @pytest.mark.parametrize("through", ["loader", "sampler"])
 @pytest.mark.parametrize("workers", WORKERS)
@@ -460,6 +470,7 @@ class _Stream(IterableDataset[int]):
         return iter(range(100))
 
 
+@pytest.mark.full(but=["False-map"])
 @pytest.mark.parametrize(
     "dataset", [TensorDataset(torch.arange(100)), _Stream()], ids=["map", "stream"]
 )
@@ -659,6 +670,7 @@ def labels_of(samples: list[Lookup]) -> list[int]:
     return [each["labels"] for each in samples]
 
 
+@pytest.mark.full(but=["alone-0", "alone-1", "a long batch-0"])
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ items = st.lists(
 )
 
 
+@pytest.mark.full
 @given(items=items)
 def test_packed_list_equals_the_list(items: list[Any]) -> None:
     """Items, slices, negative indices, iteration and membership match."""

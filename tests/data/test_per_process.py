@@ -34,6 +34,7 @@ def records(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.full(but=["fork"])
 @pytest.mark.parametrize("method", METHODS)
 def test_no_record_is_wrong_if_the_parent_has_read_first(records: str, method: str) -> None:
     """A stress test: 20,000 records, with the parent's handle open before the workers start."""

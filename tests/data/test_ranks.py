@@ -12,6 +12,7 @@ from ddpsafe.data import even_steps
 from ddpsafe.data.errors import DataConfigError
 
 
+@pytest.mark.full(but=["min-counts0-steps0", "error-counts4-steps4"])
 @pytest.mark.parametrize(
     ("policy", "counts", "steps"),
     [
@@ -44,6 +45,7 @@ def test_dummy_steps_weight_samples_as_one_process_would() -> None:
     assert values[0][1] == pytest.approx(weight.flatten().tolist(), abs=1e-12)
 
 
+@pytest.mark.full(but=["error-counts0"])
 @pytest.mark.parametrize(("policy", "counts"), [("error", [2, 4]), ("dummy", [0, 2])])
 def test_uneven_loops_that_cannot_continue_name_the_rank(policy: str, counts: list[int]) -> None:
     """Every rank raises an error with the rank that ran out."""
@@ -54,6 +56,7 @@ def test_uneven_loops_that_cannot_continue_name_the_rank(policy: str, counts: li
         assert f"rank 0 (world_size 2) {text}" in values[rank][1]
 
 
+@pytest.mark.full(but=["min-3"])
 @pytest.mark.parametrize(("policy", "steps"), [("min", 3), ("dummy", 4)])
 def test_positions_agree_in_every_step_and_at_the_end(policy: str, steps: int) -> None:
     """This holds even if rank 0 has one batch more, so either rank's state may be saved."""

@@ -137,6 +137,7 @@ def _rest(
     return [part, *rest] if finished else [part + rest[0], *rest[1:]]
 
 
+@pytest.mark.full(but=["0-1-False", "1-2-True"])
 @pytest.mark.parametrize(("workers", "persistent"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("stop", [0, 1, 5, 7])
 def test_prefetched_batches_are_not_counted_as_read(
@@ -287,6 +288,7 @@ def test_position_discarded_by_set_epoch_gives_a_warning() -> None:
         resumed.sampler.set_epoch(0)  # type: ignore[union-attr]
 
 
+@pytest.mark.full(but=["None-1"])
 @pytest.mark.parametrize("window", [0, 1, 4])
 @pytest.mark.parametrize("max_tokens", [None, 60.0])
 def test_balanced_batches_resume_in_another_world(window: int, max_tokens: float | None) -> None:
@@ -366,6 +368,7 @@ def ranks_of(row: tuple[int, int, int, int]) -> list[DataLoader[int]]:
     )
 
 
+@pytest.mark.full(but=["shift0-1-0-1-1", "shift0-2-1-0-1"])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("row", LEVELS, ids=lambda row: "-".join(map(str, row)))
 @pytest.mark.parametrize("shift", [(1, 0, 0), (2, 1, 1), (0, 2, 1)])

@@ -148,6 +148,7 @@ def test_state_includes_a_seed_that_was_not_given() -> None:
     assert sorted(first + rest) == list(range(40))
 
 
+@pytest.mark.full
 def test_seed_of_the_launch_determines_every_order_and_draw() -> None:
     """It affects samplers, ctx.loader and workers; draws differ between ranks, even without workers."""
     values = [

@@ -372,7 +372,9 @@ IN_WORKERS: Final = {
     [
         *((kind, 0) for kind in KINDS),
         *(
-            pytest.param(kind, 2, marks=[] if kind in IN_WORKERS else pytest.mark.soak)
+            pytest.param(
+                kind, 2, marks=pytest.mark.full if kind in IN_WORKERS else pytest.mark.soak
+            )
             for kind in KINDS
         ),
     ],
@@ -405,6 +407,7 @@ def test_rest_of_the_epoch_and_the_next_equal_an_uninterrupted_run(
     assert len([plain(batch) for batch in after]) == len(batches)
 
 
+@pytest.mark.full(but=["generator with state-2"])
 @pytest.mark.parametrize(
     ("kind", "num_workers"),
     [
@@ -555,6 +558,7 @@ def test_hugging_face_stream_resumes(num_workers: int) -> None:
     assert [batch["a"].tolist() for batch in resumed] == rest
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_data_pipes_are_sharded_shuffled_and_resumed(num_workers: int) -> None:
     """PyTorch recognises their type, divides them over workers, and gives all workers one order."""
@@ -601,6 +605,7 @@ class Whole(IterableDataset[int]):
         return (number // self.divisor for number in range(self.n))
 
 
+@pytest.mark.full(but=["stream0-True-1", "stream3-False-1"])
 @pytest.mark.parametrize("batch_size", [1, 4, None])
 @pytest.mark.parametrize(
     ("stream", "is_warned"),

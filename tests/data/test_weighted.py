@@ -87,6 +87,7 @@ def test_without_replacement_draws_distinct_samples() -> None:
     assert sum(index >= 50 for index in drawn[:50]) > 45
 
 
+@pytest.mark.full
 def test_more_weights_than_torch_supports() -> None:
     """``torch.multinomial`` stops at 2**24 categories."""
     n = 2**24 + 3

@@ -31,6 +31,7 @@ def read(how: str) -> None:
         pass
 
 
+@pytest.mark.full(but=["SIGKILL-was killed by SIGKILL-MiB available"])
 @pytest.mark.parametrize(
     ("how", "text", "limit"),
     [
@@ -104,6 +105,7 @@ def test_an_error_of_the_sampler_is_not_taken_for_a_lost_batch(
         list(batches)
 
 
+@pytest.mark.full(but=["missing-FileNotFoundError-texts0"])
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
 @pytest.mark.parametrize(
     ("how", "kind", "texts"),
@@ -180,6 +182,7 @@ def test_workers_of_a_dropped_iterator_exit_by_themselves() -> None:
     assert [worker.exitcode for worker in workers] == [0, 0]
 
 
+@pytest.mark.full(but=["exit-exited with code 3"])
 @pytest.mark.parametrize(
     ("how", "said"), [("SIGSEGV", "was killed by SIGSEGV"), ("exit", "exited with code 3")]
 )

@@ -724,9 +724,10 @@ OF_EXTRA: Final = frozenset(
 
 
 def rows(kinds: dict[str, Callable[[Kit], Any]]) -> list[Any]:
-    """Return the kinds, those of the extra marked."""
-    extra = pytest.mark.extra("datasets")
-    return [pytest.param(kind, marks=extra if kind in OF_EXTRA else ()) for kind in kinds]
+    """Return the kinds, those marked that the quick session leaves out."""
+    marks = {kind: pytest.mark.extra("datasets") for kind in OF_EXTRA}
+    marks["a file behind 90,000 objects"] = pytest.mark.full  # a second of searching
+    return [pytest.param(kind, marks=marks.get(kind, ())) for kind in kinds]
 
 
 def _cache(folder: str) -> Any:

@@ -155,6 +155,7 @@ def test_object_that_spawned_workers_cannot_receive_is_named() -> None:
         iter(loader)
 
 
+@pytest.mark.full
 def test_class_defined_at_a_prompt_is_named_as_not_importable(tmp_path: Path) -> None:
     """It pickles by name here but cannot be imported in a new process, so it counts as unpicklable."""
     source = """

@@ -59,6 +59,7 @@ def test_help_is_printed_in_any_terminal_encoding(name: str, tmp_path: Path) -> 
     assert run.out.startswith(f"usage: ddpsafe {name}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("arguments", [["config"], ["config", "--config", "no"]])
 def test_a_reader_that_closed_the_pipe_causes_no_traceback(
     arguments: list[str], tmp_path: Path
@@ -134,6 +135,7 @@ def test_json_is_all_of_stdout_and_has_every_finding(tmp_path: Path) -> None:
     assert run.err == ""
 
 
+@pytest.mark.full
 def test_html_page_loads_no_other_file(tmp_path: Path) -> None:
     """The HTML file is self-contained, and its text is escaped."""
     command(tmp_path, "doctor", "--html", "report.html", GLOO_SOCKET_IFNAME="<ib7>")
@@ -143,6 +145,7 @@ def test_html_page_loads_no_other_file(tmp_path: Path) -> None:
     assert re.search(r"(src|href)\s*=|@import|url\(|<script", page) is None
 
 
+@pytest.mark.full
 def test_secrets_of_the_environment_are_never_printed(tmp_path: Path) -> None:
     """Not in a fact, a fix or an error, in any format of the report."""
     secret = "hunter2hunter2"
@@ -230,6 +233,7 @@ def test_only_the_first_process_of_a_node_examines_it(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("arguments", ["doctor", "run train.py"])
 def test_a_removed_working_directory_is_reported(arguments: str, tmp_path: Path) -> None:
     """Python's and torch's own errors in such a directory are misleading."""

@@ -432,6 +432,7 @@ def test_nodes_with_different_secrets_are_reported() -> None:
 PLANTED: Final = "import os\nwith open(os.environ['MARK'], 'a') as file: file.write(__file__)\n"
 
 
+@pytest.mark.full
 @pytest.mark.root
 @pytest.mark.parametrize("unsafe", ["of another user", "writable for all"])
 def test_code_in_an_unsafe_directory_does_not_run(tmp_path: Path, unsafe: str) -> None:

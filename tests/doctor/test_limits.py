@@ -151,6 +151,7 @@ def test_no_control_groups_mean_no_limit(tmp_path: Path) -> None:
     assert read_limits(membership=tmp_path / "none", root=tmp_path) == Limits()
 
 
+@pytest.mark.full
 @needs_namespaces
 def test_pid_1_of_a_container_needs_an_init() -> None:
     """Without one, orphaned processes are never reaped."""

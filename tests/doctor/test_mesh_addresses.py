@@ -16,6 +16,7 @@ TWO_CARDS = {"eth0": "10.77.0", "ib0": "10.88.0"}
 pytestmark = pytest.mark.root
 
 
+@pytest.mark.full
 def test_hostname_on_loopback_is_found_on_every_host(make_hosts: MakeHosts) -> None:
     """Debian's installer maps the hostname to 127.0.1.1, and gloo announces that."""
     report = agree(examine(make_hosts(2, hosts_file=names_as_debian)))
@@ -27,6 +28,7 @@ def test_hostname_on_loopback_is_found_on_every_host(make_hosts: MakeHosts) -> N
     assert report.ways("open") == {(0, 1), (1, 0)}
 
 
+@pytest.mark.full(but=["{'env': {'GLOO_SOCKET_IFNAME': 'eth0'}}", "{'backend': 'nccl'}"])
 @pytest.mark.parametrize(
     "asked",
     [
@@ -58,6 +60,7 @@ def test_hostname_without_an_address_is_found(make_hosts: MakeHosts) -> None:
     assert "does not resolve" in report.one("DS-MESH-020")["cause"]
 
 
+@pytest.mark.full(but=["{'env': {'GLOO_SOCKET_IFNAME': 'ib0'}}"])
 @pytest.mark.parametrize(
     "asked",
     [
@@ -97,6 +100,7 @@ def test_card_that_only_some_hosts_have_is_reported_with_nccl(make_hosts: MakeHo
     assert report.ways("open") >= {(0, 1), (1, 0)}
 
 
+@pytest.mark.full(but=["lower"])
 @pytest.mark.parametrize("subnet", ["10.66.0", "10.88.0"], ids=["lower", "higher"])
 def test_hostname_that_leads_to_a_card_of_one_host_only_is_found(
     make_hosts: MakeHosts, subnet: str

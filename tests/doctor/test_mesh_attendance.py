@@ -74,6 +74,7 @@ def test_a_host_that_loses_power_during_the_check_is_named(make_hosts: MakeHosts
     require_told_in_time(told, 9)
 
 
+@pytest.mark.full(but=["killed"])
 @pytest.mark.parametrize("end", ["killed", "power"])
 def test_the_others_end_in_time_when_node_rank_0_is_lost(make_hosts: MakeHosts, end: str) -> None:
     """Each node that waits for node rank 0 reports its loss and its host."""
@@ -107,6 +108,7 @@ REFUSED = {
 """What is wrong: the hosts, the options of some of them, and the codes that all of them report."""
 
 
+@pytest.mark.full(but=["a node rank twice"])
 @pytest.mark.parametrize("wrong", REFUSED)
 def test_all_nodes_end_at_once_with_the_same_findings_when_one_does_not_fit(
     make_hosts: MakeHosts, wrong: str
@@ -162,6 +164,7 @@ def test_a_taken_port_is_reported_with_its_owner(make_hosts: MakeHosts) -> None:
     require_told_in_time([visitor], 12)
 
 
+@pytest.mark.full(but=["drop-DS-MESH-004"])
 @pytest.mark.parametrize(
     ("otherwise", "code"),
     [("drop", "DS-MESH-004"), ("reset", "DS-MESH-005"), ("prohibited", "DS-MESH-006")],

@@ -68,6 +68,7 @@ def test_hosts_with_a_broken_default_route_have_no_findings(make_hosts: MakeHost
     assert agree(examine(make_hosts(2, routed=True))).codes() == []
 
 
+@pytest.mark.full(but=["drop-dropped"])
 @pytest.mark.parametrize(
     ("otherwise", "result"),
     [
@@ -96,6 +97,7 @@ def test_an_endpoint_that_is_the_only_open_port_is_one_finding(
     require_told_in_time(told, 5)
 
 
+@pytest.mark.full(but=["drop-DS-MESH-031-dropped"])
 @pytest.mark.parametrize(
     ("how", "code", "result"),
     [
@@ -122,6 +124,7 @@ def test_one_blocked_direction_among_four_hosts_is_named(
     require_told_in_time(told, 5)
 
 
+@pytest.mark.full
 def test_one_closed_host_among_sixteen_is_one_finding(make_hosts: MakeHosts) -> None:
     """Fifteen blocked directions have one cause, and one line repairs it."""
     network = make_hosts(16)
@@ -161,6 +164,7 @@ def test_copied_rule_repairs_the_connection(make_hosts: MakeHosts) -> None:
     assert agree(examine(network)).codes() == []
 
 
+@pytest.mark.full(but=["accept_everything"])
 @pytest.mark.parametrize("program", ["accept_everything", "listen_and_close"])
 def test_proxy_that_answers_for_a_host_is_found(make_hosts: MakeHosts, program: str) -> None:
     """A transparent proxy accepts every connection; only the nonce reveals it."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.root
 
 
+@pytest.mark.full
 def test_the_examination_ends_with_an_all_reduce(make_hosts: MakeHosts) -> None:
     """If nothing has failed, every host takes part in a real one."""
     report = agree(examine(make_hosts(2), collective="run", timeout_s=20))
@@ -29,6 +30,7 @@ def test_the_examination_ends_with_an_all_reduce(make_hosts: MakeHosts) -> None:
     assert "An all-reduce over 2 hosts is correct (gloo" in report.one("DS-MESH-050")["fact"]
 
 
+@pytest.mark.full
 def test_all_reduce_that_cannot_work_fails_in_time(make_hosts: MakeHosts) -> None:
     """A broken library is found by using it: here gloo has an invalid transport."""
     network = make_hosts(2)
@@ -38,6 +40,7 @@ def test_all_reduce_that_cannot_work_fails_in_time(make_hosts: MakeHosts) -> Non
     assert report.one("DS-MESH-050")["hosts"] == ["h1"]
 
 
+@pytest.mark.full
 def test_ranks_of_torchrun_are_examined_over_their_store(make_hosts: MakeHosts) -> None:
     """The store of torchrun's agent already occupies the endpoint, so the check uses that store."""
     network = make_hosts(3)
@@ -86,6 +89,7 @@ def start_ranks(
     ]
 
 
+@pytest.mark.full
 def test_ranks_join_after_a_full_preflight_of_healthy_nodes(make_hosts: MakeHosts) -> None:
     """The preflight uses only the port of the job, which the job then uses itself."""
     for rank, process in enumerate(start_ranks(make_hosts(2), 2)):
@@ -94,6 +98,7 @@ def test_ranks_join_after_a_full_preflight_of_healthy_nodes(make_hosts: MakeHost
         assert json.loads(out) == {str(rank): 10.0}
 
 
+@pytest.mark.full
 def test_full_preflight_reports_a_firewall_that_opens_only_the_port_of_the_job(
     make_hosts: MakeHosts, tmp_path: Path
 ) -> None:
@@ -112,6 +117,7 @@ def test_full_preflight_reports_a_firewall_that_opens_only_the_port_of_the_job(
             assert "tcp dport 32768-60999 accept    # on h1" in err
 
 
+@pytest.mark.full
 def test_full_preflight_reports_ranks_that_are_not_consecutive_on_a_node(
     make_hosts: MakeHosts, tmp_path: Path
 ) -> None:
@@ -151,6 +157,7 @@ def test_automatic_interface_works_where_hostnames_lead_to_loopback(
         assert json.loads(out) == [3.0, "eth0"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("interface", "env", "expected"),
     [

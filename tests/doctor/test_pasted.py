@@ -98,6 +98,7 @@ def with_docker(make_hosts: MakeHosts, size: int = 2, **kinds: object) -> Networ
     return network
 
 
+@pytest.mark.full
 def test_variable_set_on_one_host_is_unset_there(make_hosts: MakeHosts) -> None:
     """It is not replaced by each host's local bridge, although all hosts have that network."""
     network = with_docker(make_hosts)
@@ -114,6 +115,7 @@ def test_variable_set_on_one_host_is_unset_there(make_hosts: MakeHosts) -> None:
     assert trains(network, env)
 
 
+@pytest.mark.full
 def test_container_bridge_on_all_hosts_is_not_the_network_that_joins_them(
     make_hosts: MakeHosts,
 ) -> None:
@@ -123,6 +125,7 @@ def test_container_bridge_on_all_hosts_is_not_the_network_that_joins_them(
     require_repair(network, env, "DS-MESH-024")
 
 
+@pytest.mark.full
 def test_missing_interface_is_replaced_by_the_one_that_joins_the_hosts(
     make_hosts: MakeHosts,
 ) -> None:
@@ -138,6 +141,7 @@ def test_hostname_on_loopback_is_repaired_on_all_hosts_by_one_line(make_hosts: M
     require_repair(network, no_variables(network), "DS-MESH-020")
 
 
+@pytest.mark.full
 def test_duplicate_address_is_removed_from_the_second_host(make_hosts: MakeHosts) -> None:
     """Node rank 0 has the interfaces of both hosts, which show the duplicate."""
     network = make_hosts(3)
@@ -145,6 +149,7 @@ def test_duplicate_address_is_removed_from_the_second_host(make_hosts: MakeHosts
     require_repair(network, no_variables(network), "DS-MESH-024")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stateful", [pytest.param(True, marks=pytest.mark.soak), False])
 def test_firewall_that_lets_nothing_out_is_opened_on_its_host(
     make_hosts: MakeHosts, *, stateful: bool
@@ -202,6 +207,7 @@ def test_stateless_port_filter_is_opened_on_its_host(
     require_repair(network, no_variables(network), *report.codes())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mtu_bytes",
     [
@@ -225,6 +231,7 @@ def test_largest_packet_size_that_passes_is_found_and_advised_once(
     require_repair(network, no_variables(network), "DS-MESH-035")
 
 
+@pytest.mark.full
 def test_wrong_route_is_removed(make_hosts: MakeHosts) -> None:
     """rp_filter drops packets from an interface that answers would not use: no cable is broken."""
     network = make_hosts(3, nics={"eth0": "10.77.0", "eth1": "10.88.0"})
@@ -237,6 +244,7 @@ def test_wrong_route_is_removed(make_hosts: MakeHosts) -> None:
     require_repair(network, env, "DS-MESH-038")
 
 
+@pytest.mark.full
 def test_variable_that_is_set_on_some_hosts_only_is_a_warning(make_hosts: MakeHosts) -> None:
     """All packets pass today, but part of the job uses another network."""
     network = make_hosts(3, nics={"eth0": "10.77.0", "eth1": "10.88.0"})
@@ -251,6 +259,7 @@ def test_variable_that_is_set_on_some_hosts_only_is_a_warning(make_hosts: MakeHo
     assert diagnose(network, env).codes() == []
 
 
+@pytest.mark.full
 def test_packet_loss_is_reported_with_its_share(make_hosts: MakeHosts) -> None:
     """Connections hold and nothing is closed: neither a port nor a version is the cause."""
     network = make_hosts(3)
@@ -324,6 +333,7 @@ def test_address_translation_is_reported_instead_of_a_firewall(make_hosts: MakeH
     assert "iptables" not in report.one("DS-MESH-025")["fix"]
 
 
+@pytest.mark.full
 def test_bridge_without_containers_is_replaced_by_one_finding_for_all_hosts(
     make_hosts: MakeHosts,
 ) -> None:
@@ -380,6 +390,7 @@ def paste_until_healthy(network: Network, env: Variables) -> list[str]:
     return seen
 
 
+@pytest.mark.full
 def test_filter_that_drops_answers_of_the_endpoint_is_opened_on_its_host(
     make_hosts: MakeHosts,
 ) -> None:
@@ -391,6 +402,7 @@ def test_filter_that_drops_answers_of_the_endpoint_is_opened_on_its_host(
     assert "DS-MESH-004" in codes
 
 
+@pytest.mark.full
 def test_filter_that_lets_nothing_in_is_opened_by_the_lines_of_node_rank_0(
     make_hosts: MakeHosts,
 ) -> None:
@@ -404,6 +416,7 @@ def test_filter_that_lets_nothing_in_is_opened_by_the_lines_of_node_rank_0(
     assert {"DS-MESH-001", "DS-MESH-004"} <= {*codes}
 
 
+@pytest.mark.full
 def test_filter_that_blocks_traffic_to_the_endpoint_is_opened_on_its_host(
     make_hosts: MakeHosts,
 ) -> None:
@@ -414,6 +427,7 @@ def test_filter_that_blocks_traffic_to_the_endpoint_is_opened_on_its_host(
     paste_until_healthy(network, no_variables(network))
 
 
+@pytest.mark.full
 def test_rule_that_selects_another_table_is_removed(make_hosts: MakeHosts) -> None:
     """The rule matches the source address only, so a look-up without one finds nothing wrong."""
     network = make_hosts(3, nics={"eth0": "10.77.0", "eth1": "10.88.0"})
@@ -426,6 +440,7 @@ def test_rule_that_selects_another_table_is_removed(make_hosts: MakeHosts) -> No
     require_repair(network, env, "DS-MESH-038")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["blackhole", "unreachable", "prohibit"])
 def test_route_that_rejects_is_removed(make_hosts: MakeHosts, kind: str) -> None:
     """The host's own kernel rejects: no firewall answers, and no cable is broken."""
@@ -434,6 +449,7 @@ def test_route_that_rejects_is_removed(make_hosts: MakeHosts, kind: str) -> None
     require_repair(network, no_variables(network), "DS-MESH-038")
 
 
+@pytest.mark.full
 def test_names_whose_ipv6_is_dropped_are_repaired(make_hosts: MakeHosts) -> None:
     """Every name has both kinds of address, but the network carries only one."""
 

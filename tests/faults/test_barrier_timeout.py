@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.full
 def test_timeout_may_be_seconds_a_text_or_a_timedelta() -> None:
     """A duration is written in the same ways everywhere in ddpsafe."""
     result = ddpsafe.launch(

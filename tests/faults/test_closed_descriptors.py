@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.full(but=["fail_without_descriptors"])
 @pytest.mark.parametrize(
     "fault", [programs.fail_without_descriptors, programs.fail_with_files_for_pipes]
 )

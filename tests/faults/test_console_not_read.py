@@ -123,6 +123,7 @@ def unread(
         script.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("on", "unbuffered"),
     [
@@ -179,6 +180,7 @@ def test_attempt_timeout_holds_while_stdout_is_not_read(tmp_path: Path) -> None:
     assert "AttemptTimeoutError" in script.errors()
 
 
+@pytest.mark.full
 def test_successful_launch_waits_for_its_reader(tmp_path: Path) -> None:
     """A reader who continues late gets all the output, in order, and no warning."""
     with unread(tmp_path, "return") as script:
@@ -203,6 +205,7 @@ def test_signal_ends_a_launch_that_waits_for_its_reader(tmp_path: Path) -> None:
         require_in_time(time.monotonic() - sent_s, CRASH_S + PAUSE_S, script.errors())
 
 
+@pytest.mark.full
 def test_slow_reader_of_a_failure_gets_everything(tmp_path: Path) -> None:
     """The pause is counted from the last read, so a steady reader may take longer in total."""
     with unread(tmp_path, "raise") as script:
@@ -213,6 +216,7 @@ def test_slow_reader_of_a_failure_gets_everything(tmp_path: Path) -> None:
     assert UNREAD not in script.errors()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("unbuffered", "code"),
     [

@@ -35,6 +35,7 @@ def test_a_rank_that_raises_in_training_is_blamed(
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
 def test_a_rank_that_raises_in_an_unported_script_is_blamed(
     tmp_path: Path, ranks: int, start_method: str
@@ -46,6 +47,7 @@ def test_a_rank_that_raises_in_an_unported_script_is_blamed(
     assert isinstance(error.__cause__, programs.LostSampleError)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_that_raises_before_init_process_group_is_blamed(tmp_path: Path, ranks: int) -> None:
     """The others stop waiting in `init_process_group`, and the message shows where they were."""
@@ -64,6 +66,7 @@ def test_a_rank_that_cannot_unpickle_its_argument_is_blamed(tmp_path: Path) -> N
     assert isinstance(error.__cause__, programs.LostSampleError)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_that_raises_in_finally_is_blamed(tmp_path: Path, ranks: int) -> None:
     """An error of the cleanup code counts like any other."""
@@ -72,6 +75,7 @@ def test_a_rank_that_raises_in_finally_is_blamed(tmp_path: Path, ranks: int) -> 
     require_rank(error, 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_rank_zero_is_blamed_when_it_raises_while_saving(tmp_path: Path, ranks: int) -> None:
     """The ranks at the barrier failed because of rank 0."""
@@ -82,6 +86,7 @@ def test_rank_zero_is_blamed_when_it_raises_while_saving(tmp_path: Path, ranks: 
     assert "missing" in str(error.__cause__)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_the_first_rank_is_blamed_when_all_raise(tmp_path: Path, ranks: int) -> None:
     """The others failed by themselves, and the message says so."""
@@ -92,6 +97,7 @@ def test_the_first_rank_is_blamed_when_all_raise(tmp_path: Path, ranks: int) -> 
     assert "rank 0 also failed: " in str(error)
 
 
+@pytest.mark.full
 def test_a_rank_that_raises_in_ddp_training_is_blamed(tmp_path: Path) -> None:
     """DistributedDataParallel, an optimizer and a saved step make no difference."""
     world = World(folder=tmp_path)

@@ -27,6 +27,7 @@ EXITS = [
 ]
 
 
+@pytest.mark.full(but=["3-sys.exit(0)", "3-os._exit(0)"])
 @pytest.mark.parametrize(("fault", "error_class", "code"), EXITS)
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_that_exits_has_failed(
@@ -44,6 +45,7 @@ def test_a_rank_that_exits_has_failed(
     assert "before its function returned" in str(error)
 
 
+@pytest.mark.full(but=["os._exit(7)"])
 @pytest.mark.parametrize(("fault", "error_class", "code"), EXITS)
 def test_a_rank_that_exits_from_an_unported_script_has_failed(
     tmp_path: Path,
@@ -58,6 +60,7 @@ def test_a_rank_that_exits_from_an_unported_script_has_failed(
     assert error.exit_code == code
 
 
+@pytest.mark.full(but=["exit_well-1"])
 @pytest.mark.parametrize(
     ("fault", "code"),
     [

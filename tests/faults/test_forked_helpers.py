@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import forked_helper_programs as programs
+import pytest
 from exception_programs import LostSampleError
 from fault_kit import CRASH_S, World, require_rank
 from training_programs import train
@@ -21,6 +22,7 @@ def test_a_helpers_exception_does_not_end_the_job(tmp_path: Path) -> None:
     assert result.values == {0: 0, 1: 1}
 
 
+@pytest.mark.full
 def test_a_helpers_exception_does_not_explain_the_ranks_exit(tmp_path: Path) -> None:
     """A rank that exits without a report later is reported as exactly that."""
     world = World(folder=tmp_path)
@@ -29,6 +31,7 @@ def test_a_helpers_exception_does_not_explain_the_ranks_exit(tmp_path: Path) -> 
     assert error.exit_code == 7
 
 
+@pytest.mark.full
 def test_a_helpers_steps_do_not_withdraw_the_ranks_exception(tmp_path: Path) -> None:
     """An optimizer step in a forked process does not count as progress of the rank."""
     world = World(folder=tmp_path)

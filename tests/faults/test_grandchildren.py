@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
 def test_a_failed_launch_ends_subprocesses_that_ignore_signals(
     tmp_path: Path, ranks: int, start_method: str

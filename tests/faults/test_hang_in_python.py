@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.full(but=["3-sleep"])
 @pytest.mark.recorder
 @pytest.mark.parametrize("fault", [programs.sleep, programs.be_busy, programs.read_from_nobody])
 @pytest.mark.parametrize("ranks", WORLD_SIZES)

@@ -45,6 +45,7 @@ def test_a_rank_that_hangs_before_init_process_group_is_named(tmp_path: Path, ra
     assert require_places(error, [1]) == {1: "sleep"}
 
 
+@pytest.mark.full
 def test_a_shorter_timeout_of_the_script_is_kept(tmp_path: Path) -> None:
     """``init_process_group(timeout=…)`` overrides the launch's timeout."""
     world = World(folder=tmp_path)
@@ -116,6 +117,7 @@ LIMITS: list[Any] = [
 """``timeouts=`` of the call, what the script names, the group's timeout, and how long it waits."""
 
 
+@pytest.mark.full(but=["torch's defaults"])
 @pytest.mark.parametrize(("chosen", "named", "group_s", "join_s"), LIMITS)
 def test_a_scripts_timeouts_are_never_shortened(
     tmp_path: Path, chosen: dict[str, Any], named: float | None, group_s: float, join_s: float

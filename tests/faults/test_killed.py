@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.full(but=["3-SIGKILL", "3-SIGSEGV"])
 @pytest.mark.parametrize(
     ("fault", "signum"),
     [
@@ -51,6 +52,7 @@ def test_a_rank_of_an_unported_script_that_is_killed_is_blamed(
     require_rank(error, 1)
 
 
+@pytest.mark.full(but=["die_by_null_pointer"])
 @pytest.mark.parametrize(
     "fault", [programs.die_by_null_pointer, programs.die_by_short_mapping, programs.die_by_abort]
 )
@@ -84,6 +86,7 @@ def test_a_rank_that_is_killed_after_it_returned_has_not_failed(tmp_path: Path) 
     assert world.launch(programs.be_killed_at_exit).values == {0: 0, 1: 1}
 
 
+@pytest.mark.full
 def test_a_caller_that_reaps_the_rank_does_not_mislead_the_message(tmp_path: Path) -> None:
     """The caller's SIGCHLD handler may take the exit status; the rank did not exit by itself."""
     statements = """
@@ -104,6 +107,7 @@ def test_a_caller_that_reaps_the_rank_does_not_mislead_the_message(tmp_path: Pat
     assert "rank 1 (world_size 2)" in run.err
 
 
+@pytest.mark.full
 def test_a_kill_is_recognized_in_a_caller_that_ignores_sigchld(tmp_path: Path) -> None:
     """The kernel keeps no exit status while SIGCHLD is ignored; the caller's choice is restored."""
     statements = """
@@ -121,6 +125,7 @@ def test_a_kill_is_recognized_in_a_caller_that_ignores_sigchld(tmp_path: Path) -
     assert run.out == "True\n"
 
 
+@pytest.mark.full
 def test_a_killed_fork_server_is_reported_and_replaced(tmp_path: Path) -> None:
     """The exit codes of its ranks are lost; the next launch starts a new fork server."""
     statements = """

@@ -23,6 +23,7 @@ from fault_kit import (
 from machine import require_in_time
 
 
+@pytest.mark.full(but=["2-gil", "15-gloo"])
 @pytest.mark.parametrize(
     ("signum", "how"),
     [
@@ -52,6 +53,7 @@ def test_a_signal_ends_the_ranks_and_then_the_launcher(
         assert run.err.rstrip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.full(but=["9"])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_no_temporary_file_is_left(tmp_path: Path, signum: signal.Signals) -> None:
     """Neither ddpsafe's run directory nor the folder of Python's own helpers remains.
@@ -77,6 +79,7 @@ def test_no_temporary_file_is_left(tmp_path: Path, signum: signal.Signals) -> No
             scripts.wait_until(lambda: not list(Path(temporary).iterdir()), within_s=5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("backoff_s", "signum"),
     [
@@ -123,6 +126,7 @@ def test_ctrl_c_in_the_terminal_ends_the_ranks_in_order(tmp_path: Path) -> None:
         job.require_all_ended()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGTERM]
 )
@@ -164,6 +168,7 @@ def test_closing_the_terminal_ends_the_launch(tmp_path: Path) -> None:
         job.require_all_ended()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "program", [pytest.param("nohup", marks=pytest.mark.soak), "its system call"]
 )
@@ -184,6 +189,7 @@ def test_nohup_lets_the_job_continue(tmp_path: Path, program: str) -> None:
     assert "{0: 'went', 1: 'went'}" in run.out
 
 
+@pytest.mark.full
 def test_one_ctrl_c_is_enough_for_a_rank_that_ignores_it(tmp_path: Path) -> None:
     """Ranks that ignore SIGTERM and SIGINT are killed after the grace period."""
     with start_script(tmp_path, launch_everything("deaf")) as job:

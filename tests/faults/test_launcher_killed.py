@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.full(but=["gil-forkserver"])
 @pytest.mark.parametrize(
     ("how", "start_method"),
     [
@@ -79,6 +80,7 @@ def test_os_exit_in_another_thread_ends_the_ranks(tmp_path: Path) -> None:
         job.require_all_ended()
 
 
+@pytest.mark.full
 def test_ranks_of_a_daemon_thread_end_when_the_main_thread_raises(tmp_path: Path) -> None:
     """Python freezes the daemon thread that launched, so it cannot end its ranks itself."""
     statements = f"""
@@ -98,6 +100,7 @@ def test_ranks_of_a_daemon_thread_end_when_the_main_thread_raises(tmp_path: Path
         job.require_all_ended()
 
 
+@pytest.mark.full
 def test_an_exception_in_a_helper_thread_does_not_disturb_the_launch(tmp_path: Path) -> None:
     """Python reports the exception and continues, and so does the launch."""
     statements = """

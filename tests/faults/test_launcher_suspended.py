@@ -36,6 +36,7 @@ def suspend(job: Started, limit_s: float) -> None:
     time.sleep(0.3)
 
 
+@pytest.mark.full(but=["rendezvous"])
 @pytest.mark.parametrize("limit", ["rendezvous", "progress", "shutdown"])
 def test_time_that_the_launcher_was_suspended_does_not_count_against_ranks(
     tmp_path: Path, limit: str, limit_s: float
@@ -79,6 +80,7 @@ def test_a_launcher_suspended_between_two_starts_starts_the_rest_later(
     assert "{0: 'went', 1: 'went'}" in run.out
 
 
+@pytest.mark.full
 def test_a_launcher_suspended_while_ranks_save_waits_for_them(
     tmp_path: Path, limit_s: float
 ) -> None:

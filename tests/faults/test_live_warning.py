@@ -63,6 +63,7 @@ def test_a_warning_names_the_waiting_ranks_and_the_line_of_the_missing_one(
     ), messages
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 def test_a_warning_names_the_loader_worker_that_the_rank_waits_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -87,12 +88,14 @@ def test_no_warning_in_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureF
     assert warnings(caplog) == []
 
 
+@pytest.mark.full
 def test_no_warning_in_an_evaluation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One rank evaluates while all others wait at the end of the epoch."""
     World(folder=tmp_path).launch(programs.evaluate_on_one_rank, 2 * QUIET_S)
     assert warnings(caplog) == []
 
 
+@pytest.mark.full
 def test_no_warning_while_rank_0_evaluates_and_saves_between_accumulations(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -103,6 +106,7 @@ def test_no_warning_while_rank_0_evaluates_and_saves_between_accumulations(
     assert warnings(caplog) == []
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 def test_a_warning_has_the_line_of_a_rank_that_holds_the_gil(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -35,6 +35,7 @@ def launch_and_fail(world: World) -> None:
         world.launch(train, vanish_badly)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("launches", [20, pytest.param(200, marks=pytest.mark.soak)])

@@ -18,6 +18,7 @@ SIZES_AND_CULPRITS: list[tuple[int, int]] = [(2, 1), (4, 2)]
 """World size and culprit."""
 
 
+@pytest.mark.full(but=["2-1"])
 @pytest.mark.recorder
 @pytest.mark.parametrize(("ranks", "culprit"), SIZES_AND_CULPRITS)
 def test_a_rank_that_calls_another_collective_is_named(
@@ -40,6 +41,7 @@ def test_a_rank_that_calls_another_collective_is_named(
     assert set(names.values()) == {"average_gradients"}
 
 
+@pytest.mark.full(but=["2-1"])
 @pytest.mark.parametrize(("ranks", "culprit"), SIZES_AND_CULPRITS)
 def test_a_rank_that_passes_a_shorter_tensor_is_named(
     tmp_path: Path, ranks: int, culprit: int
@@ -58,6 +60,7 @@ def test_a_rank_that_passes_a_shorter_tensor_is_named(
     assert "in pass_other_shapes" in str(error)
 
 
+@pytest.mark.full(but=["2-1"])
 @pytest.mark.parametrize(("ranks", "culprit"), SIZES_AND_CULPRITS)
 def test_the_message_suggests_shapes_when_a_rank_passes_a_longer_tensor(
     tmp_path: Path, ranks: int, culprit: int

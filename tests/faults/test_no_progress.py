@@ -51,6 +51,7 @@ def test_the_progress_timeout_names_a_rank_behind_the_others(tmp_path: Path) -> 
     assert error.missing_ranks == (1,)
 
 
+@pytest.mark.full
 def test_a_rank_that_holds_the_gil_makes_no_progress(tmp_path: Path) -> None:
     """It cannot answer, which does not count as progress."""
     world = World(folder=tmp_path)
@@ -249,6 +250,7 @@ def test_each_collective_counts_once_whatever_the_wall_clock_does(
     assert found == entered_ns
 
 
+@pytest.mark.full(but=["1"])
 @pytest.mark.parametrize("attempts", [1, 2])
 def test_a_limit_learned_from_the_run_ends_it(
     tmp_path: Path, attempts: int, monkeypatch: pytest.MonkeyPatch

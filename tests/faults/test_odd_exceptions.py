@@ -21,6 +21,7 @@ NEEDS_GROUPS = pytest.mark.skipif(
 )
 
 
+@pytest.mark.full(but=["cannot-be-pickled", "base-exception"])
 @pytest.mark.parametrize(
     ("fault", "travels_as", "text"),
     [
@@ -53,6 +54,7 @@ def test_its_text_always_arrives_and_its_type_where_possible(
     assert f"in {fault.__name__}" in str(remote)
 
 
+@pytest.mark.full
 def test_fifty_megabytes_of_text_are_shortened(tmp_path: Path) -> None:
     """The launcher shows the beginning and the end, and is as fast as with a short text."""
     world = World(folder=tmp_path)
@@ -64,6 +66,7 @@ def test_fifty_megabytes_of_text_are_shortened(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in (tmp_path / "run").rglob("*")) < 1_000_000
 
 
+@pytest.mark.full
 def test_the_log_has_the_exceptions_it_was_raised_from(tmp_path: Path) -> None:
     """The message names the log, and a reader looks there for the whole chain."""
     world = World(folder=tmp_path)

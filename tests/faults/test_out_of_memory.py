@@ -70,6 +70,7 @@ FILLING_S = 4.0
 """The rank first fills a gigabyte."""
 
 
+@pytest.mark.full(but=["3-outgrow_torch"])
 @pytest.mark.parametrize("fault", [programs.outgrow_the_process, programs.outgrow_torch])
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_failed_allocation_reports_the_peak_and_what_to_lower(

@@ -23,6 +23,7 @@ EARLY_RETURN_S = 3.0
 """Two looks, half a second apart, find a rank that returned early; no timeout is involved."""
 
 
+@pytest.mark.full(but=["2-1"])
 @pytest.mark.recorder
 @pytest.mark.parametrize(("ranks", "culprit"), [(2, 1), (4, 2)])
 def test_a_rank_that_skips_an_all_reduce_is_named(tmp_path: Path, ranks: int, culprit: int) -> None:
@@ -40,6 +41,7 @@ def test_a_rank_that_skips_an_all_reduce_is_named(tmp_path: Path, ranks: int, cu
     assert "in skip_one, " in str(error)
 
 
+@pytest.mark.full(but=["[5, 3]-1"])
 @pytest.mark.recorder
 @pytest.mark.parametrize(
     ("batches", "culprit"), [([5, 3], 1), ([3, 5], 0), ([5, 5, 3, 4], 2)], ids=str
@@ -69,6 +71,7 @@ def test_a_rank_that_returns_early_is_blamed(tmp_path: Path, ranks: int, start_m
     require_rank(error, 1)
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 @pytest.mark.parametrize("calls", [0, 2])
 def test_a_rank_that_returns_early_from_a_second_group_is_blamed(
@@ -86,6 +89,7 @@ def test_a_rank_that_returns_early_from_a_second_group_is_blamed(
     require_rank(error, 1)
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_in_a_second_group_is_named(tmp_path: Path) -> None:
     """The waiting rank, whose calls in the first group are long past, is not named."""
     world = World(folder=tmp_path)
@@ -100,6 +104,7 @@ def test_a_rank_that_hangs_in_a_second_group_is_named(tmp_path: Path) -> None:
     require_hang(error, 1)
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 def test_a_rank_that_enters_after_the_timeout_is_named(tmp_path: Path) -> None:
     """By then all ranks are in the same collective; the message shows how late the rank was."""
@@ -113,6 +118,7 @@ def test_a_rank_that_enters_after_the_timeout_is_named(tmp_path: Path) -> None:
     ), error
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 def test_ranks_that_receive_from_each_other_are_shown_in_recv(tmp_path: Path) -> None:
     """They are in no collective: the last one completed, so it is not reported as timed out."""
@@ -126,6 +132,7 @@ def test_ranks_that_receive_from_each_other_are_shown_in_recv(tmp_path: Path) ->
     assert " in all_reduce" not in str(error)
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 def test_a_rank_that_does_not_send_is_named(tmp_path: Path) -> None:
     """The receiver is behind only because of it; the message shows which rank it receives from."""
@@ -137,6 +144,7 @@ def test_a_rank_that_does_not_send_is_named(tmp_path: Path) -> None:
     assert re.search(line, str(error)), error
 
 
+@pytest.mark.full
 def test_a_rank_may_work_alone_after_the_others_have_returned(
     tmp_path: Path,
 ) -> None:

@@ -28,6 +28,7 @@ MAX_READS = 8
 """Within 3 s. A rank that was asked every 0.25 s throughout would have 12 reads."""
 
 
+@pytest.mark.full(but=["3-tidy_up_with_barrier", "3-tidy_up_with_barrier_and_destroy"])
 @pytest.mark.recorder
 @pytest.mark.parametrize(
     "tidy_up",
@@ -51,6 +52,7 @@ def test_cleanup_in_an_unported_script_does_not_hide_the_error(
     assert "in raise_own_error" in str(error)
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_ctx_barrier_in_finally_does_not_hide_the_error(tmp_path: Path, ranks: int) -> None:
@@ -71,6 +73,7 @@ def test_a_rank_that_swallows_its_error_and_returns_is_blamed(
     require_rank(error, 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_ranks_may_recover_together_at_a_barrier(tmp_path: Path, ranks: int) -> None:
     """All ranks handle the same expected error and slowly reach a barrier in its `except` block."""
@@ -79,6 +82,7 @@ def test_ranks_may_recover_together_at_a_barrier(tmp_path: Path, ranks: int) -> 
     assert values == dict.fromkeys(range(ranks), "recovered")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["inside", "after"])
 def test_ranks_may_make_another_group_after_an_error(tmp_path: Path, where: str) -> None:
     """In the new group, a rank may keep the others waiting as long as in any group."""
@@ -93,6 +97,7 @@ def test_a_rank_that_handles_an_error_for_long_is_asked_ever_more_rarely(tmp_pat
     assert 1 <= reads <= MAX_READS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("where", "status"), [("after", "stopped"), ("inside", "raised")])
 def test_a_step_withdraws_an_error_that_has_been_handled(
     tmp_path: Path, where: str, status: str
@@ -110,6 +115,7 @@ def test_a_step_withdraws_an_error_that_has_been_handled(
     assert error.outcomes[0].status == status
 
 
+@pytest.mark.full
 def test_a_handled_error_is_not_blamed_for_another_ranks_failure(tmp_path: Path) -> None:
     """Rank 0 trains inside an `except` block and waits at a barrier when rank 1 fails."""
     world = World(folder=tmp_path)
@@ -118,6 +124,7 @@ def test_a_handled_error_is_not_blamed_for_another_ranks_failure(tmp_path: Path)
     assert isinstance(error.__cause__, LostSampleError)
 
 
+@pytest.mark.full(but=["hang_in_finally"])
 @pytest.mark.parametrize(
     "fault",
     [
@@ -171,6 +178,7 @@ def test_an_exception_in_flight_is_found_beneath_the_handled_one(
     assert [type(each) for each in found] == [LostSampleError if leaves else type(None)]
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_after_handling_an_error_is_reported_as_a_hang(tmp_path: Path) -> None:
     """The handled error may be expected: it is shown beside the line, but not as the cause."""
     fault = programs.hang_in_an_except_block_that_goes_on
@@ -181,6 +189,7 @@ def test_a_rank_that_hangs_after_handling_an_error_is_reported_as_a_hang(tmp_pat
     assert "was handling exception_programs.LostSampleError: " in str(error)
 
 
+@pytest.mark.full
 def test_an_error_that_cannot_be_described_does_not_hide_the_rank(tmp_path: Path) -> None:
     """The rank is named with its line, as it would be without the error."""
     fault = programs.hang_with_an_error_that_cannot_be_described
@@ -190,6 +199,7 @@ def test_an_error_that_cannot_be_described_does_not_hide_the_rank(tmp_path: Path
     require_hang(error, 1)
 
 
+@pytest.mark.full
 def test_cleanup_inside_an_except_block_closes_the_group(tmp_path: Path) -> None:
     """A script that runs entirely inside ``except ImportError:`` succeeds and closes its group."""
     world = World(folder=tmp_path, ranks=2)

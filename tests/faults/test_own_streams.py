@@ -25,6 +25,7 @@ class BrokenStream(io.StringIO):
         raise RuntimeError("no flush today")
 
 
+@pytest.mark.full
 def test_a_closed_stdout_raises_broken_pipe_error(tmp_path: Path) -> None:
     """`python train.py | head -1` with a buffered stdout is not reported as a limit of the machine."""
     arguments = write_script(
@@ -57,6 +58,7 @@ def _descriptors() -> set[str]:
     return {path.name for path in Path("/proc/self/fd").iterdir()}
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
 def test_a_failing_flush_leaves_no_descriptor_open(
     monkeypatch: pytest.MonkeyPatch,

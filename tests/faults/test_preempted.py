@@ -53,6 +53,7 @@ def launch(program: str, fields: str = "") -> str:
     """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["order and echo", "warning and order", "warning"])
 def test_ranks_at_different_calls_stop_at_the_same_one(
     outcomes: dict[str, dict[str, Any]], name: str
@@ -144,6 +145,7 @@ def test_sigterm_ends_ranks_that_never_call_stop_requested(tmp_path: Path) -> No
     assert "no rank has called stop_requested() yet" in run.err
 
 
+@pytest.mark.full
 def test_a_warning_before_the_first_step_is_remembered(tmp_path: Path) -> None:
     """SIGUSR1 while ranks still load stops them at their first call of `stop_requested()`."""
     with start_script(tmp_path, launch("ask_late")) as job:
@@ -170,6 +172,7 @@ def test_second_sigterm_ends_the_ranks_at_once(tmp_path: Path) -> None:
         require_in_time(time.monotonic() - sent, CRASH_S)
 
 
+@pytest.mark.full
 def test_a_request_to_one_rank_stops_all_and_the_launcher_retries(tmp_path: Path) -> None:
     """Only that rank's host is preempted, so ``on={"preempted"}`` starts another attempt."""
     policy = ddpsafe.RetryPolicy(on={"preempted"}, backoff_initial=0, jitter=0, no_progress=None)
@@ -186,6 +189,7 @@ def test_a_request_to_one_rank_is_explained_without_a_retry(tmp_path: Path) -> N
     assert len(set(caught.value.values.values())) == 1
 
 
+@pytest.mark.full
 def test_ranks_that_handle_sigterm_are_ended_as_fast_as_others(tmp_path: Path) -> None:
     """Their handler does not keep them alive when another rank has failed."""
     error = World(folder=tmp_path, ranks=3).launch_fails(

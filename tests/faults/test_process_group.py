@@ -26,6 +26,7 @@ def run(ranks: int, program: object, folder: Path, *args: object) -> list[forked
     return forked_ranks.run(program, envs, folder, *args, folder=folder)  # type: ignore[arg-type]  # a program
 
 
+@pytest.mark.full(but=["3-with"])
 @pytest.mark.parametrize("style", ["with", "finally"])
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_that_raises_does_not_wait_for_the_others(
@@ -58,6 +59,7 @@ def test_a_rank_that_misses_a_barrier_is_named_on_every_other_rank(
         require_in_time(took_s, BARRIER_S + HANG_S)
 
 
+@pytest.mark.full(but=["1"])
 @pytest.mark.recorder
 @pytest.mark.parametrize("failing", [1, 0])
 def test_a_rank_that_fails_because_of_a_peer_names_the_peer(tmp_path: Path, failing: int) -> None:
@@ -74,6 +76,7 @@ def test_a_rank_that_fails_because_of_a_peer_names_the_peer(tmp_path: Path, fail
     assert f"rank {failing} failed first: {reason}" in told
 
 
+@pytest.mark.full(but=["1"])
 @pytest.mark.parametrize("failing", [1, 0])
 def test_a_rank_that_returned_fails_when_another_rank_has_failed(
     tmp_path: Path, failing: int

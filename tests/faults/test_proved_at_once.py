@@ -53,6 +53,7 @@ def test_different_sizes_are_proved_if_one_rank_has_returned(tmp_path: Path) -> 
     assert "all_reduce number 1 of shape [3]" in str(error)
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 def test_a_cycle_over_three_ranks_is_proved(tmp_path: Path) -> None:
     """No single group shows the cycle."""
@@ -63,6 +64,7 @@ def test_a_cycle_over_three_ranks_is_proved(tmp_path: Path) -> None:
     assert PROOF in str(error)
 
 
+@pytest.mark.full(but=["2-1"])
 @pytest.mark.recorder
 @pytest.mark.parametrize(("ranks", "culprit"), [(2, 1), (4, 1)])
 def test_a_skipped_collective_is_proved(tmp_path: Path, ranks: int, culprit: int) -> None:
@@ -75,6 +77,7 @@ def test_a_skipped_collective_is_proved(tmp_path: Path, ranks: int, culprit: int
     assert f"| rank {culprit} is in barrier number 4" in str(error)
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 def test_a_branch_that_only_one_rank_takes_is_proved(tmp_path: Path) -> None:
     """The others are in the backward pass of DDP, whose collectives Python does not see."""
@@ -86,6 +89,7 @@ def test_a_branch_that_only_one_rank_takes_is_proved(tmp_path: Path) -> None:
     assert require_places(error, range(3)) == dict.fromkeys(range(3), "branch_by_rank")
 
 
+@pytest.mark.full(but=["stop_in_training"])
 @pytest.mark.recorder
 @pytest.mark.parametrize(
     "program",
@@ -112,6 +116,7 @@ def test_a_rank_stopped_by_a_signal_is_proved(tmp_path: Path, program: Callable[
     assert "after broadcast" not in str(error)
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 def test_a_rank_that_returns_while_a_subgroup_waits_is_blamed(tmp_path: Path) -> None:
     """The group of all ranks does not show that the rank is missing."""
@@ -130,6 +135,7 @@ def test_a_rank_may_be_stopped_for_a_moment(tmp_path: Path) -> None:
     assert set(result.values.values()) == {"done"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))]
 )

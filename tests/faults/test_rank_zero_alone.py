@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 def test_rank_zero_is_named_among_four_ranks(tmp_path: Path) -> None:
     """It broadcasts the buffers of BatchNorm while the others reduce gradients."""
@@ -42,6 +43,7 @@ def test_both_calls_of_two_ranks_are_shown(tmp_path: Path) -> None:
     assert "all_reduce number" in str(error)
 
 
+@pytest.mark.full
 def test_rank_zero_may_evaluate_the_unwrapped_model(tmp_path: Path) -> None:
     """The error message recommends `ctx.unwrap(model)`."""
     values = World(folder=tmp_path).launch(programs.evaluate_unwrapped_on_rank_zero).values

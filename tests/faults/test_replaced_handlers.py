@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.full(but=["defaults"])
 @pytest.mark.parametrize(
     ("fault", "place"),
     [
@@ -43,6 +44,7 @@ def test_a_hanging_rank_without_handlers_is_not_killed_by_the_launchers_question
     assert "killed" not in str(error)
 
 
+@pytest.mark.full
 def test_a_handler_that_raises_does_not_interrupt_the_report(tmp_path: Path) -> None:
     """The handler of torch raises for each DataLoader worker that dies, also during a report."""
     error = World(folder=tmp_path).launch_fails(

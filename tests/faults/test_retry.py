@@ -27,6 +27,7 @@ def attempts_of(folder: Path, rank: int = 1) -> list[int]:
     return [int(line) for line in (folder / f"ran-{rank}").read_text().split()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)
 def test_the_next_attempt_succeeds(
     tmp_path: Path, ranks: int, start_method: str, caplog: pytest.LogCaptureFixture
@@ -63,6 +64,7 @@ def test_a_new_attempt_shares_nothing_with_the_previous_one(tmp_path: Path, rank
     assert (tmp_path / "run" / "attempt-2" / "rank-1.err").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_the_last_error_is_raised_when_every_attempt_fails(tmp_path: Path, ranks: int) -> None:
     """The earlier errors are attached, and each attempt has its report."""
@@ -83,6 +85,7 @@ def test_the_last_error_is_raised_when_every_attempt_fails(tmp_path: Path, ranks
     assert reports == ["attempt-1", "attempt-2", "attempt-3"]
 
 
+@pytest.mark.full(but=["default"])
 @pytest.mark.parametrize(
     "on",
     [
@@ -107,6 +110,7 @@ def test_a_deterministic_error_is_not_retried(tmp_path: Path, on: set[Any]) -> N
     ) == bool(on)
 
 
+@pytest.mark.full(but=["default"])
 @pytest.mark.parametrize("policy", [None, RetryPolicy(attempts=2)], ids=["default", "attempts"])
 def test_a_killed_rank_is_not_retried_unless_the_policy_names_the_kind(
     tmp_path: Path, policy: RetryPolicy | None
@@ -123,6 +127,7 @@ def test_a_killed_rank_is_not_retried_unless_the_policy_names_the_kind(
     assert (reason in str(error)) == (policy is not None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("on", [{ConnectionError}, {OSError}, {"network"}], ids=str)
 def test_an_exception_type_is_retried_where_the_policy_names_it(
     tmp_path: Path, on: set[Any]
@@ -134,6 +139,7 @@ def test_an_exception_type_is_retried_where_the_policy_names_it(
     assert result.attempts == 2
 
 
+@pytest.mark.full
 def test_arguments_may_change_between_attempts(tmp_path: Path) -> None:
     """`on_retry` receives the failure and returns other arguments, here a smaller batch."""
     world = World(folder=tmp_path)
@@ -155,6 +161,7 @@ def test_arguments_may_change_between_attempts(tmp_path: Path) -> None:
     assert isinstance(seen[0].__cause__, MemoryError)
 
 
+@pytest.mark.full
 def test_on_retry_keeps_the_arguments_by_returning_none(tmp_path: Path) -> None:
     """A callback that only logs need not return the arguments."""
     world = World(folder=tmp_path)
@@ -205,6 +212,7 @@ def test_a_callback_that_raises_ends_the_launch_with_its_error(
     shutil.rmtree(first.run_dir)
 
 
+@pytest.mark.full
 def test_a_callback_may_raise_the_failure_itself(tmp_path: Path) -> None:
     """It ends the launch as if no other attempt was allowed, and is not chained to itself."""
 
@@ -219,6 +227,7 @@ def test_a_callback_may_raise_the_failure_itself(tmp_path: Path) -> None:
     assert (error.__cause__, error.previous_attempts) == (None, ())
 
 
+@pytest.mark.full
 def test_wrong_arguments_from_a_callback_raise_config_error(tmp_path: Path) -> None:
     """It also reports the earlier failure, as every error that ends a retry does."""
     with pytest.raises(ddpsafe.ConfigError, match="cannot be called with") as caught:
@@ -232,6 +241,7 @@ def test_wrong_arguments_from_a_callback_raise_config_error(tmp_path: Path) -> N
     assert f"\n  Before that, {str(earlier).splitlines()[0]}\n" in str(caught.value)
 
 
+@pytest.mark.full
 def test_a_failure_is_reported_when_the_next_attempt_cannot_start(tmp_path: Path) -> None:
     """The data disappeared in the first attempt, so its error and logs show the cause."""
     (tmp_path / "data").mkdir()
@@ -253,6 +263,7 @@ def test_a_failure_is_reported_when_the_next_attempt_cannot_start(tmp_path: Path
     shutil.rmtree(earlier.run_dir)
 
 
+@pytest.mark.full
 def test_two_attempts_without_a_step_end_the_retries(tmp_path: Path) -> None:
     """A job that fails twice before its first step does not fail by chance."""
     world = World(folder=tmp_path)
@@ -268,6 +279,7 @@ def test_two_attempts_without_a_step_end_the_retries(tmp_path: Path) -> None:
     assert "Not retried: 2 attempts in a row made no optimizer step" in str(error)
 
 
+@pytest.mark.full
 def test_attempts_that_make_steps_are_retried(tmp_path: Path) -> None:
     """A job that makes some progress each time uses all its attempts."""
     world = World(folder=tmp_path)
@@ -281,6 +293,7 @@ def test_attempts_that_make_steps_are_retried(tmp_path: Path) -> None:
     assert [outcome.steps for outcome in error.outcomes.values()] == [3, 3]
 
 
+@pytest.mark.full
 def test_a_failure_at_the_same_step_after_a_checkpoint_ends_the_retries(
     tmp_path: Path,
 ) -> None:

@@ -17,6 +17,7 @@ RPC_S = 2.0
 """Timeout of the calls."""
 
 
+@pytest.mark.full(but=["1"])
 @pytest.mark.parametrize("attempt", range(4))
 def test_a_rank_that_is_killed_in_a_call_is_blamed(tmp_path: Path, attempt: int) -> None:
     """The caller's error often arrives before the kill, but the kill is the root cause."""
@@ -27,6 +28,7 @@ def test_a_rank_that_is_killed_in_a_call_is_blamed(tmp_path: Path, attempt: int)
     require_rank(error, 1)
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_in_a_call_is_named(tmp_path: Path) -> None:
     """The message shows the line of the call; the main thread only waits for calls to end."""
     error = World(folder=tmp_path).spawn_fails(

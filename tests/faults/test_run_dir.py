@@ -88,6 +88,7 @@ def test_removing_the_run_directory_while_ranks_run_is_not_a_failure(tmp_path: P
     assert values == {0: "done", 1: "done"}
 
 
+@pytest.mark.full
 def test_a_removed_run_directory_does_not_hide_a_failure(tmp_path: Path) -> None:
     """The rank reports through a pipe, not through a file."""
     world = World(folder=tmp_path)
@@ -96,6 +97,7 @@ def test_a_removed_run_directory_does_not_hide_a_failure(tmp_path: Path) -> None
     assert isinstance(error.__cause__, LostSampleError)
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 def test_a_hang_without_a_run_directory_names_the_rank(tmp_path: Path) -> None:
     """Stacks go through a file, but the sequence of collectives does not."""

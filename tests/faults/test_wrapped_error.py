@@ -23,6 +23,7 @@ IN_FLIGHT_S = 3.0
 """Two looks find a rank that waits with an exception in flight; no timeout is involved."""
 
 
+@pytest.mark.full
 def test_ranks_that_exit_when_a_hang_times_out_are_not_blamed(tmp_path: Path) -> None:
     """Many scripts contain ``except Exception: sys.exit(1)``."""
     world = World(folder=tmp_path, ranks=3)
@@ -47,6 +48,7 @@ def test_ranks_that_exit_because_of_a_failed_rank_are_not_blamed(tmp_path: Path)
     assert "in raise_own_error" in str(error)
 
 
+@pytest.mark.full
 def test_an_error_that_is_being_handled_is_not_blamed_for_a_hang(tmp_path: Path) -> None:
     """The waiting ranks run inside ``except ImportError:``, which is not a failure."""
     world = World(folder=tmp_path, ranks=3)
@@ -56,6 +58,7 @@ def test_an_error_that_is_being_handled_is_not_blamed_for_a_hang(tmp_path: Path)
     require_hang(error, 1)
 
 
+@pytest.mark.full(but=["gather"])
 @pytest.mark.recorder
 @pytest.mark.parametrize(
     "meet",
@@ -78,6 +81,7 @@ def test_a_collective_in_finally_does_not_hide_the_error(
     assert isinstance(error.__cause__, LostSampleError)
 
 
+@pytest.mark.full
 def test_an_error_is_found_beneath_the_timeout_of_a_collective_in_finally(tmp_path: Path) -> None:
     """Collectives of tensors are not watched; the timeout's context has the hidden exception."""
     world = World(folder=tmp_path)
@@ -89,6 +93,7 @@ def test_an_error_is_found_beneath_the_timeout_of_a_collective_in_finally(tmp_pa
     assert "on top of it, in an except or a finally: RuntimeError" in str(error)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
@@ -109,6 +114,7 @@ def test_an_error_that_only_resembles_a_peer_error_is_the_ranks_own(
     assert error.kind == "user-error"
 
 
+@pytest.mark.full
 def test_a_killed_rank_is_blamed_before_those_that_exit_because_of_it(tmp_path: Path) -> None:
     """Their exits may be seen first: the kernel closes a process's connections before it ends it."""
     for attempt in range(4):
@@ -118,6 +124,7 @@ def test_a_killed_rank_is_blamed_before_those_that_exit_because_of_it(tmp_path: 
         require_rank(error, 1)
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 def test_a_rank_that_hangs_in_a_subgroup_is_named_not_the_waiting_one(
     tmp_path: Path,
@@ -131,6 +138,7 @@ def test_a_rank_that_hangs_in_a_subgroup_is_named_not_the_waiting_one(
     assert "timed out in all_reduce number 3 of group '" in str(error)
 
 
+@pytest.mark.full
 def test_ranks_at_barriers_of_different_names_are_all_shown(tmp_path: Path) -> None:
     """For each rank the message has the barrier where it waited, and the missing ranks."""
     world = World(folder=tmp_path, ranks=3)
@@ -144,6 +152,7 @@ def test_ranks_at_barriers_of_different_names_are_all_shown(tmp_path: Path) -> N
     assert "collective" not in str(error)
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 def test_a_rank_that_makes_a_group_alone_is_named(tmp_path: Path) -> None:
     """The message says only of the others that they wait in the collective."""
@@ -155,6 +164,7 @@ def test_a_rank_that_makes_a_group_alone_is_named(tmp_path: Path) -> None:
     assert "ranks 1 and 2 were waiting for it in all_reduce number 2 " in str(error)
 
 
+@pytest.mark.full
 def test_a_mean_of_different_shapes_raises(tmp_path: Path) -> None:
     """No rank receives a wrong mean, and none hangs."""
     world = World(folder=tmp_path)
@@ -163,6 +173,7 @@ def test_a_mean_of_different_shapes_raises(tmp_path: Path) -> None:
     assert isinstance(error.__cause__, ValueError)
 
 
+@pytest.mark.full
 def test_a_thread_that_died_is_shown_beside_the_hang_it_caused(tmp_path: Path) -> None:
     """Its traceback went only to stderr, where a reader would miss it."""
     world = World(folder=tmp_path)
@@ -176,6 +187,7 @@ def test_a_thread_that_died_is_shown_beside_the_hang_it_caused(tmp_path: Path) -
     assert "LostSampleError" in str(error)
 
 
+@pytest.mark.full
 def test_an_error_in_the_forward_pass_is_the_ranks_own(tmp_path: Path) -> None:
     """DDP's frames are in the traceback, but the model raised the error."""
     world = World(folder=tmp_path)
@@ -184,6 +196,7 @@ def test_an_error_in_the_forward_pass_is_the_ranks_own(tmp_path: Path) -> None:
     assert "Socket Timeout" in str(error)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("meet", [programs.scatter, programs.gather_in_a_subgroup])
 def test_ranks_may_enter_a_collective_in_an_except_block_late(
     meet: Callable[..., object],
@@ -195,6 +208,7 @@ def test_ranks_may_enter_a_collective_in_an_except_block_late(
     assert values == dict.fromkeys(range(3), "well")
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 def test_a_script_inside_an_except_block_is_not_asked_at_every_collective(tmp_path: Path) -> None:
     """Once the ranks have completed one there, the error is known to be handled."""
@@ -202,6 +216,7 @@ def test_a_script_inside_an_except_block_is_not_asked_at_every_collective(tmp_pa
     assert all(1 <= each <= 10 for each in reads.values()), reads
 
 
+@pytest.mark.full
 def test_a_mean_of_other_metrics_in_finally_does_not_hide_the_error(tmp_path: Path) -> None:
     """The other rank raises because of different keys, which is a consequence."""
     world = World(folder=tmp_path)

@@ -53,6 +53,7 @@ def test_every_block_of_the_page_is_a_recipe() -> None:
     assert PAGE.read_text().count("```python") == len(RECIPES) == 11
 
 
+@pytest.mark.full(but=["reference.py"])
 @pytest.mark.timeout(LIMIT_S + 40)
 @pytest.mark.parametrize(
     "recipe",

@@ -39,6 +39,7 @@ TWO: Final[dict[str, Any]] = {
 # Whose output.
 
 
+@pytest.mark.full(but=["rank-zero"])
 @pytest.mark.parametrize(
     ("console", "shown"),
     [
@@ -66,6 +67,7 @@ def test_launch_shows_rank_zero_or_the_ranks_that_console_selects(
         assert log.read_text() == f"out of rank {rank}\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tag", ["", "[rank N] "])
 def test_spawn_shows_all_ranks_with_whole_lines(
     capfd: pytest.CaptureFixture[str], tag: str
@@ -118,6 +120,7 @@ def test_a_progress_bar_is_shown_as_it_is_drawn(
     assert screen.getvalue() == "\r  0%|     |\r 50%|██▌  |\r100%|█████|\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("encoding", "expected"),
     [("utf-8", "café \ufffd\n"), ("latin-1", "café ?\n"), ("ascii", "caf? ?\n")],
@@ -140,6 +143,7 @@ def test_output_that_the_terminal_cannot_show_does_not_end_the_launch(
     assert screen.buffer.getvalue().decode(encoding) == expected
 
 
+@pytest.mark.full
 def test_a_launch_works_without_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service may run with ``sys.stdout`` set to None."""
     monkeypatch.setattr(sys, "stdout", None)
@@ -159,6 +163,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.full
 def test_a_programs_own_stream_needs_only_a_write_method(tmp_path: Path) -> None:
     """Programs replace ``sys.stdout`` by an object that also writes to a log."""
     source = """
@@ -180,6 +185,7 @@ def test_a_programs_own_stream_needs_only_a_write_method(tmp_path: Path) -> None
     assert (run.code, run.lines(), run.err) == (0, ["hello from 0"], "")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.soak)])
 def test_a_successful_launch_writes_nothing(tmp_path: Path, method: str) -> None:
     """There is no warning and no line about the start, even where Python shows every warning."""
@@ -208,6 +214,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("console", ["none", "rank-zero"])
 def test_console_none_hides_the_warning_of_a_retry(console: str, tmp_path: Path) -> None:
     """If the program has not set up logging, only `"none"` keeps warnings off stderr."""
@@ -218,6 +225,7 @@ def test_console_none_hides_the_warning_of_a_retry(console: str, tmp_path: Path)
     assert console != "none" or run.err == ""
 
 
+@pytest.mark.full
 def test_pytest_shows_the_line_of_the_caller(tmp_path: Path) -> None:
     """Neither the docstring of `launch` nor a frame of ddpsafe precedes the error."""
     source = """
@@ -292,6 +300,7 @@ class Terminal:
             os.close(self._ours)
 
 
+@pytest.mark.full
 def test_a_live_line_shows_how_many_ranks_have_joined_and_which_are_missing(tmp_path: Path) -> None:
     """It counts the seconds in place, and is erased once all ranks have joined."""
     path = scripts.write(tmp_path, "script.py", SCRIPT)
@@ -358,6 +367,7 @@ NEEDS_RICH_14: Final = pytest.mark.skipif(
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("bar", "console", "halfway"),
     [
@@ -395,6 +405,7 @@ def test_a_progress_bar_is_animated_on_a_terminal(
     assert terminal.text.count("\x1b[?25l") == terminal.text.count("\x1b[?25h")
 
 
+@pytest.mark.full
 def test_a_redrawn_line_is_one_line_in_a_file(tmp_path: Path) -> None:
     """In a file, a bar that several ranks redraw often appears once per rank, in its final state."""
     path = scripts.write(tmp_path, "script.py", BARS)
@@ -435,6 +446,7 @@ def test_a_line_is_overwritten_however_it_is_split_into_reads(
     assert found == f"{shown}\n"
 
 
+@pytest.mark.full
 def test_no_color_turns_colours_off(tmp_path: Path) -> None:
     """``NO_COLOR`` applies to ddpsafe's reports on a terminal."""
     scripts.write(tmp_path, "no-torch/torch.py", "raise ImportError('its import takes a second')")
@@ -493,6 +505,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_every_line_of_a_json_console_is_an_object(tmp_path: Path) -> None:
     """This includes lines of ranks, on their own stream, warnings, and the final error."""
     run = scripts.run(tmp_path, JSON)
@@ -542,6 +555,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_an_error_is_shown_in_the_form_of_its_own_launch(tmp_path: Path) -> None:
     """The console of an earlier launch no longer applies."""
     err = scripts.run(tmp_path, JSON_THEN_TEXT).err
@@ -575,6 +589,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
@@ -639,6 +654,7 @@ def test_no_line_is_lost_while_the_console_closes(
     assert sorted(lines) == sorted(f"line {number}" for number in range(said))
 
 
+@pytest.mark.full
 def test_records_of_the_launcher_have_the_rank_fields(
     caplog: pytest.LogCaptureFixture, run_dir: Path
 ) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 State = dict[str, torch.Tensor]
 
 
+@pytest.mark.full(but=["2-1"])
 @pytest.mark.parametrize(
     ("nproc", "accumulate"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.soak), (2, 3)]
 )

@@ -45,6 +45,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_too_few_free_descriptors_raise_preflight_error_at_once(tmp_path: Path) -> None:
     """The error does not depend on where they would run out; with the number it names, the launch works.
 
@@ -104,6 +105,7 @@ def _may_mount() -> bool:
     return tried.returncode == 0
 
 
+@pytest.mark.full
 @pytest.mark.root
 @pytest.mark.skipif(not _may_mount(), reason="needs root, to mount in a separate namespace")
 def test_a_machine_without_proc_raises_preflight_error(tmp_path: Path) -> None:

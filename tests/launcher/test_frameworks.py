@@ -57,6 +57,7 @@ def require_equal_training(found: list[dict[str, Any]]) -> None:
         )
 
 
+@pytest.mark.full(but=["fabric"])
 @pytest.mark.parametrize(("train", "package"), FRAMEWORKS)
 def test_framework_trains_in_the_group_that_launch_made(train: Train, package: str) -> None:
     """The framework uses the existing group, makes no other, and takes a real step."""
@@ -66,6 +67,7 @@ def test_framework_trains_in_the_group_that_launch_made(train: Train, package: s
     require_equal_training([values[rank] for rank in range(2)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("train", "package"), FRAMEWORKS)
 def test_framework_makes_its_group_under_spawn(train: Train, package: str, tmp_path: Path) -> None:
     """The framework reads the rank's environment variables and makes the group itself."""

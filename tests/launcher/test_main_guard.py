@@ -35,6 +35,7 @@ FIRST_LINE = launching().count("\n") + 1
 # Refused.
 
 
+@pytest.mark.full(but=["call"])
 @pytest.mark.parametrize(
     ("lines", "line"),
     [
@@ -92,6 +93,7 @@ def test_a_launch_under_an_if_that_is_not_a_guard_ends_in_the_first_ranks(
 # Accepted.
 
 
+@pytest.mark.full
 def test_a_guard_may_be_nested_and_contain_the_function(tmp_path: Path) -> None:
     """A function defined under the guard cannot be imported by name, so it is pickled by value."""
     source = launching(
@@ -129,6 +131,7 @@ def test_a_package_that_is_run_needs_no_guard(tmp_path: Path) -> None:
     assert run.err == ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"])
 def test_a_path_object_in_sys_path_is_ignored_as_python_does(tmp_path: Path, method: str) -> None:
     """Many scripts add one without effect, but Python's own fork server does not start with one."""
@@ -142,6 +145,7 @@ def test_a_path_object_in_sys_path_is_ignored_as_python_does(tmp_path: Path, met
     assert (run.lines()[-1], run.err) == ("{0: 10, 1: 11}", "")
 
 
+@pytest.mark.full
 def test_relative_imports_of_a_module_work_in_ranks(tmp_path: Path) -> None:
     """That includes ``python -m package``, whose ``__main__`` ranks do not run again."""
     scripts.write(tmp_path, "package/settings.py", "OFFSET = 30\n")
@@ -194,6 +198,7 @@ print(values, type(values[0]) is Report)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "method"),
     [
@@ -218,6 +223,7 @@ def test_functions_without_a_file_are_launched(
         assert run.err == ""
 
 
+@pytest.mark.full
 def test_a_failed_launch_returns_to_the_prompt(tmp_path: Path) -> None:
     """Only a script exits with an error's exit code; a session keeps its variables."""
     text = "import ddpsafe\nddpsafe.launch(5)\nprint('still', 'here')\n"
@@ -247,6 +253,7 @@ def execute(folder: Path, *cells: str) -> list[NotebookNode]:
 
 
 # jupyter_client and zmq warn about themselves.
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]

@@ -95,6 +95,7 @@ LAUNCHES = """
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     sys.version_info < (3, 11), reason="Python before 3.11 has no safe path and only gets a warning"
 )
@@ -148,6 +149,7 @@ def test_a_folder_store_behaves_as_torchs_stores_do(tmp_path: Path, which: str) 
     assert not store.check(["plain"])  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 def test_a_key_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
     """Wherever a writer is killed, no reader finds half a value and no later writer waits for it."""
     store = FolderStore(tmp_path / "store")

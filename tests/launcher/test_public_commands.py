@@ -158,6 +158,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full(but=["pytorch/torchtitan run_train.sh"])
 @pytest.mark.parametrize("source", RUN)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_public_command_lines_run_unchanged(source: str, tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def test_the_end_of_an_outer_launch_does_not_end_it(monkeypatch: pytest.MonkeyPa
     assert [each.pid for each in killed] == [other.pid]
 
 
+@pytest.mark.full(but=["pyc"])
 @pytest.mark.parametrize("packed", ["zip", "pyc"])
 def test_it_starts_from_code_without_a_source_file(tmp_path: Path, packed: str) -> None:
     """The package may be in a zip file, or compiled without its source."""

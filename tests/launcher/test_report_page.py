@@ -162,6 +162,7 @@ def test_the_page_can_be_written_again(tmp_path: Path, capsys: Any) -> None:
     assert main(["report", str(tmp_path / "attempt-1")]) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("width", "dark"), [(1300, False), (1300, True), (390, False)])
 def test_a_browser_shows_the_whole_page(tmp_path: Path, width: int, dark: bool) -> None:  # noqa: FBT001 - a row
     """On a screen and a phone, in light and dark mode, nothing is cut off or unreadable."""

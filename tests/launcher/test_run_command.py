@@ -59,6 +59,7 @@ def run(folder: Path, *arguments: str, fresh: bool = False) -> scripts.Run:
     return scripts.Script(command, folder=folder, env=env, fresh=fresh).end()
 
 
+@pytest.mark.full
 def test_a_plain_script_forms_a_group_and_receives_its_arguments(tmp_path: Path) -> None:
     """It can import modules beside it, and ``sys.exit(0)`` at its end is success.
 
@@ -96,6 +97,7 @@ for step in range(5):
 """
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 def test_an_early_exit_with_0_is_reported_with_its_line(tmp_path: Path) -> None:
     """The other ranks still wait for that rank, so its exit is the failure despite its status."""
@@ -161,6 +163,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
 )
@@ -374,6 +377,7 @@ REAL: list[Any] = [
 ]
 
 
+@pytest.mark.full(but=["script"])
 @pytest.mark.parametrize("line", REAL, ids=["script", "module", "program"])
 def test_torchruns_command_lines_start_ranks(tmp_path: Path, line: list[str]) -> None:
     """The ranks of a script, of a module and of any other program form a group."""
@@ -423,6 +427,7 @@ INTERRUPTED: Final = """
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("moment", ["torch", "ddpsafe"])
 def test_ctrl_c_while_it_loads_ends_the_command_without_a_traceback(
     tmp_path: Path, moment: str
@@ -459,6 +464,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_a_script_that_was_asked_to_stop_ends_the_command_with_75(tmp_path: Path) -> None:
     """It is not reported as a rank's failure, although `launch` ends each rank by an exception."""
     scripts.write(tmp_path, "train.py", STOPS)

@@ -71,6 +71,7 @@ def test_the_signature_begins_as_torchs_does() -> None:
     ]
 
 
+@pytest.mark.full(but=["as in the tutorial"])
 @pytest.mark.parametrize(
     "call",
     [
@@ -93,6 +94,7 @@ def test_every_spelling_of_the_call_runs_the_script(
     assert notes(tmp_path) == {0: [SUM], 1: [SUM]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("start_method", "demos"),
     [
@@ -152,6 +154,7 @@ def test_a_script_runs_unchanged(tmp_path: Path, start_method: str, demos: list[
     assert run.err == ""
 
 
+@pytest.mark.full
 def test_several_calls_in_a_row_may_use_one_port(tmp_path: Path, busy_port: int) -> None:
     """No call has to wait for the previous one to release the port."""
     for _ in range(3):
@@ -185,6 +188,7 @@ def test_fork_is_refused_with_the_reason(tmp_path: Path) -> None:
 # The rendezvous.
 
 
+@pytest.mark.full(but=["tcp"])
 @pytest.mark.parametrize("scheme", ["tcp", "new file", "stale file"])
 def test_ranks_use_the_launchers_store_whatever_place_the_script_names(
     tmp_path: Path, busy_port: int, scheme: str
@@ -249,6 +253,7 @@ def test_torchs_arguments_win_even_if_they_are_left_out(
     assert notes(tmp_path) == {0: [["1"], ["1"]]}
 
 
+@pytest.mark.full
 def test_children_of_a_rank_start_as_those_of_torchs_spawn(tmp_path: Path) -> None:
     """They use the start method of the rank, because workers may hold CUDA tensors."""
     for method in ("spawn", "forkserver"):
@@ -340,6 +345,7 @@ def test_a_wrong_call_fails_at_once_without_a_join(tmp_path: Path) -> None:
         spawn(programs.wait_for_gate, (tmp_path,), join=False, run_dir=tmp_path / "file", **FAST)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_a_signal_right_after_the_start_ends_the_rank(start_method: str, run_dir: Path) -> None:
     """SIGTERM may arrive before the rank's process has run a line of Python."""
@@ -375,6 +381,7 @@ def _interrupt_when_inside(function: Any, thread: int) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.full(but=["True"])
 @pytest.mark.parametrize("daemon", [True, False])
 def test_daemon_means_the_same_as_in_multiprocessing(tmp_path: Path, *, daemon: bool) -> None:
     """Daemonic ranks must not have children; other ranks may."""
@@ -387,6 +394,7 @@ def test_daemon_means_the_same_as_in_multiprocessing(tmp_path: Path, *, daemon: 
     )
 
 
+@pytest.mark.full
 def test_daemonic_ranks_end_with_a_caller_that_never_joins(tmp_path: Path) -> None:
     """The caller does not wait for them, and no process is left."""
     source = """
@@ -407,6 +415,7 @@ def test_daemonic_ranks_end_with_a_caller_that_never_joins(tmp_path: Path) -> No
     scripts.wait_until(lambda: not any(psutil.pid_exists(int(pid)) for pid in line.split()))
 
 
+@pytest.mark.full
 def test_ranks_end_with_a_script_that_dies_of_an_error_with_an_exit_code(tmp_path: Path) -> None:
     """The second error of ddpsafe, which is not caught, sets the exit code and ends the ranks."""
     source = """
@@ -429,6 +438,7 @@ def test_ranks_end_with_a_script_that_dies_of_an_error_with_an_exit_code(tmp_pat
     assert "never joined" not in run.err  # they would fail if the gate stayed closed for long
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_ranks_end_with_a_script_that_is_preempted(tmp_path: Path, *, goes_on: bool) -> None:
     """It shows no traceback, and the ranks of a handle end, unless a prompt follows."""
@@ -461,6 +471,7 @@ print(handle.join())
         assert not any(psutil.pid_exists(int(pid)) for pid in pids.split())
 
 
+@pytest.mark.full
 def test_handles_that_have_been_joined_leave_no_hook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -477,6 +488,7 @@ def test_handles_that_have_been_joined_leave_no_hook(
         assert sys.excepthook is before
 
 
+@pytest.mark.full
 def test_the_interpreter_waits_at_exit_for_ranks_that_are_not_daemonic(tmp_path: Path) -> None:
     """As with torch, a caller that never joins loses no work."""
     source = """

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.full(but=["stopped"])
 @pytest.mark.parametrize("how", ["stopped", "with the GIL"])
 def test_all_ranks_are_shown_while_one_cannot_answer(tmp_path: Path, how: str) -> None:
     """That rank's steps, and its state or line, are read without its help."""
@@ -47,6 +48,7 @@ def test_all_ranks_are_shown_while_one_cannot_answer(tmp_path: Path, how: str) -
     assert not (tmp_path / "run" / SOCKET).exists()
 
 
+@pytest.mark.full
 def test_stacks_show_what_a_loader_worker_reads(tmp_path: Path) -> None:
     """The rank waits in its loader, and the worker's stack shows the line of the dataset."""
     result = World(folder=tmp_path).launch(programs.ask_for_status_of_a_loader)
@@ -278,6 +280,7 @@ CLIENT_LEAVES_EARLY: Final = """
 """
 
 
+@pytest.mark.full
 def test_a_client_that_leaves_early_does_not_end_a_launcher_by_sigpipe(tmp_path: Path) -> None:
     """A script may set SIGPIPE to its default action, which is restored after the launch."""
     ended = scripts.run(tmp_path, CLIENT_LEAVES_EARLY)

@@ -45,6 +45,7 @@ def count_exit_codes(call: str, *, runs: int, folder: Path) -> dict[str, int]:
     return ends
 
 
+@pytest.mark.full
 def test_ranks_of_a_launch_exit_cleanly_every_time(tmp_path: Path, runs: int) -> None:
     """The tutorial with its own setup and cleanup, and a script that calls nothing at its end.
 
@@ -55,6 +56,7 @@ def test_ranks_of_a_launch_exit_cleanly_every_time(tmp_path: Path, runs: int) ->
     assert found == {"0": 4 * runs}
 
 
+@pytest.mark.full
 def test_attached_ranks_exit_cleanly_every_time(tmp_path: Path, runs: int) -> None:
     """A rank of another launcher shuts down its whole interpreter, with the DDP object alive."""
     runs = max(1, runs // 5)  # each takes two interpreters

@@ -61,6 +61,7 @@ FAULTS: Final[list[Any]] = [
 """The fault of a rank, torch's error class, and its message."""
 
 
+@pytest.mark.full(but=["raise-forkserver"])
 @METHODS
 @pytest.mark.parametrize(("fault", "error", "text"), FAULTS)
 def test_errors_are_also_torchs_errors(
@@ -93,6 +94,7 @@ FACTS: Final[list[Any]] = [
 ]
 
 
+@pytest.mark.full(but=["killed"])
 @pytest.mark.parametrize(("fault", "error", "facts"), FACTS)
 def test_errors_have_the_attributes_of_torch_and_of_ddpsafe(
     run_dir: Path, fault: str, error: type[ddpsafe.RankFailedError], facts: dict[str, object]
@@ -145,6 +147,7 @@ def test_ranks_receive_their_index_and_join_reports_success(start_method: str) -
     assert (handle.sentinels, len(handle.error_files)) == ({}, 2)
 
 
+@pytest.mark.full
 @METHODS
 def test_children_of_a_killed_rank_end_with_it(tmp_path: Path, start_method: str) -> None:
     """A rank may spawn ranks, and a signal that ends it ends them, too."""
@@ -163,6 +166,7 @@ def test_children_of_a_killed_rank_end_with_it(tmp_path: Path, start_method: str
     scripts.wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), within_s=10)
 
 
+@pytest.mark.full(but=["60.0-True"])
 @pytest.mark.parametrize(("grace_s", "finishes"), [(60.0, True), (0.0, False), (None, False)])
 def test_a_grace_period_lets_the_other_ranks_finish(
     tmp_path: Path, grace_s: float | None, *, finishes: bool

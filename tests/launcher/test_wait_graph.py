@@ -406,6 +406,7 @@ def random_job(choose: random.Random, *, is_broken: bool) -> Job:
     return Job(programs, groups)
 
 
+@pytest.mark.full
 def test_a_healthy_program_is_never_a_deadlock() -> None:
     """Whenever the ranks are asked and however slow one is, there is no proof."""
     for seed in range(HEALTHY_PROGRAMS):

@@ -46,6 +46,7 @@ def is_below(file: str, entries: Iterable[str]) -> bool:
     return any(file == each or (each.endswith("/") and file.startswith(each)) for each in entries)
 
 
+@pytest.mark.full(but=["exception"])
 @pytest.mark.recorder
 @pytest.mark.parametrize("walk", WALKS)
 def test_the_files_of_a_walk_are_the_files_that_run(walk: str, tmp_path: Path) -> None:

@@ -339,6 +339,7 @@ def test_copies_for_an_asynchronous_save_wait_for_every_gpu(
 # Real ranks.
 
 
+@pytest.mark.full(but=["seen1-auto-texts1"])
 @pytest.mark.parametrize(
     ("seen", "backend", "texts"),
     [

@@ -39,6 +39,7 @@ def at(*ranks: int, **places: int) -> programs.Words:
     return {rank: watchdog_words(rank, **usual | places) for rank in ranks}
 
 
+@pytest.mark.full(but=["abort"])
 @pytest.mark.parametrize("then", ["abort", "wait for the dump"])
 def test_rank_that_reads_from_a_dead_mount_is_blamed(tmp_path: Path, then: str) -> None:
     """Ranks 0 and 2 only waited for it, so the aborts of their watchdogs are not their own failures.
@@ -56,6 +57,7 @@ def test_rank_that_reads_from_a_dead_mount_is_blamed(tmp_path: Path, then: str) 
     assert time.monotonic() - began_s < 30
 
 
+@pytest.mark.full
 def test_nccl_timeout_is_retried_as_a_hang(tmp_path: Path) -> None:
     """It must not count as a kill, or ``RetryPolicy(on={"hang"})`` would not apply."""
     error = fails(
@@ -68,6 +70,7 @@ def test_nccl_timeout_is_retried_as_a_hang(tmp_path: Path) -> None:
     assert (error.kind, error.attempt) == ("hang", 2)
 
 
+@pytest.mark.full(but=["CUDA error: uncorrectable ECC error encountered-hardware-out of service"])
 @pytest.mark.parametrize(
     ("words", "kind", "advice"),
     [
@@ -118,6 +121,7 @@ def test_watchdog_message_printed_by_a_script_ends_nothing(tmp_path: Path) -> No
     ddpsafe.spawn(programs.print_the_words, nprocs=2, start_method="forkserver", run_dir=tmp_path)
 
 
+@pytest.mark.full(but=["variable0"])
 @pytest.mark.parametrize(
     "variable", [{"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}, {"TORCH_NCCL_BLOCKING_WAIT": "1"}]
 )

@@ -42,6 +42,7 @@ ON_NODE_0: Final = ("raise", "kill", "return", "barrier", "skip", "other", "stop
 """One fault for each way in which node 0 detects it; a rank of node 1 has all of them."""
 
 
+@pytest.mark.full
 @pytest.mark.recorder
 @pytest.mark.parametrize(
     ("nproc", "culprit", "whats"),
@@ -94,6 +95,7 @@ def test_every_node_names_the_rank_that_failed(
     assert causes[1 - node] != "ValueError"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_an_out_of_memory_kill_is_reported_with_its_node(
     network: Network, tmp_path: Path, victim: int
@@ -136,6 +138,7 @@ def test_the_endpoint_may_be_an_ipv6_address_in_brackets(network: Network, tmp_p
     assert [node["healthy"]["values"] for node in nodes] == [{"0": 0}, {"1": 1}]
 
 
+@pytest.mark.full
 def test_the_status_of_node_0_shows_the_ranks_of_all_nodes(
     network: Network, tmp_path: Path
 ) -> None:

@@ -103,6 +103,7 @@ CASES: Final = [
 ]
 
 
+@pytest.mark.full
 @needs_hosts
 def test_problems_with_the_nodes_are_reported_on_each_of_them(
     network: Network, tmp_path: Path
@@ -207,6 +208,7 @@ def _endpoints(said: list[dict[str, Any]], errors: list[str]) -> None:
             require_in_time(each["at"] - each["began"], 12.0, case)
 
 
+@pytest.mark.full
 @needs_hosts
 def test_the_host_of_the_endpoint_may_be_the_last_to_join(network: Network, tmp_path: Path) -> None:
     """The others report that nothing answers yet, and join as soon as it does."""
@@ -224,6 +226,7 @@ def test_the_host_of_the_endpoint_may_be_the_last_to_join(network: Network, tmp_
     require_in_time(said[0]["at"] - came_s, 15.0, "all have met and trained")
 
 
+@pytest.mark.full
 @needs_hosts
 def test_the_endpoint_may_resolve_to_loopback_only_on_its_own_host(tmp_path: Path) -> None:
     """Debian's installer maps the hostname to 127.0.1.1; a copy of that file is wrong elsewhere."""
@@ -252,6 +255,7 @@ def test_the_endpoint_may_resolve_to_loopback_only_on_its_own_host(tmp_path: Pat
     require_in_time(found["at"] - found["began"], 5.0, "a copy")
 
 
+@pytest.mark.full
 @needs_hosts
 def test_the_name_of_the_endpoint_may_have_several_addresses(tmp_path: Path) -> None:
     """Node 0 serves only one, preferably IPv4 and not of a container network; the others find it.
@@ -279,6 +283,7 @@ def test_the_name_of_the_endpoint_may_have_several_addresses(tmp_path: Path) -> 
     _require(said, (0,), "alone", "RendezvousTimeoutError", words)
 
 
+@pytest.mark.full(but=["1"])
 @needs_hosts
 @pytest.mark.parametrize("twice", [0, 1])
 def test_a_node_that_is_started_twice_is_refused_the_second_time(
@@ -315,6 +320,11 @@ EARLY_ENDS: Final = [
 ]
 
 
+@pytest.mark.full(
+    but=[
+        "joined-RendezvousTimeoutError-node 2 of 3 ('h2') joined, and then did not introduce itself"
+    ]
+)
 @needs_hosts
 @pytest.mark.parametrize(("when", "error", "words"), EARLY_ENDS)
 def test_a_launcher_that_exits_before_it_starts_ranks_is_named(
@@ -463,6 +473,7 @@ def test_a_program_that_holds_the_port_of_the_endpoint_is_reported(
     assert raised.value.kind == "port"
 
 
+@pytest.mark.full
 def test_the_endpoint_is_served_as_soon_as_its_port_is_free(
     endpoint: NodeRendezvous, held_port: socket.socket
 ) -> None:

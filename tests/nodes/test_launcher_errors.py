@@ -70,6 +70,7 @@ def no_free_port(host: Host) -> Iterator[None]:
         taken.kill()
 
 
+@pytest.mark.full
 def test_a_port_that_node_0_cannot_open_is_reported_on_all_nodes(
     network: Network, tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_a_port_that_node_0_cannot_open_is_reported_on_all_nodes(
     assert said[0]["cause"] in ("OSError", "DistNetworkError")
 
 
+@pytest.mark.full(but=["1"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_disk_that_takes_no_more_logs_is_reported_on_all_nodes(
     network: Network, tmp_path: Path, victim: int
@@ -122,6 +124,7 @@ def test_a_disk_that_takes_no_more_logs_is_reported_on_all_nodes(
     )
 
 
+@pytest.mark.full(but=["1"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_launcher_that_raises_ends_all_launchers(
     network: Network, tmp_path: Path, victim: int
@@ -188,6 +191,7 @@ def require_interrupted(launchers: list[Launcher], signum: signal.Signals) -> No
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_node_0_while_it_waits_ends_all_launchers(
     network: Network, tmp_path: Path, signum: signal.Signals

@@ -53,6 +53,7 @@ def require_named(said: dict[str, Any], *, node: int, from_s: float, within_s: f
     require_in_time(said["at"] - from_s, within_s, "the loss is named")
 
 
+@pytest.mark.full(but=["1"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_launcher_is_named_at_once(network: Network, tmp_path: Path, victim: int) -> None:
     """The other launcher names its node within a second, and no rank of either is left."""
@@ -91,6 +92,7 @@ LOSSES: Final[dict[str, Callable[[Network, int], None]]] = {
 }
 
 
+@pytest.mark.full(but=["power-0"])
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("how", LOSSES)
 def test_a_host_that_vanishes_is_named_within_seconds(
@@ -130,6 +132,7 @@ def require_no_failure(
         assert results["held"].get("attempts") == 1, results
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_network_outage_of_two_seconds_is_not_a_loss(
     network: Network, tmp_path: Path, victim: int
@@ -143,6 +146,7 @@ def test_a_network_outage_of_two_seconds_is_not_a_loss(
     require_no_failure(network, tmp_path, cases, launchers)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_launcher_causes_a_warning_and_is_not_lost(
     network: Network, tmp_path: Path, victim: int
@@ -162,6 +166,7 @@ def test_a_stopped_launcher_causes_a_warning_and_is_not_lost(
     require_no_failure(network, tmp_path, cases, launchers)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_fails_under_a_stopped_launcher_is_named_when_the_launcher_resumes(
     network: Network, tmp_path: Path, victim: int
@@ -179,6 +184,7 @@ def test_a_rank_that_fails_under_a_stopped_launcher_is_named_when_the_launcher_r
     assert (said[0]["error"], said[0]["rank"], said[0]["code"]) == ("RankKilledError", culprit, 137)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_node_can_be_ended_while_the_launcher_of_node_0_is_stopped(
     network: Network, tmp_path: Path, *, fails: bool
@@ -217,6 +223,7 @@ def test_a_node_can_be_ended_while_the_launcher_of_node_0_is_stopped(
     require_nothing_left(network)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_each_of_three_nodes_reports_whose_network_probably_failed(
     own_network: Network, tmp_path: Path, victim: int
@@ -244,6 +251,7 @@ def test_each_of_three_nodes_reports_whose_network_probably_failed(
     assert own in said[victim]["whole"], said[victim]["whole"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_second_request_to_stop_ends_ranks_that_still_save(
     network: Network, tmp_path: Path, victim: int
@@ -270,6 +278,7 @@ def test_a_second_request_to_stop_ends_ranks_that_still_save(
     require_nothing_left(network)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("signum", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, -signal.SIGTERM)]
 )
@@ -286,6 +295,7 @@ def test_a_signal_to_one_launcher_ends_all_launchers(
     require_nothing_left(network)
 
 
+@pytest.mark.full
 def test_a_signal_while_ranks_are_ending_takes_effect_on_all_nodes(
     network: Network, tmp_path: Path
 ) -> None:
@@ -318,6 +328,7 @@ def terminate(*launchers: Launcher) -> None:
         os.kill(launcher.pid, signal.SIGTERM)
 
 
+@pytest.mark.full(but=["0"])
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_sigterm_to_every_process_of_a_job_counts_as_one_to_the_launchers(
     network: Network, tmp_path: Path, first: int
@@ -332,6 +343,7 @@ def test_a_sigterm_to_every_process_of_a_job_counts_as_one_to_the_launchers(
     require_nothing_left(network)
 
 
+@pytest.mark.full
 def test_a_sigterm_to_every_process_of_a_job_that_saves_preempts_it(
     network: Network, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ def benchmark() -> ModuleType:
     return module
 
 
+@pytest.mark.full
 @pytest.mark.root
 def test_sixteen_nodes_take_little_of_a_core(network: Network) -> None:
     """All connect at once, all have the result within seconds, and waiting costs next to nothing."""

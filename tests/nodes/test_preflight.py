@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.root
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("closed", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_closed_port_range_is_reported_on_both_nodes_with_the_lines_to_paste(
     network: Network, tmp_path: Path, closed: int
@@ -44,6 +45,7 @@ def test_a_closed_port_range_is_reported_on_both_nodes_with_the_lines_to_paste(
         require_in_time(found["at"] - found["began"], 15.0, "the closed ports are named")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("preflight", ["full", "local"])
 def test_a_closed_direction_between_two_other_nodes_is_named(
     network: Network, tmp_path: Path, preflight: str
@@ -72,6 +74,7 @@ def test_a_closed_direction_between_two_other_nodes_is_named(
         require_in_time(each["at"] - each["began"], 15.0, "the pair is named")
 
 
+@pytest.mark.full
 def test_a_node_that_replaces_another_is_examined_before_its_ranks_start(
     own_network: Network, tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_replacement_resumes_where_the_lost_node_was(
     assert first["first"] >= 3
 
 
+@pytest.mark.full
 def test_an_unfit_replacement_is_refused_and_the_others_wait_for_another(
     network: Network, tmp_path: Path
 ) -> None:
@@ -149,6 +150,7 @@ def test_an_unfit_replacement_is_refused_and_the_others_wait_for_another(
         assert value["first"] > 0  # the step of the kill may not be saved
 
 
+@pytest.mark.full
 def test_a_replacement_that_cannot_reach_node_0_costs_one_attempt(
     own_network: Network, tmp_path: Path
 ) -> None:
@@ -174,6 +176,7 @@ def test_a_replacement_that_cannot_reach_node_0_costs_one_attempt(
         assert (value["attempt"], value["of"]) == (3, 2)
 
 
+@pytest.mark.full
 def test_the_others_continue_without_a_lost_node_and_accept_a_new_one(
     network: Network, tmp_path: Path
 ) -> None:
@@ -201,6 +204,7 @@ def test_the_others_continue_without_a_lost_node_and_accept_a_new_one(
         assert value["first"] > 0  # the step of the kill may not be saved
 
 
+@pytest.mark.full
 def test_a_spare_node_ends_well_with_the_job(network: Network, tmp_path: Path) -> None:
     """It never had a rank: its launch returns no values and raises nothing."""
     fields = {"nnodes": 2, "retry": RETRY}
@@ -221,6 +225,7 @@ def test_a_spare_node_ends_well_with_the_job(network: Network, tmp_path: Path) -
     assert [each["spare"]["values"] for each in found] == [{"0": 0}, {"1": 1}, {}]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_preempted_launcher_stops_all_ranks_at_the_same_step(
     network: Network, tmp_path: Path, victim: int
@@ -263,6 +268,7 @@ SCRIPT: Final = """
 """
 
 
+@pytest.mark.full(but=["0"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_warning_to_one_launcher_of_run_stops_the_ranks_of_all_nodes(
     network: Network, tmp_path: Path, victim: int

@@ -27,6 +27,7 @@ RETRY: Final[dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("what", "culprit", "start_method", "good"),
     [
@@ -50,6 +51,7 @@ def test_ten_failed_attempts_are_followed_by_a_successful_one(
     assert len(list(tmp_path.glob("fault-kills-*"))) == good
 
 
+@pytest.mark.full
 def test_an_exception_of_a_retried_type_is_retried_from_any_node(
     network: Network, tmp_path: Path
 ) -> None:
@@ -84,6 +86,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_spawn_without_join_returns_once_the_ranks_have_started(tmp_path: Path) -> None:
     """Two launchers on one host stand for two nodes; their ranks end once a launcher has its handle."""
     (tmp_path / "script.py").write_text(HANDLE)

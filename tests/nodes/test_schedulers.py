@@ -91,6 +91,7 @@ def require_all_ranks(launchers: list[Launcher], ranks: int) -> None:
     assert sorted(map(int, found)) == list(range(ranks)), said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", ["template", pytest.param("page", marks=pytest.mark.soak)])
 def test_pods_of_an_indexed_job_may_start_in_any_order(
     pods: Network, tmp_path: Path, source: str
@@ -191,6 +192,7 @@ SSH: Final = """
 """
 
 
+@pytest.mark.full
 def test_the_ssh_loop_of_the_page_starts_a_job(network: Network, tmp_path: Path) -> None:
     """As written, with an ssh that enters namespaces; only its owner may read the secret."""
     folder = tmp_path / "bin"

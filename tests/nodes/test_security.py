@@ -382,6 +382,7 @@ def listening_of(pid: int) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.root
 def test_a_job_ignores_whatever_an_unknown_host_sends_to_its_launchers(
     network: Network, tmp_path: Path

@@ -101,6 +101,7 @@ def reports(folder: Path, run: int) -> list[dict[str, Any]]:
 # Which processes are ranks.
 
 
+@pytest.mark.full
 def test_tasks_of_a_step_know_their_places(slurm: Cluster, tmp_path: Path) -> None:
     """In blocks and in turns; for the latter rank // tasks per node would be wrong."""
     command = python(tmp_path, PRINT_PLACE)
@@ -120,6 +121,7 @@ def test_tasks_of_a_step_know_their_places(slurm: Cluster, tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.full
 def test_tasks_of_a_heterogeneous_job_form_one_world(slurm: Cluster, tmp_path: Path) -> None:
     """One task on one node and two on another, from two components."""
     command = python(tmp_path, PRINT_PLACE)
@@ -131,6 +133,7 @@ def test_tasks_of_a_heterogeneous_job_form_one_world(slurm: Cluster, tmp_path: P
     ]
 
 
+@pytest.mark.full
 def test_shells_of_a_job_are_not_ranks(slurm: Cluster, tmp_path: Path) -> None:
     """Neither the batch script nor a shell of salloc, although both see SLURM_NTASKS=4."""
     command = python(tmp_path, PRINT_PLACE)
@@ -148,6 +151,7 @@ def test_shells_of_a_job_are_not_ranks(slurm: Cluster, tmp_path: Path) -> None:
 # Which processes receive a signal.
 
 
+@pytest.mark.full
 def test_tasks_that_receive_a_warning_save_at_the_same_step(slurm: Cluster, tmp_path: Path) -> None:
     """``scancel --signal=USR1`` reaches every task; the two tasks on two nodes stop together.
 
@@ -164,6 +168,7 @@ def test_tasks_that_receive_a_warning_save_at_the_same_step(slurm: Cluster, tmp_
     assert "Traceback" not in output
 
 
+@pytest.mark.full
 def test_a_launcher_in_a_step_receives_the_signal_and_its_ranks_save(
     slurm: Cluster, tmp_path: Path
 ) -> None:
@@ -180,6 +185,7 @@ def test_a_launcher_in_a_step_receives_the_signal_and_its_ranks_save(
     require_saved(tmp_path, 2)
 
 
+@pytest.mark.full
 def test_a_preempted_job_is_requeued_and_continues(slurm: Cluster, tmp_path: Path) -> None:
     """A job of a higher partition takes the nodes; the first one saves, waits and continues.
 
@@ -208,6 +214,7 @@ def test_a_preempted_job_is_requeued_and_continues(slurm: Cluster, tmp_path: Pat
     assert parameter == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.full
 def test_ranks_end_by_themselves_when_a_task_dies(slurm: Cluster, tmp_path: Path) -> None:
     """Plain srun lets the other tasks run; they notice the loss, name the missing rank, and fail."""
     fields = "(folder,), timeouts={'collective': 4, 'barrier': 30}"
@@ -239,6 +246,7 @@ def write_template(folder: Path) -> Path:
     return scripts.write(folder, "train.sh", text.replace(" ddpsafe run", f" {command}"))
 
 
+@pytest.mark.full
 def test_slurm_accepts_the_template(slurm: Cluster, tmp_path: Path) -> None:
     """``sbatch --test-only``: Slurm knows every option of it and can satisfy it."""
     path = write_template(tmp_path)
@@ -250,6 +258,7 @@ def test_slurm_accepts_the_template(slurm: Cluster, tmp_path: Path) -> None:
     assert code != 0
 
 
+@pytest.mark.full
 def test_the_template_requeues_a_job_that_was_asked_to_stop(slurm: Cluster, tmp_path: Path) -> None:
     """The warning before the time limit: both nodes save, and the next run continues from there."""
     source = f"""
@@ -308,6 +317,7 @@ def test_a_cancelled_job_of_launchers_saves_on_every_node(slurm: Cluster, tmp_pa
     require_saved(tmp_path, 2)
 
 
+@pytest.mark.full
 def test_two_jobs_on_the_same_nodes_are_independent(slurm: Cluster, tmp_path: Path) -> None:
     """Each has its own endpoint, world and exit code while both train.
 

@@ -310,6 +310,7 @@ def test_sessions_of_ranks_start_without_a_warning(session: str) -> None:
     assert "Do not expect" not in session
 
 
+@pytest.mark.full
 def test_xdist_coverage_and_stop_at_the_first_failure(tmp_path: Path) -> None:
     """Lines that only one rank runs are covered, in an xdist worker; -x ends the session."""
     library = "def of(rank):\n    if rank == 1:\n        return 'one'\n    return 'zero'\n"
@@ -331,6 +332,7 @@ def test_xdist_coverage_and_stop_at_the_first_failure(tmp_path: Path) -> None:
     assert "1 failed in" in _pytest(folder, "-x")
 
 
+@pytest.mark.full
 def test_each_test_reports_why_the_fork_server_did_not_start(tmp_path: Path) -> None:
     """Not only the first test does: here a folder is in the place of a file to write."""
     conftest = """
@@ -378,6 +380,7 @@ def test_slow(ddp_context):
 """
 
 
+@pytest.mark.full(but=["False"])
 @pytest.mark.parametrize("slow_import", [True, False])
 def test_nothing_outlives_a_killed_pytest(tmp_path: Path, *, slow_import: bool) -> None:
     """Neither ranks nor the fork server stay, even if it is still importing the tests."""
@@ -402,6 +405,7 @@ def test_nothing_outlives_a_killed_pytest(tmp_path: Path, *, slow_import: bool) 
         os.close(watch)
 
 
+@pytest.mark.full
 def test_debugger_opens_in_rank_0(tmp_path: Path) -> None:
     """``--pdb`` stops at the failure in rank 0, with its variables, in the caller's terminal."""
     tests = """

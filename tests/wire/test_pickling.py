@@ -53,6 +53,7 @@ def test_importable_objects_are_sent_by_name() -> None:
         assert round_trip(obj) is obj
 
 
+@pytest.mark.full
 def test_functions_of_every_kind_are_launched() -> None:
     """Lambdas, closures, partials, bound methods and callable objects all run."""
     offset = 100
@@ -407,6 +408,7 @@ def large_objects() -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["in memory", "mapped"])
 def test_large_tensors_and_arrays_arrive_unchanged(tmp_path: Path, how: str) -> None:
     """Values, types and layouts match; a view still shares its tensor's memory, and all are writable."""

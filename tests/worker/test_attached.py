@@ -99,6 +99,7 @@ PLACES_OF_TWO: Final = [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]
 # With every launcher.
 
 
+@pytest.mark.full
 def test_script_runs_under_torchrun(tmp_path: Path) -> None:
     """The context manager, setup() with cleanup(), and launch() join torchrun's ranks in turn.
 
@@ -162,6 +163,7 @@ def test_restart_by_torchrun_is_the_next_attempt(tmp_path: Path) -> None:
     assert reports(tmp_path) == [{"attempt": 2, "attempts": [2, 2]}] * 2
 
 
+@pytest.mark.full
 def test_ranks_join_despite_different_restart_counters(tmp_path: Path) -> None:
     """Torchrun's counter differs on a host that joined later, but all hosts share one store.
 
@@ -210,6 +212,7 @@ def test_message_of_a_dead_rank_is_not_taken_for_its_successors() -> None:
     assert second[1] == []
 
 
+@pytest.mark.full(but=["slurm"])
 @pytest.mark.parametrize(
     ("launcher", "variables"),
     [("slurm", slurm), ("openmpi", openmpi)],
@@ -312,6 +315,7 @@ def test_ranks_of_one_node_listen_on_loopback_only(tmp_path: Path) -> None:
 # Consecutive and nested groups.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cycles", [5, pytest.param(50, marks=pytest.mark.soak)])
 def test_setup_and_cleanup_can_be_repeated(cycles: int, tmp_path: Path) -> None:
     """Consecutive groups share one MASTER_PORT, and no rank joins an earlier group."""
@@ -335,6 +339,7 @@ def test_nested_setup_returns_the_existing_group(tmp_path: Path) -> None:
     assert found == [True, False]
 
 
+@pytest.mark.full(but=["own"])
 @pytest.mark.parametrize(
     "program",
     [
@@ -403,6 +408,7 @@ def test_failure_of_rank_zero_reaches_the_ranks_that_wait_for_it(tmp_path: Path)
         assert rank.took_s < 20
 
 
+@pytest.mark.full(but=["0"])
 @pytest.mark.parametrize("absent", [0, 1])
 def test_rank_that_misses_a_barrier_is_named_on_every_rank(absent: int, tmp_path: Path) -> None:
     """This includes ranks that wait for rank 0, and the case in which rank 0 times out first."""
@@ -416,6 +422,7 @@ def test_rank_that_misses_a_barrier_is_named_on_every_rank(absent: int, tmp_path
         assert rank.error.waited_s < 2 + SLACK_S
 
 
+@pytest.mark.full
 def test_rank_that_leads_its_node_is_the_one_reported_missing(tmp_path: Path) -> None:
     """The other ranks of the second node wait for rank 2, not for rank 0."""
     port = free_port()
@@ -431,6 +438,7 @@ def test_rank_that_leads_its_node_is_the_one_reported_missing(tmp_path: Path) ->
 # Ranks that do not join, and processes that must not.
 
 
+@pytest.mark.full(but=["(0, 1)"])
 @pytest.mark.parametrize("present", [(0, 1), (0, 2), (1, 2)], ids=str)
 def test_missing_rank_is_named_on_every_rank(present: tuple[int, ...], tmp_path: Path) -> None:
     """Only two of three ranks join: both name the third within the deadline, without other output."""
@@ -519,6 +527,7 @@ def test_rank_claimed_by_two_processes_is_refused_to_one(tmp_path: Path) -> None
     assert "rank 1 has joined there already" in str(refused)
 
 
+@pytest.mark.full
 def test_tasks_of_another_step_on_the_same_port_are_refused(tmp_path: Path) -> None:
     """Two Slurm steps use one MASTER_PORT: the second's rank learns that the store is not its own."""
     port = free_port()

@@ -29,6 +29,7 @@ def hand_started(ranks: int) -> list[Env]:
     return [by_hand(rank, ranks, port) for rank in range(ranks)]
 
 
+@pytest.mark.full(but=["1-0-15"])
 @pytest.mark.parametrize(
     ("ranks", "signalled", "signum"),
     [
@@ -62,6 +63,7 @@ def test_callers_handler_is_called_and_kept(tmp_path: Path) -> None:
     assert found["kept"] == [True, True]
 
 
+@pytest.mark.full
 def test_rank_that_has_exited_is_not_waited_for(tmp_path: Path) -> None:
     """Rank 1 has failed and rank 2 has returned when rank 0 is signalled: ranks 0 and 3 stop together."""
     ways = {1: "fails", 2: "returns"}
@@ -113,6 +115,7 @@ def test_unanswered_signal_ends_the_process(tmp_path: Path) -> None:
     assert (run.code, run.out) == (-signal.SIGTERM, "")
 
 
+@pytest.mark.full
 def test_failed_rank_is_not_waited_for_at_a_barrier(tmp_path: Path) -> None:
     """The others learn at once which rank failed and why, without waiting for the barrier's 30 s."""
     ranks = forked_ranks.run(programs.fail_before_a_barrier, hand_started(3), folder=tmp_path)

@@ -88,6 +88,7 @@ both_styles = pytest.mark.parametrize("style", ["method", "function"])
 # The rank itself.
 
 
+@pytest.mark.full(but=["1"])
 def test_context_describes_the_rank(world: World) -> None:
     """Ranks, sizes, device, backend, attempt and run directory; `current` returns it anywhere."""
     assert world.found("facts") == {
@@ -262,6 +263,7 @@ def test_ranks_at_different_barriers_do_not_meet(missing: dict[int, Any]) -> Non
     assert missed == {0: (1, 2), 1: (0,), 2: (0,)}
 
 
+@pytest.mark.full
 def test_rank_that_took_another_branch_is_blamed(run_dir: Path) -> None:
     """If no rank catches the timeout, the launch blames rank 0, which returned while others waited."""
     with pytest.raises(ddpsafe.RankLeftEarlyError, match="still waiting for it") as caught:
@@ -355,6 +357,7 @@ def test_unpicklable_object_is_refused_before_the_collective(
     assert said in three.found("cannot travel")[1][what]
 
 
+@pytest.mark.full
 def test_unpicklable_object_fails_its_own_rank_at_once(tmp_path: Path, run_dir: Path) -> None:
     """The rank raises before it joins the collective, and the launch names it, not the waiting ranks."""
     with pytest.raises(ddpsafe.RankRaisedError) as caught:
@@ -372,6 +375,7 @@ def test_rank_zero_goes_first(form: str, style: str, world: World) -> None:
     assert world.found("first", style, form) == dict.fromkeys(range(world.size), done)
 
 
+@pytest.mark.full(but=["call"])
 @pytest.mark.parametrize("form", ["context", "call"])
 def test_failure_of_rank_zero_is_the_error_of_the_launch(form: str, run_dir: Path) -> None:
     """The others stop waiting for rank 0 when it fails, and the launch blames rank 0."""
@@ -409,6 +413,7 @@ def test_absent_rank_zero_is_named(missing: dict[int, Any]) -> None:
 # Printing, stopping and seeds.
 
 
+@pytest.mark.full(but=["1"])
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_only_rank_zero_prints(nproc: int, capfd: pytest.CaptureFixture[str]) -> None:
     """The job prints one line, not one per rank; sep and end are those of print.

@@ -25,6 +25,7 @@ SECRET: Final = "a secret of 24 characters"
 OTHER_SECRET: Final = "another one of the same sort"
 
 
+@pytest.mark.full(but=["secret"])
 @pytest.mark.parametrize("secret", [SECRET, None], ids=["secret", "none"])
 def test_another_user_can_neither_stop_nor_fail_ranks_with_a_secret(
     secret: str | None, tmp_path: Path
@@ -58,6 +59,7 @@ def test_another_user_can_neither_stop_nor_fail_ranks_with_a_secret(
         assert all(each["stopped"] or "it was rank 0" in each["error"] for each in found)
 
 
+@pytest.mark.full(but=["different"])
 @pytest.mark.parametrize(
     ("secrets", "said"),
     [
@@ -104,6 +106,7 @@ def test_programs_started_by_a_rank_of_another_launcher_do_not_inherit_the_secre
     assert [each.value for each in found] == [[1, 1, None, None]] * 2
 
 
+@pytest.mark.full(but=["forkserver"])
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_ranks_of_a_launch_do_not_get_the_secret_of_its_launcher(
     start_method: str, tmp_path: Path
