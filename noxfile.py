@@ -42,6 +42,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check the types of the package and of the usage samples in tests/typing."""
     # mypy checks the code for Python 3.10, where ddpsafe reads TOML with tomli.
+    _link_torch(session)
     _install(session, ".[examples]", "mypy", "pytest", "types-psutil", "tomli")
     session.run("mypy", *session.posargs)
 
@@ -111,13 +112,7 @@ def _cost_between(before: Cost) -> Cost:
 
 
 def _install_for_tests(session: nox.Session) -> None:
-    find_facts = (
-        "import sys, sysconfig as s; print(*sys.version_info[:2], s.get_path('purelib'), sep='|')"
-    )
-    major, minor, library = str(session.run("python", "-c", find_facts, silent=True)).split("|")
-    if (int(major), int(minor)) >= (3, 11):
-        if (int(major), int(minor)) == sys.version_info[:2]:
-            _link_torch(Path(library.strip()))
+    if _link_torch(session) >= (3, 11):
         # Locked by hash, except torch: each machine gets its build for CPU or CUDA from its own index.
         _install(session, "torch")
         session.install("--no-deps", "--require-hashes", "-r", str(TESTS_LOCK))
@@ -126,17 +121,21 @@ def _install_for_tests(session: nox.Session) -> None:
         _install_wheel(session, extras="test,examples")
 
 
-def _link_torch(library: Path) -> None:
+def _link_torch(session: nox.Session) -> tuple[int, int]:
     """Take torch from the environment that runs nox, if it has it; pip checks the version afterwards.
 
     Hard links take a second and no space, unpacking its wheel up to a minute. Where one environment
     replaces or removes a file, the other one keeps its own.
 
-    Args:
-        library: The folder for packages of another environment of the same Python.
+    Returns:
+        The version of the session's Python.
     """
-    if (library / "torch").exists() or importlib.util.find_spec("torch") is None:
-        return
+    ask = "import sys, sysconfig as s; print(*sys.version_info[:2], s.get_path('purelib'), sep='|')"
+    major, minor, folder = str(session.run("python", "-c", ask, silent=True)).strip().split("|")
+    version, library = (int(major), int(minor)), Path(folder)
+    is_other = version != sys.version_info[:2]
+    if is_other or (library / "torch").exists() or importlib.util.find_spec("torch") is None:
+        return version
     for file in metadata.files("torch") or []:
         source = Path(str(file.locate()))
         if ".." not in file.parts and source.exists():  # not the scripts, which name their Python
@@ -146,6 +145,7 @@ def _link_torch(library: Path) -> None:
                 target.hardlink_to(source)
             except OSError:  # on another disk
                 shutil.copy2(source, target)
+    return version
 
 
 def _pytest(session: nox.Session, command: str, *options: str) -> None:
@@ -155,7 +155,7 @@ def _pytest(session: nox.Session, command: str, *options: str) -> None:
     workers: list[str] = []
     if not any(argument.startswith(("-n", "--numprocesses")) for argument in arguments):
         # Most tests wait for processes that they started, so more run at a time than there are cores.
-        workers = ["-n", "10", "--dist", "worksteal"]
+        workers = ["-n", "8", "--dist", "worksteal"]
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
     # In an empty folder, neither the tests nor their processes can import the checkout;
     # --installed makes pytest refuse to run if they can.
@@ -228,7 +228,8 @@ def docs(session: nox.Session) -> None:
     tests = str(ROOT / "tests" / "docs")
     session.chdir(_folder(session, "empty"))
     session.env["DDPSAFE_SITE"] = str(built / release)
-    session.run("pytest", "-c", str(ROOT / "pyproject.toml"), "--installed", tests)
+    command = ["pytest", "-c", str(ROOT / "pyproject.toml"), "--installed", "--extra", "docs"]
+    session.run(*command, tests)
 
 
 @nox.session
@@ -303,6 +304,7 @@ def _build_wheel(session: nox.Session) -> Path:
 
 def _install_wheel(session: nox.Session, *, extras: str) -> None:
     wheel = _build_wheel(session)
+    _link_torch(session)
     _install(session, f"ddpsafe[{extras}] @ {wheel.as_uri()}")
     # The version number does not change between edits, so pip would keep the old files.
     session.install("--force-reinstall", "--no-deps", str(wheel))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import shutil
@@ -52,6 +53,19 @@ def scripts_of(page: Path) -> list[Script]:
 SCRIPTS: Final = [script for page in PAGES for script in scripts_of(page)]
 
 
+@pytest.mark.full(
+    but=[
+        "docs/how-to/doctor.md-1",
+        "docs/how-to/logs.md-1",
+        "docs/how-to/other-launchers.md-1",
+        "docs/how-to/services.md-1",
+        "docs/how-to/test.md-1",
+        "docs/reference/api.md-1",
+        "docs/reference/config.md-1",
+        "docs/reference/data.md-1",
+        "docs/reference/doctor.md-1",
+    ]
+)
 @pytest.mark.parametrize(
     "script",
     SCRIPTS,
@@ -217,6 +231,28 @@ def test_every_promise_names_an_existing_test() -> None:
         assert [name for name in named if not (CHECKOUT / name).exists()] == []
 
 
+def is_in_the_quick_session(file: Path) -> bool:
+    """Return whether ``nox -s tests`` runs at least one test of a file."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            marks = [ast.unparse(decorator) for decorator in node.decorator_list]
+            if not {"pytest.mark.full", "pytest.mark.soak"} & set(marks):
+                return True
+    return False
+
+
+def test_every_promise_is_tested_by_the_quick_session() -> None:
+    """``nox -s full`` runs further variants; no promise is left to it alone."""
+    page = (CHECKOUT / "docs" / "guarantees.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    for row in rows:
+        paths = [CHECKOUT / name for name in re.findall(r"`(tests/[^`]+)`", row)]
+        files = [
+            file for path in paths for file in ([path] if path.is_file() else path.glob("*.py"))
+        ]
+        assert any(is_in_the_quick_session(file) for file in files), row
+
+
 def test_every_path_in_the_contributors_map_exists() -> None:
     """So does every path in the tour of a failure."""
     page = (CHECKOUT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -307,6 +343,7 @@ def test_tutorial_explains_every_call_of_ddpsafe(page: Path) -> None:
     assert [name for pair in used for name in pair if name and name not in words] == []
 
 
+@pytest.mark.full
 def test_tutorial_shows_the_output_of_its_commands(tmp_path: Path) -> None:
     """The first run prints the lines shown, and the broken script ends as the page describes."""
     pytest.importorskip("sklearn", reason="the examples need the extra: ddpsafe[examples]")

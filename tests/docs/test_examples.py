@@ -82,6 +82,7 @@ def test_digits_readme_shows_the_diff_of_the_files() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
 )  # torch's default for mp.spawn starts a new interpreter for each rank
@@ -105,6 +106,7 @@ def test_two_simultaneous_jobs_of_the_ported_mp_spawn_script_find_the_line(
         assert [float(number) for number in found.groups()] == pytest.approx([3, 2], abs=0.2)
 
 
+@pytest.mark.full
 def test_ported_torchrun_script_resumes_from_its_snapshot_without_torchrun(tmp_path: Path) -> None:
     """Two ranks under torchrun train three epochs; `python` alone trains the other two."""
     options = (port("torchrun_snapshot"), "--snapshot", tmp_path / "run.pt")
@@ -129,6 +131,7 @@ def test_ported_slurm_script_runs_without_slurm(tmp_path: Path) -> None:
     assert last_accuracy(run_python(port("slurm_evaluation"), cwd=tmp_path)) > 0.9
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -144,6 +147,7 @@ def test_ported_gradient_accumulation_learns(launcher: tuple[str, ...], tmp_path
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "launcher",
     [

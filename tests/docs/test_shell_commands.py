@@ -8,14 +8,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+import pytest
 from source_tree import CHECKOUT
 
 from ddpsafe.cli import main
-
-if TYPE_CHECKING:
-    import pytest
 
 BLOCK: Final = re.compile(r"^```(console|text|sh|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES: Final = [
@@ -98,6 +96,7 @@ def test_every_command_is_in_the_table() -> None:
     assert [name for name in named if not (CHECKOUT / name).is_file()] == []
 
 
+@pytest.mark.full
 def test_shell_commands_run(tmp_path: Path) -> None:
     """The programs accept the options; `grep` may find nothing, and a name may be unknown."""
     texts = [
@@ -128,6 +127,7 @@ def test_shell_commands_run(tmp_path: Path) -> None:
     assert run.stdout + run.stderr == ""
 
 
+@pytest.mark.full
 def test_python_commands_run(tmp_path: Path) -> None:
     """All run in one interpreter, because importing torch takes most of their time."""
     code = []

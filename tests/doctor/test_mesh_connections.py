@@ -23,6 +23,7 @@ def all_directions(count: int) -> set[tuple[int, int]]:
     return set(itertools.permutations(range(count), 2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "limit_s"), [(2, 5), (4, 5), pytest.param(16, 10, marks=pytest.mark.soak)]
 )
@@ -138,6 +139,7 @@ def test_one_closed_host_among_sixteen_is_one_finding(make_hosts: MakeHosts) -> 
     require_told_in_time(told, 10)
 
 
+@pytest.mark.full
 def test_host_that_lets_nothing_out_is_one_finding(make_hosts: MakeHosts) -> None:
     """A host's own outgoing rules are distinguished from the incoming rules of the others."""
     network = make_hosts(4)

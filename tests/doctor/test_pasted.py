@@ -472,6 +472,7 @@ def test_names_whose_ipv6_is_dropped_are_repaired(make_hosts: MakeHosts) -> None
     assert codes[0] == "DS-MESH-027"
 
 
+@pytest.mark.full
 def test_tunnel_is_not_chosen_where_the_network_below_it_joins_the_hosts(
     make_hosts: MakeHosts,
 ) -> None:
@@ -488,6 +489,7 @@ def test_tunnel_is_not_chosen_where_the_network_below_it_joins_the_hosts(
     require_repair(network, env, "DS-MESH-021")
 
 
+@pytest.mark.full
 def test_network_of_bonds_and_vlans_is_repaired(make_hosts: MakeHosts) -> None:
     """Interface names with a dot and a bridge as a host's network are not container bridges."""
     nics = {"bond0": "10.66.0", "br-lan": "10.77.0", "eth0.100": "10.88.0"}

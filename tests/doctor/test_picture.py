@@ -96,6 +96,7 @@ def a_report(count: int) -> Report:
     return Report(findings=(closed, well), hostname="gpu-00", matrix=matrix, took_s=3.1)
 
 
+@pytest.mark.full(but=["3-light"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("count", [3, 64])
 def test_page_is_readable_in_a_browser(tmp_path: Path, count: int, *, dark: bool) -> None:

@@ -171,6 +171,7 @@ def test_gpus_that_torch_does_not_see_are_a_warning_or_if_requested_a_failure(
     assert meant.severity("DS-GPU-001") == "failed"
 
 
+@pytest.mark.full
 @needs_namespaces
 @pytest.mark.parametrize("text", ["0,7", "0,0", "0, x"])
 def test_visible_devices_that_do_not_exist_fail(text: str, tmp_path: Path) -> None:

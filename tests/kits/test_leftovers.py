@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import leftovers
+import pytest
 
 from ddpsafe._wire.spec import make_launch_id, semaphore_prefix
 
@@ -66,6 +67,7 @@ def test_thread_socket_and_files_are_found() -> None:
     assert leftovers.wait_until_gone(before, grace_s=0) == []
 
 
+@pytest.mark.full
 def test_helper_processes_of_multiprocessing_are_allowed() -> None:
     """The fork server and the resource tracker live as long as pytest, and are not leaks."""
     before = leftovers.Snapshot.take()

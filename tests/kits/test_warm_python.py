@@ -98,6 +98,7 @@ def test_its_fork_server_has_that_state_too(tmp_path: Path) -> None:
     assert forked == new
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "end",
     [

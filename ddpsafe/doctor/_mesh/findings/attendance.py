@@ -407,8 +407,9 @@ def other_version(what: str, *, hosts: tuple[str, ...]) -> Finding:
         fact=f"{what}.",
         cause="another version of ddpsafe is installed there.",
         fix=to_copy(
-            "Install the same version on every host:",
-            f"pip install ddpsafe=={metadata.version('ddpsafe')}",
+            f"Install {metadata.version('ddpsafe')}, or one other version, on every host, from the same "
+            "wheel or checkout:",
+            "pip install ddpsafe-*.whl",
         ),
         hosts=hosts,
     )
