@@ -339,11 +339,20 @@ def interface_variables(name: str) -> dict[str, str]:
 # ---- torch's TCP store ----
 
 
+NAME_LOOKUP_LIMIT: Final = timedelta(seconds=30)
+"""How long connecting to a store may take even on a host that is near.
+
+torch asks for the name of each address that it connects to, loopback included, and the time counts as its
+connect timeout. One lost packet to a name server costs 5 s, none that answers 10 s each (resolv.conf(5)).
+"""
+
+
 def open_tcp_store(
     host: str,
     port: int,
     *,
     listening: socket.socket | None = None,
+    connect_timeout: timedelta = NAME_LOOKUP_LIMIT,
     timeout: timedelta = timedelta(seconds=5),
 ) -> TCPStore:
     """Open torch's TCP store: a server on a socket that already listens, or a client.
@@ -352,19 +361,22 @@ def open_tcp_store(
         host: Host of the server.
         port: Port of the server.
         listening: The server's socket, which torch closes; if the server fails, at some later time.
+        connect_timeout: How long connecting may take.
         timeout: How long each call of the store may take.
     """
     from torch.distributed import TCPStore
 
-    return TCPStore(
+    store = TCPStore(
         host,
         port,
         is_master=listening is not None,
         wait_for_workers=False,
-        timeout=timeout,
+        timeout=connect_timeout,
         master_listen_fd=None if listening is None else listening.detach(),
         use_libuv=serves_by_libuv(),
     )
+    store.set_timeout(timeout)
+    return store
 
 
 def serves_by_libuv() -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from datetime import timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import torch
@@ -15,6 +18,40 @@ from ddpsafe._host import open_tcp_store
 from ddpsafe._worker.join import store
 from ddpsafe._worker.join.store_endpoint import StoreEndpoint
 from ddpsafe._world import World
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ASK: Final = """
+import socket, time
+from ddpsafe._host import open_tcp_store
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("127.0.0.53", 53))
+store = open_tcp_store("127.0.0.1", 0, listening=socket.create_server(("127.0.0.1", 0)))
+store.set("key", "value")
+server.setblocking(False)
+server.recv(512)  # torch has asked it, and had no answer
+began_s = time.monotonic()
+try:
+    store.get("missing")
+except RuntimeError:
+    print(time.monotonic() - began_s)
+"""
+
+
+@pytest.mark.root
+@pytest.mark.full
+def test_a_name_server_that_loses_a_question_does_not_fail_the_store(tmp_path: Path) -> None:
+    """Torch looks up the name of each address, for 5 s if a packet is lost; calls still take at most 5 s."""
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.53\noptions timeout:6 attempts:1\n")
+    (tmp_path / "ask.py").write_text(ASK)
+    shell = (
+        f"ip link set lo up && mount --bind {tmp_path}/resolv.conf /etc/resolv.conf && "
+        f"exec {sys.executable} {tmp_path}/ask.py"
+    )
+    command = ["unshare", "--net", "--mount", "sh", "-c", shell]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert float(done.stdout) >= 5
 
 
 def _of_a_launch() -> None:
@@ -44,9 +81,10 @@ def test_the_store_takes_a_listening_socket_in_every_torch_version(
     """Up to torch 2.7, the libuv server refuses one, so the other server is used there."""
     given: dict[str, Any] = {}
 
-    def take(*_: object, **options: Any) -> None:
+    def take(*_: object, **options: Any) -> Any:
         given.update(options)
         socket.close(options["master_listen_fd"])
+        return SimpleNamespace(set_timeout=lambda _: None)
 
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch.distributed, "TCPStore", take)

@@ -37,6 +37,7 @@ from ddpsafe._errors import (
     listed,
 )
 from ddpsafe._host import (
+    NAME_LOOKUP_LIMIT,
     find_address_towards,
     find_interface_of,
     is_loopback,
@@ -93,6 +94,7 @@ _LONG_AGO: Final = datetime(2000, 1, 1, tzinfo=timezone.utc)
 _POLL_S: Final = 0.05
 _STORE_CALL: Final = timedelta(seconds=5)
 _SHUTDOWN_S: Final = 3.0
+_OWN_SHUTDOWN_S: Final = 60.0  # it takes milliseconds, unless this process gets no core
 _CONNECT_S: Final = 4.0  # longer than the 3 s in which a kernel finds that no host has an address
 _HANDSHAKE: Final = timedelta(seconds=10)
 _BACKLOG: Final = 1024
@@ -503,7 +505,7 @@ class NodeRendezvous:
             self._connect(server, here)
             self._require_same_job()
         else:
-            self.address, self.serves, self._endpoint_is_elsewhere = bound, True, not here
+            self.address, self._endpoint_is_elsewhere = bound, not here
             if self._config.rendezvous.secret_file is None and not find_own_secret(JOB_SECRET):
                 logger.warning(
                     "the secret of this job is derived from its endpoint and id: anyone who knows "
@@ -666,8 +668,9 @@ class NodeRendezvous:
                 )
             raise self._not_served(exc.errno or 0) from exc
         self._store = self.call(
-            lambda: open_tcp_store(address, port, listening=listening), timedelta(seconds=30)
+            lambda: open_tcp_store(address, port, listening=listening), NAME_LOOKUP_LIMIT
         )
+        self.serves = True
         return True
 
     def _serve_or_find(
@@ -981,7 +984,7 @@ class NodeRendezvous:
 
         try:
             socket.create_connection((host, port), _CHECK_NODES_S).close()
-            other = self.call(look, _STORE_CALL)
+            other = self.call(look, _HANDSHAKE)
         except (OSError, ValueError, RendezvousTimeoutError) as exc:
             # A pod's service may appear later than the pod.
             if waited_s > _NO_ANSWER_WARNING_S and not self._has_warned_of_endpoint:
@@ -1004,7 +1007,7 @@ class NodeRendezvous:
         cause = f"{self._endpoint} leads to the first of them."
         error = ConfigError(Explanation(what, cause=cause, fix="give each node its own node rank."))
         self.dismiss(error)
-        store = self.call(lambda: open_tcp_store(host, port), _STORE_CALL)
+        store = self.call(lambda: open_tcp_store(host, port), _HANDSHAKE)
         Board(store, self._seal, self).put(_OBJECTION, self._objection(error))
         raise error
 
@@ -1142,7 +1145,11 @@ class NodeRendezvous:
         if handler is not None:
             backend.cancelled = not self.serves
             call = BoundedCall(handler.shutdown, name="ddpsafe-rendezvous")
-            call.wait(_SHUTDOWN_S if may_answer else 0)
+            if self.serves:
+                # The port is free only when this thread no longer holds the store, which is here and answers.
+                call.wait(_OWN_SHUTDOWN_S)
+            elif may_answer:
+                call.wait(_SHUTDOWN_S)
             state = backend.state
             if self.serves and state is not None and (state.wait_list or state.redundancy_list):
                 time.sleep(_CLOSED_STATE_READ_S)

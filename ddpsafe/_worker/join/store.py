@@ -262,7 +262,13 @@ def _connect(
     with _listen(endpoint, world) if serves else contextlib.nullcontext() as listener:
         given = None if listener is None else listener.dup()
         making = BoundedCall(
-            lambda: open_tcp_store(endpoint.host, endpoint.port, listening=given, timeout=timeout),
+            lambda: open_tcp_store(
+                endpoint.host,
+                endpoint.port,
+                listening=given,
+                connect_timeout=timeout,
+                timeout=timeout,
+            ),
             name="ddpsafe-store",
         )
         has_ended = making.wait(deadline.remaining_s())
