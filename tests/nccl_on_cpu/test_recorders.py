@@ -6,6 +6,7 @@ import json
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
+import machine
 import pytest
 import torch.distributed
 
@@ -92,6 +93,8 @@ class Recorder:
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_hooks, "_forgotten", set())
     monkeypatch.setattr(torch_hooks, "_queued", {})
+    # The fake has no driver that could hang, so its answer is waited for on any machine.
+    monkeypatch.setattr(torch_hooks, "_EVENTS_LIMIT_S", machine.hang_limit(60))
 
 
 @pytest.fixture
@@ -270,8 +273,11 @@ def test_only_counters_of_a_healthy_job_are_read(
     assert set(nccl.queries) == {False}
 
 
-def test_an_unresponsive_driver_hides_names_but_not_numbers(record: Any) -> None:
+def test_an_unresponsive_driver_hides_names_but_not_numbers(
+    record: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CudaEventQuery can block on another thread's cudaDeviceSynchronize; the counters still work."""
+    monkeypatch.setattr(torch_hooks, "_EVENTS_LIMIT_S", 0.1)
     nccl, _ = record([done(1), entry(2)], status={"0": (2, 1)})
     nccl.blocks = threading.Event()
     try:
