@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import resource
 import shutil
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import nox
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["lint", "types", "tests"]
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = str(ROOT / "constraints.txt")
 BUILD_LOCK = ROOT / ".github" / "build-requirements.txt"
 TESTS_LOCK = ROOT / "tests" / "requirements.txt"
+COST = ROOT / "tests" / "kits" / "cost.py"
 
 
 @nox.session
@@ -55,19 +57,7 @@ def tests(session: nox.Session) -> None:
     200 times its CPU time and, on two idle cores, 150 times its duration are the aim.
     """
     _install_for_tests(session)
-    before = _cost_of_children()
-    _pytest(session, "pytest", "--quick", *session.posargs)
-    spent, load = _cost_between(before), os.getloadavg()[0]
-    imports = []
-    for _ in range(3):
-        before = _cost_of_children()
-        session.run("python", "-c", "import torch", silent=True)
-        imports.append(_cost_between(before))
-    cpu_s, wall_s = (min(each) for each in zip(*imports, strict=True))
-    session.log(
-        f"The tests took {spent.cpu_s:.0f} s of CPU time, {spent.cpu_s / cpu_s:.0f} times that of importing "
-        f"torch, and {spent.wall_s:.0f} s, {spent.wall_s / wall_s:.0f} times as long (load {load:.1f})."
-    )
+    _pytest(session, "pytest", "--quick", *session.posargs, wrapper=["python", str(COST)])
 
 
 @nox.session
@@ -92,23 +82,6 @@ def datasets(session: nox.Session) -> None:
         str(ROOT / "tests" / "data" / name) for name in ("test_worker_kinds.py", "test_stateful.py")
     ]
     _pytest(session, "pytest", "--extra", "datasets", *session.posargs, *tests, "-n", "2")
-
-
-class Cost(NamedTuple):
-    """CPU time of all children so far, user and system, and the time of the clock."""
-
-    cpu_s: float
-    wall_s: float
-
-
-def _cost_of_children() -> Cost:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return Cost(usage.ru_utime + usage.ru_stime, time.monotonic())
-
-
-def _cost_between(before: Cost) -> Cost:
-    now = _cost_of_children()
-    return Cost(now.cpu_s - before.cpu_s, now.wall_s - before.wall_s)
 
 
 def _install_for_tests(session: nox.Session) -> None:
@@ -148,7 +121,7 @@ def _link_torch(session: nox.Session) -> tuple[int, int]:
     return version
 
 
-def _pytest(session: nox.Session, command: str, *options: str) -> None:
+def _pytest(session: nox.Session, command: str, *options: str, wrapper: Sequence[str] = ()) -> None:
     arguments = [_absolute(option) for option in options]
     if not any(argument.startswith(str(ROOT)) for argument in arguments):
         arguments.append(str(ROOT / "tests"))
@@ -166,7 +139,7 @@ def _pytest(session: nox.Session, command: str, *options: str) -> None:
         # pytest rewrites asserts and compiles each test file. Do so once, before all workers do at the same time.
         collect = [*arguments, "--collect-only", "-qq"]
         session.run(*configured, *collect, external=is_external, silent=True)
-    session.run(*configured, *arguments, *workers, external=is_external)
+    session.run(*wrapper, *configured, *arguments, *workers, external=is_external)
 
 
 CELLS = {
