@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 
 JOB_SECRET: Final = "DDPSAFE_JOB_SECRET"  # noqa: S105 - the name of a variable
-"""The variable with the secret of one job, known to its launchers or attached ranks only."""
+"""The variable with the secret of one job, known to its launchers, attached ranks or doctors only."""
 
-DOCTOR_SECRET: Final = "DDPSAFE_DOCTOR_SECRET"  # noqa: S105 - the name of a variable
-"""The variable with the secret of one check, known to its doctors only."""
-
-OWN_SECRETS: Final = (JOB_SECRET, DOCTOR_SECRET)
+OWN_SECRETS: Final = (JOB_SECRET,)
 """Programs that the user's code starts do not need these, so they must not inherit them."""
 
 _environment = threading.RLock()

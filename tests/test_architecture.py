@@ -89,6 +89,7 @@ MAY_PRINT: Final = {
 MAY_POLL: Final = {
     "tests/kits/fault_kit.py": "looks again until what ranks have started is gone, under a deadline",
     "tests/faults/test_launcher_suspended.py": "how long the launcher is suspended is the fault",
+    "tests/kits/cost.py": "waits for processes that outlive a command, under a deadline",
     "tests/kits/scripts.py": "wait_until looks for a condition again and again, under a deadline",
 }
 

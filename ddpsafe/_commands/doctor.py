@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +20,11 @@ from ddpsafe._config.durations import parse_duration
 from ddpsafe._config.endpoint import parse_endpoint
 from ddpsafe._config.problems import find_near
 from ddpsafe._errors import ConfigError, DDPSafeError, Explanation
+from ddpsafe._job.secret import find_job_secret
 from ddpsafe._world import find_world
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
 from ddpsafe.doctor._codes import CODES, read_page
-from ddpsafe.doctor._findings import AreaStep, printable, to_copy
+from ddpsafe.doctor._findings import AreaStep, printable
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -87,7 +87,8 @@ def _examine(options: Namespace, config: LaunchConfig | None, fields: dict[str, 
         raise _bad_timeout(options.timeout, error.message()) from None
     if not isinstance(timeout, timedelta):
         raise _bad_timeout(options.timeout, "it is not a duration")
-    secret = None if options.secret_file is None else _secret(options.secret_file)
+    path = options.secret_file
+    secret = None if path is None else find_job_secret(path, setting="--secret-file")
     with progress(quiet=options.json and not options.verbose) as say_progress:
         return doctor.run(
             config,
@@ -97,22 +98,6 @@ def _examine(options: Namespace, config: LaunchConfig | None, fields: dict[str, 
             secret=secret,
             **fields,
         )
-
-
-def _secret(path: str) -> str:
-    """Read the secret of the job from a file."""
-    try:
-        secret = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "it is not text"
-        what = f"--secret-file: {path} cannot be read: {why}."
-        fix = "name a file with one line of text, the same on every node."
-        raise ConfigError(Explanation(what, cause="a wrong path.", fix=fix)) from None
-    if not secret:
-        what = f"--secret-file: {path} is empty."
-        fix = to_copy("write a secret to it:", f"openssl rand -hex 32 > {shlex.quote(path)}")
-        raise ConfigError(Explanation(what, cause="nothing was written to it.", fix=fix))
-    return secret
 
 
 def _bad_timeout(text: str, why: str) -> ConfigError:

@@ -13,7 +13,8 @@ from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._config import LaunchConfig
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import count_cores
-from ddpsafe._secrets import DOCTOR_SECRET, Mask, find_own_secret
+from ddpsafe._job.secret import find_job_secret
+from ddpsafe._secrets import Mask
 from ddpsafe.doctor._checks import all_checks, launch_checks
 from ddpsafe.doctor._findings import AreaStep, Report, failed, masked, warning, worst_first
 from ddpsafe.doctor._subject import Subject, environment_of, find_place
@@ -139,7 +140,7 @@ def run(
         timeout: How long the checks of the host may take, and again those of the mesh.
         on_progress: Called from time to time with a line that says what the doctor waits for.
         secret: For the mesh: a secret that only the nodes of the job know, by default
-            ``DDPSAFE_DOCTOR_SECRET``. Without one, anyone who reaches the endpoint can pose as a node.
+            ``DDPSAFE_JOB_SECRET``. Without one, anyone who reaches the endpoint can pose as a node.
         **fields: Fields of `LaunchConfig` that override it: `nnodes`, `node_rank`, `rendezvous`,
             `backend`, `data_paths`, `run_dir`, …
 
@@ -195,7 +196,7 @@ def run(
             timeout=timeout,
             local=fingerprint(resolved),
             on_progress=report_progress,
-            secret=find_own_secret(DOCTOR_SECRET) if secret is None else secret,
+            secret=find_job_secret(resolved.rendezvous.secret_file) if secret is None else secret,
             places=_places(resolved),
         )
         findings += between

@@ -72,7 +72,7 @@ CASES: Final = [
     Case(
         name="another secret",
         fields={"nnodes": 2},
-        env={1: {"DDPSAFE_JOB_SECRET": "another"}},
+        env={1: {"DDPSAFE_JOB_SECRET": "another secret than theirs"}},
         after={2: "refused"},
         touches={1: "refused"},
     ),

@@ -106,7 +106,7 @@ def test_pods_of_an_indexed_job_may_start_in_any_order(
             "JOB_COMPLETION_INDEX": str(index),
             "KUBERNETES_SERVICE_HOST": "10.96.0.1",
             "KUBERNETES_SERVICE_PORT": "443",
-            "DDPSAFE_JOB_SECRET": "of the cluster",
+            "DDPSAFE_JOB_SECRET": "the secret of the cluster",
             "DDPSAFE_NPROC_PER_NODE": "1",  # instead of one per GPU
         }
         launchers.append(start(pods, index, command, tmp_path, env))

@@ -22,7 +22,6 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import tenacity
@@ -44,6 +43,7 @@ from ddpsafe._host import (
     list_interfaces,
     open_tcp_store,
 )
+from ddpsafe._job.secret import find_job_secret
 from ddpsafe._launcher.nodes.node_messages import (
     GarbledError,
     NodeFacts,
@@ -405,7 +405,7 @@ class NodeRendezvous:
         self._config, self.inbox, self._endpoint = config, inbox, endpoint
         self._settings, self._nproc = settings or {}, nproc
         self.job = config.rendezvous.id or "default"
-        self.secret = find_secret(config)
+        self.secret = key_of(config)
         self._seal = Seal(self.secret, self.job)
         self._host = self._endpoint.host
         self._launcher = make_random_id()
@@ -1198,29 +1198,15 @@ def rank_store(address: str) -> Iterator[int]:
         del store  # torch closes the port with the last reference
 
 
-def find_secret(config: LaunchConfig) -> bytes:
-    """Return the job's secret: from a file, from a variable, or derived from what all nodes know.
+def key_of(config: LaunchConfig) -> bytes:
+    """Return the key of the job's signatures: its secret, or derived from what all nodes know.
 
     Raises:
-        ConfigError: The file cannot be read, or is empty.
+        ConfigError: The secret cannot be read, or can be guessed.
     """
-    path = config.rendezvous.secret_file
-    if path is not None:
-        try:
-            secret = Path(path).read_bytes().strip()
-        except OSError as exc:
-            what = f"rendezvous.secret_file {path} cannot be read: {exc.strerror}."
-            raise ConfigError(Explanation(what, fix="make it readable on every node.")) from exc
-        if not secret:
-            fix = (
-                f"write one:  head -c 32 /dev/urandom | base64 > {path}  and copy that file to "
-                "every node."
-            )
-            raise ConfigError(Explanation(f"rendezvous.secret_file {path} is empty.", fix=fix))
-        return hashlib.sha256(b"file\0" + secret).digest()
-    given = find_own_secret(JOB_SECRET)
-    if given:
-        return hashlib.sha256(b"variable\0" + given.encode()).digest()
+    secret = find_job_secret(config.rendezvous.secret_file)
+    if secret:
+        return hashlib.sha256(b"secret\0" + secret.encode()).digest()
     known = (str(config.rendezvous.endpoint), config.rendezvous.id or "")
     return hashlib.sha256("\0".join(("derived", *known)).encode()).digest()
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import plain_host, show_endpoint
-from ddpsafe._secrets import JOB_SECRET, find_own_secret
+from ddpsafe._job.secret import find_job_secret
+from ddpsafe._secrets import JOB_SECRET
 from ddpsafe._world import expand_hosts, job_variables, require_int, trimmed
 
 if TYPE_CHECKING:
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
     from ddpsafe._worker.store_sync import Keys
     from ddpsafe._world import World
-
-
-_MIN_SECRET_CHARS: Final = 16
 
 
 def job_secret() -> bytes | None:
@@ -36,14 +34,8 @@ def job_secret() -> bytes | None:
     Raises:
         ConfigError: It can be guessed.
     """
-    text = find_own_secret(JOB_SECRET)
-    if not text:
-        return None
-    if len(text) < _MIN_SECRET_CHARS:
-        what = f"{JOB_SECRET} has {len(text)} characters, fewer than {_MIN_SECRET_CHARS}."
-        fix = f'export {JOB_SECRET}="$(openssl rand -hex 32)", the same for all ranks of the job.'
-        raise ConfigError(Explanation(what, cause="short secrets can be guessed.", fix=fix))
-    return hashlib.sha256(text.encode()).digest()
+    text = find_job_secret()
+    return hashlib.sha256(text.encode()).digest() if text else None
 
 
 def fingerprint_of(secret: bytes | None) -> str:

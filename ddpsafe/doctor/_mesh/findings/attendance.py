@@ -491,7 +491,7 @@ def no_secret(who: str, *, hosts: tuple[str, ...] = ()) -> Finding:
         code=_codes.WITHOUT_SECRET,
         severity="failed",
         fact=f"{who} without the secret of the others.",
-        cause="--secret-file or DDPSAFE_DOCTOR_SECRET is missing on one of them, or differs.",
+        cause="--secret-file or DDPSAFE_JOB_SECRET is missing on one of them, or differs.",
         fix="Give every node the same file: `ddpsafe doctor --secret-file FILE …`.",
         hosts=hosts,
     )

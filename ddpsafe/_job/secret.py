@@ -1,0 +1,61 @@
+"""The secret of a job, which only its own processes know: where it comes from, and how long it has to be."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._secrets import JOB_SECRET, find_own_secret
+
+if TYPE_CHECKING:
+    import os
+
+MIN_SECRET_CHARS: Final = 16
+"""Whoever reaches the endpoint can try secrets, so a short one protects nothing."""
+
+
+def find_job_secret(
+    path: str | os.PathLike[str] | None = None, *, setting: str = "rendezvous.secret_file"
+) -> str:
+    """Return the job's secret from a file or from ``DDPSAFE_JOB_SECRET``; empty if there is none.
+
+    Args:
+        path: The file, if one is configured.
+        setting: How the user has named it, for errors.
+
+    Raises:
+        ConfigError: The file cannot be read or is empty, or the secret can be guessed.
+    """
+    if path is None:
+        text = find_own_secret(JOB_SECRET)
+        source = JOB_SECRET
+        fix = (
+            f'export {JOB_SECRET}="$(openssl rand -hex 32)", the same for all processes of the job.'
+        )
+        if not text:
+            return ""
+    else:
+        source = f"{setting} {path}"
+        place = shlex.quote(str(path))
+        fix = f"write one:  openssl rand -hex 32 > {place}  and copy that file to every node."
+        try:
+            text = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as exc:
+            why = getattr(exc, "strerror", None) or "it is not text"
+            raise ConfigError(
+                Explanation(
+                    f"{source} cannot be read: {why}.",
+                    cause="a wrong path, or it is missing on this host.",
+                    fix="name a file with one line of text, the same on every node.",
+                )
+            ) from exc
+        if not text:
+            raise ConfigError(
+                Explanation(f"{source} is empty.", cause="nothing was written to it.", fix=fix)
+            )
+    if len(text) < MIN_SECRET_CHARS:
+        what = f"{source} has {len(text)} characters, fewer than {MIN_SECRET_CHARS}."
+        raise ConfigError(Explanation(what, cause="short secrets can be guessed.", fix=fix))
+    return text
