@@ -96,6 +96,18 @@ def test_every_node_names_the_rank_that_failed(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_first_of_two_failures_is_named_on_every_node(
+    network: Network, tmp_path: Path, first: int
+) -> None:
+    """The other rank fails 0.2 s later, by the clock of the other host."""
+    case = Case(name="both", what="both", rank=first)
+    said = [results["both"] for results in run_job(network, [case], tmp_path, nproc=(1, 1))]
+    require_the_same(said)
+    assert (said[0]["error"], said[0]["rank"]) == ("RankRaisedError", first), said[0]["whole"]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_an_out_of_memory_kill_is_reported_with_its_node(
     network: Network, tmp_path: Path, victim: int

@@ -90,6 +90,14 @@ def test_a_port_that_node_0_cannot_open_is_reported_on_all_nodes(
     assert said[0]["cause"] in ("OSError", "DistNetworkError")
 
 
+def connections_opened(host: Host) -> int:
+    """Return how many TCP connections the processes of a host have begun to open."""
+    names, numbers = (
+        line.split() for line in host.shell("cat /proc/net/snmp").splitlines() if line[:4] == "Tcp:"
+    )
+    return int(numbers[names.index("ActiveOpens")])
+
+
 @pytest.mark.full(but=["1"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_disk_that_takes_no_more_logs_is_reported_on_all_nodes(
@@ -104,9 +112,10 @@ def test_a_disk_that_takes_no_more_logs_is_reported_on_all_nodes(
         of_node={victim: {"run_dir": str(disk / "run")}},
         after={1 - victim: "is-read-only"},
     )
+    before = connections_opened(host)
     launchers = start_job(network, [case], tmp_path, nproc=(1, 1))
-    scripts.wait_until(
-        lambda: "node-" in host.shell(f"ls {disk}/run 2>&1 || true"),
+    scripts.wait_until(  # for the other node, with the run directory made and tried
+        lambda: connections_opened(host) > before,
         otherwise=lambda: launchers[victim].err,
         within_s=60,
     )

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import math
 import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from scripts import wait_until
 
@@ -24,6 +28,7 @@ from ddpsafe._launcher.nodes import node_messages, node_zero, other_node
 from ddpsafe._launcher.nodes.control_channel import _MAX_UNANSWERED_BEATS, Channel, Lost
 from ddpsafe._launcher.nodes.node_messages import (
     Alive,
+    ClockComparison,
     Hello,
     Leave,
     NodeFacts,
@@ -64,6 +69,47 @@ def test_arrivals_at_collectives_are_shown_in_this_hosts_time() -> None:
     answer = offset.shift(Whereabouts(position=position))
     assert isinstance(answer, Whereabouts)
     assert answer.position.arrivals == ((1, 1500), (2, 2500))
+
+
+MS: Final = 1_000_000
+
+
+@given(
+    ahead_ns=st.integers(-(10**13), 10**13),
+    trips=st.lists(st.tuples(*[st.integers(0, 600)] * 2), min_size=2, max_size=80),
+)
+def test_clocks_are_compared_to_half_of_the_shortest_round_trip(
+    ahead_ns: int, trips: list[tuple[int, int]]
+) -> None:
+    """However far apart the clocks are, and however long single messages wait."""
+    here, there = ClockComparison(), ClockComparison()
+    now_ns, shortest_ms = 10**15, 600 * 2
+    here.note_hello(Hello(mono_ns=now_ns - ahead_ns, wall_ns=0), now_ns + 5000 * MS)
+    for out_ms, back_ms in trips:
+        beat = replace(here.answer(), sent_ns=now_ns)
+        now_ns += out_ms * MS
+        there.note_alive(beat, now_ns - ahead_ns)
+        now_ns += 1000 * MS  # until the next beat of the other side
+        answer = replace(there.answer(), sent_ns=now_ns - ahead_ns)
+        now_ns += back_ms * MS
+        here.note_alive(answer, now_ns)
+    shortest_ms = min(out_ms + back_ms for out_ms, back_ms in trips[-60:])
+    assert abs(here.offset().mono_ns - ahead_ns) <= shortest_ms * MS / 2
+
+
+def test_the_clocks_of_nodes_are_known_although_node_0_reads_late(
+    channel: Channel, node: Channel
+) -> None:
+    """It reads its first messages after its ranks have started: that took up to a minute."""
+    clocks = channel._clocks
+
+    def are_compared() -> bool:
+        return bool(clocks) and min(clocks[1]._samples, default=(math.inf,))[0] < math.inf
+
+    wait_until(are_compared)
+    ahead_ns = channel.offset_of(1).mono_ns  # the hello of this test says that its clock shows 1
+    assert abs(ahead_ns) <= min(clocks[1]._samples)[0] / 2
+    assert node.connected() == {0}
 
 
 class Unreadable(Exception):  # noqa: N818 - named for what it is
@@ -215,7 +261,7 @@ def node(channel: Channel) -> Iterator[Channel]:
 def test_a_waiting_launcher_keeps_sending_signs_of_life(channel: Channel, node: Channel) -> None:
     """Both ends do: waiting for ranks to end or for a decision is not being stopped."""
     for end in (channel, node):
-        wait_until(lambda end=end: any(each == Alive() for _, each in end.events()))
+        wait_until(lambda end=end: any(isinstance(each, Alive) for _, each in end.events()))
 
 
 def test_a_stopped_launcher_receives_a_bounded_number_of_signs_of_life(

@@ -81,7 +81,7 @@ def read_events(channel: Channel, number: int) -> list[tuple[int, object]]:
     """Wait for this many events, besides the signs of life that each launcher sends every second."""
     heard: list[tuple[int, object]] = []
     for _ in Deadline.after(timedelta(seconds=10)).pauses_s():
-        heard += [event for event in channel.events() if event[1] != Alive()]
+        heard += [event for event in channel.events() if not isinstance(event[1], Alive)]
         if len(heard) >= number:
             break
         with_timeout = Deadline.after(timedelta(milliseconds=20))

@@ -55,6 +55,9 @@ def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) ->
     for step in range(LONG if what == "long" else STEPS):
         if what == "long":
             time.sleep(PACE_S)
+        if step == FAULT_AT and what == "both":
+            time.sleep(0.0 if ctx.rank == culprit else 0.2)
+            _fail()
         if step == FAULT_AT and ctx.rank == culprit and what not in ("none", "long"):
             strike(folder, f"{name}-{ctx.attempt}" if "until" in what else name)
             if what == "return":

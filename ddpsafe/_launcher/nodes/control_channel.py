@@ -32,7 +32,10 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.nodes.node_messages import (
     Alive,
+    ClockComparison,
+    ClockOffset,
     GarbledError,
+    Hello,
     NodeMessage,
     NodeProgress,
     pack,
@@ -143,6 +146,7 @@ class _Connection:
     Attributes:
         node: The node; ``None`` until the other side has proved that it is one.
         challenge: What the other side has to sign for that.
+        clocks: This host's clocks beside those of the other.
         unanswered: Beats sent since something arrived.
         since_s: When it was opened (monotonic).
     """
@@ -150,6 +154,7 @@ class _Connection:
     socket: socket.socket
     node: int | None = None
     challenge: str = ""
+    clocks: ClockComparison = field(default_factory=ClockComparison)
     unanswered: int = 0
     since_s: float = field(default_factory=time.monotonic)
     received: bytearray = field(default_factory=bytearray)
@@ -175,6 +180,7 @@ class Channel:
         self._secret, self._round_id = secret, round_id
         self._events: deque[tuple[int, NodeMessage | Lost]] = deque()
         self._nodes: dict[int, _Connection] = {}
+        self._clocks: dict[int, ClockComparison] = {}
         self._ungreeted: dict[_Connection, None] = {}  # a dict, as an ordered set: oldest first
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
@@ -230,6 +236,7 @@ class Channel:
         channel = cls(secret, round_id)
         connection.settimeout(0)
         channel._nodes[0] = _Connection(socket=connection, node=0)
+        channel._clocks[0] = channel._nodes[0].clocks
         channel._selector.register(connection, selectors.EVENT_READ, channel._nodes[0])
         channel._thread.start()
         return channel
@@ -265,6 +272,11 @@ class Channel:
         """Return the nodes that are connected."""
         with self._lock:
             return set(self._nodes)
+
+    def offset_of(self, node: int) -> ClockOffset:
+        """Return what to add to the times of a node, also of one that has been lost."""
+        with self._lock:
+            return self._clocks.get(node, ClockComparison()).offset()
 
     def has_heard(self, *, within_s: float) -> bool:
         """Return whether the kernel of a connected node has sent anything in the last seconds."""
@@ -330,12 +342,22 @@ class Channel:
                     self._drop(connection)
 
     def _send_alive(self) -> None:
-        alive = pack(Alive())
         with self._lock:
             for connection in self._nodes.values():
                 if connection.unanswered < _MAX_UNANSWERED_BEATS:
                     connection.unanswered += 1
-                    connection.to_send += alive
+                    connection.to_send += pack(connection.clocks.answer())
+
+    def _compare_clocks(self, connection: _Connection, message: NodeMessage, at_ns: int) -> None:
+        """Note when a message with the other host's clocks arrived, whenever it will be read."""
+        with self._lock:
+            if isinstance(message, Hello):
+                connection.clocks.note_hello(message, at_ns)
+            elif isinstance(message, Alive):
+                is_first = not connection.clocks.heard_at_ns
+                connection.clocks.note_alive(message, at_ns)
+                if is_first:  # so that the clocks are known before the next beat
+                    connection.to_send += pack(connection.clocks.answer())
 
     def _accept(self) -> None:
         assert self._listening is not None  # noqa: S101 - registered with it
@@ -376,20 +398,23 @@ class Channel:
         if not data:
             self._lose(connection, None)
             return
+        at_ns = time.monotonic_ns()
         connection.unanswered = 0
         connection.received += data
         try:
-            self._take_lines(connection)
+            self._take_lines(connection, at_ns)
         except GarbledError as exc:
             self._lose(connection, OSError(f"it has sent something that is not a message ({exc})"))
 
-    def _take_lines(self, connection: _Connection) -> None:
+    def _take_lines(self, connection: _Connection, at_ns: int) -> None:
         limit = _MAX_GREETING_BYTES if connection.node is None else _MAX_LINE_BYTES
         while (end := connection.received.find(b"\n")) >= 0:
             line = bytes(connection.received[:end])
             del connection.received[: end + 1]
             if connection.node is not None:
-                self._queue_event(connection.node, unpack(line))
+                message = unpack(line)
+                self._compare_clocks(connection, message, at_ns)
+                self._queue_event(connection.node, message)
             elif not self._accept_greeting(connection, line):
                 self._drop(connection)
                 return
@@ -413,8 +438,9 @@ class Channel:
             connection.node = node
             self._ungreeted.pop(connection, None)
             answer = prove(self._secret, "coordinator", self._round_id, node, challenge)
-            connection.to_send += answer.encode() + b"\n"
+            connection.to_send += answer.encode() + b"\n" + pack(connection.clocks.answer())
             self._nodes[node] = connection
+            self._clocks[node] = connection.clocks
         return True
 
     def _write(self, connection: _Connection) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import signal
+import time
 import traceback
+from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args
@@ -293,7 +296,19 @@ class RankRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive:
-    """The launcher runs."""
+    """The launcher runs. Two of these, one in each direction, compare the clocks of two hosts.
+
+    Attributes:
+        sent_ns: The sender's monotonic clock.
+        epoch_ns: Its wall clock minus its monotonic one.
+        heard_sent_ns: `sent_ns` of the last one that the sender has received; 0 before the first.
+        heard_at_ns: When that one arrived, on the sender's monotonic clock.
+    """
+
+    sent_ns: int
+    epoch_ns: int
+    heard_sent_ns: int = 0
+    heard_at_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -663,3 +678,58 @@ class ClockOffset:
         if not progress.last_ns:
             return progress
         return replace(progress, last_ns=progress.last_ns + self.mono_ns)
+
+
+_SAMPLES: Final = 60
+"""A minute of beats: in an hour, two clocks may drift apart by a third of a second."""
+
+
+class ClockComparison:
+    """Compares this host's clocks with those of another one, as NTP does (RFC 5905, section 8).
+
+    The difference is least certain by half a round trip, so that of the shortest round trip counts.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing yet: the clocks count as equal."""
+        self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)
+        self._epochs_ns = 0
+        self.heard_sent_ns, self.heard_at_ns = 0, 0
+
+    def note_hello(self, hello: Hello, at_ns: int) -> None:
+        """Take in the first message, which has made one way only; `at_ns` is when it arrived here."""
+        self._note(math.inf, at_ns - hello.mono_ns, hello.wall_ns - hello.mono_ns)
+
+    def note_alive(self, alive: Alive, at_ns: int) -> None:
+        """Take in a beat and when it arrived here."""
+        self.heard_sent_ns, self.heard_at_ns = alive.sent_ns, at_ns
+        if alive.heard_sent_ns:
+            there_ns = alive.sent_ns - alive.heard_at_ns
+            round_trip_ns = at_ns - alive.heard_sent_ns - there_ns
+            ahead_ns = (alive.heard_sent_ns - alive.heard_at_ns + at_ns - alive.sent_ns) // 2
+            if round_trip_ns >= 0:
+                self._note(round_trip_ns, ahead_ns, alive.epoch_ns)
+
+    def answer(self) -> Alive:
+        """Return the next beat to send."""
+        return Alive(
+            sent_ns=time.monotonic_ns(),
+            epoch_ns=_epoch_ns(),
+            heard_sent_ns=self.heard_sent_ns,
+            heard_at_ns=self.heard_at_ns,
+        )
+
+    def offset(self) -> ClockOffset:
+        """Return what to add to the other host's times."""
+        if not self._samples:
+            return ClockOffset()
+        ahead_ns = min(self._samples)[1]
+        return ClockOffset(mono_ns=ahead_ns, wall_ns=ahead_ns + self._epochs_ns)
+
+    def _note(self, round_trip_ns: float, ahead_ns: int, epoch_ns: int) -> None:
+        self._samples.append((round_trip_ns, ahead_ns))
+        self._epochs_ns = _epoch_ns() - epoch_ns
+
+
+def _epoch_ns() -> int:
+    return time.time_ns() - time.monotonic_ns()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -31,7 +30,6 @@ from ddpsafe._launcher.nodes.node_messages import (
     ClockOffset,
     Collect,
     GarbledError,
-    Hello,
     Leave,
     NodeFailed,
     NodeOutcomes,
@@ -163,7 +161,6 @@ class OtherNodes:
             for node in range(1, len(plan.nodes))
             for rank in plan.ranks_of(node)
         }
-        self._offsets: dict[int, ClockOffset] = {}
         self._silence = SilenceWatch(
             {node: plan.name_of(node) for node in range(1, len(plan.nodes))}
         )
@@ -195,13 +192,8 @@ class OtherNodes:
         self._silence.look(self._channel.connected())
 
     def _take(self, node: int, message: NodeMessage) -> None:
-        offset = self._offsets.get(node, ClockOffset())
-        if isinstance(message, Hello):
-            self._offsets[node] = ClockOffset(
-                mono_ns=time.monotonic_ns() - message.mono_ns,
-                wall_ns=time.time_ns() - message.wall_ns,
-            )
-        elif isinstance(message, (RankReport, RankEnded, RankNativeError)):
+        offset = self._channel.offset_of(node)
+        if isinstance(message, (RankReport, RankEnded, RankNativeError)):
             if isinstance(message, RankEnded):
                 self.oom_kills[node] = message.oom_kills
             if message.rank in self._plan.ranks_of(node):
