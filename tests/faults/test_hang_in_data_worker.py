@@ -29,6 +29,6 @@ def test_a_hanging_worker_is_named_with_its_pid_and_line(tmp_path: Path, kind: s
     text = str(caught.value)
     name = "data_worker_1" if kind == "ddpsafe" else r"\S+"
     place = rf"{re.escape(Path(data_programs.__file__).name)}:\d+ in __getitem__"
-    assert re.search(rf"waiting for {name} \(pid \d+\) at \S*{place}", text), text
+    assert re.search(rf"waiting for {name} \(pid \d+\) at /.*{place}", text), text
     named = set(re.findall(r"waiting for (\S+ \(pid \d+\))", text))
     assert len(named) == 1  # the other worker waits for an index

@@ -62,7 +62,7 @@ WORLD_SIZES: Final = [pytest.param(2, marks=pytest.mark.soak), 3]
 """Numbers of ranks, for other faults; with three ranks, several could be blamed."""
 
 _SCREEN_LINES: Final = 40
-_PLACE: Final = re.compile(r"(?P<file>\S+):(?P<line>\d+) in (?P<name>[^\s,]+)")
+_PLACE: Final = re.compile(r"at (?P<file>/.+?):(?P<line>\d+) in (?P<name>[^\s,]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
