@@ -237,6 +237,13 @@ def make_parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "logs", metavar="LOG", nargs="*", help="files or folders; by default, or with -, stdin"
     )
+    explain.add_argument(
+        "--rules",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="rules of your own: a TOML file, or a folder of them; may be repeated",
+    )
     form = explain.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print a summary for an issue")

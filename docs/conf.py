@@ -3,6 +3,10 @@
 from importlib.metadata import version as installed_version
 from pathlib import Path
 
+from sphinx.application import Sphinx
+
+from ddpsafe._explain.catalogue import as_sections
+
 project = "ddpsafe"
 author = "The ddpsafe authors"
 copyright = "The ddpsafe authors"  # noqa: A001 - the name sphinx reads
@@ -42,3 +46,13 @@ _SITE = Path(__file__).parent / "_build" / "html"
 html_context = {
     "versions": sorted({version, *(path.parent.name for path in _SITE.glob("*/genindex.html"))})
 }
+
+
+def setup(app: Sphinx) -> None:
+    """Add the rules of ``ddpsafe explain`` to the page about them, which is not generated into the sources."""
+    app.connect("source-read", _add_rules)
+
+
+def _add_rules(_: Sphinx, page: str, text: list[str]) -> None:
+    if page == "reference/failures":
+        text[0] += as_sections()

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import FAILURE_KINDS
+from ddpsafe._errors import FAILURE_KINDS, ConfigError
 from ddpsafe._explain.flight import FlightRecordings
-from ddpsafe._explain.logs import Cause, LogReader
+from ddpsafe._explain.reader import LogReader
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
+    from ddpsafe._explain.catalogue import Catalogue
+    from ddpsafe._explain.rank import Cause
+
 _SHOWN: Final = 5
 _LOGS: Final = {".log", ".out", ".err", ".txt", ".json", ".stacks", ".pkl", ".pickle", ""}
 _NO_LOGS: Final = {"ranks.json"}
 """The timeline of an attempt without a failure: it holds no log lines."""
 _MAX_COLUMNS: Final = 160
+_MAY_NAME_RULES: Final = re.compile(rb"^\s*\[tool(?:\.ddpsafe\b|\])", re.MULTILINE)
+"""What a pyproject.toml has that names rules in [tool.ddpsafe.explain]."""
 _RETRY_TEXTS: Final = {
     "never": "Starting it again will not help.",
     "once": "Starting it again may help, once.",
@@ -31,7 +37,11 @@ _RETRY_TEXTS: Final = {
 
 def explain_logs(options: argparse.Namespace) -> int:
     """Read logs, and print what went wrong, the most likely cause first."""
-    reader = LogReader()
+    try:
+        reader = LogReader(_find_catalogue([Path(name) for name in options.rules]))
+    except ConfigError as error:
+        complain(str(error))
+        return USAGE
     if not options.logs or options.logs == ["-"]:
         if sys.stdin.isatty():
             complain("reading the log from the terminal; end it with Ctrl-D")
@@ -61,6 +71,22 @@ def explain_logs(options: argparse.Namespace) -> int:
     else:
         say("\n".join(_lines(causes, reader.lines)))
     return UNHEALTHY if causes else HEALTHY
+
+
+def _find_catalogue(paths: list[Path]) -> Catalogue | None:
+    """Return the catalogue with the user's own rules, or None if there are none."""
+    project = Path("pyproject.toml")
+    text = project.read_bytes() if not paths and project.is_file() else b""
+    # Reading the configuration and checking rules takes pydantic, which most calls need not import.
+    if _MAY_NAME_RULES.search(text) and b"explain" in text:
+        from ddpsafe._config.sources import read_explain_rules
+
+        paths = read_explain_rules()
+    if not paths:
+        return None
+    from ddpsafe._explain.rule_files import read_rule_files
+
+    return read_rule_files(paths)
 
 
 def _read_report(path: Path) -> dict[str, Any] | None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "DDPSAFE_"
 DELIMITER: Final = "__"
+_EXPLAIN: Final = "explain"
 _ENV_PREFIX: Final = f"{PREFIX}ENV{DELIMITER}"
 
 _RUNS_CODE: Final = re.compile(
@@ -141,7 +142,31 @@ def read_config_file(path: object = None) -> ConfigFile | None:
         table = table.get(key, {})
         if not isinstance(table, dict):
             _refuse_file(found, f"'{key}' is a {type(table).__name__}, not a table")
-    return ConfigFile(path=found, table=dict(table), is_implicit=path is None)
+    # What `ddpsafe explain` reads beside a launch's fields; see `read_explain_rules`.
+    fields = {name: value for name, value in table.items() if name != _EXPLAIN}
+    return ConfigFile(path=found, table=fields, is_implicit=path is None)
+
+
+def read_explain_rules() -> list[Path]:
+    """Return the files and folders of rules that ``[tool.ddpsafe.explain]`` names.
+
+    Raises:
+        ConfigError: The table has something else.
+    """
+    found = find_file()
+    table: Any = {} if found is None else _load(found).get("tool", {}).get("ddpsafe", {})
+    explain = table.get(_EXPLAIN, {})
+    rules: Any = explain.get("rules", []) if set(explain) <= {"rules"} else None
+    if not isinstance(rules, list) or not all(isinstance(each, str) for each in rules):
+        problem = ConfigProblem(
+            field=_EXPLAIN,
+            given=show(explain),
+            why="it is a table with a list of files and folders",
+            write='rules = ["rules/acme.toml"] under [tool.ddpsafe.explain]',
+            source=str(found),
+        )
+        raise_config_error([problem])
+    return [Path(each) for each in rules]
 
 
 def find_file() -> Path | None:

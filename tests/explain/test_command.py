@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from explained import explain
 
-from ddpsafe._explain.rules import as_page
+if TYPE_CHECKING:
+    from pathlib import Path
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "failures.md"
 LOST: Final = "[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4711\n"
 KILLED: Final = (
     "E api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 8091) of binary: python3\n"
@@ -115,8 +114,3 @@ def test_the_command_does_not_import_torch() -> None:
         "ddpsafe.cli.main(['explain']); sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_the_page_is_generated_from_the_catalogue() -> None:
-    """``python -c "from ddpsafe._explain.rules import as_page; print(as_page(), end='')"`` writes it."""
-    assert PAGE.read_text(encoding="utf-8") == as_page()

@@ -6,7 +6,7 @@ from typing import Final
 
 import pytest
 
-from ddpsafe._explain.logs import explain_text
+from ddpsafe._explain.reader import explain_text
 
 LOGS: Final[dict[str, str]] = {
     "lightning": """\

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from ddpsafe._explain.logs import explain_text
+from ddpsafe._explain.reader import explain_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,22 +1,21 @@
-"""Runs ``ddpsafe explain`` in this process, and compares its output with the rows of a table.
-
-A new interpreter for each call, or a test for each of two thousand rows, would cost too much.
-"""
+"""Runs ``ddpsafe explain`` in this process, as a new interpreter for each call would cost too much."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
-from typing import TYPE_CHECKING
+from typing import Final
 
 import pytest
 from scripts import Run
+from source_tree import PACKAGE
 
-from ddpsafe._explain.logs import explain_text
+from ddpsafe._explain.catalogue import AREAS
+from ddpsafe._explain.rule_files import RuleFile
 from ddpsafe.cli import main
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+RULES: Final = PACKAGE / "_explain" / "rules"
 
 
 def explain(*arguments: str, log: str = "") -> Run:
@@ -35,14 +34,7 @@ def explain(*arguments: str, log: str = "") -> Run:
     return Run(code=code, out=out.getvalue(), err=err.getvalue())
 
 
-def wrong_rows(rows: Iterable[tuple[str, str]]) -> str:
-    """Return a line for each log whose first cause is not that code, or has no evidence or no fix."""
-    wrong = []
-    for number, (log, code) in enumerate(rows):
-        causes = explain_text(log)
-        has_all = bool(causes and causes[0].evidence and causes[0].fix)
-        if not has_all or causes[0].code != f"DS-{code}":
-            lacks = "" if has_all else " (without evidence or fix)"
-            found = ", ".join(cause.code for cause in causes) or "nothing"
-            wrong.append(f"row {number}: DS-{code} is wanted, found {found}{lacks} in {log!r}")
-    return "\n".join(wrong)
+@functools.cache
+def built_in_files() -> tuple[RuleFile, ...]:
+    """Return the files of rules that come with ddpsafe, with their examples."""
+    return tuple(RuleFile(RULES / f"{area}.toml") for area in AREAS)

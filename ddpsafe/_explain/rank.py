@@ -1,0 +1,474 @@
+"""Keeps the causes that a log shows, and puts the most likely one first."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._explain.catalogue import LEVELS
+from ddpsafe._explain.normalise import Line, weight_of
+from ddpsafe._explain.tracebacks import FIX_OF_USER, read_exception
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ddpsafe._errors import FailureKind
+    from ddpsafe._explain.catalogue import Catalogue, Level, LogRule, Retry
+    from ddpsafe._explain.flight import RecordedFailure
+    from ddpsafe._explain.match import Match
+    from ddpsafe._explain.tracebacks import Traceback, Tracebacks
+
+MAX_DISTINCT: Final = 50_000
+"""How many different lines, groups and calls are remembered, to bound the memory."""
+_MAX_EVIDENCE: Final = 3
+_MAX_EVIDENCE_CHARS: Final = 400
+_MAX_QUOTED_CHARS: Final = 300
+
+_QUOTED: Final = re.compile(
+    r"(?<![\w.])(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)): (?P<text>\S.{4,})$"
+)
+"""An exception at the end of a sentence, as in titles and summaries."""
+_LOGGED: Final = re.compile(
+    r"(?:^|[\s\[|])(?:ERROR|FATAL|CRITICAL)(?![\w=])(?:[\]:|\s-]|[\w./]{1,60}:\d{1,6}:?\s){0,6}(?P<text>[A-Za-z`'\"].{11,300})"
+)
+"""A message that a logger marks as an error."""
+_ASSERTION: Final = re.compile(r"^[\s`*]*(assert (?=.*[<>=(\[%.])[\w(\[].{5,300}?)[`*]*$")
+"""An assertion quoted without its exception."""
+_MAX_QUOTED_LINE: Final = 3
+"""Up to this line an assertion is taken for a quote; further down a program may print source."""
+_CAUGHT_IN_WORKER: Final = re.compile(r"^Caught \w+ in (?:DataLoader worker|replica|pin memory)")
+_ROOT_CAUSE: Final = re.compile(r"^Root Cause \(first observed failure\)")
+_RANK_OF_ROOT: Final = re.compile(r"^\s*rank\s*: (\d+) \(local_rank")
+_SEQUENCE: Final = re.compile(r"SeqNum=(\d+)(?:, OpType=(\w+)(?:, NumelIn=(\d+))?)?")
+_GROUP: Final = re.compile(r"\[PG (?:ID )?(\d+)")
+_SAME_SIZES: Final = ("ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE")
+"""Collectives in which every rank passes the same number of elements."""
+_FACT: Final = re.compile(r"\{(\w+)\}")
+_GROUP_NAME: Final = re.compile(r"\(\?P<(\w+)>")
+_UNUSED_ARE: Final = re.compile(
+    r"Parameter(?P<of> indices|s) which did not receive grad for rank \d+: "
+    r"(?P<first>[\w.]+(?:,? [\w.]+){0,3})(?P<more>,? [\w.]+)?"
+)
+
+_FIX_OF_CUT_OFF: Final = "Look for the line after those calls (…Error: …), in the rank's own log (torchrun --log-dir D --tee 3 keeps one for each) or further up in that of another rank."
+_REPLICA_RAISED: Final = "The forward failed in a copy of DataParallel"
+_FIX_OF_REPLICA: Final = "Read the 'Original Traceback' that follows: it ends with the line of the model. Try it on one GPU; for several use DistributedDataParallel, with one process for each, as DataParallel copies the model in every step and splits only tensors."
+_USER: Final = "DS-USER-exception"
+_WORKER_RAISED: Final = "DS-DATA-worker-raised"
+_MISMATCH: Final = "DS-HANG-mismatch"
+_WATCHDOG: Final = "DS-HANG-watchdog"
+_REPORT: Final = "DS-RUN-report"
+_UNUSED: Final = ("DS-DDP-unused", "DS-DDP-outputs-unused")
+_NAMES_ONE_RANK: Final = ("cause", "exception", "end", "exit")
+"""Levels of causes that happen on one rank: torchrun's summary says on which."""
+_RETRY_OF: Final[dict[str, Retry]] = {
+    "config": "never",
+    "user-error": "never",
+    "unpicklable": "never",
+    "out-of-memory": "never",
+    "preempted": "yes",
+    "hardware": "elsewhere",
+}
+"""Whether trying again can help, by the failure kind in a report; "once" for all others."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Cause:
+    """One explanation of a log.
+
+    Attributes:
+        code: Its code in the catalogue.
+        kind: The failure kind.
+        level: How much its lines prove.
+        retry: Whether trying again can help.
+        cause: What happened.
+        fix: What to do.
+        page: Its documentation.
+        rank: The rank of the first line that shows it and names one; ``None`` if no line does.
+        evidence: The first lines that show it, as ``(line number from 1, text)``; number 0 means
+            a report of ddpsafe.
+        count: How many lines show it.
+        last: The number of the last line that shows it.
+        is_warning: Whether the programs that printed its lines marked all of them as warnings.
+        has_local_rank: Whether `rank` is a local_rank, because the line names no other.
+        is_wrapper: Whether it only re-raises another process's exception, which may follow.
+        is_taken_back: Whether a later line showed that it was over.
+    """
+
+    code: str
+    kind: FailureKind
+    level: Level
+    retry: Retry
+    cause: str
+    fix: str
+    page: str
+    rank: int | None = None
+    evidence: list[tuple[int, str]] = field(default_factory=list)
+    count: int = 0
+    last: int = 0
+    is_warning: bool = False
+    has_local_rank: bool = False
+    is_wrapper: bool = False
+    is_taken_back: bool = False
+
+    def as_json(self) -> dict[str, object]:
+        """Return what ``ddpsafe explain --json`` prints of it."""
+        return {
+            "code": self.code,
+            "cause": self.cause,
+            "fix": self.fix,
+            "rank": self.rank,
+            "evidence": [{"line": number, "text": text} for number, text in self.evidence],
+            "retry": self.retry,
+            "kind": self.kind,
+            "page": self.page,
+        }
+
+
+def _make_cause(rule: LogRule, facts: Mapping[str, str]) -> Cause:
+    return Cause(
+        code=rule.code,
+        kind=rule.kind,
+        level=rule.level,
+        retry=rule.retry,
+        cause=_fill(rule.cause, facts),
+        fix=_fill(rule.fix, facts),
+        page=rule.page,
+    )
+
+
+def _fill(text: str, facts: Mapping[str, str]) -> str:
+    """Return a text with the facts that it names in braces; other braces stay."""
+    return _FACT.sub(lambda fact: facts.get(fact[1], fact[0]), text)
+
+
+def _user_error(cause: str, fix: str, rank: int | None, number: int, body: str) -> Cause:
+    """Make the cause of a line that no rule matches, at the level "noise"."""
+    return Cause(
+        code=_USER,
+        kind="user-error",
+        level="noise",
+        retry="never",
+        cause=cause,
+        fix=fix,
+        page="docs/reference/failures.md#ds-user-exception",
+        rank=rank,
+        evidence=[(number, body[:_MAX_EVIDENCE_CHARS])],
+        count=1,
+        last=number,
+    )
+
+
+class Findings:
+    """The causes that the lines of a log show, in the order of `causes`."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        """Begin a log."""
+        self._catalogue = catalogue
+        self._found: dict[str, Cause] = {}
+        self._waiting: dict[str, Cause] = {}  # of rules that need another line, too
+        self._lone: Cause | None = None  # the script's own exception, without a traceback
+        self._quoted: Cause | None = None
+        self._asserted: dict[int | None, str] = {}  # the last `assert` line of each rank
+        self._knows_original = False
+        self._report: Mapping[str, Any] | None = None
+        self._root_rank: int | None = None
+        self._is_root_cause = False
+        self._timeouts = _Timeouts()
+        self._unused = ""
+
+    def read_line(self, line: Line) -> None:
+        """Keep what says more about causes that other lines show."""
+        body = line.body
+        if body.lstrip().startswith("assert"):  # a traceback prints it as the source of a call
+            self._asserted[line.rank] = body.strip()
+        # Keep the rank that torchrun's summary names as the first to fail.
+        if _ROOT_CAUSE.match(body):
+            self._is_root_cause = True
+        elif self._is_root_cause and (root := _RANK_OF_ROOT.match(body)):
+            self._root_rank, self._is_root_cause = int(root[1]), False
+
+    def note(self, match: Match, line: Line, traceback: Traceback | None = None) -> Cause:
+        """Record that a line shows a cause; `traceback` is the one that it ends."""
+        rule, _ = match
+        if is_timeout(rule.code):
+            self.compare_sequence(line)
+        if not self._unused and (unused := _UNUSED_ARE.search(line.body)) is not None:
+            # DDP names them in its first message or in a line of its own.
+            are = "They are" if unused["of"] == "s" else "Their numbers are"
+            self._unused = f" {are} {unused['first']}{' and more' if unused['more'] else ''}."
+        cause = self._note_in(self._found, match, line)
+        if traceback is not None and traceback.is_original:
+            self._knows_original = True
+        if rule.level == "exception" and traceback is not None and cause.count == 1:
+            cause.cause += f" Raised at {traceback.frame}." if traceback.frame else ""
+        return cause
+
+    def note_waiting(self, match: Match, line: Line) -> None:
+        """Record a cause that counts only if another line follows."""
+        self._note_in(self._waiting, match, line)
+
+    def _note_in(self, where: dict[str, Cause], match: Match, line: Line) -> Cause:
+        rule, found = match
+        facts = dict.fromkeys(_GROUP_NAME.findall(" ".join(rule.signs)), "")
+        facts |= {name: value or "" for name, value in found.groupdict().items()}
+        if rule.raised_in is not None:
+            text = line.body.strip().rstrip(":")
+            if text == "AssertionError" and line.rank in self._asserted:
+                text += f": {self._asserted.pop(line.rank)}"  # its condition
+            facts["said"] = text[:_MAX_QUOTED_CHARS].removesuffix(".")
+        weight = weight_of(line)
+        level = rule.level
+        if level in ("cause", "likely") and weight != "error":
+            level = "noise" if weight == "info" else "likely"
+        is_warning = level == "noise" or weight != "error"
+        cause = where.get(rule.code)
+        if cause is None:
+            cause = where[rule.code] = _make_cause(rule, facts)
+            cause.level, cause.is_warning = level, is_warning
+        cause.is_warning, cause.last = cause.is_warning and is_warning, line.number
+        if LEVELS[level] < LEVELS[cause.level]:  # now it is an error, and no longer a warning
+            cause.level, cause.evidence = level, []
+        if cause.rank is None:
+            cause.rank = int(facts["rank"]) if facts.get("rank") else line.rank
+            cause.has_local_rank = cause.rank is not None and line.has_local_rank
+        cause.count += 1
+        if len(cause.evidence) < _MAX_EVIDENCE:
+            cause.evidence.append((line.number, line.body[:_MAX_EVIDENCE_CHARS]))
+        return cause
+
+    def note_exception(
+        self,
+        raised: re.Match[str],
+        line: Line,
+        traceback: Traceback | None,
+        *,
+        is_logged: bool,
+    ) -> Cause:
+        """Record the script's own exception; one without a traceback counts if there is no other.
+
+        One that a program logs or quotes counts only if the run makes no progress after it.
+        """
+        known = self._found.get(_USER)
+        if traceback is None and (known is None or known.is_wrapper):
+            known = self._lone
+        if known is not None and not known.is_wrapper:
+            known.count += 1
+            known.last, known.is_warning = line.number, known.is_warning and is_logged
+            return known
+        frame = None if traceback is None else traceback.frame
+        at = "" if frame is None else f" at {frame}"
+        own_text = raised["text"] or ""
+        if not own_text and raised["type"] == "AssertionError":
+            own_text = self._asserted.pop(line.rank, "")
+        text = f": {own_text[:_MAX_QUOTED_CHARS].removesuffix('.')}" if own_text else ""
+        calls = () if traceback is None else tuple(traceback.calls)
+        who, meaning, fix = read_exception(f"{raised['type']}{text}", calls, self._catalogue)
+        what = f"{who} {raised['type']}"
+        is_wrapper = is_passed_on(raised)
+        if is_wrapper:  # the original traceback follows, with the line of the dataset
+            worker = self._catalogue.of_code[_WORKER_RAISED]
+            is_replica = "replica" in own_text
+            what = _REPLICA_RAISED if is_replica else worker.cause.removesuffix(".")
+            meaning, fix = "", _FIX_OF_REPLICA if is_replica else worker.fix
+        cause = _user_error(f"{what}{text}{at}.{meaning}", fix, line.rank, line.number, line.body)
+        cause.level = "end" if traceback is None else "exception"
+        cause.is_warning, cause.is_wrapper = is_logged and traceback is None, is_wrapper
+        if traceback is None:
+            self._lone = cause
+        else:
+            self._found[_USER] = cause
+        return cause
+
+    def note_quoted(self, line: Line) -> None:
+        """Record what a sentence or a logger calls an error, in case the log has nothing else."""
+        body, catalogue = line.body, self._catalogue
+        if self._quoted is not None:
+            return
+        if (match := _QUOTED.search(body)) is not None:
+            quoted = match[0].removesuffix(".")
+            who, meaning, fix = read_exception(quoted, (body,), catalogue)
+        elif (match := _LOGGED.search(body)) is not None:
+            quoted, who = match["text"].removesuffix("."), "A program reported an error:"
+            _, meaning, fix = read_exception(quoted, (), catalogue)
+        elif line.number <= _MAX_QUOTED_LINE and (match := _ASSERTION.match(body)) is not None:
+            quoted, who = f"AssertionError: {match[1]}", "The script raised"
+            _, meaning, fix = read_exception(quoted, (), catalogue)
+        else:
+            return
+        what = f"{who} {quoted}.{meaning}"
+        self._quoted = _user_error(what, fix, line.rank, line.number, body)
+        self._quoted.is_warning = True
+
+    def note_again(self, cause: Cause, number: int) -> bool:
+        """Count another line that differs only in digits; return False if the cause was taken back."""
+        if not cause.is_taken_back:
+            cause.count += 1
+            cause.last = number
+        return not cause.is_taken_back
+
+    def take_back(self, code: str) -> bool:
+        """Drop a cause that was over; its lines are matched again. Return whether there was one."""
+        cause = self._found.pop(code, None)
+        if cause is not None:
+            cause.is_taken_back = True
+        return cause is not None
+
+    def add(self, finding: RecordedFailure) -> None:
+        """Add what flight recordings show."""
+        self._note_proved(f"DS-{finding.code}", finding.facts, finding.evidence, finding.rank)
+
+    def _note_proved(
+        self,
+        code: str,
+        facts: dict[str, str],
+        evidence: list[tuple[int, str]],
+        rank: int | None = None,
+    ) -> None:
+        """Record a cause that several records or lines show together."""
+        if code not in self._found:  # else an earlier group stopped, and this one waits for it
+            cause = self._found[code] = _make_cause(self._catalogue.of_code[code], facts)
+            cause.rank, cause.evidence, cause.count = rank, evidence, len(evidence)
+
+    def add_report(self, report: Mapping[str, Any]) -> None:
+        """Add the report of a launch of ddpsafe; of several, the newest attempt counts."""
+        if self._report is not None and self._report["attempt"] > report["attempt"]:
+            return
+        self._report = report
+        facts = {name: str(report[name]).removesuffix(".") for name in ("what", "cause", "fix")}
+        found = _make_cause(self._catalogue.of_code[_REPORT], facts)
+        found.kind = report["kind"]
+        found.retry = _RETRY_OF.get(found.kind, "once")
+        ranks = report.get("missing_ranks") or [None]
+        found.rank = report.get("rank", ranks[0])
+        found.evidence = [(0, line) for line in report["details"]]
+        found.evidence, found.count = found.evidence[:_MAX_EVIDENCE], 1
+        self._found[_REPORT] = found
+
+    def compare_sequence(self, line: Line) -> None:
+        """Compare the collective of a line with those of other ranks that waited too long."""
+        if (mismatch := self._timeouts.read(line)) is not None:
+            self._note_proved(_MISMATCH, *mismatch)
+
+    def causes(
+        self, completed: set[str], progress: int, tracebacks: Tracebacks, lines: int
+    ) -> list[Cause]:
+        """Return the causes, most likely first; noise only if there is nothing else.
+
+        Args:
+            completed: Codes of rules whose other line has been read.
+            progress: The number of the last line that shows progress.
+            tracebacks: Those that the log ends in.
+            lines: How many lines the log has.
+        """
+        shown = [*self._found.values(), *([self._lone] if self._lone else [])]
+        shown += [cause for code, cause in self._waiting.items() if code in completed]
+        shown += [self._quoted] if self._quoted else []
+        found: dict[str, Cause] = {}
+        for cause in shown:
+            is_outlived = cause.is_warning and cause.last < progress
+            if not is_outlived and not (cause.is_wrapper and self._knows_original):
+                found.setdefault(cause.code, cause)
+        self._timeouts.describe(found)
+        for code in found.keys() & set(_UNUSED):
+            found[code].cause += self._unused
+        ranked = sorted(found.values(), key=_order)
+        general = {
+            code for rule in self._catalogue.rules if rule.code in found for code in rule.over
+        }
+        kept = [cause for cause in ranked if cause.code not in general]
+        real = [cause for cause in kept if cause.level != "noise"] or kept
+        real = real or self._cut_off(tracebacks, lines)
+        if real and self._root_rank is not None and real[0].level in _NAMES_ONE_RANK:
+            is_unknown = real[0].rank is None or real[0].has_local_rank
+            real[0].rank = self._root_rank if is_unknown else real[0].rank
+        return real
+
+    def _cut_off(self, tracebacks: Tracebacks, lines: int) -> list[Cause]:
+        """Return the cause of a log that ends in a traceback, with its calls but no exception."""
+        if (cut_off := tracebacks.find_cut_off()) is None:
+            return []
+        rank, traceback = cut_off
+        calls = tuple(traceback.calls)
+        who, _, fix = read_exception("", calls, self._catalogue)
+        at = f" at {traceback.frame}" if traceback.frame else ""
+        what = f"{who} an exception that this log does not show, as it ends in the traceback{at}."
+        fix = _FIX_OF_CUT_OFF if fix == FIX_OF_USER else f"{_FIX_OF_CUT_OFF} {fix}"
+        cause = _user_error(what, fix, rank, lines, calls[-1])
+        cause.level = "exception"
+        return [cause]
+
+
+class _Timeouts:
+    """Compares the collectives that ranks waited in too long: who is behind, who called another one."""
+
+    def __init__(self) -> None:
+        self._lowest: tuple[int, int | None] | None = None
+        # By group: the lowest and the highest (sequence number, rank).
+        self._reached: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
+        # By group and sequence number: the first call, its rank and its line.
+        self._calls: dict[tuple[str, str], tuple[str, int | None, tuple[int, str]]] = {}
+        self._is_mismatch = False
+
+    def read(self, line: Line) -> tuple[dict[str, str], list[tuple[int, str]]] | None:
+        """Return the facts and lines that prove that two ranks called one collective differently."""
+        match, rank = _SEQUENCE.search(line.body), line.rank
+        if match is None:
+            return None
+        if self._lowest is None or int(match[1]) < self._lowest[0]:
+            self._lowest = (int(match[1]), rank)
+        group = _GROUP.search(line.body)
+        name = group[1] if group else ""
+        if rank is not None and (name in self._reached or len(self._reached) < MAX_DISTINCT):
+            here = (int(match[1]), rank)
+            low, high = self._reached.get(name, (here, here))
+            self._reached[name] = (min(low, here), max(high, here))
+        if match[2] is None or self._is_mismatch or len(self._calls) >= MAX_DISTINCT:
+            return None
+        has_size = match[3] is not None and match[2] in _SAME_SIZES
+        call = f"{match[2]} of {match[3]} elements" if has_size else match[2]
+        here_line = (line.number, line.body[:_MAX_EVIDENCE_CHARS])
+        call2, rank2, line2 = self._calls.setdefault((name, match[1]), (call, rank, here_line))
+        if call2 == call or rank2 == rank or None in (rank, rank2):
+            return None
+        self._is_mismatch = True
+        facts = {"number": match[1], "rank": str(rank), "call": call}
+        return facts | {"rank2": str(rank2), "call2": call2}, [line2, here_line]
+
+    def describe(self, found: Mapping[str, Cause]) -> None:
+        """Name the rank that is behind in the causes that say that a collective took too long."""
+        if self._lowest is not None and self._lowest[1] is not None:
+            for code, cause in found.items():
+                if is_timeout(code) and code != _MISMATCH:
+                    cause.rank = self._lowest[1]
+        if _WATCHDOG in found:
+            found[_WATCHDOG].cause += self._skew()
+
+    def _skew(self) -> str:
+        """Describe ranks of one group that waited in different collectives, if there are any.
+
+        A difference of one is not enough: it also appears after a lost connection.
+        """
+        for (low, rank), (high, rank2) in self._reached.values():
+            if high - low > 1:
+                return (
+                    f" Rank {rank} waited in number {low}, and rank {rank2} in {high}: they have called"
+                    " different numbers of collectives (uneven batches, or a branch on one rank)."
+                )
+        return ""
+
+
+def is_timeout(code: str) -> bool:
+    """Return whether a cause says that a collective took too long."""
+    return code.startswith("DS-HANG-")
+
+
+def is_passed_on(raised: re.Match[str] | None) -> bool:
+    """Return whether an exception is that of another process, whose traceback follows."""
+    return raised is not None and _CAUGHT_IN_WORKER.match(raised["text"] or "") is not None
+
+
+def _order(cause: Cause) -> tuple[int, bool, int]:
+    is_recorded = cause.code == _REPORT or cause.code.startswith("DS-FLIGHT-")
+    return LEVELS[cause.level], not is_recorded, cause.evidence[0][0] if cause.evidence else 0

@@ -1,0 +1,324 @@
+"""Reads logs of any launcher and any size, and ranks the known failures found in them.
+
+A log is read once, in chunks. Most lines of any log differ from earlier ones only in digits; of
+those, only the first few are matched. For the others, a rule's patterns are tried only if the line
+has one of its keywords. In a large log, numpy finds these lines without a Python loop over all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe._explain import normalise, rank
+from ddpsafe._explain.catalogue import built_in
+from ddpsafe._explain.match import Matcher, Sieve, strength
+from ddpsafe._explain.normalise import Folds, Line
+from ddpsafe._explain.tracebacks import Tracebacks, exception_of
+
+if TYPE_CHECKING:
+    import re
+    from collections.abc import Collection, Mapping
+    from typing import BinaryIO
+
+    from ddpsafe._explain.catalogue import Catalogue
+    from ddpsafe._explain.flight import RecordedFailure
+    from ddpsafe._explain.match import Match
+    from ddpsafe._explain.rank import Cause
+
+_CHUNK_BYTES: Final = 1 << 20
+_MAX_LINE_BYTES: Final = 4_000
+_MAX_SAME_LINES: Final = 3
+"""How many lines that differ only in digits are matched: a loop prints the same one for hours."""
+_SMALL_BYTES: Final = 1 << 16
+"""Smaller chunks are read line by line, which takes less time than importing numpy."""
+_TAIL_BYTES: Final = 4096
+_MAX_ALIKE: Final = 1_000
+"""After so many lines with the same grams of rules, each of which had a cause, further ones are
+skipped as having the same cause, so that no log takes a minute per GB."""
+_LINES_BELOW: Final = 2
+"""An exception may have its reason in so many lines after it, as pydantic prints it."""
+
+
+class LogReader:
+    """Reads lines and keeps the causes that the catalogue finds in them."""
+
+    def __init__(self, catalogue: Catalogue | None = None) -> None:
+        """Begin a log; by default with the catalogue that comes with ddpsafe."""
+        self._catalogue = built_in() if catalogue is None else catalogue
+        self._matcher = Matcher(self._catalogue)
+        self._findings = rank.Findings(self._catalogue)
+        self._tracebacks = Tracebacks()
+        self._sieve: Sieve | None = None
+        # A shape is a line without its digits.
+        self._shapes: dict[bytes, int] = {}
+        self._cause_of_shape: dict[bytes, Cause] = {}
+        # Codes of the causes that the current line takes back, and that all lines of a shape do.
+        self._ended: list[str] = []
+        self._ended_by_shape: dict[bytes, tuple[str, ...]] = {}
+        self._alike: dict[frozenset[str], int] = {}
+        # The lines after the current one, and its rest if a terminal or a paste has folded it.
+        self._following: list[str] = []
+        self._folded: list[str] = []
+        self._skipped = 0
+        self._progress = 0  # number of the last line, near the end, that shows progress
+        self.lines = 0
+
+    def read(self, stream: BinaryIO) -> None:
+        """Read a log to its end; overlong lines are cut."""
+        rest = tail = b""
+        while chunk := stream.read(_CHUNK_BYTES):
+            tail = (tail + chunk)[-_TAIL_BYTES:]
+            chunk = rest + chunk
+            end = chunk.rfind(b"\n") + 1
+            if not end and len(chunk) < 2 * _CHUNK_BYTES:
+                rest = chunk
+                continue
+            end = end or len(chunk)
+            self._read_chunk(chunk[:end])
+            rest = chunk[end:]
+        self._read_chunk(rest)
+        self._note_progress(tail)
+
+    def read_text(self, text: str) -> None:
+        """Read a log that is already a string."""
+        log = text.encode("utf-8", "replace")
+        self._read_chunk(log)
+        self._note_progress(log[-_TAIL_BYTES:])
+
+    def add(self, finding: RecordedFailure) -> None:
+        """Add what flight recordings show."""
+        self._findings.add(finding)
+
+    def add_report(self, report: Mapping[str, Any]) -> None:
+        """Add the report of a launch of ddpsafe; of several, the newest attempt counts."""
+        self._findings.add_report(report)
+
+    def causes(self) -> list[Cause]:
+        """Return the causes, most likely first; noise only if there is nothing else."""
+        completed = self._matcher.completed
+        return self._findings.causes(completed, self._progress, self._tracebacks, self.lines)
+
+    def _note_progress(self, tail: bytes) -> None:
+        """Record the last line that shows progress, if the end of the log has one."""
+        for before, line in enumerate(reversed(tail.splitlines())):
+            if normalise.shows_progress(line.decode("utf-8", "replace")):
+                self._progress = self.lines - before
+                return
+
+    def _read_chunk(self, chunk: bytes) -> None:
+        first = self.lines + 1
+        self.lines += chunk.count(b"\n") + (not chunk.endswith(b"\n") and chunk != b"")
+        lines = chunk.split(b"\n")
+        if len(chunk) < _SMALL_BYTES:
+            folds = Folds(lines)
+            for at, raw in enumerate(lines):
+                if self._skipped:
+                    self._skipped -= 1
+                    continue
+                self._following, self._folded = folds.following(at), folds.rest(at)
+                self._read_raw(first + at, raw, None)
+            self._following, self._folded = [], []
+            return
+        self._sieve = self._sieve or Sieve(self._catalogue)
+        found = self._sieve.find(chunk)
+        number = 0
+        for at in (*sorted(found), len(lines)):
+            # Read every line of a traceback: its exception may match no rule.
+            while self._tracebacks.is_open and not self._tracebacks.skips_calls and number < at:
+                self._read_raw(first + number, lines[number], ())
+                number += 1
+            if at < len(lines):
+                self._read_raw(first + at, lines[at], found[at])
+            number = at + 1
+
+    def _read_raw(self, number: int, raw: bytes, grams: Collection[str] | None) -> None:
+        """Read one line; `grams` are those of its grams that rules need, if they are known."""
+        is_call = b'File "' in raw
+        if is_call and not self._tracebacks.count_call():
+            return
+        if grams and self._alike and self._alike.get(frozenset(grams), 0) >= _MAX_ALIKE:
+            return
+        # Deleting the digits runs in C, and most lines of a log end here.
+        shape = raw[:_MAX_LINE_BYTES].translate(None, b"0123456789")
+        seen = self._shapes.get(shape, 0)
+        if seen >= _MAX_SAME_LINES and not is_call and self._is_known(number, raw, shape):
+            return
+        if len(self._shapes) < rank.MAX_DISTINCT:
+            self._shapes[shape] = seen + 1
+        self._tracebacks.next_line()
+        # A carriage return redraws a progress bar: what follows it is a new line.
+        for part in raw.split(b"\r"):
+            text = part[:_MAX_LINE_BYTES].decode("utf-8", "replace")
+            self._read_line(number, text, shape, grams)
+            if len(part) > _MAX_LINE_BYTES and "Traceback (most" in text:
+                # A traceback in JSON, with its exception at the end of the line.
+                end = part[_MAX_LINE_BYTES:][-_MAX_LINE_BYTES:].decode("utf-8", "replace")
+                prefix = text.removesuffix(normalise.without_prefix(text))
+                self._read_line(number, f"{prefix}{end}", shape, grams)
+        if self._ended:
+            if len(self._ended_by_shape) < rank.MAX_DISTINCT:
+                self._ended_by_shape[shape] = tuple(self._ended)
+            self._ended.clear()
+
+    def _is_known(self, number: int, raw: bytes, shape: bytes) -> bool:
+        """Count a line that differs from earlier ones only in digits; return False to match it again."""
+        for code in self._ended_by_shape.get(shape, ()):
+            self._take_back(code)
+        cause = self._cause_of_shape.get(shape)
+        if cause is None:
+            return True
+        if self._findings.note_again(cause, number):
+            if rank.is_timeout(cause.code):  # lines that differ in the numbers that matter
+                text = raw[:_MAX_LINE_BYTES].decode("utf-8", "replace")
+                named, _ = normalise.rank_of(text)
+                self._findings.compare_sequence(
+                    Line(number=number, text=text, body=text, rank=named)
+                )
+            return True
+        return False
+
+    def _take_back(self, code: str) -> None:
+        if self._findings.take_back(code):
+            self._alike.clear()
+
+    def _read_line(
+        self, number: int, text: str, shape: bytes, grams: Collection[str] | None
+    ) -> None:
+        text = normalise.clean(text)
+        if (message := normalise.record_text(text)) is not None:
+            for part in message.splitlines():
+                self._read_line(number, part, shape, None)
+            return
+        bare = normalise.without_prefix(text)
+        prefix = text.removesuffix(bare)
+        body = normalise.in_usual_form(bare, self._catalogue)
+        if body != bare:
+            grams = None
+        body = normalise.without_hedge(body)
+        parts = normalise.unfolded(body)
+        if parts is None:
+            self._read_body(number, text, body, shape, grams)
+            return
+        for part in parts:
+            self._read_body(number, prefix + part, normalise.without_prefix(part), shape, grams)
+
+    def _read_body(
+        self, number: int, text: str, body: str, shape: bytes, grams: Collection[str] | None
+    ) -> None:
+        """Read the body of a line, or of a part of one."""
+        named, is_local = normalise.rank_of(text)
+        line = Line(number=number, text=text, body=body, rank=named, has_local_rank=is_local)
+        after_call = self._tracebacks.read_call(body, named)
+        if after_call is not None:
+            if after_call:  # the newline after the call was lost
+                line.body = after_call
+                self._match(line, None)
+            return
+        if self._tracebacks.read_start(body, named, has_following=bool(self._following)):
+            return
+        self._tracebacks.read_ignored(body, named)
+        cause = self._match(line, grams)
+        if cause is not None and len(self._cause_of_shape) < rank.MAX_DISTINCT:
+            self._cause_of_shape[shape] = cause
+        if grams:
+            key = frozenset(grams)
+            self._alike[key] = self._alike.get(key, 0) + 1 if cause is not None else -_MAX_ALIKE
+
+    def _match(self, line: Line, grams: Collection[str] | None) -> Cause | None:
+        """Record the cause that a line shows, and return it."""
+        traceback = self._tracebacks.of(line.rank)
+        innermost = None if traceback is None else traceback.innermost
+        self._findings.read_line(line)
+        is_logged = "ERROR" in line.text
+        raised = exception_of(line.body, is_in_traceback=False)
+        if raised is None and (bare := normalise.undecorated(line.body)) is not None:
+            line.body, is_logged = bare, True
+        raised = raised or exception_of(line.body, is_in_traceback=innermost is not None)
+        if raised is not None and normalise.continues_below(line.body):
+            line.body = " ".join([line.body, *map(str.strip, self._following[:_LINES_BELOW])])
+            raised = exception_of(line.body, is_in_traceback=False) or raised
+        best = self._find_best(line, raised, innermost, grams)
+        if raised is not None and traceback is not None:
+            self._tracebacks.end(line.rank)
+            if traceback.is_ignored:
+                return None
+        if best is not None:
+            if normalise.is_passed_test(line.body):
+                return None
+            return self._findings.note(best, line, traceback if raised is not None else None)
+        if raised is None:
+            self._findings.note_quoted(line)
+            return None
+        raised = exception_of(" ".join((line.body, *self._folded)), is_in_traceback=False) or raised
+        cause = self._findings.note_exception(raised, line, traceback, is_logged=is_logged)
+        if traceback is not None and not cause.is_wrapper:
+            self._tracebacks.skips_calls = True
+        return cause
+
+    def _find_best(
+        self,
+        line: Line,
+        raised: re.Match[str] | None,
+        innermost: str | None,
+        grams: Collection[str] | None,
+    ) -> Match | None:
+        """Return the rule that says most about a line, alone or with the lines that continue it."""
+        innermost = None if raised is None else innermost
+        best = self._match_rules(line, line.body, innermost, grams)
+        if self._folded:
+            whole = self._find_broken(line, self._folded, innermost, own=best)
+            order = self._matcher.order
+            if whole is not None and (best is None or order(best[0]) > order(whole[0])):
+                self._skipped, best = len(self._folded), whole
+        if raised is None:
+            return best
+        if self._following and (best is None or best[0].fallback):
+            rest = normalise.continuing(self._following)
+            best = self._find_broken(line, rest, innermost, own=best) or best
+        # Where it was raised says more than words that any exception may have.
+        is_by_words = best is None or (
+            best[0].fallback and (best[0].raised_in is not None or best[0].level == "exception")
+        )
+        if is_by_words and not rank.is_passed_on(raised):
+            return self._matcher.find_by_place(raised, innermost) or best
+        return best
+
+    def _match_rules(
+        self, line: Line, body: str, innermost: str | None, grams: Collection[str] | None
+    ) -> Match | None:
+        """Return the best rule for a line; record those that wait, and what the line takes back."""
+        found = self._matcher.match(body, innermost, grams)
+        for code in found.ended:
+            self._take_back(code)
+            self._ended.append(code)
+        for waiting in found.waiting:
+            self._findings.note_waiting(waiting, line)
+        return found.best
+
+    def _find_broken(
+        self, line: Line, rest: list[str], innermost: str | None, *, own: Match | None
+    ) -> Match | None:
+        """Return the rule that a message matches which is broken between words or within one.
+
+        `own` is the match of the first line alone. If there is one, matches within the other lines
+        are left to those.
+        """
+        if not rest:
+            return None
+        is_message = bool(self._folded) and own is None
+        found, end = list["Match"](), len(line.body)
+        for joint in (" ", ""):
+            text = joint.join((line.body, *rest))
+            text = normalise.without_hedge(text) if self._folded else text
+            best = self._match_rules(line, text, innermost, None)
+            # The match must reach past the first line, and begin in it unless this is a folded message.
+            if best is not None and best[1].end() > end and (is_message or best[1].start() < end):
+                found.append(best)
+        return min(found, key=lambda match: strength(match[0]), default=None)
+
+
+def explain_text(text: str, catalogue: Catalogue | None = None) -> list[Cause]:
+    """Return the causes found in a log that is a string."""
+    reader = LogReader(catalogue)
+    reader.read_text(text)
+    return reader.causes()
