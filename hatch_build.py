@@ -16,7 +16,7 @@ class PackRules(BuildHookInterface[Any]):
     """Adds the catalogue as JSON, which loads ten times as fast as TOML.
 
     It is written outside of the checkout, where it could become older than the rules; an editable
-    install has none.
+    install needs none.
     """
 
     _folder: Path | None = None

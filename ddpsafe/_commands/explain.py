@@ -24,6 +24,7 @@ _SHOWN: Final = 5
 _LOGS: Final = {".log", ".out", ".err", ".txt", ".json", ".stacks", ".pkl", ".pickle", ""}
 _NO_LOGS: Final = {"ranks.json"}
 """The timeline of an attempt without a failure: it holds no log lines."""
+_NOT_THE_END: Final = "It did not end the job: the log shows nothing else, or that the job went on."
 _MAX_COLUMNS: Final = 160
 _MAY_NAME_RULES: Final = re.compile(rb"^\s*\[tool(?:\.ddpsafe\b|\])", re.MULTILINE)
 """What a pyproject.toml has that names rules in [tool.ddpsafe.explain]."""
@@ -133,7 +134,7 @@ def _lines(causes: list[Cause], lines: int) -> Iterator[str]:
             yield "Also found, and less likely the cause:"
         yield f"{cause.code}{rank}: {cause.cause}"
         yield f"  What to do: {cause.fix}"
-        yield f"  {_RETRY_TEXTS[cause.retry]}"
+        yield f"  {_RETRY_TEXTS[cause.retry] if cause.ended_job else _NOT_THE_END}"
         for at, text in cause.evidence:
             yield f"  line {at}: {text[:_MAX_COLUMNS]}" if at else f"  {text[:_MAX_COLUMNS]}"
         if cause.count > len(cause.evidence):

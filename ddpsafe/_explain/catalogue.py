@@ -5,19 +5,24 @@ mechanism, not one sentence: its patterns hold what every version of a message h
 ``docs/how-to/explain-your-own-failures.md`` describes the columns.
 
 A wheel has the catalogue as one JSON file, which loads in a few milliseconds; parsing TOML takes a
-tenth of a second. A checkout has no such file and parses the TOML each time, so it cannot be stale.
+tenth of a second. A checkout keeps what it has parsed beside Python's bytecode, where it can write, and
+uses it only for exactly the same files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import pkgutil
 import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import cache_from_source, source_hash
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ddpsafe._explain.checks import CHECKS, expand
@@ -191,18 +196,34 @@ def built_in() -> Catalogue:
     try:
         packed = pkgutil.get_data(__package__, PACKED)
     except OSError:
-        packed = None
-    return Catalogue(pack(read_toml()) if packed is None else json.loads(packed))
+        return Catalogue(_pack_checkout())
+    return Catalogue(json.loads(packed or b""))
+
+
+def _pack_checkout() -> Mapping[str, Any]:
+    """Return the packed catalogue of a checkout: what an earlier call has kept, if nothing changed."""
+    texts = read_toml()
+    code = [pkgutil.get_data(__package__, name) or b"" for name in ("catalogue.py", "checks.py")]
+    key = source_hash(b"".join([*code, *(text.encode() for text in texts.values())])).hex()
+    place = Path(cache_from_source(__file__)).with_suffix(".json")
+    with contextlib.suppress(OSError, ValueError):
+        kept = json.loads(place.read_bytes())
+        if kept["key"] == key:
+            return dict(kept["packed"])
+    packed = pack(texts)
+    if not sys.dont_write_bytecode:
+        with contextlib.suppress(OSError):
+            new = place.with_name(f"{place.name}.{os.getpid()}")
+            new.write_text(json.dumps({"key": key, "packed": packed}), "utf-8")
+            new.replace(place)
+    return packed
 
 
 def read_toml() -> dict[str, str]:
     """Return the texts of the catalogue's files by their names, also those in a zip file."""
-    from importlib.resources import files
-
-    here = files(__package__)
-    texts = {area: (here / "rules" / f"{area}.toml").read_text("utf-8") for area in AREAS}
-    others = {name: (here / f"{name}.toml").read_text("utf-8") for name in ("exceptions", "words")}
-    return texts | others
+    names = [*(f"rules/{area}.toml" for area in AREAS), "exceptions.toml", "words.toml"]
+    texts = {name: pkgutil.get_data(__package__, name) or b"" for name in names}
+    return {Path(name).stem: text.decode() for name, text in texts.items()}
 
 
 def pack(texts: Mapping[str, str]) -> dict[str, Any]:

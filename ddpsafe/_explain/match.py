@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._explain import tracebacks
 from ddpsafe._explain.catalogue import GRAM, LEVELS, compiled, grams_of
+from ddpsafe._explain.normalise import is_nothing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,6 +22,11 @@ _SHELL_SIGNS: Final = (
     *("cudaerror", "hiperror", "cuda_error_", "cuda error", "cuda failure", "os { code: "),
 )
 """Parts of lines that `normalise.in_usual_form` words in another way."""
+_HANDLED_SIGNS: Final = (
+    *("skipping", "skipped", "ignoring", "continuing", "falling back", "retrying", "trying again"),
+    "reducing batch",
+)
+"""Parts of lines that say what came of the failure in the line before or after them."""
 
 Match = tuple["LogRule", "re.Match[str]"]
 """A rule and the match of one of its signs."""
@@ -70,13 +76,21 @@ class Matcher:
         for number in sorted(numbers):
             yield self.catalogue.rules[number]
 
-    def match(self, body: str, innermost: str | None, grams: Iterable[str] | None) -> Matched:
+    def match(
+        self,
+        body: str,
+        innermost: str | None,
+        grams: Iterable[str] | None,
+        *,
+        is_exception: bool,
+    ) -> Matched:
         """Return what a line matches.
 
         Args:
             body: The line without what a launcher or a logger puts before it.
             innermost: The call that raised the exception, if the line is one.
             grams: See `candidates`.
+            is_exception: Whether the line is an exception, whose words are always meant.
         """
         found = Matched()
         for rule in self.candidates(body, grams):
@@ -87,6 +101,8 @@ class Matcher:
             # A rule that needs another line may still replace an earlier rule, by its `over`.
             is_settled = found.best is not None and strength(found.best[0]) == (False, 0)
             if (is_settled and rule.also is None) or (match := rule.find(body)) is None:
+                continue
+            if not is_exception and is_nothing(match):
                 continue
             if not rule.fallback and rule.is_raised_in(innermost) and not is_settled:
                 found.best = (rule, match)
@@ -130,7 +146,7 @@ class Sieve:
         import numpy as np
 
         self._np = np
-        signs = (*tracebacks.SIGNS, *catalogue.english, *_SHELL_SIGNS)
+        signs = (*tracebacks.SIGNS, *catalogue.english, *_SHELL_SIGNS, *_HANDLED_SIGNS)
         others = [sign.encode().lower() for sign in signs]
         grams = {*catalogue.grams, *(sign[:GRAM].decode("latin-1") for sign in others)}
         self._gram_of = {int.from_bytes(gram.encode("latin-1"), "little"): gram for gram in grams}

@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from ddpsafe._explain.tracebacks import FRAME
+from ddpsafe._explain.tracebacks import FRAME, exception_of
 
 if TYPE_CHECKING:
     from ddpsafe._explain.catalogue import Catalogue
@@ -143,6 +143,101 @@ _PASSED_TEST: Final = re.compile(
     r"^(?=(.*?::\S))\1.* (?:PASSED|SKIPPED|XFAIL|XPASS)\b|^(?:PASSED|SKIPPED|XFAIL) "
 )
 """A passed or skipped test, whose name may mention the failure that it provokes."""
+_ALL_PASSED: Final = re.compile(
+    r"^=*\s?(?!.*\b(?:failed|errors?)\b)(?:\d+ (?:passed|skipped|deselected|xfailed|xpassed|warnings?)(?:, )?)+ in [\d.]+s"
+    r"|^OK(?: \([\w =,]+\))?$|^Test passed\.$|^\[  PASSED  \] \d+ tests?\b|^test result: ok\. |^100% tests passed"
+    r"|^ok  \t\S|^PASS$|^All tests passed"
+)
+"""The summary of a run of tests in which none failed: what it printed before was expected."""
+_SUCCEEDED: Final = re.compile(
+    r"(?i)max_(?:epochs|steps)\S* reached|(?<!not )\b(?:exits|exited|finished|completed|terminated|ended) successfully|successfully (?:finished|completed)"
+    r"|\btraining (?:is |was |has )?(?:completed?|finished|done)\b|\bJobState=COMPLETED\b|\bState=COMPLETED\b|\bCOMPLETED +0:0\b"
+    r"|\bcompleted after \d+ (?:iterations|steps|epochs)|\b(?:finished|done) training\b"
+)
+"""What says that a job ended well."""
+_RECOVERED: Final = re.compile(
+    r"(?i)\b(?:connected|reconnected|finished|succeeded|success|successful(?:ly)?|recovered|resumed|restored|resolved|completed?|downloaded|done|ready|listening|available|passed|works|fits|ok)\b(?! (?:with|but|exit|unsuccess))"
+    r"|^Normal +(?:Started|Pulled|Ready|Scheduled|SuccessfulAttachVolume)|\bStarted container\b| at http://"
+)
+"""What says that something which was tried again has worked."""
+_HANDLED: Final = re.compile(
+    r"(?i)(?<!not )(?<!-)\bskip(?:ped|ping)\b|(?<!exception )(?<!not )\bignor(?:ed|ing)\b|\bignore (?:above|this|it)\b|\bsafe(?:ly)? (?:to )?ignore"
+    r"|(?<!cannot )(?<!can't )(?<!before )\bcontinuing\b(?! would)|\b(?:carrying|moving|going) on\b|\bproceeding\b|\bfall(?:s|ing)? ?back\b"
+    r"|(?<!try )(?<!consider )(?<!by )(?<!are )(?<!mean )(?<!of )(?<!recommend )\b(?!crash|fail|abort|hang)\w+ing (?:[\w'./-]+ ){0,5}instead\b(?! of)|\busing (?:[\w'./-]+ ){0,3}defaults?\b"
+    r"|(?<!-)\b(?:excluded|omitted|left out|set aside|quarantined|replaced (?:by|with)|removed from the|went on|goes on)\b|\b(?:batch|sample|update|file) (?:is |was )?(?:dropped|discarded)\b"
+    r"|\b(?:reducing|lowering|halving|decreasing) (?:the )?(?:micro|batch|chunk)|\b(?:dropping|discarding|leaving out) (?:it|this|the|that|batch|sample)\b"
+    r"|\bthis is (?:expected|harmless|fine|not (?:an error|a problem))\b|\bno action (?:is )?(?:needed|required)\b"
+)
+"""What a program writes about a failure that it has handled."""
+_HANDLED_STEMS: Final = (
+    *(
+        "skip",
+        "ignor",
+        "continuing",
+        "ing on",
+        "proceeding",
+        "fall",
+        "using",
+        "reducing",
+        "lowering",
+    ),
+    *("halving", "decreasing", "drop", "discard", "leaving out", "this is", "no action", "instead"),
+    *(
+        "excluded",
+        "omitted",
+        "left out",
+        "set aside",
+        "quarantined",
+        "replaced",
+        "removed",
+        "goes on",
+    ),
+    "went on",
+)
+_RETRIED: Final = re.compile(
+    r"(?i)\bretrying\b|\bwill (?:retry|try again|be retried|restart)\b|\b(?:retries|attempts) (?:remaining|left)\b|\b(?:try|trying) (?:again|another|the next|(?:a )?smaller|batch|\d+)\b"
+    r"|\battempt \d+ ?(?:of|/|out of) ?\d+|\breconnecting\b|\bnot (?:yet )?(?:ready|up|available|there) ?(?:yet)?, (?:waiting|sleeping)|\bbacking off\b|\brestarting (?:it|worker|the)\b|\brequeued?\b"
+)
+"""What a program writes about a failure after which it tries again."""
+_RETRIED_STEMS: Final = (
+    *("retr", "again", "another", "the next", "trying", "attempt", "reconnecting", "waiting"),
+    *("sleeping", "backing off", "restart", "requeue"),
+)
+_EVENT: Final = re.compile(r"^Warning {2,}\w")
+"""A warning of Kubernetes, which tries everything again."""
+_TALK: Final = re.compile(
+    r"^\*\*\* (?:[A-Za-z_]\w*\.)*[A-Z]\w+(?:Error|Exception|Interrupt|Iteration)\b"  # pdb's echo
+    r"|^\((?:Pdb|ipdb)\) |^\++ [a-z_./'\"]"  # a debugger's prompt, a command of `set -x`
+    r"|^ *(?:-\w, ?)?--[a-z][\w-]*(?:[ =][\w{}<>,|.-]+){0,2} {2,}\S|^usage: "  # the help of a command
+    r"|^\s*(?:[0-9a-f]{7,40} |[-*•] )?(?:[Ff]ix(?:e[sd])?|[Bb]ug ?fix|No longer|Resolve[sd]?|Handle[sd]?|Avoid(?:s|ed)?|Prevent(?:s|ed)?|Retry on|Catch(?:es)?|Merge (?:pull|branch))\b"
+    r"|^\s*(['\"])(?:(?!\1).)*\1,$"  # an item of a list in a configuration
+    r"|^\s*['\"]?(?:\w+[._-])?(?:on|retry|restart|ignore|allow|skip)(?:[_-]\w+)+['\"]?\s*[:=]\s"  # an option in one
+)
+"""A line that is not about what happens now: a debugger's, a command's, a list of changes or options."""
+_STEPS_OF_GOING_ON: Final = 3
+_NUMBER: Final = re.compile(r"\d+")
+_NUMBERS_OF_STEP: Final = 2
+"""The first numbers of a line that shows progress are those of the epoch and the step."""
+_SOURCE: Final = re.compile(
+    r"^[-+]?\s*(?:raise [\w.]+\(|(?:el)?if .*:\s*(?:#.*)?$|except\b.*:\s*$|def \w+\(|assert |(?:logger|logging|log|warnings)\.\w+\(|self\.(?:assert|skip|fail)\w+\(|with pytest\.raises)"
+)
+"""A line of a program, which counts only in a traceback."""
+_PROGRAM: Final = re.compile(
+    r"^[-+]?\s*(?:(?:el)?if .*:$|else:|for .* in .*:$|while .*:$|try:|except\b.*:$|finally:|return\b|import \w|from \S+ import |def \w+\(|class \w+|with .*:$|raise |@\w)"
+)
+"""A line beside which such a line is taken for the text of a program."""
+_NOTHING: Final = re.compile(
+    r"""(?i)[\w-]*(?: (?:errors?|events?|counts?|kills?|failures?|total))?["']?\s*[:=|]\s*"""
+    r"""(?:0+(?:\.0+)?(?=[\s,;}\]|)]|$)|(?:false|none|null|no|never|off|\[\]|\{\}|""|'')(?=[,;}\]|)]|\s*$))"""
+)
+"""What follows the name of a counter or an option: nothing has happened."""
+_COUNTER: Final = re.compile(r"\w*_\w* +0(?=\s|$)")
+_OPTION: Final = re.compile(r"--[\w-]*$")
+_SUPPOSED: Final = re.compile(
+    r"(?i)\b(?:(?:if|when|whenever|in case(?: of)?|to (?:avoid|prevent|handle|survive)|(?:avoid|prevent|handle)s|what to do (?:on|if)) (?:[\w.-]+ ){0,3}[`\"'“]?|for [`\"'“])(?:[\w.]+: )?[\w.]*$"
+    r"|\b(?:yesterday|last (?:week|time|run|night|job)|previous(?:ly)?|earlier|reported)\b[^`\"“]*[`\"“](?:[\w.]+: )?[\w.]*$"
+)
+"""What precedes a failure that a sentence only supposes, or quotes from another time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -164,21 +259,106 @@ class Line:
     has_local_rank: bool = False
 
 
-Weight = Literal["error", "warning", "info"]
+Weight = Literal["error", "warning", "info", "handled"]
 
 
-def weight_of(line: Line) -> Weight:
-    """Return what its program marks a line as; less than an error proves less."""
+def weight_of(line: Line, match: re.Match[str] | None = None) -> Weight:
+    """Return what its program marks a line as, or that it has handled it; less than an error proves less.
+
+    The words that a sign has matched do not count: such a rule is about what was handled.
+    """
+    body = line.body
+    if match is not None and match.string == body:
+        body = f"{body[: match.start()]} {body[match.end() :]}"
+    if _has_any(body, _HANDLED_STEMS) and _HANDLED.search(body):
+        return "handled"
     marked = _WARNING.search(line.text)
     if marked is None:
         return "error"
     # Some launchers print their ranks' stderr as INFO.
-    return "info" if marked["info"] and not _RAISED.search(line.body) else "warning"
+    is_raised = _RAISED.search(line.body) or exception_of(line.body, is_in_traceback=False)
+    return "info" if marked["info"] and not is_raised else "warning"
 
 
-def shows_progress(line: str) -> bool:
-    """Return whether a line is one that a run prints that makes progress or has succeeded."""
-    return _PROGRESS.search(line) is not None
+def is_retried(line: Line) -> bool:
+    """Return whether a line says that its program tries again."""
+    if _EVENT.match(line.body):
+        return True
+    return _has_any(line.body, _RETRIED_STEMS) and _RETRIED.search(line.body) is not None
+
+
+def _has_any(body: str, stems: tuple[str, ...]) -> bool:
+    # Most lines have none, and trying every form of them takes ten times as long.
+    lowered = body.lower()
+    return any(stem in lowered for stem in stems)
+
+
+def is_talk(line: Line, before: str, following: list[str]) -> bool:
+    """Return whether a line outside of tracebacks only talks about failures.
+
+    It is an option, a change, a quote, or source code.
+
+    Args:
+        line: The line.
+        before: The line before it.
+        following: The lines after it, which may have the exception of a traceback without calls.
+    """
+    if _TALK.match(line.body) or (line.text.lstrip().startswith("> ") and before):
+        return True
+    if not _SOURCE.match(line.body):
+        return False
+    bare = [without_prefix(text.rstrip()) for text in following]
+    is_alone = not any(map(_PROGRAM.match, (before, *bare)))
+    is_raised = any(exception_of(text, is_in_traceback=False) or undecorated(text) for text in bare)
+    return not is_alone and not is_raised
+
+
+def is_nothing(match: re.Match[str]) -> bool:
+    """Return whether what a sign matched is a counter at zero, an option that is off, or a supposition."""
+    text = match.string
+    is_zero = _NOTHING.match(text, match.end()) or _COUNTER.match(text, match.start())
+    is_option = _OPTION.search(text, 0, match.end())
+    return bool((is_zero and not is_option) or _SUPPOSED.search(text[: match.start()]))
+
+
+@dataclass(slots=True, kw_only=True)
+class Tail:
+    """What the end of a log shows, each as the number of the last line that shows it; 0 for none.
+
+    Attributes:
+        progress: A step, an epoch, or a success.
+        recovered: Something that was tried again has worked.
+        succeeded: The job ended well.
+        passed: A run of tests in which none failed.
+        steps: Lines that show progress, with the numbers in them.
+    """
+
+    progress: int = 0
+    recovered: int = 0
+    succeeded: int = 0
+    passed: int = 0
+    steps: list[tuple[int, str]] = field(default_factory=list)
+
+    def went_on(self, number: int) -> bool:
+        """Return whether training made several steps after a line, which no rank does alone."""
+        return len({text for at, text in self.steps if at > number}) >= _STEPS_OF_GOING_ON
+
+
+def read_tail(tail: list[str], lines: int) -> Tail:
+    """Return what the last lines of a log show; `lines` is the number of the last one."""
+    found = Tail()
+    for number, text in enumerate(tail, start=lines - len(tail) + 1):
+        body = without_prefix(clean(text))
+        if _PROGRESS.search(text):
+            found.progress = number
+            found.steps.append((number, " ".join(_NUMBER.findall(body)[:_NUMBERS_OF_STEP])))
+        if _SUCCEEDED.search(text):
+            found.succeeded = number
+        if _RECOVERED.search(text):
+            found.recovered = number
+        if _ALL_PASSED.match(body):
+            found.passed = number
+    return found
 
 
 def is_passed_test(body: str) -> bool:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._explain.catalogue import LEVELS
-from ddpsafe._explain.normalise import Line, weight_of
+from ddpsafe._explain.normalise import Line, Tail, is_retried, weight_of
 from ddpsafe._explain.tracebacks import FIX_OF_USER, read_exception
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from ddpsafe._errors import FailureKind
     from ddpsafe._explain.catalogue import Catalogue, Level, LogRule, Retry
@@ -62,6 +62,8 @@ _REPORT: Final = "DS-RUN-report"
 _UNUSED: Final = ("DS-DDP-unused", "DS-DDP-outputs-unused")
 _NAMES_ONE_RANK: Final = ("cause", "exception", "end", "exit")
 """Levels of causes that happen on one rank: torchrun's summary says on which."""
+_ENDS_A_PROCESS: Final = ("end", "exit", "peer")
+"""Levels of lines that show that a process ended."""
 _RETRY_OF: Final[dict[str, Retry]] = {
     "config": "never",
     "user-error": "never",
@@ -92,6 +94,7 @@ class Cause:
         last: The number of the last line that shows it.
         is_warning: Whether the programs that printed its lines marked all of them as warnings.
         has_local_rank: Whether `rank` is a local_rank, because the line names no other.
+        is_retried: Whether its programs said that they try again.
         is_wrapper: Whether it only re-raises another process's exception, which may follow.
         is_taken_back: Whether a later line showed that it was over.
     """
@@ -109,8 +112,14 @@ class Cause:
     last: int = 0
     is_warning: bool = False
     has_local_rank: bool = False
+    is_retried: bool = False
     is_wrapper: bool = False
     is_taken_back: bool = False
+
+    @property
+    def ended_job(self) -> bool:
+        """Whether it may have ended the job; False if it is harmless or the job went on."""
+        return self.level != "noise"
 
     def as_json(self) -> dict[str, object]:
         """Return what ``ddpsafe explain --json`` prints of it."""
@@ -121,6 +130,7 @@ class Cause:
             "rank": self.rank,
             "evidence": [{"line": number, "text": text} for number, text in self.evidence],
             "retry": self.retry,
+            "ended_job": self.ended_job,
             "kind": self.kind,
             "page": self.page,
         }
@@ -218,16 +228,23 @@ class Findings:
             if text == "AssertionError" and line.rank in self._asserted:
                 text += f": {self._asserted.pop(line.rank)}"  # its condition
             facts["said"] = text[:_MAX_QUOTED_CHARS].removesuffix(".")
-        weight = weight_of(line)
+        weight = weight_of(line, found)
+        if weight == "handled":  # its own words, in an exception that was raised
+            weight = "error"
         level = rule.level
-        if level in ("cause", "likely") and weight != "error":
-            level = "noise" if weight == "info" else "likely"
-        is_warning = level == "noise" or weight != "error"
+        if weight == "info":
+            level = "noise"
+        elif weight == "warning" and level == "cause":
+            level = "likely"
+        is_again = is_retried(line)
+        is_warning = level == "noise" or weight != "error" or is_again
         cause = where.get(rule.code)
         if cause is None:
             cause = where[rule.code] = _make_cause(rule, facts)
             cause.level, cause.is_warning = level, is_warning
+            cause.is_retried = is_again
         cause.is_warning, cause.last = cause.is_warning and is_warning, line.number
+        cause.is_retried = cause.is_retried and is_again
         if LEVELS[level] < LEVELS[cause.level]:  # now it is an error, and no longer a warning
             cause.level, cause.evidence = level, []
         if cause.rank is None:
@@ -308,6 +325,17 @@ class Findings:
             cause.last = number
         return not cause.is_taken_back
 
+    def withdraw(self, cause: Cause, *, is_over: bool) -> None:
+        """Withdraw the last line of a cause: its program has handled it, or only tries again."""
+        if not is_over:
+            cause.is_warning = cause.is_retried = True
+        elif cause.count > 1:
+            cause.count -= 1
+        elif cause is self._lone:
+            self._lone = None
+        elif self._found.get(cause.code) is cause:
+            self.take_back(cause.code)
+
     def take_back(self, code: str) -> bool:
         """Drop a cause that was over; its lines are matched again. Return whether there was one."""
         cause = self._found.pop(code, None)
@@ -352,13 +380,13 @@ class Findings:
             self._note_proved(_MISMATCH, *mismatch)
 
     def causes(
-        self, completed: set[str], progress: int, tracebacks: Tracebacks, lines: int
+        self, completed: set[str], tail: Tail, tracebacks: Tracebacks, lines: int
     ) -> list[Cause]:
         """Return the causes, most likely first; noise only if there is nothing else.
 
         Args:
             completed: Codes of rules whose other line has been read.
-            progress: The number of the last line that shows progress.
+            tail: What the end of the log shows.
             tracebacks: Those that the log ends in.
             lines: How many lines the log has.
         """
@@ -367,9 +395,9 @@ class Findings:
         shown += [self._quoted] if self._quoted else []
         found: dict[str, Cause] = {}
         for cause in shown:
-            is_outlived = cause.is_warning and cause.last < progress
-            if not is_outlived and not (cause.is_wrapper and self._knows_original):
+            if not _is_over(cause, tail) and not (cause.is_wrapper and self._knows_original):
                 found.setdefault(cause.code, cause)
+        _lower_what_ended_nothing(found.values(), tail)
         self._timeouts.describe(found)
         for code in found.keys() & set(_UNUSED):
             found[code].cause += self._unused
@@ -457,6 +485,26 @@ class _Timeouts:
                     " different numbers of collectives (uneven batches, or a branch on one rank)."
                 )
         return ""
+
+
+def _is_over(cause: Cause, tail: Tail) -> bool:
+    """Return whether the end of the log shows that a cause was expected or only a warning."""
+    after = tail.passed
+    if cause.is_warning:
+        after = max(after, tail.progress)
+    if cause.is_retried:
+        after = max(after, tail.recovered, tail.succeeded)
+    return 0 < cause.last < after
+
+
+def _lower_what_ended_nothing(causes: Iterable[Cause], tail: Tail) -> None:
+    """Lower causes to "noise" that the job has outlived: it ended well later, or training went on."""
+    ends = [cause.last for cause in causes if cause.level in _ENDS_A_PROCESS]
+    for cause in causes:
+        has_ended_well = cause.last < tail.succeeded and max(ends, default=0) < tail.succeeded
+        has_gone_on = cause.level not in _ENDS_A_PROCESS and tail.went_on(max([cause.last, *ends]))
+        if cause.last and (has_ended_well or has_gone_on):
+            cause.level = "noise"
 
 
 def is_timeout(code: str) -> bool:

@@ -31,7 +31,7 @@ _MAX_SAME_LINES: Final = 3
 """How many lines that differ only in digits are matched: a loop prints the same one for hours."""
 _SMALL_BYTES: Final = 1 << 16
 """Smaller chunks are read line by line, which takes less time than importing numpy."""
-_TAIL_BYTES: Final = 4096
+_TAIL_BYTES: Final = 1 << 14
 _MAX_ALIKE: Final = 1_000
 """After so many lines with the same grams of rules, each of which had a cause, further ones are
 skipped as having the same cause, so that no log takes a minute per GB."""
@@ -60,7 +60,11 @@ class LogReader:
         self._following: list[str] = []
         self._folded: list[str] = []
         self._skipped = 0
-        self._progress = 0  # number of the last line, near the end, that shows progress
+        self._tail = b""
+        self._before = ""
+        self._handled_at = -1  # the line in which a program said that it handles something
+        # The last line that shows a cause: its number, its rank, and the cause.
+        self._noted: tuple[int, int | None, Cause] | None = None
         self.lines = 0
 
     def read(self, stream: BinaryIO) -> None:
@@ -77,13 +81,13 @@ class LogReader:
             self._read_chunk(chunk[:end])
             rest = chunk[end:]
         self._read_chunk(rest)
-        self._note_progress(tail)
+        self._tail = tail
 
     def read_text(self, text: str) -> None:
         """Read a log that is already a string."""
         log = text.encode("utf-8", "replace")
         self._read_chunk(log)
-        self._note_progress(log[-_TAIL_BYTES:])
+        self._tail = log[-_TAIL_BYTES:]
 
     def add(self, finding: RecordedFailure) -> None:
         """Add what flight recordings show."""
@@ -95,15 +99,11 @@ class LogReader:
 
     def causes(self) -> list[Cause]:
         """Return the causes, most likely first; noise only if there is nothing else."""
-        completed = self._matcher.completed
-        return self._findings.causes(completed, self._progress, self._tracebacks, self.lines)
-
-    def _note_progress(self, tail: bytes) -> None:
-        """Record the last line that shows progress, if the end of the log has one."""
-        for before, line in enumerate(reversed(tail.splitlines())):
-            if normalise.shows_progress(line.decode("utf-8", "replace")):
-                self._progress = self.lines - before
-                return
+        texts = self._tail.decode("utf-8", "replace").splitlines()
+        # The first one may have lost its beginning.
+        texts = texts[1:] if len(texts) < self.lines else texts
+        tail = normalise.read_tail(texts, self.lines)
+        return self._findings.causes(self._matcher.completed, tail, self._tracebacks, self.lines)
 
     def _read_chunk(self, chunk: bytes) -> None:
         first = self.lines + 1
@@ -214,7 +214,10 @@ class LogReader:
                 line.body = after_call
                 self._match(line, None)
             return
-        if self._tracebacks.read_start(body, named, has_following=bool(self._following)):
+        has_following, is_handled = bool(self._following), self._handled_at == number - 1
+        if self._tracebacks.read_start(
+            body, named, has_following=has_following, is_handled=is_handled
+        ):
             return
         self._tracebacks.read_ignored(body, named)
         cause = self._match(line, grams)
@@ -228,11 +231,14 @@ class LogReader:
         """Record the cause that a line shows, and return it."""
         traceback = self._tracebacks.of(line.rank)
         innermost = None if traceback is None else traceback.innermost
+        before, self._before = self._before, line.body
+        if innermost is None and normalise.is_talk(line, before, self._following):
+            return None
         self._findings.read_line(line)
-        is_logged = "ERROR" in line.text
+        is_logged, is_decorated = "ERROR" in line.text, False
         raised = exception_of(line.body, is_in_traceback=False)
         if raised is None and (bare := normalise.undecorated(line.body)) is not None:
-            line.body, is_logged = bare, True
+            line.body, is_logged, is_decorated = bare, True, True
         raised = raised or exception_of(line.body, is_in_traceback=innermost is not None)
         if raised is not None and normalise.continues_below(line.body):
             line.body = " ".join([line.body, *map(str.strip, self._following[:_LINES_BELOW])])
@@ -242,18 +248,39 @@ class LogReader:
             self._tracebacks.end(line.rank)
             if traceback.is_ignored:
                 return None
+        is_own = raised is not None and (traceback is not None or not is_decorated)
+        if not is_own and self._is_handled(line, best, is_failure=bool(best or raised)):
+            return None
         if best is not None:
             if normalise.is_passed_test(line.body):
                 return None
-            return self._findings.note(best, line, traceback if raised is not None else None)
-        if raised is None:
+            cause = self._findings.note(best, line, traceback if raised is not None else None)
+        elif raised is None:
             self._findings.note_quoted(line)
             return None
-        raised = exception_of(" ".join((line.body, *self._folded)), is_in_traceback=False) or raised
-        cause = self._findings.note_exception(raised, line, traceback, is_logged=is_logged)
-        if traceback is not None and not cause.is_wrapper:
-            self._tracebacks.skips_calls = True
+        else:
+            whole = " ".join((line.body, *self._folded))
+            raised = exception_of(whole, is_in_traceback=False) or raised
+            cause = self._findings.note_exception(raised, line, traceback, is_logged=is_logged)
+            if traceback is not None and not cause.is_wrapper:
+                self._tracebacks.skips_calls = True
+        self._noted = (line.number, line.rank, cause)
         return cause
+
+    def _is_handled(self, line: Line, best: Match | None, *, is_failure: bool) -> bool:
+        """Return whether a line says that its program went on, about a failure in it or one before it."""
+        is_noise = best is not None and best[0].level == "noise"
+        match = None if best is None else best[1]
+        is_handled = normalise.weight_of(line, match) == "handled" and not is_noise
+        if not is_handled and not normalise.is_retried(line):
+            return False
+        self._handled_at = line.number
+        # Advice below an error, which may have such words, is indented.
+        if not is_failure and self._noted is not None and not line.body[:1].isspace():
+            number, named, cause = self._noted
+            if (number, named) == (line.number - 1, line.rank):
+                self._findings.withdraw(cause, is_over=is_handled)
+        return is_handled
 
     def _find_best(
         self,
@@ -264,9 +291,9 @@ class LogReader:
     ) -> Match | None:
         """Return the rule that says most about a line, alone or with the lines that continue it."""
         innermost = None if raised is None else innermost
-        best = self._match_rules(line, line.body, innermost, grams)
+        best = self._match_rules(line, line.body, innermost, grams, raised)
         if self._folded:
-            whole = self._find_broken(line, self._folded, innermost, own=best)
+            whole = self._find_broken(line, self._folded, innermost, raised, own=best)
             order = self._matcher.order
             if whole is not None and (best is None or order(best[0]) > order(whole[0])):
                 self._skipped, best = len(self._folded), whole
@@ -274,7 +301,7 @@ class LogReader:
             return best
         if self._following and (best is None or best[0].fallback):
             rest = normalise.continuing(self._following)
-            best = self._find_broken(line, rest, innermost, own=best) or best
+            best = self._find_broken(line, rest, innermost, raised, own=best) or best
         # Where it was raised says more than words that any exception may have.
         is_by_words = best is None or (
             best[0].fallback and (best[0].raised_in is not None or best[0].level == "exception")
@@ -284,10 +311,15 @@ class LogReader:
         return best
 
     def _match_rules(
-        self, line: Line, body: str, innermost: str | None, grams: Collection[str] | None
+        self,
+        line: Line,
+        body: str,
+        innermost: str | None,
+        grams: Collection[str] | None,
+        raised: re.Match[str] | None,
     ) -> Match | None:
         """Return the best rule for a line; record those that wait, and what the line takes back."""
-        found = self._matcher.match(body, innermost, grams)
+        found = self._matcher.match(body, innermost, grams, is_exception=raised is not None)
         for code in found.ended:
             self._take_back(code)
             self._ended.append(code)
@@ -296,7 +328,13 @@ class LogReader:
         return found.best
 
     def _find_broken(
-        self, line: Line, rest: list[str], innermost: str | None, *, own: Match | None
+        self,
+        line: Line,
+        rest: list[str],
+        innermost: str | None,
+        raised: re.Match[str] | None,
+        *,
+        own: Match | None,
     ) -> Match | None:
         """Return the rule that a message matches which is broken between words or within one.
 
@@ -310,7 +348,7 @@ class LogReader:
         for joint in (" ", ""):
             text = joint.join((line.body, *rest))
             text = normalise.without_hedge(text) if self._folded else text
-            best = self._match_rules(line, text, innermost, None)
+            best = self._match_rules(line, text, innermost, None, raised)
             # The match must reach past the first line, and begin in it unless this is a folded message.
             if best is not None and best[1].end() > end and (is_message or best[1].start() < end):
                 found.append(best)

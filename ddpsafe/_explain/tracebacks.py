@@ -57,7 +57,7 @@ class Traceback:
         frame: The last call so far outside of libraries.
         innermost: The line of the last call so far, with slashes; ``None`` before the first.
         calls: The last calls so far, in the form of `innermost`.
-        is_ignored: Whether Python reports the exception as ignored.
+        is_ignored: Whether Python reports the exception as ignored, or its program as handled.
         is_original: Whether a worker or a replica raised it, and it is part of a wrapper's text.
         is_stack: Whether it is the stack of a log message, without an exception.
     """
@@ -120,8 +120,13 @@ class Tracebacks:
         rest = body[frame.end() :].strip()
         return "" if rest.startswith("(") else rest
 
-    def read_start(self, body: str, rank: int | None, *, has_following: bool) -> bool:
-        """Begin a traceback if a line is the first one of it; return whether it is."""
+    def read_start(
+        self, body: str, rank: int | None, *, has_following: bool, is_handled: bool
+    ) -> bool:
+        """Begin a traceback if a line is the first one of it; return whether it is.
+
+        With `is_handled`, the line before it says that its program handles what is raised.
+        """
         if body.startswith("Stack (most recent"):
             self._of_rank[rank] = Traceback(is_stack=True)
             return True
@@ -132,7 +137,8 @@ class Tracebacks:
         before = self._of_rank.get(rank)
         is_original = "Original Traceback" in body or ": Traceback" in body
         self._of_rank[rank] = Traceback(
-            is_ignored=before is not None and before.is_ignored and before.innermost is None,
+            is_ignored=is_handled
+            or (before is not None and before.is_ignored and before.innermost is None),
             is_original=is_original,
         )
         self._touch()
