@@ -39,6 +39,7 @@ _MAX_QUOTED_LINE: Final = 3
 """Up to this line an assertion is taken for a quote; further down a program may print source."""
 _CAUGHT_IN_WORKER: Final = re.compile(r"^Caught \w+ in (?:DataLoader worker|replica|pin memory)")
 _ROOT_CAUSE: Final = re.compile(r"^Root Cause \(first observed failure\)")
+_OTHER_FAILURES: Final = re.compile(r"^Failures:$")
 _RANK_OF_ROOT: Final = re.compile(r"^\s*rank\s*: (\d+) \(local_rank")
 _SEQUENCE: Final = re.compile(r"SeqNum=(\d+)(?:, OpType=(\w+)(?:, NumelIn=(\d+))?)?")
 _GROUP: Final = re.compile(r"\[PG (?:ID )?(\d+)")
@@ -62,6 +63,7 @@ _REPORT: Final = "DS-RUN-report"
 _UNUSED: Final = ("DS-DDP-unused", "DS-DDP-outputs-unused")
 _NAMES_ONE_RANK: Final = ("cause", "exception", "end", "exit")
 """Levels of causes that happen on one rank: torchrun's summary says on which."""
+_ENDED_BY_TORCHRUN: Final = ("DS-END-sigkill", "DS-END-sigterm", "DS-END-stopped")
 _ENDS_A_PROCESS: Final = ("end", "exit", "peer")
 """Levels of lines that show that a process ended."""
 _RETRY_OF: Final[dict[str, Retry]] = {
@@ -184,7 +186,7 @@ class Findings:
         self._knows_original = False
         self._report: Mapping[str, Any] | None = None
         self._root_rank: int | None = None
-        self._is_root_cause = False
+        self._is_root_cause = self._is_others = False
         self._timeouts = _Timeouts()
         self._unused = ""
 
@@ -193,9 +195,12 @@ class Findings:
         body = line.body
         if body.lstrip().startswith("assert"):  # a traceback prints it as the source of a call
             self._asserted[line.rank] = body.strip()
-        # Keep the rank that torchrun's summary names as the first to fail.
-        if _ROOT_CAUSE.match(body):
-            self._is_root_cause = True
+        # Keep the rank that torchrun's summary names as the first to fail. The others, which it lists
+        # before, it has ended itself.
+        if _OTHER_FAILURES.match(body):
+            self._is_others = True
+        elif _ROOT_CAUSE.match(body):
+            self._is_root_cause, self._is_others = True, False
         elif self._is_root_cause and (root := _RANK_OF_ROOT.match(body)):
             self._root_rank, self._is_root_cause = int(root[1]), False
 
@@ -214,6 +219,15 @@ class Findings:
         if rule.level == "exception" and traceback is not None and cause.count == 1:
             cause.cause += f" Raised at {traceback.frame}." if traceback.frame else ""
         return cause
+
+    @property
+    def expects_rank(self) -> bool:
+        """Whether the next lines of torchrun's summary name the rank that failed first."""
+        return self._is_root_cause
+
+    def is_aftermath(self, match: Match) -> bool:
+        """Return whether a line is torchrun's report of a rank that it ended because of another one."""
+        return self._is_others and match[0].code in _ENDED_BY_TORCHRUN
 
     def note_waiting(self, match: Match, line: Line) -> None:
         """Record a cause that counts only if another line follows."""

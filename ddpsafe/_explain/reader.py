@@ -141,7 +141,8 @@ class LogReader:
         # Deleting the digits runs in C, and most lines of a log end here.
         shape = raw[:_MAX_LINE_BYTES].translate(None, b"0123456789")
         seen = self._shapes.get(shape, 0)
-        if seen >= _MAX_SAME_LINES and not is_call and self._is_known(number, raw, shape):
+        is_frequent = seen >= _MAX_SAME_LINES and not is_call and not self._findings.expects_rank
+        if is_frequent and self._is_known(number, raw, shape):
             return
         if len(self._shapes) < rank.MAX_DISTINCT:
             self._shapes[shape] = seen + 1
@@ -252,7 +253,7 @@ class LogReader:
         if not is_own and self._is_handled(line, best, is_failure=bool(best or raised)):
             return None
         if best is not None:
-            if normalise.is_passed_test(line.body):
+            if normalise.is_passed_test(line.body) or self._findings.is_aftermath(best):
                 return None
             cause = self._findings.note(best, line, traceback if raised is not None else None)
         elif raised is None:

@@ -324,6 +324,38 @@ def test_torchruns_summary_provides_the_global_rank() -> None:
     assert (first.code, first.rank) == ("DS-END-sigkill", 11)
 
 
+def test_torchruns_summary_of_many_ranks_names_the_first_one() -> None:
+    """Its lines differ only in numbers, and the ranks that torchrun ended itself are no cause."""
+    entry = "[{0}]:\n  time      : 2026-09-07_13:02:58\n  rank      : {1} (local_rank: {1})\n  exitcode  : {2} (pid: 1{1})\n  error_file: <N/A>\n  traceback : {3}\n"
+    others = "".join(
+        entry.format(number, rank, -9, f"Signal 9 (SIGKILL) received by PID 1{rank}")
+        for number, rank in enumerate((0, 2, 3, 4, 5), start=1)
+    )
+    first = entry.format(0, 1, 1, "To enable traceback see: https://pytorch.org")
+    log = f"Failures:\n{others}-----\nRoot Cause (first observed failure):\n{first}"
+    found = explain_text(log)
+    assert [(cause.code, cause.rank) for cause in found] == [("DS-END-exit-code", 1)]
+
+
+LEFT_ALONE: Final = """\
+W1126 10:00:00.1 811 torch/multiprocessing/spawn.py:169] Terminating process 813 via signal SIGTERM
+torch.multiprocessing.spawn.ProcessRaisedException:
+
+-- Process 0 terminated with the following error:
+Traceback (most recent call last):
+  File "/w/train.py", line 12, in main
+    dist.all_reduce(x)
+RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711
+"""
+
+
+def test_the_summary_of_a_rank_that_only_lost_its_peer_does_not_lead_to_its_log() -> None:
+    """mp.spawn names the victim first; the rank that left is in another log."""
+    [cause] = explain_text(LEFT_ALONE)
+    assert cause.code == "DS-PEER-lost"
+    assert "logs of the other ranks" in cause.fix
+
+
 def test_tracebacks_of_ranks_may_be_interleaved() -> None:
     """Each line belongs to its rank's traceback: the file is that of the rank that raised."""
     log = """\
