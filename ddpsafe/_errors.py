@@ -6,6 +6,7 @@
       ConfigError (also ValueError)            before anything started; the config is wrong
       PreflightError                           before an attempt; the machine is not ready for it
       MismatchError (also ValueError)          in a rank: the ranks passed different things
+        ModelMismatchError                     the models that DDP would wrap differ
       LaunchError                              after the start
         RankFailedError
           RankRaisedError | RankExitedError | RankKilledError | RankLeftEarlyError
@@ -270,7 +271,31 @@ class MismatchError(DDPSafeError, ValueError):
     """The ranks called one collective with different keys or shapes."""
 
     kind: FailureKind = "user-error"
-    origin = "mismatch"
+    origin: Origin = "mismatch"
+
+
+class ModelMismatchError(MismatchError):
+    """The ranks' models differ in names, order, shapes, dtypes or ``requires_grad``.
+
+    Attributes:
+        ranks: The ranks that differ from the largest set of equal ones.
+        name: The first parameter or buffer that differs, as the equal ranks call it.
+        origin: "own" on the ranks that differ, so that the launcher blames one of them.
+    """
+
+    def __init__(
+        self,
+        explanation: Explanation | str,
+        *,
+        ranks: Sequence[int] = (),
+        name: str = "",
+        origin: Origin = "mismatch",
+    ) -> None:
+        """Keep the explanation and the facts."""
+        super().__init__(explanation)
+        self.origin = origin
+        self.ranks = tuple(ranks)
+        self.name = name
 
 
 class PreflightError(DDPSafeError):

@@ -7,6 +7,7 @@
     session            the rank's membership in its launch
     context            `RankContext`, which the user's function receives
     collectives        reduce, gather and broadcast
+    model_check        compares the model over the ranks before DDP copies it
     process_group      `init_process_group` under a deadline, and its end
     store_sync         barriers and messages over the store
     torch_hooks        every private name of torch, guarded

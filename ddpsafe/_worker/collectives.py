@@ -15,6 +15,7 @@ from ddpsafe._errors import ConfigError, Explanation, MismatchError
 from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._wire.exception_facts import clip
 from ddpsafe._wire.payload import find_unpicklable
+from ddpsafe._worker import model_check, torch_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +43,7 @@ def wrap(
     sync_batchnorm: bool,
     ddp_kwargs: Mapping[str, Any],
 ) -> nn.Module:
-    """Move to the device, convert BatchNorm on request, and wrap in DDP if there is a group."""
+    """Move to the device, convert BatchNorm on request, compare over the ranks, and wrap in DDP."""
     import torch.distributed as dist
     from torch import nn
 
@@ -55,6 +56,7 @@ def wrap(
         return model
     options: dict[str, Any] = {"device_ids": None if device.type == "cpu" else [device]}
     options.update(ddp_kwargs)
+    torch_hooks.before_ddp(model_check.check_before_ddp)  # under another launcher, the first time
     with exempt_from_gc(after_script=True):  # DDP imports torch._dynamo
         return nn.parallel.DistributedDataParallel(model, **options)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
-from ddpsafe._worker import context, pending_exception, process_group, torch_hooks
+from ddpsafe._worker import context, model_check, pending_exception, process_group, torch_hooks
 from ddpsafe._worker.store_sync import Control, FolderStore
 from ddpsafe._world import World, find_world, loopback_interfaces
 
@@ -78,6 +78,7 @@ def install_hooks(spec: RankSpec, since_start: Callable[[], float]) -> None:
         torch_hooks.limit_collectives(spec.timeouts.collective)
     torch_hooks.before_destroy(pending_exception.leaving_group)
     torch_hooks.around_waits(pending_exception.waiting)
+    torch_hooks.before_ddp(model_check.check_before_ddp)
 
 
 def _leave_loopback(spec: RankSpec) -> None:

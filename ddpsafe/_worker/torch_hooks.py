@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import inspect
 import json
 import math
 import sys
@@ -24,9 +25,10 @@ from ddpsafe._clock import BoundedCall
 from ddpsafe._wire.messages import MAIN_GROUP, UNKNOWN_COLLECTIVE, Arrival, Collective
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
+    from torch import nn
     from torch.distributed import Store
 
     Rendezvous = Iterator[tuple[Store, int, int]]
@@ -213,6 +215,36 @@ def let_members_make_groups() -> None:
             main.bound_device_id = device
 
     _replace("new_group", stock, new_group)
+
+
+@functools.cache
+def before_ddp(check: Callable[[nn.Module, Mapping[str, Any]], None]) -> None:
+    """Call `check` with the model and the arguments of each ``DistributedDataParallel`` that is made.
+
+    The class itself stays: subclasses, ``isinstance`` and pickles work as before.
+    """
+    from torch.nn import Module
+    from torch.nn.parallel import DistributedDataParallel
+
+    stock = DistributedDataParallel.__init__
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def init(self: DistributedDataParallel, *args: Any, **options: Any) -> None:
+        try:
+            given = signature.bind(self, *args, **options).arguments
+        except TypeError:
+            given = {}  # torch raises the better error
+        if isinstance(given.get("module"), Module):
+            check(given["module"], given)
+        stock(self, *args, **options)
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+
+
+def ignored_by_ddp(module: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters and buffers that DDP is told to leave alone."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def default_store() -> Store | None:

@@ -1,0 +1,80 @@
+"""Models are compared by name before DistributedDataParallel copies them by position."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import model_programs as programs
+import pytest
+from fault_kit import World, require_rank
+
+import ddpsafe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ORDER, BUILT = "a fixed order on every rank", "build the same model on every rank"
+DIFFERENT: dict[str, tuple[str, str, str]] = {
+    "order of buffers": ("full_freq", "position 6", ORDER),
+    "order of parameters": ("full_bias", "position 0", ORDER),
+    "another name": ("head_a.weight", "'head_b.weight'", BUILT),
+    "one more": ("full_freq", "parameter 'extra.weight'", BUILT),
+    "one less": ("extra.weight", "parameter 'extra.weight'", BUILT),
+    "shape": ("head.weight", "shape [5, 3], float32) instead of", "ctx.broadcast(size)"),
+    "dtype": ("2.weight", "(shape [3, 3], float64)", "convert it on every rank"),
+    "frozen": (
+        "0.weight",
+        "(shape [3, 3], float32, frozen)",
+        "requires_grad by the same condition",
+    ),
+    "tied": ("2.weight", "parameter '2.bias' (shape [3]", BUILT),
+    "own buffers": ("shard_of_rank_0", "(shape [2], float32)", BUILT),
+    "long name": ("ä" * 50, "ä1'", BUILT),
+}
+"""Kind of difference: the first name, what the message shows, and the advice."""
+
+ALLOWED = [
+    "equal",
+    "allowed: not copied",
+    "allowed: without synchronization",
+    "allowed: ignored",
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    """Return what each of three ranks got for each model; one launch for all of them."""
+    world = World(folder=tmp_path_factory.mktemp("models"), ranks=3)
+    result = world.launch(programs.compare, [*DIFFERENT, *ALLOWED])
+    return [result.values[rank] for rank in range(3)]
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_a_model_that_differs_is_refused_on_every_rank(
+    found: list[dict[str, tuple[str, tuple[int, ...], str]]], kind: str
+) -> None:
+    """Every rank gets the same error: which ranks differ, the first name, and what each has there."""
+    name, shown, advice = DIFFERENT[kind]
+    wrapped = found[:2] if kind == "order of parameters" else found
+    assert len({rank[kind] for rank in wrapped}) == 1
+    text, ranks, first = found[0][kind]
+    assert ranks == ((1, 2) if kind == "own buffers" else (1,))
+    assert first.startswith(name)
+    assert shown in text
+    assert advice in text
+    assert all(f"rank {rank}: position" in text for rank in range(len(wrapped)))
+
+
+@pytest.mark.parametrize("kind", ALLOWED)
+def test_what_ddp_does_not_copy_may_differ(found: list[dict[str, object]], kind: str) -> None:
+    """Equal models are wrapped; so are those that differ only in what DDP leaves alone."""
+    assert [rank[kind] for rank in found] == ["", "", ""]
+
+
+def test_a_script_that_wraps_by_itself_is_checked_too(tmp_path: Path) -> None:
+    """The rank that differs is blamed, before its first step."""
+    world = World(folder=tmp_path, ranks=3)
+    error = world.spawn_fails(ddpsafe.RankRaisedError, programs.wrap_by_hand)
+    require_rank(error, 1)
+    assert isinstance(error.__cause__, ddpsafe.ModelMismatchError)
+    assert "buffer 'local_freq' (shape [4], float32) instead of buffer 'full_freq'" in str(error)
