@@ -56,6 +56,14 @@ BETWEEN_SIBLINGS: Final = {
         "ddpsafe.data._loader.build",
     ): "ctx.loader makes the rank's loader; late",
     (
+        "ddpsafe.data._loader.equal_readers",
+        "ddpsafe._worker.session",
+    ): "the store in which ranks compare what they read; late",
+    (
+        "ddpsafe.data._loader.equal_readers",
+        "ddpsafe._worker.torch_hooks",
+    ): "as above, in ranks that ddpsafe has not started; late",
+    (
         "ddpsafe._worker.join.network",
         "ddpsafe.doctor._examine",
     ): "nodes are examined over a store; late",

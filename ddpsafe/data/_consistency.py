@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 _PATH_ATTRIBUTES: Final = ("samples", "imgs", "files", "paths")
 _ITEM_DIGEST_BYTES: Final = 8
+# Items are read beside the paths, because labels may come from elsewhere: wrong ones show in most items.
+_PROBES_BESIDE_PATHS: Final = 16
+# Decoders of two hosts may differ in the last bit of a pixel; labels and masks are small or integers.
+_COMPARED_VALUES: Final = 1_024
 
 
 def sorted_files(
@@ -93,12 +97,16 @@ class DatasetView:
         kind: Its type's name, and what is compared.
         indices: Which samples are compared.
         item: Index -> text that identifies the sample, the same on every host.
+        parts: Index -> the texts of the parts of the sample, and whether each is a single value.
+        by_paths: Whether paths are compared.
     """
 
     length: int | None
     kind: str
     indices: range | list[int]
     item: Callable[[int], str]
+    parts: Callable[[int], list[tuple[str, bool]]] = lambda _: []
+    by_paths: bool = False
 
     def digest(self, start: int, stop: int) -> str:
         """Return the digest of the compared samples number `start` to `stop`."""
@@ -106,6 +114,10 @@ class DatasetView:
         for place in range(start, min(stop, len(self.indices))):
             total.update(self.item(self.indices[place]).encode("utf-8", "surrogateescape") + b"\0")
         return total.hexdigest()
+
+    def unordered(self) -> int:
+        """Return a digest of the compared samples that does not depend on their order."""
+        return sum(int(self.digest(i, i + 1), 16) for i in range(len(self.indices))) % 2**63
 
     def fingerprint(self) -> str:
         """Return the digest of length, kind and samples: 16 bytes as hexadecimal text."""
@@ -133,17 +145,45 @@ def view_dataset(
         return _view(length, f"{name} by its fingerprint", range(1), lambda _: own)
     paths = _paths_of(dataset)
     if paths is not None:
-        count, path = paths
-        return _view(length, f"{name} by its paths", range(count), path)
+        return DatasetView(
+            length=length,
+            kind=f"{name} by its paths",
+            indices=paths.indices,
+            item=paths.item,
+            parts=paths.parts,
+            by_paths=True,
+        )
     if length is None or not hasattr(dataset, "__getitem__"):
         return _view(length, name, range(0), str)
-    count = min(probes, length)
-    indices = sorted({round(p) for p in np.linspace(0, length - 1, count)}) if count else []
-    item = _probe(dataset)
+    indices = _spread(length, probes)
+    item, parts = _probe(dataset, stable_text)
     if indices and item(indices[0]) != item(indices[0]):
         # Its items are random from generators of their own, so they do not identify it.
         return _view(length, f"{name} by its length, as its items are random", range(0), str)
-    return _view(length, f"{name} by {len(indices)} probes", indices, item)
+    kind = f"{name} by {len(indices)} probes"
+    return DatasetView(length=length, kind=kind, indices=indices, item=item, parts=parts)
+
+
+def view_items(dataset: Any, probes: int) -> DatasetView | None:
+    """Choose items to compare beside the paths; ``None`` if there are none or they are random.
+
+    Where the samples hold paths, only what is below the root counts. Of large arrays of floats or bytes
+    only shape and dtype count.
+    """
+    paths = _paths_of(dataset)
+    if paths is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return None
+    indices = _spread(len(dataset), min(probes, _PROBES_BESIDE_PATHS))
+    item, parts = _probe(dataset, lambda sample: _coarse_text(sample).replace(paths.root, ""))
+    if not indices or item(indices[0]) != item(indices[0]):
+        return None
+    kind = f"{type(dataset).__qualname__} by {len(indices)} items"
+    return DatasetView(length=len(dataset), kind=kind, indices=indices, item=item, parts=parts)
+
+
+def _spread(length: int, count: int) -> list[int]:
+    count = min(count, length)
+    return sorted({round(p) for p in np.linspace(0, length - 1, count)}) if count else []
 
 
 def _view(
@@ -152,8 +192,16 @@ def _view(
     return DatasetView(length=length, kind=kind, indices=indices, item=item)
 
 
-def _paths_of(dataset: Any) -> tuple[int, Callable[[int], str]] | None:
-    """Return how many files a dataset lists, and a function from index to path."""
+class _Paths(NamedTuple):
+    """The files that a dataset lists, as `DatasetView` takes them, and their root."""
+
+    indices: range
+    item: Callable[[int], str]
+    parts: Callable[[int], list[tuple[str, bool]]]
+    root: str
+
+
+def _paths_of(dataset: Any) -> _Paths | None:
     for name in _PATH_ATTRIBUTES:
         listing = getattr(dataset, name, None)
         if isinstance(listing, list | tuple) and listing:
@@ -168,30 +216,50 @@ def _paths_of(dataset: Any) -> tuple[int, Callable[[int], str]] | None:
         root = os.path.commonpath([os.path.dirname(_path_of(entry)) for entry in listing] or [""])  # noqa: PTH120 - for a million paths; Path is 20 times slower
     prefix = os.path.join(os.fspath(root), "")  # noqa: PTH118 - as above
 
-    def item(index: int) -> str:
+    def parts(index: int) -> list[tuple[str, bool]]:
         entry = listing[index]
         rest = stable_text(entry[1:]) if isinstance(entry, tuple | list) else ""
-        return _path_of(entry).removeprefix(prefix) + "|" + rest
+        return [(_path_of(entry).removeprefix(prefix), False), (rest, True)]
 
-    return len(listing), item
+    def item(index: int) -> str:
+        return "|".join(text for text, _ in parts(index))
+
+    return _Paths(range(len(listing)), item, parts, prefix)
 
 
 def _path_of(entry: Any) -> str:
     return os.fspath(entry[0] if isinstance(entry, tuple | list) else entry)
 
 
-def _probe(dataset: Any) -> Callable[[int], str]:
-    def item(index: int) -> str:
+def _probe(
+    dataset: Any, text: Callable[[Any], str]
+) -> tuple[Callable[[int], str], Callable[[int], list[tuple[str, bool]]]]:
+    """Return two functions that read an item: its text, and the texts of its parts."""
+
+    def read(index: int) -> Any:
         with _fixed_randomness(index):
             try:
-                sample = dataset[index]
+                return dataset[index]
             except Exception as error:
                 where = describe_index(dataset, index)
                 add_note(error, f"While reading {where} to compare the dataset over the ranks.")
                 raise
-            return stable_text(sample)
 
-    return item
+    def parts(index: int) -> list[tuple[str, bool]]:
+        sample = read(index)
+        values = list(sample.values()) if isinstance(sample, Mapping) else sample
+        values = values if isinstance(values, list | tuple) else [values]
+        return [
+            (_digest(text(value).encode("utf-8", "replace")), _is_single(value)) for value in values
+        ]
+
+    return (lambda index: text(read(index))), parts
+
+
+def _is_single(value: Any) -> bool:
+    """Return whether a value is one number or text, as labels are."""
+    size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)
+    return size == 1 or value is None or isinstance(value, int | float | complex)
 
 
 @contextlib.contextmanager
@@ -211,13 +279,23 @@ def _fixed_randomness(seed: int) -> Iterator[None]:
 
 def stable_text(value: Any) -> str:
     """Return a text that is equal on every host for equal samples: without memory addresses."""
+    return _text_of(value, _content)
+
+
+def _coarse_text(value: Any) -> str:
+    """Return the text without the contents of large arrays of floats or bytes."""
+    return _text_of(value, _coarse_content)
+
+
+def _text_of(value: Any, content: Callable[[Any], str]) -> str:
     if value is None or isinstance(value, str | bytes | int | float | complex):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{k!r}:{stable_text(v)}" for k, v in value.items()) + "}"
+        pairs = (f"{k!r}:{_text_of(v, content)}" for k, v in value.items())
+        return "{" + ",".join(pairs) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(stable_text(part) for part in value) + "]"
-    return f"{type(value).__qualname__}{_content(value)}"
+        return "[" + ",".join(_text_of(part, content) for part in value) + "]"
+    return f"{type(value).__qualname__}{content(value)}"
 
 
 def _content(value: Any) -> str:
@@ -229,6 +307,19 @@ def _content(value: Any) -> str:
     if isinstance(value, np.ndarray | np.generic):
         return f"{value.shape}{value.dtype}{_digest(value.tobytes())}"
     return _digest(value.tobytes()) if hasattr(value, "tobytes") else ""
+
+
+def _coarse_content(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        is_of_labels = not value.is_floating_point() and value.dtype is not torch.uint8
+        count = value.numel()
+    elif isinstance(value, np.ndarray | np.generic):
+        is_of_labels, count = value.dtype.kind in "biu" and value.dtype != np.uint8, value.size
+    else:  # an image: its file was compared
+        return str(getattr(value, "size", ""))
+    if is_of_labels or count <= _COMPARED_VALUES:
+        return _content(value)
+    return f"{tuple(value.shape)}{value.dtype}"
 
 
 def _digest(raw: bytes) -> str:
@@ -251,7 +342,8 @@ def check_dataset_consistency(
 
     The dataset is compared by the first of these that it has: `key`, ``fingerprint()``, a list
     of paths (``samples``, ``imgs``, ``files``, ``paths``; relative to its root, so mount
-    points may differ), or `probes` of its items, read with fixed seeds.
+    points may differ), or `probes` of its items, read with fixed seeds. Beside paths, 16 items are
+    read too, because labels may come from elsewhere; of large images only shape and dtype count then.
 
     Args:
         dataset: The dataset.
@@ -276,7 +368,7 @@ def check_dataset_consistency(
                 fix="leave key= out.",
             )
         )
-    view, report, error = _examine(dataset, probes, key, facts or {})
+    views, report, error = _examine(dataset, probes, key, facts or {})
     reports = gather_json(report, group)
     broken = [rank for rank, report in enumerate(reports) if report["error"]]
     if len(broken) == len(reports) and error is not None:
@@ -308,10 +400,11 @@ def check_dataset_consistency(
                 ),
                 ranks=odd,
             )
-    if len({entry["fingerprint"] for entry in reports}) > 1:
-        assert view is not None, "a rank without a view has reported an error"  # noqa: S101 - our own invariant
-        _refuse_differing_data(view, reports, group)
-    return str(report["fingerprint"])
+    for place in range(min(len(entry["views"]) for entry in reports)):
+        if len({entry["views"][place]["fingerprint"] for entry in reports}) > 1:
+            described = [{**entry["views"][place], "length": entry["length"]} for entry in reports]
+            _refuse_differing_data(dataset, views[place], described, group)
+    return str(report["views"][0]["fingerprint"])
 
 
 def compare_states(state: Mapping[str, object], group: ProcessGroup | None = None) -> None:
@@ -347,30 +440,38 @@ def _examine(
     probes: int,
     key: Callable[[int], object] | None,
     facts: Mapping[str, object],
-) -> tuple[DatasetView | None, dict[str, Any], Exception | None]:
+) -> tuple[list[DatasetView], dict[str, Any], Exception | None]:
     """Read what is compared. Exceptions are returned: raised here, they would leave ranks waiting."""
     plain = {name: repr(value) for name, value in facts.items()}
     try:
         with restored_after_reading(dataset):
-            view = view_dataset(dataset, probes=probes, key=key)
-            fingerprint = view.fingerprint()
+            views = [view_dataset(dataset, probes=probes, key=key)]
+            beside = view_items(dataset, probes) if views[0].by_paths else None
+            views += [] if beside is None else [beside]
+            fingerprints = [view.fingerprint() for view in views]
     except Exception as error:  # noqa: BLE001 - raised again on every rank
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         broken = {"error": f"{type(error).__name__}: {error}", "facts": plain, "traceback": text}
-        return None, broken, error
+        return [], broken, error
     report = {
         "error": None,
         "facts": plain,
-        "fingerprint": fingerprint,
-        "length": view.length,
-        "kind": view.kind,
-        "compared": len(view.indices),
+        "length": views[0].length,
+        "views": [
+            {
+                "fingerprint": fingerprint,
+                "kind": view.kind,
+                "compared": len(view.indices),
+                "by_paths": view.by_paths,
+            }
+            for view, fingerprint in zip(views, fingerprints, strict=True)
+        ],
     }
-    return view, report, None
+    return views, report, None
 
 
 def _refuse_differing_data(
-    view: DatasetView, reports: list[dict[str, Any]], group: ProcessGroup | None
+    dataset: object, view: DatasetView, reports: list[dict[str, Any]], group: ProcessGroup | None
 ) -> None:
     odd = _minority([report["fingerprint"] for report in reports])
     usual = next(rank for rank in range(len(reports)) if rank not in odd)
@@ -384,18 +485,29 @@ def _refuse_differing_data(
     items = [view.digest(i, i + 1) for i in range(first, min(first + chunk, count))]
     offset = _first_unequal(gather_json(items, group), odd[0], usual)
     place = None if number is None or offset is None else first + offset
-    if len({report["length"] for report in reports}) > 1 and "probes" in view.kind:
+    if len({report["length"] for report in reports}) > 1 and isinstance(view.indices, list):
         place = None  # probes of datasets of unequal length are not the same items
-    shown = gather_json(_text(view, place), group)
+    there = None if place is None or place >= count else view.parts(view.indices[place])
+    facts = gather_json(
+        {
+            "text": _text(view, place),
+            "parts": there,
+            "unordered": view.unordered(),
+            "is_split": hasattr(dataset, "indices") and hasattr(dataset, "dataset"),
+        },
+        group,
+    )
+    shown = [each["text"] for each in facts]
+    difference = UnequalData.of(facts[usual], facts[odd[0]], reports[usual], reports[odd[0]])
+    cause, fix = next((rule.cause, rule.fix) for rule in DIFFERENCES if rule.holds(difference))
     index = None if place is None else _index(view, place)
     where = "" if index is None else f" The first difference is at item {index}."
     raise DatasetInconsistencyError(
         Explanation(
             f"{ranks_text(odd)} of {len(reports)} {'has' if len(odd) == 1 else 'have'} other data "
             f"than the rest.{where}",
-            cause="the order of a directory listing, files that are missing on a host, or samples "
-            "filtered or shuffled per rank.",
-            fix="list files with ddpsafe.data.sorted_files(), and filter the same on all ranks.",
+            cause=cause,
+            fix=fix,
             details=[
                 f"rank {rank}: {report['length']} samples, {report['kind']}"
                 f"{'' if shown[rank] is None else f', there: {shown[rank]}'}"
@@ -406,6 +518,91 @@ def _refuse_differing_data(
         ranks=odd,
         index=index,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnequalData:
+    """How the data of two ranks differ.
+
+    Attributes:
+        same_length: Whether they have as many samples.
+        same_samples: Whether what was compared is the same, in another order.
+        only_labels: Whether the first sample that differs has an equal input.
+        is_split: Whether the dataset is a part of another one, as `random_split` makes it.
+        has_paths: Whether paths were compared.
+    """
+
+    same_length: bool
+    same_samples: bool
+    only_labels: bool
+    is_split: bool
+    has_paths: bool
+
+    @classmethod
+    def of(
+        cls,
+        facts: Mapping[str, Any],
+        other_facts: Mapping[str, Any],
+        report: Mapping[str, Any],
+        other_report: Mapping[str, Any],
+    ) -> UnequalData:
+        """Compare what two ranks have gathered."""
+        parts = list(zip(facts["parts"] or (), other_facts["parts"] or (), strict=False))
+        return cls(
+            same_length=report["length"] == other_report["length"],
+            same_samples=facts["unordered"] == other_facts["unordered"],
+            # An input that is a single number tells apart only where it comes first.
+            only_labels=any(
+                one == other and (place == 0 or not one[1])
+                for place, (one, other) in enumerate(parts)
+            ),
+            is_split=facts["is_split"],
+            has_paths=bool(report["by_paths"]),
+        )
+
+
+class _DifferenceRule(NamedTuple):
+    holds: Callable[[UnequalData], bool]
+    cause: str
+    fix: str
+
+
+DIFFERENCES: Final = (
+    _DifferenceRule(
+        lambda each: each.only_labels,
+        "the samples have equal inputs but other labels: the classes are numbered in an order that "
+        "differs between processes, as that of a set or of a directory listing does.",
+        "number them in a fixed order: {name: i for i, name in enumerate(sorted(set(labels)))}.",
+    ),
+    _DifferenceRule(
+        lambda each: each.is_split,
+        "the split was drawn from a generator that is seeded per rank.",
+        "give the split its own generator: random_split(dataset, lengths, "
+        "generator=torch.Generator().manual_seed(0)).",
+    ),
+    _DifferenceRule(
+        lambda each: each.has_paths and each.same_length and each.same_samples,
+        "the ranks list the same files in another order: that of a directory listing or of a set.",
+        "list files with ddpsafe.data.sorted_files(), or sort the list.",
+    ),
+    _DifferenceRule(
+        lambda each: each.has_paths,
+        "files are missing on a host, or were filtered per rank.",
+        "compare the data of the hosts; list files with ddpsafe.data.sorted_files(), and filter the "
+        "same on all ranks.",
+    ),
+    _DifferenceRule(
+        lambda each: not each.same_length,
+        "samples are missing on a host, or were filtered or divided per rank.",
+        "give every rank the whole dataset, filtered the same: the sampler divides it.",
+    ),
+    _DifferenceRule(
+        lambda _: True,
+        "the samples were shuffled, filtered or divided per rank, or read from other files.",
+        "give every rank the whole dataset in the same order: the sampler shuffles and divides it.",
+    ),
+)
+"""What can differ, the most certain first; the first rule that holds gives cause and advice."""
 
 
 def _first_unequal(digests: list[list[str]], odd: int, usual: int) -> int | None:

@@ -6,6 +6,7 @@
       DataError
         DataConfigError (also ValueError)      bad arguments: n = 0, rank outside, NaN weights
         MissingDistributedSamplerError         every rank would read everything
+        UndividedStreamError                   two ranks or workers read the same samples
         StateMismatchError (also ValueError)   the state belongs to other data, or is damaged
         DatasetChangedError                    the length of the dataset is not the sampler's
         LateSetEpochError                      set_epoch() came after iter()
@@ -41,6 +42,26 @@ class DataConfigError(DataError, ValueError):
 
 class MissingDistributedSamplerError(DataError):
     """The sampler does not divide the data over the ranks of this world."""
+
+
+class UndividedStreamError(DataError):
+    """Two ranks, or two workers of a rank, have read the same first samples of a stream.
+
+    Attributes:
+        ranks: The ranks that read the same samples; one rank if two of its workers did.
+        workers: The two workers, from 0; 0 for a rank without workers.
+    """
+
+    def __init__(
+        self,
+        explanation: Explanation | str,
+        *,
+        ranks: Sequence[int] = (),
+        workers: Sequence[int] = (),
+    ) -> None:
+        super().__init__(explanation)
+        self.ranks = tuple(ranks)
+        self.workers = tuple(workers)
 
 
 class StateMismatchError(DataError, ValueError):

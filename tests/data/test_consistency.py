@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_programs import Numbers, consistency, run_ranks
+from data_programs import Numbers, consistency, consistency_of_pictures, run_ranks
 
 from ddpsafe.data import check_dataset_consistency
-from ddpsafe.data._consistency import stable_text
+from ddpsafe.data._consistency import DIFFERENCES, UnequalData, stable_text
 
 
 def test_same_data_below_different_mount_points_is_equal() -> None:
@@ -46,6 +46,49 @@ def test_every_rank_raises_and_names_the_rank(fault: str, text: str, index: int 
             assert ranks == (1,)
             assert "rank 1 of 3" in message
         assert found == index
+
+
+PICTURES: dict[str, tuple[str, int]] = {
+    "labels": ("number them in a fixed order", 0),
+    "listing": ("the same files in another order", 0),
+    "missing": ("files are missing on a host", 40),
+    "split": ("generator=torch.Generator().manual_seed(0)", 0),
+}
+"""Fault of rank 1: the advice that fits it, and the first item that differs."""
+
+
+def test_labels_are_compared_where_the_dataset_lists_files() -> None:
+    """The advice fits what differs. A decoder's last bit, random items and mount points do not count."""
+    result = run_ranks(consistency_of_pictures, [*PICTURES, "none", "decoder", "random"], ranks=3)
+    assert len({str(result[rank]) for rank in range(3)}) == 1
+    for fault, (advice, index) in PICTURES.items():
+        text, ranks, first = result[0][fault]
+        assert advice in text
+        assert first == index
+        assert ranks == ((1, 2) if fault == "split" else (1,))
+    assert result[0]["none"] == result[0]["decoder"] == result[0]["random"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "others", "is_split", "advice"),
+    [
+        ([("a", False), ("1", True)], [("a", False), ("2", True)], False, "number them"),
+        ([("7", True), ("1", True)], [("7", True), ("2", True)], False, "number them"),
+        ([("a", False), ("1", True)], [("b", False), ("1", True)], False, "shuffled, filtered"),
+        ([("a", False), ("1", True)], [("b", False), ("1", True)], True, "random_split"),
+        ([("a", False)], [("b", False)], False, "shuffled, filtered"),
+        (None, None, False, "shuffled, filtered"),
+    ],
+)
+def test_the_advice_is_about_what_differs(
+    *, parts: Any, others: Any, is_split: bool, advice: str
+) -> None:
+    """Equal inputs with other labels are not a matter of the listing, nor is a split."""
+    facts = {"unordered": 1, "is_split": is_split, "parts": parts}
+    report = {"length": 5, "by_paths": False}
+    difference = UnequalData.of(facts, {**facts, "unordered": 2, "parts": others}, report, report)
+    rule = next(rule for rule in DIFFERENCES if rule.holds(difference))
+    assert advice in f"{rule.cause} {rule.fix}"
 
 
 def test_single_process_gets_a_fingerprint_and_keeps_its_random_state() -> None:

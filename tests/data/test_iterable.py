@@ -9,7 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from data_programs import lines_of, numbers_to
+from data_programs import lines_of, numbers_to, read_shares, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -232,3 +232,42 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], text: str) -> None
     """The error says which arguments conflict."""
     with pytest.raises(DataConfigError, match=text):
         ShardedIterable(range(3), num_replicas=1, rank=0, **arguments)
+
+
+WRONG = ["undivided", "pairs of ranks"]
+RIGHT = [
+    "divided",
+    "constant",
+    "few labels",
+    "padding first",
+    "undivided for fewer replicas",
+    "by epoch",
+]
+
+
+def test_ranks_that_read_the_same_samples_of_a_stream_are_refused() -> None:
+    """The error names two ranks and shows the samples; a divided stream gets not even a warning.
+
+    What may be equal by chance proves nothing, nor do ranks that have read different streams before.
+    """
+    found = run_ranks(read_shares, [*WRONG, *RIGHT], 0, ranks=3)
+    for kind in WRONG:
+        texts = [found[rank][kind] for rank in range(3) if found[rank][kind]]
+        assert texts, kind
+        for text, ranks, _ in texts:
+            assert ranks == (0, 1) or kind == "undivided"
+            assert "read the same samples of Share: the first 8" in text
+            assert "sample 1: (tensor([" in text
+    assert [found[rank][kind] for rank in range(3) for kind in RIGHT] == [""] * 3 * len(RIGHT)
+
+
+def test_ranks_that_are_asked_for_in_the_workers_are_refused() -> None:
+    """In a worker there is no group: each rank takes itself for rank 0, and half of the data is lost."""
+    found = run_ranks(read_shares, ["asked in the workers", "divided"], 2)
+    texts = [found[rank]["asked in the workers"] for rank in range(2)]
+    text, ranks, workers = texts[0] or texts[1]
+    assert ranks == (0, 1)
+    assert workers[0] == workers[1]
+    assert f"worker {workers[0]} of rank 0" in text
+    assert "torch.distributed is not initialized" in text
+    assert [found[rank]["divided"] for rank in range(2)] == ["", ""]

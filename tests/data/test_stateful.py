@@ -11,7 +11,6 @@ import itertools
 import json
 import random
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -30,8 +29,8 @@ from torch.utils.data import (
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from ddpsafe.data import DataLoader
-from ddpsafe.data._loader.replay import _content
-from ddpsafe.data.errors import DataWarning, StateMismatchError
+from ddpsafe.data._loader.equal_readers import checksum
+from ddpsafe.data.errors import DataWarning, StateMismatchError, UndividedStreamError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,8 +50,8 @@ N = 46
 )
 def test_contents_are_compared_completely(change: Callable[[int], object]) -> None:
     """The text of a long array omits its middle, so two different ones would be taken for equal."""
-    assert _content(change(2500), 0) == _content(change(2500), 0)
-    assert _content(change(2500), 0) != _content(change(2501), 0)
+    assert checksum(change(2500), 0) == checksum(change(2500), 0)
+    assert checksum(change(2500), 0) != checksum(change(2501), 0)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +67,8 @@ def test_contents_are_compared_completely(change: Callable[[int], object]) -> No
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own: nested tensors are a prototype
 def test_a_tensor_without_contiguous_bytes_has_a_content_too(make: Callable[[int], object]) -> None:
     """Otherwise a pass over a stream ends with torch's error about its storage."""
-    assert _content(make(3), 0) == _content(make(3), 0)
-    assert _content(make(3), 0) != _content(make(4), 0)
+    assert checksum(make(3), 0) == checksum(make(3), 0)
+    assert checksum(make(3), 0) != checksum(make(4), 0)
 
 
 def own_part(n: int) -> range:
@@ -608,26 +607,32 @@ class Whole(IterableDataset[int]):
 @pytest.mark.full(but=["stream0-True-1", "stream3-False-1"])
 @pytest.mark.parametrize("batch_size", [1, 4, None])
 @pytest.mark.parametrize(
-    ("stream", "is_warned"),
+    ("stream", "is_refused"),
     [
-        (Whole(3), True),
-        (Whole(4), True),
+        (Whole(7), False),  # too few to prove anything
+        (Whole(8), True),
         (Whole(100), True),
-        (Whole(100, divisor=1000), False),  # constant: no difference can be seen
+        (Whole(400, divisor=30), True),
+        (Whole(400, divisor=100), False),  # so few different samples may be equal by chance
+        (Whole(100, divisor=1000), False),
         (Divided(), False),
         (WithIterator(), False),
     ],
 )
-def test_stream_that_each_worker_reads_completely_gives_a_warning(
+def test_a_stream_that_each_worker_reads_completely_is_refused(
     stream: IterableDataset[int],
-    is_warned: bool,  # noqa: FBT001 - a parametrized test's argument
+    is_refused: bool,  # noqa: FBT001 - a parametrized test's argument
     batch_size: int | None,
 ) -> None:
-    """One warning follows four batches of each worker, or the end; torch repeats samples silently."""
+    """The error shows the samples, before the second worker's are delivered; a divided stream gets nothing."""
     loader = DataLoader(stream, batch_size, num_workers=2, multiprocessing_context="fork")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", DataWarning)
-        for _ in range(2):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DataWarning)
+        if not is_refused:
+            for _ in range(2):
+                list(loader)
+            return
+        with pytest.raises(UndividedStreamError, match="sample 0: ") as caught:
             list(loader)
-    said = [each for each in caught if "All 2 workers deliver the same" in str(each.message)]
-    assert [Path(each.filename).name for each in said] == ["test_stateful.py"] * is_warned
+    assert caught.value.workers == (0, 1)
+    assert "get_worker_info" in str(caught.value)

@@ -202,6 +202,61 @@ class Stream(IterableDataset[int]):
         return iter(range(10))
 
 
+class Share(IterableDataset[Any]):
+    """A stream of pairs whose division among the ranks is right or wrong, by its name."""
+
+    def __init__(self, kind: str, epoch: int = 0) -> None:
+        self.kind = kind
+        self.epoch = epoch
+        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        if kind.endswith("replicas"):
+            self.num_replicas = 1
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        share, shares = self.rank * workers + worker, self.ranks * workers
+        if self.kind == "asked in the workers":
+            # In a spawned worker there is no group, so that every rank takes itself for rank 0.
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            share = rank * workers + worker
+        elif self.kind == "undivided" or self.kind.endswith("replicas"):
+            share, shares = worker, workers
+        elif self.kind == "pairs of ranks":
+            share = self.rank // 2 * workers + worker
+        elif self.kind == "by epoch":
+            share = (share + self.epoch) % shares
+        for i in range(share, 64 * shares, shares):
+            if self.kind == "constant":
+                yield torch.zeros(3), 1
+            elif self.kind == "few labels":
+                yield torch.zeros(3), i // shares % 5
+            elif self.kind == "padding first":
+                yield torch.full((3,), float(max(0, i - 30 * shares))), 0
+            else:
+                yield torch.full((3,), float(i)), i % 2
+
+
+def read_shares(ctx: ddpsafe.RankContext, kinds: list[str], workers: int) -> dict[str, Any]:
+    """Read streams of each kind; return the error of each, or an empty text."""
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        try:
+            if kind == "by epoch":
+                for epoch in range(3):  # a new loader in each epoch, and on one rank another one
+                    if ctx.rank == 0 and epoch == 0:
+                        list(ctx.loader(Share("constant"), batch_size=4, check=False))
+                    list(ctx.loader(Share(kind, epoch), batch_size=4, check=False))
+            else:
+                options = {"multiprocessing_context": "forkserver"} if workers else {}
+                list(data.DataLoader(Share(kind), 4, num_workers=workers, **options))
+            found[kind] = ""
+        except data.errors.UndividedStreamError as error:
+            found[kind] = (str(error), error.ranks, error.workers)
+        ctx.barrier()
+    return found
+
+
 def lines_of(path: str) -> list[str]:
     """Return the lines of a file."""
     return Path(path).read_text().split()
@@ -241,6 +296,49 @@ def consistency(ctx: ddpsafe.RankContext, fault: str) -> Any:
     except data.errors.DatasetInconsistencyError as error:
         return str(error), error.ranks, error.index
     return fingerprint
+
+
+class Pictures(Dataset[Any]):
+    """Lists files; labels come from a table of its own, whose order is the rank's on one rank."""
+
+    def __init__(self, fault: str) -> None:
+        self.root = f"/mnt/{dist.get_rank()}"
+        names = [f"{i:03d}.jpg" for i in range(100)]
+        is_odd = dist.get_rank() == 1
+        if fault == "listing" and is_odd:
+            names.reverse()
+        if fault == "missing" and is_odd:
+            names.pop(40)
+        self.files = [f"{self.root}/{name}" for name in names]
+        self.classes = ["cat", "dog", "eel"]
+        if fault == "labels" and is_odd:
+            self.classes.reverse()
+        self.noise = 1e-6 * dist.get_rank() if fault == "decoder" else 0.0
+        self.random = random.Random() if fault == "random" else None
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Any:
+        picture = torch.full((3, 32, 32), float(index)) + self.noise
+        label = self.classes.index(["cat", "dog", "eel"][index % 3])
+        extra = 0.0 if self.random is None else self.random.random()
+        return {"image": picture, "label": label, "path": self.files[index], "extra": extra}
+
+
+def consistency_of_pictures(_ctx: ddpsafe.RankContext, faults: list[str]) -> dict[str, Any]:
+    """Check datasets that list files, and a split; return each error, or the fingerprint."""
+    found: dict[str, Any] = {}
+    for fault in faults:
+        dataset: Dataset[Any] = Pictures(fault)
+        if fault == "split":
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            dataset = torch.utils.data.random_split(Numbers(100), [80, 20], generator)[0]
+        try:
+            found[fault] = data.check_dataset_consistency(dataset)
+        except data.errors.DatasetInconsistencyError as error:
+            found[fault] = (str(error), error.ranks, error.index)
+    return found
 
 
 def exact_gather(ctx: ddpsafe.RankContext, sizes: list[int]) -> list[bool]:

@@ -4,6 +4,7 @@ Each module imports only those before it::
 
     machine_limits  warnings of the machine's limits that workers would run into
     reachable       what a worker would receive with a dataset
+    equal_readers   two ranks or workers that read the same samples of a stream
     replay          positions of samplers and datasets that are not ddpsafe's
     sampler_search  which sampler divides the data, and which tracks the position
     epochs          how persistent workers receive the next epoch

@@ -150,8 +150,6 @@ class EpochIterator(Generic[T_co]):
                     torch.set_rng_state(outer)
         except StopIteration:
             delivery.exhausted = True
-            if self._replay is not None:
-                self._replay.end()
             raise
         except Exception as error:
             explanation = self.explain(error)

@@ -15,20 +15,19 @@ import collections.abc
 import contextlib
 import copy
 import itertools
-import warnings
 import weakref
 import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, get_worker_info
 
 from ddpsafe._errors import Explanation
+from ddpsafe.data._loader.equal_readers import EqualReaders, checksum
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data._samplers.base import VERSION, Cursor, compare_identity, parse_state
-from ddpsafe.data.errors import DataConfigError, DataWarning, StateMismatchError
+from ddpsafe.data.errors import DataConfigError, StateMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 _KEPT_POSITIONS: Final = 64  # of the last batches: what ``state_dict(batches=)`` can go back to
-_COMPARED_BATCHES: Final = 4  # of each worker, before they are taken for copies of one stream
 
 
 def is_stateful(item: object) -> bool:
@@ -108,7 +106,7 @@ class Tracker:
             with contextlib.suppress(Exception):
                 dataset.load_state_dict(copy.deepcopy(state))
             iterator = iter(dataset)
-            if _content(dataset.state_dict(), 0) != _content(state, 0):
+            if checksum(dataset.state_dict(), 0) != checksum(state, 0):
                 dataset.load_state_dict(state)
         else:
             if state is not None:
@@ -180,76 +178,6 @@ class ParcelCollate:
         return Parcel(self._collate_fn(samples), _worker(), self._tracker.state())
 
 
-class EqualWorkers:
-    """Warns of a stream that every worker reads as a whole, so that samples are repeated.
-
-    Only what it delivers shows whether a stream divides itself among the workers.
-    """
-
-    def __init__(self, dataset: object, num_workers: int) -> None:
-        self._name = type(dataset).__name__
-        self._batches: list[list[int]] = [[] for _ in range(num_workers)]
-        self._is_open = isinstance(dataset, IterableDataset) and num_workers > 1
-
-    def add(self, worker: int, batch: Any) -> None:
-        """Record a batch; warn after four of each worker if they were the same ones."""
-        if not self._is_open or worker < 0:
-            return
-        first, own = self._batches[0], self._batches[worker]
-        own.append(_content(batch, 0))
-        if worker and own != first[: len(own)]:
-            self._is_open = False
-        elif worker == len(self._batches) - 1 and len(own) == _COMPARED_BATCHES:
-            self.end(stacklevel=5)
-
-    def begin(self) -> None:
-        """Drop the batches of an unfinished pass."""
-        for own in self._batches:
-            own.clear()
-
-    def end(self, *, stacklevel: int = 4) -> None:
-        """Warn if all workers delivered the same batches; those of a constant stream prove nothing."""
-        if self._is_open and len({tuple(own) for own in self._batches}) == 1:
-            first = self._batches[0]
-            if len(set(first)) > 1 or len(first) == 1:
-                warnings.warn(self._text(), DataWarning, stacklevel=stacklevel)
-        self._is_open = False
-
-    def _text(self) -> str:
-        count = len(self._batches)
-        text = Explanation(
-            f"All {count} workers deliver the same batches: each sample of {self._name} is read "
-            f"{count} times.",
-            cause="each worker iterates over a copy of the whole stream.",
-            fix="wrap it in ddpsafe.data.ShardedIterable, divide it in __iter__ with "
-            "torch.utils.data.get_worker_info(), or use num_workers=1.",
-        )
-        return str(text)
-
-
-def _content(value: Any, start: int) -> int:
-    if isinstance(value, torch.Tensor):
-        head = f"{value.dtype}{value.layout}".encode()
-        # Sparse, nested, quantized and meta tensors cannot be viewed as bytes.
-        with contextlib.suppress(RuntimeError):
-            rows = value.detach().cpu().contiguous().reshape(-1)
-            raw = rows.view(torch.uint8).numpy().data if rows.numel() else b""
-            return zlib.crc32(raw, zlib.crc32(head + str(tuple(value.shape)).encode(), start))
-        return zlib.crc32(repr(value).encode(), zlib.crc32(head, start))
-    if isinstance(value, np.ndarray):  # its repr() leaves out the middle of long arrays
-        start = zlib.crc32(f"{value.dtype}{value.shape}".encode(), start)
-        if value.dtype != object:
-            return zlib.crc32(value.tobytes(), start)
-        value = value.ravel().tolist()
-    if isinstance(value, collections.abc.Mapping):
-        value = [part for pair in value.items() for part in pair]
-    if isinstance(value, list | tuple):
-        for part in value:
-            start = _content(part, start)
-        return start
-    return zlib.crc32(repr(value).encode("utf-8", "replace"), start)
-
-
 @dataclass(slots=True)
 class _Position:
     """The position after a batch: checksum of all indices, state of the sampler and the workers."""
@@ -270,7 +198,7 @@ class Replay:
         self.tracker = Tracker(loader.dataset, loader.batch_size)
         self.finished = False
         self._loaded: dict[str, Any] | None = None
-        self._equal_workers = EqualWorkers(loader.dataset, loader.num_workers)
+        self._readers = EqualReaders(loader)
         self._begin()
 
     @property
@@ -290,7 +218,6 @@ class Replay:
         return {**self.__dict__, "_loader_ref": None}
 
     def _begin(self) -> None:
-        self._equal_workers.begin()
         self._base = 0
         self._start = _Position()
         self._drawn: collections.deque[_Position] = collections.deque()
@@ -303,6 +230,7 @@ class Replay:
         loaded, self._loaded = self._loaded, None
         self.finished = False
         self._begin()
+        self._readers.begin()
         self.tracker.resume, self.tracker.first_worker = {}, 0
         self.tracker.leave()
         if loaded is None or loaded["epoch"] != epoch or loaded["finished"]:
@@ -331,18 +259,16 @@ class Replay:
             if batch.state is not None:
                 drawn.workers = {**last.workers, batch.worker: batch.state}
             drawn.last_worker = batch.worker
-            self._equal_workers.add(batch.worker, batch.batch)
+            self._readers.add(batch.worker, batch.batch)
             batch = batch.batch
+        else:
+            self._readers.add(0, batch)
         self._delivered.append(drawn)
         return batch
 
     def skipped(self) -> int:
         """Return how many batches of the epoch were read before the pass."""
         return self._base
-
-    def end(self) -> None:
-        """Note that the pass has reached its end."""
-        self._equal_workers.end()
 
     def state(self, epoch: int, used: int, delivered: int, *, finished: bool) -> dict[str, Any]:
         """Return the state after `used` of the `delivered` batches of this pass."""

@@ -168,14 +168,7 @@ def refuse_undivided(loader: DataLoader[Any]) -> None:
                 fix="leave num_replicas and rank out, and make the sampler after the process group.",
             )
         )
-    if isinstance(loader.dataset, IterableDataset):
-        warnings.warn(
-            f"{type(loader.dataset).__name__} is read by {world.num_replicas} ranks; unless it "
-            "divides itself, each of them sees every sample. ddpsafe.data.ShardedIterable does.",
-            DataWarning,
-            stacklevel=4,
-        )
-    elif isinstance(chain[-1], _UNDIVIDED):
+    if isinstance(chain[-1], _UNDIVIDED):
         sampler = chain[-1]
         shuffle = not isinstance(sampler, SequentialSampler) and getattr(sampler, "shuffle", True)
         raise MissingDistributedSamplerError(

@@ -1,0 +1,231 @@
+"""Finds two ranks or workers that read the same samples of a stream.
+
+Only what a stream delivers shows whether it divides itself. So the first samples of each reader (a rank,
+or a worker of it) are compared with those of all others: each puts their digest into the ranks' store once,
+and the second one with the same digest raises. No rank waits for another.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import hashlib
+import json
+import traceback
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from ddpsafe._errors import Explanation
+from ddpsafe._wire.exception_facts import clip, is_internal
+from ddpsafe.data._replica import current_replica
+from ddpsafe.data.errors import UndividedStreamError
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from ddpsafe._worker.store_sync import Keys
+
+# Fewer different samples, in the same order, may be equal by chance: constants, padding, few labels.
+_DIFFERENT_SAMPLES: Final = 8
+# A reader whose first samples are nearly all equal proves nothing.
+_MOST_SAMPLES: Final = 256
+_SHOWN_SAMPLES: Final = 3
+_SHOWN_CHARS: Final = 80
+
+_history: list[str] = []
+"""Where the loaders were made whose streams this rank has begun to read, in that order."""
+
+
+class EqualReaders:
+    """Compares the first samples of one loader's readers with those of all others.
+
+    Args:
+        loader: The loader; only one that reads a stream is looked at, in its first pass.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._name = type(loader.dataset).__name__
+        self._batch_size = loader.batch_size
+        dataset: object = loader.dataset
+        self._is_stream = isinstance(dataset, IterableDataset)
+        # If ranks share a model, they have to read the same: the dataset then has fewer replicas.
+        self._replicas = getattr(loader.dataset, "num_replicas", None)
+        self._site = _calling_lines() if self._is_stream else ""
+        self._readers: dict[int, _FirstSamples] = {}
+        self._is_open = self._is_stream
+        self._scope = ""
+
+    def begin(self) -> None:
+        """Begin the pass; a later one is not looked at."""
+        if self._scope or not self._is_stream:
+            self._is_open = False
+            return
+        # A rank that has read another stream before may be in another epoch than the rest, or at another
+        # loader: what it reads now proves nothing about their division.
+        _history.append(self._site)
+        self._scope = hashlib.sha256(json.dumps(_history).encode()).hexdigest()
+
+    def add(self, worker: int, batch: Any) -> None:
+        """Look at a batch of a worker, from 0, or of the rank itself.
+
+        Raises:
+            UndividedStreamError: Another reader has read the same first samples.
+        """
+        if not self._is_open or worker < 0:
+            return
+        reader = self._readers.setdefault(worker, _FirstSamples())
+        if reader.is_complete():
+            return
+        reader.add(batch, self._batch_size)
+        if not reader.is_evidence():
+            return
+        me = current_replica()
+        digest = reader.digest()
+        for other, samples in self._readers.items():
+            if other != worker and samples.is_evidence() and samples.digest() == digest:
+                raise self._error(reader, (me.rank, other), (me.rank, worker))
+        store = _find_store() if self._replicas in {None, me.num_replicas} else None
+        if store is None or me.num_replicas == 1:
+            return
+        place = json.dumps([me.rank, worker])
+        try:
+            first = store.compare_set(f"data/streams/{self._scope}/{digest}", "", place)
+        except RuntimeError:  # the store ended with the job
+            return
+        rank, other = json.loads(first)
+        if rank != me.rank:
+            raise self._error(reader, (rank, other), (me.rank, worker))
+
+    def _error(
+        self, reader: _FirstSamples, one: tuple[int, int], other: tuple[int, int]
+    ) -> UndividedStreamError:
+        is_of_ranks = one[0] != other[0]
+        world = current_replica().num_replicas
+        names = [f"worker {worker} of rank {rank}" for rank, worker in (one, other)]
+        if is_of_ranks and len(self._readers) == 1:
+            names = [f"rank {rank}" for rank, _ in (one, other)]
+        cause = (
+            "the stream does not divide itself among the ranks. In a worker process "
+            "torch.distributed is not initialized: rank 0 of 1 there is every rank."
+            if is_of_ranks
+            else "each worker iterates over a copy of the whole stream."
+        )
+        fix = (
+            "wrap it in ddpsafe.data.ShardedIterable, or ask for the rank in __init__, which runs "
+            "in the rank itself. Where ranks are meant to read the same (they share a model), set "
+            "num_replicas = 1 on the dataset."
+            if is_of_ranks
+            else "wrap it in ddpsafe.data.ShardedIterable, divide it in __iter__ with "
+            "torch.utils.data.get_worker_info(), or use num_workers=1."
+        )
+        return UndividedStreamError(
+            Explanation(
+                f"{names[0]} and {names[1]} (world_size {world}) read the same samples of "
+                f"{self._name}: the first {reader.count}, of which {_DIFFERENT_SAMPLES} differ from "
+                "each other, are equal and in the same order.",
+                cause=cause,
+                fix=fix,
+                details=[f"sample {i}: {text}" for i, text in enumerate(reader.shown)],
+            ),
+            ranks=sorted({one[0], other[0]}),
+            workers=(one[1], other[1]),
+        )
+
+
+def _calling_lines() -> str:
+    """Return the lines of the script that led here; they are the same on all hosts."""
+    calls = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
+    return " ".join(f"{Path(file).name}:{line}" for file, line in calls if not is_internal(file))
+
+
+class _FirstSamples:
+    """The first samples of one reader, up to the first few that differ from each other."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.shown: list[str] = []
+        self._checksums: list[int] = []
+
+    def is_evidence(self) -> bool:
+        """Return whether enough of them differ to prove that an equal reader reads the same samples."""
+        return len(set(self._checksums)) >= _DIFFERENT_SAMPLES
+
+    def is_complete(self) -> bool:
+        """Return whether further samples change nothing."""
+        return self.is_evidence() or self.count >= _MOST_SAMPLES
+
+    def add(self, batch: Any, batch_size: int | None) -> None:
+        for sample in _samples_of(batch, batch_size):
+            if self.is_complete():
+                return
+            self.count += 1
+            self._checksums.append(checksum(sample, 0))
+            if len(self.shown) < _SHOWN_SAMPLES:
+                self.shown.append(clip(" ".join(repr(sample).split()), _SHOWN_CHARS))
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self._checksums).encode()).hexdigest()
+
+
+def _samples_of(batch: Any, batch_size: int | None) -> list[Any]:
+    """Return the samples of a batch; the whole batch as one if its parts have no common length."""
+    if batch_size is None:
+        return [batch]
+    if isinstance(batch, collections.abc.Mapping):
+        columns = list(batch.values())
+    elif isinstance(batch, list | tuple):
+        columns = list(batch)
+    else:
+        columns = [batch]
+    lengths = {_length_of(column) for column in columns}
+    if len(lengths) != 1 or None in lengths:
+        return [batch]
+    rows = list(zip(*columns, strict=True))
+    return [row[0] for row in rows] if len(columns) == 1 else rows
+
+
+def _length_of(column: Any) -> int | None:
+    if isinstance(column, torch.Tensor | np.ndarray):
+        return len(column) if column.ndim else None
+    return len(column) if isinstance(column, list | tuple) else None
+
+
+def _find_store() -> Keys | None:
+    """Return the store of this launch's ranks, else that of the process group, if there is one."""
+    from ddpsafe._worker import session, torch_hooks
+
+    member = session.find_current()
+    if member is not None and member.control is not None:
+        return member.control.store
+    with contextlib.suppress(ValueError):  # there is no group
+        return torch_hooks.default_store()
+    return None
+
+
+def checksum(value: Any, start: int) -> int:
+    """Return a checksum of nested tensors, arrays and plain values, continued from `start`."""
+    if isinstance(value, torch.Tensor):
+        head = f"{value.dtype}{value.layout}".encode()
+        # Sparse, nested, quantized and meta tensors cannot be viewed as bytes.
+        with contextlib.suppress(RuntimeError):
+            rows = value.detach().cpu().contiguous().reshape(-1)
+            raw = rows.view(torch.uint8).numpy().data if rows.numel() else b""
+            return zlib.crc32(raw, zlib.crc32(head + str(tuple(value.shape)).encode(), start))
+        return zlib.crc32(repr(value).encode(), zlib.crc32(head, start))
+    if isinstance(value, np.ndarray):  # its repr() leaves out the middle of long arrays
+        start = zlib.crc32(f"{value.dtype}{value.shape}".encode(), start)
+        if value.dtype != object:
+            return zlib.crc32(value.tobytes(), start)
+        value = value.ravel().tolist()
+    if isinstance(value, collections.abc.Mapping):
+        value = [part for pair in value.items() for part in pair]
+    if isinstance(value, list | tuple):
+        for part in value:
+            start = checksum(part, start)
+        return start
+    return zlib.crc32(repr(value).encode("utf-8", "replace"), start)
