@@ -121,6 +121,15 @@ def _read_point_to_point(frame: FrameType) -> PointToPoint | None:
     code = frame.f_code
     if not code.co_filename.endswith("distributed_c10d.py") or not is_point_to_point(code.co_name):
         return None
+    return PointToPoint(code.co_name, read_peer(frame))
+
+
+def read_peer(frame: FrameType) -> int | None:
+    """Return the rank that a function of torch sends to or receives from, in the group of all ranks.
+
+    Args:
+        frame: The frame of a send, a receive, or a collective with a source or destination.
+    """
     names = frame.f_locals
     peer, group = names.get("dst", names.get("src")), names.get("group")
     if peer is None:
@@ -130,7 +139,7 @@ def _read_point_to_point(frame: FrameType) -> PointToPoint | None:
                 peer = frame.f_globals["get_global_rank"](group, peer)
             except Exception:  # noqa: BLE001 - this function of torch may change
                 peer = None
-    return PointToPoint(code.co_name, peer if isinstance(peer, int) else None)
+    return peer if isinstance(peer, int) else None
 
 
 _WORKER_EXIT_WAIT_S: Final = 0.5

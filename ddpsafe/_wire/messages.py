@@ -124,6 +124,7 @@ class Collective:
         numel: Number of elements of its inputs; 0 if unknown.
         timeout_s: Its timeout; 0 if unknown.
         thread_id: The thread of the rank that entered it; 0 if unknown.
+        root: The source or destination that the rank named, in the group of all ranks; ``None`` if unknown.
     """
 
     group: str
@@ -135,6 +136,7 @@ class Collective:
     numel: int = 0
     timeout_s: float = 0.0
     thread_id: int = 0
+    root: int | None = None
 
     @property
     def done(self) -> bool:
@@ -145,6 +147,12 @@ class Collective:
     def has_one_size(self) -> bool:
         """Whether every rank has to pass the same shapes, the source of a scatter included."""
         return _MAY_DIFFER_IN_SIZE.search(self.name) is None
+
+    @property
+    def required_size(self) -> int | None:
+        """How many elements every rank has to pass; ``None`` if that may differ or is unknown."""
+        is_known = self.sizes not in ("", "[]")
+        return self.numel if self.has_one_size and is_known else None
 
     @property
     def is_queued_ahead(self) -> bool:
@@ -170,7 +178,8 @@ class Collective:
         shapes = self.sizes[1:-1]  # without the outer brackets
         of = f" of shape{'s' * (shapes.count('[') > 1)} {shapes}" if shapes else ""
         group = "" if self.group == MAIN_GROUP else f" of group {self.group!r}"
-        return f"{self.name.partition(':')[2] or self.name} number {self.number}{group}{of}"
+        root = "" if self.root is None else f" with rank {self.root} as its root"
+        return f"{self.name.partition(':')[2] or self.name} number {self.number}{group}{of}{root}"
 
 
 Arrival: TypeAlias = tuple[int, int]

@@ -6,12 +6,20 @@ what it waits for.
 
 from __future__ import annotations
 
+import dis
 import sys
 import threading
 import traceback
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._wire.exception_facts import find_own_files, is_library, package_of, point_to_point_in
+from ddpsafe._wire.exception_facts import (
+    find_own_files,
+    is_library,
+    package_of,
+    point_to_point_in,
+    read_peer,
+)
 from ddpsafe._wire.messages import Collective, Frame, Position, ThreadStack, Whereabouts
 from ddpsafe._worker.torch_hooks import read_groups, read_recorders
 
@@ -29,6 +37,7 @@ _WAITS: Final = {
             "all_gather",
             "all_gather_coalesced",
             "all_gather_into_tensor",
+            "all_gather_single",
             "all_reduce",
             "all_reduce_coalesced",
             "all_to_all",
@@ -38,6 +47,7 @@ _WAITS: Final = {
             "gather",
             "reduce",
             "reduce_scatter",
+            "reduce_scatter_single",
             "reduce_scatter_tensor",
             "scatter",
         )
@@ -48,6 +58,9 @@ _WAITS: Final = {
         ("_sync_params_and_buffers", "_verify_param_shape_across_processes")
     ),
 }
+
+_NO_OPERATION: Final = ("CACHE", "PRECALL", "EXTENDED_ARG", "PUSH_NULL", "NOP")
+_WITH_ROOT: Final = ("broadcast", "reduce", "gather", "scatter")
 
 
 def read_whereabouts() -> Whereabouts:
@@ -89,7 +102,7 @@ def read_whereabouts() -> Whereabouts:
         position=position,
         groups=read_groups(),
         threads=(stack, *(each for _, each in others)),
-        waits_in=_find_wait(stack, position, main.ident or 0) if alone else None,
+        waits_in=_find_wait(mine, stack, position, main.ident or 0) if alone else None,
         completed=0 if newest is None else done.count((newest.name, newest.sizes)),
         is_evaluating=_is_evaluating(mine),
     )
@@ -106,20 +119,54 @@ def _read_stack(frame: FrameType | None) -> tuple[Frame, ...]:
     return tuple(found)
 
 
-def _find_wait(stack: ThreadStack, position: Position, thread_id: int) -> Collective | None:
+def _find_wait(
+    frame: FrameType | None, stack: ThreadStack, position: Position, thread_id: int
+) -> Collective | None:
     """Return the collective that the main thread waits in: the last one that it entered.
 
     Return None if another thread has entered collectives too: their order may be any.
     """
     top = stack.frames[0] if stack.frames else None
-    if top is None or not any(
-        top.file.endswith(file) and top.function in functions for file, functions in _WAITS.items()
-    ):
+    if frame is None or top is None:
         return None
     if any(each.thread_id not in (0, thread_id) for each in position.collectives):
         return None
+    if not any(
+        top.file.endswith(file) and top.function in functions for file, functions in _WAITS.items()
+    ):
+        # For an asynchronous call, the script waits by itself. If several are under way, it may be any.
+        under_way = [each for each in position.collectives if not each.done]
+        is_one = len(under_way) == 1 and _is_in_wait(frame)
+        return under_way[0] if is_one and not under_way[0].is_queued_ahead else None
     last = max(position.collectives, key=lambda each: (each.entered_ns, each.number), default=None)
-    return None if last is None or last.done or last.is_queued_ahead else last
+    if last is None or last.done or last.is_queued_ahead:
+        return None
+    # The recorder does not keep the root, but the function that waits has it.
+    return replace(last, root=read_peer(frame)) if top.function in _WITH_ROOT else last
+
+
+def _is_in_wait(frame: FrameType) -> bool:
+    """Return whether a thread is in ``work.wait()``, without a timeout, of one of torch's collectives.
+
+    That method is native and has no frame, so the instruction that the caller is at shows it.
+    """
+    import torch.distributed as dist
+
+    code = [
+        each
+        for each in dis.get_instructions(frame.f_code)
+        if each.offset <= frame.f_lasti and each.opname not in _NO_OPERATION
+    ]
+    names = [each.opname for each in code[-3:]]
+    has_no_arguments = len(code) > 2 and names[2].startswith("CALL") and code[-1].arg == 0  # noqa: PLR2004 - the call, the method, the object
+    if not has_no_arguments or code[-2].argval != "wait":
+        return False
+    if not names[0].startswith(("LOAD_FAST", "LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF")):
+        return (
+            True  # handles[i].wait(): no other method of that name is native and has no arguments
+        )
+    name = code[-3].argval
+    return isinstance(frame.f_locals.get(name, frame.f_globals.get(name)), dist.Work)
 
 
 def _is_evaluating(frame: FrameType | None) -> bool:

@@ -55,6 +55,53 @@ def test_different_sizes_are_proved_if_one_rank_has_returned(tmp_path: Path) -> 
 
 @pytest.mark.full
 @pytest.mark.recorder
+@pytest.mark.parametrize(
+    ("kind", "said", "shown"),
+    [
+        (
+            "empty all_gather",
+            "rank 1 (world_size 3) passed a tensor of another shape to all_gather number 2 ",
+            "| rank 1 has left all_gather number 2 of shape [0]",
+        ),
+        pytest.param(
+            "empty asynchronous all_gather",
+            "rank 1 (world_size 3) passed a tensor of another shape to all_gather number 2 ",
+            "| ranks 0 and 2 are in all_gather number 2 of shape [4]",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "empty all_reduce",
+            "rank 1 (world_size 3) passed a tensor of another shape to all_reduce number 2 ",
+            "| rank 1 has left all_reduce number 2 of shape [0]",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "fewer in a reduce",
+            "rank 1 (world_size 3) passed a tensor of another shape to reduce number 2 ",
+            "| rank 1 has left reduce number 2 of shape [3]",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "another root of a broadcast",
+            "rank 0 (world_size 3) named another root in broadcast number 2 than other ranks",
+            "| rank 1 is in broadcast number 2 of shape [4] with rank 1 as its root",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_a_rank_that_has_left_a_collective_which_the_others_cannot_finish_is_proved(
+    tmp_path: Path, kind: str, said: str, shown: str
+) -> None:
+    """It may finish alone; what it passed is compared with what the others pass, and both are shown."""
+    error = World(folder=tmp_path, ranks=3).launch_fails(
+        ddpsafe.CollectiveTimeoutError, programs.leave_the_others, kind, within_s=PROVED_S
+    )
+    assert str(error).startswith(said)
+    assert PROOF in str(error)
+    assert shown in str(error)
+
+
+@pytest.mark.recorder
 def test_a_cycle_over_three_ranks_is_proved(tmp_path: Path) -> None:
     """No single group shows the cycle."""
     error = World(folder=tmp_path, ranks=3).launch_fails(

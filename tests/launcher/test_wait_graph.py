@@ -29,8 +29,9 @@ def call(
     group: str = MAIN_GROUP,
     state: CollectiveState = "started",
     numel: int = 4,
+    root: int | None = None,
 ) -> Collective:
-    """Return a collective as the flight recorder reports it."""
+    """Return a collective as the flight recorder reports it, with the root from the stack."""
     return Collective(
         group=group,
         number=number,
@@ -39,6 +40,7 @@ def call(
         state=state,
         entered_ns=number,
         numel=numel,
+        root=root,
     )
 
 
@@ -81,6 +83,69 @@ def _view(
     mine = {name: members for name, members in groups.items() if rank in members}
     at = Whereabouts(position=Position(collectives=calls), groups=mine, waits_in=waits_in)
     return RankView(rank=rank, at=at, is_asleep=True)
+
+
+def passed(number: int, name: str = "all_gather", *, numel: int = 4) -> tuple[Collective, ...]:
+    """Return the calls of a rank that has left a collective and waits in a barrier after it."""
+    return (
+        call(number, name, state="completed", numel=numel),
+        call(number + 1, "barrier", numel=0),
+    )
+
+
+THREE: Final[Groups] = {MAIN_GROUP: (0, 1, 2)}
+LEFT_BEHIND: Final = [
+    pytest.param("all_gather", 4, 0, "mismatch", (1,), id="a rank passes nothing and is done"),
+    pytest.param("all_gather", 4, 3, "mismatch", (1,), id="a rank passes less and is done"),
+    pytest.param("all_gather", 0, 4, "mismatch", (1,), id="all others pass nothing"),
+    pytest.param("reduce", 4, 3, "mismatch", (1,), id="a sender passes less"),
+    pytest.param("broadcast", 4, 0, "mismatch", (1,), id="a root passes nothing"),
+    pytest.param("all_gather", 4, 4, None, (), id="a rank is done a moment earlier"),
+    pytest.param("broadcast", 4, 4, None, (), id="a root is done a moment earlier"),
+    pytest.param("gather", 4, 3, None, (), id="sizes that may differ are left behind"),
+    pytest.param("all_to_all", 4, 0, None, (), id="splits are not known"),
+]
+"""Collective, the size of the two ranks that wait in it, that of rank 1, which has left it; the verdict."""
+
+
+@pytest.mark.parametrize(("name", "size", "other", "reason", "ranks"), LEFT_BEHIND)
+def test_a_rank_that_has_left_a_collective_which_the_others_cannot_finish(
+    name: str, size: int, other: int, reason: str | None, ranks: tuple[int, ...]
+) -> None:
+    """Sizes of one number are compared with ranks that have left it."""
+    inside = call(3, name, numel=size)
+    views = [
+        waits(0, THREE, inside),
+        waits(1, THREE, *passed(3, name, numel=other)),
+        waits(2, THREE, inside),
+    ]
+    found = find_deadlock({view.rank: view for view in views})
+    assert (found and found.reason, found.ranks if found else ()) == (reason, ranks)
+    if found:
+        assert "rank 1 has left " in found.lines()[1]
+
+
+@pytest.mark.parametrize(
+    ("roots", "reason", "ranks"),
+    [
+        ((0, 1), "mismatch", (0, 1)),
+        ((0, 0), None, ()),
+        ((None, 1), None, ()),
+        ((None, None), None, ()),
+    ],
+)
+@pytest.mark.parametrize("name", ["broadcast", "scatter", "gather", "reduce"])
+def test_ranks_that_name_different_roots_wait_forever(
+    roots: tuple[int | None, int | None], name: str, reason: str | None, ranks: tuple[int, ...]
+) -> None:
+    """A rank that has left does not show its root, so only those that wait are named."""
+    views = [
+        waits(0, THREE, call(3, name, root=roots[0])),
+        waits(1, THREE, call(3, name, root=roots[1])),
+        waits(2, THREE, *passed(3, name)),
+    ]
+    found = find_deadlock({view.rank: view for view in views})
+    assert (found and found.reason, found.ranks if found else ()) == (reason, ranks)
 
 
 ROWS: Final = [

@@ -53,6 +53,32 @@ def reduce_different_sizes(ctx: RankContext, folder: Path) -> None:
     dist.all_reduce(torch.ones(4 - ctx.rank))  # rank 0 is stuck here
 
 
+def leave_the_others(ctx: RankContext, folder: Path, kind: str) -> None:
+    """Call a collective that rank 1 can finish and the others cannot, and go on to a barrier."""
+    import torch
+    import torch.distributed as dist
+
+    average_gradients()
+    if ctx.rank == 1:
+        mark(folder)
+    count = {"empty": 0, "fewer": 3}.get(kind.partition(" ")[0], 4) if ctx.rank == 1 else 4
+    mine = torch.ones(count)
+    parts = [torch.ones(count) for _ in range(ctx.world_size)]
+    if kind == "empty all_gather":
+        dist.all_gather(parts, mine)
+    elif kind == "empty asynchronous all_gather":
+        work = dist.all_gather(parts, mine, async_op=True)
+        assert work is not None
+        work.wait()
+    elif kind == "empty all_reduce":
+        dist.all_reduce(mine)
+    elif kind == "fewer in a reduce":
+        dist.reduce(mine, 0)
+    elif kind == "another root of a broadcast":
+        dist.broadcast(mine, 1 if ctx.rank == 1 else 0)
+    dist.barrier()
+
+
 def go_round_in_a_ring(ctx: RankContext, folder: Path) -> None:
     """Wait in a group with the next rank, which waits in a group with the rank after it."""
     import torch

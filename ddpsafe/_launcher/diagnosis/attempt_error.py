@@ -32,6 +32,7 @@ from ddpsafe._errors import (
 )
 from ddpsafe._launcher.diagnosis.rank_readings import CRASH, is_endless_recursion
 from ddpsafe._launcher.diagnosis.root_cause import (
+    CONCLUSIONS,
     find_root_cause,
     find_stuck_on_gpu,
     find_topic,
@@ -39,6 +40,7 @@ from ddpsafe._launcher.diagnosis.root_cause import (
     kind_of,
     newest_collective,
 )
+from ddpsafe._launcher.diagnosis.wait_graph import call_lines, family
 from ddpsafe._wire import payload
 from ddpsafe._wire.exception_facts import clip, find_own_files
 from ddpsafe._wire.foreign_texts import without_source
@@ -46,14 +48,14 @@ from ddpsafe._wire.messages import is_peer_origin
 from ddpsafe._wire.spec import unreported_mark
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ddpsafe._config import RetryPolicy, Timeouts
     from ddpsafe._errors import FailureKind
     from ddpsafe._launcher.diagnosis.root_cause import Advice, RootCause, Topic
     from ddpsafe._launcher.diagnosis.wait_graph import Deadlock
     from ddpsafe._launcher.watch.supervisor import Ending
-    from ddpsafe._wire.messages import Raised, RankOutcome
+    from ddpsafe._wire.messages import Collective, Raised, RankOutcome
 
 _MAX_MESSAGE: Final = 1_000
 _MAX_NATIVE_TEXT: Final = 400
@@ -158,6 +160,16 @@ _INTERRUPTED: Final[Advice] = (
 _RECURSION: Final[Advice] = (
     "endless recursion: the stack at the crash repeats one function, or a few.",
     "give the function in the log below an end to its recursion, or make it a loop.",
+)
+
+_OTHER_SHAPES: Final[Advice] = (
+    "the ranks have tensors of different shapes: a last batch, or what a filter leaves, down to nothing.",
+    "pad to one shape after a reduction of the sizes with MAX; ctx.all_gather(obj) takes any size.",
+)
+
+_OTHER_ROOTS: Final[Advice] = (
+    "the ranks compute src or dst differently, for example from their own rank.",
+    "pass the same src or dst on every rank.",
 )
 
 _IN_A_CYCLE: Final[Advice] = (
@@ -488,6 +500,9 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     if conclusion.blames == "gpu":
         return _stuck_gpu_error(ended, cause, cls)
     root = cause.root
+    if cause.rule.name == "mismatch" and cls is not RendezvousTimeoutError:
+        calls = [(out.rank, each) for out, each in cause.evidence.calls]
+        return _mismatch_error(ended, root, calls, _calls_of(cause), cls)
     likely, fix = _advice_on_hang(cause)
     at = f" at {where(root)}" if where(root) else ""
     waiting, goal = cause.evidence.find_who_waited(root)
@@ -532,12 +547,67 @@ _ERROR_OF: Final[dict[type[LaunchError], Callable[[EndedAttempt, RootCause], Lau
 }
 
 
+def _calls_of(cause: RootCause) -> list[str]:
+    """Return what each rank called under one number, if the ranks called it differently."""
+    calls = [(out.rank, each) for out, each in cause.evidence.calls]
+    if cause.rule.name != "mismatch":
+        return []
+    # A collective that has failed counts as done, so it is not known which ranks have left it.
+    lines = call_lines(calls, verbs=("called", "called"))
+    return ["the calls that differ:", *(f"| {line}" for line in lines)]
+
+
+def _mismatch_error(
+    ended: EndedAttempt,
+    root: RankOutcome,
+    calls: Sequence[tuple[int, Collective]],
+    details: Sequence[str],
+    cls: type[LaunchTimeoutError] = CollectiveTimeoutError,
+) -> LaunchError:
+    """Return the error of ranks that called one number of a group differently.
+
+    Args:
+        ended: The attempt.
+        root: The rank to name: one whose call is the rarest.
+        calls: What each rank has called under that number.
+        details: What stands above the lines of the ranks.
+        cls: The class of the error.
+    """
+    mine = next(each for rank, each in calls if rank == root.rank)
+    others = [each for rank, each in calls if rank != root.rank]
+    likely, fix = CONCLUSIONS["mismatch"].advice
+    did = CONCLUSIONS["mismatch"].did
+    if all(family(each) == family(mine) for each in others):
+        name = f"{family(mine)} number {mine.number}"
+        if any(each.sizes != mine.sizes for each in others) and mine.has_one_size:
+            did = f"passed a tensor of another shape to {name} than the others"
+            likely, fix = _OTHER_SHAPES
+        else:
+            did = f"named another root in {name} than other ranks"
+            likely, fix = _OTHER_ROOTS
+    newest = newest_collective(root)
+    is_later = newest is not None and newest.number > mine.number
+    at = f"{', and is now' if is_later else ''} at {where(root)}" if where(root) else ""
+    message = Explanation(
+        f"{ended.name(root)} {did}{at}, on {root.hostname}, {ended.when('hang')}.",
+        cause=likely,
+        fix=fix,
+        details=[*details, *positions(ended.outcomes.values()), *last_traceback(root)],
+        logs=ended.run_dir,
+    )
+    return cls(message, **ended.timeout_facts([root], ended.ending.waited_s), kind="hang")
+
+
 def _deadlock_error(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> LaunchError:
     """Return the error of a proven deadlock: the proof, then where the ranks were."""
     proof_lines = [
         "this is a deadlock, so ddpsafe did not wait for a timeout:",
         *(f"| {each}" for each in proof.lines()),
     ]
+    if proof.reason == "mismatch":
+        # The rule sees no roots, which only the ranks' stacks show.
+        named = cause.root.rank if cause.root.rank in proof.ranks else proof.ranks[-1]
+        return _mismatch_error(ended, ended.outcomes[named], proof.calls, proof_lines)
     if proof.reason != "cycle":
         has_returned = cause.conclusion.error is RankLeftEarlyError
         error = (_returned_error if has_returned else _wait_error)(ended, cause)
@@ -677,7 +747,7 @@ def _too_long_error(
         f"{ended.when('hang')}.",
         cause=likely.format(host=missing[0].hostname),
         fix=fix.format(host=missing[0].hostname, pid=missing[0].pid, setting=setting),
-        details=positions(ended.outcomes.values()),
+        details=[*_calls_of(cause), *positions(ended.outcomes.values())],
         logs=ended.run_dir,
     )
     return cls(message, **ended.timeout_facts(missing, ended.ending.waited_s))

@@ -83,6 +83,7 @@ class Evidence:
         awaited: The rank that others wait for: it has not entered a collective that they are in, or has not
             sent what one of them waits to receive. Of several, the most likely cause.
         mismatched: The ranks whose collective is the rarest of those entered under one number.
+        calls: Which collective each rank has entered under that number, if there are such ranks.
         late: The ranks that entered a collective much later than others, whose wait in it timed out;
             the latest first, each with its delay in seconds.
         has_rank_outside: Whether a rank that raised nothing is outside any collective.
@@ -96,6 +97,7 @@ class Evidence:
     groups: Mapping[str, Sequence[GroupPosition]]
     awaited: RankOutcome | None
     mismatched: Ranks
+    calls: Sequence[tuple[RankOutcome, Collective]]
     late: Sequence[tuple[RankOutcome, float]]
     has_rank_outside: bool
 
@@ -119,6 +121,7 @@ class Evidence:
             if not is_common or _is_certain(out) or out.origin == "mismatch"
         ]
         groups = _groups(ranks)
+        mismatched, calls = _find_mismatched(ranks)
         return cls(
             ranks=ranks,
             is_stuck_with_error=is_stuck_with_error,
@@ -127,7 +130,8 @@ class Evidence:
             suspects=suspects,
             groups=groups,
             awaited=_find_awaited(groups, outcomes),
-            mismatched=_find_mismatched(ranks),
+            mismatched=mismatched,
+            calls=calls,
             late=_find_late(groups),
             has_rank_outside=any(
                 out.raised is None and out.in_collective is False for out in ranks
@@ -361,7 +365,8 @@ RULES: Final = (
     ),
     Rule(
         name="mismatch",
-        sign="called a different collective than most ranks at the same position in the sequence",
+        sign="called a different collective than most ranks at the same position in the sequence, or the same "
+        "one with another shape",
         why="neither collective ends, or both end with wrong data",
         find=lambda evidence: evidence.mismatched,
         by_place=True,
@@ -758,8 +763,8 @@ def _find_late(groups: Mapping[str, Sequence[GroupPosition]]) -> list[tuple[Rank
     return sorted(found, key=lambda pair: -pair[1])
 
 
-def _find_mismatched(ranks: Ranks) -> Ranks:
-    """Return the ranks whose collective is the rarest of those entered under one number.
+def _find_mismatched(ranks: Ranks) -> tuple[Ranks, Sequence[tuple[RankOutcome, Collective]]]:
+    """Return the ranks whose collective is the rarest of those entered under one number, and all of these.
 
     If several collectives are equally rare, the ranks in any of them are returned, the last rank first.
 
@@ -791,9 +796,9 @@ def _find_mismatched(ranks: Ranks) -> Ranks:
     ]
     counts = Counter(call for _, call in calls)
     if len(counts) < 2:  # noqa: PLR2004 - they all agree
-        return ()
+        return (), ()
     rarest = min(counts.values())
-    return [out for out, call in reversed(calls) if counts[call] == rarest]
+    return [out for out, call in reversed(calls) if counts[call] == rarest], entered
 
 
 # ---- the kind of failure that an exception is ----

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from ddpsafe._errors import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ddpsafe._wire.messages import Collective, Whereabouts
 
@@ -102,15 +102,8 @@ class Deadlock:
     def lines(self) -> list[str]:
         """Return the proof, a line for each step."""
         if self.reason == "mismatch":
-            texts: dict[tuple[str, bool], list[int]] = {}
-            for rank, collective in self.calls:
-                texts.setdefault((str(collective), collective.done), []).append(rank)
-            verbs = {False: ("is in", "are in"), True: ("has left", "have left")}
             return [
-                *[
-                    f"{ranks_text(ranks)} {verbs[has_ended][len(ranks) > 1]} {text}"
-                    for (text, has_ended), ranks in texts.items()
-                ],
+                *call_lines(self.calls),
                 "waiting longer cannot resolve this: the ranks can never continue.",
             ]
         found = [
@@ -123,6 +116,26 @@ class Deadlock:
             "stopped": f"{ranks_text(self.ranks)} is stopped and does nothing until it is resumed.",
         }
         return [*found, last[self.reason]]
+
+
+def call_lines(
+    calls: Iterable[tuple[int, Collective]], *, verbs: tuple[str, str] | None = None
+) -> list[str]:
+    """Return a line for each collective that ranks have entered under one number, with the ranks.
+
+    Args:
+        calls: What each rank has entered.
+        verbs: What one rank and what several ranks did; by default whether they are in it or have left it.
+    """
+    texts: dict[tuple[str, bool], list[int]] = {}
+    for rank, collective in calls:
+        has_left = collective.done and verbs is None
+        texts.setdefault((str(collective), has_left), []).append(rank)
+    words = {False: verbs or ("is in", "are in"), True: ("has left", "have left")}
+    return [
+        f"{ranks_text(ranks)} {words[has_left][len(ranks) > 1]} {text}"
+        for (text, has_left), ranks in texts.items()
+    ]
 
 
 def unchanged(before: Whereabouts | None, now: Whereabouts | None) -> Whereabouts | None:
@@ -195,50 +208,58 @@ def _find_mismatch(
         ]
         if len(known) < len(ranks):  # a rank has entered nothing, or is unknown
             continue
-        calls = [
+        numbered = [
             (rank, at.position.numbered(group, min(known)))
             for rank in ranks
             if (at := views[rank].at) is not None
         ]
-        entered = [(rank, each) for rank, each in calls if each is not None]
+        entered = [(rank, each) for rank, each in numbered if each is not None]
         if len(entered) < len(ranks) or any(each.is_queued_ahead for _, each in entered):
             continue
-        # Collectives that need all ranks, and that a rank cannot leave before they end.
-        blocking = [
-            each
+        # Those that a rank cannot leave before they end, with what only its stack shows.
+        blocking = {
+            rank: inside
             for rank, each in entered
             if not each.done
-            and not _is_for_one(each)
             and (inside := views[rank].blocked_in) is not None
             and _place(inside) == _place(each)
-        ]
-        # They never end if another rank is certainly in a different collective, or in one of another size.
-        families = {_family(each) for _, each in entered}
-        sizes = {_comparable_size(each) for _, each in entered} - {0}
-        is_other_size = any(sizes - {size} for each in blocking if (size := _comparable_size(each)))
-        if blocking and (len(families) > 1 or is_other_size):
-            ranks_of: dict[tuple[str, int], list[int]] = {}
-            for rank, each in entered:
-                call = (_family(each), each.numel if each.has_one_size else 0)
-                ranks_of.setdefault(call, []).append(rank)
+        }
+        calls = [(rank, blocking.get(rank, each)) for rank, each in entered]
+        if any(_never_ends(each, calls) for each in blocking.values()):
+            # Where roots differ, only ranks that still wait show theirs.
+            has_roots = len({each.root for each in blocking.values()}) > 1
+            ranks_of: dict[tuple[str, int | None, int | None], list[int]] = {}
+            for rank, each in calls:
+                if rank in blocking or not has_roots:
+                    call = (family(each), each.required_size, each.root if has_roots else None)
+                    ranks_of.setdefault(call, []).append(rank)
             fewest = min(len(callers) for callers in ranks_of.values())
             rarest = tuple(
                 rank for callers in ranks_of.values() if len(callers) == fewest for rank in callers
             )
-            return Deadlock(reason="mismatch", ranks=rarest, calls=tuple(entered))
+            return Deadlock(reason="mismatch", ranks=rarest, calls=tuple(calls))
     return None
 
 
-def _comparable_size(collective: Collective) -> int:
-    """Return the size that all ranks have to pass; 0 if it is unknown.
+def _never_ends(blocking: Collective, calls: Sequence[tuple[int, Collective]]) -> bool:
+    """Return whether what all ranks have entered under one number shows that a rank's wait never ends.
 
-    It counts on a rank whose collective has ended, too: of two gloo ranks that pass different sizes, the
-    one that passes fewer elements often has all that it needs, and leaves the other one alone.
+    Sizes count on a rank whose collective has ended, too: of gloo ranks that pass different sizes, the one
+    that passes fewer elements, or none, often has all that it needs, and leaves the other ones alone.
+
+    A wait for one rank only, such as that of a broadcast, may end while another rank is in a different
+    collective. It does not if the ranks name different roots, or pass different sizes to it.
     """
-    return collective.numel if collective.has_one_size else 0
+    same = [each for _, each in calls if family(each) == family(blocking)]
+    if len(same) < len(calls) and not _is_for_one(blocking):
+        return True
+    sizes = {each.required_size for each in same} - {None}
+    is_other_size = blocking.required_size is not None and len(sizes) > 1
+    roots = {each.root for each in same} - {None}
+    return is_other_size or (blocking.root is not None and len(roots) > 1)
 
 
-def _family(collective: Collective) -> str:
+def family(collective: Collective) -> str:
     name = collective.name.partition(":")[2].lstrip("_")
     for ending in _VARIANTS:
         name = name.removesuffix(ending)
@@ -247,7 +268,7 @@ def _family(collective: Collective) -> str:
 
 def _is_for_one(collective: Collective) -> bool:
     """Return whether one rank sends to or receives from all, so that a wait may need that one only."""
-    return _family(collective) in _FROM_OR_TO_ONE
+    return family(collective) in _FROM_OR_TO_ONE
 
 
 def _find_endless(

@@ -32,7 +32,13 @@ from ddpsafe._launcher.diagnosis.rank_readings import (
 )
 from ddpsafe._launcher.diagnosis.root_cause import find_root_cause
 from ddpsafe._launcher.diagnosis.stragglers import find_stragglers
-from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, RankView, find_deadlock, unchanged
+from ddpsafe._launcher.diagnosis.wait_graph import (
+    Deadlock,
+    RankView,
+    call_lines,
+    find_deadlock,
+    unchanged,
+)
 from ddpsafe._launcher.watch.hang_detection import NewCollectives
 from ddpsafe._launcher.watch.status_socket import Rates, StatusSocket
 from ddpsafe._logging import get_logger
@@ -553,10 +559,15 @@ class LiveWatch:
         cause = find_root_cause(outcomes)
         waiting, goal = cause.evidence.find_who_waited(cause.root)
         culprits = [cause.root.rank] if goal is not None else list(frames)
-        is_slow = not self._has_begun(answers, goal) or any(
-            (rank in answers and answers[rank].is_evaluating)
-            or any(part in frame.file for frame in frames.get(rank, ()) for part in _SLOW_FILES)
-            for rank in culprits
+        # Ranks that have called one number differently wait for no work of another rank.
+        differ = cause.rule.name == "mismatch"
+        is_slow = not differ and (
+            not self._has_begun(answers, goal)
+            or any(
+                (rank in answers and answers[rank].is_evaluating)
+                or any(part in frame.file for frame in frames.get(rank, ()) for part in _SLOW_FILES)
+                for rank in culprits
+            )
         )
         if now_s - self._last_progress_s < self._limit_s(is_slow=is_slow):
             return
@@ -566,6 +577,16 @@ class LiveWatch:
             seen = frames.get(outcome.rank, ())
             return _place_of(outcome) + name_awaited_loader_workers(workers[outcome.rank], seen)
 
+        if differ:
+            calls = [(out.rank, each) for out, each in cause.evidence.calls]
+            logger.warning(
+                "no rank has made a step for %.0f s, and the ranks differ in a collective: %s; rank %d is %s",
+                now_s - self._last_progress_s,
+                "; ".join(call_lines(calls)),
+                cause.root.rank,
+                place_of(cause.root),
+            )
+            return
         longest = f" (longest step so far: {self.longest_s:.1f} s)" if self.longest_s else ""
         if goal is not None:
             entered_ns = []
