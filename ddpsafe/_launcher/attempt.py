@@ -205,6 +205,9 @@ def ask_where(workers: Sequence[Worker]) -> None:
     found = rank_readings.collect(workers)
     for worker in workers:
         worker.note_reading(found.get(worker.rank))
+    before = rank_readings.find_before_first_end(workers)
+    for worker in workers:
+        worker.note_before(before.get(worker.rank))
     shutdown.note_ends(workers)
 
 

@@ -518,6 +518,25 @@ class NativeError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeFirstEnd:
+    """Where a rank was until another one gave up waiting, after which it went on.
+
+    What it did then is a consequence: the other rank may have released what this one waited for.
+
+    Attributes:
+        stack: The user's innermost line that it was seen at.
+        waited_s: For how long it had been seen there when the other rank gave up, in seconds.
+        position: Where it was in the sequence of collectives.
+        then: What it did after that, for a message.
+    """
+
+    stack: str
+    waited_s: float
+    position: Position
+    then: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutcome:
     """What became of one rank.
 
@@ -546,6 +565,8 @@ class RankOutcome:
         stderr: Its log of file descriptor 2.
         node_rank: Its node.
         said: The end of its stderr, if that log is on another host; else ``None``.
+        before: Where it was before, if it went on only when another rank had given up waiting; then
+            `position` and `stack` are those from before, too.
     """
 
     rank: int
@@ -571,6 +592,7 @@ class RankOutcome:
     stderr: str | None = None
     node_rank: int = 0
     said: str | None = None
+    before: BeforeFirstEnd | None = None
 
     def error_text(self) -> str:
         """Return what it wrote to stderr, or the last part of it."""

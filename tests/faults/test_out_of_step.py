@@ -6,9 +6,18 @@ import re
 from typing import TYPE_CHECKING
 
 import collective_programs as programs
+import hang_programs
 import pytest
-from fault_kit import BY_TIMEOUT, COLLECTIVE_S, HANG_S, WORLDS, World, require_hang, require_rank
-from hang_programs import sleep
+from fault_kit import (
+    BY_TIMEOUT,
+    COLLECTIVE_S,
+    HANG_S,
+    WORLDS,
+    World,
+    require_hang,
+    require_places,
+    require_rank,
+)
 from training_programs import do_nothing_about_it
 
 import ddpsafe
@@ -96,7 +105,7 @@ def test_a_rank_that_hangs_in_a_second_group_is_named(tmp_path: Path) -> None:
     error = world.spawn_fails(
         ddpsafe.CollectiveTimeoutError,
         programs.come_apart_in_the_second_group,
-        sleep,
+        hang_programs.sleep,
         KEPT_COLLECTIVES - 1,
         COLLECTIVE_S,
         within_s=COLLECTIVE_S + HANG_S,
@@ -151,3 +160,37 @@ def test_a_rank_may_work_alone_after_the_others_have_returned(
     """Rank 0 saves and evaluates by itself at the end, and no rank waits for it."""
     world = World(folder=tmp_path)
     assert world.launch(programs.work_alone_at_the_end, 2.0).values == {0: "saved", 1: "done"}
+
+
+@pytest.mark.recorder
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ("enters the collective", "entered all_reduce number 2 of shape [8] only 0."),
+        pytest.param(
+            "enters another one", "entered barrier number 2 only 0.", marks=pytest.mark.full
+        ),
+        pytest.param(
+            "returns", "returned only when another rank had given up", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_what_a_rank_does_after_another_one_gave_up_is_a_consequence(
+    tmp_path: Path, then: str, said: str
+) -> None:
+    """The lock that it waited for came free by that. Its line and position from before count, and both are shown."""
+    error = World(folder=tmp_path).launch_fails(
+        ddpsafe.CollectiveTimeoutError,
+        hang_programs.hold_a_lock_in_a_collective,
+        then,
+        timeouts={"collective": 6},
+        within_s=6 + HANG_S,
+    )
+    require_hang(error, 1)
+    text = str(error)
+    assert f"rank 1 (world_size 2) is behind at {hang_programs.__file__}:" in text
+    assert "in all_reduce number 2 of shape [8]" in text
+    assert "such as the lock of a file" in text
+    assert said in text
+    assert "entered all_reduce number 2 of shape [8] 6." not in text
+    assert require_places(error, [1]) == {1: "hold_a_lock_in_a_collective"}

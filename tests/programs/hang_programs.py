@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import threading
@@ -75,6 +76,26 @@ def wait_for_each_other(_folder: Path) -> None:
     with first:
         both.wait()
         second.acquire()  # stuck here
+
+
+def hold_a_lock_in_a_collective(ctx: RankContext, folder: Path, then: str) -> None:
+    """Hold a lock on rank 0 while it waits for rank 1, which waits for the lock and continues with it."""
+    import torch.distributed as dist
+
+    average_gradients()
+    with (folder / "lock").open("w") as file:
+        if ctx.rank == 0:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            ctx.barrier()
+            mark(folder)
+            average_gradients()
+        else:
+            ctx.barrier()
+            fcntl.flock(file, fcntl.LOCK_EX)  # stuck here
+    if ctx.rank == 1 and then == "enters the collective":
+        average_gradients()
+    elif ctx.rank == 1 and then == "enters another one":
+        dist.barrier()
 
 
 def sleep_before_a_barrier(ctx: RankContext, folder: Path) -> None:

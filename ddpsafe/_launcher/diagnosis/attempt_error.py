@@ -192,6 +192,17 @@ _IN_KERNEL: Final[Advice] = (
     "look at dmesg and the mounts on {host}; move the data to storage that responds.",
 )
 
+_WENT_ON: Final[Advice] = (
+    (
+        "it probably waited for something that a rank in the collective held, such as the lock of a file; if "
+        "not, its work takes a little longer than the timeout."
+    ),
+    (
+        "hold no lock while you wait for other ranks: release it before the collective; ctx.rank_zero_first "
+        "lets one rank work first."
+    ),
+)
+
 _DOING: Final = {
     "starting": "starting (importing the script)",
     "loading": "loading the function and its arguments",
@@ -684,6 +695,8 @@ def _has_raised(outcome: RankOutcome, cls: type[LaunchTimeoutError]) -> bool:
 def _advice_on_hang(cause: RootCause) -> Advice:
     root = cause.root
     outlived_sigkill = root.status == "stopped" and root.ended_ns is None
+    if root.before is not None:
+        return _WENT_ON
     in_kernel = root.state == psutil.STATUS_DISK_SLEEP and outlived_sigkill
     return _IN_KERNEL if in_kernel else cause.conclusion.advice
 
@@ -758,7 +771,8 @@ def _too_long_error(
 
 def where(outcome: RankOutcome) -> str:
     """Return where a rank was: the line that raised, or the line it was at when it was asked."""
-    if outcome.raised is None or outcome.state == psutil.STATUS_STOPPED:
+    is_stopped = outcome.state == psutil.STATUS_STOPPED
+    if outcome.raised is None or is_stopped or outcome.before is not None:
         return outcome.stack
     return outcome.raised.where
 
@@ -818,13 +832,16 @@ def positions(outcomes: Iterable[RankOutcome]) -> list[str]:
             parts += [f"after {last}"] if last is not None else []
         elif last is not None:
             parts.append(f"{_relation(outcome, done=last.done)} {last}")
+        if outcome.before is not None:
+            parts.append(f"where it had been seen for {outcome.before.waited_s:.0f} s")
+            parts.append(f"and {outcome.before.then}")
         lines.append(", ".join(parts))
     return lines
 
 
 def _relation(outcome: RankOutcome, *, done: bool) -> str:
     """Return whether a rank was in its last collective, after it, or failed in it."""
-    if outcome.status == "returned":
+    if outcome.status == "returned" or outcome.before is not None:
         return "after"
     if outcome.raised is not None and outcome.raised.hidden_by:
         return "in"

@@ -23,6 +23,7 @@ from ddpsafe._wire.exception_facts import find_own_files, is_point_to_point
 from ddpsafe._wire.foreign_texts import find_native_text, read_places
 from ddpsafe._wire.messages import (
     UNKNOWN_COLLECTIVE,
+    BeforeFirstEnd,
     Collective,
     Frame,
     NativeError,
@@ -45,6 +46,8 @@ _NOT_RUNNING: Final = {
     psutil.STATUS_ZOMBIE,
 }
 _POLL_S: Final = 0.02
+# Timeouts of collectives are measured from a moment after they have been entered.
+_SAME_MOMENT_NS: Final = 200_000_000
 _FRAME: Final = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _CAUGHT_SIGNALS: Final = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
 _BACKWARD: Final = re.compile(r"/torch/(?:autograd|nn/parallel)/")
@@ -140,6 +143,61 @@ def collect(workers: Sequence[Worker]) -> dict[int, RankReading]:
             position=read_position(stderr, known.position),
         )
     return found | {each.rank: _complete(each, found[each.rank]) for each in asked}
+
+
+def find_before_first_end(workers: Sequence[Worker]) -> dict[int, BeforeFirstEnd]:
+    """Find the ranks that went on only when another one had given up waiting, and where they were before.
+
+    A rank that gives up releases what it holds, such as the lock of a file, and a rank that waited for that
+    enters the collective then: too late to be late. What was seen of it before counts.
+    """
+    gave_up = [
+        worker.raised
+        for worker in workers
+        if worker.raised is not None and worker.raised.origin == "timeout"
+    ]
+    if not gave_up:
+        return {}
+    first = min(gave_up, key=lambda raised: raised.at_ns)
+    # It is reported when the exception has left the function, which may take a `finally` some time.
+    wait = first.position.newest()
+    end_ns = first.wall_ns
+    if wait is not None and wait.timeout_s and wait.entered_ns:
+        end_ns = min(end_ns, wait.entered_ns + int(wait.timeout_s * 1e9))
+    ago_ns = first.at_ns - (first.wall_ns - end_ns)
+    found = {}
+    for worker in workers:
+        seen = [each for each in worker.sightings if each.at_ns <= ago_ns]
+        if not seen or worker.raised is first or worker.was_stopped:
+            continue
+        at = seen[-1].at
+        place = read_frames(at.threads[0].frames if at.threads else ())
+        if not place.stack or place.in_collective:
+            continue
+        numbers = {each.group: each.number for each in at.position.collectives}
+        position = None if worker.returned is None else worker.returned.position
+        position = position or worker.position
+        later = [
+            each
+            for each in (() if position is None else position.collectives)
+            if each.number > numbers.get(each.group, 0)
+        ]
+        has_returned = worker.returned is not None and worker.began_ns["leaving"] >= ago_ns
+        if not (later or has_returned) or any(
+            each.entered_ns < end_ns - _SAME_MOMENT_NS for each in later
+        ):
+            continue
+        then = "returned only when another rank had given up"
+        if later:
+            after_s = max(0, later[0].entered_ns - end_ns) / 1e9
+            then = f"entered {later[0]} only {after_s:.2f} s after another rank had given up"
+        found[worker.rank] = BeforeFirstEnd(
+            stack=place.stack,
+            waited_s=(ago_ns - seen[-1].since_ns) / 1e9,
+            position=at.position,
+            then=then,
+        )
+    return found
 
 
 def _state(worker: Worker) -> str:

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from dataclasses import replace
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from ddpsafe._launcher.processes.descendants import RankIdentity, open_pidfd
 from ddpsafe._logging import get_logger
@@ -17,6 +17,7 @@ from ddpsafe._wire import payload
 from ddpsafe._wire.messages import (
     AcceptsStop,
     AskedToStop,
+    BeforeFirstEnd,
     CheckpointFolder,
     Entered,
     LivingThreads,
@@ -59,6 +60,25 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
+
+
+class Sighting(NamedTuple):
+    """An answer of a rank that was asked where it is.
+
+    Attributes:
+        at: The answer.
+        since_ns: When the first answer in a row from the same place was received (monotonic).
+        at_ns: When this one was received (monotonic).
+    """
+
+    at: Whereabouts
+    since_ns: int
+    at_ns: int
+
+    def then(self, at: Whereabouts, now_ns: int) -> Sighting:
+        """Return the sighting of a later answer."""
+        is_same = at.position == self.at.position and at.threads[:1] == self.at.threads[:1]
+        return Sighting(at, self.since_ns if is_same else now_ns, now_ns)
 
 
 class StopState:
@@ -128,6 +148,8 @@ class RankState:
         ended_ns: When its end was seen (monotonic).
         position: Its last report of where it is in the sequence of collectives.
         whereabouts: Its last answer to `ask_whereabouts`.
+        sightings: Its last two answers to that, with their times.
+        before: Where it was before another rank gave up waiting, if it went on after that.
         reading: What was found out about it when the attempt ended and the ranks were asked.
         native: What native code wrote before it ended the process.
         living_threads: Its last answer to `ask_threads`.
@@ -147,6 +169,8 @@ class RankState:
         self._teardown_ns: int | None = None
         self.position: Position | None = None
         self.whereabouts: Whereabouts | None = None
+        self.sightings: tuple[Sighting, ...] = ()
+        self.before: BeforeFirstEnd | None = None
         self.reading: RankReading | None = None
         self.native: NativeError | None = None
         self.living_threads: LivingThreads | None = None
@@ -190,6 +214,10 @@ class RankState:
             self.position = message
         elif isinstance(message, Whereabouts):
             self.whereabouts = message
+            now_ns = time.monotonic_ns()
+            last = self.sightings[-1:]
+            new = last[0].then(message, now_ns) if last else Sighting(message, now_ns, now_ns)
+            self.sightings = (*last, new)
         elif isinstance(message, LivingThreads):
             self.living_threads = message
         elif isinstance(message, CheckpointFolder):
@@ -213,6 +241,10 @@ class RankState:
         if reading is not None:
             self.reading = reading
             self.position, self.native = reading.position, reading.native
+
+    def note_before(self, before: BeforeFirstEnd | None) -> None:
+        """Record where it was before another rank gave up waiting, if it went on after that."""
+        self.before = before
 
     def note_native(self, found: NativeError | None) -> None:
         """Record what native code wrote before it ended the process."""
@@ -402,12 +434,27 @@ class Worker(RankState):
             began_ns=self.began_ns,
             exited_at="" if self.returned is None else self.returned.exited_at,
         )
-        if self.reading is None:
+        if self.reading is not None:
+            outcome = self._with_reading(outcome, self.reading)
+        if self.before is None:
             return outcome
-        place = self.reading.place
         return replace(
             outcome,
-            state=self.reading.state,
+            # Had it not gone on, the launcher would have ended it.
+            status="stopped" if status == "returned" else status,
+            position=self.before.position,
+            stack=self.before.stack,
+            in_collective=False,
+            point_to_point="",
+            before=self.before,
+        )
+
+    @staticmethod
+    def _with_reading(outcome: RankOutcome, reading: RankReading) -> RankOutcome:
+        place = reading.place
+        return replace(
+            outcome,
+            state=reading.state,
             stack=place.stack,
             in_collective=place.in_collective,
             point_to_point=place.point_to_point,
