@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from ddpsafe._worker import pending_exception
-from ddpsafe._worker.entrypoint import set_death_signal
+from ddpsafe._worker.stop_signals import set_death_signal
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping

@@ -12,12 +12,15 @@ import multiprocessing.process
 import multiprocessing.util
 import os
 import threading
+from multiprocessing import popen_fork
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
     from concurrent.futures import Executor
+    from contextlib import AbstractContextManager
     from multiprocessing.process import BaseProcess
 
 
@@ -42,6 +45,64 @@ def helpers_folder() -> Path | None:
 def name_semaphores(prefix: str) -> None:
     """Set how the names of semaphores begin, in this process and in those that it starts."""
     _config()["semprefix"] = prefix
+
+
+def pass_to_children(key: str, mark: object) -> bool:
+    """Give a mark to the children that `multiprocessing` starts here, which unpickle it unless forked.
+
+    Returns:
+        Whether this process had not done that yet.
+    """
+    config = _config()
+    is_new = key not in config
+    config[key] = mark
+    return is_new
+
+
+def before_own_code(key: str, then: Callable[[bool], None]) -> None:
+    """Call `then` in each child of `multiprocessing` before its own code: whether its parent passed `key`.
+
+    It has to be called in the child if that is a new interpreter, else in its parent.
+    """
+    base: Any = multiprocessing.process.BaseProcess
+    stock = getattr(base, "_bootstrap", None)
+    if stock is None or stock.__module__ == __name__:
+        return
+
+    def bootstrap(self: BaseProcess, *args: Any, **kwargs: Any) -> Any:
+        then(key in getattr(self, "_config", ()))
+        return stock(self, *args, **kwargs)
+
+    base._bootstrap = bootstrap  # noqa: SLF001
+
+
+def around_start(around: Callable[[str | None], AbstractContextManager[None]]) -> None:
+    """Start each child of `multiprocessing` inside of ``around(start method)``."""
+    base = multiprocessing.process.BaseProcess
+    stock = base.start
+    if stock.__module__ == __name__:
+        return
+
+    def start(self: BaseProcess) -> None:
+        method = getattr(self, "_start_method", None) or multiprocessing.get_start_method()
+        with around(method):
+            stock(self)
+
+    base.start = start  # type: ignore[method-assign]
+
+
+def after_terminate(then: Callable[[int], None]) -> None:
+    """Call ``then(pid)`` each time that ``terminate()`` has sent SIGTERM to a child of `multiprocessing`."""
+    stock = getattr(popen_fork.Popen, "terminate", None)
+    if stock is None or stock.__module__ == __name__:
+        return
+
+    def terminate(self: popen_fork.Popen) -> None:
+        stock(self)
+        if self.returncode is None:
+            then(self.pid)
+
+    popen_fork.Popen.terminate = terminate  # type: ignore[method-assign]
 
 
 def _config() -> dict[str, Any]:

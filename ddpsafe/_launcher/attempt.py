@@ -16,6 +16,7 @@ from ddpsafe._errors import (
     TRY_AGAIN_EXIT_CODE,
     Explanation,
     PreemptedError,
+    RankFailedError,
     RankKilledError,
     ranks_text,
 )
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from mmap import mmap
     from threading import Event
 
+    from ddpsafe._errors import LaunchError
     from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
     from ddpsafe._launcher.handle import GracePeriod
     from ddpsafe._launcher.plan import LaunchPlan
@@ -254,14 +256,37 @@ def values_or_raise(
     directory.note_tracebacks(ended.outcomes.values())
     error = attempt_error.make_error(ended)
     error.add_details(*details)
-    # The launcher received a SIGTERM too: it was sent to all processes, as a cgroup or scancel --full
-    # does. So it is a request to the job, and not the failure of a rank.
-    is_by_sigterm = isinstance(error, RankKilledError) and error.signal == signal.SIGTERM
-    order = received if is_by_sigterm else None
-    directory.report(ended.attempt, error, is_kept=order is None)
-    if order is not None:
-        raise Interrupted(order)
+    if _died_of_request(error, ended, request, received):
+        if request.deadline is not None:
+            directory.report(ended.attempt, error)
+            raise preempted_error(ended, request, {}, keeps_logs=True, failure=error)
+        if received is not None:
+            directory.report(ended.attempt, error, is_kept=False)
+            raise Interrupted(received)
+    directory.report(ended.attempt, error)
     raise error
+
+
+def _died_of_request(
+    error: LaunchError,
+    ended: EndedAttempt,
+    request: StopRequest,
+    received: signal.Signals | None,
+) -> bool:
+    """Return whether the rank, or a process that it needs, died of the signal that asks the job to stop.
+
+    A cgroup or ``scancel --full`` sends the signal to all processes. So it is a request to the job, and not
+    the failure of a rank.
+    """
+    if not isinstance(error, RankFailedError):
+        return False
+    raised = ended.outcomes[error.rank].raised
+    died_of = 0 if raised is None else raised.child_signal
+    if isinstance(error, RankKilledError):
+        died_of = error.signal
+    # Ranks that were asked may have been sent another one: Slurm's warning precedes SIGTERM.
+    asks = (signal.SIGTERM, signal.SIGUSR1) if request.deadline is not None else (received,)
+    return died_of in asks
 
 
 _CAUSE_OF_STOP: Final = (
@@ -271,7 +296,12 @@ _CAUSE_OF_STOP: Final = (
 
 
 def preempted_error(
-    ended: EndedAttempt, request: StopRequest, values: Mapping[int, object], *, keeps_logs: bool
+    ended: EndedAttempt,
+    request: StopRequest,
+    values: Mapping[int, object],
+    *,
+    keeps_logs: bool,
+    failure: LaunchError | None = None,
 ) -> PreemptedError:
     """Return the error that names the ranks that stopped or did not, and how to continue the job.
 
@@ -280,18 +310,30 @@ def preempted_error(
         request: The request to stop.
         values: What ranks returned, by rank.
         keeps_logs: Whether the run directory is kept.
+        failure: What the signal itself has ended, so that the ranks did not save.
     """
     late = sorted(set(ended.outcomes) - set(values))
     ranks = f"{ranks_text(late or ended.outcomes)} (world_size {len(ended.outcomes)})"
     where = f"on {socket.gethostname()}, {ended.when('preempted')}"
     limit_s = request.limit.total_seconds()
-    if late:
+    details: list[str] = []
+    if failure is not None:
+        what = (
+            f"{ranks} did not save: {request.source()} asked them to, and a process that they need died "
+            f"of the same signal, {where}."
+        )
+        fix = (
+            "start the same command again, it continues from the last checkpoint; send the signal to the "
+            "launcher alone, or let programs that a rank starts handle it."
+        )
+        details = [failure.explanation.what]
+    elif late:
         what = f"{ranks} did not return within {limit_s:g} s of {request.source()}, {where}."
         fix = "raise timeouts.stop if saving takes longer, else see where they were."
+        details = attempt_error.positions(ended.outcomes.values())
     else:
         what = f"{ranks} stopped on {request.source()} and returned, {where}."
         fix = f"start the same command again; exit code {TRY_AGAIN_EXIT_CODE} tells a scheduler to do so."
-    details = attempt_error.positions(ended.outcomes.values()) if late else []
     logs = ended.run_dir if late or keeps_logs else None
     return PreemptedError(
         Explanation(what, cause=_CAUSE_OF_STOP, fix=fix, details=details, logs=logs),

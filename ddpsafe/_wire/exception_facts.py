@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ddpsafe._errors import DDPSafeError, signal_name
-from ddpsafe._wire.foreign_texts import find_peer_text, is_of_a_backend
+from ddpsafe._wire.foreign_texts import find_peer_text, find_signal_of_worker, is_of_a_backend
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -66,6 +66,7 @@ def where_of(tb: TracebackType | None) -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
 
 
+_BY_SIGNAL: Final = 128
 _DATALOADER: Final = "torch/utils/data/dataloader.py"
 _PREPOSITIONS: Final = {"send": "to", "isend": "to", "recv": "from", "irecv": "from"}
 
@@ -151,6 +152,16 @@ def dead_worker_of(exc: BaseException) -> str:
 
     torch itself reports "exited unexpectedly" or a reset connection, without the signal.
     """
+    found = _find_dead_worker(exc)
+    if found is None:
+        return ""
+    number, worker = found
+    code = worker.exitcode or 0
+    how = f"exited with code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
+    return f"DataLoader worker {number} (pid {worker.pid}) {how}"
+
+
+def _find_dead_worker(exc: BaseException) -> tuple[int, BaseProcess] | None:
     tb = None if isinstance(exc, DDPSafeError) else exc.__traceback__
     workers: Sequence[BaseProcess] = ()
     while tb is not None and not workers:
@@ -160,12 +171,27 @@ def dead_worker_of(exc: BaseException) -> str:
         tb = tb.tb_next
     if workers and isinstance(exc, (ConnectionError, EOFError)):
         connection.wait([each.sentinel for each in workers], _WORKER_EXIT_WAIT_S)
-    for number, worker in enumerate(workers):
-        code = worker.exitcode
-        if code:
-            how = f"exited with code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
-            return f"DataLoader worker {number} (pid {worker.pid}) {how}"
-    return ""
+    return next(((number, each) for number, each in enumerate(workers) if each.exitcode), None)
+
+
+def signal_that_ended_a_child(exc: BaseException) -> int:
+    """Return the signal by which a process ended whose end is the reason of an exception; 0 if unknown.
+
+    That is a worker of a DataLoader, or a program that the script has started.
+    """
+    for each in _chain_of(exc):
+        dead = _find_dead_worker(each)
+        code: object = None if dead is None else dead[1].exitcode
+        for name in ("exitcode", "returncode"):  # of WorkerDiedError and of CalledProcessError
+            code = getattr(each, name, None) if code is None else code
+        if isinstance(code, int) and code < 0:
+            return -code
+        if isinstance(code, int) and code > _BY_SIGNAL:  # as a shell exits
+            return code - _BY_SIGNAL
+        signum = find_signal_of_worker(line_of(each, MAX_MESSAGE))
+        if signum:
+            return signum
+    return 0
 
 
 def is_point_to_point(function: str) -> bool:
@@ -381,14 +407,7 @@ def read_chain(exc: BaseException) -> ChainFacts:
 
 
 def _read(exc: BaseException, depth: int = 0) -> ChainFacts:
-    # The exception, then the one that it was raised from or while handling, and so on.
-    chain: list[BaseException] = []
-    seen: set[int] = set()
-    at: object = exc
-    while isinstance(at, BaseException) and id(at) not in seen:
-        seen.add(id(at))
-        chain.append(at)
-        at = at.__context__ if at.__cause__ is None else at.__cause__
+    chain = _chain_of(exc)
     for number in reversed(range(len(chain))):
         outer, inner = chain[number], chain[number + 1 : number + 2]
         origin = _origin_of(outer, depth)
@@ -399,6 +418,18 @@ def _read(exc: BaseException, depth: int = 0) -> ChainFacts:
         if origin in ("peer-lost", "timeout"):
             return ChainFacts(shown=exc, origin=origin, wraps_peer_error=outer is not exc)
     return ChainFacts(shown=exc, origin=_origin_of(exc, depth))
+
+
+def _chain_of(exc: BaseException) -> list[BaseException]:
+    """Return the exception, then the one that it was raised from or while handling, and so on."""
+    chain: list[BaseException] = []
+    seen: set[int] = set()
+    at: object = exc
+    while isinstance(at, BaseException) and id(at) not in seen:
+        seen.add(id(at))
+        chain.append(at)
+        at = at.__context__ if at.__cause__ is None else at.__cause__
+    return chain
 
 
 def _origin_of(exc: BaseException, depth: int) -> Origin:

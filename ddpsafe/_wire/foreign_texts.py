@@ -9,6 +9,7 @@ installed torch.
 from __future__ import annotations
 
 import re
+import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -280,9 +281,22 @@ def read_places(stderr: str) -> list[WatchdogPlace]:
     return list(places.values())
 
 
+# torch 2.13: raised by its SIGCHLD handler, wherever the main thread is. The name is that of strsignal(3).
+_KILLED_WORKER: Final = re.compile(
+    r"DataLoader worker \(pid \d+\) is killed by signal: (?P<name>[\w ]+?)\."
+)
+
+
 def find_kind(line: str) -> FailureKind | None:
     """Return the kind of the first row that an exception, as "TypeName: message", matches."""
     return next((row.kind for row in KIND_TEXTS if row.pattern.search(line)), None)
+
+
+def find_signal_of_worker(line: str) -> int:
+    """Return the signal that ended a worker of torch's DataLoader, by torch's own text; 0 if it is another text."""
+    found = _KILLED_WORKER.search(line)
+    names = {signal.strsignal(each): int(each) for each in signal.valid_signals()}
+    return 0 if found is None else names.get(found["name"], 0)
 
 
 def is_full_disk(line: str) -> bool:

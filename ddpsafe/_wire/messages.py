@@ -27,6 +27,7 @@ from ddpsafe._wire.exception_facts import (
     line_of,
     point_to_point_of,
     read_chain,
+    signal_that_ended_a_child,
     text_of,
     traceback_of,
     type_name_of,
@@ -366,6 +367,7 @@ class Raised:
         hidden_by: The peer error, in one line, that was raised on top of it and left the function.
         handled: The exception, in one line, that was being handled when the rank asked to exit.
         dead_worker: Which worker of torch's DataLoader it comes from, and how that worker ended.
+        child_signal: The signal that ended a process of the rank, if the exception comes from that; else 0.
     """
 
     type_name: str
@@ -390,6 +392,7 @@ class Raised:
     hidden_by: str = ""
     handled: str = ""
     dead_worker: str = ""
+    child_signal: int = 0
 
     @property
     def is_peer_error(self) -> bool:
@@ -424,8 +427,11 @@ class Raised:
         name, message = type_name_of(shown), clip(text_of(shown), MAX_MESSAGE)
         code = exit_code_of(shown)
         handled = None if code is None else shown.__cause__
-        dead_worker = ""
-        with contextlib.suppress(Exception):  # reads private names of torch
+        dead_worker, child_signal = "", 0
+        with contextlib.suppress(
+            Exception
+        ):  # reads private names of torch, and the user's attributes
+            child_signal = signal_that_ended_a_child(shown)
             dead_worker = dead_worker_of(shown)
         if code is not None and not shown.__suppress_context__:
             handled = shown.__context__
@@ -455,6 +461,7 @@ class Raised:
             hidden_by="" if facts.hidden_by is None else in_a_line(facts.hidden_by),
             handled="" if handled is None else in_a_line(handled),
             dead_worker=dead_worker,
+            child_signal=child_signal,
         )
 
 

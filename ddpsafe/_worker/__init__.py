@@ -14,6 +14,8 @@
     whereabouts        where the rank is, read while it keeps running
     pending_exception  exceptions that a rank is handling when it begins to wait
     stop_agreement     all ranks stop at the same call of `stop_requested`
+    stop_signals       how ranks and their helper processes receive the signals that ask for it
+    stop_signals       how ranks and their helper processes receive the signals that ask for it
     script             the script, module or program of `ddpsafe run`
     preload            what the fork server imports once for all ranks
     join/              joining a group in ranks that another launcher started

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from ddpsafe._clock import BoundedCall, Deadline, HeldClock
 from ddpsafe._garbage import exempt_from_gc
@@ -56,6 +56,7 @@ from ddpsafe._wire.rank_pipe import (
 from ddpsafe._wire.spec import open_log, unreported_mark
 from ddpsafe._worker import environment, pending_exception, stop_agreement
 from ddpsafe._worker.stop_agreement import LauncherLine, StopCalls
+from ddpsafe._worker.stop_signals import prepare_helpers, set_death_signal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
 
 
 _GIB = 1 << 30
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
@@ -376,6 +376,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
             environment.restore_interrupt()
         environment.use_start_method(spec.child_start_method)
         environment.name_semaphores(spec.launch_id)
+        prepare_helpers()
         reporter.enter("loading")
         value = _run_user_code(spec, reporter, inheritance, since_start)
         if reporter.is_rank_process():
@@ -516,12 +517,6 @@ def _tie_to_launcher(
     threading.Thread(
         target=_watch_lifeline, args=(pipe_fd, handlers), name="ddpsafe-lifeline", daemon=True
     ).start()
-
-
-def set_death_signal(signum: int) -> None:
-    """Have the kernel send this process a signal when its parent's thread ends; 0 turns that off."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum))
 
 
 def _watch_lifeline(pipe_fd: int, handlers: Mapping[bytes, Callable[[], None]]) -> None:

@@ -10,6 +10,7 @@ import signal
 
 from ddpsafe._wire import payload
 from ddpsafe._worker import context, entrypoint, process_group, session, torch_hooks
+from ddpsafe._worker.stop_signals import END, STOP_SIGNALS, receive_signals_in_children
 
 __all__ = [
     "context",
@@ -39,20 +40,19 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 # Schedulers often signal a whole process group, or all processes of a job, to make it stop. Ranks die
 # with the server that forked them, so the server ignores these signals until the ranks have saved.
-# The signals are blocked too: one that reaches a rank between its fork and `_restore_signals` is then
+# The signals are blocked too: one that reaches a child between its fork and its own code is then
 # delivered there, while an ignored one would be lost.
-_REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
-_BLOCKED = set(_REQUESTS) - signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
-for _signum in _REQUESTS:
+signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, END])
+for _signum in STOP_SIGNALS:
     signal.signal(_signum, signal.SIG_IGN)
+receive_signals_in_children()
 
 
 def _restore_signals() -> None:
     """Let forked processes, ranks or the user's own, receive signals again; resume collections."""
     if os.getppid() == _SERVER:
-        for signum in _REQUESTS:
+        for signum in STOP_SIGNALS:
             signal.signal(signum, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
         # What is loaded stays for good. Without the freeze, the first collection in a rank writes to
         # every page of torch's objects and so copies it: 0.2 s of each short launch.
         gc.freeze()

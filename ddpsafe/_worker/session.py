@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
 from ddpsafe._worker import context, model_check, pending_exception, process_group, torch_hooks
+from ddpsafe._worker.stop_signals import protect_torchs_helper
 from ddpsafe._worker.store_sync import Control, FolderStore
 from ddpsafe._world import World, find_world, loopback_interfaces
 
@@ -76,6 +77,7 @@ def install_hooks(spec: RankSpec, since_start: Callable[[], float]) -> None:
     )
     if spec.style == "launch" or "collective" in spec.timeouts.chosen:
         torch_hooks.limit_collectives(spec.timeouts.collective)
+    protect_torchs_helper()
     torch_hooks.before_destroy(pending_exception.leaving_group)
     torch_hooks.around_waits(pending_exception.waiting)
     torch_hooks.before_ddp(model_check.check_before_ddp)

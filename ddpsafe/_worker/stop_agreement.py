@@ -8,94 +8,26 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
-import os
 import signal
 import threading
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._wire.messages import AcceptsStop, AskedToStop, StopPromise, Stops
+from ddpsafe._worker.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from datetime import timedelta
-    from types import FrameType
 
     from ddpsafe._wire.rank_pipe import Sender
     from ddpsafe._worker.store_sync import Keys
 
 
-_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send for preemption, a time limit or a drained node, and as a warning ahead of it."""
 _REQUEST_POLL_S: Final = 0.5
 _AGREEMENT_POLL_S: Final = 0.01  # shorter: a rank may be waiting in a call by now
 _LEAVE_LIMIT_S: Final = 2.0
 _ASKED: Final = "stop/asked"
 _AGREED: Final = "stop/agreed"
-
-
-class StopSignals:
-    """Records stop signals between `open` and `close`.
-
-    An ignored signal stays ignored. A handler of the user's is still called. A process that this one
-    forks reacts to the signals as it would without ddpsafe.
-
-    Attributes:
-        noted: The first signal that arrived; ``None`` before.
-    """
-
-    def __init__(self) -> None:
-        """Change no handler yet."""
-        self._before: dict[signal.Signals, Any] = {}
-        self._pid = os.getpid()
-        self._is_open = False
-        self.noted: signal.Signals | None = None
-
-    def open(self) -> None:
-        """Begin to record; only in the main thread, where Python allows handlers."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._is_open = True
-        for signum in _STOP_SIGNALS:
-            before = signal.getsignal(signum)
-            if before is not None and before != signal.SIG_IGN:
-                self._before[signum] = before
-                signal.signal(signum, self._note)
-
-    def close(self) -> None:
-        """Restore the previous handlers, except where the script has set another one."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._is_open = False
-        for signum, before in self._before.items():
-            if signal.getsignal(signum) == self._note:
-                signal.signal(signum, before)
-
-    def raise_again(self) -> None:
-        """Let the recorded signal have its default effect, if it has no handler of the user's."""
-        if self.noted is not None and signal.getsignal(self.noted) == signal.SIG_DFL:
-            signal.raise_signal(self.noted)
-
-    def die_of_sigterm(self) -> None:
-        """End this process by SIGTERM, from any thread, even while the main thread is in native code.
-
-        If the user has a handler for SIGTERM, that one decides, as it does without ddpsafe.
-        """
-        if self._before.get(signal.SIGTERM) == signal.SIG_DFL and os.getpid() == self._pid:
-            # Python's signal.signal works in the main thread only. None is SIG_DFL.
-            ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
-            os.kill(self._pid, signal.SIGTERM)
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        before = self._before[signal.Signals(signum)]
-        is_noted = self._is_open and os.getpid() == self._pid
-        if is_noted and self.noted is None:
-            self.noted = signal.Signals(signum)
-        if callable(before):
-            before(signum, frame)
-        elif not is_noted:  # in a fork, or called by a handler of the user's after `close`
-            signal.signal(signum, before)
-            os.kill(os.getpid(), signum)
 
 
 class NoAgreementError(Exception):

@@ -114,6 +114,38 @@ def _handler(
     return handler
 
 
+def after_worker_signals(then: Callable[[], None]) -> None:
+    """Call `then` in a worker of torch's DataLoader, once it has set its own signal handlers."""
+    module = importlib.import_module("torch.utils.data._utils.signal_handling")
+    stock = getattr(module, "_set_worker_signal_handlers", None)
+    if stock is None or stock.__module__ == __name__:
+        return
+
+    def set_handlers() -> None:
+        stock()
+        then()
+
+    module._set_worker_signal_handlers = set_handlers  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def around_shared_files(around: Callable[[], AbstractContextManager[None]]) -> None:
+    """Share tensors inside of `around`: with the strategy ``file_system``, torch then starts a process.
+
+    That process, ``torch_shm_manager``, inherits the signals that the caller has blocked.
+    """
+    import torch
+
+    stock = getattr(torch.UntypedStorage, "_share_filename_cpu_", None)
+    if stock is None or stock.__module__ == __name__:
+        return
+
+    def share(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with around():
+            return stock(self, *args, **kwargs)
+
+    torch.UntypedStorage._share_filename_cpu_ = share  # type: ignore[method-assign]
+
+
 def limit_collectives(timeout: timedelta) -> None:
     """Replace torch's default timeout of 30 minutes in groups for which the script passes none."""
     c10d = importlib.import_module("torch.distributed.distributed_c10d")

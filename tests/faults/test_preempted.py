@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+import psutil
 import pytest
 import scripts
 import stop_programs as programs
@@ -82,6 +84,64 @@ def test_signals_to_all_processes_of_a_job_are_one_request(
     assert found["error"] == "PreemptedError", found["text"]
     assert len(found["saved"]) == 2
     assert len(set(found["saved"])) == 1
+
+
+def test_helpers_of_ranks_outlive_a_signal_to_all_processes(
+    outcomes: dict[str, dict[str, Any]],
+) -> None:
+    """Workers of loaders, pools, executors and managers work until the ranks have saved, and end with them.
+
+    The signal comes twice, within a second.
+    """
+    found = outcomes["all processes and helpers"]
+    assert found["error"] == "PreemptedError", found["text"]
+    assert "ranks 0 and 1 (world_size 2) stopped on SIGTERM" in found["text"]
+    assert len(found["saved"]) == 2
+    assert len(set(found["saved"])) == 1
+
+
+def test_what_dies_of_the_request_itself_is_no_failure(
+    outcomes: dict[str, dict[str, Any]],
+) -> None:
+    """A rank needs a program, and that dies of the SIGTERM to all: the job was stopped, it did not fail."""
+    found = outcomes["a program died"]
+    assert (found["error"], found["attempt"]) == ("PreemptedError", 1), found["text"]
+    assert "did not save: SIGTERM to the launcher asked them to" in found["text"]
+    assert "died of the same signal" in found["text"]
+    assert "died with <Signals.SIGTERM: 15>" in found["text"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("kind", programs.HELPERS)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_helpers_of_each_kind_outlive_a_signal_in_any_order(
+    tmp_path: Path, kind: str, method: str, start_method: str, signum: signal.Signals
+) -> None:
+    """Helpers receive it before their ranks and before the launcher, once more in the middle of the save."""
+    fields = f'backend="gloo", start_method={start_method!r}'
+    script = f"""
+        import stop_programs
+        ddpsafe.launch(
+            stop_programs.train_with_helpers, (folder, ({kind!r},), {method!r}), nproc_per_node=2, {fields}
+        )
+    """
+    with start_script(tmp_path, script) as job:
+        scripts.wait_until(
+            lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists()
+        )
+        processes = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
+        for process in reversed(processes):
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signum)
+        scripts.wait_until((tmp_path / "saving-0").exists)
+        for process in reversed(processes):
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGUSR1)
+        run = job.end()
+    assert run.code == EXIT_TRY_AGAIN, run.err
+    assert (tmp_path / "saved-0").read_text() == (tmp_path / "saved-1").read_text()
 
 
 def test_ranks_that_do_not_return_in_time_are_named_and_ended(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -17,11 +21,14 @@ import scripts
 import ddpsafe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from ddpsafe import RankContext
 
+
+HELPERS: Final = ("loader of torch", "loader", "pool", "executor", "manager")
+"""The kinds of processes that a rank starts through `multiprocessing`, see `work_of`."""
 
 STEP_S: Final = 0.05
 """How long a step takes; without a pause, ranks that wait for a request would use all cores."""
@@ -149,20 +156,6 @@ def try_again(ctx: RankContext, folder: Path) -> str:
     return f"finished attempt {ctx.attempt}"
 
 
-SCENARIOS: Final[dict[str, Scenario]] = {
-    "order and echo": Scenario(train_until_asked, [signal.SIGTERM, signal.SIGTERM], ranks=4),
-    "warning and order": Scenario(train_until_asked, [signal.SIGUSR1, signal.SIGTERM], ranks=4),
-    "warning": Scenario(train_until_asked, [signal.SIGUSR1], ranks=4),
-    "all processes": Scenario(train_in_step, [signal.SIGTERM], also_all=True),
-    "all processes warned": Scenario(train_in_step, [signal.SIGUSR1], also_all=True),
-    "overdue": Scenario(ask_and_go_on, [signal.SIGTERM]),
-    "full disk": Scenario(fail_to_save, [signal.SIGTERM]),
-    "too late": Scenario(finish_early, [signal.SIGUSR1]),
-    "impatience": Scenario(ask_and_go_on, [signal.SIGTERM, signal.SIGINT]),
-}
-"""Signals that the launcher receives while ranks train. None of them ends its process."""
-
-
 def run_scenarios(folder: Path) -> None:
     """Launch one scenario after the other, and record the result of each.
 
@@ -234,3 +227,109 @@ def lose_a_rank(ctx: RankContext, folder: Path) -> None:
     if ctx.rank == 1:
         ctx.barrier("all have evaluated")
     ctx.reduce_mean(1.0)
+
+
+def add_slowly(number: int) -> int:
+    """Work in a process of a pool."""
+    time.sleep(0.01)
+    return number + 1
+
+
+class Numbers:
+    """A dataset whose items take some time, as decoding does."""
+
+    def __len__(self) -> int:
+        """Never run out."""
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> float:
+        """Read one item."""
+        time.sleep(0.002)
+        return float(index)
+
+
+def work_of(kind: str, method: str, ctx: RankContext) -> Iterator[object]:
+    """Yield for ever what helpers of this kind, started by this method, have made."""
+    context = multiprocessing.get_context(method)
+    if kind == "loader of torch":
+        from torch.utils.data import DataLoader
+
+        yield from DataLoader(
+            Numbers(),  # type: ignore[arg-type]  # it need not subclass Dataset
+            batch_size=4,
+            num_workers=2,
+            persistent_workers=True,
+            multiprocessing_context=context,
+        )
+    elif kind == "loader":
+        yield from ctx.loader(
+            Numbers(), batch_size=4, num_workers=2, multiprocessing_context=context
+        )
+    elif kind == "pool":
+        with context.Pool(2) as pool:
+            yield from pool.imap(add_slowly, itertools.count())
+    elif kind == "executor":
+        with ProcessPoolExecutor(2, mp_context=context) as executor:
+            while True:
+                yield executor.submit(add_slowly, 1).result()
+    else:
+        assert kind == "manager"
+        with context.Manager() as manager:
+            shared = manager.dict()
+            for number in itertools.count():
+                shared[number] = number
+                time.sleep(0.01)
+                yield shared[number]
+
+
+def train_with_helpers(
+    ctx: RankContext, folder: Path, kinds: tuple[str, ...] = HELPERS, method: str = "fork"
+) -> int:
+    """Train with what helper processes make until asked to stop, take a second to save, and go on with them."""
+    works = [work_of(kind, method, ctx) for kind in kinds]
+    step = 0
+    while not ctx.stop_requested():
+        for work in works:
+            next(work)
+        step = round(ctx.reduce_mean(float(step + 1)))
+        if step == 3:
+            (folder / f"ready-{ctx.rank}").touch()
+    (folder / f"saving-{ctx.rank}").touch()
+    time.sleep(1)
+    for work in works:
+        next(work)
+    (folder / f"saved-{ctx.rank}").write_text(str(step))
+    ctx.barrier("saved")
+    for work in works:
+        work.close()  # type: ignore[attr-defined]  # a generator: leaves its `with`
+    return step
+
+
+def train_with_a_program(ctx: RankContext, folder: Path) -> None:
+    """Train with what a program writes, which dies of the signal, as any program does."""
+    source = "import time\nwhile True: print(1, flush=True); time.sleep(0.01)"
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        for step in itertools.count():
+            if not program.stdout.readline():
+                raise subprocess.CalledProcessError(program.wait(), program.args)
+            if ctx.stop_requested() and step > 1_000_000:
+                return
+            if step == 3:
+                (folder / f"ready-{ctx.rank}").touch()
+
+
+SCENARIOS: Final[dict[str, Scenario]] = {
+    "order and echo": Scenario(train_until_asked, [signal.SIGTERM, signal.SIGTERM], ranks=4),
+    "warning and order": Scenario(train_until_asked, [signal.SIGUSR1, signal.SIGTERM], ranks=4),
+    "warning": Scenario(train_until_asked, [signal.SIGUSR1], ranks=4),
+    "all processes": Scenario(train_in_step, [signal.SIGTERM], also_all=True),
+    "all processes warned": Scenario(train_in_step, [signal.SIGUSR1], also_all=True),
+    "all processes and helpers": Scenario(train_with_helpers, [signal.SIGTERM] * 2, also_all=True),
+    "a program died": Scenario(train_with_a_program, [signal.SIGTERM], also_all=True),
+    "overdue": Scenario(ask_and_go_on, [signal.SIGTERM]),
+    "full disk": Scenario(fail_to_save, [signal.SIGTERM]),
+    "too late": Scenario(finish_early, [signal.SIGUSR1]),
+    "impatience": Scenario(ask_and_go_on, [signal.SIGTERM, signal.SIGINT]),
+}
+"""Signals that the launcher receives while ranks train. None of them ends its process."""

@@ -22,6 +22,7 @@ from ddpsafe._worker.join.store import open_stores
 from ddpsafe._worker.join.store_endpoint import find_endpoint, job_secret
 from ddpsafe._worker.session import enter
 from ddpsafe._worker.stop_agreement import StopBoard, StopCalls
+from ddpsafe._worker.stop_signals import prepare_helpers, protect_torchs_helper
 from ddpsafe._worker.store_sync import Control, SignedKeys
 from ddpsafe._world import World, find_world, loopback_interfaces, require_int
 
@@ -305,6 +306,8 @@ def _remember(
 ) -> RankContext:
     member = describe(world, device, backend, control, config=config)
     enter(member)
+    prepare_helpers()
+    protect_torchs_helper()
     calls = StopCalls()
     if member.control is None:
         stop_agreement.enter(stop_agreement.Stopping(calls, stop_agreement.Alone(calls)))

@@ -192,6 +192,13 @@ def _why(exitcode: int) -> tuple[str, str, list[str]]:
         cause = "shared memory is full, or a memory-mapped file was shortened."
         fix = "lower num_workers, prefetch_factor or batch_size; in a container raise --shm-size."
         return cause, fix, [describe_shared_memory()]
+    if -exitcode in {signal.SIGTERM, signal.SIGUSR1}:
+        cause = (
+            "another process sent it that signal; to end a job, schedulers send SIGTERM to all of its "
+            "processes."
+        )
+        fix = "ask the job to stop instead: send the signal to the launcher, see ctx.stop_requested()."
+        return cause, fix, []
     if exitcode < 0:
         cause = "native code crashed; often a library or a handle that does not survive fork."
         fix = (

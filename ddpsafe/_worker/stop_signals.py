@@ -1,0 +1,276 @@
+"""The signals that ask a job to stop, as a rank and its helper processes receive them.
+
+Schedulers send them to all processes of a job: to ranks, and to the processes that ranks have started
+through `multiprocessing` (workers of a DataLoader, pools, managers), here called helpers. A helper that
+died of the signal would take the rank with it before the rank has saved. So a helper does as its owner,
+the process that started it: if the signal does not end the owner, it does not end the helper either.
+
+``terminate()`` sends a helper the same SIGTERM, and a handler in Python does not know who sent a signal.
+So ``terminate()`` sends `END` as well, which means that the owner itself ends the helper. Programs that a
+rank starts in another way, such as with `subprocess`, are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import threading
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe import _stdlib_private
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+"""What schedulers send for preemption, a time limit or a drained node, and as a warning ahead of it."""
+
+END: Final = int(signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2)
+"""Sent to a helper after SIGTERM by its owner's ``terminate()``."""
+
+# A helper that does not get to Python code, such as one that is locked up in a library since the fork, cannot
+# run the handler of END. Without ddpsafe SIGTERM would have ended it at once.
+_END_WITHIN_S: Final = 5.0
+_TORCH_SIGNALS: Final = "torch.utils.data._utils.signal_handling"
+_ACTION_BYTES: Final = 512  # more than any platform's `struct sigaction`
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class StopSignals:
+    """Records stop signals between `open` and `close`.
+
+    An ignored signal stays ignored. A handler of the user's is still called. A process that this one
+    forks reacts to the signals as it would without ddpsafe.
+
+    Attributes:
+        noted: The first signal that arrived; ``None`` before.
+    """
+
+    def __init__(self) -> None:
+        """Change no handler yet."""
+        self._before: dict[signal.Signals, Any] = {}
+        self._pid = os.getpid()
+        self._is_open = False
+        self.noted: signal.Signals | None = None
+
+    def open(self) -> None:
+        """Begin to record; only in the main thread, where Python allows handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._is_open = True
+        for signum in STOP_SIGNALS:
+            before = signal.getsignal(signum)
+            if before is not None and before != signal.SIG_IGN:
+                self._before[signum] = before
+                signal.signal(signum, self._note)
+
+    def close(self) -> None:
+        """Restore the previous handlers, except where the script has set another one."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._is_open = False
+        for signum, before in self._before.items():
+            if signal.getsignal(signum) == self._note:
+                signal.signal(signum, before)
+
+    def handler_before(self, signum: signal.Signals) -> Any:
+        """Return the handler that `open` has replaced."""
+        return self._before[signum]
+
+    def raise_again(self) -> None:
+        """Let the recorded signal have its default effect, if it has no handler of the user's."""
+        if self.noted is not None and signal.getsignal(self.noted) == signal.SIG_DFL:
+            signal.raise_signal(self.noted)
+
+    def die_of_sigterm(self) -> None:
+        """End this process by SIGTERM, from any thread, even while the main thread is in native code.
+
+        If the user has a handler for SIGTERM, that one decides, as it does without ddpsafe.
+        """
+        if self._before.get(signal.SIGTERM) == signal.SIG_DFL and os.getpid() == self._pid:
+            # Python's signal.signal works in the main thread only. None is SIG_DFL.
+            ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
+            os.kill(self._pid, signal.SIGTERM)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        before = self._before[signal.Signals(signum)]
+        is_noted = self._is_open and os.getpid() == self._pid
+        if is_noted and self.noted is None:
+            self.noted = signal.Signals(signum)
+        if callable(before):
+            before(signum, frame)
+        elif not is_noted:  # in a fork, or called by a handler of the user's after `close`
+            signal.signal(signum, before)
+            os.kill(os.getpid(), signum)
+
+
+def set_death_signal(signum: int) -> None:
+    """Have the kernel send this process a signal when its parent's thread ends; 0 turns that off."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum))
+
+
+# ---- in the owner ----
+
+
+def prepare_helpers() -> None:
+    """Make the helpers that this process starts from now on outlive a signal that it outlives itself."""
+    if not Path(
+        "/proc/self/status"
+    ).exists():  # a helper reads there what the signal does to its owner
+        return
+    if _stdlib_private.pass_to_children(_KEY, _Helper()):
+        receive_signals_in_children()
+        _stdlib_private.around_start(_signals_blocked)
+        _stdlib_private.after_terminate(_end_helper)
+
+
+def receive_signals_in_children() -> None:
+    """Unblock the signals in children of this process, once they are ready for them."""
+    _stdlib_private.before_own_code(_KEY, _enter)
+
+
+def protect_torchs_helper() -> None:
+    """Make the process that manages torch's shared files outlive the signals; once torch is loaded."""
+    from ddpsafe._worker.torch_hooks import around_shared_files
+
+    around_shared_files(lambda: _blocked(*STOP_SIGNALS))
+
+
+@contextlib.contextmanager
+def _signals_blocked(start_method: str | None) -> Iterator[None]:
+    """Block the signals while a child starts, which inherits that, until `_enter` runs in it."""
+    if start_method != "fork":
+        # Python's resource tracker starts with the first such child. It handles SIGTERM by itself, and to
+        # start it unblocks SIGTERM.
+        with _blocked(signal.SIGUSR1):
+            resource_tracker.ensure_running()
+    with _blocked(*STOP_SIGNALS, END):
+        yield
+
+
+@contextlib.contextmanager
+def _blocked(*signals: int) -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_helper(pid: int) -> None:
+    """Tell a child that has been sent SIGTERM by ``terminate()`` that its owner meant to end it."""
+    if not _reacts(pid, END, "SigCgt", "SigBlk"):
+        return
+    with contextlib.suppress(OSError, AttributeError):  # it has ended; or this system has no pidfds
+        pidfd = os.pidfd_open(pid)
+        os.kill(pid, END)
+        threading.Thread(
+            target=_kill_if_stuck, args=(pid, pidfd), name="ddpsafe-end", daemon=True
+        ).start()
+
+
+def _kill_if_stuck(pid: int, pidfd: int) -> None:
+    ended = select.poll()
+    ended.register(pidfd, select.POLLIN)
+    # A helper with a handler of the user's for SIGTERM ignores END by then, see `_end`.
+    if not ended.poll(_END_WITHIN_S * 1000) and not _reacts(pid, END, "SigIgn"):
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    os.close(pidfd)
+
+
+def _reacts(pid: int, signum: int, *fields: str) -> bool:
+    """Return whether one of a process's sets of signals in ``/proc/PID/status`` has the signal."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name in fields and int(value, 16) >> (signum - 1) & 1:
+                return True
+    return False
+
+
+# ---- in a helper ----
+
+
+class _Helper:
+    """What a child gets with its `Process` object; a new interpreter prepares itself when it unpickles this."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, ()
+
+
+_KEY: Final = "ddpsafe-helper"
+
+
+def _unpickle() -> _Helper:
+    receive_signals_in_children()
+    return _Helper()
+
+
+def _enter(is_helper: bool) -> None:  # noqa: FBT001 - called by `before_own_code`
+    """Prepare this process for the signals, then unblock them."""
+    try:
+        if is_helper:
+            for signum in STOP_SIGNALS:
+                handler: Any = signal.getsignal(signum)
+                replaced = getattr(handler, "__self__", None)
+                if isinstance(replaced, StopSignals):  # the rank's, in a fork
+                    handler = replaced.handler_before(signum)
+                if handler == signal.SIG_DFL:
+                    signal.signal(signum, _do_as_owner)
+            signal.signal(END, _end)
+            if _TORCH_SIGNALS in sys.modules:
+                from ddpsafe._worker.torch_hooks import after_worker_signals
+
+                after_worker_signals(_replace_torchs)
+                protect_torchs_helper()
+            # Its own children are helpers too.
+            _stdlib_private.around_start(_signals_blocked)
+            _stdlib_private.after_terminate(_end_helper)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [*STOP_SIGNALS, END])
+
+
+def _do_as_owner(signum: int, frame: FrameType | None) -> None:
+    """Outlive the signal if the owner does, else die of it."""
+    del frame
+    owner = multiprocessing.parent_process()
+    if owner is None or not _reacts(owner.pid or 0, signum, "SigCgt", "SigIgn", "SigBlk"):
+        _die_of(signum)
+    # The signal does not come again if the owner ends without having ended this process.
+    set_death_signal(signum)
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    """Die of the SIGTERM that came before this signal, unless the script has a handler for it."""
+    del frame
+    if signal.getsignal(signal.SIGTERM) == _do_as_owner:
+        _die_of(signal.SIGTERM)
+    signal.signal(signum, signal.SIG_IGN)
+
+
+def _die_of(signum: int) -> None:
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
+
+
+def _replace_torchs() -> None:
+    """Replace the handler that a worker of torch's DataLoader sets for SIGTERM.
+
+    Torch's handler is C code, and compares the sender with the parent: if they differ, it ends the worker by
+    the signal, else with exit code 0, which torch's own check of dead workers ignores. For END it is right.
+    """
+    libc = ctypes.CDLL(None)
+    action = ctypes.create_string_buffer(_ACTION_BYTES)
+    if libc.sigaction(int(signal.SIGTERM), None, action) == 0:
+        libc.sigaction(END, action, None)
+    signal.signal(signal.SIGTERM, _do_as_owner)
