@@ -14,7 +14,7 @@
         NodeLostError                          one of several nodes was lost
         LaunchTimeoutError (also TimeoutError)
           RendezvousTimeoutError | CollectiveTimeoutError | BarrierTimeoutError
-          ProgressTimeoutError | AttemptTimeoutError
+          ProgressTimeoutError | FinishTimeoutError | AttemptTimeoutError
 
 There is one class per phase, and facts are attributes, so nothing has to parse a message. Every error
 can be pickled, together with its cause and those facts that can be pickled.
@@ -524,6 +524,12 @@ class ProgressTimeoutError(LaunchTimeoutError):
     """No rank made a step within ``Timeouts.progress``."""
 
     setting = "progress"
+
+
+class FinishTimeoutError(LaunchTimeoutError):
+    """What a function left running after its return was not done within ``Timeouts.finish``."""
+
+    setting = "finish"
 
 
 class AttemptTimeoutError(LaunchTimeoutError):

@@ -9,12 +9,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing.process
+import multiprocessing.queues
 import multiprocessing.util
 import os
+import runpy
 import threading
 from multiprocessing import popen_fork
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import argparse
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from contextlib import AbstractContextManager
     from multiprocessing.process import BaseProcess
+    from types import FrameType
 
 
 def is_importing_main() -> bool:
@@ -115,11 +118,31 @@ def forget_child(process: BaseProcess) -> None:
     getattr(multiprocessing.process, "_children", set()).discard(process)
 
 
+def run_as_main(name: str, *, alter_argv: bool = True) -> None:
+    """Run a module in the namespace of the module ``__main__``, as ``python -m`` does."""
+    runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
 def end_as_interpreter() -> None:
     """Before `os._exit`, join the threads and run `atexit` functions, in the interpreter's order."""
     with contextlib.suppress(Exception):
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
         atexit._run_exitfuncs()  # noqa: SLF001
+
+
+def read_exit(frame: FrameType | None) -> Literal["queue", "children", "other"]:
+    """Return what the main thread waits for while `multiprocessing` ends, given its innermost frame.
+
+    That is the thread that sends the items of a queue, or a child process.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_finalize_join" and code.co_filename == multiprocessing.queues.__file__:
+            return "queue"
+        if code.co_name == "join" and code.co_filename == multiprocessing.process.__file__:
+            return "children"
+        frame = frame.f_back
+    return "other"
 
 
 def has_started(executor: Executor) -> bool:

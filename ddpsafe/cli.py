@@ -97,6 +97,7 @@ PARTS: Final = {
         "barrier",
         "progress",
         "shutdown",
+        "finish",
         "grace",
         "stop",
     ),

@@ -79,9 +79,16 @@ class Timeouts(Part):
     )
     shutdown: Duration = Field(
         default=timedelta(seconds=30),
-        description="From the last rank's return until every process has ended. Remaining ranks are "
-        "then killed, and the result stands.",
+        description="From the last rank's return until all ranks have left the process group. Remaining "
+        "ranks are then killed, and the result stands.",
         examples=["30"],
+    )
+    finish: Duration | None = Field(
+        default=None,
+        description="From the last rank's return, for what the function left running: threads, "
+        "executors, exit functions (atexit), queues: FinishTimeoutError. None: as long as it takes; a "
+        "warning names what the launcher waits for.",
+        examples=['"10min"', "None"],
     )
     grace: Duration = Field(
         default_factory=_at_most(timedelta(seconds=5), "shutdown", share=0.5),
@@ -97,7 +104,7 @@ class Timeouts(Part):
 
     if TYPE_CHECKING:
 
-        def __init__(
+        def __init__(  # noqa: PLR0913 - one for each field
             self,
             *,
             attempt: DurationLike | None = ...,
@@ -106,6 +113,7 @@ class Timeouts(Part):
             barrier: DurationLike = ...,
             progress: DurationLike | Literal["auto"] | None = ...,
             shutdown: DurationLike = ...,
+            finish: DurationLike | None = ...,
             grace: DurationLike = ...,
             stop: DurationLike = ...,
         ) -> None: ...

@@ -246,6 +246,9 @@ def values_or_raise(
     ):
         values = dict.fromkeys(rank.rank for rank in others if rank.returned is not None)
         values |= values_of(workers, ended, directory)
+        values = {
+            rank: each for rank, each in values.items() if rank not in ended.ending.unfinished
+        }
         stopped = preempted_error(ended, request, values, keeps_logs=directory.is_kept)
         directory.holds_failure |= bool(stopped.unfinished_ranks)
         raise stopped
@@ -328,9 +331,14 @@ def preempted_error(
         )
         details = [failure.explanation.what]
     elif late:
-        what = f"{ranks} did not return within {limit_s:g} s of {request.source()}, {where}."
+        what = (
+            f"{ranks} did not return and exit within {limit_s:g} s of {request.source()}, {where}."
+        )
         fix = "raise timeouts.stop if saving takes longer, else see where they were."
         details = attempt_error.positions(ended.outcomes.values())
+        details += [
+            f"rank {rank} waited for {work}" for rank, work in ended.ending.unfinished.items()
+        ]
     else:
         what = f"{ranks} stopped on {request.source()} and returned, {where}."
         fix = f"start the same command again; exit code {TRY_AGAIN_EXIT_CODE} tells a scheduler to do so."

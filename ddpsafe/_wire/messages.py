@@ -47,11 +47,30 @@ class LivingThreads:
     Attributes:
         places: Each thread that keeps the process alive, and where it is; empty if only the main
             thread is left, which then runs what is registered with `atexit`.
-        main: The user's line that the main thread is at then, if any.
+        main: The line that the main thread is at then, the user's if it is in the user's code.
+        queue: Whether it waits for the thread that sends the items of a `multiprocessing.Queue`.
+        children: The processes of `multiprocessing` that it waits for, with their names and pids.
     """
 
     places: tuple[str, ...]
     main: str = ""
+    queue: bool = False
+    children: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return what the rank waits for, to follow "waits for"."""
+        if self.places:
+            return ", ".join(self.places)
+        if self.queue:
+            return "a process that reads the items of a multiprocessing.Queue (thread 'QueueFeederThread')"
+        if self.children:
+            return f"the end of {', '.join(self.children)}"
+        return "exit handlers (atexit)" + (f" at {self.main}" if self.main else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finishing:
+    """The rank has left the group. What it still does is the script's: threads and exit functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -499,6 +518,7 @@ Message = (
     | Raised
     | Recovered
     | StopMessage
+    | Finishing
     | LivingThreads
     | CheckpointFolder
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import resource
 import signal
@@ -17,13 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 from ddpsafe._clock import BoundedCall, Deadline, HeldClock
 from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._logging import name_rank
-from ddpsafe._stdlib_private import end_as_interpreter
+from ddpsafe._stdlib_private import end_as_interpreter, read_exit
 from ddpsafe._wire import payload
 from ddpsafe._wire.exception_facts import (
     MAX_MESSAGE,
     exit_code_of,
     find_on_its_way,
     find_own_files,
+    is_internal,
     line_of,
     point_to_point_in,
 )
@@ -31,6 +33,7 @@ from ddpsafe._wire.foreign_texts import find_kind
 from ddpsafe._wire.messages import (
     CheckpointFolder,
     Entered,
+    Finishing,
     LivingThreads,
     Position,
     Raised,
@@ -104,7 +107,18 @@ def find_living_threads() -> LivingThreads:
     kept = [each for each in threading.enumerate() if each is not main and not each.daemon]
     frames = sys._current_frames()  # noqa: SLF001 - documented, in spite of its name
     if not kept:
-        return LivingThreads(places=(), main=_place_of(main, frames, is_main=True))
+        at_exit = read_exit(frames.get(main.ident or 0))
+        return LivingThreads(
+            places=(),
+            main=_place_of(main, frames, is_main=True),
+            queue=at_exit == "queue",
+            children=tuple(
+                f"process {child.name!r} (pid {child.pid})"
+                for child in multiprocessing.active_children()
+            )
+            if at_exit == "children"
+            else (),
+        )
     places = [(each.name, _place_of(each, frames, is_main=False)) for each in kept]
     return LivingThreads(
         places=tuple(
@@ -116,13 +130,18 @@ def find_living_threads() -> LivingThreads:
 def _place_of(thread: threading.Thread, frames: dict[int, FrameType], *, is_main: bool) -> str:
     """Return the innermost line of the user's code, if the thread runs any.
 
-    Otherwise return its innermost line of any code, but an empty text for the main thread.
+    Otherwise return its innermost line of any code, for the main thread outside of Python and ddpsafe.
     """
     frame = frames.get(thread.ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else []
     files = find_own_files(each.filename for each in stack)
     own = [each for each in stack if each.filename in files]
-    shown = own or ([] if is_main else stack)
+    # The code of a process that `multiprocessing` has started is in "<string>".
+    shown = own or [
+        each
+        for each in stack
+        if not (is_main and (is_internal(each.filename) or each.filename == "<string>"))
+    ]
     return f"{shown[-1].filename}:{shown[-1].lineno} in {shown[-1].name}" if shown else ""
 
 
@@ -299,6 +318,10 @@ class Reporter:
         """Report where the rank keeps checkpoints."""
         self._sender.send(CheckpointFolder(path=path))
 
+    def finishing(self) -> None:
+        """Report that what still runs is the script's own."""
+        self._sender.send(Finishing())
+
     def living_threads(self) -> None:
         """Report which threads keep this process alive."""
         self._sender.send(find_living_threads())
@@ -399,6 +422,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
     from ddpsafe._worker import session
 
     session.leave(Deadline.after(spec.timeouts.barrier))
+    reporter.finishing()
     end_as_interpreter()
     _flush()
     os._exit(0)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import io
 import os
-import runpy
+import pkgutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from ddpsafe._errors import PreemptedError
+from ddpsafe._stdlib_private import run_as_main
 from ddpsafe._wire.exception_facts import where_of
 from ddpsafe._wire.messages import ScriptExit
 
@@ -43,12 +47,25 @@ def run_script(
         return None
     sys.argv = [target, *arguments]
     try:
+        # Its module stays `__main__` until the interpreter ends: threads and exit functions still pickle
+        # its classes then. `runpy.run_path` and `run_module` would put the previous one back.
+        main = ModuleType("__main__")
+        vars(main)["__builtins__"] = builtins
+        sys.modules["__main__"] = main
         if kind == "module":
             sys.path.insert(0, str(Path.cwd()))
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
+            run_as_main(target)
+        elif pkgutil.get_importer(target) is not None:  # a zip file or a folder with a __main__.py
+            sys.path.insert(0, target)
+            run_as_main("__main__", alter_argv=False)
         else:
             sys.path.insert(0, str(Path(target).parent))
-            runpy.run_path(target, run_name="__main__")
+            with io.open_code(target) as file:
+                source = file.read()
+            main.__file__ = target
+            vars(main)["__cached__"] = None
+            compiled = compile(source, target, "exec", dont_inherit=True)
+            exec(compiled, vars(main))  # noqa: S102 - the user's own script
     except SystemExit as end:
         if end.code not in {None, 0}:
             raise

@@ -37,7 +37,7 @@ def suspend(job: Started, limit_s: float) -> None:
 
 
 @pytest.mark.full(but=["rendezvous"])
-@pytest.mark.parametrize("limit", ["rendezvous", "progress", "shutdown"])
+@pytest.mark.parametrize("limit", ["rendezvous", "progress", "finish"])
 def test_time_that_the_launcher_was_suspended_does_not_count_against_ranks(
     tmp_path: Path, limit: str, limit_s: float
 ) -> None:

@@ -1,39 +1,91 @@
-"""A rank has returned, but a thread keeps its process alive."""
+"""A rank has returned, and what its function left running still works: the job is not over."""
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import threading
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 import odd_end_programs as programs
-from fault_kit import World
+import pytest
+import scripts
+from fault_kit import CRASH_S, World, require_complete_message
 
+import ddpsafe
 from ddpsafe._launcher.watch import supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    import pytest
 
-
-def test_the_launcher_names_the_rank_and_the_thread_it_waits_for(
+def test_what_a_function_left_running_is_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It does so after a few seconds and when it ends the rank; the result stands."""
+    """Threads, executors, exit functions, processes and queues finish, as under mp.spawn.
+
+    `timeouts.shutdown` does not limit them. A warning names the line that the launcher waits for.
+    """
+    queue: multiprocessing.Queue[bytes] = multiprocessing.get_context("spawn").Queue()
+    reader = threading.Thread(
+        target=lambda: (
+            scripts.wait_until(lambda: "rank 1 has returned" in caplog.text),
+            queue.get(),
+        )
+    )
+    reader.start()
     with caplog.at_level(logging.WARNING):
         result = World(folder=tmp_path).launch(
-            programs.leave_a_thread, timeouts={"shutdown": 5, "grace": 1}
+            programs.leave_work, queue, timeouts={"shutdown": 0.5, "grace": 0.2}
         )
+    reader.join()
     assert result.values == {0: 0, 1: 1}
-    waits, ends = [line for line in caplog.messages if line.startswith("rank ")][:2]
-    for line in (waits, ends):
-        assert line.startswith("rank 1 has returned, but its process ")
-        assert f"thread 'uploader' at {programs.__file__}:" in line
-        assert "in _work_on" in line
-        assert "timeouts.shutdown" in line
-    assert "so it is ended now" in ends
+    assert {path.name for path in tmp_path.iterdir()} >= {"thread", "executor", "exit", "process"}
+    first, *_ = (line for line in caplog.messages if line.startswith("rank "))
+    assert first.startswith("rank 1 has returned, but its process ")
+    assert f" at {programs.__file__}:" in first
+    assert "in _save_later; the launch ends when that is done" in first
+
+
+@pytest.mark.full
+def test_a_queue_that_its_reader_reads_too_late_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The caller of `spawn` means to read after it: a deadlock that mp.spawn does not explain."""
+    queue: multiprocessing.Queue[bytes] = multiprocessing.get_context("spawn").Queue()
+    with caplog.at_level(logging.WARNING):
+        error = World(folder=tmp_path).spawn_fails(
+            ddpsafe.FinishTimeoutError,
+            programs.leave_a_queue,
+            queue,
+            within_s=CRASH_S + 6,
+            timeouts={"finish": 6},
+        )
+    assert "read the queue before you wait for the ranks" in caplog.text
+    assert "a process that reads the items of a multiprocessing.Queue" in str(error)
+    assert "for which its reader waits for ever" in str(error)
+
+
+def test_what_is_not_done_within_the_limit_is_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The warning and the error name the rank and its thread; a success would hide what was cut off."""
+    with caplog.at_level(logging.WARNING):
+        error = World(folder=tmp_path).launch_fails(
+            ddpsafe.FinishTimeoutError,
+            programs.leave_a_thread,
+            within_s=CRASH_S + 5,
+            timeouts={"finish": 5},
+        )
+    require_complete_message(error)
+    assert error.missing_ranks == (1,)
+    (waits,) = [line for line in caplog.messages if line.startswith("rank ")]
+    for text in (waits, str(error)):
+        assert f"thread 'uploader' at {programs.__file__}:" in text
+        assert "in _work_on" in text
+        assert "timeouts.finish" in text
 
 
 def test_the_launcher_sleeps_until_the_ranks_have_exited(
@@ -47,18 +99,27 @@ def test_the_launcher_sleeps_until_the_ranks_have_exited(
         return list(wait(handles, timeout))
 
     monkeypatch.setattr(supervisor, "wait", counted)
-    World(folder=tmp_path).launch(programs.leave_a_thread, timeouts={"shutdown": 3, "grace": 1})
+    World(folder=tmp_path).launch_fails(
+        ddpsafe.FinishTimeoutError,
+        programs.leave_a_thread,
+        within_s=CRASH_S + 3,
+        timeouts={"finish": 3},
+    )
     assert len(limits_s) < 100
 
 
+@pytest.mark.full
 def test_a_slow_exit_handler_is_reported_as_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No thread is to blame: the main thread runs what the script registered with `atexit`."""
     with caplog.at_level(logging.WARNING):
-        World(folder=tmp_path).launch(
-            programs.leave_an_exit_handler, timeouts={"shutdown": 4, "grace": 1}
+        World(folder=tmp_path).launch_fails(
+            ddpsafe.FinishTimeoutError,
+            programs.leave_an_exit_handler,
+            within_s=CRASH_S + 4,
+            timeouts={"finish": 4},
         )
     waits = next(line for line in caplog.messages if line.startswith("rank "))
-    assert "it is still running exit handlers (atexit)" in waits
+    assert "it waits for exit handlers (atexit)" in waits
     assert "MainThread" not in waits

@@ -9,6 +9,7 @@ import orphan_programs as programs
 import pytest
 from fault_kit import CRASH_S, WORLD_SIZES, World, fault_time_s, require_nothing_left, require_rank
 from machine import require_in_time
+from odd_end_programs import hang_in_teardown
 from training_programs import since
 
 import ddpsafe
@@ -37,15 +38,15 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(
 
 
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
-def test_a_rank_that_returns_but_never_exits_is_ended_and_its_value_counts(
+def test_a_rank_that_returns_but_hangs_in_teardown_is_ended_and_its_value_counts(
     tmp_path: Path, ranks: int
 ) -> None:
-    """The launcher waits for a thread that never ends no longer than `timeouts.shutdown`."""
+    """The launcher waits for the end of its process group no longer than `timeouts.shutdown`."""
     before = leftovers.Snapshot.take()
     world = World(folder=tmp_path, ranks=ranks)
     timeouts = {"shutdown": SHUTDOWN_S, "grace": GRACE_S}
-    result = world.launch(programs.return_and_stay, timeouts=timeouts)
+    result = world.launch(hang_in_teardown, timeouts=timeouts)
     took_s = since(fault_time_s(tmp_path))
-    assert result.values == {rank: f"value of {rank}" for rank in range(ranks)}
+    assert result.values == {rank: rank for rank in range(ranks)}
     require_in_time(took_s, SHUTDOWN_S + GRACE_S + CRASH_S)
     require_nothing_left(before)

@@ -108,6 +108,45 @@ def test_an_early_exit_with_0_is_reported_with_its_line(tmp_path: Path) -> None:
     assert f"sys.exit(0) was called at {tmp_path / 'train.py'}:5 in <module>" in done.err
 
 
+SAVES_LATE = """
+import atexit, pickle, sys, time
+from concurrent.futures import ThreadPoolExecutor
+
+class Net:
+    weight = 1
+
+def save(name):
+    time.sleep(0.5)
+    with open(name, "wb") as file:
+        pickle.dump(Net(), file)
+
+ThreadPoolExecutor(1).submit(save, "from a thread")
+atexit.register(save, "at exit")
+print(__name__, __file__, sys.modules["__main__"].__dict__ is globals())
+"""
+
+
+def saves_late(folder: Path, place: str, *arguments: str) -> None:
+    """Run the script, and require that what it saves after its last line is complete."""
+    scripts.write(folder, place, SAVES_LATE)
+    done = run(folder, "--nproc-per-node", "1", *arguments)
+    assert (done.code, done.lines()) == (0, [f"__main__ {folder / place} True"]), done.err
+    for name in ("from a thread", "at exit"):
+        assert b"Net" in (folder / name).read_bytes()
+
+
+def test_a_script_is_the_main_module_until_the_interpreter_ends(tmp_path: Path) -> None:
+    """A thread or an exit function that saves objects of the script's classes can pickle them."""
+    saves_late(tmp_path, "train.py", "train.py")
+
+
+@pytest.mark.full
+def test_a_module_is_the_main_module_until_the_interpreter_ends(tmp_path: Path) -> None:
+    """The same with ``-m``, for a module and for a package."""
+    saves_late(tmp_path, "package/train.py", "-m", "package.train")
+    saves_late(tmp_path, "package/__main__.py", "-m", "package")
+
+
 def test_module_with_launch_inside_attaches(tmp_path: Path) -> None:
     """``launch()`` in a rank starts nothing, and uses the command's backend unless it names one."""
     scripts.write(tmp_path, "package/train.py", WITH_DDPSAFE)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import signal
 import stat
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,6 +20,7 @@ from training_programs import mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.queues import Queue
     from pathlib import Path
 
     from ddpsafe import RankContext
@@ -89,17 +92,53 @@ def fail_under_alarms(_folder: Path) -> None:
     raise SlowlyToldError(msg)
 
 
-def leave_a_thread(ctx: RankContext, _folder: Path) -> int:
+def leave_a_thread(ctx: RankContext, folder: Path) -> int:
     """Return in rank 1 while a thread that is not a daemon sleeps."""
     if ctx.rank == 1:
+        mark(folder)
         threading.Thread(target=_work_on, name="uploader").start()
     return ctx.rank
 
 
-def leave_an_exit_handler(ctx: RankContext, _folder: Path) -> int:
+def leave_an_exit_handler(ctx: RankContext, folder: Path) -> int:
     """Return in rank 1 with a function registered that takes long at the exit."""
     if ctx.rank == 1:
+        mark(folder)
         atexit.register(time.sleep, 300)
+    return ctx.rank
+
+
+def leave_work(ctx: RankContext, folder: Path, queue: Queue[bytes]) -> int:
+    """Return in rank 1 while a thread, an executor, an exit function, a process and a queue have work."""
+    if ctx.rank == 1:
+        threading.Thread(target=_save_later, args=[folder / "thread"], name="uploader").start()
+        ThreadPoolExecutor(1).submit(_save_later, folder / "executor")
+        atexit.register(_save_later, folder / "exit")
+        multiprocessing.get_context("fork").Process(
+            target=_save_later, args=[folder / "process"]
+        ).start()
+        queue.put(b"x" * 1_000_000)
+    return ctx.rank
+
+
+def _save_later(path: Path) -> None:
+    time.sleep(2)
+    path.touch()
+
+
+def leave_a_queue(rank: int, _world_size: int, folder: Path, queue: Queue[bytes]) -> None:
+    """Return while the caller has not read the queue, which holds more than a pipe does."""
+    mark(folder)
+    queue.put(bytes([rank]) * 1_000_000)
+
+
+def hang_in_teardown(ctx: RankContext, folder: Path) -> int:
+    """Return, and then hang in rank 1 while the process group is destroyed."""
+    if ctx.rank == 1:
+        import torch.distributed as dist
+
+        dist.destroy_process_group = lambda *_: time.sleep(600)
+        mark(folder)
     return ctx.rank
 
 

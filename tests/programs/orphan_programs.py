@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +33,6 @@ def ignore_terminate(ctx: RankContext, folder: Path) -> None:
     average_gradients()
     mark(folder)
     raise_own_error(folder)
-
-
-def return_and_stay(ctx: RankContext, folder: Path) -> str:
-    """Return a value, and leave a thread behind that never ends."""
-    average_gradients()
-    if ctx.rank == 1:
-        threading.Thread(target=sleep, args=(folder,), name="never ends").start()
-        mark(folder)
-    return f"value of {ctx.rank}"
 
 
 def wait_for_go(ctx: RankContext, folder: Path) -> str:

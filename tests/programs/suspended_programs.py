@@ -98,7 +98,7 @@ class Leaving:
 CALLS: Final[dict[str, Callable[[Path], Callable[[], None]]]] = {
     "rendezvous": Loading,
     "progress": Talking,
-    "shutdown": Leaving,
+    "finish": Leaving,
 }
 
 

@@ -18,6 +18,7 @@ from ddpsafe._errors import (
     BarrierTimeoutError,
     CollectiveTimeoutError,
     Explanation,
+    FinishTimeoutError,
     LaunchError,
     LaunchTimeoutError,
     ProgressTimeoutError,
@@ -309,6 +310,8 @@ def make_error(ended: EndedAttempt) -> LaunchError:
     """Return the error to raise for a failed attempt, with the rank's exception as its cause."""
     if ended.ending.reason == "rendezvous-timeout":
         return _join_error(ended)
+    if ended.ending.reason == "finish-timeout":
+        return _unfinished_error(ended)
     cause = find_root_cause(
         ended.outcomes, is_stuck_with_error=ended.ending.reason == "stuck-with-error"
     )
@@ -764,6 +767,26 @@ def _too_long_error(
         logs=ended.run_dir,
     )
     return cls(message, **ended.timeout_facts(missing, ended.ending.waited_s))
+
+
+def _unfinished_error(ended: EndedAttempt) -> LaunchError:
+    """Return the error for what ranks that have returned had not finished within `timeouts.finish`."""
+    late = [ended.outcomes[rank] for rank in ended.ending.unfinished]
+    have = "has" if len(late) == 1 else "have"
+    message = Explanation(
+        f"{ranks_text(ended.ending.unfinished)} (world_size {len(ended.outcomes)}) {have} returned, but "
+        f"what still ran in the background was not done within {ended.limit('finish')}, and was cut off, "
+        f"{ended.when('hang')}.",
+        cause="a thread, an executor, an exit function or a queue that the function has left behind works "
+        "longer than that, or hangs.",
+        fix="wait for it before the function returns, or raise timeouts.finish (None: no limit); a queue "
+        "whose sender was cut off may hold half an item, for which its reader waits for ever.",
+        details=[
+            f"rank {rank} waited for {what}" for rank, what in ended.ending.unfinished.items()
+        ],
+        logs=ended.run_dir,
+    )
+    return FinishTimeoutError(message, **ended.timeout_facts(late, ended.ending.waited_s))
 
 
 # ---- lines on each rank ----

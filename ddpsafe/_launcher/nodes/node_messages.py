@@ -23,6 +23,7 @@ from ddpsafe._errors import (
     DDPSafeError,
     Explanation,
     FailureKind,
+    FinishTimeoutError,
     LaunchError,
     LaunchTimeoutError,
     NodeLostError,
@@ -45,6 +46,7 @@ from ddpsafe._wire.messages import (
     AskedToStop,
     CheckpointFolder,
     Entered,
+    Finishing,
     LivingThreads,
     NativeError,
     Position,
@@ -384,6 +386,7 @@ _ERRORS: Final = {
         CollectiveTimeoutError,
         BarrierTimeoutError,
         ProgressTimeoutError,
+        FinishTimeoutError,
         AttemptTimeoutError,
     )
 }
@@ -545,6 +548,7 @@ _RANK_MESSAGES: Final[dict[str, Any]] = {
         AskedToStop,
         StopPromise,
         Stops,
+        Finishing,
         LivingThreads,
         Whereabouts,
     )

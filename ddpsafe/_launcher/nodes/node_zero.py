@@ -362,10 +362,21 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
                     nodes.send(round_result_of(error))
                 end_ranks(workers)
                 # The store ends with this function, and the other nodes' ranks use it to the end.
-                longest = config.timeouts.grace + _AFTER_GRACE
+                limit = config.timeouts.grace + _AFTER_GRACE
                 if ending.reason == "done":
-                    longest += config.timeouts.shutdown
-                nodes.wait_until(nodes.ended.issuperset, Deadline.after(longest))
+                    limit += config.timeouts.shutdown
+                longest: timedelta | None = limit
+                if ending.reason == "done" and error is None:
+                    # What the ranks of other nodes still do is part of the job.
+                    finish = config.timeouts.finish
+                    longest = None if finish is None else limit + finish
+                nodes.wait_until(
+                    lambda connected: (
+                        nodes.ended.issuperset(connected)
+                        or (longest is None and is_order(inbox.received))
+                    ),
+                    Deadline.after(longest),
+                )
                 if nodes.failed and (error is None or isinstance(error, PreemptedError)):
                     # That node cannot load what one of its ranks returned.
                     directory.holds_failure = True

@@ -15,7 +15,12 @@ from ddpsafe._clock import Deadline
 from ddpsafe._errors import DDPSafeError, LaunchError, PreemptedError
 from ddpsafe._launcher import attempt
 from ddpsafe._launcher.diagnosis import rank_readings
-from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt, first_line, original_of
+from ddpsafe._launcher.diagnosis.attempt_error import (
+    EndedAttempt,
+    first_line,
+    make_error,
+    original_of,
+)
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
 from ddpsafe._launcher.nodes.control_channel import Lost, SilenceWatch
 from ddpsafe._launcher.nodes.node_messages import (
@@ -163,10 +168,11 @@ class Participant:
                 limit = plan.config.timeouts.attempt
                 with open_console(workers, plan.console, inbox=self._inbox, limit=limit):
                     self._watch(workers)
+                    unfinished: dict[int, str] = {}
                     if self._may_leave and self._result is None:
-                        let_ranks_leave(
+                        unfinished = let_ranks_leave(
                             workers,
-                            plan.config.timeouts.shutdown,
+                            plan.config.timeouts,
                             wait=lambda limit_s: self._wait(workers, min(_PROGRESS_S, limit_s)),
                             is_over=self._is_over,
                         )
@@ -174,6 +180,10 @@ class Participant:
                         worker.relay = None
                     end_ranks(workers)
                 outcomes = {worker.rank: worker.outcome() for worker in workers}
+            if unfinished and not self._is_over():
+                ended = self._ended(outcomes)
+                ending = replace(ended.ending, reason="finish-timeout", unfinished=unfinished)
+                raise make_error(replace(ended, ending=ending))  # noqa: TRY301 - reported like any other
             did = "could not load what its ranks returned"
             if self._may_leave or (self._result is not None and self._result.name == _PREEMPTED):
                 self._values = attempt.values_of(workers, self._ended(outcomes), self._directory)
@@ -326,7 +336,11 @@ class Participant:
     def _await_decision(self) -> None:
         """Wait until node 0 has decided whether there is another attempt, or is lost."""
         timeouts = self._plan.config.timeouts  # node 0's own ranks may take all of that to end
-        deadline = Deadline.after(_DECISION + timeouts.grace + timeouts.shutdown)
+        limit = _DECISION + timeouts.grace + timeouts.shutdown
+        deadline = Deadline.after(limit)
+        if self._may_leave:  # node 0 waits for what its own ranks still do
+            finish = timeouts.finish
+            deadline = Deadline.after(None if finish is None else limit + finish)
         while self._lost is None and (self._result is None or self._result.is_final is None):
             if deadline.expired() or self._ends_alone_by is not None:
                 return

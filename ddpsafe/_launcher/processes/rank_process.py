@@ -20,6 +20,7 @@ from ddpsafe._wire.messages import (
     BeforeFirstEnd,
     CheckpointFolder,
     Entered,
+    Finishing,
     LivingThreads,
     NativeError,
     Phase,
@@ -152,6 +153,7 @@ class RankState:
         before: Where it was before another rank gave up waiting, if it went on after that.
         reading: What was found out about it when the attempt ended and the ranks were asked.
         native: What native code wrote before it ended the process.
+        is_finishing: Whether all that still runs in it is the script's own.
         living_threads: Its last answer to `ask_threads`.
         checkpoint_folders: Its checkpoint folders, which the ranks of all nodes have to see.
         stop: The state of a request to stop.
@@ -173,6 +175,7 @@ class RankState:
         self.before: BeforeFirstEnd | None = None
         self.reading: RankReading | None = None
         self.native: NativeError | None = None
+        self.is_finishing = False
         self.living_threads: LivingThreads | None = None
         self.checkpoint_folders: set[str] = set()
         self.stop = StopState(send)
@@ -218,6 +221,8 @@ class RankState:
             last = self.sightings[-1:]
             new = last[0].then(message, now_ns) if last else Sighting(message, now_ns, now_ns)
             self.sightings = (*last, new)
+        elif isinstance(message, Finishing):
+            self.is_finishing = True
         elif isinstance(message, LivingThreads):
             self.living_threads = message
         elif isinstance(message, CheckpointFolder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Final, Literal, Protocol
@@ -23,7 +23,7 @@ from ddpsafe._logging import get_logger
 from ddpsafe._wire.messages import is_peer_origin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ddpsafe._config import Timeouts
     from ddpsafe._launcher.diagnosis.wait_graph import Deadlock
@@ -78,6 +78,7 @@ EndReason = Literal[
     "attempt-timeout",
     "no-progress",
     "rendezvous-timeout",
+    "finish-timeout",
 ]
 """If several apply, the first one is the reason, because it explains most.
 
@@ -92,6 +93,8 @@ EndReason = Literal[
 - ``attempt-timeout``: the attempt has taken longer than ``timeouts.attempt``.
 - ``no-progress``: no rank has made a step or entered a collective within ``timeouts.progress``.
 - ``rendezvous-timeout``: not all ranks have joined within ``timeouts.rendezvous``.
+- ``finish-timeout``: all ranks have returned, but what one of them still does was not done within
+  ``timeouts.finish``.
 """
 
 
@@ -104,12 +107,14 @@ class Ending:
         waited_s: How long the attempt had run, in seconds.
         proof: The deadlock, if that is the reason.
         progress: The limit for the time without progress when the watch ended.
+        unfinished: What ranks that have returned still did when their time was over, by rank.
     """
 
     reason: EndReason
     waited_s: float
     proof: Deadlock | None = None
     progress: timedelta | None = None
+    unfinished: Mapping[int, str] = field(default_factory=dict)
 
 
 class AttemptWatch:
@@ -165,6 +170,7 @@ class AttemptWatch:
                 self._wait(min(*limits_s, *(watch.interval_s() for watch in watches)))
         finally:
             self._live.close()
+        unfinished: dict[int, str] = {}
         if reason == "failed":
             settle = Deadline.after(_SETTLE, clock=self._clock)
             longer = Deadline.after(_SETTLE_PEER_ERRORS, clock=self._clock)
@@ -178,15 +184,20 @@ class AttemptWatch:
         elif reason == "done":
             if self._peers is not None:
                 self._peers.let_leave()
-            let_ranks_leave(
+            unfinished = let_ranks_leave(
                 self._workers,
-                self._timeouts.shutdown,
+                self._timeouts,
                 clock=self._clock,
                 wait=self._wait,
                 is_over=lambda: self.stop_request.must_end() or self.stop_request.is_overdue(),
             )
+            if unfinished and self.stop_request.is_overdue():
+                reason = "stop-timeout"
+            elif unfinished and not self.stop_request.must_end():
+                reason = "finish-timeout"
         return Ending(
             reason=reason,
+            unfinished=unfinished,
             waited_s=self._attempt.waited_s(),
             proof=self._live.proof,
             progress=self._progress.limit,
@@ -245,66 +256,87 @@ class AttemptWatch:
 
 def let_ranks_leave(
     workers: Sequence[Worker],
-    shutdown: timedelta,
+    timeouts: Timeouts,
     *,
     wait: Callable[[float], object],
     is_over: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Give ranks that have returned the time to exit by themselves; the result stands.
+) -> dict[int, str]:
+    """Give ranks that have returned the time to exit by themselves.
 
-    From time to time a warning names those still alive, and what keeps them alive.
+    A rank that hangs while it leaves its process group is not waited for longer than
+    ``timeouts.shutdown``: its result stands. What the script itself still does is part of the job, so it
+    gets the time it needs, or ``timeouts.finish``. A warning names it from time to time.
 
     Args:
         workers: The ranks of this node.
-        shutdown: ``timeouts.shutdown``.
+        timeouts: Their limits.
         wait: Waits up to so many seconds for reports and ends of the ranks, and takes note of them.
         is_over: Returns whether the ranks have to be ended now.
-        clock: The clock for the limit.
+        clock: The clock for the limits.
+
+    Returns:
+        What ranks had not finished when their time was over, by rank.
     """
-    limit = Deadline.after(shutdown, clock=clock)
+    shutdown = Deadline.after(timeouts.shutdown, clock=clock)
+    finish = Deadline.after(timeouts.finish, clock=clock)
     next_step = Deadline.after(_ASK_THREADS_AFTER, clock=clock)
     has_asked = False
-    while (alive := [each for each in workers if each.alive]) and not limit.expired():
-        if is_over():
-            return
-        if next_step.expired():
+    stuck: set[int] = set()
+    while True:
+        alive = [each for each in workers if each.alive]
+        if shutdown.expired():
             for worker in alive:
+                if not worker.is_finishing and worker.rank not in stuck:
+                    stuck.add(worker.rank)
+                    logger.warning(
+                        "rank %d has returned, but did not leave its process group within %g s "
+                        "(timeouts.shutdown), so it will be ended; its return value is kept",
+                        worker.rank,
+                        timeouts.shutdown.total_seconds(),
+                    )
+        waited_for = [each for each in alive if each.rank not in stuck]
+        if not waited_for:
+            return {}
+        if finish.expired() or is_over():
+            return {each.rank: _what_runs(each) for each in waited_for if each.is_finishing}
+        if next_step.expired():
+            for worker in waited_for:
                 if has_asked:
                     logger.warning(
-                        "rank %d has returned, but its process (pid %s) has not exited after "
-                        "%.0f s%s; it will be ended in %.0f s (timeouts.shutdown)",
+                        "rank %d has returned, but its process (pid %s) has not exited after %.0f s: it "
+                        "waits for %s%s",
                         worker.rank,
                         worker.pid,
-                        limit.waited_s(),
-                        _kept_by(worker),
-                        limit.remaining_s(),
+                        finish.waited_s(),
+                        _what_runs(worker),
+                        _what_then(worker, timeouts),
                     )
                 else:
                     worker.ask_threads()
             pause = _ASK_THREADS_AGAIN_AFTER if has_asked else _THREADS_ANSWER
             next_step = Deadline.after(pause, clock=clock)
             has_asked = not has_asked
-        wait(limit.earlier(next_step).remaining_s())
-    for worker in alive:
-        logger.warning(
-            "rank %d has returned, but its process did not exit within %g s (timeouts.shutdown), "
-            "so it is ended now%s; its return value is kept",
-            worker.rank,
-            shutdown.total_seconds(),
-            _kept_by(worker),
-        )
+        limit = next_step.earlier(finish)
+        wait((limit if shutdown.expired() else limit.earlier(shutdown)).remaining_s())
 
 
-def _kept_by(worker: Worker) -> str:
+def _what_runs(worker: Worker) -> str:
     """Return what keeps the process of a rank that has returned alive, if the rank has answered."""
-    living = worker.living_threads
-    if living is None:
-        return ""
-    if living.places:
-        return f": it waits for {', '.join(living.places)}"
-    at = f" at {living.main}" if living.main else ""
-    return f": it is still running exit handlers (atexit){at}"
+    if not worker.is_finishing:
+        return "its process group to end"
+    return "its own code" if worker.living_threads is None else str(worker.living_threads)
+
+
+def _what_then(worker: Worker, timeouts: Timeouts) -> str:
+    if not worker.is_finishing:
+        limit_s = timeouts.shutdown.total_seconds()
+        return f"; it will be ended after {limit_s:g} s (timeouts.shutdown)"
+    limit = "" if timeouts.finish is None else f", at most {timeouts.finish.total_seconds():g} s"
+    advice = "the launch ends when that is done"
+    if worker.living_threads is not None and worker.living_threads.queue:
+        advice = "read the queue before you wait for the ranks; if the caller of spawn() reads it, use join=False"
+    return f"; {advice}{limit} (timeouts.finish)"
 
 
 def has_failed(worker: RankState) -> bool:
