@@ -8,20 +8,24 @@ import math
 import os
 import re
 import shlex
+import signal
 import socket
 import stat
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from types import FrameType
 
     from torch.distributed import TCPStore
 
 
+_BY_SIGNAL: Final = 128
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -32,6 +36,32 @@ def boot_id() -> str:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
         return socket.gethostname()
+
+
+def end_by_signal(signum: int) -> NoReturn:
+    """End this process as the signal does; where that has no effect, with the exit code that a shell shows.
+
+    The default action of a signal has no effect on the first process of a container, and an ignored
+    signal has none anywhere.
+
+    Raises:
+        SystemExit: The script has a handler for the signal, which has run and not ended the process.
+    """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signum])
+    signal.raise_signal(signum)
+    if callable(signal.getsignal(signum)):
+        raise SystemExit(_BY_SIGNAL + signum)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or its reader has exited
+            stream.flush()
+    os._exit(_BY_SIGNAL + signum)
+
+
+def act_by_default(signum: int, frame: FrameType | None) -> NoReturn:
+    """Handle a signal as the kernel does by default, in the first process of a container too."""
+    del frame
+    signal.signal(signum, signal.SIG_DFL)
+    end_by_signal(signum)
 
 
 def count_cores() -> int:

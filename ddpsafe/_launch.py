@@ -274,7 +274,6 @@ def _run_plan(
     except Interrupted as interrupted:
         with json_scope(on=plan.console == "json"):
             pass_on(interrupted)
-        raise
     kept = None if directory.is_ours else directory.path
     return LaunchResult(values=values, attempts=attempts, run_dir=kept)
 

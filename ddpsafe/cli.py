@@ -135,6 +135,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        from ddpsafe._host import act_by_default
+
+        # The kernel keeps the default action from the first process of a container.
+        signal.signal(signal.SIGTERM, act_by_default)
     try:
         try:
             given = sys.argv[1:] if arguments is None else arguments

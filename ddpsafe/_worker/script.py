@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import io
-import os
 import pkgutil
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from ddpsafe._errors import PreemptedError
+from ddpsafe._host import end_by_signal
 from ddpsafe._stdlib_private import run_as_main
 from ddpsafe._wire.exception_facts import where_of
 from ddpsafe._wire.messages import ScriptExit
@@ -41,7 +41,7 @@ def run_script(
         if code < 0:
             with contextlib.suppress(OSError):  # SIGKILL has no handler
                 signal.signal(-code, signal.SIG_DFL)
-            os.kill(os.getpid(), -code)
+            end_by_signal(-code)
         if code:
             raise SystemExit(code)
         return None

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe import _stdlib_private
+from ddpsafe._host import act_by_default, end_by_signal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +89,7 @@ class StopSignals:
     def raise_again(self) -> None:
         """Let the recorded signal have its default effect, if it has no handler of the user's."""
         if self.noted is not None and signal.getsignal(self.noted) == signal.SIG_DFL:
-            signal.raise_signal(self.noted)
+            end_by_signal(self.noted)
 
     def die_of_sigterm(self) -> None:
         """End this process by SIGTERM, from any thread, even while the main thread is in native code.
@@ -108,8 +109,7 @@ class StopSignals:
         if callable(before):
             before(signum, frame)
         elif not is_noted:  # in a fork, or called by a handler of the user's after `close`
-            signal.signal(signum, before)
-            os.kill(os.getpid(), signum)
+            act_by_default(signum, frame)
 
 
 def set_death_signal(signum: int) -> None:
@@ -245,7 +245,7 @@ def _do_as_owner(signum: int, frame: FrameType | None) -> None:
     del frame
     owner = multiprocessing.parent_process()
     if owner is None or not _reacts(owner.pid or 0, signum, "SigCgt", "SigIgn", "SigBlk"):
-        _die_of(signum)
+        act_by_default(signum, None)
     # The signal does not come again if the owner ends without having ended this process.
     set_death_signal(signum)
 
@@ -254,13 +254,8 @@ def _end(signum: int, frame: FrameType | None) -> None:
     """Die of the SIGTERM that came before this signal, unless the script has a handler for it."""
     del frame
     if signal.getsignal(signal.SIGTERM) == _do_as_owner:
-        _die_of(signal.SIGTERM)
+        act_by_default(signal.SIGTERM, None)
     signal.signal(signum, signal.SIG_IGN)
-
-
-def _die_of(signum: int) -> None:
-    signal.signal(signum, signal.SIG_DFL)
-    os.kill(os.getpid(), signum)
 
 
 def _replace_torchs() -> None:

@@ -47,6 +47,7 @@ from ddpsafe._launcher.nodes.node_zero import (
     name_failed_node,
     own_outcomes,
 )
+from ddpsafe._launcher.processes.descendants import reap_orphans
 from ddpsafe._launcher.watch.console import open_console
 from ddpsafe._launcher.watch.deadlock_watch import read_activity
 from ddpsafe._launcher.watch.hang_detection import StderrWatch
@@ -275,6 +276,7 @@ class Participant:
                         oom_kills=rank_readings.count_oom_kills() - self._oom_kills,
                     )
                 )
+        reap_orphans()
         self._take_messages(workers)
 
     def _report_signal(self) -> None:

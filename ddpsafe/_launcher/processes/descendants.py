@@ -153,6 +153,19 @@ def kill_members(
     return killed
 
 
+def reap_orphans() -> None:
+    """Reap what ranks have left behind and this process has inherited, as the first of a container.
+
+    A process that this one has started itself is in its session, or leads its own: it is not touched.
+    """
+    if os.getpid() != 1:
+        return
+    with contextlib.suppress(OSError):  # the kernel was built without that file
+        for child in map(int, Path("/proc/1/task/1/children").read_text(encoding="ascii").split()):
+            if _session_of(child) not in (os.getsid(0), child):
+                os.waitpid(child, os.WNOHANG)
+
+
 def _kill(process: psutil.Process) -> None:
     """Kill a process that was found, and never another one that has got its pid since."""
     with contextlib.suppress(psutil.Error, OSError):

@@ -18,7 +18,7 @@ import psutil
 from ddpsafe import _gpus
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import ranks_text
-from ddpsafe._launcher.processes.descendants import is_in_kernel, kill_members
+from ddpsafe._launcher.processes.descendants import is_in_kernel, kill_members, reap_orphans
 from ddpsafe._logging import get_logger
 from ddpsafe._stdlib_private import helpers_folder
 from ddpsafe._wire.spec import semaphore_prefix
@@ -122,6 +122,7 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
             "free" if is_free else "still in use; the next attempt may run out of it (nvidia-smi)",
         )
     remove_semaphores(launch_id)
+    reap_orphans()
     for worker in workers:
         worker.note_swept()
 

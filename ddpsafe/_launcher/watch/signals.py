@@ -8,8 +8,9 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from ddpsafe._host import act_by_default, end_by_signal
 from ddpsafe._launcher.processes.shutdown import remove_helpers_folder
 from ddpsafe._launcher.watch.streams import write_message
 
@@ -107,7 +108,7 @@ def open_inbox(earlier: SignalInbox | None = None) -> Iterator[SignalInbox]:
                 handler = signal.getsignal(signum)
                 function = getattr(handler, "func", None)  # of a functools.partial
                 of_asyncio = getattr(function, "__module__", None) == "asyncio.runners"
-                if handler == default or of_asyncio:
+                if handler in (default, act_by_default) or of_asyncio:
                     before[signum] = signal.signal(signum, inbox.put)
             if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
                 # The kernel would reap the ranks itself, and their exit status would be lost.
@@ -182,11 +183,12 @@ class Interrupted(BaseException):
         self.signum, self.where, self.is_alone = signum, where, is_alone
 
 
-def pass_on(interrupted: Interrupted) -> None:
+def pass_on(interrupted: Interrupted) -> NoReturn:
     """Do what the signal does without ddpsafe, now that the launch has been cleaned up.
 
     Raises:
         KeyboardInterrupt: For SIGINT; any other signal ends the process.
+        SystemExit: The script has a handler for the signal, and that has returned.
     """
     signum = interrupted.signum
     if threading.current_thread() is threading.main_thread():
@@ -196,4 +198,4 @@ def pass_on(interrupted: Interrupted) -> None:
     if signum == signal.SIGINT:
         raise KeyboardInterrupt from None
     remove_helpers_folder()
-    signal.raise_signal(signum)
+    end_by_signal(signum)

@@ -10,6 +10,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from ddpsafe._clock import AwakeClock, Deadline
+from ddpsafe._launcher.processes.descendants import reap_orphans
 from ddpsafe._launcher.watch.deadlock_watch import LiveWatch
 from ddpsafe._launcher.watch.hang_detection import (
     FlightWatch,
@@ -250,6 +251,7 @@ class AttemptWatch:
             worker.take_reports()
             if worker.end_handle() in ready:
                 worker.note_end(seen_ns)
+        reap_orphans()
         if self._peers is not None:
             self._peers.take_news()
 

@@ -1,0 +1,35 @@
+"""A process ends as a signal ends it, also where the signal has no effect."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+import scripts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("before", "code"),
+    [
+        ("", -signal.SIGTERM),
+        ("signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])", -signal.SIGTERM),
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", 128 + signal.SIGTERM),
+        ("signal.signal(signal.SIGTERM, lambda *_: None)", 128 + signal.SIGTERM),
+        ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))", 3),
+    ],
+)
+def test_the_exit_code_is_that_of_the_signal(tmp_path: Path, before: str, code: int) -> None:
+    """A blocked signal is unblocked, an ignored one is replaced by its exit code, a handler may decide."""
+    source = f"""
+        import signal, sys
+        from ddpsafe._host import end_by_signal
+        {before}
+        end_by_signal(signal.SIGTERM)
+        print("still here")
+    """
+    run = scripts.run(tmp_path, source)
+    assert (run.code, run.out) == (code, ""), run.err
