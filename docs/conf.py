@@ -2,7 +2,10 @@
 
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from typing import Any
 
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 
 from ddpsafe._explain.catalogue import as_sections
@@ -49,8 +52,46 @@ html_context = {
 
 
 def setup(app: Sphinx) -> None:
-    """Add the rules of ``ddpsafe explain`` to the page about them, which is not generated into the sources."""
+    """Add the rules of ``ddpsafe explain`` to their page, and make the navigation of titles."""
     app.connect("source-read", _add_rules)
+    app.connect("html-page-context", _navigate_titles, priority=400)  # before the theme asks for it
+
+
+_titles: dict[str, nodes.bullet_list] = {}
+
+
+def _navigate_titles(
+    app: Sphinx,
+    _page: str,
+    _template: str,
+    context: dict[str, Any],
+    _doctree: nodes.document | None,
+) -> None:
+    """Give the theme, which asks for the titles of all pages on each page, trees that have only these.
+
+    sphinx copies every heading of every page first, and then drops them: two thirds of the build.
+    """
+    headings, toctree = app.env.tocs, context["toctree"]
+    if not _titles:
+        _titles.update({page: _without_headings(toc) for page, toc in headings.items()})
+
+    def titles(**options: Any) -> Any:
+        app.env.tocs = _titles
+        try:
+            return toctree(**options)
+        finally:
+            app.env.tocs = headings
+
+    context["toctree"] = titles
+
+
+def _without_headings(toc: nodes.bullet_list) -> nodes.bullet_list:
+    """Return a page's tree without the headings below which there is no other page."""
+    kept = toc.deepcopy()
+    for below in list(kept.findall(nodes.bullet_list)):
+        if below is not kept and next(below.findall(addnodes.toctree), None) is None:
+            below.parent.remove(below)
+    return kept
 
 
 def _add_rules(_: Sphinx, page: str, text: list[str]) -> None:
