@@ -604,7 +604,7 @@ class Whole(IterableDataset[int]):
         return (number // self.divisor for number in range(self.n))
 
 
-@pytest.mark.full(but=["stream0-True-1", "stream3-False-1"])
+@pytest.mark.full(but=["stream1-True-1", "stream6-False-4"])
 @pytest.mark.parametrize("batch_size", [1, 4, None])
 @pytest.mark.parametrize(
     ("stream", "is_refused"),
