@@ -25,6 +25,7 @@ from importlib.util import cache_from_source, source_hash
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from ddpsafe._advice import ADVICE, GENERAL
 from ddpsafe._explain.checks import CHECKS, expand
 
 if TYPE_CHECKING:
@@ -204,6 +205,7 @@ def _pack_checkout() -> Mapping[str, Any]:
     """Return the packed catalogue of a checkout: what an earlier call has kept, if nothing changed."""
     texts = read_toml()
     code = [pkgutil.get_data(__package__, name) or b"" for name in ("catalogue.py", "checks.py")]
+    code.append(repr((ADVICE, GENERAL)).encode())
     key = source_hash(b"".join([*code, *(text.encode() for text in texts.values())])).hex()
     place = Path(cache_from_source(__file__)).with_suffix(".json")
     with contextlib.suppress(OSError, ValueError):
@@ -248,13 +250,24 @@ def pack(texts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def pack_rule(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rule of a TOML file as `LogRule` takes it, without its examples."""
+    """Return a rule of a TOML file as `LogRule` takes it: without its examples, and with the shared advice."""
     rule = {name: value for name, value in table.items() if "examples" not in name}
+    for number, name in enumerate(("cause", "fix")):
+        rule[name] = with_advice(rule["code"], number, rule[name])
     rule["signs"] = [expand(sign) for sign in rule.get("signs", ())]
     for name in ("also", "raised_in", "until", "unless"):
         if name in rule:
             rule[name] = expand(rule[name])
     return rule
+
+
+def with_advice(code: str, number: int, text: str) -> str:
+    """Return a cause (number 0) or what to do (1) with what other parts of ddpsafe say too filled in."""
+    shared = ADVICE.get(code)
+    if shared is None or "{advice}" not in text:
+        return text
+    text = text.replace("{advice}", shared[number].format_map(GENERAL))
+    return text[0].upper() + text[1:]
 
 
 def _rule(packed: Mapping[str, Any]) -> LogRule:

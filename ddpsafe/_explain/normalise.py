@@ -164,35 +164,16 @@ _HANDLED: Final = re.compile(
     r"(?i)(?<!not )(?<!-)\bskip(?:ped|ping)\b|(?<!exception )(?<!not )\bignor(?:ed|ing)\b|\bignore (?:above|this|it)\b|\bsafe(?:ly)? (?:to )?ignore"
     r"|(?<!cannot )(?<!can't )(?<!before )\bcontinuing\b(?! would)|\b(?:carrying|moving|going) on\b|\bproceeding\b|\bfall(?:s|ing)? ?back\b"
     r"|(?<!try )(?<!consider )(?<!by )(?<!are )(?<!mean )(?<!of )(?<!recommend )\b(?!crash|fail|abort|hang)\w+ing (?:[\w'./-]+ ){0,5}instead\b(?! of)|\busing (?:[\w'./-]+ ){0,3}defaults?\b"
-    r"|(?<!-)\b(?:excluded|omitted|left out|set aside|quarantined|replaced (?:by|with)|removed from the|went on|goes on)\b|\b(?:batch|sample|update|file) (?:is |was )?(?:dropped|discarded)\b"
+    r"|(?<!-)\b(?:excluded|omitted|left out|set aside|quarantined|replaced (?:by|with)|removed from the|(?:went|goes)\son)\b|\b(?:batch|sample|update|file) (?:is |was )?(?:dropped|discarded)\b"
     r"|\b(?:reducing|lowering|halving|decreasing) (?:the )?(?:micro|batch|chunk)|\b(?:dropping|discarding|leaving out) (?:it|this|the|that|batch|sample)\b"
     r"|\bthis is (?:expected|harmless|fine|not (?:an error|a problem))\b|\bno action (?:is )?(?:needed|required)\b"
 )
 """What a program writes about a failure that it has handled."""
 _HANDLED_STEMS: Final = (
-    *(
-        "skip",
-        "ignor",
-        "continuing",
-        "ing on",
-        "proceeding",
-        "fall",
-        "using",
-        "reducing",
-        "lowering",
-    ),
-    *("halving", "decreasing", "drop", "discard", "leaving out", "this is", "no action", "instead"),
-    *(
-        "excluded",
-        "omitted",
-        "left out",
-        "set aside",
-        "quarantined",
-        "replaced",
-        "removed",
-        "goes on",
-    ),
-    "went on",
+    *("skip", "ignor", "continuing", "ing on", "proceeding", "fall", "using", "reducing"),
+    *("lowering", "halving", "decreasing", "drop", "discard", "leaving out", "this is"),
+    *("no action", "instead", "excluded", "omitted", "left out", "set aside", "quarantined"),
+    *("replaced", "removed", "es on", "went on"),
 )
 _RETRIED: Final = re.compile(
     r"(?i)\bretrying\b|\bwill (?:retry|try again|be retried|restart)\b|\b(?:retries|attempts) (?:remaining|left)\b|\b(?:try|trying) (?:again|another|the next|(?:a )?smaller|batch|\d+)\b"

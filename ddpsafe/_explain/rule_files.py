@@ -15,7 +15,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddpsafe._config.problems import find_near, problems_of, show
 from ddpsafe._errors import ConfigError, ConfigProblem, Explanation, FailureKind
-from ddpsafe._explain.catalogue import GRAM, Catalogue, Level, LogRule, Retry, built_in, own_rule
+from ddpsafe._explain.catalogue import (
+    GRAM,
+    Catalogue,
+    Level,
+    LogRule,
+    Retry,
+    built_in,
+    own_rule,
+    with_advice,
+)
 from ddpsafe._explain.checks import CHECKS, PIECES, expand
 from ddpsafe._explain.reader import explain_text
 
@@ -159,10 +168,11 @@ def _problems_of_rule(table: RuleTable) -> Iterator[tuple[str, str, str, str]]:
         if (wrong := _why_no_pattern(pattern)) is not None:
             yield name, pattern, *wrong
     names = {name for sign in table.signs for name in re.findall(r"\(\?P<(\w+)>", sign)}
-    for field in ("cause", "fix"):
-        if not given[field].endswith(_ENDS_OF_SENTENCE):
-            yield field, given[field], "it is not a sentence", f"{given[field]}."
-    unknown = [name for name in _FACT.findall(table.cause) if table.signs and name not in names]
+    texts = [with_advice(table.code, n, text) for n, text in enumerate((table.cause, table.fix))]
+    for field, text in zip(("cause", "fix"), texts, strict=True):
+        if not text.endswith(_ENDS_OF_SENTENCE):
+            yield field, text, "it is not a sentence", f"{text}."
+    unknown = [name for name in _FACT.findall(texts[0]) if table.signs and name not in names]
     if unknown and not (table.raised_in is not None and unknown == ["said"]):
         why = f"no sign has a group {unknown[0]}"
         yield "cause", table.cause, why, f"(?P<{unknown[0]}>…) in a sign"

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from ddpsafe._advice import ADVICE
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import Explanation, ranks_text
 from ddpsafe.checkpoint._checksums import DamagedFileError
@@ -434,7 +435,7 @@ _CAUSES: Final = {
     errno.EIO: "the disk has failed; see dmesg.",
     errno.ESTALE: "the network mount was exported again or no longer exists.",
     errno.ETIMEDOUT: "its storage does not respond.",
-    errno.EMFILE: "this process has reached its limit of open files; see ulimit -n.",
+    errno.EMFILE: ADVICE["DS-MEM-descriptors"][0],
     errno.ENFILE: "this host has reached its limit of open files.",
     errno.ENOMEM: "this host, or this job's share of it, has no memory left.",
 }

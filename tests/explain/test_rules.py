@@ -325,7 +325,7 @@ def test_torchruns_summary_provides_the_global_rank() -> None:
 
 
 def test_torchruns_summary_of_many_ranks_names_the_first_one() -> None:
-    """Its lines differ only in numbers, and the ranks that torchrun ended itself are no cause."""
+    """Its lines differ only in numbers, and the ranks that torchrun ended itself are not the cause."""
     entry = "[{0}]:\n  time      : 2026-09-07_13:02:58\n  rank      : {1} (local_rank: {1})\n  exitcode  : {2} (pid: 1{1})\n  error_file: <N/A>\n  traceback : {3}\n"
     others = "".join(
         entry.format(number, rank, -9, f"Signal 9 (SIGKILL) received by PID 1{rank}")

@@ -83,7 +83,7 @@ def shell(script: str, folder: Path) -> str:
     return run.stdout + run.stderr
 
 
-# A program says that it goes on without what failed.
+# A program says that it continues without what failed.
 
 
 @program
@@ -137,16 +137,26 @@ def falls_back_to_a_default(_: Path) -> str:
 @program
 def warns_of_a_slower_way(_: Path) -> str:
     """`warnings.warn`, as libraries do for a missing kernel."""
-    text = io.StringIO()
-    with contextlib.redirect_stderr(text), warnings.catch_warnings():
+    said = (
+        "ImportError: No module named 'flash_attn', falling back to eager",
+        "cuda_ext: undefined symbol: foo; continuing without the fused kernel",
+    )
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warnings.warn(
-            "ImportError: No module named 'flash_attn', falling back to eager", stacklevel=1
+        for text in said:
+            warnings.warn(text, stacklevel=1)
+    return (
+        "".join(
+            map(
+                str,
+                (
+                    warnings.formatwarning(w.message, w.category, w.filename, w.lineno)
+                    for w in caught
+                ),
+            )
         )
-        warnings.warn(
-            "cuda_ext: undefined symbol: foo; continuing without the fused kernel", stacklevel=1
-        )
-    return text.getvalue() + STEPS
+        + STEPS
+    )
 
 
 @program
@@ -200,7 +210,7 @@ def waits_for_the_master(_: Path) -> str:
 
 @program
 def a_pool_is_made_again(_: Path) -> str:
-    """Its worker raised, and the exception is printed by the caller, which goes on."""
+    """Its worker raised, and the exception is printed by the caller, which continues."""
     text = io.StringIO()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         try:
@@ -527,7 +537,7 @@ def stacks_are_dumped_on_request(folder: Path) -> str:
 
 @program
 def an_exception_is_ignored(_: Path) -> str:
-    """Python reports one of a finalizer, and goes on."""
+    """Python reports one of a finalizer, and continues."""
     text = io.StringIO()
 
     class Handle:

@@ -468,7 +468,7 @@ def test_a_program_that_holds_the_port_of_the_endpoint_is_reported(
     endpoint: NodeRendezvous,
 ) -> None:
     """Even if it does not listen; the error is not a missing node."""
-    with pytest.raises(PreflightError, match="another program is using the port") as raised:
+    with pytest.raises(PreflightError, match="another program holds the port") as raised:
         serve_or_find(endpoint, 0.1)
     assert raised.value.kind == "port"
 

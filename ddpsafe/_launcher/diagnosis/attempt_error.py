@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psutil
 
 from ddpsafe import _gpus
+from ddpsafe._advice import ADVICE
 from ddpsafe._config.durations import show_duration
 from ddpsafe._errors import (
     AttemptTimeoutError,
@@ -92,8 +93,8 @@ _BY_KIND: Final[dict[FailureKind, Advice]] = {
         "check the interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and the firewall.",
     ),
     "port": (
-        "another program holds the port the script asks for.",
-        "remove the hard-coded port (the launcher chooses one), or end that program.",
+        ADVICE["DS-PORT-taken"][0],
+        "remove the hard-coded port (the launcher chooses one), or stop the program that holds it.",
     ),
     "peer-lost": (
         "a peer disconnected, and no rank of this launch reported why.",
@@ -118,17 +119,14 @@ _BY_KIND: Final[dict[FailureKind, Advice]] = {
 }
 
 _BY_SIGNAL: Final[dict[int, Advice]] = {
-    int(signal.SIGKILL): (
-        "the kernel's out-of-memory killer, a container's memory limit, or a kill -9 by hand.",
-        "see dmesg on {host}; lower num_workers or the batch size, or raise the memory limit.",
-    ),
+    int(signal.SIGKILL): ADVICE["DS-END-sigkill"],
     int(signal.SIGSEGV): (
         "a bug in native code: an extension, a driver, mixed library versions.",
         "the Python stack at the crash is in the log below; check versions of CUDA and torch.",
     ),
     int(signal.SIGBUS): (
-        "shared memory or a mapped file ran out: /dev/shm is 64 MB in most containers.",
-        "enlarge it (docker run --shm-size=8g, or an emptyDir of medium Memory).",
+        f"a mapped file was shortened, or {ADVICE['DS-MEM-shm'][0]}",
+        ADVICE["DS-MEM-shm"][1],
     ),
     int(signal.SIGABRT): (
         "native code aborted: a failed assertion, or collectives of different sizes under gloo.",
@@ -176,11 +174,6 @@ _OTHER_ROOTS: Final[Advice] = (
 _IN_A_CYCLE: Final[Advice] = (
     "the ranks call the collectives of overlapping groups in different orders.",
     "call them in the same order on every rank, or use async_op=True and wait for all of them.",
-)
-
-_KILLED_FOR_MEMORY: Final[Advice] = (
-    "the kernel's out-of-memory killer: the cgroup counted a kill during this attempt.",
-    "lower num_workers or the batch size, or raise the limit; dmesg on {host} names the process.",
 )
 
 _OTHER_SIGNAL: Final[Advice] = (
@@ -395,7 +388,7 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     kind: FailureKind = "killed"
     likely, fix = _BY_SIGNAL.get(number, _OTHER_SIGNAL)
     if number == signal.SIGKILL and ended.oom_kills:
-        kind, (likely, fix) = "out-of-memory", _KILLED_FOR_MEMORY
+        kind, (likely, fix) = "out-of-memory", ADVICE["DS-MEM-host-oom"]
     if is_endless_recursion(root.error_text()):
         likely, fix = _RECURSION
     how = f"killed by {root.signal_name}"

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import tenacity
 
+from ddpsafe._advice import ADVICE, COMMANDS
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import (
     ConfigError,
@@ -353,10 +354,7 @@ class Board:
 
 
 _CANNOT_SERVE: Final = {
-    errno.EADDRINUSE: (
-        "another program is using the port.",
-        "choose another port for this job, or stop that program: ss -tanp.",
-    ),
+    errno.EADDRINUSE: ADVICE["DS-PORT-taken"],
     errno.EADDRNOTAVAIL: (
         "this host does not have that address.",
         "give node rank 0 to the host of the endpoint, or name this host in the endpoint.",
@@ -580,11 +578,11 @@ class NodeRendezvous:
         except (OSError, UnicodeError) as exc:
             here, host = socket.gethostname(), self._endpoint.host
             what = f"{here} cannot resolve {host}, the host of the endpoint: {exc}."
-            cause = "the name is misspelled, or this host's DNS and /etc/hosts do not know it."
-            fix = f"check with  getent hosts {host}  on {here}; an IP address works too."
-            raise PreflightError(
-                Explanation(what, cause=cause, fix=fix), kind="startup-network"
-            ) from exc
+            cause, fix = ADVICE["DS-NAME-unresolved"]
+            explanation = Explanation(
+                what, cause=cause.format(given="the name"), fix=fix.format(name=host, here=here)
+            )
+            raise PreflightError(explanation, kind="startup-network") from exc
 
     def _look_up(self) -> list[str]:
         host, port = self._host, self._endpoint.port
@@ -760,7 +758,8 @@ class NodeRendezvous:
             what = f"the program that {socket.gethostname()} reached at {at} is not a launcher."
             holder = "this host" if address in here else self._endpoint.host
             cause = f"another program is using port {port} on {holder}."
-            fix = f"choose another port for this job, or stop that program; there:  ss -ltnp 'sport = :{port}'"
+            look = COMMANDS["DS-PORT-taken"][0].format(port=port)
+            fix = f"{ADVICE['DS-PORT-taken'][1][:-1]}; there:  {look}"
             raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="port") from exc
 
     def lost(self, why: str, deadline: Deadline) -> RendezvousTimeoutError:

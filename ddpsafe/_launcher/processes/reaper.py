@@ -20,6 +20,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
+from ddpsafe._advice import ADVICE
 from ddpsafe._errors import Explanation, PreflightError, signal_name
 from ddpsafe._launcher.processes.reaper_program import outlive
 from ddpsafe._logging import get_logger
@@ -41,7 +42,7 @@ type(lambda: 0)(marshal.load(sys.stdin.buffer), globals())(int(sys.argv[1]))
 
 LIMITS: Final = {
     errno.EAGAIN: "the number of processes is limited on this machine (ulimit -u, pids.max).",
-    errno.EMFILE: "the number of open files is limited for this process (ulimit -n).",
+    errno.EMFILE: ADVICE["DS-MEM-descriptors"][0],
     errno.ENFILE: "the number of open files is limited on this machine (fs.file-max).",
     errno.ENOMEM: "this machine, or its cgroup, has no memory left.",
     errno.ENOSPC: "the disk with the run directory or TMPDIR is full.",

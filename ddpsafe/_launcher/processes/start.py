@@ -13,6 +13,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
+from ddpsafe._advice import ADVICE
 from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._host import is_directory_foreign
 from ddpsafe._launcher.processes.rank_process import Worker
@@ -98,8 +99,8 @@ def require_room(nproc: int) -> None:
             f"{nproc} ranks need {needed} file descriptors in the process that starts them, but only "
             f"{max(free, 0)} of its {limit} are free."
         )
-        cause = "a low limit (ulimit -n), or files and sockets that this program keeps open."
-        fix = f"raise it with  ulimit -n {max(4096, 2 * (limit + needed))}  or close some of them."
+        cause, fix = ADVICE["DS-MEM-descriptors"]
+        fix = fix.format(files=max(4096, 2 * (limit + needed)))
         raise PreflightError(Explanation(what, cause=cause, fix=fix))
 
 

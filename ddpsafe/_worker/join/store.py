@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import psutil
 import tenacity
 
+from ddpsafe._advice import ADVICE
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import Explanation, PreflightError, RendezvousTimeoutError
 from ddpsafe._host import open_tcp_store, serves_by_libuv
@@ -298,7 +299,7 @@ def _connect(
                 f"{_owner(endpoint)}; waited {deadline.waited_s():.1f} s."
             )
             cause = "another program is using the port, so rank 0 could not serve there."
-            fix = "choose another MASTER_PORT for this job, or stop the program that holds it."
+            fix = ADVICE["DS-PORT-taken"][1]
             raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
         raise _not_served(endpoint, world, reason, deadline)
 
@@ -326,10 +327,7 @@ def _listen(endpoint: StoreEndpoint, world: World) -> socket.socket:
         if exc.errno == errno.EADDRINUSE:
             owner = _owner(endpoint)
             what = f"{world} cannot serve the store at {endpoint}: the port is taken{owner}."
-            cause = (
-                "another job on this host uses the same MASTER_PORT, or an earlier one still runs."
-            )
-            fix = "choose another MASTER_PORT for this job, or stop the process that holds it."
+            cause, fix = ADVICE["DS-PORT-taken"]
             kind = "port"
         raise PreflightError(Explanation(what, cause=cause, fix=fix), kind=kind) from exc
 
@@ -344,8 +342,8 @@ def _unresolved(
 ) -> PreflightError:
     here = socket.gethostname()
     what = f"{world} on {here} cannot resolve {endpoint.host} after {deadline.waited_s():.1f} s: "
-    cause = "MASTER_ADDR is misspelled, or this host's DNS and /etc/hosts do not know the name."
-    fix = f"check with  getent hosts {endpoint.host}  on {here}; an IP address works too."
+    cause, fix = ADVICE["DS-NAME-unresolved"]
+    cause, fix = cause.format(given="MASTER_ADDR"), fix.format(name=endpoint.host, here=here)
     return PreflightError(Explanation(what + why, cause=cause, fix=fix), kind="startup-network")
 
 

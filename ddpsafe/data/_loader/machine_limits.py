@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from ddpsafe._advice import ADVICE
 from ddpsafe._errors import Explanation
 from ddpsafe._host import count_cores
 from ddpsafe.data._replica import local_world_size
@@ -49,7 +50,7 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
                     f"open files; this process has {held} and may have {soft} (RLIMIT_NOFILE, hard "
                     f"limit {hard}).",
                     cause="each tensor that a worker sends is an open file until it is freed.",
-                    fix=f"`ulimit -n {hard}`, fewer workers, or "
+                    fix=f"{ADVICE['DS-MEM-descriptors'][1].format(files=hard)} Or fewer workers, or "
                     "torch.multiprocessing.set_sharing_strategy('file_system').",
                 )
             )
@@ -59,8 +60,8 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
             Explanation(
                 f"{SHARED_MEMORY} has {free / _MIB:.1f} MiB free of {total / _MIB:.1f} MiB, for "
                 f"{in_flight} batches in flight.",
-                cause="the container has little shared memory, or a killed job left files there.",
-                fix="raise --shm-size, delete leftover files there, or set num_workers=0.",
+                cause=ADVICE["DS-MEM-shm"][0],
+                fix=ADVICE["DS-MEM-shm"][1],
             )
         )
     cores, ranks = count_cores(), local_world_size()
@@ -96,7 +97,7 @@ def check_shared_memory(batch: object, *, batches: int) -> None:
         f"has {total / _MIB:.0f} MiB.",
         cause="workers pass batches through shared memory; a worker that finds it full is killed "
         "by SIGBUS.",
-        fix="lower num_workers, prefetch_factor or batch_size; in a container raise --shm-size.",
+        fix=ADVICE["DS-MEM-shm"][1],
     )
     warnings.warn(str(text), DataWarning, stacklevel=4)
 
@@ -128,7 +129,7 @@ def describe_open_files() -> str:
         f"This process may open {soft} files (RLIMIT_NOFILE, hard limit {hard}).",
         cause="files are opened for each sample and not closed, or many tensors are "
         "passed as file descriptors.",
-        fix=f"close files, open them once in a PerProcess, `ulimit -n {hard}`, or "
+        fix=f"{ADVICE['DS-MEM-descriptors'][1].format(files=hard)} Open them once in a PerProcess, or "
         "torch.multiprocessing.set_sharing_strategy('file_system').",
     )
     return str(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -13,6 +14,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ddpsafe._advice import ADVICE
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import Explanation, signal_name
 from ddpsafe._host import read_limits
@@ -182,15 +184,12 @@ def _timed_out(iterator: Any, board: EpochBoard | None, dataset: object) -> Work
 def _why(exitcode: int) -> tuple[str, str, list[str]]:
     """Return the likely cause, what to do, and how much of the exhausted resource is left."""
     if exitcode == -signal.SIGKILL:
-        cause = "the machine or the container ran out of memory."
-        fix = (
-            "lower num_workers or prefetch_factor, keep metadata in a PackedList, or raise the "
-            "memory limit; see dmesg."
-        )
+        cause, fix = ADVICE["DS-END-sigkill"]
+        fix = f"{fix.format(host=socket.gethostname())} Keep metadata in a PackedList."
         return cause, fix, [describe_memory()]
     if exitcode == -signal.SIGBUS:
-        cause = "shared memory is full, or a memory-mapped file was shortened."
-        fix = "lower num_workers, prefetch_factor or batch_size; in a container raise --shm-size."
+        cause, fix = ADVICE["DS-MEM-shm"]
+        cause = f"a mapped file was shortened, or {cause}"
         return cause, fix, [describe_shared_memory()]
     if -exitcode in {signal.SIGTERM, signal.SIGUSR1}:
         cause = (

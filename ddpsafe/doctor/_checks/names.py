@@ -7,6 +7,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe._advice import ADVICE
 from ddpsafe._clock import BoundedCall
 from ddpsafe._config.endpoint import find_address
 from ddpsafe._host import list_interfaces, look_up_name
@@ -75,8 +76,9 @@ def _own_name(subject: Subject, name: str, what: str, loopback: Sequence[str]) -
         "DS-NAME-001",
         f"This host's name {name} {what}; gloo gives that address to the other hosts, "
         "which then connect to themselves.",
-        cause="the installer of Debian and Ubuntu writes `127.0.1.1 NAME` into /etc/hosts, or the "
-        "name is not in /etc/hosts or DNS at all.",
+        cause=ADVICE["DS-RDZV-loopback"][0].format(given=name)
+        if loopback
+        else ADVICE["DS-NAME-unresolved"][0].format(given=name),
         fix=fix,
     )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
+from ddpsafe._advice import ADVICE, COMMANDS
 from ddpsafe._host import PORT_RANGE, list_interfaces, port_range, show_endpoint
 from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._system.tcp import addresses_of, find_listener
@@ -54,12 +55,12 @@ def check_free(subject: Subject) -> Iterator[Finding]:
     stop = (
         [f"kill {pid}   # if it is yours"]
         if pid is not None
-        else [f"ss -ltnp 'sport = :{endpoint.port}'"]
+        else [COMMANDS["DS-PORT-taken"][0].format(port=endpoint.port)]
     )
     yield failed(
         "DS-PORT-001",
         f"Port {endpoint.port} of the rendezvous endpoint is taken on this host by {owner}.",
-        cause="another job with the same port, or a process that an earlier run left behind.",
+        cause=ADVICE["DS-PORT-taken"][0],
         fix=to_copy(
             "Use another port on all nodes, or end the process if it is yours:",
             f"export MASTER_PORT={endpoint.port + 1}   # or --rdzv-endpoint {show_endpoint(endpoint.host, endpoint.port + 1)}",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
+from ddpsafe._advice import ADVICE, COMMANDS
 from ddpsafe._host import count_cores, read_limits, whole_cores
 from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 
@@ -47,8 +48,7 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
     more = to_copy(
         "Give the container more, or mount it larger; in Kubernetes mount an emptyDir with "
         "medium: Memory at /dev/shm:",
-        "docker run --shm-size=8g …   # or --ipc=host",
-        "mount -o remount,size=8G /dev/shm",
+        *COMMANDS["DS-MEM-shm"],
     )
     try:
         with tempfile.TemporaryFile(dir=_SHARED_MEMORY) as probe:
@@ -75,7 +75,7 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
         "DS-LIM-001",
         f"Shared memory (/dev/shm) has {_mib(free_bytes)} free of {_mib(total_bytes)}; DataLoader workers and NCCL "
         "pass data through it and die with a bus error when it is full.",
-        cause="containers get 64 MiB by default, or files left by dead processes fill it (`ls /dev/shm`).",
+        cause=ADVICE["DS-MEM-shm"][0],
         fix=more,
         free_bytes=free_bytes,
         total_bytes=total_bytes,
@@ -90,16 +90,16 @@ def check_open_files(subject: Subject) -> Iterator[Finding]:
     if soft == resource.RLIM_INFINITY or soft >= least:
         yield ok("DS-LIM-002", f"{soft} files may be open.", soft=soft, hard=hard)
         return
+    here, outside = COMMANDS["DS-MEM-descriptors"]
     reachable = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     yield warning(
         "DS-LIM-002",
         f"Only {soft} files may be open at once; the pipes of ranks and the tensors of loader workers need more.",
         cause="the default of the shell or of the container.",
-        fix=to_copy("Raise it in the shell that starts the job:", f"ulimit -n {reachable}")
+        fix=to_copy("Raise it in the shell that starts the job:", here.format(files=reachable))
         if reachable > soft
         else to_copy(
-            "That is the hard limit; raise it where the session or the container starts:",
-            "docker run --ulimit nofile=65536:65536 …",
+            "That is the hard limit; raise it where the session or the container starts:", outside
         ),
         soft=soft,
         hard=hard,

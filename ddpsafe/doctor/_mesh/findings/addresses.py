@@ -6,6 +6,7 @@ import shlex
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
+from ddpsafe._advice import ADVICE
 from ddpsafe.doctor import _codes
 from ddpsafe.doctor._findings import Finding, to_copy
 from ddpsafe.doctor._mesh.findings.fixes import (
@@ -291,7 +292,7 @@ def _loopback(results: Results, nodes: list[Node]) -> Finding:
     usual = announced.flaw == "loopback"
     named = ", ".join(f"{node}: {node.announced.wanted}" for node in nodes)
     if usual:
-        cause = "/etc/hosts gives the host's own name a loopback address, as Debian and Ubuntu do."
+        cause = ADVICE["DS-RDZV-loopback"][0].format(given="the host's own name")
     elif announced.flaw == "link-local":
         cause = (
             f"{announced.chosen_by} leads to a link-local address, which is valid on one link only."

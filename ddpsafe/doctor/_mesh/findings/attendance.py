@@ -9,6 +9,7 @@ import socket
 from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe._advice import ADVICE, COMMANDS
 from ddpsafe._host import find_interface_of, list_interfaces, show_endpoint, source_address
 from ddpsafe.doctor import _codes
 from ddpsafe.doctor._findings import Finding, to_copy
@@ -177,10 +178,10 @@ def _unresolved(obstacle: Obstacle, host: str, _port: int) -> _Description:
         f"cannot resolve {host}: {obstacle.said}",
         "the name server of /etc/resolv.conf does not answer."
         if silent
-        else "neither /etc/hosts nor the DNS of this host has the name.",
+        else ADVICE["DS-NAME-unresolved"][0].format(given=host),
         to_copy(
             "Use the address of node rank 0 in --rdzv-endpoint, or add a line to /etc/hosts; check with:",
-            shlex.join(["getent", "hosts", host]),
+            COMMANDS["DS-NAME-unresolved"][0].format(name=shlex.quote(host)),
         ),
     )
 
@@ -189,10 +190,10 @@ def _loopback(obstacle: Obstacle, host: str, port: int) -> _Description:
     addresses = ", ".join(obstacle.addresses)
     return (
         f"resolves {show_endpoint(host, port)} to itself ({addresses})",
-        f"the /etc/hosts of this host gives {host} a loopback address.",
+        ADVICE["DS-RDZV-loopback"][0].format(given=host),
         to_copy(
             "Correct that line, or use the address in --rdzv-endpoint; check with:",
-            shlex.join(["getent", "hosts", host]),
+            COMMANDS["DS-RDZV-loopback"][0].format(name=shlex.quote(host)),
         ),
     )
 
@@ -203,7 +204,7 @@ def _other_program(obstacle: Obstacle, host: str, port: int) -> _Description:
         "another program uses the port, or a proxy between the hosts accepts every connection.",
         to_copy(
             f"Choose another port, or check on {host} what listens:",
-            f"ss -ltnp 'sport = :{port}'",
+            COMMANDS["DS-PORT-taken"][0].format(port=port),
         ),
     )
 
@@ -440,12 +441,10 @@ def cannot_serve(exc: OSError, *, port: int, owner: str) -> Finding:
         code=_codes.CANNOT_SERVE,
         severity="failed",
         fact=f"Node rank 0 cannot listen on port {port}: {exc.strerror or exc}{owner}.",
-        cause="another job or an earlier run uses the port."
-        if taken
-        else "this process may not use the port.",
+        cause=ADVICE["DS-PORT-taken"][0] if taken else "this process may not use the port.",
         fix=to_copy(
             "Choose another port for all nodes, or end the process that uses it:",
-            f"ss -ltnp 'sport = :{port}'",
+            COMMANDS["DS-PORT-taken"][0].format(port=port),
         ),
         details={"port": port, "error": errno.errorcode.get(exc.errno or 0, str(exc))},
     )
