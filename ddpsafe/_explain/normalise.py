@@ -243,15 +243,20 @@ class Line:
 Weight = Literal["error", "warning", "info", "handled"]
 
 
-def weight_of(line: Line, match: re.Match[str] | None = None) -> Weight:
-    """Return what its program marks a line as, or that it has handled it; less than an error proves less.
+def is_handled(line: Line, match: re.Match[str] | None) -> bool:
+    """Return whether a line says that its program has handled what it reports.
 
     The words that a sign has matched do not count: such a rule is about what was handled.
     """
     body = line.body
     if match is not None and match.string == body:
         body = f"{body[: match.start()]} {body[match.end() :]}"
-    if _has_any(body, _HANDLED_STEMS) and _HANDLED.search(body):
+    return _has_any(body, _HANDLED_STEMS) and _HANDLED.search(body) is not None
+
+
+def weight_of(line: Line, match: re.Match[str] | None) -> Weight:
+    """Return what its program marks a line as, or that it has handled it; less than an error proves less."""
+    if is_handled(line, match):
         return "handled"
     marked = _WARNING.search(line.text)
     if marked is None:

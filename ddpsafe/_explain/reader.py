@@ -272,7 +272,7 @@ class LogReader:
         """Return whether a line says that its program went on, about a failure in it or one before it."""
         is_noise = best is not None and best[0].level == "noise"
         match = None if best is None else best[1]
-        is_handled = normalise.weight_of(line, match) == "handled" and not is_noise
+        is_handled = normalise.is_handled(line, match) and not is_noise
         if not is_handled and not normalise.is_retried(line):
             return False
         self._handled_at = line.number

@@ -283,10 +283,9 @@ def check_together(
                 add("code", table.code, f"{places[table.code]} has that code", "another code")
             places[table.code] = file.place(number)
             for code in table.over:
-                if code not in catalogue.of_code:
+                if code not in catalogue.of_code and code != "DS-USER-exception":
                     near = find_near(code, catalogue.of_code) or "DS-USER-exception"
-                    if code != "DS-USER-exception":
-                        add("over", code, "no rule has that code", f'"{near}"')
+                    add("over", code, "no rule has that code", f'"{near}"')
             rule = catalogue.of_code[table.code]
             is_matched = bool(rule.signs or rule.raised_in)
             if is_matched and not table.examples:
