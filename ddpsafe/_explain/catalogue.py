@@ -246,6 +246,11 @@ def pack(texts: Mapping[str, str]) -> dict[str, Any]:
             said: english for english, others in words["english"].items() for said in others
         },
         "cuda": {name: message for message, names in words["cuda"].items() for name in names},
+        "phrases": {
+            **{name: f"(?i){'|'.join(any_of)}" for name, any_of in words["phrases"].items()},
+            **{name: "|".join(any_of) for name, any_of in words["exact_phrases"].items()},
+        },
+        "stems": words["stems"],
     }
 
 

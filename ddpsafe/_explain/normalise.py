@@ -6,12 +6,14 @@ language; shells and libraries word the same failure differently.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
+from ddpsafe._explain.catalogue import built_in
 from ddpsafe._explain.tracebacks import FRAME, exception_of
 
 if TYPE_CHECKING:
@@ -132,81 +134,17 @@ _WARNING: Final = re.compile(
 """A line that its program marks as less than an error, so it proves less."""
 _RAISED: Final = re.compile(r"\b[A-Z]\w*(?:Error|Exception): ")
 """An exception. Some launchers print their ranks' stderr as INFO, so it counts there, too."""
-_PROGRESS: Final = re.compile(
-    r"(?i)\b(?:epoch|step|iter(?:ation)?)\b[\s:=#\[]*\d|\bloss\b['\"]?[\s:=]{1,3}\d|\d ?(?:it/s|s/it)\b|\d%\|"
-    r"|\b(?:saved|wrote) (?:\w+ )?checkpoint|checkpoint saved|max_(?:epochs|steps)\S* reached"
-    r"|training (?:is |was )?(?:completed?|finished|done)\b|exits successfully|\d+ passed\b"
-)
-"""What a run prints that makes progress or has succeeded: a warning before it was harmless."""
 _PASSED_TEST: Final = re.compile(
     # Atomic, up to the first "::": backtracking over each takes minutes in a line full of them.
     r"^(?=(.*?::\S))\1.* (?:PASSED|SKIPPED|XFAIL|XPASS)\b|^(?:PASSED|SKIPPED|XFAIL) "
 )
 """A passed or skipped test, whose name may mention the failure that it provokes."""
-_ALL_PASSED: Final = re.compile(
-    r"^=*\s?(?!.*\b(?:failed|errors?)\b)(?:\d+ (?:passed|skipped|deselected|xfailed|xpassed|warnings?)(?:, )?)+ in [\d.]+s"
-    r"|^OK(?: \([\w =,]+\))?$|^Test passed\.$|^\[  PASSED  \] \d+ tests?\b|^test result: ok\. |^100% tests passed"
-    r"|^ok  \t\S|^PASS$|^All tests passed"
-)
-"""The summary of a run of tests in which none failed: what it printed before was expected."""
-_SUCCEEDED: Final = re.compile(
-    r"(?i)max_(?:epochs|steps)\S* reached|(?<!not )\b(?:exits|exited|finished|completed|terminated|ended) successfully|successfully (?:finished|completed)"
-    r"|\btraining (?:is |was |has )?(?:completed?|finished|done)\b|\bJobState=COMPLETED\b|\bState=COMPLETED\b|\bCOMPLETED +0:0\b"
-    r"|\bcompleted after \d+ (?:iterations|steps|epochs)|\b(?:finished|done) training\b"
-)
-"""What says that a job ended well."""
-_RECOVERED: Final = re.compile(
-    r"(?i)\b(?:connected|reconnected|finished|succeeded|success|successful(?:ly)?|recovered|resumed|restored|resolved|completed?|downloaded|done|ready|listening|available|passed|works|fits|ok)\b(?! (?:with|but|exit|unsuccess))"
-    r"|^Normal +(?:Started|Pulled|Ready|Scheduled|SuccessfulAttachVolume)|\bStarted container\b| at http://"
-)
-"""What says that something which was tried again has worked."""
-_HANDLED: Final = re.compile(
-    r"(?i)(?<!not )(?<!-)\bskip(?:ped|ping)\b|(?<!exception )(?<!not )\bignor(?:ed|ing)\b|\bignore (?:above|this|it)\b|\bsafe(?:ly)? (?:to )?ignore"
-    r"|(?<!cannot )(?<!can't )(?<!before )\bcontinuing\b(?! would)|\b(?:carrying|moving|going) on\b|\bproceeding\b|\bfall(?:s|ing)? ?back\b"
-    r"|(?<!try )(?<!consider )(?<!by )(?<!are )(?<!mean )(?<!of )(?<!recommend )\b(?!crash|fail|abort|hang)\w+ing (?:[\w'./-]+ ){0,5}instead\b(?! of)|\busing (?:[\w'./-]+ ){0,3}defaults?\b"
-    r"|(?<!-)\b(?:excluded|omitted|left out|set aside|quarantined|replaced (?:by|with)|removed from the|(?:went|goes)\son)\b|\b(?:batch|sample|update|file) (?:is |was )?(?:dropped|discarded)\b"
-    r"|\b(?:reducing|lowering|halving|decreasing) (?:the )?(?:micro|batch|chunk)|\b(?:dropping|discarding|leaving out) (?:it|this|the|that|batch|sample)\b"
-    r"|\bthis is (?:expected|harmless|fine|not (?:an error|a problem))\b|\bno action (?:is )?(?:needed|required)\b"
-)
-"""What a program writes about a failure that it has handled."""
-_HANDLED_STEMS: Final = (
-    *("skip", "ignor", "continuing", "ing on", "proceeding", "fall", "using", "reducing"),
-    *("lowering", "halving", "decreasing", "drop", "discard", "leaving out", "this is"),
-    *("no action", "instead", "excluded", "omitted", "left out", "set aside", "quarantined"),
-    *("replaced", "removed", "es on", "went on"),
-)
-_RETRIED: Final = re.compile(
-    r"(?i)\bretrying\b|\bwill (?:retry|try again|be retried|restart)\b|\b(?:retries|attempts) (?:remaining|left)\b|\b(?:try|trying) (?:again|another|the next|(?:a )?smaller|batch|\d+)\b"
-    r"|\battempt \d+ ?(?:of|/|out of) ?\d+|\breconnecting\b|\bnot (?:yet )?(?:ready|up|available|there) ?(?:yet)?, (?:waiting|sleeping)|\bbacking off\b|\brestarting (?:it|worker|the)\b|\brequeued?\b"
-)
-"""What a program writes about a failure after which it tries again."""
-_RETRIED_STEMS: Final = (
-    *("retr", "again", "another", "the next", "trying", "attempt", "reconnecting", "waiting"),
-    *("sleeping", "backing off", "restart", "requeue"),
-)
 _EVENT: Final = re.compile(r"^Warning {2,}\w")
 """A warning of Kubernetes, which tries everything again."""
-_TALK: Final = re.compile(
-    r"^\*\*\* (?:[A-Za-z_]\w*\.)*[A-Z]\w+(?:Error|Exception|Interrupt|Iteration)\b"  # pdb's echo
-    r"|^\((?:Pdb|ipdb)\) |^\++ [a-z_./'\"]"  # a debugger's prompt, a command of `set -x`
-    r"|^ *(?:-\w, ?)?--[a-z][\w-]*(?:[ =][\w{}<>,|.-]+){0,2} {2,}\S|^usage: "  # the help of a command
-    r"|^\s*(?:[0-9a-f]{7,40} |[-*•] )?(?:[Ff]ix(?:e[sd])?|[Bb]ug ?fix|No longer|Resolve[sd]?|Handle[sd]?|Avoid(?:s|ed)?|Prevent(?:s|ed)?|Retry on|Catch(?:es)?|Merge (?:pull|branch))\b"
-    r"|^\s*(['\"])(?:(?!\1).)*\1,$"  # an item of a list in a configuration
-    r"|^\s*['\"]?(?:\w+[._-])?(?:on|retry|restart|ignore|allow|skip)(?:[_-]\w+)+['\"]?\s*[:=]\s"  # an option in one
-)
-"""A line that is not about what happens now: a debugger's, a command's, a list of changes or options."""
 _STEPS_OF_GOING_ON: Final = 3
 _NUMBER: Final = re.compile(r"\d+")
 _NUMBERS_OF_STEP: Final = 2
 """The first numbers of a line that shows progress are those of the epoch and the step."""
-_SOURCE: Final = re.compile(
-    r"^[-+]?\s*(?:raise [\w.]+\(|(?:el)?if .*:\s*(?:#.*)?$|except\b.*:\s*$|def \w+\(|assert |(?:logger|logging|log|warnings)\.\w+\(|self\.(?:assert|skip|fail)\w+\(|with pytest\.raises)"
-)
-"""A line of a program, which counts only in a traceback."""
-_PROGRAM: Final = re.compile(
-    r"^[-+]?\s*(?:(?:el)?if .*:$|else:|for .* in .*:$|while .*:$|try:|except\b.*:$|finally:|return\b|import \w|from \S+ import |def \w+\(|class \w+|with .*:$|raise |@\w)"
-)
-"""A line beside which such a line is taken for the text of a program."""
 _NOTHING: Final = re.compile(
     r"""(?i)[\w-]*(?: (?:errors?|events?|counts?|kills?|failures?|total))?["']?\s*[:=|]\s*"""
     r"""(?:0+(?:\.0+)?(?=[\s,;}\]|)]|$)|(?:false|none|null|no|never|off|\[\]|\{\}|""|'')(?=[,;}\]|)]|\s*$))"""
@@ -214,11 +152,6 @@ _NOTHING: Final = re.compile(
 """What follows the name of a counter or an option: nothing has happened."""
 _COUNTER: Final = re.compile(r"\w*_\w* +0(?=\s|$)")
 _OPTION: Final = re.compile(r"--[\w-]*$")
-_SUPPOSED: Final = re.compile(
-    r"(?i)\b(?:(?:if|when|whenever|in case(?: of)?|to (?:avoid|prevent|handle|survive)|(?:avoid|prevent|handle)s|what to do (?:on|if)) (?:[\w.-]+ ){0,3}[`\"'“]?|for [`\"'“])(?:[\w.]+: )?[\w.]*$"
-    r"|\b(?:yesterday|last (?:week|time|run|night|job)|previous(?:ly)?|earlier|reported)\b[^`\"“]*[`\"“](?:[\w.]+: )?[\w.]*$"
-)
-"""What precedes a failure that a sentence only supposes, or quotes from another time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -251,7 +184,7 @@ def is_handled(line: Line, match: re.Match[str] | None) -> bool:
     body = line.body
     if match is not None and match.string == body:
         body = f"{body[: match.start()]} {body[match.end() :]}"
-    return _has_any(body, _HANDLED_STEMS) and _HANDLED.search(body) is not None
+    return _has_stem("handled", body) and _phrase("handled").search(body) is not None
 
 
 def weight_of(line: Line, match: re.Match[str] | None) -> Weight:
@@ -270,13 +203,18 @@ def is_retried(line: Line) -> bool:
     """Return whether a line says that its program tries again."""
     if _EVENT.match(line.body):
         return True
-    return _has_any(line.body, _RETRIED_STEMS) and _RETRIED.search(line.body) is not None
+    return _has_stem("retried", line.body) and _phrase("retried").search(line.body) is not None
 
 
-def _has_any(body: str, stems: tuple[str, ...]) -> bool:
-    # Most lines have none, and trying every form of them takes ten times as long.
+@functools.cache
+def _phrase(name: str) -> re.Pattern[str]:
+    return re.compile(built_in().packed["phrases"][name])
+
+
+def _has_stem(name: str, body: str) -> bool:
+    """Return whether a line has a word of the phrases of a name, without which none is tried."""
     lowered = body.lower()
-    return any(stem in lowered for stem in stems)
+    return any(stem in lowered for stem in built_in().packed["stems"][name])
 
 
 def is_talk(line: Line, before: str, following: list[str]) -> bool:
@@ -289,12 +227,12 @@ def is_talk(line: Line, before: str, following: list[str]) -> bool:
         before: The line before it.
         following: The lines after it, which may have the exception of a traceback without calls.
     """
-    if _TALK.match(line.body) or (line.text.lstrip().startswith("> ") and before):
+    if _phrase("talk").match(line.body) or (line.text.lstrip().startswith("> ") and before):
         return True
-    if not _SOURCE.match(line.body):
+    if not _phrase("source").match(line.body):
         return False
     bare = [without_prefix(text.rstrip()) for text in following]
-    is_alone = not any(map(_PROGRAM.match, (before, *bare)))
+    is_alone = not any(map(_phrase("program").match, (before, *bare)))
     is_raised = any(exception_of(text, is_in_traceback=False) or undecorated(text) for text in bare)
     return not is_alone and not is_raised
 
@@ -304,7 +242,7 @@ def is_nothing(match: re.Match[str]) -> bool:
     text = match.string
     is_zero = _NOTHING.match(text, match.end()) or _COUNTER.match(text, match.start())
     is_option = _OPTION.search(text, 0, match.end())
-    return bool((is_zero and not is_option) or _SUPPOSED.search(text[: match.start()]))
+    return bool((is_zero and not is_option) or _phrase("supposed").search(text[: match.start()]))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -335,14 +273,14 @@ def read_tail(tail: list[str], lines: int) -> Tail:
     found = Tail()
     for number, text in enumerate(tail, start=lines - len(tail) + 1):
         body = without_prefix(clean(text))
-        if _PROGRESS.search(text):
+        if _phrase("progress").search(text):
             found.progress = number
             found.steps.append((number, " ".join(_NUMBER.findall(body)[:_NUMBERS_OF_STEP])))
-        if _SUCCEEDED.search(text):
+        if _phrase("succeeded").search(text):
             found.succeeded = number
-        if _RECOVERED.search(text):
+        if _phrase("recovered").search(text):
             found.recovered = number
-        if _ALL_PASSED.match(body):
+        if _phrase("all_passed").match(body):
             found.passed = number
     return found
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from explained import RULES, built_in_files, explain
 from source_tree import PACKAGE
 
 from ddpsafe._errors import ConfigError
+from ddpsafe._explain import normalise
 from ddpsafe._explain.catalogue import AREAS, built_in, pack
 from ddpsafe._explain.reader import explain_text
 from ddpsafe._explain.rule_files import check_together, find_slow, read_rule_files
@@ -30,6 +33,17 @@ def test_every_rule_is_complete_and_finds_its_examples() -> None:
     problems = [problem for file in files for problem in file.problems]
     problems += check_together(files, built_in())
     assert not problems, "\n".join(map(str, problems))
+
+
+def test_what_programs_write_is_looked_up_and_is_not_slow() -> None:
+    """The phrases of words.toml, and the patterns of exceptions.toml, which no model checks."""
+    packed = built_in().packed
+    named = set(re.findall(r'_phrase\("(\w+)"\)', inspect.getsource(normalise)))
+    assert named == packed["phrases"].keys()
+    patterns = [*packed["phrases"].values()]
+    patterns += [each["sign"] for each in packed["meanings"]]
+    patterns += [each["call"] for each in packed["stages"]]
+    assert [pattern for pattern in patterns if find_slow(pattern) is not None] == []
 
 
 def test_the_installed_rules_are_those_of_the_checkout() -> None:
