@@ -162,6 +162,22 @@ def serves_forks(part: object) -> bool:
     return getattr(getattr(part, "_semlock", None), "name", "") is None
 
 
+def parser_of_beginnings() -> type[argparse.ArgumentParser]:
+    """Return a parser that takes the beginning of an option for it if no other one begins so.
+
+    argparse also refuses a beginning of two options among the arguments of a script, which are not ours.
+    """
+    import argparse
+
+    class Parser(argparse.ArgumentParser):
+        def _get_option_tuples(self, option_string: str) -> list[Any]:
+            found: list[Any] = super()._get_option_tuples(option_string)
+            options = {id(each[0]) for each in found}
+            return found[:1] if len(options) == 1 else []
+
+    return Parser
+
+
 def options_of(parser: argparse.ArgumentParser) -> list[str]:
     """Return all option strings of a parser."""
     actions: list[argparse.Action] = getattr(parser, "_actions", [])

@@ -85,6 +85,7 @@ _RUN_OPTIONS: Final = (
     ("--rdzv-id", "ID", "name of the job, the same on all nodes"),
     ("--interface", "NAME", "the network interface of the ranks of this node"),
     ("--secret-file", "FILE", "a file with the job's secret; nodes without it cannot join"),
+    ("--role", "NAME", "the value of ROLE_NAME in the ranks"),
     ("-t --tee", "STD", "like torchrun: show every rank's output, each line with its rank"),
     ("-r --redirects", "STD", "like torchrun: 3 shows nothing on the console"),
     ("--local-ranks-filter", "RANKS", "like torchrun: 0 shows rank 0's output"),
@@ -112,7 +113,6 @@ TORCHRUN_NOTED: Final = {
     "--local-addr": "--interface chooses the network interface of the ranks of several nodes",
     "--monitor-interval": "the exit of a rank is noticed at once",
     "--event-log-handler": "RUN_DIR has a report of each failed attempt",
-    "--role": "ranks have no roles",
     "--numa-binding": "ranks are not bound to cores; numactl can do that",
     "--signals-to-handle": "SIGINT, SIGTERM, SIGHUP and SIGUSR1 are handled",
     "--duplicate-stdout-filters": "RUN_DIR has the whole output of each rank",
@@ -205,10 +205,13 @@ def find_command(name: str) -> Callable[[argparse.Namespace], int]:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     from ddpsafe import __version__
+    from ddpsafe._stdlib_private import parser_of_beginnings
 
     parser = argparse.ArgumentParser(prog="ddpsafe", description=__doc__)
     parser.add_argument("--version", action="version", version=f"ddpsafe {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=parser_of_beginnings()
+    )
     _add_doctor(commands.add_parser, "check this host, or all nodes of a job")
     about = "print the configuration and where each value comes from"
     config = commands.add_parser("config", help=about, description=f"{about.capitalize()}.")
@@ -344,8 +347,6 @@ def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
         usage="ddpsafe run [OPTION …] SCRIPT …",
         description=_RUN,
         epilog=_RUN_EPILOG,
-        # Else an option of the script that is a prefix of two of these would be ambiguous.
-        allow_abbrev=False,
     )
     for names, metavar, text in _RUN_OPTIONS:
         _add_both(parser, names, metavar=metavar, help=text)

@@ -25,7 +25,7 @@ from ddpsafe._host import is_directory_gone, plain_host, show_endpoint
 from ddpsafe._launch import run_processes
 from ddpsafe._launcher.uncaught import without_frames
 from ddpsafe._logging import current_fields, json_line, json_of_error
-from ddpsafe._worker.script import Kind, run_script
+from ddpsafe._worker.script import Kind, Script, run_script
 from ddpsafe._world import find_node_place, read_nnodes, require_int
 from ddpsafe.cli import HEALTHY, PARTS, TORCHRUN_NOTED, USAGE, complain
 
@@ -59,8 +59,18 @@ def run_ranks(options: Namespace) -> int:
         logging.getLogger("ddpsafe").setLevel(logging.ERROR)
     for note in notes if not options.quiet else ():
         complain(json_line("INFO", note, current_fields()) if is_json else f"ddpsafe run: {note}")
+    script = Script(
+        target=target,
+        name=options.script,
+        arguments=tuple(options.arguments),
+        kind=_kind_of(options),
+        launcher_path=None if getattr(sys.flags, "safe_path", False) else sys.path[0],
+        has_stdin=sys.stdin is not None,
+    )
+    if options.role is not None:
+        os.environ["ROLE_NAME"] = options.role
     try:
-        run_processes(run_script, (target, tuple(options.arguments), _kind_of(options)), config)
+        run_processes(run_script, (script,), config)
     except DDPSafeError as error:
         if is_json:
             complain(json_of_error(error))
@@ -77,6 +87,7 @@ def read_options(options: Namespace) -> tuple[dict[str, Any], list[str]]:
     Raises:
         ConfigError: A value that must be a number is not one.
     """
+    _fill_in_torchruns_variables(options)
     names = ("nproc_per_node", "run_dir", "console", "start_method", "backend", "seed", "preflight")
     fields: dict[str, Any] = {
         name: value for name in names if (value := getattr(options, name)) is not None
@@ -85,8 +96,6 @@ def read_options(options: Namespace) -> tuple[dict[str, Any], list[str]]:
         fields["run_dir"] = Path(fields["run_dir"]).absolute()
     notes: list[str] = []
     fields |= _read_nodes(options, notes)
-    if fields.get("nnodes", 1) > 1 and "PET_NPROC_PER_NODE" in os.environ:  # torchrun's option
-        fields.setdefault("nproc_per_node", os.environ["PET_NPROC_PER_NODE"])
     fields |= _read_parts(options)
     # These choose whose output the console shows; files have every rank's output in any case.
     tee, redirects, ranks = options.tee, options.redirects, options.local_ranks_filter
@@ -108,6 +117,33 @@ def read_options(options: Namespace) -> tuple[dict[str, Any], list[str]]:
     if options.virtual_local_rank:
         notes.append("--virtual-local-rank has no effect: LOCAL_RANK counts from 0 as always.")
     return fields, notes
+
+
+_FROM_TORCHRUNS_VARIABLES: Final = {
+    "nproc_per_node": "DDPSAFE_NPROC_PER_NODE",
+    "max_restarts": "DDPSAFE_RETRY__ATTEMPTS",
+    "shutdown_timeout": "DDPSAFE_TIMEOUTS__GRACE",
+    "redirects": "DDPSAFE_CONSOLE",
+    "tee": "DDPSAFE_CONSOLE",
+    "local_ranks_filter": "DDPSAFE_CONSOLE",
+    "run_dir": "DDPSAFE_RUN_DIR",
+    "role": "",
+}
+_SWITCHES: Final = ("standalone", "module", "no_python", "run_path", "virtual_local_rank")
+
+
+def _fill_in_torchruns_variables(options: Namespace) -> None:
+    """Fill in options from ``PET_<OPTION>``, as torchrun does, unless ddpsafe's own variable is set.
+
+    Those of a node are read by `find_node_place`.
+    """
+    for name, own in _FROM_TORCHRUNS_VARIABLES.items():
+        variable = "PET_LOG_DIR" if name == "run_dir" else f"PET_{name.upper()}"
+        if getattr(options, name) is None and own not in os.environ:
+            setattr(options, name, os.environ.get(variable))
+    for name in _SWITCHES:
+        if os.environ.get(f"PET_{name.upper()}", "0") not in {"", "0"}:
+            setattr(options, name, True)
 
 
 def _read_parts(options: Namespace) -> dict[str, dict[str, Any]]:

@@ -302,10 +302,6 @@ class LaunchConfig(BaseSettings):
             whys = []
             if endpoint is None:
                 whys.append(f"nnodes={nnodes} nodes need an endpoint to connect to")
-            elif endpoint.is_loopback:
-                whys.append(
-                    f"{endpoint.host} is each node itself, so nnodes={nnodes} nodes cannot connect there"
-                )
             if endpoint is not None and endpoint.port == 0:
                 whys.append(f"port 0 means a different free port on each of nnodes={nnodes} nodes")
             write = 'a host that all nodes can reach, and a port: "gpu-01:29400"'

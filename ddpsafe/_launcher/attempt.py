@@ -413,7 +413,13 @@ def _specs(
             style=plan.style,
             env={
                 **terminal_variables(plan.console, world.rank, {**os.environ, **config.env}),
-                **rank_env(plan, world, store.master_port, directory.logs(number, world)),
+                **rank_env(
+                    plan,
+                    world,
+                    store.master_port,
+                    directory.logs(number, world),
+                    attempt=number,
+                ),
             },
             inherited_env=launcher_environment,
             cwd=os.getcwd(),  # noqa: PTH109 - a plain string is sent to the rank

@@ -341,7 +341,9 @@ def _beyond_attempt(limit: timedelta, attempt: timedelta | None) -> timedelta:
     return limit if attempt is None or limit < attempt else limit + timedelta(minutes=1)
 
 
-def rank_env(plan: LaunchPlan, world: World, master_port: int, logs: LogFiles) -> dict[str, str]:
+def rank_env(
+    plan: LaunchPlan, world: World, master_port: int, logs: LogFiles, *, attempt: int = 1
+) -> dict[str, str]:
     """Return the variables that one rank gets in addition to the caller's."""
     interfaces = loopback_interfaces() if plan.place is None else plan.place.interfaces
     given = {
@@ -355,6 +357,8 @@ def rank_env(plan: LaunchPlan, world: World, master_port: int, logs: LogFiles) -
     if plan.style == "run" and "backend" in plan.config.model_fields_set:
         # For a launch() in the script, and in processes that it starts.
         given["DDPSAFE_BACKEND"] = plan.config.backend
+    if plan.style == "run":
+        given |= _torchruns_variables(plan, world, logs, attempt)
     kept = set(interfaces)
     if plan.style == "spawn":
         # A variable that the caller has set stays: RANK may be the node's rank in scripts that compute
@@ -363,6 +367,29 @@ def rank_env(plan: LaunchPlan, world: World, master_port: int, logs: LogFiles) -
     ours = {name: value for name, value in given.items() if name not in kept & set(os.environ)}
     given = {**ours, **plan.config.env, MARKER: plan.launch_id}
     return given | _nccl_variables(plan, world, logs, {**os.environ, **given})
+
+
+def _torchruns_variables(
+    plan: LaunchPlan, world: World, logs: LogFiles, attempt: int
+) -> dict[str, str]:
+    """Return what torchrun sets beyond the variables that every launcher sets.
+
+    Libraries such as Lightning recognize a rank of torchrun by them. TORCHELASTIC_USE_AGENT_STORE is not
+    among them: there is no agent with a store at MASTER_PORT.
+    """
+    return {
+        "GROUP_RANK": str(world.node_rank),
+        "GROUP_WORLD_SIZE": str(world.nnodes),
+        "ROLE_NAME": os.environ.get("ROLE_NAME", "default"),
+        "ROLE_RANK": str(world.rank),
+        "ROLE_WORLD_SIZE": str(world.world_size),
+        # All nodes have to agree on it.
+        "TORCHELASTIC_RUN_ID": plan.config.rendezvous.id
+        or (plan.launch_id if world.nnodes == 1 else "none"),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt - 1),
+        "TORCHELASTIC_MAX_RESTARTS": str(plan.config.retry.attempts - 1),
+        "TORCHELASTIC_ERROR_FILE": f"{logs.stderr}.json",
+    }
 
 
 def _nccl_variables(

@@ -339,12 +339,15 @@ class Returned:
         position: Where the rank was then.
         stop_calls: How often it had called `stop_requested`.
         exited_at: The line of the ``sys.exit(0)`` that ended a script under ``ddpsafe run``.
+        is_reported: Whether the rank has reported it; else the launcher concludes it from exit code 0 of a
+            script that has called ``os._exit(0)`` or become another program, and `position` is an old one.
     """
 
     payload: bytes | None
     position: Position
     stop_calls: int = 0
     exited_at: str = ""
+    is_reported: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

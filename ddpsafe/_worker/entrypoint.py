@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import FrameType
 
+    import torch
+
     from ddpsafe._wire.messages import Phase
     from ddpsafe._wire.rank_pipe import Inheritance
     from ddpsafe._wire.spec import RankSpec
@@ -146,6 +148,8 @@ def _place_of(thread: threading.Thread, frames: dict[int, FrameType], *, is_main
 
 
 _MAX_EXCEPTION_BYTES = 1 << 20
+# The modules that call the user's code, which begins after their frames.
+_CALLERS = (__name__, "ddpsafe._worker.script")
 # From this size on, a result goes through shared memory instead of the pipe.
 _LARGE_RESULT_BYTES = 1 << 20
 # How long a user's `__str__` may delay the position that the launcher has asked for.
@@ -238,7 +242,7 @@ class Reporter:
         self._reported.add(id(exc))
         # The traceback begins at the user's function.
         tb = exc.__traceback__
-        while tb is not None and tb.tb_frame.f_globals.get("__name__") == __name__:
+        while tb is not None and tb.tb_frame.f_globals.get("__name__") in _CALLERS:
             tb = tb.tb_next
         raised = Raised.from_exception(
             exc.with_traceback(tb) if tb is not None else exc,
@@ -432,25 +436,43 @@ def _run_user_code(
     spec: RankSpec, reporter: Reporter, inheritance: Inheritance, since_start: HeldClock
 ) -> object:
     from ddpsafe._worker import session
+    from ddpsafe._worker.torch_hooks import after_import_of_torch, import_torch, is_torch_loaded
 
     pending_exception.report_to(reporter)
     name_rank(spec.world, spec.attempt)
+    session.begin(spec, since_start)
+
+    def use_torch() -> torch.device:
+        session.install_hooks(spec)
+        environment.count_steps(
+            inheritance.shared.fd,
+            after_step=pending_exception.after_step,
+            report_folder=reporter.checkpoint_folder,
+        )
+        # In spawn style CUDA stays uninitialised: as under mp.spawn, the function may choose its GPUs
+        # or fork.
+        return environment.use_device(spec.device, is_current=spec.style == "launch")
+
+    def load_call() -> Call:
+        # Mapped, not read: all ranks share the file's offset, and a single read ends at 2 GiB.
+        data = payload.map_file(inheritance.call.fd)
+        os.close(inheritance.call.fd)
+        return cast("Call", payload.loads(data, inheritance.handles))
+
+    if spec.style == "run" and spec.seed is None and not is_torch_loaded():
+        # The script finds the interpreter as under torchrun: what it sets before its own `import torch`, such
+        # as OMP_NUM_THREADS or TORCH_LOGS, has an effect.
+        fn, args, kwargs = load_call()
+        after_import_of_torch(lambda: session.join(spec, use_torch(), on_phase=reporter.enter))
+        reporter.enter("running")
+        value = fn(spec.world.local_rank, *args, **kwargs)
+        return value if isinstance(value, ScriptExit) else None
     with exempt_from_gc(after_script=spec.style != "run"):
-        session.install_hooks(spec, since_start)  # imports torch
+        import_torch()
     environment.use_threads(spec.num_threads)
-    environment.count_steps(
-        inheritance.shared.fd,
-        after_step=pending_exception.after_step,
-        report_folder=reporter.checkpoint_folder,
-    )
     # Before unpickling: arguments that go to "cuda" must land on the rank's GPU, not on GPU 0.
-    # In spawn style CUDA stays uninitialised: as under mp.spawn, the function may choose its GPUs
-    # or fork.
-    device = environment.use_device(spec.device, is_current=spec.style == "launch")
-    # Mapped, not read: all ranks share the file's offset, and a single read ends at 2 GiB.
-    data = payload.map_file(inheritance.call.fd)
-    os.close(inheritance.call.fd)
-    fn, args, kwargs = cast("Call", payload.loads(data, inheritance.handles))
+    device = use_torch()
+    fn, args, kwargs = load_call()
     context = session.join(spec, device, on_phase=reporter.enter)
     if spec.seed is not None:
         environment.seed_run(spec.seed)

@@ -58,8 +58,8 @@ def find_spec() -> RankSpec | None:
     return _spec
 
 
-def install_hooks(spec: RankSpec, since_start: Callable[[], float]) -> None:
-    """Prepare torch for scripts that make and destroy their process group themselves.
+def begin(spec: RankSpec, since_start: Callable[[], float]) -> None:
+    """Make this process a rank.
 
     Args:
         spec: The spec of this rank.
@@ -69,6 +69,10 @@ def install_hooks(spec: RankSpec, since_start: Callable[[], float]) -> None:
     """
     global _spec, _since_start
     _spec, _since_start = spec, since_start
+
+
+def install_hooks(spec: RankSpec) -> None:
+    """Prepare torch for scripts that make and destroy their process group themselves."""
     torch_hooks.use_launcher_store(
         lambda timeout: _store_of_all_ranks(spec, timeout),
         world_size=spec.world.world_size,
@@ -109,14 +113,7 @@ def join(
     spec: RankSpec, device: torch.device, *, on_phase: Callable[[Phase], None]
 ) -> context.RankContext:
     """Connect to the launcher's store and, in ``launch`` style, make the process group."""
-    control = None
-    if spec.world.world_size > 1:
-        store: Keys
-        if spec.store_place is None:
-            store = FolderStore(Path(spec.store_dir, "control"))
-        else:
-            store = _client(spec.store_place, "control")
-        control = Control(store, rank=spec.world.rank, world_size=spec.world.world_size)
+    control = _open_control(spec)
     if spec.style == "launch":
         on_phase("joining")
         open_group(spec, control, backend=spec.backend, device=device)
@@ -131,6 +128,17 @@ def join(
     )
     enter(member)
     return member
+
+
+def _open_control(spec: RankSpec) -> Control | None:
+    if spec.world.world_size == 1:
+        return None
+    store: Keys
+    if spec.store_place is None:
+        store = FolderStore(Path(spec.store_dir, "control"))
+    else:
+        store = _client(spec.store_place, "control")
+    return Control(store, rank=spec.world.rank, world_size=spec.world.world_size)
 
 
 def rendezvous_deadline(spec: RankSpec) -> Deadline:
@@ -155,9 +163,14 @@ def open_group(
 
 def leave(deadline: Deadline) -> None:
     """Leave the launch after success: wait for the other ranks and close the group."""
+    member = enter(None)
+    if member is None and _spec is not None:  # the script has not imported torch
+        control = _open_control(_spec) if _spec.store_place is None else None
+        if control is not None:
+            control.arrive("leave")
+        return
     import torch.distributed as dist
 
-    member = enter(None)
     control = None if member is None else member.control
     if dist.is_initialized():
         process_group.close_group(control, deadline=deadline)

@@ -11,22 +11,28 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import importlib.util
 import inspect
 import json
 import math
+import os
 import sys
 import time
 from collections import defaultdict
 from datetime import timedelta
+from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, urlparse
 
 from ddpsafe._clock import BoundedCall
+from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._wire.messages import MAIN_GROUP, UNKNOWN_COLLECTIVE, Arrival, Collective
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
     from torch import nn
     from torch.distributed import Store
@@ -60,6 +66,51 @@ DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
 _kept_groups: list[object] = []
 _safe_destroys: set[object] = set()
 _forgotten: set[tuple[str, str]] = set()
+
+
+def is_torch_loaded() -> bool:
+    """Return whether torch is imported in this process."""
+    return "torch" in sys.modules
+
+
+def import_torch() -> None:
+    """Import torch."""
+    importlib.import_module("torch.distributed")
+
+
+def after_import_of_torch(then: Callable[[], object]) -> None:
+    """Call `then` once this process has imported torch, before the import statement ends."""
+    sys.meta_path.insert(0, _TorchFinder(then))
+
+
+class _TorchFinder(MetaPathFinder):
+    """Finds torch as without it, and has a function called after its import."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self._then = then
+        self._pid = os.getpid()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        del path, target
+        if fullname != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if (
+            spec is None or spec.loader is None or os.getpid() != self._pid
+        ):  # a fork is not the rank
+            return spec
+        stock = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            with exempt_from_gc(after_script=True):
+                stock(module)
+            self._then()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def use_launcher_store(

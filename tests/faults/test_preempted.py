@@ -150,7 +150,10 @@ def test_ranks_that_do_not_return_in_time_are_named_and_ended(
     """Calling `stop_requested()` is not enough: after `timeouts.stop` the launcher ends them."""
     found = outcomes["overdue"]
     assert found["error"] == "PreemptedError", found["text"]
-    assert "ranks 0 and 1 (world_size 2) did not return within 1 s of SIGTERM" in found["text"]
+    assert (
+        "ranks 0 and 1 (world_size 2) did not return and exit within 1 s of SIGTERM"
+        in found["text"]
+    )
     assert "in ask_and_go_on" in found["text"]
     assert found["took_s"] > 1
     require_in_time(found["took_s"], CRASH_S + 1)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import pytest
@@ -19,8 +23,6 @@ from ddpsafe._wire.spec import LogFiles
 from ddpsafe.cli import PARTS, main, make_parser
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ddpsafe._wire.spec import CallStyle
 
 PLAIN = """
@@ -239,7 +241,18 @@ PUBLIC: list[Any] = [
     (
         "--nproc-per-node=8 --local-ranks-filter 0 --role rank --tee 3 -m torchtitan.train",
         {"console": "rank-zero"},
-        1,
+        0,
+    ),
+    ("--nproc=2 --redirect=3 --max-rest 1 t.py --re 1 --n 2", {"nproc_per_node": "2"}, 0),
+    (
+        "--nnodes=1:2 --rdzv-id=7 --rdzv-endpoint=localhost:29401 --stand t.py",
+        {"nnodes": 1},
+        2,
+    ),
+    (
+        "--nnodes=1:2 --rdzv-id=7 --rdzv-endpoint=localhost:29401 t.py",
+        {"nnodes": 2, "rendezvous": {"endpoint": "localhost:29401", "id": "7", "min_nodes": 1}},
+        0,
     ),
     ("--nproc_per_node=2 --tee 3 --log_dir logs train.py", {"console": "tagged"}, 0),
     ("--nproc_per_node=2 -r 3 -t 0 train.py", {"console": "none"}, 0),
@@ -344,7 +357,8 @@ def test_only_ranks_of_the_command_receive_its_backend(
 REFUSED: list[Any] = [
     ("--nnodes=2 --nproc_per_node=8 train.py", "nnodes=2 nodes need an endpoint to connect to"),
     ("--nnodes=1:4 train.py", "nnodes=4 nodes need an endpoint to connect to"),
-    ("--nnodes=2 --rdzv-endpoint localhost:29400 train.py", "localhost is each node itself"),
+    ("--nnodes=2 --rdzv-endpoint localhost:0 train.py", "port 0 means a different free port"),
+    ("--rdzv=5 train.py", "there is no option --rdzv; did you mean --rdzv-"),
     ("--nnodes=two train.py", "--nnodes=two is not a number of nodes"),
     ("--nnodes=4:2 --rdzv-endpoint a:29400 train.py", "--nnodes=4:2 is not a number of nodes"),
     ("--nnodes=2:1 --rdzv-endpoint a:29400 train.py", "--nnodes=2:1 is not a number of nodes"),
@@ -353,11 +367,6 @@ REFUSED: list[Any] = [
     ("--max-restarts=often train.py", "--max-restarts=often is not a whole number"),
     ("--start-method fork train.py", "inherits CUDA"),
     ("--nproc_per_node=many train.py", "nproc_per_node"),
-    (
-        "--nproc-per-nod 2 train.py",
-        "there is no option --nproc-per-nod; did you mean --nproc-per-node?",
-    ),
-    ("--nproc 2 train.py", "there is no option --nproc; did you mean --nproc-per-node?"),
     ("--timeout 3x train.py", "got '3x': it is not a duration"),
     ("trian.py", "did you mean train.py?"),
     ("python train.py", "leave that word out"),
@@ -407,6 +416,114 @@ def test_a_missing_script_is_reported_in_one_line_with_an_example(
     out, err = capsys.readouterr()
     example = "ddpsafe run --nproc-per-node 2 train.py"
     assert (out, err) == ("", f"ddpsafe run needs a script, for example:  {example}\n")
+
+
+@pytest.mark.parametrize(
+    ("variables", "line", "field", "value"),
+    [
+        ({"PET_NPROC_PER_NODE": "3"}, "t.py", "nproc_per_node", "3"),
+        ({"PET_NPROC_PER_NODE": "3"}, "--nproc-per-node 2 t.py", "nproc_per_node", "2"),
+        (
+            {"PET_NPROC_PER_NODE": "3", "DDPSAFE_NPROC_PER_NODE": "4"},
+            "t.py",
+            "nproc_per_node",
+            None,
+        ),
+        ({"PET_TEE": "3"}, "t.py", "console", "tagged"),
+        ({"PET_LOG_DIR": "/logs"}, "t.py", "run_dir", Path("/logs")),
+        ({"PET_STANDALONE": "0"}, "t.py", "nnodes", None),
+        ({"PET_STANDALONE": "1"}, "t.py", "nnodes", 1),
+    ],
+)
+def test_torchruns_variables_are_defaults_of_options(
+    variables: dict[str, str],
+    line: str,
+    field: str,
+    value: object,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``PET_<OPTION>`` counts if neither the option nor ddpsafe's own variable is given."""
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    read, _ = read_options(make_parser().parse_args(["run", *line.split()]))
+    assert read.get(field) == value
+
+
+INTERPRETER = """
+import os, random, sys
+early = [name for name in ("torch", "numpy") if name in sys.modules]
+os.environ["OMP_NUM_THREADS"] = "1"
+random.seed(1)
+import torch, torch.distributed as dist
+threads = torch.get_num_threads()
+state = random.random()
+random.seed(1)
+assert random.random() == state
+dist.init_process_group("gloo")
+line = sys.stdin.readline() if os.environ["RANK"] == "0" else ""
+names = "ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE TORCHELASTIC_RESTART_COUNT"
+print(
+    early, threads, dist.is_torchelastic_launched(), "TORCHELASTIC_USE_AGENT_STORE" in os.environ,
+    *(os.environ[name] for name in names.split()), sys.path[0] == os.path.dirname(__file__),
+    os.getcwd() in sys.path[1:], sys.argv[0], repr(line), flush=True,
+)
+dist.barrier()
+os._exit(0) if os.environ["RANK"] == "0" else os.execv("/bin/true", ["true"])
+"""
+
+
+def test_a_script_finds_what_it_finds_under_torchrun(tmp_path: Path) -> None:
+    """Nothing is imported, torchrun's variables are set, stdin and ``sys.path`` are the script's.
+
+    What it sets before it imports torch has an effect; its exit code counts even if it leaves Python.
+    """
+    scripts.write(tmp_path, "sub/train.py", INTERPRETER)
+    command = ["-m", "ddpsafe", "run", "--nproc-per-node", "2", "--role", "trainer", "sub/train.py"]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        input="hello\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=scripts.LIMIT_S,
+        env={**os.environ, **scripts.SPAWNING},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    same = "[] 1 True False {rank} trainer 2 0 1 0 True False sub/train.py {line!r}"
+    assert sorted(done.stdout.splitlines()) == [
+        same.format(rank=0, line="hello\n"),
+        same.format(rank=1, line=""),
+    ]
+
+
+LEAVES_PYTHON_EARLY = LEAVES_EARLY.replace("sys.exit(0)", "os._exit(0)")
+
+
+@pytest.mark.full
+@pytest.mark.recorder
+def test_leaving_python_early_is_the_failure_of_that_rank(tmp_path: Path) -> None:
+    """``os._exit(0)`` while the others wait for the rank is not a success."""
+    scripts.write(tmp_path, "train.py", LEAVES_PYTHON_EARLY)
+    done = run(tmp_path, "--nproc-per-node", "2", "--run-dir", "run", "train.py")
+    assert done.code == 1
+    assert "RankLeftEarlyError: rank 1 (world_size 2) returned early" in done.err
+
+
+@pytest.mark.full
+def test_two_launchers_on_one_host_meet_on_loopback(tmp_path: Path) -> None:
+    """Torchrun's examples start two agents with ``--rdzv-endpoint=localhost:PORT``; so does one of 1:2."""
+    scripts.write(tmp_path, "train.py", PLAIN)
+    scripts.write(tmp_path, "beside.py", "SCALE = 3")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    endpoint = ("--nproc-per-node=1", "--rdzv-id=9", f"--rdzv-endpoint=localhost:{port}")
+    command = ["-m", "ddpsafe", "run", "--nnodes=2", *endpoint, "train.py"]
+    first = scripts.Script(command, folder=tmp_path)
+    second = scripts.Script(command, folder=tmp_path)
+    for each in (first.end(), second.end()):
+        assert each.code == 0, each.err
+    assert (tmp_path / "said-1").read_text(encoding="utf-8") == "6.0 1\n"
 
 
 REAL: list[Any] = [

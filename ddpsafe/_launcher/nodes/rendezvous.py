@@ -483,14 +483,26 @@ class NodeRendezvous:
         # /etc/hosts may map the host's own name to 127.0.1.1, as Debian's installer writes it.
         addresses = _without_loopback(resolved)
         interfaces = list_interfaces()
-        self.address = self._own_address(addresses, interfaces)
+        if self._endpoint.is_loopback:  # as in torchrun's examples: all nodes are on this host
+            addresses = resolved
+            self.address = resolved[0]
+            logger.warning(
+                "the endpoint %s is on each host itself: nodes on other hosts cannot join this job",
+                self._endpoint,
+            )
+        else:
+            self.address = self._own_address(addresses, interfaces)
         own = {address: each for each in interfaces for address in each.addresses}
         node_rank, asked = self._config.node_rank, self._asked_interface
-        here = [address for address in addresses if address in own]
+        here = [each for each in addresses if each in own or self._endpoint.is_loopback]
         # A resolver may return every address of this host, and the other nodes reach only some:
         # first the interface that was asked for, then networks before containers, IPv4 before IPv6.
         here.sort(
-            key=lambda each: (own[each].name != asked, not own[each].is_candidate, ":" in each)
+            key=lambda each: (
+                each in own and own[each].name != asked,
+                each in own and not own[each].is_candidate,
+                ":" in each,
+            )
         )
         self._unserved = here[1:]
         if not addresses:

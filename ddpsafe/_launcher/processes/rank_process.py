@@ -409,7 +409,22 @@ class Worker(RankState):
             self._track(self.identity)
         self._process.join(_REAP_S)
         self.take_reports()
+        if self.spec.style == "run" and self.exitcode == 0 and not self.is_being_ended:
+            self._take_exit_code_0()
         self.ended_ns = seen_ns
+
+    def _take_exit_code_0(self) -> None:
+        """Take exit code 0 of a script for its success, as torchrun does, although it reported nothing."""
+        if self.returned is None and not self.failed:
+            self.result = bytes(payload.dumps_result(None))
+            message = Returned(
+                payload=self.result,
+                position=self.position or Position(collectives=()),
+                is_reported=False,
+            )
+            self.take(message)
+            if self.relay is not None:
+                self.relay(message)
 
     def abandon(self) -> None:
         """Stop waiting for a process that nothing ends; nor does the interpreter wait for it at exit."""

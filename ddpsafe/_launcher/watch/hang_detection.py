@@ -98,7 +98,7 @@ class SequenceWatch:
         ends = [
             0 if (last := last_in_main(worker.returned.position)) is None else last.number
             for worker in self._workers
-            if worker.returned is not None
+            if worker.returned is not None and worker.returned.is_reported
         ]
         waiting = {
             worker.rank: last
@@ -106,7 +106,7 @@ class SequenceWatch:
             if worker.returned is None
             and (last := last_in_main(worker.position)) is not None
             and not last.done
-            and last.number > min(ends)
+            and last.number > min(ends, default=last.number)
         }
         answers = {worker.rank: worker.position for worker in self._workers}
         # The same answer as at the last look is not a second one.
