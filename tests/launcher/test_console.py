@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import signal
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -442,8 +443,59 @@ def test_a_line_is_overwritten_however_it_is_split_into_reads(
     for piece in pieces:
         with file.open("a", newline="") as log:
             log.write(piece)
-        found += tail.take(final=False)
+        found += tail.take(0.0, final=False)
     assert found == f"{shown}\n"
+
+
+@pytest.mark.parametrize(
+    ("form", "steps", "shown"),
+    [
+        ("plain", ["name? ", 0.1, "Ada\n"], ["", "", "name? Ada\n"]),
+        ("plain", ["name? ", 0.6, 0.6, "Ada\n"], ["", "name? ", "", "Ada\n"]),
+        (
+            "tagged",
+            ["name? ", 0.6, "Ada\nage? ", 0.6],
+            ["", "[rank 0] name? ", "Ada\n", "[rank 0] age? "],
+        ),
+        ("plain", ["one", 0.6, " two", 0.6, "\n"], ["", "one", "", " two", "\n"]),
+        ("plain", ["name? ", 0.6, "\r50%"], ["", "name? ", ""]),
+        ("plain", ["name? ", 0.6, "\r50%\n"], ["", "name? ", "\n50%\n"]),
+        ("json", ["name? ", 0.6], ["", ""]),
+    ],
+)
+def test_a_line_that_stays_unfinished_is_shown(
+    tmp_path: Path, form: Any, steps: list[str | float], shown: list[str]
+) -> None:
+    """It is a prompt, and whoever is asked has to see it; what follows continues the line."""
+    file = tmp_path / "out"
+    file.touch()
+    worker: Any = SimpleNamespace(spec=SimpleNamespace(world=World.alone(), attempt=1))
+    tail = _Tail(worker, str(file), sys.stdout, name="stdout", form=form)
+    found, now_s = [], 0.0
+    for step in steps:
+        if isinstance(step, float):
+            now_s += step
+        else:
+            with file.open("a", newline="") as log:
+                log.write(step)
+        found.append(tail.take(now_s, final=False))
+    assert found == shown
+
+
+def test_a_script_that_asks_shows_its_question_and_reads_the_answer(tmp_path: Path) -> None:
+    """``input()`` and debuggers work in local rank 0 of ``ddpsafe run``, also through pipes."""
+    scripts.write(tmp_path, "train.py", "print('hello', input('name? '))")
+    command = ["-m", "ddpsafe", "run", "--nproc-per-node", "1", "train.py"]
+    with subprocess.Popen(
+        [sys.executable, *command], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.read(6) == b"name? "
+        process.stdin.write(b"Ada\n")
+        process.stdin.flush()
+        assert process.stdout.read() == b"hello Ada\n"
+    assert process.returncode == 0
 
 
 @pytest.mark.full

@@ -59,11 +59,16 @@ _FORMS: Final[dict[str, Form]] = {
 }
 
 
+# Longer than a pause between the parts of a line that a program writes piece by piece.
+_UNFINISHED_AFTER_S: Final = 0.5
+
+
 class _Tail:
     """Copies what is appended to a file to a stream of the launcher.
 
     Where the output is shown line by line, a line that is redrawn again and again, such as a progress
-    bar, counts as one line: it is shown in its last form, once it has ended.
+    bar, counts as one line: it is shown in its last form, once it has ended. Any other line that stays
+    unfinished for a moment is shown as far as it is: a debugger's prompt, or that of ``input()``.
 
     Attributes:
         drawn: A redrawn line that has not ended, in its current form.
@@ -82,15 +87,20 @@ class _Tail:
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = ""
+        self._pending_since_s = 0.0
+        self._shown = ""  # the beginning of `_pending` that is on the console already
         self._next_drawn_s = 0.0
         self.drawn = ""
         self.pieces = 0
         self.given_up = threading.Event()
         self.hides_cursor = False
 
-    def take(self, *, final: bool) -> str:
+    def take(self, now_s: float, *, final: bool) -> str:
         """Return the new output that is ready to be shown; on the last call also an unfinished line."""
-        text = self._pending + self._decoder.decode(self._read(), final)
+        new = self._decoder.decode(self._read(), final)
+        if new:
+            self._pending_since_s = now_s
+        text = self._pending + new
         self._pending = ""
         if self._form == "raw":
             hides, shows = text.rfind(_HIDE_CURSOR), text.rfind(_SHOW_CURSOR)
@@ -107,7 +117,29 @@ class _Tail:
             # Keep the current form only: an epoch may redraw its bar a hundred thousand times. A carriage
             # return at the end stays, so that what follows is drawn over it: ``print(…, end="\\r")``.
             self._pending = f"\r{self.drawn}" + ("\r" if rest.endswith("\r") else "")
-        return "".join(self._as_line(line) for line in lines)
+        ready = "".join(map(self._as_line, lines))
+        is_prompt = self._form != "json" and rest and "\r" not in rest
+        if is_prompt and now_s - self._pending_since_s >= _UNFINISHED_AFTER_S:
+            ready += self._rest_of(rest)
+            self._shown = rest
+        return ready
+
+    def end_line(self) -> None:
+        """End an unfinished line that is shown, as other output follows."""
+        if self._shown:
+            self.show("\n")
+            self.repeat_line()
+
+    def repeat_line(self) -> None:
+        """Show an unfinished line again in a moment, below the output that has followed it."""
+        if self._shown:
+            self._shown = ""
+            self._pending_since_s = time.monotonic()
+
+    def shares_console(self, other: _Tail) -> bool:
+        """Return whether the output of both appears in one place."""
+        one, two = self._stream, other._stream
+        return one is two or (is_terminal(one) and is_terminal(two))
 
     def take_drawn(self, now_s: float) -> str:
         """Return a line that is being redrawn, every `_PLAIN_EVERY_S`, for a stream without rows."""
@@ -135,10 +167,18 @@ class _Tail:
     def _tag(self) -> str:
         return f"[rank {self._world.rank}] " if self._form == "tagged" else ""
 
+    def _rest_of(self, line: str) -> str:
+        """Return what of a line is not shown yet, with the rank's tag at its beginning."""
+        if not self._shown:
+            return self._tag() + line
+        rest = line.removeprefix(self._shown)
+        return rest if line.startswith(self._shown) else f"\n{self._tag()}{line}"
+
     def _as_line(self, line: str) -> str:
         line = as_drawn(line)
         if self._form != "json":
-            return f"{self._tag()}{line}\n"
+            text, self._shown = self._rest_of(line), ""
+            return f"{text}\n"
         if not line:
             return ""
         fields = RecordFields(
@@ -189,6 +229,7 @@ class Console:
         self._next_line_s = _PLAIN_EVERY_S
         self._quiet = Deadline.after(_QUIET)
         self._is_mid_line = False
+        self._last: _Tail | None = None
         # The level of ddpsafe's logger silences the line of the start, too.
         self._is_silent = show == "none" or not logger.isEnabledFor(logging.WARNING)
         self._is_json = show == "json"
@@ -268,9 +309,9 @@ class Console:
 
     def _refresh(self, *, final: bool = False) -> None:
         """Copy new output; keep redrawn lines, and the line of the start, as rows below it."""
-        news = [(tail, text) for tail in self._tails if (text := tail.take(final=final))]
-        messages = self._take_messages()
         now_s = time.monotonic()
+        news = [(tail, text) for tail in self._tails if (text := tail.take(now_s, final=final))]
+        messages = self._take_messages()
         rows = [row for tail in self._tails if (row := tail.as_row())] if not final else []
         if not self._has_rows:
             news += [(tail, text) for tail in self._tails if (text := tail.take_drawn(now_s))]
@@ -294,12 +335,21 @@ class Console:
                 )
             self._rows = []
         for tail, text in news:
+            if (
+                self._last is not None
+                and tail is not self._last
+                and tail.shares_console(self._last)
+            ):
+                self._last.end_line()
             tail.show(text)
+            self._last = tail
             self._is_mid_line = not text.endswith("\n")
         for text in messages:
             ends_line = "\n" if self._is_mid_line else ""
             self._is_mid_line = False
             list(write_in_pieces(sys.stderr, f"{ends_line}{text}\n"))
+            if self._last is not None:
+                self._last.repeat_line()
         if rows != self._rows and not self._is_mid_line:
             self._rows = rows
             list(write_in_pieces(sys.stderr, "\n".join(rows)))
