@@ -45,6 +45,22 @@ def helpers_folder() -> Path | None:
     return None
 
 
+def use_sockets_folder(folder: str) -> None:
+    """Have `multiprocessing` put its sockets here, for this process and those that it starts.
+
+    It would make a folder ``pymp-…`` in each process, which stays if the process is killed.
+    """
+    stock = multiprocessing.util.get_temp_dir
+
+    def get_temp_dir() -> str:
+        if _config().get("tempdir") == folder and not os.access(folder, os.W_OK | os.X_OK):
+            del _config()["tempdir"]  # this process has become another user
+        return stock()
+
+    multiprocessing.util.get_temp_dir = get_temp_dir
+    _config()["tempdir"] = folder
+
+
 def name_semaphores(prefix: str) -> None:
     """Set how the names of semaphores begin, in this process and in those that it starts."""
     _config()["semprefix"] = prefix

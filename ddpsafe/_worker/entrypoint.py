@@ -403,6 +403,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
             environment.restore_interrupt()
         environment.use_start_method(spec.child_start_method)
         environment.name_semaphores(spec.launch_id)
+        environment.use_sockets_folder(spec.store_dir)
         prepare_helpers()
         reporter.enter("loading")
         value = _run_user_code(spec, reporter, inheritance, since_start)

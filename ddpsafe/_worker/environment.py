@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from ddpsafe._wire.spec import LogFiles, RankSpec
 
+# The path of a socket has at most 107 characters, and its name 17: listener-xxxxxxxx.
+_LONGEST_SOCKETS_FOLDER: Final = 85
+
 # With it, torch's own rendezvous would make every store a client of an agent that does not exist
 # (pytorch #191989).
 _NEVER_INHERITED: Final = ("TORCHELASTIC_USE_AGENT_STORE",)
@@ -122,6 +125,12 @@ _borrowed: dict[str, str | None] = {}
 def name_semaphores(launch_id: str) -> None:
     """Name the semaphores of this rank and its child processes so that the launcher recognises them."""
     _stdlib_private.name_semaphores(semaphore_prefix(launch_id))
+
+
+def use_sockets_folder(folder: str) -> None:
+    """Have `multiprocessing` put its sockets into a folder that the launcher removes."""
+    if len(folder) < _LONGEST_SOCKETS_FOLDER:
+        _stdlib_private.use_sockets_folder(folder)
 
 
 def use_start_method(name: str | None) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import crash_programs as programs
 import pytest
+import scripts
 from fault_kit import WORLD_SIZES, WORLDS, World, require_rank, run_script
 from join_programs import KillsWhoLoads
 from training_programs import return_rank, train, train_by_hand
@@ -143,3 +144,21 @@ def test_a_killed_fork_server_is_reported_and_replaced(tmp_path: Path) -> None:
     assert run.code == 0, run.err
     assert run.out.startswith("255 rank ")
     assert "fork server was killed, so the exit codes of its ranks are lost" in run.out
+
+
+def test_a_killed_rank_leaves_no_folder_of_sockets(tmp_path: Path) -> None:
+    """`multiprocessing` makes ``pymp-…`` in the temporary directory, and removes it only at a normal exit."""
+    source = """
+        import tempfile
+        from pathlib import Path
+        import ddpsafe, odd_end_programs
+        from ddpsafe._stdlib_private import helpers_folder
+        if __name__ == "__main__":
+            try:
+                ddpsafe.launch(odd_end_programs.die_with_sockets, nproc_per_node=2, backend="gloo")
+            except ddpsafe.RankKilledError as error:
+                folders = set(Path(tempfile.gettempdir()).glob("pymp-*"))
+                print(error.rank, folders - {helpers_folder()})  # of the launcher's own fork server
+    """
+    run = scripts.run(tmp_path, source)
+    assert run.lines() == ["1 set()"], run.err

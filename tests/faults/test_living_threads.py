@@ -108,6 +108,17 @@ def test_the_launcher_sleeps_until_the_ranks_have_exited(
     assert len(limits_s) < 100
 
 
+def test_an_abort_after_the_end_of_the_function_is_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not a failure, and not silent either."""
+    with caplog.at_level(logging.WARNING):
+        result = World(folder=tmp_path).launch(programs.abort_at_exit)
+    assert result.values == {0: 0, 1: 1}
+    (line,) = [line for line in caplog.messages if line.startswith("rank ")]
+    assert line.startswith("rank 1 was killed by SIGABRT after it had returned")
+
+
 @pytest.mark.full
 def test_a_slow_exit_handler_is_reported_as_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -132,6 +132,22 @@ def leave_a_queue(rank: int, _world_size: int, folder: Path, queue: Queue[bytes]
     queue.put(bytes([rank]) * 1_000_000)
 
 
+def abort_at_exit(ctx: RankContext, _folder: Path) -> int:
+    """Return, and abort rank 1 while its interpreter ends, as the end of a native library may."""
+    if ctx.rank == 1:
+        atexit.register(os.abort)
+    return ctx.rank
+
+
+def die_with_sockets(ctx: RankContext) -> None:
+    """Kill rank 1 while it and its helper have sockets of `multiprocessing`."""
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        assert manager.list([1])[0] == 1
+        if ctx.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+
 def hang_in_teardown(ctx: RankContext, folder: Path) -> int:
     """Return, and then hang in rank 1 while the process group is destroyed."""
     if ctx.rank == 1:

@@ -52,7 +52,12 @@ from ddpsafe._launcher.watch.console import open_console
 from ddpsafe._launcher.watch.deadlock_watch import read_activity
 from ddpsafe._launcher.watch.hang_detection import StderrWatch
 from ddpsafe._launcher.watch.signals import Interrupted
-from ddpsafe._launcher.watch.supervisor import Ending, has_failed, let_ranks_leave
+from ddpsafe._launcher.watch.supervisor import (
+    Ending,
+    has_failed,
+    let_ranks_leave,
+    warn_of_late_ends,
+)
 from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
@@ -177,6 +182,7 @@ class Participant:
                             wait=lambda limit_s: self._wait(workers, min(_PROGRESS_S, limit_s)),
                             is_over=self._is_over,
                         )
+                        warn_of_late_ends(workers)
                     for worker in workers:
                         worker.relay = None
                     end_ranks(workers)

@@ -10,6 +10,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from ddpsafe._clock import AwakeClock, Deadline
+from ddpsafe._errors import signal_name
 from ddpsafe._launcher.processes.descendants import reap_orphans
 from ddpsafe._launcher.watch.deadlock_watch import LiveWatch
 from ddpsafe._launcher.watch.hang_detection import (
@@ -192,6 +193,7 @@ class AttemptWatch:
                 wait=self._wait,
                 is_over=lambda: self.stop_request.must_end() or self.stop_request.is_overdue(),
             )
+            warn_of_late_ends(self._workers)
             if unfinished and self.stop_request.is_overdue():
                 reason = "stop-timeout"
             elif unfinished and not self.stop_request.must_end():
@@ -321,6 +323,19 @@ def let_ranks_leave(
             has_asked = not has_asked
         limit = next_step.earlier(finish)
         wait((limit if shutdown.expired() else limit.earlier(shutdown)).remaining_s())
+
+
+def warn_of_late_ends(workers: Sequence[Worker]) -> None:
+    """Warn of ranks that broke after their function had returned: no failure, but something to know."""
+    for worker in workers:
+        code = worker.exitcode
+        if worker.returned is not None and code and not worker.is_being_ended:
+            logger.warning(
+                "rank %d %s after it had returned, in an exit function or in the end of a library; its "
+                "return value is kept (with run_dir=, so is its log)",
+                worker.rank,
+                f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}",
+            )
 
 
 def _what_runs(worker: Worker) -> str:
