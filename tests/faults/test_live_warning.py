@@ -24,7 +24,7 @@ QUIET_S = 1.5
 def _warn_after_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warn after seconds; a real launch waits for half a minute."""
     settings = dataclasses.replace(
-        deadlock_watch.SETTINGS, look_s=0.2, quiet_s=QUIET_S, first_s=60.0
+        deadlock_watch.SETTINGS, look_s=0.2, quiet_s=QUIET_S, first_s=60.0, idle_sample_s=0.4
     )
     monkeypatch.setattr(deadlock_watch, "SETTINGS", settings)
 
@@ -82,10 +82,36 @@ def test_a_warning_names_the_loader_worker_that_the_rank_waits_for(
     ), messages
 
 
-def test_no_warning_in_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its duration cannot be predicted: compilation, data on a slow disk."""
-    World(folder=tmp_path).launch(programs.step_and_sleep, 2 * QUIET_S, 0)
+def test_no_warning_in_a_busy_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its duration cannot be predicted: compilation, data on a slow disk. The other rank waits for it."""
+    World(folder=tmp_path).launch(programs.compute_before_the_first_step, 2 * QUIET_S)
     assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "polls a lock file",
+        pytest.param("lock", marks=pytest.mark.full),
+        pytest.param("in a collective", marks=pytest.mark.full),
+    ],
+)
+def test_ranks_that_do_nothing_are_named_in_the_first_step_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """A lock file that a killed build has left: no rank computes, reads or writes. Each rank's line is shown."""
+    World(folder=tmp_path).launch(programs.wait_before_the_first_step, how, 3 * QUIET_S)
+    messages = warnings(caplog)
+    assert messages, caplog.text
+    if how == "in a collective":
+        assert re.search(r"^rank 0 has waited \d s for rank 1 in all_reduce number 1 ", messages[0])
+        assert re.search(r"rank 1 is at .*live_programs\.py:\d+ in wait_before", messages[0])
+        return
+    assert re.search(
+        r"^no rank has made a step for \d+ s, and none does anything \(no processor time, no input or "
+        r"output\); ranks 0 and 1 are at .*live_programs\.py:\d+ in wait_before_the_first_step$",
+        messages[0],
+    ), messages
 
 
 @pytest.mark.full
@@ -130,6 +156,6 @@ def test_a_warning_names_a_rank_that_has_not_joined(
     messages = warnings(caplog)
     assert messages, caplog.text
     assert re.search(
-        r"no rank has made a step for \d+ s; .*rank 1 is at .*live_programs\.py:\d+ in sleep_before",
+        r"no rank has made a step for \d+ s.*; .*rank 1 is at .*live_programs\.py:\d+ in sleep_before",
         messages[0],
     ), messages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import io
 import os
 import random
@@ -432,6 +433,34 @@ def reduce_often(ctx: RankContext, _folder: Path, slow_s: float) -> None:
     for _ in range(30):
         time.sleep(0.02 + slow_s * ctx.rank)
         ctx.all_reduce(1.0)
+
+
+def compute_before_the_first_step(ctx: RankContext, _folder: Path, takes_s: float) -> None:
+    """Compute on rank 1, as a compilation does, while rank 0 waits for its first gradients."""
+    ends_s = time.monotonic() + takes_s
+    while ctx.rank == 1 and time.monotonic() < ends_s:
+        pass
+    average_gradients()
+
+
+def wait_before_the_first_step(ctx: RankContext, folder: Path, how: str, takes_s: float) -> None:
+    """Wait for a lock that no process releases, for a while."""
+    ends_s = time.monotonic() + takes_s
+    if ctx.rank == 1 or how != "in a collective":
+        with (folder / "lock").open("w") as one, (folder / "lock").open("w") as other:
+            fcntl.flock(one, fcntl.LOCK_SH)
+            if how == "lock":
+                signal.signal(signal.SIGALRM, _raise)
+                signal.setitimer(signal.ITIMER_REAL, takes_s)
+                with contextlib.suppress(InterruptedError):
+                    fcntl.flock(other, fcntl.LOCK_EX)  # the rank itself holds the other one
+            while time.monotonic() < ends_s and (folder / "lock").exists():
+                time.sleep(0.1)
+    average_gradients()
+
+
+def _raise(*_: object) -> None:
+    raise InterruptedError
 
 
 def sleep_before_joining(rank: int, world_size: int, folder: Path, pause_s: float) -> None:

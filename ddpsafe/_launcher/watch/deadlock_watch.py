@@ -40,6 +40,7 @@ from ddpsafe._launcher.diagnosis.wait_graph import (
     unchanged,
 )
 from ddpsafe._launcher.watch.hang_detection import NewCollectives
+from ddpsafe._launcher.watch.idleness import IdleWatch
 from ddpsafe._launcher.watch.status_socket import Rates, StatusSocket
 from ddpsafe._logging import get_logger
 from ddpsafe._wire.messages import Whereabouts
@@ -65,6 +66,8 @@ class LiveSettings:
             wait for is in something known to be slow: a checkpoint, an evaluation, a compilation.
         step_factor: The time without a step also has to be so many times the longest step so far.
         answer_s: How long a rank may take to answer.
+        idle_sample_s: How often it measures whether the ranks do anything, while they make no step.
+        idle_look_s: How long all ranks have to be idle before they are asked once, without a warning.
     """
 
     look_s: float = 0.5
@@ -73,6 +76,8 @@ class LiveSettings:
     first_s: float = 300.0
     step_factor: float = 2.0
     answer_s: float = 1.0
+    idle_sample_s: float = 5.0
+    idle_look_s: float = 8.0
 
 
 SETTINGS = LiveSettings()
@@ -93,7 +98,7 @@ _PAUSE_FACTOR: Final = 2.0
 _KNOWN_STEPS: Final = 2
 _KNOWN_COLLECTIVES: Final = 3
 _MANY_COLLECTIVES: Final = 200
-_SHOWN_RANKS: Final = 4
+_SHOWN_PLACES: Final = 8
 _SLOW_FILES: Final = (
     "/ddpsafe/checkpoint/",
     "/torch/serialization.py",
@@ -206,6 +211,10 @@ class DeadlockWatch:
     def state(self, rank: int) -> str:
         """Return the state of a rank's main thread at the last look, as ``ps`` shows it."""
         return self._threads[rank].activity.state
+
+    def is_running(self) -> bool:
+        """Return whether a main thread was running, or ready to run, at the last look."""
+        return any(each.activity.state == "R" for each in self._threads.values())
 
     def read_states(self, now_s: float) -> None:
         """Look at the main threads only, without a search for a proof."""
@@ -324,6 +333,8 @@ class LiveWatch:
         self._clock = clock
         self._settings = SETTINGS
         self._deadlocks = DeadlockWatch(workers, self._settings, now_s=clock())
+        self._idle = IdleWatch(workers, sample_s=self._settings.idle_sample_s)
+        self._has_looked = False
         self._inquiry: _Inquiry | None = None
         self._signalled: dict[int, int] | None = None
         self._is_to_warn = False
@@ -385,6 +396,7 @@ class LiveWatch:
         if seen != self._seen:
             self._seen = seen
             self._note_progress(now_s)
+        self._look_at_idleness(now_s)
         self.longest_s = max(self.longest_s, *(made.longest_s for made in progress))
         if self._inquiry is not None:
             self._end_inquiry(self._inquiry, now_s)
@@ -393,7 +405,34 @@ class LiveWatch:
             self._pause_s *= _PAUSE_FACTOR
             self._is_to_warn = True
             self._start_inquiry(now_s)
+        elif self._is_to_look():
+            self._is_to_warn = False
+            self._start_inquiry(now_s)
         return self.proof is not None
+
+    def _look_at_idleness(self, now_s: float) -> None:
+        """Measure whether the ranks do anything, unless they make steps or a main thread is running."""
+        is_quiet = now_s - self._last_progress_s >= self._settings.idle_sample_s
+        if not is_quiet or self._others:
+            self._idle.reset()
+            self._has_looked = False
+        elif not self._deadlocks.is_running():
+            self._idle.look(now_s)
+
+    def _is_idle(self) -> bool:
+        """Return whether all ranks have been idle for so long that no slow start explains it."""
+        longest_s = self._idle.idle_s()
+        return 0 < longest_s >= self._settings.quiet_s - self._settings.idle_sample_s
+
+    def _is_to_look(self) -> bool:
+        """Return whether to ask the ranks once where they are, for what they may do later.
+
+        A rank that polls a lock is never asleep for long, so that the search for a proof does not ask it.
+        """
+        if self._has_looked or self._deadlocks.is_asking:
+            return False
+        self._has_looked = self._idle.idle_s() >= self._settings.idle_look_s
+        return self._has_looked
 
     def _note_progress(self, at_s: float) -> None:
         self._last_progress_s = at_s
@@ -410,8 +449,8 @@ class LiveWatch:
         if all(worker.returned is not None for worker in self._workers):
             return False
         # Imports and the preparation of data may take minutes.
-        has_joined = all(worker.joined for worker in self._workers)
-        return now_s - self._last_progress_s >= self._limit_s(is_slow=not has_joined)
+        is_slow = not all(worker.joined for worker in self._workers) and not self._is_idle()
+        return now_s - self._last_progress_s >= self._limit_s(is_slow=is_slow)
 
     def _start_inquiry(self, now_s: float) -> None:
         asked: list[RankState] = [each for each in self._workers if each.alive]
@@ -561,7 +600,8 @@ class LiveWatch:
         culprits = [cause.root.rank] if goal is not None else list(frames)
         # Ranks that have called one number differently wait for no work of another rank.
         differ = cause.rule.name == "mismatch"
-        is_slow = not differ and (
+        is_idle = self._is_idle()
+        is_slow = not (differ or is_idle) and (
             not self._has_begun(answers, goal)
             or any(
                 (rank in answers and answers[rank].is_evaluating)
@@ -608,12 +648,19 @@ class LiveWatch:
                 place_of(cause.root),
             )
             return
-        shown = list(outcomes.values())[:_SHOWN_RANKS]
+        places: dict[str, list[int]] = {}
+        for outcome in outcomes.values():
+            places.setdefault(place_of(outcome), []).append(outcome.rank)
+        idle = ", and none does anything (no processor time, no input or output)" if is_idle else ""
         logger.warning(
-            "no rank has made a step for %.0f s%s; %s",
+            "no rank has made a step for %.0f s%s%s; %s",
             now_s - self._last_progress_s,
             longest,
-            ", ".join(f"rank {each.rank} is {place_of(each)}" for each in shown),
+            idle,
+            ", ".join(
+                f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}"
+                for place, ranks in list(places.items())[:_SHOWN_PLACES]
+            ),
         )
 
     def _outcome(

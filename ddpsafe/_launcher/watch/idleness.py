@@ -1,0 +1,235 @@
+"""Distinguishes ranks that do nothing at all from ranks that compile, import, load or download.
+
+A hang outside of collectives (a lock file that a killed build has left, a server that does not answer) uses
+no processor, reads and writes nothing, and needs no more memory. A slow start does at least one of these,
+in the rank or in a process that it has started. So a rank is idle if none of its threads and descendants
+does anything for a while.
+
+In doubt a rank is active: the only effect is that the warning comes later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ddpsafe._launcher.processes.rank_process import Worker
+
+_SAMPLE_S: Final = 5.0
+# A thread that polls a lock 20 times a second uses less.
+_CPU_SHARE: Final = 0.05
+_IO_BYTES: Final = 4_096
+_MEMORY_BYTES: Final = 512 * 1024
+# A download wakes its thread with every packet; a loop that polls sleeps for 50 ms or longer.
+_WAKE_UPS_PER_S: Final = 40.0
+# gloo's thread wakes up every 10 ms, whatever happens; older versions of torch do not name it.
+_GLOO_THREADS: Final = (b"gloo", b"pt_gloo")
+_GLOO_WAKE_UPS_PER_S: Final = (90.0, 102.0)
+# To answer a question, a rank reads torch's recorder and sends it with the stacks of all threads.
+_ANSWER_CPU_S: Final = 1.0
+_ANSWER_BYTES: Final = 4 * 1024 * 1024
+
+# Fields of /proc/PID/stat, counted after the name; see proc(5).
+_STATE, _PARENT, _SESSION, _MAJOR_FAULTS, _RESIDENT = 0, 1, 3, 9, 21
+
+
+class ThreadUsage(NamedTuple):
+    """What one thread has used since it started.
+
+    Attributes:
+        busy_ns: How long it ran, or was ready to run but had no core: a busy machine gives little.
+        wake_ups: How often it was given a core.
+    """
+
+    busy_ns: int
+    wake_ups: int
+
+
+class Usage(NamedTuple):
+    """What a rank and its descendants have used so far.
+
+    Attributes:
+        processes: Their process ids.
+        threads: What each thread has used, by thread id, without gloo's.
+        io_bytes: How much they have read and written, from and to files, pipes and disks.
+        memory_bytes: How much memory they have now.
+        faults: How often they have waited for a page from a disk.
+        waits_for_disk: Whether one of them now waits in the kernel, as for a disk or a mount.
+    """
+
+    processes: frozenset[int]
+    threads: Mapping[int, ThreadUsage]
+    io_bytes: int
+    memory_bytes: int
+    faults: int
+    waits_for_disk: bool
+
+
+def is_active(before: Usage, now: Usage, *, elapsed_s: float, has_answered: bool) -> bool:
+    """Return whether a rank did anything between two samples.
+
+    Args:
+        before: The earlier sample.
+        now: The later one.
+        elapsed_s: The time between them, in seconds.
+        has_answered: Whether the launcher asked it in that time, and it answered.
+    """
+    if now.processes != before.processes or now.faults > before.faults or now.waits_for_disk:
+        return True
+    nothing = ThreadUsage(0, 0)
+    least, most = _GLOO_WAKE_UPS_PER_S
+    busy_s, rates = 0.0, [0.0]
+    for tid, thread in now.threads.items():
+        old = before.threads.get(tid, nothing)
+        rate = (thread.wake_ups - old.wake_ups) / elapsed_s
+        if not least <= rate <= most:
+            busy_s += (thread.busy_ns - old.busy_ns) / 1e9
+            rates.append(rate)
+    spare_s, spare_bytes = (_ANSWER_CPU_S, _ANSWER_BYTES) if has_answered else (0.0, 0)
+    return (
+        busy_s > _CPU_SHARE * elapsed_s + spare_s
+        or max(rates) > _WAKE_UPS_PER_S
+        or now.io_bytes - before.io_bytes > _IO_BYTES + spare_bytes
+        or now.memory_bytes - before.memory_bytes > _MEMORY_BYTES + spare_bytes
+    )
+
+
+def read_usage(ranks: Sequence[int]) -> dict[int, Usage | None]:
+    """Return what each rank and its descendants have used; ``None`` for one that cannot be read.
+
+    Args:
+        ranks: The process ids of the ranks, each the leader of its session.
+    """
+    stats = dict(_read_stats())
+    families: dict[int, list[int]] = {rank: [] for rank in ranks}
+    for pid, fields in stats.items():
+        owner = _owner_of(pid, int(fields[_SESSION]), stats, families)
+        if owner is not None:
+            families[owner].append(pid)
+    return {rank: _usage_of(rank, family, stats) for rank, family in families.items()}
+
+
+def _read_stats() -> list[tuple[int, list[str]]]:
+    found = []
+    for name in os.listdir("/proc"):  # noqa: PTH208 - names only, every few seconds
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123 - as above
+                text = file.read().rpartition(b")")[2].decode()
+                found.append((int(name), text.split()))
+    return found
+
+
+def _owner_of(
+    pid: int,
+    session: int,
+    stats: Mapping[int, Sequence[str]],
+    families: Mapping[int, Sequence[int]],
+) -> int | None:
+    """Return the rank that a process is or descends from."""
+    if session in families:
+        return session
+    seen: set[int] = set()
+    while pid in stats and pid not in seen:
+        if pid in families:
+            return pid
+        seen.add(pid)
+        pid = int(stats[pid][_PARENT])
+    return None
+
+
+def _usage_of(rank: int, family: Sequence[int], stats: Mapping[int, Sequence[str]]) -> Usage | None:
+    if rank not in family:
+        return None
+    threads: dict[int, ThreadUsage] = {}
+    io_bytes = 0
+    try:
+        for pid in family:
+            for tid in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - as above
+                with open(f"/proc/{pid}/task/{tid}/schedstat", "rb") as file:  # noqa: PTH123 - as above
+                    ran_ns, waited_ns, slices = map(int, file.read().split())
+                with open(f"/proc/{pid}/task/{tid}/comm", "rb") as file:  # noqa: PTH123 - as above
+                    is_of_gloo = file.read().startswith(_GLOO_THREADS)
+                if not is_of_gloo:  # what it transfers is counted as read and written
+                    threads[int(tid)] = ThreadUsage(ran_ns + waited_ns, slices)
+            with open(f"/proc/{pid}/io", "rb") as file:  # noqa: PTH123 - as above
+                lines = dict(line.split(b":") for line in file.read().splitlines())
+            io_bytes += sum(int(lines[each]) for each in (b"rchar", b"wchar", b"read_bytes"))
+    except (OSError, ValueError, KeyError):  # it has ended, or the system does not show it
+        return None
+    page = os.sysconf("SC_PAGE_SIZE")
+    return Usage(
+        processes=frozenset(family),
+        threads=threads,
+        io_bytes=io_bytes,
+        memory_bytes=page * sum(int(stats[pid][_RESIDENT]) for pid in family),
+        faults=sum(int(stats[pid][_MAJOR_FAULTS]) for pid in family),
+        waits_for_disk=any(stats[pid][_STATE] == "D" for pid in family),
+    )
+
+
+class IdleWatch:
+    """Measures for how long all ranks of this host have been idle.
+
+    Args:
+        workers: The ranks.
+        sample_s: The time between two samples, in seconds.
+        read: Reads what the ranks have used.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        *,
+        sample_s: float = _SAMPLE_S,
+        read: Callable[[Sequence[int]], Mapping[int, Usage | None]] = read_usage,
+    ) -> None:
+        """Know nothing yet."""
+        self._workers = workers
+        self._sample_s = sample_s
+        self._read = read
+        self._last: Mapping[int, Usage | None] = {}
+        self._answers: Sequence[tuple[object, object]] = ()
+        self._last_s = 0.0
+        self._since_s: float | None = None
+
+    def idle_s(self) -> float:
+        """Return for how long all ranks had been idle at the last sample; 0 if one was not, or may not."""
+        return 0.0 if self._since_s is None else self._last_s - self._since_s
+
+    def reset(self) -> None:
+        """Start over: a rank has made progress."""
+        self._since_s, self._last = None, {}
+
+    def look(self, now_s: float) -> None:
+        """Take a sample if it is time to; call it only while no rank makes progress."""
+        if self._last and now_s - self._last_s < self._sample_s:
+            return
+        ranks = [
+            each.pid
+            for each in self._workers
+            if each.pid is not None and each.alive and each.returned is None
+        ]
+        answers = [(each.whereabouts, each.position) for each in self._workers]
+        usage = self._read(ranks)
+        has_answered = len(answers) != len(self._answers) or any(
+            one is not other
+            for pair, before in zip(answers, self._answers, strict=True)
+            for one, other in zip(pair, before, strict=True)
+        )
+        is_idle = bool(usage) and all(
+            now is not None
+            and (before := self._last.get(pid)) is not None
+            and not is_active(
+                before, now, elapsed_s=now_s - self._last_s, has_answered=has_answered
+            )
+            for pid, now in usage.items()
+        )
+        if not is_idle:
+            self._since_s = None
+        elif self._since_s is None:
+            self._since_s = self._last_s
+        self._last, self._last_s, self._answers = usage, now_s, answers

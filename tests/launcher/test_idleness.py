@@ -1,0 +1,206 @@
+"""Idle ranks are distinguished from those that start slowly, by what the system counts of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+from ddpsafe._launcher.watch.idleness import ThreadUsage, Usage, is_active, read_usage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ELAPSED_S: Final = 5.0
+NOTHING: Final = Usage(
+    processes=frozenset({1}),
+    threads={1: ThreadUsage(0, 0), 2: ThreadUsage(0, 0)},
+    io_bytes=0,
+    memory_bytes=10**9,
+    faults=0,
+    waits_for_disk=False,
+)
+SECOND: Final = 10**9
+
+ROWS: Final = [
+    pytest.param(NOTHING, False, False, id="nothing at all"),
+    pytest.param(
+        NOTHING._replace(threads={1: ThreadUsage(SECOND // 20, 100)}),
+        False,
+        False,
+        id="polls 20 times a second",
+    ),
+    pytest.param(NOTHING._replace(threads={1: ThreadUsage(SECOND, 5)}), False, True, id="computes"),
+    pytest.param(
+        NOTHING._replace(threads={3: ThreadUsage(SECOND, 5)}),
+        False,
+        True,
+        id="a new thread computes, or waits for a core",
+    ),
+    pytest.param(
+        NOTHING._replace(threads={2: ThreadUsage(SECOND // 20, 400)}),
+        False,
+        True,
+        id="a thread wakes up for every packet",
+    ),
+    pytest.param(
+        NOTHING._replace(threads={2: ThreadUsage(SECOND // 20, 490)}),
+        False,
+        False,
+        id="gloo's thread of an older torch wakes up by the clock",
+    ),
+    pytest.param(NOTHING._replace(io_bytes=10_000), False, True, id="reads or writes slowly"),
+    pytest.param(NOTHING._replace(memory_bytes=10**9 + 10**6), False, True, id="needs more memory"),
+    pytest.param(NOTHING._replace(memory_bytes=10**8), False, False, id="gives memory back"),
+    pytest.param(NOTHING._replace(faults=1), False, True, id="reads a mapped file"),
+    pytest.param(NOTHING._replace(waits_for_disk=True), False, True, id="waits for a disk"),
+    pytest.param(NOTHING._replace(processes=frozenset({1, 5})), False, True, id="starts a process"),
+    pytest.param(
+        NOTHING._replace(io_bytes=100_000, threads={1: ThreadUsage(SECOND // 2, 40)}),
+        True,
+        False,
+        id="answers the launcher",
+    ),
+    pytest.param(
+        NOTHING._replace(threads={1: ThreadUsage(3 * SECOND, 40)}),
+        True,
+        True,
+        id="answers, and computes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("now", "answered", "expected"), ROWS)
+def test_a_rank_is_idle_only_if_nothing_is_counted(
+    now: Usage,
+    answered: bool,  # noqa: FBT001 - a row
+    expected: bool,  # noqa: FBT001 - a row
+) -> None:
+    """What the launcher's own questions cost does not count; everything else does."""
+    assert is_active(NOTHING, now, elapsed_s=ELAPSED_S, has_answered=answered) is expected
+
+
+IDLE: Final = {
+    "sleeps": "import time\nready()\ntime.sleep(60)",
+    "waits for a lock of a file": """
+import fcntl, os, subprocess, sys, time
+one, other = open(path, "w"), open(path, "w")
+fcntl.flock(one, fcntl.LOCK_EX)
+ready()
+fcntl.flock(other, fcntl.LOCK_EX)
+""",
+    "polls a lock file": """
+import os, time
+open(path, "w").close()
+ready()
+while os.path.exists(path):
+    time.sleep(0.05)
+""",
+    "waits for a server that says nothing": """
+import socket
+server = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(server.getsockname())
+ready()
+client.recv(1)
+""",
+    "waits for a process that waits": """
+import subprocess
+child = subprocess.Popen(["sleep", "60"])
+ready()
+child.wait()
+""",
+}
+
+ACTIVE: Final = {
+    "computes": "ready()\nwhile True: pass",
+    "compiles in another process": """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+ready()
+child.wait()
+""",
+    "reads slowly": """
+import time
+open(path, "wb").write(bytes(1 << 22))
+file = open(path, "rb", buffering=0)
+ready()
+while True:
+    file.read(2048)
+    time.sleep(0.1)
+""",
+    "maps a file and reads it slowly": """
+import mmap, time
+with open(path, "wb") as file:
+    file.write(bytes(1 << 28))
+with open(path, "r+b") as file:
+    pages = mmap.mmap(file.fileno(), 0)
+ready()
+for place in range(0, 1 << 28, 1 << 18):
+    pages[place]
+    time.sleep(0.05)
+""",
+    "fills memory slowly": """
+import time
+kept = []
+ready()
+while True:
+    kept.append(bytearray(b"x" * 200_000))
+    time.sleep(0.1)
+""",
+    "receives slowly, and keeps nothing": """
+import socket, threading, time
+server = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(server.getsockname())
+sender, _ = server.accept()
+def send():
+    while True:
+        sender.send(bytes(1400))
+        time.sleep(0.005)
+threading.Thread(target=send, daemon=True).start()
+ready()
+while True:
+    client.recv(4096)
+""",
+    "starts one process after another": """
+import subprocess
+ready()
+while True:
+    subprocess.run(["sleep", "0.3"])
+""",
+}
+
+
+def is_active_program(program: str, folder: Path, window_s: float = 1.5) -> bool:
+    """Run a program in a session of its own, as ranks are; return whether it was active for a while."""
+    start = f"path = {str(folder / 'file')!r}\ndef ready(): print('ready', flush=True)\n"
+    command = [sys.executable, "-c", start + program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            wait([], 0.2)  # the rest of its start
+            before = read_usage([process.pid])[process.pid]
+            wait([], window_s)  # the time in which it is measured
+            now = read_usage([process.pid])[process.pid]
+            assert before is not None
+            assert now is not None
+            return is_active(before, now, elapsed_s=window_s, has_answered=False)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("what", IDLE)
+def test_a_process_that_waits_is_idle(tmp_path: Path, what: str) -> None:
+    """For a lock, a lock file, a silent server or an idle process."""
+    assert not is_active_program(IDLE[what], tmp_path)
+
+
+@pytest.mark.parametrize("what", ACTIVE)
+def test_a_slow_start_is_not_idle(tmp_path: Path, what: str) -> None:
+    """However slow it is: compiling, reading, mapping, downloading."""
+    assert is_active_program(ACTIVE[what], tmp_path)
