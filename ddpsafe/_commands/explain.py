@@ -24,7 +24,7 @@ _SHOWN: Final = 5
 _LOGS: Final = {".log", ".out", ".err", ".txt", ".json", ".stacks", ".pkl", ".pickle", ""}
 _NO_LOGS: Final = {"ranks.json"}
 """The timeline of an attempt without a failure: it holds no log lines."""
-_NOT_THE_END: Final = "It did not end the job: the log shows nothing else, or that the job went on."
+_NOT_THE_END: Final = "Nothing in the log shows that it ended the job."
 _MAX_COLUMNS: Final = 160
 _MAY_NAME_RULES: Final = re.compile(rb"^\s*\[tool(?:\.ddpsafe\b|\])", re.MULTILINE)
 """What a pyproject.toml has that names rules in [tool.ddpsafe.explain]."""

@@ -619,6 +619,20 @@ def test_a_failure_that_did_not_end_the_job_is_not_named_as_its_end(
     assert not wrong, "\n".join([*wrong, "of", log])
 
 
+@pytest.mark.parametrize(
+    ("log", "code"),
+    [
+        ("ERROR - CUDA out of memory. Try reducing the batch size.", "DS-CUDA-oom"),
+        ("[rank0] No space left on device. Free some space before proceeding.", "DS-DISK-full"),
+        ("ERROR: Address already in use. Set REUSE=1 to ignore this error.", "DS-PORT-taken"),
+        ("ERROR: unhandled system error; set X=1 to fall back to sockets", "DS-NCCL-system-error"),
+    ],
+)
+def test_advice_to_handle_a_failure_is_not_that_it_was_handled(log: str, code: str) -> None:
+    """The same words tell a user what to do."""
+    assert [cause.code for cause in explain_text(f"{log}\n")] == [code]
+
+
 def test_enough_kinds_are_covered() -> None:
     """At least forty logs, together with those of healthy programs."""
     assert len(PROGRAMS) >= 40
