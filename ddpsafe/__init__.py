@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         launch as launch,
         spawn as spawn,
     )
+    from ddpsafe._world import clean_environment as clean_environment
     from ddpsafe._worker.join.attached import (
         cleanup as cleanup,
         current as current,
@@ -127,6 +128,7 @@ _HOMES: Final = {
     "ddpsafe._launch": ("LaunchResult", "launch", "spawn"),
     "ddpsafe._worker.join.attached": ("cleanup", "current", "process_group", "setup"),
     "ddpsafe._worker.context": ("RankContext",),
+    "ddpsafe._world": ("clean_environment",),
 }
 _NAMESPACES: Final = ("checkpoint", "data", "doctor")
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -163,6 +164,63 @@ _DIALECTS: Final = (
 # Step ids that Slurm uses for the batch script and for interactive shells: one process each.
 _SLURM_SHELL_STEPS: Final = frozenset({"4294967291", "4294967292", "4294967290"})
 _TASKS: Final = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+
+
+JOINED: Final = "_DDPSAFE_JOINED"
+"""The variable with the rank and the process that has joined a process group; its children inherit it."""
+
+_OF_A_RANK: Final = re.compile(
+    "RANK|WORLD_SIZE|LOCAL_.*RANK|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_.*|ROLE_.*|MASTER_ADDR|MASTER_PORT"
+    f"|TORCHELASTIC_.*|PET_.*|{JOINED}"
+)
+
+
+def clean_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment for a program that a rank starts, without what makes a process that rank.
+
+    A program with RANK, WORLD_SIZE and MASTER_ADDR would join the job as that rank, and wait for ranks that
+    are in it already::
+
+        subprocess.run([sys.executable, "evaluate.py"], env=ddpsafe.clean_environment())
+
+    Args:
+        env: The environment to clean; this process's by default.
+
+    Returns:
+        A copy without the variables of ddpsafe, torchrun, Slurm steps and MPI that give a process its place.
+    """
+    env = os.environ if env is None else env
+    of_launchers = {
+        name
+        for each in _DIALECTS
+        for name in (each.marker, each.rank, each.world_size, each.local_rank)
+    }
+    return {
+        name: text
+        for name, text in env.items()
+        if name not in of_launchers and not _OF_A_RANK.fullmatch(name)
+    }
+
+
+def require_not_inherited(env: Mapping[str, str]) -> None:
+    """Check that this process has not inherited the place of a rank that has joined its group.
+
+    Raises:
+        ConfigError: It has.
+    """
+    rank, _, pid = env.get(JOINED, "").partition(" ")
+    if not pid or pid == str(os.getpid()):
+        return
+    what = (
+        f"this process (pid {os.getpid()}) was started by rank {rank} (pid {pid}) and has its variables "
+        "(RANK, WORLD_SIZE, MASTER_ADDR), with which it would join as that rank."
+    )
+    cause = "that rank has joined already, so this process would wait for ranks that never come."
+    fix = (
+        "start a program with  env=ddpsafe.clean_environment(),  then it is a job of its own; in a module "
+        "that worker processes import, join the group under  if __name__ == '__main__':."
+    )
+    raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 def require_int(env: Mapping[str, str], name: str, *, because: str) -> int:

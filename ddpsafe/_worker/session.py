@@ -12,7 +12,7 @@ from ddpsafe._clock import Deadline
 from ddpsafe._worker import context, model_check, pending_exception, process_group, torch_hooks
 from ddpsafe._worker.stop_signals import protect_torchs_helper
 from ddpsafe._worker.store_sync import Control, FolderStore
-from ddpsafe._world import World, find_world, loopback_interfaces
+from ddpsafe._world import JOINED, World, find_world, loopback_interfaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,9 +82,14 @@ def install_hooks(spec: RankSpec) -> None:
     if spec.style == "launch" or "collective" in spec.timeouts.chosen:
         torch_hooks.limit_collectives(spec.timeouts.collective)
     protect_torchs_helper()
-    torch_hooks.before_destroy(pending_exception.leaving_group)
+    torch_hooks.before_destroy(_leaving_group)
     torch_hooks.around_waits(pending_exception.waiting)
     torch_hooks.before_ddp(model_check.check_before_ddp)
+
+
+def _leaving_group() -> None:
+    os.environ.pop(JOINED, None)  # a program that starts now may join in this rank's place
+    pending_exception.leaving_group()
 
 
 def _leave_loopback(spec: RankSpec) -> None:
@@ -205,4 +210,5 @@ def open_fresh_store(spec: RankSpec) -> Store:
     else:
         store = dist.PrefixStore(name, _client(spec.store_place, "groups"))
     store.set_timeout(spec.timeouts.rendezvous)
+    os.environ[JOINED] = f"{spec.world.rank} {os.getpid()}"
     return store

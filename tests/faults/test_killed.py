@@ -155,7 +155,8 @@ def test_a_killed_rank_leaves_no_folder_of_sockets(tmp_path: Path) -> None:
         from ddpsafe._stdlib_private import helpers_folder
         if __name__ == "__main__":
             try:
-                ddpsafe.launch(odd_end_programs.die_with_sockets, nproc_per_node=2, backend="gloo")
+                fields = {"nproc_per_node": 2, "backend": "gloo", "run_dir": Path.cwd() / "run"}
+                ddpsafe.launch(odd_end_programs.die_with_sockets, **fields)
             except ddpsafe.RankKilledError as error:
                 folders = set(Path(tempfile.gettempdir()).glob("pymp-*"))
                 print(error.rank, folders - {helpers_folder()})  # of the launcher's own fork server

@@ -33,7 +33,7 @@ from ddpsafe._worker.join.joining import (
     place_of,
 )
 from ddpsafe._worker.session import enter, find_current
-from ddpsafe._world import World, find_world
+from ddpsafe._world import JOINED, World, find_world, require_not_inherited
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -221,6 +221,8 @@ def _enter(
 
     current = find_current()
     is_joined = dist.is_initialized()
+    if not is_joined and session.find_spec() is None:
+        require_not_inherited(os.environ)
     asks_for_this_launch = current is not None and world_size in (None, current.world_size)
     in_launch = current is not None and asks_for_this_launch and session.find_spec() is not None
     if not fields and is_joined:
@@ -248,6 +250,7 @@ def _enter(
         return join_launch(current, resolved.backend), True
     require_data_paths(resolved.data_paths)
     member = join_job(place_of(rank, world_size), resolved)
+    environment.borrow({JOINED: f"{member.rank} {os.getpid()}"})
     _joined_with = resolved
     return member, True
 

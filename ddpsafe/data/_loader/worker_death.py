@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
 import signal
 import socket
+import stat
 import threading
 import time
 import traceback
@@ -81,6 +84,8 @@ def watch_workers(iterator: Any, inner: Any) -> None:
 # The sockets of a dying worker close before its exit code is known: how long to wait for that.
 _EXIT_WAIT: Final = timedelta(seconds=1)
 
+_TAIL_BYTES: Final = 1 << 14
+_ERROR: Final = re.compile(r"[\w.]+(?:Error|Exception|Interrupt|Exit|Warning)\b")
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
@@ -208,7 +213,24 @@ def _why(exitcode: int) -> tuple[str, str, list[str]]:
         "code in the worker called sys.exit() or os._exit(), or it could not start (with "
         "spawn or forkserver: a missing `if __name__ == '__main__':` guard)."
     )
-    return cause, "read the worker's own output above this error.", []
+    said = _last_error()
+    details = [f"the last error on this rank's stderr: {said}"] if said else []
+    return cause, "read the worker's own output above this error.", details
+
+
+def _last_error() -> str:
+    """Return the last line of the last traceback in the file that this process's stderr is, if it is one."""
+    try:
+        if not stat.S_ISREG(os.fstat(2).st_mode):  # a terminal or a pipe
+            return ""
+        with open("/proc/self/fd/2", "rb") as file:  # noqa: PTH123 - a link to a file
+            file.seek(max(0, os.fstat(2).st_size - _TAIL_BYTES))
+            text = file.read(_TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+    _, begin, last = text.rpartition("Traceback (most recent call last):")
+    errors = [line for line in last.splitlines() if _ERROR.match(line)] if begin else []
+    return errors[0] if errors else ""
 
 
 def describe_shared_memory() -> str:
