@@ -304,6 +304,36 @@ def is_full_disk(line: str) -> bool:
     return _FULL_DISK.search(line) is not None
 
 
+_UNFINISHED_REDUCTION: Final = re.compile(
+    r"Expected to have finished reduction in the prior iteration|Expected to mark a variable ready only once"
+)
+_HANDLED: Final = re.compile(
+    r"""
+    \b[A-Z]\w*(?:Error|Exception)\b
+    | \bout\ of\ memory\b
+    | \b(?:skip|ignor|drop|discard)(?:ped|ping|ed|ing|es|e|s)?\b.{0,40}\b(?:batch|sample|step|item|image|file)
+    | \b(?:bad|corrupt\w*|broken|invalid)\ (?:batch|sample|image|file|data)\b
+    | \b(?:caught|exception)\b
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+_OF_A_PEER: Final = re.compile(r"Connection (?:closed|reset) by peer|Timed out waiting|Warning\b")
+
+
+def is_unfinished_reduction(line: str) -> bool:
+    """Return whether DDP refuses a forward pass because the last backward pass did not reach its end."""
+    return _UNFINISHED_REDUCTION.search(line) is not None
+
+
+def find_handled_errors(text: str) -> list[str]:
+    """Return the lines of a script's output that talk about an error that it has handled, or of a skip."""
+    return [
+        line.strip()
+        for line in text.splitlines()
+        if _HANDLED.search(line) and not _OF_A_PEER.search(line)
+    ]
+
+
 def says_worker_exited(traceback: str) -> bool:
     """Return whether torch reports that a DataLoader worker exited with an exit code."""
     return _WORKER_EXIT.search(traceback) is not None

@@ -21,6 +21,7 @@ from fault_kit import (
 from training_programs import do_nothing_about_it
 
 import ddpsafe
+from ddpsafe._wire.foreign_texts import find_handled_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -194,3 +195,47 @@ def test_what_a_rank_does_after_another_one_gave_up_is_a_consequence(
     assert said in text
     assert "entered all_reduce number 2 of shape [8] 6." not in text
     assert require_places(error, [1]) == {1: "hold_a_lock_in_a_collective"}
+
+
+@pytest.mark.recorder
+@pytest.mark.parametrize(
+    ("when", "kind"),
+    [
+        ("forward", ddpsafe.RankLeftEarlyError),
+        pytest.param("backward", ddpsafe.RankRaisedError, marks=pytest.mark.full),
+    ],
+)
+def test_an_error_that_a_rank_swallowed_is_shown(
+    tmp_path: Path, when: str, kind: type[ddpsafe.RankFailedError]
+) -> None:
+    """Skipping a batch on one rank is what puts it out of step; only its output shows that."""
+    error = World(folder=tmp_path).launch_fails(
+        kind, programs.swallow_an_error, when, within_s=EARLY_RETURN_S
+    )
+    require_rank(error, 1)
+    text = str(error)
+    assert "the rank probably handled the error below and skipped calls" in text
+    assert "rank 1 has written about an error, and continued:" in text
+    assert "| step 2: MemoryError, skipping this batch" in text
+    assert "drop_last" not in text
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("step 3: CUDA out of memory, retrying with a smaller batch", True),
+        ("WARNING skipped corrupt sample 17", True),
+        ("ValueError: cannot identify image file", True),
+        ("caught exception in data loader: truncated file", True),
+        ("ignoring bad batch 4", True),
+        ("epoch 3: train error 0.031, val error 0.044", False),
+        ("dropout 0.1, samples 60000, drop_last True", False),
+        ("skip connections: 12", False),
+        ("RuntimeError: Connection closed by peer [127.0.0.1]:5112", False),
+        ("FutureWarning: use torch.amp; AttributeError in the next release", False),
+        ("step 100, loss 0.2", False),
+    ],
+)
+def test_only_lines_about_a_handled_error_are_shown(line: str, is_found: bool) -> None:  # noqa: FBT001 - a row
+    """Metrics and options that share a word with errors are not among them."""
+    assert bool(find_handled_errors(line)) is is_found

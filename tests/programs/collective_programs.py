@@ -29,6 +29,52 @@ def skip_one(ctx: RankContext, folder: Path, culprit: int) -> None:
     dist.all_gather_object([None] * ctx.world_size, ctx.rank)
 
 
+def swallow_an_error(ctx: RankContext, folder: Path, when: str) -> None:
+    """Handle an error on rank 1 by skipping the batch, as scripts do that run out of memory."""
+    import torch
+
+    class Fails(torch.autograd.Function):
+        """Fails in the backward pass."""
+
+        @staticmethod
+        def forward(_: object, value: Any) -> Any:
+            """Return a copy."""
+            return value.clone()
+
+        @staticmethod
+        def backward(_: object, *__: object) -> Any:
+            """Fail."""
+            raise MemoryError
+
+    class Model(torch.nn.Module):
+        """Two layers, with a failure between them."""
+
+        fails = ""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+
+        def forward(self, batch: Any) -> Any:
+            """Return the output."""
+            if self.fails == "forward":
+                raise MemoryError
+            hidden = self.first(batch)
+            return self.last(Fails.apply(hidden) if self.fails else hidden)  # type: ignore[no-untyped-call]  # torch
+
+    model = Model()
+    wrapped = ctx.wrap(model)
+    for step in range(STEPS):
+        is_bad = ctx.rank == 1 and step == FAULT_STEP
+        try:
+            model.fails = when if is_bad else ""
+            wrapped(torch.ones(2, 4)).sum().backward()
+        except MemoryError as error:
+            mark(folder)
+            print(f"step {step}: {type(error).__name__}, skipping this batch", flush=True)
+        model.fails = ""
+
+
 def run_out_of_batches(ctx: RankContext, folder: Path, batches: list[int]) -> int:
     """Train on as many batches as this rank has."""
     for _ in range(batches[ctx.rank]):

@@ -45,9 +45,9 @@ from ddpsafe._launcher.diagnosis.root_cause import (
 from ddpsafe._launcher.diagnosis.wait_graph import call_lines, family
 from ddpsafe._wire import payload
 from ddpsafe._wire.exception_facts import clip, find_own_files
-from ddpsafe._wire.foreign_texts import without_source
+from ddpsafe._wire.foreign_texts import find_handled_errors, without_source
 from ddpsafe._wire.messages import is_peer_origin
-from ddpsafe._wire.spec import unreported_mark
+from ddpsafe._wire.spec import read_log, unreported_mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,6 +68,7 @@ _UNKNOWN_CODE: Final = 255
 
 _STDERR_LINES: Final = 8
 _TRACEBACK_LINES: Final = 4
+_HANDLED_LINES: Final = 3
 _STDERR_WIDTH: Final = 160
 _SHOWN_RANKS: Final = 16
 _SHOWN_BARRIERS: Final = 4
@@ -130,7 +131,7 @@ _BY_SIGNAL: Final[dict[int, Advice]] = {
     ),
     int(signal.SIGABRT): (
         "native code aborted: a failed assertion, or collectives of different sizes under gloo.",
-        "read the end of the log below; compare the shapes that the ranks pass.",
+        "read the end of the log below; compare the shapes that the ranks pass, also after an except.",
     ),
 }
 
@@ -145,11 +146,20 @@ _BY_TOPIC: Final[dict[Topic, Advice]] = {
         "no room to write: the disk, a quota, or a limit on the size of files (ulimit -f) is full.",
         "make room or write elsewhere (df -h, quota, ulimit -f); what was written is incomplete.",
     ),
+    "unfinished-reduction": (
+        "the last backward pass did not reach its end: an error in it was swallowed, or parameters are unused.",
+        "let errors of a step through, or skip it on all ranks; else see find_unused_parameters=True.",
+    ),
     "worker-exit": (
         "code in a DataLoader worker called sys.exit() or os._exit(), or the worker could not start.",
         "read the worker's output; num_workers=0 shows an error of the dataset itself.",
     ),
 }
+
+_SWALLOWED: Final[Advice] = (
+    "the rank probably handled the error below and skipped calls that the other ranks made.",
+    "let the error through, or agree on all ranks to skip the batch: ctx.all_reduce(ok, op='min').",
+)
 
 _INTERRUPTED: Final[Advice] = (
     "SIGINT was sent to this rank only, or its code raised KeyboardInterrupt{at}.",
@@ -355,6 +365,9 @@ def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> Laun
     if topic is not None:
         likely, fix = _BY_TOPIC[topic]
     text = raised.message
+    handled: list[str] = []
+    if topic == "unfinished-reduction" and (handled := handled_errors([root])):
+        likely, fix = _SWALLOWED
     if raised.explanation is not None:  # an error of ddpsafe has its own advice
         text = "\n".join([raised.explanation.what, *raised.explanation.details])
         likely, fix = raised.explanation.cause or likely, raised.explanation.fix or fix
@@ -374,7 +387,7 @@ def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> Laun
         f"{ended.name(root)} raised {raised.type_name} {ended.place(root, kind)}{shown}",
         cause=likely,
         fix=fix,
-        details=[*details, *other_ranks(ended.outcomes.values(), cause)],
+        details=[*details, *handled, *other_ranks(ended.outcomes.values(), cause)],
         logs=ended.log_of(root),
     )
     error = RankRaisedError(message, **ended.rank_facts(root), kind=kind)
@@ -404,6 +417,7 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
                 likely, fix = _ON_THE_GPU
     details = [*last_output(root), *other_ranks(ended.outcomes.values(), cause)]
     if number == signal.SIGABRT:  # gloo aborts if the ranks pass different shapes
+        details += handled_errors(_first(root, ended))
         details += positions([out for out in ended.outcomes.values() if out.position is not None])
     message = Explanation(
         f"{ended.name(root)} was {how} {ended.place(root, kind)}.",
@@ -477,12 +491,15 @@ def _returned_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     if root.exited_at:
         likely = f"sys.exit(0) was called at {root.exited_at} while the other ranks had work left."
         fix = "remove that sys.exit(0), or let all ranks reach it together."
+    handled = handled_errors(_first(root, ended))
+    if handled:
+        likely, fix = _SWALLOWED
     message = Explanation(
         f"{ended.name(root)} returned early on {root.hostname}, {ended.when(kind)}: "
         f"{ranks_text(waiting)} {_were(waiting)} still waiting for it.",
         cause=likely,
         fix=fix,
-        details=positions(ended.outcomes.values()),
+        details=[*handled, *positions(ended.outcomes.values())],
         logs=ended.run_dir,
     )
     return RankLeftEarlyError(message, **ended.rank_facts(root), kind=kind)
@@ -536,6 +553,7 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         fix=fix.format(host=root.hostname, pid=root.pid, setting=cls.setting),
         details=[
             *(each.what for each in at_barriers[:_SHOWN_BARRIERS]),
+            *handled_errors([root]),
             *positions(outcomes),
             *last_traceback(root),
         ],
@@ -584,7 +602,8 @@ def _mismatch_error(
     others = [each for rank, each in calls if rank != root.rank]
     likely, fix = CONCLUSIONS["mismatch"].advice
     did = CONCLUSIONS["mismatch"].did
-    if all(family(each) == family(mine) for each in others):
+    is_same = all(family(each) == family(mine) for each in others)
+    if is_same:
         name = f"{family(mine)} number {mine.number}"
         if any(each.sizes != mine.sizes for each in others) and mine.has_one_size:
             did = f"passed a tensor of another shape to {name} than the others"
@@ -592,6 +611,9 @@ def _mismatch_error(
         else:
             did = f"named another root in {name} than other ranks"
             likely, fix = _OTHER_ROOTS
+    handled = [] if is_same else handled_errors(_first(root, ended))
+    if handled:
+        likely, fix = _SWALLOWED
     newest = newest_collective(root)
     is_later = newest is not None and newest.number > mine.number
     at = f"{', and is now' if is_later else ''} at {where(root)}" if where(root) else ""
@@ -599,7 +621,7 @@ def _mismatch_error(
         f"{ended.name(root)} {did}{at}, on {root.hostname}, {ended.when('hang')}.",
         cause=likely,
         fix=fix,
-        details=[*details, *positions(ended.outcomes.values()), *last_traceback(root)],
+        details=[*details, *handled, *positions(ended.outcomes.values())],
         logs=ended.run_dir,
     )
     return cls(message, **ended.timeout_facts([root], ended.ending.waited_s), kind="hang")
@@ -883,6 +905,37 @@ def last_output(outcome: RankOutcome) -> list[str]:
     if not lines:
         return []
     return ["last lines of its stderr:", *(f"| {line.rstrip()[:_STDERR_WIDTH]}" for line in lines)]
+
+
+def _first(root: RankOutcome, ended: EndedAttempt) -> list[RankOutcome]:
+    """Return the ranks, the one that is named first."""
+    return sorted(ended.outcomes.values(), key=lambda outcome: outcome is not root)
+
+
+def handled_errors(outcomes: Sequence[RankOutcome]) -> list[str]:
+    """Return the last lines in which the first rank that has such lines talks of an error that it handled.
+
+    An error that an ``except`` swallows leaves nothing else behind, and then the ranks are out of step.
+
+    Args:
+        outcomes: The ranks to look at, the one that is named first.
+    """
+    for outcome in outcomes:
+        raised = outcome.raised
+        if raised is not None and outcome is not outcomes[0]:
+            continue  # it has written about the error that ended it
+        texts = [outcome.error_text(), read_log(outcome.stdout) if outcome.stdout else ""]
+        own = "" if raised is None else raised.type_name.rpartition(".")[2]
+        lines = [
+            line
+            for text in texts
+            for line in find_handled_errors(text)
+            if not own or not line.startswith(own)
+        ]
+        if lines:
+            shown = [f"| {line[:_STDERR_WIDTH]}" for line in lines[-_HANDLED_LINES:]]
+            return [f"rank {outcome.rank} has written about an error, and continued:", *shown]
+    return []
 
 
 def last_traceback(outcome: RankOutcome) -> list[str]:

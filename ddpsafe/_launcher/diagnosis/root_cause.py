@@ -24,7 +24,12 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import psutil
 
 from ddpsafe._errors import LaunchError, LaunchTimeoutError, RankFailedError, RankLeftEarlyError
-from ddpsafe._wire.foreign_texts import find_kind, is_full_disk, says_worker_exited
+from ddpsafe._wire.foreign_texts import (
+    find_kind,
+    is_full_disk,
+    is_unfinished_reduction,
+    says_worker_exited,
+)
 from ddpsafe._wire.messages import (
     MAIN_GROUP,
     UNKNOWN_COLLECTIVE,
@@ -473,8 +478,14 @@ _RETURNED: Final = Conclusion(
     error=RankLeftEarlyError,
     kind="user-error",
     advice=(
-        "the ranks had different numbers of batches or took different branches.",
-        "give every rank the same number of steps: drop_last, DistributedSampler or torch's Join.",
+        (
+            "different numbers of batches, different branches, or an error that an except swallowed on one "
+            "rank."
+        ),
+        (
+            "give every rank the same number of steps: drop_last, DistributedSampler or torch's Join; let "
+            "errors through, or skip a batch on all ranks."
+        ),
     ),
 )
 
@@ -506,8 +517,14 @@ CONCLUSIONS: Final[dict[RuleName, Conclusion]] = {
         blames="several",
         did="entered a different collective than the others",
         advice=(
-            "the ranks called different collectives or shapes, or only one rank ran the DDP model.",
-            "call the same collectives in the same order; to run the model on one rank, use ctx.unwrap(model).",
+            (
+                "the ranks took different branches, one swallowed an error and skipped a call, or only one "
+                "ran the DDP model."
+            ),
+            (
+                "call the same collectives in the same order, also after an except; to run the model on one "
+                "rank, use ctx.unwrap(model)."
+            ),
         ),
     ),
     "behind": replace(
@@ -804,7 +821,7 @@ def _find_mismatched(ranks: Ranks) -> tuple[Ranks, Sequence[tuple[RankOutcome, C
 # ---- the kind of failure that an exception is ----
 
 
-Topic = Literal["port", "disk", "worker-exit"]
+Topic = Literal["port", "disk", "worker-exit", "unfinished-reduction"]
 """What an exception is about, if there is special advice for it whatever its kind."""
 
 
@@ -817,6 +834,8 @@ def find_topic(raised: Raised) -> Topic | None:
         return "port"
     if says_worker_exited(raised.traceback):
         return "worker-exit"
+    if is_unfinished_reduction(raised.message):
+        return "unfinished-reduction"
     return "disk" if is_full_disk(line) else None
 
 
