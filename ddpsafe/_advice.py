@@ -35,7 +35,7 @@ ADVICE: Final[dict[str, tuple[str, str]]] = {
     ),
     "DS-PORT-taken": (
         "another program holds the port: another job, or an earlier one that still runs.",
-        "choose another port for this job, or stop the program that holds it.",
+        "choose another port for this job (MASTER_PORT, or that of the endpoint), or stop that program.",
     ),
 }
 """The cause and what to do, as clauses; facts stand in braces, with the words of `GENERAL` if unknown."""

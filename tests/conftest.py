@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import os
+import re
 import shutil
 import signal
 import sys
@@ -25,7 +26,7 @@ import pytest
 import scripts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 
 # Test processes share a few cores, so no thread may spin while it waits. OpenMP's threads took half of
@@ -141,6 +142,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(reason)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Give all tests that only root can run one reason, wherever they find out."""
+    del item
+    report = yield
+    is_skip = report.skipped and isinstance(report.longrepr, tuple) and os.geteuid() != 0
+    if is_skip and re.search(r"\broot\b|/sys/fs/cgroup|kernel's log|mount", report.longrepr[2]):
+        report.longrepr = (str(Path(__file__)), None, f"Skipped: {ONLY_ROOT}")
+    return report
+
+
+ONLY_ROOT: Final = "needs root: hosts, mounts, other users"
+
+
 @functools.cache
 def _missing_here() -> dict[str, str]:
     """Return why tests with these markers cannot run here."""
@@ -152,7 +169,7 @@ def _missing_here() -> dict[str, str]:
     if os.geteuid() == 0:
         missing["unprivileged"] = "root may read and write everything"
     elif os.environ.get("DDPSAFE_REQUIRE_HOSTS") != "1":
-        missing["root"] = "needs root: hosts, mounts, other users"
+        missing["root"] = ONLY_ROOT
     return missing
 
 

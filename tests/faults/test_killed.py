@@ -153,13 +153,16 @@ def test_a_killed_rank_leaves_no_folder_of_sockets(tmp_path: Path) -> None:
         from pathlib import Path
         import ddpsafe, odd_end_programs
         from ddpsafe._stdlib_private import helpers_folder
+        def folders():
+            return {*Path(tempfile.gettempdir()).glob("pymp-*")}
+
         if __name__ == "__main__":
+            before = folders()  # of the tests
             try:
                 fields = {"nproc_per_node": 2, "backend": "gloo", "run_dir": Path.cwd() / "run"}
                 ddpsafe.launch(odd_end_programs.die_with_sockets, **fields)
             except ddpsafe.RankKilledError as error:
-                folders = set(Path(tempfile.gettempdir()).glob("pymp-*"))
-                print(error.rank, folders - {helpers_folder()})  # of the launcher's own fork server
+                print(error.rank, folders() - before - {helpers_folder()})  # of its own fork server
     """
     run = scripts.run(tmp_path, source)
     assert run.lines() == ["1 set()"], run.err
