@@ -158,6 +158,8 @@ class DDPSafeError(Exception):
         previous_attempts: The errors of the earlier attempts, oldest first, if there were any.
         shown_as_json: Whether an uncaught error is printed as a line of JSON, because its launch had
             ``console="json"``.
+        is_quoted: Whether ``str()`` renders only what happened, because the error of the launch, of
+            which this one is the cause, shows the rest.
     """
 
     exit_code: int = 1
@@ -165,6 +167,7 @@ class DDPSafeError(Exception):
     origin: Origin = "own"
     previous_attempts: tuple[DDPSafeError, ...] = ()
     shown_as_json: bool = False
+    is_quoted: bool = False
 
     def __init__(self, explanation: Explanation | str) -> None:
         """Keep the explanation; a plain text becomes one that has only `what`."""
@@ -175,7 +178,7 @@ class DDPSafeError(Exception):
 
     def __str__(self) -> str:
         """Render the explanation."""
-        return str(self.explanation)
+        return self.explanation.what if self.is_quoted else str(self.explanation)
 
     def add_details(self, *lines: str) -> None:
         """Append lines to the details."""

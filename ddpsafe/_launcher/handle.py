@@ -92,7 +92,11 @@ def _rebuild_as_torchs(
     if cls is RankRaisedError:
         raised = None if outcome is None else outcome.raised
         head = f"-- Process {error.rank} terminated with the following error:"
-        what = "" if raised is None else ": ".join(filter(None, (raised.type_name, raised.message)))
+        what = ""
+        if raised is not None:
+            # An error of ddpsafe is shown in full above this line.
+            text = raised.message if raised.explanation is None else raised.explanation.what
+            what = ": ".join(filter(None, (raised.type_name, text)))
         error.torchs_line = f"{head}\n{what}"
         error.msg = f"\n\n{head}\n{'' if raised is None else raised.traceback}"
         return cast("RankFailedError", error)

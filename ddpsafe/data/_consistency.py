@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ddpsafe._errors import Explanation, ranks_text
-from ddpsafe.data._gathering import gather_json
+from ddpsafe.data._gathering import gather_json, group_rank
 from ddpsafe.data._loader.epochs import add_note, describe_index
 from ddpsafe.data._loader.reachable import restored_after_reading
 from ddpsafe.data._loader.sampler_search import find_epoch_holder
@@ -368,7 +368,23 @@ def check_dataset_consistency(
                 fix="leave key= out.",
             )
         )
-    views, report, error = _examine(dataset, probes, key, facts or {})
+    try:
+        return _compare(dataset, probes, key, facts or {}, group)
+    except DatasetInconsistencyError as error:
+        # So the launcher blames a rank that differs, though all ranks raise.
+        error.origin = "own" if group_rank(group) in error.ranks else "mismatch"
+        raise
+
+
+def _compare(
+    dataset: object,
+    probes: int,
+    key: Callable[[int], object] | None,
+    facts: Mapping[str, object],
+    group: ProcessGroup | None,
+) -> str:
+    """Compare the dataset over the ranks; see `check_dataset_consistency`."""
+    views, report, error = _examine(dataset, probes, key, facts)
     reports = gather_json(report, group)
     broken = [rank for rank, report in enumerate(reports) if report["error"]]
     if len(broken) == len(reports) and error is not None:

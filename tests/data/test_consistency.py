@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import random
+import traceback
 from collections import UserList
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from data_programs import Numbers, consistency, consistency_of_pictures, run_ranks
+from data_programs import Numbers, consistency, consistency_of_pictures, refused_pictures, run_ranks
 
+import ddpsafe
 from ddpsafe.data import check_dataset_consistency
 from ddpsafe.data._consistency import DIFFERENCES, UnequalData, stable_text
+from ddpsafe.data.errors import DatasetInconsistencyError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_same_data_below_different_mount_points_is_equal() -> None:
@@ -89,6 +95,26 @@ def test_the_advice_is_about_what_differs(
     difference = UnequalData.of(facts, {**facts, "unordered": 2, "parts": others}, report, report)
     rule = next(rule for rule in DIFFERENCES if rule.holds(difference))
     assert advice in f"{rule.cause} {rule.fix}"
+
+
+def test_an_error_that_all_ranks_raise_is_shown_once(tmp_path: Path) -> None:
+    """A rank that differs is blamed; what to do stands in the launch's error alone, not in its causes."""
+    with pytest.raises(ddpsafe.RankRaisedError) as caught:
+        ddpsafe.launch(
+            refused_pictures,
+            nproc_per_node=3,
+            backend="gloo",
+            start_method="forkserver",
+            run_dir=tmp_path / "run",
+        )
+    shown = "".join(traceback.format_exception(caught.value))
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, DatasetInconsistencyError)
+    assert caught.value.__cause__.ranks == (1,)
+    assert shown.count("number them in a fixed order") == 1
+    assert shown.count("rank 1 of 3 has other data than the rest") == 2  # as the cause, and in full
+    assert "ranks 0 and 2 raised the same error" in shown
+    assert "in refused_pictures" in shown
 
 
 def test_single_process_gets_a_fingerprint_and_keeps_its_random_state() -> None:

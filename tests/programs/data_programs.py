@@ -341,6 +341,11 @@ def consistency_of_pictures(_ctx: ddpsafe.RankContext, faults: list[str]) -> dic
     return found
 
 
+def refused_pictures(ctx: ddpsafe.RankContext) -> None:
+    """Make a loader of a dataset whose labels differ on rank 1."""
+    ctx.loader(Pictures("labels"))
+
+
 def exact_gather(ctx: ddpsafe.RankContext, sizes: list[int]) -> list[bool]:
     """Gather datasets of several sizes; return whether each result is exact."""
     exact = []

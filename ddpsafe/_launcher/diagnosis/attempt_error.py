@@ -18,6 +18,7 @@ from ddpsafe._errors import (
     AttemptTimeoutError,
     BarrierTimeoutError,
     CollectiveTimeoutError,
+    DDPSafeError,
     Explanation,
     FinishTimeoutError,
     LaunchError,
@@ -392,6 +393,8 @@ def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> Laun
     )
     error = RankRaisedError(message, **ended.rank_facts(root), kind=kind)
     error.__cause__ = original_of(raised)
+    if isinstance(error.__cause__, DDPSafeError):
+        error.__cause__.is_quoted = True
     return error
 
 
@@ -818,9 +821,17 @@ def where(outcome: RankOutcome) -> str:
 def other_ranks(outcomes: Iterable[RankOutcome], cause: RootCause) -> list[str]:
     """Return a line for each rank that failed because of the one that broke, or was stopped."""
     because = f"failed because of rank {cause.root.rank}"
-    lines = [
+    mine = None if cause.root.raised is None else cause.root.raised.explanation
+    same = [
+        out.rank
+        for out in cause.collateral
+        if mine is not None and out.raised is not None and out.raised.explanation == mine
+    ]
+    lines = [f"{ranks_text(same)} raised the same error"] if same else []
+    lines += [
         f"rank {out.rank} {'also failed' if is_own_fault(out) else because}: {first_line(out)}"
         for out in cause.collateral[:_SHOWN_RANKS]
+        if out.rank not in same
     ]
     named = (cause.root, *cause.collateral)
     stopped = [out for out in outcomes if out.status == "stopped" and out not in named]
@@ -967,11 +978,24 @@ def original_of(raised: Raised) -> BaseException:
     remote = RemoteTraceback(raised.traceback)
     if raised.payload is None:
         return remote
+    # Python shows the exception right below its traceback.
+    frames = RemoteTraceback(without_message(raised))
     try:
         exc = payload.loads(raised.payload)
     except BaseException:  # noqa: BLE001 - a user's __reduce__ may raise anything, SystemExit too
         return remote
     if not isinstance(exc, BaseException):
         return remote
-    exc.__cause__ = remote
+    exc.__cause__ = frames
     return exc
+
+
+def without_message(raised: Raised) -> str:
+    """Return the traceback of an exception without the text of the exception at its end."""
+    lines = raised.traceback.rstrip().splitlines()
+    last = max((i for i, line in enumerate(lines) if line.startswith('  File "')), default=-1)
+    end = next(
+        (i for i in range(last + 1, len(lines)) if lines[i].startswith(raised.type_name)),
+        len(lines),
+    )
+    return "\n".join(lines[:end]) if last >= 0 else raised.traceback
