@@ -29,7 +29,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 from ddpsafe.data import DataLoader, DistributedSampler, ShardedIterable
 from ddpsafe.data._loader.build import build_loader
 from ddpsafe.data._loader.epochs import EpochBoard, FollowedDataset, NamingDataset
-from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
+from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError, StateMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -779,3 +779,38 @@ def test_the_sample_a_worker_reads_is_recorded() -> None:
         *[(True, None, "the batch that begins with index 7")] * 2,
         (True, None, ""),
     ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_of_a_single_rank_follows_a_dataset_that_grows_and_shrinks(workers: int) -> None:
+    """Its length, and the next pass, are those of torch's loader, as a replay buffer needs it."""
+    dataset = list(range(4))
+    loaders = [
+        kind(dataset, batch_size=2, shuffle=shuffle, num_workers=workers)
+        for kind in (DataLoader, TorchDataLoader)
+        for shuffle in (False, True)
+    ]
+    for n in (4, 7, 5, 1, 12):
+        dataset[:] = range(n)
+        for loader in loaders:
+            assert len(loader) == -(-n // 2)
+            assert sorted(int(x) for batch in loader for x in batch) == list(range(n))
+
+
+def test_a_pass_under_way_keeps_its_order_while_the_dataset_grows() -> None:
+    """The position that is saved in it is continued only over a dataset of the same length."""
+    dataset = list(range(6))
+    loader = DataLoader(dataset, batch_size=2, shuffle=True, seed=3)
+    iterator = iter(loader)
+    first = next(iterator)
+    state = loader.state_dict()
+    dataset.append(6)
+    assert len(loader) == 4
+    rest = [int(x) for batch in iterator for x in batch]
+    assert sorted([*map(int, first), *rest]) == list(range(6))
+    again = DataLoader(dataset, batch_size=2, shuffle=True, seed=3)
+    with pytest.raises(StateMismatchError, match="n"):
+        again.load_state_dict(state)
+    again = DataLoader(dataset[:6], batch_size=2, shuffle=True, seed=3)
+    again.load_state_dict(state)
+    assert [int(x) for batch in again for x in batch] == rest

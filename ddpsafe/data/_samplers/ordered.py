@@ -243,3 +243,20 @@ class LocalSampler(_OrderedSampler):
             pad=True,
             algorithm="torch",
         )
+
+    # As torch's samplers of a single process, it follows a dataset that grows: no other rank has to agree.
+    # A pass under way keeps its order, and so does a position in it.
+
+    def __len__(self) -> int:
+        return len(self.dataset) if self._base == 0 else self.num_samples
+
+    def steps_of_epoch(self, *, batch_size: int, drop_last: bool) -> int:
+        count = len(self.dataset)
+        return count // batch_size if drop_last else -(-count // batch_size)
+
+    def _check_dataset(self) -> None:
+        if self._base:
+            super()._check_dataset()
+        elif len(self.dataset) != self._n:
+            self._n = len(self.dataset)
+            self._measure()
