@@ -49,6 +49,12 @@ ROWS: Final = [
         id="a thread wakes up for every packet",
     ),
     pytest.param(
+        NOTHING._replace(threads={2: ThreadUsage(5 * SECOND, 490, SECOND)}),
+        False,
+        True,
+        id="computes in as many slices as gloo's thread wakes up, on a busy machine",
+    ),
+    pytest.param(
         NOTHING._replace(threads={2: ThreadUsage(SECOND // 20, 490)}),
         False,
         False,
@@ -187,8 +193,8 @@ def is_active_program(program: str, folder: Path, window_s: float = 1.5) -> bool
             before = read_usage([process.pid])[process.pid]
             wait([], window_s)  # the time in which it is measured
             now = read_usage([process.pid])[process.pid]
-            assert before is not None
-            assert now is not None
+            if before is None or now is None:
+                return True  # a process ended while it was read: in doubt a rank is active
             return is_active(before, now, elapsed_s=window_s, has_answered=False)
         finally:
             os.killpg(process.pid, signal.SIGKILL)

@@ -29,6 +29,8 @@ _WAKE_UPS_PER_S: Final = 40.0
 # gloo's thread wakes up every 10 ms, whatever happens; older versions of torch do not name it.
 _GLOO_THREADS: Final = (b"gloo", b"pt_gloo")
 _GLOO_WAKE_UPS_PER_S: Final = (90.0, 102.0)
+# It runs for microseconds each time. A thread that computes on a busy machine may get as many slices.
+_GLOO_CPU_SHARE: Final = 0.02
 # To answer a question, a rank reads torch's recorder and sends it with the stacks of all threads.
 _ANSWER_CPU_S: Final = 1.0
 _ANSWER_BYTES: Final = 4 * 1024 * 1024
@@ -43,10 +45,12 @@ class ThreadUsage(NamedTuple):
     Attributes:
         busy_ns: How long it ran, or was ready to run but had no core: a busy machine gives little.
         wake_ups: How often it was given a core.
+        ran_ns: How long it ran.
     """
 
     busy_ns: int
     wake_ups: int
+    ran_ns: int = 0
 
 
 class Usage(NamedTuple):
@@ -86,7 +90,8 @@ def is_active(before: Usage, now: Usage, *, elapsed_s: float, has_answered: bool
     for tid, thread in now.threads.items():
         old = before.threads.get(tid, nothing)
         rate = (thread.wake_ups - old.wake_ups) / elapsed_s
-        if not least <= rate <= most:
+        ran_s = (thread.ran_ns - old.ran_ns) / 1e9
+        if not least <= rate <= most or ran_s > _GLOO_CPU_SHARE * elapsed_s:
             busy_s += (thread.busy_ns - old.busy_ns) / 1e9
             rates.append(rate)
     spare_s, spare_bytes = (_ANSWER_CPU_S, _ANSWER_BYTES) if has_answered else (0.0, 0)
@@ -154,7 +159,7 @@ def _usage_of(rank: int, family: Sequence[int], stats: Mapping[int, Sequence[str
                 with open(f"/proc/{pid}/task/{tid}/comm", "rb") as file:  # noqa: PTH123 - as above
                     is_of_gloo = file.read().startswith(_GLOO_THREADS)
                 if not is_of_gloo:  # what it transfers is counted as read and written
-                    threads[int(tid)] = ThreadUsage(ran_ns + waited_ns, slices)
+                    threads[int(tid)] = ThreadUsage(ran_ns + waited_ns, slices, ran_ns)
             with open(f"/proc/{pid}/io", "rb") as file:  # noqa: PTH123 - as above
                 lines = dict(line.split(b":") for line in file.read().splitlines())
             io_bytes += sum(int(lines[each]) for each in (b"rchar", b"wchar", b"read_bytes"))
