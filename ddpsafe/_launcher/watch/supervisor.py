@@ -186,17 +186,25 @@ class AttemptWatch:
         elif reason == "done":
             if self._peers is not None:
                 self._peers.let_leave()
+            must_stop = False
+
+            def is_over() -> bool:
+                nonlocal must_stop  # asked once: `must_end` logs what it decides
+                stop = self.stop_request
+                must_stop = must_stop or stop.must_end() or stop.is_overdue()
+                return must_stop
+
             unfinished = let_ranks_leave(
                 self._workers,
                 self._timeouts,
                 clock=self._clock,
                 wait=self._wait,
-                is_over=lambda: self.stop_request.must_end() or self.stop_request.is_overdue(),
+                is_over=is_over,
             )
             warn_of_late_ends(self._workers)
             if unfinished and self.stop_request.is_overdue():
                 reason = "stop-timeout"
-            elif unfinished and not self.stop_request.must_end():
+            elif unfinished and not must_stop:
                 reason = "finish-timeout"
         return Ending(
             reason=reason,
