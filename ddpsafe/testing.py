@@ -247,7 +247,8 @@ def _call_of(item: pytest.Item) -> _Call:
         pytest.fail(f"{item.nodeid} is not marked with ddp", pytrace=False)
     if not isinstance(item, pytest.Function) or issubclass(item.cls or object, unittest.TestCase):
         pytest.fail(
-            f"{item.nodeid}: ddp marks functions and methods of plain classes, not of a TestCase",
+            f"{item.nodeid}: ddp marks functions and methods of plain classes, not of a TestCase; remove "
+            "the base class, as the page 'Turn a distributed TestCase into @pytest.mark.ddp' shows",
             pytrace=False,
         )
     values: dict[str, Any] = {"nproc": 2, "backend": "gloo", "timeout": None}

@@ -24,7 +24,7 @@ else:
 CHECKOUT: Final = Path(__file__).parents[2]
 PAGES: Final = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
 BLOCK: Final = re.compile(
-    r"(?:^<!-- (?P<note>not run: .+|new script) -->\n)?^```python\n(?P<code>.*?)^```$",
+    r"(?:^<!-- (?P<note>not run: [^\n]+|new script) -->\n)?^```python\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 

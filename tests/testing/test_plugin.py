@@ -453,3 +453,13 @@ def _typed(arguments: Sequence[str], folder: Path, *, answers: Sequence[tuple[st
     process.kill()
     process.wait()
     return screen
+
+
+def test_the_page_on_porting_a_test_case_runs(tmp_path: Path) -> None:
+    """Each form of such a class becomes a plain one, with methods, parameters and `setup_method`."""
+    page = (scripts.TESTS.parent / "docs" / "how-to" / "test-case.md").read_text()
+    blocks = re.findall(r"(<!-- not run[^\n]*-->\n)?```python\n(.*?)```", page, re.DOTALL)
+    code = "\n".join(block for left_out, block in blocks if not left_out)
+    assert code.count("@pytest.mark.ddp") == 3
+    printed = _pytest(_project(tmp_path, test_page=code), "-q")
+    assert "5 passed" in printed, printed
