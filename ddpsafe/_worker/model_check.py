@@ -8,6 +8,7 @@ fails. So the names are compared here, with order, shapes, dtypes and `requires_
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -109,13 +110,24 @@ def check_before_ddp(module: nn.Module, options: Mapping[str, Any]) -> None:
         apart = options.get("delay_all_reduce_named_params") or ()
         ignored = {*torch_hooks.ignored_by_ddp(module), *(name for name, _ in apart)}
         entries = list_entries(module, with_buffers=not are_own)
-        require_equal([entry for entry in entries if entry.name not in ignored], group)
+        require_equal(
+            [entry for entry in entries if entry.name not in ignored],
+            group,
+            device=_device_for(group, module),
+        )
 
 
-def require_equal(entries: Sequence[Entry], group: ProcessGroup | None = None) -> None:
+def require_equal(
+    entries: Sequence[Entry], group: ProcessGroup | None = None, *, device: torch.device
+) -> None:
     """Compare what DDP would copy over the ranks of a group; all of them call this.
 
     One small all-gather if all ranks are equal; the rest is exchanged only if they are not.
+
+    Args:
+        entries: What it would copy.
+        group: The group; ``None`` for all ranks.
+        device: Where the tensors of the exchange have to be.
 
     Raises:
         ModelMismatchError: On every rank of the group.
@@ -123,7 +135,6 @@ def require_equal(entries: Sequence[Entry], group: ProcessGroup | None = None) -
     import torch
     import torch.distributed as dist
 
-    device = _device_for(group)
     size = dist.get_world_size(group)
 
     def gather(row: torch.Tensor) -> torch.Tensor:
@@ -173,15 +184,19 @@ def require_equal(entries: Sequence[Entry], group: ProcessGroup | None = None) -
     )
 
 
-def _device_for(group: ProcessGroup | None) -> torch.device:
-    """Return where a small tensor has to be for a collective of this group."""
+def _device_for(group: ProcessGroup | None, module: nn.Module) -> torch.device:
+    """Return where a small tensor has to be for a collective of this group: where DDP's are."""
     import torch
     import torch.distributed as dist
 
     # A CPU backend needs no copy to a device; a group with NCCL only has no CPU backend.
     if "cpu:" in str(dist.get_backend_config(group)):
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    # A script may give the model its GPU without making it current. On the current one, which is the
+    # first for all ranks then, NCCL would find one GPU twice.
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    own = (tensor.device for tensor in tensors if tensor.device.type != "cpu")
+    return next(own, None) or torch.device("cuda", torch.cuda.current_device())
 
 
 def _mismatch(
