@@ -89,15 +89,19 @@ class _TorchFinder(MetaPathFinder):
     def __init__(self, then: Callable[[], object]) -> None:
         self._then = then
         self._pid = os.getpid()
+        self._is_looking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         del path, target
-        if fullname != "torch":
+        if fullname != "torch" or self._is_looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._is_looking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._is_looking = False
         if (
             spec is None or spec.loader is None or os.getpid() != self._pid
         ):  # a fork is not the rank
@@ -107,6 +111,9 @@ class _TorchFinder(MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             with exempt_from_gc(after_script=True):
                 stock(module)
+            # Not before: libraries look whether torch is installed without importing it.
+            with contextlib.suppress(ValueError):
+                sys.meta_path.remove(self)
             self._then()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
