@@ -366,14 +366,14 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
                 if ending.reason == "done":
                     limit += config.timeouts.shutdown
                 longest: timedelta | None = limit
-                if ending.reason == "done" and error is None:
+                is_good = ending.reason == "done" and error is None
+                if is_good:
                     # What the ranks of other nodes still do is part of the job.
                     finish = config.timeouts.finish
                     longest = None if finish is None else limit + finish
                 nodes.wait_until(
                     lambda connected: (
-                        nodes.ended.issuperset(connected)
-                        or (longest is None and is_order(inbox.received))
+                        nodes.ended.issuperset(connected) or (is_good and is_order(inbox.received))
                     ),
                     Deadline.after(longest),
                 )

@@ -484,6 +484,15 @@ class NodeRendezvous:
         addresses = _without_loopback(resolved)
         interfaces = list_interfaces()
         if self._endpoint.is_loopback:  # as in torchrun's examples: all nodes are on this host
+            if self._asked_interface not in (None, "lo"):
+                what = (
+                    f"rendezvous.interface={self._asked_interface!r} has no effect with the endpoint "
+                    f"{self._endpoint}, which is on each host itself."
+                )
+                fix = (
+                    "use an address of that interface as the endpoint, or leave the interface out."
+                )
+                raise ConfigError(Explanation(what, fix=fix))
             addresses = resolved
             self.address = resolved[0]
             logger.warning(

@@ -291,7 +291,7 @@ def let_ranks_leave(
         What ranks had not finished when their time was over, by rank.
     """
     shutdown = Deadline.after(timeouts.shutdown, clock=clock)
-    finish = Deadline.after(timeouts.finish, clock=clock)
+    finish: dict[int, Deadline] = {}  # of each rank, from when only the script's own code runs
     next_step = Deadline.after(_ASK_THREADS_AFTER, clock=clock)
     has_asked = False
     stuck: set[int] = set()
@@ -310,8 +310,12 @@ def let_ranks_leave(
         waited_for = [each for each in alive if each.rank not in stuck]
         if not waited_for:
             return {}
-        if finish.expired() or is_over():
-            return {each.rank: _what_runs(each) for each in waited_for if each.is_finishing}
+        for worker in waited_for:
+            if worker.is_finishing:
+                finish.setdefault(worker.rank, Deadline.after(timeouts.finish, clock=clock))
+        finishing = [each for each in waited_for if each.rank in finish]
+        if is_over() or any(finish[each.rank].expired() for each in finishing):
+            return {each.rank: _what_runs(each) for each in finishing}
         if next_step.expired():
             for worker in waited_for:
                 if has_asked:
@@ -320,7 +324,7 @@ def let_ranks_leave(
                         "waits for %s%s",
                         worker.rank,
                         worker.pid,
-                        finish.waited_s(),
+                        shutdown.waited_s(),
                         _what_runs(worker),
                         _what_then(worker, timeouts),
                     )
@@ -329,8 +333,10 @@ def let_ranks_leave(
             pause = _ASK_THREADS_AGAIN_AFTER if has_asked else _THREADS_ANSWER
             next_step = Deadline.after(pause, clock=clock)
             has_asked = not has_asked
-        limit = next_step.earlier(finish)
-        wait((limit if shutdown.expired() else limit.earlier(shutdown)).remaining_s())
+        limit = next_step if shutdown.expired() else next_step.earlier(shutdown)
+        for worker in finishing:
+            limit = limit.earlier(finish[worker.rank])
+        wait(limit.remaining_s())
 
 
 def warn_of_late_ends(workers: Sequence[Worker]) -> None:
