@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -202,14 +203,25 @@ def clean_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     }
 
 
+def joined_mark(rank: int, env: Mapping[str, str]) -> str:
+    """Return the value of `JOINED` in a rank that joins with these variables."""
+    return f"{rank} {os.getpid()} {_place_in(env)}"
+
+
+def _place_in(env: Mapping[str, str]) -> str:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID")
+    return json.dumps([env.get(name) for name in names])
+
+
 def require_not_inherited(env: Mapping[str, str]) -> None:
     """Check that this process has not inherited the place of a rank that has joined its group.
 
     Raises:
         ConfigError: It has.
     """
-    rank, _, pid = env.get(JOINED, "").partition(" ")
-    if not pid or pid == str(os.getpid()):
+    rank, pid, place = [*env.get(JOINED, "").split(" ", 2), "", "", ""][:3]
+    # A launcher that the rank has started gives its own ranks other places.
+    if not pid or pid == str(os.getpid()) or place != _place_in(env):
         return
     what = (
         f"this process (pid {os.getpid()}) was started by rank {rank} (pid {pid}) and has its variables "

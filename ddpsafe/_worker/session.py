@@ -12,7 +12,7 @@ from ddpsafe._clock import Deadline
 from ddpsafe._worker import context, model_check, pending_exception, process_group, torch_hooks
 from ddpsafe._worker.stop_signals import protect_torchs_helper
 from ddpsafe._worker.store_sync import Control, FolderStore
-from ddpsafe._world import JOINED, World, find_world, loopback_interfaces
+from ddpsafe._world import JOINED, World, find_world, joined_mark, loopback_interfaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -210,5 +210,5 @@ def open_fresh_store(spec: RankSpec) -> Store:
     else:
         store = dist.PrefixStore(name, _client(spec.store_place, "groups"))
     store.set_timeout(spec.timeouts.rendezvous)
-    os.environ[JOINED] = f"{spec.world.rank} {os.getpid()}"
+    os.environ[JOINED] = joined_mark(spec.world.rank, os.environ)
     return store

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
 import scripts
 
-from ddpsafe import clean_environment
-from ddpsafe._world import JOINED
+from ddpsafe import ConfigError, clean_environment
+from ddpsafe._world import JOINED, joined_mark, require_not_inherited
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,6 +73,28 @@ def test_a_worker_that_joins_when_its_script_is_imported_is_explained(tmp_path: 
     assert "DataLoader worker 0" in run.err
     assert "the last error on this rank's stderr: ddpsafe.ConfigError: this process (pid" in run.err
     assert "join the group under" in run.err
+
+
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [
+        ({}, True),
+        ({"RANK": "1"}, False),
+        ({"MASTER_PORT": "29501"}, False),
+        ({"RANK": None}, False),
+    ],
+)
+def test_only_the_same_place_is_refused(
+    change: dict[str, str | None], monkeypatch: pytest.MonkeyPatch, *, is_refused: bool
+) -> None:
+    """A rank may start a launcher, as torchrun for an evaluation, whose ranks have places of their own."""
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h0", "MASTER_PORT": "29500"}
+    env[JOINED] = joined_mark(0, env)
+    env = {name: text for name, text in {**env, **change}.items() if text is not None}
+    require_not_inherited(env)  # this process is the rank itself
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    with pytest.raises(ConfigError) if is_refused else nullcontext():
+        require_not_inherited(env)
 
 
 def test_a_clean_environment_keeps_what_gives_no_place() -> None:

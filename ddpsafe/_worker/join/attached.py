@@ -33,7 +33,7 @@ from ddpsafe._worker.join.joining import (
     place_of,
 )
 from ddpsafe._worker.session import enter, find_current
-from ddpsafe._world import JOINED, World, find_world, require_not_inherited
+from ddpsafe._world import JOINED, World, find_world, joined_mark, require_not_inherited
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -250,7 +250,7 @@ def _enter(
         return join_launch(current, resolved.backend), True
     require_data_paths(resolved.data_paths)
     member = join_job(place_of(rank, world_size), resolved)
-    environment.borrow({JOINED: f"{member.rank} {os.getpid()}"})
+    environment.borrow({JOINED: joined_mark(member.rank, os.environ)})
     _joined_with = resolved
     return member, True
 
