@@ -139,10 +139,11 @@ def run_as_main(name: str, *, alter_argv: bool = True) -> None:
     runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
-def end_as_interpreter() -> None:
+def end_as_interpreter(after_threads: Callable[[], object] = lambda: None) -> None:
     """Before `os._exit`, join the threads and run `atexit` functions, in the interpreter's order."""
     with contextlib.suppress(Exception):
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
+        after_threads()
         atexit._run_exitfuncs()  # noqa: SLF001
 
 

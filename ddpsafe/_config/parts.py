@@ -85,7 +85,7 @@ class Timeouts(Part):
     )
     finish: Duration | None = Field(
         default=None,
-        description="From the last rank's return, for what the function left running: threads, "
+        description="From when a rank has left its process group, for what its function left running: threads, "
         "executors, exit functions (atexit), queues: FinishTimeoutError. None: as long as it takes; a "
         "warning names what the launcher waits for.",
         examples=['"10min"', "None"],

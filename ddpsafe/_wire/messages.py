@@ -70,7 +70,13 @@ class LivingThreads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finishing:
-    """The rank has left the group. What it still does is the script's: threads and exit functions."""
+    """The rank has left the group. What it still does is the script's: threads and exit functions.
+
+    Attributes:
+        has_threads: Whether it waits for threads; false once only exit functions are left.
+    """
+
+    has_threads: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -322,9 +322,9 @@ class Reporter:
         """Report where the rank keeps checkpoints."""
         self._sender.send(CheckpointFolder(path=path))
 
-    def finishing(self) -> None:
-        """Report that what still runs is the script's own."""
-        self._sender.send(Finishing())
+    def finishing(self, *, has_threads: bool) -> None:
+        """Report that what still runs is the script's own: its threads, and then its exit functions."""
+        self._sender.send(Finishing(has_threads=has_threads))
 
     def living_threads(self) -> None:
         """Report which threads keep this process alive."""
@@ -427,8 +427,8 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
     from ddpsafe._worker import session
 
     session.leave(Deadline.after(spec.timeouts.barrier))
-    reporter.finishing()
-    end_as_interpreter()
+    reporter.finishing(has_threads=True)
+    end_as_interpreter(after_threads=lambda: reporter.finishing(has_threads=False))
     _flush()
     os._exit(0)
 

@@ -134,3 +134,36 @@ def test_a_slow_exit_handler_is_reported_as_one(
     waits = next(line for line in caplog.messages if line.startswith("rank "))
     assert "it waits for exit handlers (atexit)" in waits
     assert "MainThread" not in waits
+
+
+@pytest.mark.full(but=["thread-SIGKILL--"])
+@pytest.mark.parametrize(
+    ("where", "how", "error", "code"),
+    [
+        ("thread", "SIGKILL", ddpsafe.RankKilledError, 137),
+        ("thread", "SIGSEGV", ddpsafe.RankKilledError, 139),
+        ("thread", "_exit", ddpsafe.RankExitedError, 9),
+        ("exit", "SIGKILL", ddpsafe.RankKilledError, 137),
+        ("exit", "_exit", ddpsafe.RankExitedError, 9),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_rank_that_dies_in_what_it_left_running_has_failed(
+    tmp_path: Path, where: str, how: str, error: type[ddpsafe.RankFailedError], code: int
+) -> None:
+    """An upload that the kernel kills is lost, although the function has returned."""
+    failed = World(folder=tmp_path).launch_fails(error, programs.die_later, where, how)
+    assert (failed.rank, failed.exit_code) == (1, code)
+    assert "while leaving" in str(failed)
+    assert failed.outcomes[0].status == "returned"
+
+
+@pytest.mark.full
+def test_a_crash_in_the_exit_function_of_a_library_is_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Libraries that take themselves down crash there; the work is done, and one line says so."""
+    with caplog.at_level(logging.WARNING):
+        result = World(folder=tmp_path).launch(programs.die_later, "exit", "SIGSEGV")
+    assert result.values == {0: 0, 1: 1}
+    assert "rank 1 was killed by SIGSEGV after it had returned" in caplog.text

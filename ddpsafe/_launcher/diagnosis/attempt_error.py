@@ -418,6 +418,8 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
             likely, fix = _BY_KIND[kind]
             if kind == "user-error":
                 likely, fix = _ON_THE_GPU
+    if root.phase == "leaving":
+        how += " in what its function had left running (a thread, a queue, an exit function)"
     details = [*last_output(root), *other_ranks(ended.outcomes.values(), cause)]
     if number == signal.SIGABRT:  # gloo aborts if the ranks pass different shapes
         details += handled_errors(_first(root, ended))
@@ -456,6 +458,9 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
             logs=ended.log_of(root),
         )
         return RankExitedError(message, **ended.rank_facts(root), exit_code=1)
+    elif root.phase == "leaving":
+        likely = "a thread or an exit function (atexit) that the function had left running called os._exit()"
+        fix = "let it raise or return; what a rank does after its function is part of the job."
     elif root.phase == "starting":
         likely = "the script failed while the new process imported it; its output is above"
         fix = "fix the error in the traceback above; a rank imports the script from its first line."
@@ -471,7 +476,8 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         at = f" at {raised.where}" if raised.where else ""
         likely, fix = likely.format(at=at), fix.format(pid=root.pid, host=root.hostname)
     message = Explanation(
-        f"{ended.name(root)} exited with code {code} before its function returned, "
+        f"{ended.name(root)} exited with code {code} "
+        f"{'after' if root.phase == 'leaving' else 'before'} its function returned, "
         f"{ended.place(root, 'user-error')}.",
         cause=likely,
         fix=fix,

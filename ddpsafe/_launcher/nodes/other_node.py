@@ -54,6 +54,7 @@ from ddpsafe._launcher.watch.hang_detection import StderrWatch
 from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._launcher.watch.supervisor import (
     Ending,
+    EndReason,
     has_failed,
     let_ranks_leave,
     warn_of_late_ends,
@@ -187,9 +188,11 @@ class Participant:
                         worker.relay = None
                     end_ranks(workers)
                 outcomes = {worker.rank: worker.outcome() for worker in workers}
-            if unfinished and not self._is_over():
+            has_broken = any(worker.broke_late for worker in workers)
+            if (unfinished or has_broken) and not self._is_over():
                 ended = self._ended(outcomes)
-                ending = replace(ended.ending, reason="finish-timeout", unfinished=unfinished)
+                reason: EndReason = "finish-timeout" if unfinished else "failed"
+                ending = replace(ended.ending, reason=reason, unfinished=unfinished)
                 raise make_error(replace(ended, ending=ending))  # noqa: TRY301 - reported like any other
             did = "could not load what its ranks returned"
             if self._may_leave or (self._result is not None and self._result.name == _PREEMPTED):

@@ -154,6 +154,7 @@ class RankState:
         reading: What was found out about it when the attempt ended and the ranks were asked.
         native: What native code wrote before it ended the process.
         is_finishing: Whether all that still runs in it is the script's own.
+        has_threads: Whether threads of the script may be part of that, or only exit functions.
         living_threads: Its last answer to `ask_threads`.
         checkpoint_folders: Its checkpoint folders, which the ranks of all nodes have to see.
         stop: The state of a request to stop.
@@ -175,7 +176,7 @@ class RankState:
         self.before: BeforeFirstEnd | None = None
         self.reading: RankReading | None = None
         self.native: NativeError | None = None
-        self.is_finishing = False
+        self.is_finishing, self.has_threads = False, True
         self.living_threads: LivingThreads | None = None
         self.checkpoint_folders: set[str] = set()
         self.stop = StopState(send)
@@ -222,7 +223,7 @@ class RankState:
             new = last[0].then(message, now_ns) if last else Sighting(message, now_ns, now_ns)
             self.sightings = (*last, new)
         elif isinstance(message, Finishing):
-            self.is_finishing = True
+            self.is_finishing, self.has_threads = True, message.has_threads
         elif isinstance(message, LivingThreads):
             self.living_threads = message
         elif isinstance(message, CheckpointFolder):
@@ -384,6 +385,15 @@ class Worker(RankState):
         """Whether one of `_CRASHES` ended it."""
         return self.exitcode is not None and -self.exitcode in _CRASHES
 
+    @property
+    def broke_late(self) -> bool:
+        """Whether it died in what its function had left running, which is part of the job.
+
+        A crash in exit functions is left out: it is mostly of a library that takes itself down.
+        """
+        died = bool(self.exitcode) and self.is_finishing and not self.is_being_ended
+        return died and (self.has_threads or not self.crashed)
+
     def error_text(self) -> str:
         """Return what it wrote to stderr."""
         return read_log(self.spec.logs.stderr)
@@ -482,6 +492,8 @@ class Worker(RankState):
         )
 
     def _status(self) -> Status:
+        if self.broke_late:
+            return "killed" if (self.exitcode or 0) < 0 else "exited"
         if self.returned is not None:
             return "returned"
         # A rank may be killed while it handles an exception that would not have ended it.

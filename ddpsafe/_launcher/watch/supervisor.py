@@ -206,6 +206,8 @@ class AttemptWatch:
                 reason = "stop-timeout"
             elif unfinished and not must_stop:
                 reason = "finish-timeout"
+            elif not must_stop and any(worker.broke_late for worker in self._workers):
+                reason = "failed"
         return Ending(
             reason=reason,
             unfinished=unfinished,
@@ -343,7 +345,8 @@ def warn_of_late_ends(workers: Sequence[Worker]) -> None:
     """Warn of ranks that broke after their function had returned: no failure, but something to know."""
     for worker in workers:
         code = worker.exitcode
-        if worker.returned is not None and code and not worker.is_being_ended:
+        is_late = worker.returned is not None and not worker.is_being_ended
+        if is_late and code and not worker.broke_late:
             logger.warning(
                 "rank %d %s after it had returned, in an exit function or in the end of a library; its "
                 "return value is kept (with run_dir=, so is its log)",
