@@ -16,11 +16,13 @@ import linecache
 import os
 import re
 import signal
+import sys
 import sysconfig
 import traceback
 from collections import Counter
 from dataclasses import dataclass
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -28,8 +30,7 @@ from ddpsafe._errors import DDPSafeError, signal_name
 from ddpsafe._wire.foreign_texts import find_peer_text, find_signal_of_worker, is_of_a_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-    from multiprocessing.process import BaseProcess
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from types import FrameType, TracebackType
 
     from ddpsafe._errors import Origin
@@ -66,6 +67,7 @@ def where_of(tb: TracebackType | None) -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
 
 
+_MAX_HELD: Final = 200
 _BY_SIGNAL: Final = 128
 _DATALOADER: Final = "torch/utils/data/dataloader.py"
 _PREPOSITIONS: Final = {"send": "to", "isend": "to", "recv": "from", "irecv": "from"}
@@ -191,7 +193,30 @@ def signal_that_ended_a_child(exc: BaseException) -> int:
         signum = find_signal_of_worker(line_of(each, MAX_MESSAGE))
         if signum:
             return signum
-    return 0
+    return next((-code for code in _exit_codes_in(exc) if code < 0), 0)
+
+
+def _exit_codes_in(exc: BaseException) -> Iterator[int]:
+    """Yield the exit codes of the processes that the frames of an exception hold, as of a decoder.
+
+    The exception may be the script's own: "the decoder has closed its pipe".
+    """
+    programs = getattr(
+        sys.modules.get("subprocess"), "Popen", ()
+    )  # none, if it has not been imported
+    for each in _chain_of(exc):
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            held = [*frame.f_locals.values()]
+            held += vars(held[0]).values() if held and hasattr(held[0], "__dict__") else []
+            for value in held[:_MAX_HELD]:
+                code: object = None
+                with contextlib.suppress(Exception):  # of a class that overrides them
+                    if isinstance(value, programs):
+                        code = value.poll()
+                    elif isinstance(value, BaseProcess):
+                        code = value.exitcode
+                if isinstance(code, int):
+                    yield code
 
 
 def is_point_to_point(function: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sysconfig
 from pathlib import Path
 from typing import Final
@@ -11,7 +13,7 @@ import pytest
 import ddpsafe
 from ddpsafe import PreflightError
 from ddpsafe._launcher.uncaught import presentable
-from ddpsafe._wire.exception_facts import find_own_files, is_library
+from ddpsafe._wire.exception_facts import find_own_files, is_library, signal_that_ended_a_child
 
 OURS: Final = str(Path(ddpsafe.__file__).parent)
 STDLIB: Final = sysconfig.get_path("stdlib")
@@ -79,3 +81,36 @@ def test_a_cause_keeps_its_traceback_if_a_line_may_be_the_users(
 def test_the_users_files_are_found_in_a_stack(files: tuple[str, ...], own: tuple[str, ...]) -> None:
     """They are those outside the libraries; if there are none, the package that was called first."""
     assert find_own_files(files) == set(own)
+
+
+class Decoder:
+    """An object that owns a program, as a reader of videos does."""
+
+    def __init__(self, signum: int) -> None:
+        """Start a program, and end it."""
+        self.program = subprocess.Popen(["sleep", "60"])
+        self.program.send_signal(signum)
+        self.program.wait()
+
+    def read(self) -> None:
+        """Fail in words of its own."""
+        raise RuntimeError("the decoder has closed its pipe")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_program_that_died_of_a_signal_is_found_where_the_exception_was_raised(
+    signum: signal.Signals,
+) -> None:
+    """The exception is the script's own, and says nothing of a signal."""
+    with pytest.raises(RuntimeError) as caught:
+        Decoder(signum).read()
+    assert signal_that_ended_a_child(caught.value) == signum
+
+
+def test_a_program_that_is_running_ended_of_no_signal() -> None:
+    """It is one of the frame's values, too."""
+    with subprocess.Popen(["sleep", "60"]) as program:
+        with pytest.raises(ZeroDivisionError) as caught:
+            1 / 0  # noqa: B018 - raises
+        assert signal_that_ended_a_child(caught.value) == 0
+        program.kill()
