@@ -278,7 +278,8 @@ def test_a_stopped_launcher_receives_a_bounded_number_of_signs_of_life(
         return Leave() in heard
 
     wait_until(has_all)
-    assert _MAX_UNANSWERED_BEATS <= len(heard) <= 2 * _MAX_UNANSWERED_BEATS + 1
+    # Each sign of life of the other side allows for as many again: its answer to the first, and its beats.
+    assert _MAX_UNANSWERED_BEATS <= len(heard) <= 5 * _MAX_UNANSWERED_BEATS
 
 
 def test_the_end_of_a_silent_launcher_is_not_an_answer(
