@@ -184,11 +184,11 @@ class Participant:
                             is_over=self._is_over,
                         )
                         warn_of_late_ends(workers)
+                    has_broken = any(worker.broke_late for worker in workers)
                     for worker in workers:
                         worker.relay = None
                     end_ranks(workers)
                 outcomes = {worker.rank: worker.outcome() for worker in workers}
-            has_broken = any(worker.broke_late for worker in workers)
             if (unfinished or has_broken) and not self._is_over():
                 ended = self._ended(outcomes)
                 reason: EndReason = "finish-timeout" if unfinished else "failed"
