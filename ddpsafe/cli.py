@@ -369,7 +369,9 @@ def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
     for names in ("--master-addr", "--master-port"):
         _add_both(parser, names, metavar="VALUE", help=argparse.SUPPRESS)
     for names in TORCHRUN_NOTED:
-        _add_both(parser, names, metavar="VALUE", help=argparse.SUPPRESS)
+        # Another class that writes logs would have to be torch's; its default is the one that we replace.
+        choices = ["default"] if names == "--logs-specs" else None
+        _add_both(parser, names, metavar="VALUE", choices=choices, help=argparse.SUPPRESS)
     _add_both(parser, "--virtual-local-rank", action="store_true", help=argparse.SUPPRESS)
     # Optional for argparse: without a script, the command prints an error with an example.
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the script of each rank")

@@ -25,7 +25,7 @@ import pytest
 import scripts
 
 import ddpsafe
-from ddpsafe._launcher.watch.console import Console, _Tail, shown_log
+from ddpsafe._launcher.watch.console import Console, _Tail, shown_log, tag_of
 from ddpsafe._launcher.watch.signals import open_inbox
 from ddpsafe._logging import is_json
 from ddpsafe._world import World
@@ -727,3 +727,22 @@ def test_quiet_hides_notes_and_warnings_only(tmp_path: Path) -> None:
     assert "RankRaisedError" in run.err
     assert "trying again" not in run.err
     assert "has no effect" not in run.err
+
+
+@pytest.mark.parametrize(
+    ("template", "tag"),
+    [
+        (None, "[rank 3] "),
+        ("[rank${rank}]: ", "[rank3]: "),
+        ("${role_name}/${local_rank}> ", "default/1> "),
+        ("${unknown} $", "${unknown} $"),
+    ],
+)
+def test_a_line_begins_as_the_template_of_torchrun_says(
+    template: str | None, tag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scripts that read the output of torchrun set it; text that is not a variable stays."""
+    monkeypatch.delenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", raising=False)
+    if template is not None:
+        monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", template)
+    assert tag_of(3, 1) == tag

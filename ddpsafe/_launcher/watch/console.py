@@ -13,6 +13,7 @@ import os
 import queue
 import re
 import shutil
+import string
 import sys
 import threading
 import time
@@ -165,7 +166,7 @@ class _Tail:
                 return
 
     def _tag(self) -> str:
-        return f"[rank {self._world.rank}] " if self._form == "tagged" else ""
+        return tag_of(self._world.rank, self._world.local_rank) if self._form == "tagged" else ""
 
     def _rest_of(self, line: str) -> str:
         """Return what of a line is not shown yet, with the rank's tag at its beginning."""
@@ -381,6 +382,15 @@ class Console:
 
 _open_consoles: Final[list[Console]] = []
 
+_TEMPLATE: Final = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+"""Variable by which users of torchrun choose what stands in front of a line; see its documentation."""
+
+
+def tag_of(rank: int, local_rank: int) -> str:
+    """Return what stands in front of a line of a rank where every line is tagged."""
+    template = string.Template(os.environ.get(_TEMPLATE, "[rank ${rank}] "))
+    return template.safe_substitute(role_name="default", rank=rank, local_rank=local_rank)
+
 
 def is_drawn_on(stream: TextIO | None) -> bool:
     """Return whether lines on a stream can be redrawn: it is a terminal that supports that."""
@@ -404,7 +414,7 @@ def terminal_variables(show: str, rank: int, given: Mapping[str, str]) -> dict[s
     if not (is_drawn_on(sys.stdout) and is_drawn_on(sys.stderr)):
         return {}
     columns, _ = _size()
-    tag = len(f"[rank {rank}] ") if show == "tagged" else 0
+    tag = len(tag_of(rank, rank)) if show == "tagged" else 0
     found = {"COLUMNS": str(max(20, columns - tag - 1))}
     if show == "rank-zero":
         # For rich since 14.1. With several ranks, lines are shown and not what each of them draws.
