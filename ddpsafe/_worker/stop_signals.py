@@ -43,6 +43,7 @@ _END_WITHIN_S: Final = 5.0
 _TORCH_SIGNALS: Final = "torch.utils.data._utils.signal_handling"
 _ACTION_BYTES: Final = 512  # more than any platform's `struct sigaction`
 _PR_SET_PDEATHSIG: Final = 1
+_BY_SIGNAL: Final = 128
 
 
 class StopSignals:
@@ -102,6 +103,9 @@ class StopSignals:
             os.kill(self._pid, signal.SIGTERM)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
+            # The default action has no effect on the first process of a container. Nothing is flushed: the
+            # main thread may hold the lock of a stream.
+            os._exit(_BY_SIGNAL + signal.SIGTERM)
         before = self._before[signal.Signals(signum)]
         is_noted = self._is_open and os.getpid() == self._pid
         if is_noted and self.noted is None:
