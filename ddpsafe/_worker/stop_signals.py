@@ -174,12 +174,21 @@ def _end_helper(pid: int) -> None:
     """Tell a child that has been sent SIGTERM by ``terminate()`` that its owner meant to end it."""
     if not _reacts(pid, END, "SigCgt", "SigBlk"):
         return
-    with contextlib.suppress(OSError, AttributeError):  # it has ended; or this system has no pidfds
+    pidfd = None
+    with contextlib.suppress(OSError, AttributeError):  # this system has no pidfds
         pidfd = os.pidfd_open(pid)
         os.kill(pid, END)
-        threading.Thread(
-            target=_kill_if_stuck, args=(pid, pidfd), name="ddpsafe-end", daemon=True
-        ).start()
+    if pidfd is None:
+        return
+    thread = threading.Thread(
+        target=_kill_if_stuck, args=(pid, pidfd), name="ddpsafe-end", daemon=True
+    )
+    try:
+        thread.start()
+    with contextlib.suppress(OSError):  # it has ended
+    except RuntimeError:
+        # From Python 3.12 on, no thread starts while the interpreter ends; or the limit is reached.
+        _kill_if_stuck(pid, pidfd)
 
 
 def _kill_if_stuck(pid: int, pidfd: int) -> None:
@@ -206,6 +215,8 @@ def _reacts(pid: int, signum: int, *fields: str) -> bool:
 
 
 class _Helper:
+            if name == "State" and value.split()[0] in {"Z", "X"}:  # ended, but not reaped yet
+                return False
     """What a child gets with its `Process` object; a new interpreter prepares itself when it unpickles this."""
 
     def __reduce__(self) -> tuple[Any, ...]:
