@@ -261,8 +261,6 @@ def _do_as_owner(signum: int, frame: FrameType | None) -> None:
     owner = multiprocessing.parent_process()
     if owner is None or not _reacts(owner.pid or 0, signum, "SigCgt", "SigIgn", "SigBlk"):
         act_by_default(signum, None)
-    # The signal does not come again if the owner ends without having ended this process.
-    set_death_signal(signum)
 
 
 def _end(signum: int, frame: FrameType | None) -> None:
@@ -280,6 +278,9 @@ def _replace_torchs() -> None:
     the signal, else with exit code 0, which torch's own check of dead workers ignores. For END it is right.
     """
     libc = ctypes.CDLL(None)
+    # The signal does not come again if the owner ends without having ended this process. Set first: an
+    # owner that ends before that has ended when it is looked at.
+    set_death_signal(signum)
     action = ctypes.create_string_buffer(_ACTION_BYTES)
     if libc.sigaction(int(signal.SIGTERM), None, action) == 0:
         libc.sigaction(END, action, None)
