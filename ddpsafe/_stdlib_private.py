@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Executor
     from contextlib import AbstractContextManager
     from multiprocessing.process import BaseProcess
@@ -66,20 +66,18 @@ def name_semaphores(prefix: str) -> None:
     _config()["semprefix"] = prefix
 
 
-def pass_to_children(key: str, mark: object) -> bool:
-    """Give a mark to the children that `multiprocessing` starts here, which unpickle it unless forked.
-
-    Returns:
-        Whether this process had not done that yet.
-    """
-    config = _config()
-    is_new = key not in config
-    config[key] = mark
-    return is_new
+def pass_to_children(key: str, mark: object) -> None:
+    """Give a mark to the children that `multiprocessing` starts here, and to theirs in turn."""
+    _config()[key] = mark
 
 
-def before_own_code(key: str, then: Callable[[bool], None]) -> None:
-    """Call `then` in each child of `multiprocessing` before its own code: whether its parent passed `key`.
+def withhold_from_child(process: BaseProcess, key: str) -> None:
+    """Keep a child that has not started yet from getting a mark of `pass_to_children`."""
+    getattr(process, "_config", {}).pop(key, None)
+
+
+def before_own_code(then: Callable[[Mapping[str, Any]], None]) -> None:
+    """Call `then` with its marks in each child of `multiprocessing`, before the child's own code.
 
     It has to be called in the child if that is a new interpreter, else in its parent.
     """
@@ -89,14 +87,19 @@ def before_own_code(key: str, then: Callable[[bool], None]) -> None:
         return
 
     def bootstrap(self: BaseProcess, *args: Any, **kwargs: Any) -> Any:
-        then(key in getattr(self, "_config", ()))
+        then(getattr(self, "_config", {}))
         return stock(self, *args, **kwargs)
 
     base._bootstrap = bootstrap  # noqa: SLF001
 
 
-def around_start(around: Callable[[str | None], AbstractContextManager[None]]) -> None:
-    """Start each child of `multiprocessing` inside of ``around(start method)``."""
+def around_start(
+    around: Callable[[str | None, dict[str, Any]], AbstractContextManager[None]],
+) -> None:
+    """Start each child of `multiprocessing` inside of ``around(start method, marks of the child)``.
+
+    A child that is not forked unpickles its marks.
+    """
     base = multiprocessing.process.BaseProcess
     stock = base.start
     if stock.__module__ == __name__:
@@ -104,7 +107,7 @@ def around_start(around: Callable[[str | None], AbstractContextManager[None]]) -
 
     def start(self: BaseProcess) -> None:
         method = getattr(self, "_start_method", None) or multiprocessing.get_start_method()
-        with around(method):
+        with around(method, getattr(self, "_config", {})):
             stock(self)
 
     base.start = start  # type: ignore[method-assign]

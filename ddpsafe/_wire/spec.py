@@ -26,6 +26,8 @@ _READ_BYTES: Final = 1 << 20
 MARKER: Final = "DDPSAFE_LAUNCH_ID"
 """The environment variable by which a rank's processes are found."""
 
+HELPER: Final = "ddpsafe-helper"
+"""Marks what a rank has started through `multiprocessing`, except the ranks of a launch of its own."""
 
 SAFE_PATH: Final = ("PYTHONSAFEPATH", "ddpsafe")
 """A variable that makes Python 3.11 and later import nothing from the current directory, with a value of

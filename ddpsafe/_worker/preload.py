@@ -10,7 +10,7 @@ import signal
 
 from ddpsafe._wire import payload
 from ddpsafe._worker import context, entrypoint, process_group, session, torch_hooks
-from ddpsafe._worker.stop_signals import END, STOP_SIGNALS, receive_signals_in_children
+from ddpsafe._worker.stop_signals import STOP_SIGNALS, hold_in_server
 
 __all__ = [
     "context",
@@ -42,10 +42,9 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 # with the server that forked them, so the server ignores these signals until the ranks have saved.
 # The signals are blocked too: one that reaches a child between its fork and its own code is then
 # delivered there, while an ignored one would be lost.
-signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, END])
+hold_in_server()
 for _signum in STOP_SIGNALS:
     signal.signal(_signum, signal.SIG_IGN)
-receive_signals_in_children()
 
 
 def _restore_signals() -> None:

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe import _stdlib_private
 from ddpsafe._host import act_by_default, end_by_signal
+from ddpsafe._wire.spec import HELPER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from types import FrameType
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
@@ -37,13 +38,14 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 END: Final = int(signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2)
 """Sent to a helper after SIGTERM by its owner's ``terminate()``."""
 
+_HELD_BACK: Final = frozenset({*map(int, STOP_SIGNALS), END})
 # A helper that does not get to Python code, such as one that is locked up in a library since the fork, cannot
 # run the handler of END. Without ddpsafe SIGTERM would have ended it at once.
 _END_WITHIN_S: Final = 5.0
 _TORCH_SIGNALS: Final = "torch.utils.data._utils.signal_handling"
+_BY_SIGNAL: Final = 128
 _ACTION_BYTES: Final = 512  # more than any platform's `struct sigaction`
 _PR_SET_PDEATHSIG: Final = 1
-_BY_SIGNAL: Final = 128
 
 
 class StopSignals:
@@ -101,11 +103,11 @@ class StopSignals:
             # Python's signal.signal works in the main thread only. None is SIG_DFL.
             ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
             os.kill(self._pid, signal.SIGTERM)
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
             # The default action has no effect on the first process of a container. Nothing is flushed: the
             # main thread may hold the lock of a stream.
             os._exit(_BY_SIGNAL + signal.SIGTERM)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
         before = self._before[signal.Signals(signum)]
         is_noted = self._is_open and os.getpid() == self._pid
         if is_noted and self.noted is None:
@@ -131,15 +133,20 @@ def prepare_helpers() -> None:
         "/proc/self/status"
     ).exists():  # a helper reads there what the signal does to its owner
         return
-    if _stdlib_private.pass_to_children(_KEY, _Helper()):
-        receive_signals_in_children()
-        _stdlib_private.around_start(_signals_blocked)
-        _stdlib_private.after_terminate(_end_helper)
+    _stdlib_private.pass_to_children(HELPER, mark=True)
+    _prepare_children()
 
 
-def receive_signals_in_children() -> None:
-    """Unblock the signals in children of this process, once they are ready for them."""
-    _stdlib_private.before_own_code(_KEY, _enter)
+def hold_in_server() -> None:
+    """Block the signals in this fork server, and in what it forks until that is ready for them."""
+    _Held.by_server = _HELD_BACK - signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    _stdlib_private.before_own_code(_enter)
+
+
+def _prepare_children() -> None:
+    _stdlib_private.before_own_code(_enter)
+    _stdlib_private.around_start(_signals_blocked)
+    _stdlib_private.after_terminate(_end_helper)
 
 
 def protect_torchs_helper() -> None:
@@ -150,14 +157,15 @@ def protect_torchs_helper() -> None:
 
 
 @contextlib.contextmanager
-def _signals_blocked(start_method: str | None) -> Iterator[None]:
+def _signals_blocked(start_method: str | None, marks: dict[str, Any]) -> Iterator[None]:
     """Block the signals while a child starts, which inherits that, until `_enter` runs in it."""
     if start_method != "fork":
         # Python's resource tracker starts with the first such child. It handles SIGTERM by itself, and to
         # start it unblocks SIGTERM.
         with _blocked(signal.SIGUSR1):
             resource_tracker.ensure_running()
-    with _blocked(*STOP_SIGNALS, END):
+    marks[_HELD] = _Held(_HELD_BACK - signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    with _blocked(*_HELD_BACK):
         yield
 
 
@@ -177,6 +185,7 @@ def _end_helper(pid: int) -> None:
     pidfd = None
     with contextlib.suppress(OSError, AttributeError):  # this system has no pidfds
         pidfd = os.pidfd_open(pid)
+    with contextlib.suppress(OSError):  # it has ended
         os.kill(pid, END)
     if pidfd is None:
         return
@@ -185,7 +194,6 @@ def _end_helper(pid: int) -> None:
     )
     try:
         thread.start()
-    with contextlib.suppress(OSError):  # it has ended
     except RuntimeError:
         # From Python 3.12 on, no thread starts while the interpreter ends; or the limit is reached.
         _kill_if_stuck(pid, pidfd)
@@ -206,6 +214,8 @@ def _reacts(pid: int, signum: int, *fields: str) -> bool:
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
+            if name == "State" and value.split()[0] in {"Z", "X"}:  # ended, but not reaped yet
+                return False
             if name in fields and int(value, 16) >> (signum - 1) & 1:
                 return True
     return False
@@ -214,27 +224,40 @@ def _reacts(pid: int, signum: int, *fields: str) -> bool:
 # ---- in a helper ----
 
 
-class _Helper:
-            if name == "State" and value.split()[0] in {"Z", "X"}:  # ended, but not reaped yet
-                return False
-    """What a child gets with its `Process` object; a new interpreter prepares itself when it unpickles this."""
+class _Held:
+    """The signals that were blocked for the start of a child, which gets this with its `Process` object.
+
+    Those that its parent had blocked itself are not among them: they stay blocked.
+
+    Attributes:
+        by_server: In a fork server, those that it blocks for all that it forks.
+    """
+
+    by_server: frozenset[int] = frozenset()
+
+    def __init__(self, signals: frozenset[int]) -> None:
+        self.signals = signals
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, ()
+        return _unpickle, (self.signals,)
 
 
-_KEY: Final = "ddpsafe-helper"
+_HELD: Final = "ddpsafe-held-signals"
 
 
-def _unpickle() -> _Helper:
-    receive_signals_in_children()
-    return _Helper()
+def _unpickle(signals: frozenset[int]) -> _Held:
+    """Return it in a new interpreter, which thereby prepares itself."""
+    _stdlib_private.before_own_code(_enter)
+    return _Held(signals)
 
 
-def _enter(is_helper: bool) -> None:  # noqa: FBT001 - called by `before_own_code`
+def _enter(marks: Mapping[str, Any]) -> None:
     """Prepare this process for the signals, then unblock them."""
+    held, _Held.by_server = _Held.by_server, frozenset()
+    if _HELD in marks:
+        held = marks[_HELD].signals
     try:
-        if is_helper:
+        if HELPER in marks:
             for signum in STOP_SIGNALS:
                 handler: Any = signal.getsignal(signum)
                 replaced = getattr(handler, "__self__", None)
@@ -248,16 +271,17 @@ def _enter(is_helper: bool) -> None:  # noqa: FBT001 - called by `before_own_cod
 
                 after_worker_signals(_replace_torchs)
                 protect_torchs_helper()
-            # Its own children are helpers too.
-            _stdlib_private.around_start(_signals_blocked)
-            _stdlib_private.after_terminate(_end_helper)
+            _prepare_children()  # they are helpers too
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [*STOP_SIGNALS, END])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
 
 
 def _do_as_owner(signum: int, frame: FrameType | None) -> None:
     """Outlive the signal if the owner does, else die of it."""
     del frame
+    # The signal does not come again if the owner ends without having ended this process. Set first: an
+    # owner that ends before that has ended when it is looked at.
+    set_death_signal(signum)
     owner = multiprocessing.parent_process()
     if owner is None or not _reacts(owner.pid or 0, signum, "SigCgt", "SigIgn", "SigBlk"):
         act_by_default(signum, None)
@@ -278,9 +302,6 @@ def _replace_torchs() -> None:
     the signal, else with exit code 0, which torch's own check of dead workers ignores. For END it is right.
     """
     libc = ctypes.CDLL(None)
-    # The signal does not come again if the owner ends without having ended this process. Set first: an
-    # owner that ends before that has ended when it is looked at.
-    set_death_signal(signum)
     action = ctypes.create_string_buffer(_ACTION_BYTES)
     if libc.sigaction(int(signal.SIGTERM), None, action) == 0:
         libc.sigaction(END, action, None)

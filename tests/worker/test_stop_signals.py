@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
-from typing import TYPE_CHECKING
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 import scripts
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from ddpsafe._worker import stop_signals
 
 
 @pytest.mark.parametrize("fork", [False, True])
@@ -140,3 +144,120 @@ def test_a_pool_can_be_left_while_its_workers_wait_for_work(tmp_path: Path) -> N
                 print(pool.map(abs, [-1, 2]))
     """
     assert scripts.run(tmp_path, source).lines() == ["[1, 2]"] * 5
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_helper_has_the_signals_blocked_that_its_owner_had_blocked(
+    tmp_path: Path, method: str
+) -> None:
+    """A program may take SIGUSR1 in `sigwait`, and counts on its children having it blocked."""
+    source = f"""{OWNER}
+    def show():
+        print([each.name for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])], flush=True)
+
+    if __name__ == "__main__":
+        prepare_helpers()
+        for blocked in ([], [signal.SIGUSR1]):
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            child = multiprocessing.get_context("{method}").Process(target=show)
+            child.start()
+            child.join()
+    """
+    assert scripts.run(tmp_path, source).lines() == ["[]", "['SIGUSR1']"]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_rank_that_a_rank_starts_is_no_helper(tmp_path: Path, method: str) -> None:
+    """Its launcher ends it by SIGTERM, whatever the signal does to the launcher; its own children are."""
+    source = f"""{OWNER}
+    from ddpsafe._stdlib_private import withhold_from_child
+    from ddpsafe._wire.spec import HELPER
+
+    def show(name):
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        print(name, signal.getsignal(signal.SIGTERM) != signal.SIG_DFL, len(blocked), flush=True)
+
+    def rank(name):
+        show(name)
+        prepare_helpers()
+        child = multiprocessing.get_context("{method}").Process(target=show, args=["its helper"])
+        child.start()
+        child.join()
+
+    if __name__ == "__main__":
+        prepare_helpers()
+        context = multiprocessing.get_context("{method}")
+        for target, name in ((show, "helper"), (rank, "rank")):
+            child = context.Process(target=target, args=[name])
+            if name == "rank":
+                withhold_from_child(child, HELPER)
+            child.start()
+            child.join()
+    """
+    run = scripts.run(tmp_path, source)
+    assert run.lines() == ["helper True 0", "rank False 0", "its helper True 0"]
+
+
+def test_terminate_needs_no_thread() -> None:
+    """At the limit of threads, and while the interpreter ends, none can be started."""
+    ready, say_ready = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(stop_signals.END, lambda *_: os._exit(7))
+        os.write(say_ready, b"x")
+        while True:
+            signal.pause()
+    os.read(ready, 1)
+    files = Path("/proc/self/fd")
+    before = len([*files.iterdir()])
+    size = threading.stack_size(1 << 47)  # more than there are addresses
+    try:
+        with pytest.raises(RuntimeError):
+            threading.Thread(target=int).start()
+        stop_signals._end_helper(pid)
+    finally:
+        threading.stack_size(size)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert len([*files.iterdir()]) == before
+    os.close(ready)
+    os.close(say_ready)
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare of util-linux")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_the_first_process_of_a_container_ends_by_sigterm_too(tmp_path: Path) -> None:
+    """The default action of a signal has no effect there."""
+    source = """
+        import time
+        from ddpsafe._worker.stop_signals import StopSignals
+        signals = StopSignals()
+        signals.open()
+        signals.die_of_sigterm()
+        time.sleep(600)
+    """
+    path = scripts.write(tmp_path, "script.py", source)
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, str(path)]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_rank_of_a_launch_within_a_rank_dies_of_sigterm(tmp_path: Path, method: str) -> None:
+    """The outer rank outlives SIGTERM, and that is nothing to the ranks that it has launched."""
+    source = f"""
+        import os, signal
+        import ddpsafe
+
+        def inner(ctx):
+            print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, flush=True)
+
+        def outer(ctx):
+            environment = ddpsafe.clean_environment()
+            os.environ.clear()
+            os.environ.update(environment)
+            ddpsafe.launch(inner, nproc_per_node=1, start_method="{method}")
+
+        if __name__ == "__main__":
+            ddpsafe.launch(outer, nproc_per_node=1, start_method="{method}")
+    """
+    assert scripts.run(tmp_path, source).lines() == ["True"]

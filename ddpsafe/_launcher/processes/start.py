@@ -20,8 +20,9 @@ from ddpsafe._launcher.processes.rank_process import Worker
 from ddpsafe._launcher.processes.reaper import LIMITS
 from ddpsafe._logging import get_logger
 from ddpsafe._secrets import withheld_own_secrets
+from ddpsafe._stdlib_private import withhold_from_child
 from ddpsafe._wire.rank_pipe import Inheritance, InheritedFd, StepCounter, open_memory
-from ddpsafe._wire.spec import SAFE_PATH
+from ddpsafe._wire.spec import HELPER, SAFE_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -256,6 +257,8 @@ def _start(
             name=f"ddpsafe-rank-{spec.world.rank}",
             daemon=daemon,
         )
+        # If a rank launches ranks: their launcher, not the signal, decides when they stop.
+        withhold_from_child(process, HELPER)
         with (
             _main_to_import(spec.style),
             _search_path_of_text(),
