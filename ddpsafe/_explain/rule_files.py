@@ -100,6 +100,7 @@ class RuleFile:
         self.tables: list[RuleTable] = []
         self.problems: list[ConfigProblem] = []
         self._lines: list[int] = []
+        self._numbers: list[int] = []  # of each of `tables`, among all rules of the file
         try:
             self._text = path.read_text("utf-8")
             toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -120,7 +121,10 @@ class RuleFile:
             self._check_table(number, rule)
 
     def place(self, number: int, field: str = "") -> str:
-        """Return the file and the line of a rule, or of one of its fields."""
+        """Return the file and the line of one of `tables`, or of one of its fields."""
+        return self._place(self._numbers[number], field)
+
+    def _place(self, number: int, field: str = "") -> str:
         if number >= len(self._lines):
             return str(self.path)
         line = self._lines[number]
@@ -139,23 +143,22 @@ class RuleFile:
 
     def _check_table(self, number: int, rule: object) -> None:
         if not isinstance(rule, dict):
-            self._add("rule", show(rule), "it is not a table", "[[rule]]", self.place(number))
+            self._add("rule", show(rule), "it is not a table", "[[rule]]", self._place(number))
             return
         try:
             table = RuleTable.model_validate(rule)
         except ValidationError as error:
             self.problems += problems_of(
-                error, RuleTable, source=lambda location: self.place(number, str(location[0]))
+                error, RuleTable, source=lambda location: self._place(number, str(location[0]))
             )
             return
         before = len(self.problems)
         for field, given, why, write in _problems_of_rule(table):
-            at = self.place(number, field)
+            at = self._place(number, field)
             self._add(f"{field} of {table.code}", given, why, write, at)
         if len(self.problems) == before:
             self.tables.append(table)
-        else:
-            del self._lines[len(self.tables)]
+            self._numbers.append(number)
 
 
 def _problems_of_rule(table: RuleTable) -> Iterator[tuple[str, str, str, str]]:
