@@ -154,9 +154,14 @@ def read_explain_rules() -> list[Path]:
         ConfigError: The table has something else.
     """
     found = find_file()
-    table: Any = {} if found is None else _load(found).get("tool", {}).get("ddpsafe", {})
-    explain = table.get(_EXPLAIN, {})
-    rules: Any = explain.get("rules", []) if set(explain) <= {"rules"} else None
+    table: Any = {} if found is None else _load(found)
+    for key in ("tool", "ddpsafe"):
+        table = table.get(key, {})
+        if found is not None and not isinstance(table, dict):
+            _refuse_file(found, f"'{key}' is a {type(table).__name__}, not a table")
+    explain: Any = table.get(_EXPLAIN, {})
+    is_known = isinstance(explain, dict) and set(explain) <= {"rules"}
+    rules: Any = explain.get("rules", []) if is_known else None
     if not isinstance(rules, list) or not all(isinstance(each, str) for each in rules):
         problem = ConfigProblem(
             field=_EXPLAIN,
