@@ -207,18 +207,27 @@ def _pack_checkout() -> Mapping[str, Any]:
     code = [pkgutil.get_data(__package__, name) or b"" for name in ("catalogue.py", "checks.py")]
     code.append(repr((ADVICE, GENERAL)).encode())
     key = source_hash(b"".join([*code, *(text.encode() for text in texts.values())])).hex()
-    place = Path(cache_from_source(__file__)).with_suffix(".json")
-    with contextlib.suppress(OSError, ValueError):
-        kept = json.loads(place.read_bytes())
-        if kept["key"] == key:
-            return dict(kept["packed"])
+    place = None
+    with contextlib.suppress(NotImplementedError):  # this interpreter keeps no bytecode
+        place = Path(cache_from_source(__file__)).with_suffix(".json")
+    if place is not None and (kept := read_kept(place, key)) is not None:
+        return kept
     packed = pack(texts)
-    if not sys.dont_write_bytecode:
+    if place is not None and not sys.dont_write_bytecode:
         with contextlib.suppress(OSError):
             new = place.with_name(f"{place.name}.{os.getpid()}")
             new.write_text(json.dumps({"key": key, "packed": packed}), "utf-8")
             new.replace(place)
     return packed
+
+
+def read_kept(place: Path, key: str) -> dict[str, Any] | None:
+    """Return the packed catalogue that a file keeps for a key; None if it is another, or of another form."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads(place.read_bytes())
+        if kept["key"] == key:
+            return dict(kept["packed"])
+    return None
 
 
 def read_toml() -> dict[str, str]:

@@ -17,9 +17,10 @@ import pytest
 from explained import RULES, built_in_files, explain
 from source_tree import PACKAGE
 
+from ddpsafe._config.sources import read_explain_rules
 from ddpsafe._errors import ConfigError
 from ddpsafe._explain import normalise
-from ddpsafe._explain.catalogue import AREAS, built_in, pack
+from ddpsafe._explain.catalogue import AREAS, built_in, pack, read_kept
 from ddpsafe._explain.reader import explain_text
 from ddpsafe._explain.rule_files import check_together, find_slow, read_rule_files
 
@@ -162,6 +163,59 @@ def test_a_wrong_rule_is_refused_with_its_line_and_what_to_write(
     assert run.out == ""
     for text in said:
         assert text in run.err
+
+
+def test_several_wrong_rules_are_each_refused_with_their_own_line(tmp_path: Path) -> None:
+    """So is one that is wrong only beside the others: lines count all rules, those left out too."""
+    rules = []
+    for old, new in (
+        ('$SCRATCH/*."', '$SCRATCH/*"'),
+        ('"config"', '"confg"'),
+        ('"acme-scratch"]', '"ACME"]'),
+        ("over = [", 'over = ["DS-DISK-ful", '),
+    ):
+        text = OWN.replace("ACME-scratch", f"ACME-{len(rules)}").replace(old, new, 1)
+        rules.append(text.replace("quota of me", f"quota of user{len(rules)}"))
+    path = tmp_path / "acme.toml"
+    path.write_text("".join(rules), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read_rule_files([path])
+    height = OWN.count("\n")
+    wanted = [f"{path}:{number * height + line}" for number, line in enumerate((9, 3, 5, 7))]
+    assert [problem.source for problem in caught.value.problems] == wanted
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[tool.ddpsafe]\nexplain = 3",
+        "[tool.ddpsafe]\nexplain = []",
+        "[tool.ddpsafe.explain]\nrules = [3]",
+        "[tool]\nddpsafe = 1",
+        "tool = 1",
+    ],
+)
+def test_a_configuration_of_another_form_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """The error names the file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"pyproject\.toml"):
+        read_explain_rules()
+
+
+@pytest.mark.parametrize(
+    "kept", ["", "{", "[]", "3", "{}", '{"key": "k"}', '{"key": "k", "packed": 3}']
+)
+def test_a_cache_of_another_form_is_not_used(tmp_path: Path, kept: str) -> None:
+    """Another version, or another program, may have written it."""
+    path = tmp_path / "cache.json"
+    assert read_kept(path, "k") is None
+    path.write_text(kept, encoding="utf-8")
+    assert read_kept(path, "k") is None
+    path.write_text('{"key": "k", "packed": {"rules": 1}}', encoding="utf-8")
+    assert read_kept(path, "k") == {"rules": 1}
 
 
 def test_two_rules_may_not_claim_one_example_or_have_none(tmp_path: Path) -> None:
