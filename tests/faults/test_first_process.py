@@ -26,6 +26,7 @@ from pathlib import Path
 
 for _ in range(5):
     subprocess.run(["sh", "-c", "(sleep 0.1 &)"])
+subprocess.run(["sh", "-c", "setsid sleep 2.5 &"])
 def zombies():
     stats = [Path(f"/proc/{pid}/stat").read_text() for pid in os.listdir("/proc") if pid.isdigit()]
     return [stat for stat in stats if ") Z " in stat or "(sleep)" in stat]

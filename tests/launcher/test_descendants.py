@@ -14,7 +14,13 @@ import scripts
 from fault_kit import is_running
 
 import ddpsafe
-from ddpsafe._launcher.processes.descendants import RankIdentity, find_members, kill_members
+from ddpsafe._launcher.processes.descendants import (
+    Orphans,
+    ProcessIdentity,
+    RankIdentity,
+    find_members,
+    kill_members,
+)
 from ddpsafe._wire.spec import MARKER
 
 LAUNCH_ID = "5" * 32
@@ -36,6 +42,34 @@ def test_an_unrelated_process_that_reuses_the_pid_of_a_rank_is_left_alone() -> N
     )
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout) == {"told": [True, True, True], "not told": [True, True]}
+
+
+@pytest.mark.parametrize(
+    ("looks", "inherited"),
+    [
+        ([(100, {7: 20})], []),  # of the first look, it is not known
+        ([(100, {7: 20}), (200, {7: 20})], []),
+        ([(100, {}), (200, {7: 150})], []),
+        ([(100, {}), (200, {7: 100})], []),  # in the same tick as the look
+        ([(100, {}), (200, {7: 20})], [7]),
+        ([(100, {}), (200, {7: 150}), (300, {7: 150})], []),
+        ([(100, {}), (200, {7: 20}), (300, {7: 20})], [7]),  # it has not ended before
+        ([(100, {7: 20}), (200, {}), (300, {7: 250})], []),  # another process with its pid
+        ([(100, {7: 20}), (200, {7: 20, 8: 30})], [8]),
+        ([(100, {9: 20})], [9]),  # 9 has the mark of what ranks start
+        ([(100, {}), (200, {9: 150})], [9]),
+    ],
+)
+def test_inherited_children_are_told_from_own_ones(
+    looks: list[tuple[int, dict[int, int]]], inherited: list[int]
+) -> None:
+    """The exit status of a child that the script has started, in a session of its own too, is the script's."""
+    orphans = Orphans()
+    found: list[ProcessIdentity] = []
+    for now, children in looks:
+        given = {ProcessIdentity(pid, started): pid == 9 for pid, started in children.items()}
+        found = orphans.look(given, now)
+    assert [each.pid for each in found] == inherited
 
 
 def test_processes_in_the_session_of_a_rank_are_ended_after_its_exit(

@@ -17,7 +17,7 @@ import psutil
 from ddpsafe._wire.spec import MARKER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 _FEWEST_LOOKS: Final = 3
 _START_FIELD: Final = 19  # of /proc/PID/stat, counted after the name: field 22 of proc(5)
@@ -153,17 +153,64 @@ def kill_members(
     return killed
 
 
-def reap_orphans() -> None:
-    """Reap what ranks have left behind and this process has inherited, as the first of a container.
+class Orphans:
+    """Tells the children that a process has inherited from those that it has started itself.
 
-    A process that this one has started itself is in its session, or leads its own: it is not touched.
+    The latter's exit status belongs to the code that has started them. A child that was not there at the
+    last look, but is older than that, was another process's child then.
     """
+
+    def __init__(self) -> None:
+        """Take all children of the first look for its own, except those with a mark."""
+        self._is_own: dict[ProcessIdentity, bool] = {}
+        self._looked_at = 0.0
+
+    def look(self, children: Mapping[ProcessIdentity, bool], now: float) -> list[ProcessIdentity]:
+        """Return those of all children that were inherited.
+
+        Args:
+            children: All children, zombies too, and whether each has the mark of what ranks start.
+            now: When the look at them began, as `ProcessIdentity.started`.
+        """
+        self._is_own = {
+            child: not is_marked and self._is_own.get(child, child.started >= self._looked_at)
+            for child, is_marked in children.items()
+        }
+        self._looked_at = now
+        return [child for child, is_own in self._is_own.items() if not is_own]
+
+
+_orphans: Final = Orphans()
+
+
+def reap_orphans() -> None:
+    """Reap what ranks have left behind and this process has inherited, as the first of a container."""
     if os.getpid() != 1:
         return
-    with contextlib.suppress(OSError):  # the kernel was built without that file
-        for child in map(int, Path("/proc/1/task/1/children").read_text(encoding="ascii").split()):
-            if _session_of(child) not in (os.getsid(0), child):
-                os.waitpid(child, os.WNOHANG)
+    # In whole ticks, as the start of a process: what starts from now on is not older.
+    now = float(int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")))
+    children: dict[ProcessIdentity, bool] = {}
+    # Another thread's children become the first one's when it ends, so all are looked at.
+    for tasks in Path("/proc/1/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            for pid in map(int, tasks.read_text(encoding="ascii").split()):
+                with contextlib.suppress(OSError):
+                    children[ProcessIdentity(pid, _start_of(pid))] = _is_marked(pid)
+    inherited = {child.pid for child in _orphans.look(children, now)}
+    for child in children:
+        # What it starts itself is in its session, or leads its own.
+        if child.pid in inherited or _session_of(child.pid) not in (os.getsid(0), child.pid):
+            with contextlib.suppress(OSError):
+                os.waitpid(child.pid, os.WNOHANG)
+
+
+def _is_marked(pid: int) -> bool:
+    """Return whether a child runs with a `MARKER` that it does not have from this process."""
+    if MARKER in os.environ:
+        return False
+    with contextlib.suppress(OSError):
+        return f"\0{MARKER}=".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    return False
 
 
 def _kill(process: psutil.Process) -> None:
