@@ -591,8 +591,8 @@ DIFFERENCES: Final = (
         "number them in a fixed order: {name: i for i, name in enumerate(sorted(set(labels)))}.",
     ),
     _DifferenceRule(
-        lambda each: each.is_split,
-        "the split was drawn from a generator that is seeded per rank.",
+        lambda each: each.is_split and each.same_length,
+        "the split was probably drawn from a generator that is seeded per rank.",
         "give the split its own generator: random_split(dataset, lengths, "
         "generator=torch.Generator().manual_seed(0)).",
     ),

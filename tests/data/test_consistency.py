@@ -97,6 +97,15 @@ def test_the_advice_is_about_what_differs(
     assert advice in f"{rule.cause} {rule.fix}"
 
 
+def test_splits_of_other_lengths_are_not_blamed_on_their_generator() -> None:
+    """A generator changes which samples a part has, and not how many."""
+    facts = {"unordered": 1, "is_split": True, "parts": None}
+    reports = [{"length": length, "by_paths": False} for length in (5, 6)]
+    difference = UnequalData.of(facts, facts, *reports)
+    rule = next(rule for rule in DIFFERENCES if rule.holds(difference))
+    assert "missing on a host" in rule.cause
+
+
 def test_an_error_that_all_ranks_raise_is_shown_once(tmp_path: Path) -> None:
     """A rank that differs is blamed; what to do stands in the launch's error alone, not in its causes."""
     with pytest.raises(ddpsafe.RankRaisedError) as caught:
