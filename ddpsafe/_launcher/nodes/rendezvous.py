@@ -780,7 +780,7 @@ class NodeRendezvous:
             holder = "this host" if address in here else self._endpoint.host
             cause = f"another program is using port {port} on {holder}."
             look = COMMANDS["DS-PORT-taken"][0].format(port=port)
-            fix = f"{ADVICE['DS-PORT-taken'][1][:-1]}; there:  {look}"
+            fix = f"{ADVICE['DS-PORT-taken'][1]} On that host, this shows it:  {look}"
             raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="port") from exc
 
     def lost(self, why: str, deadline: Deadline) -> RendezvousTimeoutError:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ddpsafe._advice import ADVICE
+from ddpsafe._advice import ADVICE, COMMANDS
 from ddpsafe._errors import Explanation
 from ddpsafe._host import count_cores
 from ddpsafe.data._replica import local_world_size
@@ -50,7 +50,7 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
                     f"open files; this process has {held} and may have {soft} (RLIMIT_NOFILE, hard "
                     f"limit {hard}).",
                     cause="each tensor that a worker sends is an open file until it is freed.",
-                    fix=f"{ADVICE['DS-MEM-descriptors'][1].format(files=hard)} Or fewer workers, or "
+                    fix=f"raise the limit with  {_raise_to(hard)}  or use fewer workers, or "
                     "torch.multiprocessing.set_sharing_strategy('file_system').",
                 )
             )
@@ -129,10 +129,14 @@ def describe_open_files() -> str:
         f"This process may open {soft} files (RLIMIT_NOFILE, hard limit {hard}).",
         cause="files are opened for each sample and not closed, or many tensors are "
         "passed as file descriptors.",
-        fix=f"{ADVICE['DS-MEM-descriptors'][1].format(files=hard)} Open them once in a PerProcess, or "
-        "torch.multiprocessing.set_sharing_strategy('file_system').",
+        fix=f"raise the limit with  {_raise_to(hard)}  or open the files once, in a PerProcess; for "
+        "tensors, use torch.multiprocessing.set_sharing_strategy('file_system').",
     )
     return str(text)
+
+
+def _raise_to(files: int) -> str:
+    return COMMANDS["DS-MEM-descriptors"][0].format(files=files)
 
 
 def _count_open_files() -> int:
