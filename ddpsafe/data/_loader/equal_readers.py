@@ -53,7 +53,8 @@ class EqualReaders:
         self._batch_size = loader.batch_size
         dataset: object = loader.dataset
         self._is_stream = isinstance(dataset, IterableDataset)
-        # If ranks share a model, they have to read the same: the dataset then has fewer replicas.
+        # Ranks may have to read the same, for an evaluation or because they share a model: the dataset then
+        # has fewer replicas.
         self._replicas = getattr(loader.dataset, "num_replicas", None)
         self._site = _calling_lines() if self._is_stream else ""
         self._readers: dict[int, _FirstSamples] = {}
@@ -117,8 +118,8 @@ class EqualReaders:
         )
         fix = (
             "wrap it in ddpsafe.data.ShardedIterable, or ask for the rank in __init__, which runs "
-            "in the rank itself. Where ranks are meant to read the same (they share a model), set "
-            "num_replicas = 1 on the dataset."
+            "in the rank itself. If every rank is meant to read everything (an evaluation, or ranks "
+            "that share a model), set num_replicas = 1 on the dataset."
             if is_of_ranks
             else "wrap it in ddpsafe.data.ShardedIterable, divide it in __iter__ with "
             "torch.utils.data.get_worker_info(), or use num_workers=1."
