@@ -224,25 +224,26 @@ def _mismatch(
     if usual is None or other is None or usual[:2] != other[:2]:
         if is_order:
             cause = (
-                "they are made in an order that differs between the processes, as that of a set of "
-                "texts does."
+                "they are probably made in an order that differs between the processes, as that of a "
+                "set of texts does."
             )
             fix = (
                 "make them in a fixed order on every rank: loop over sorted(names), not set(names)."
             )
         else:
             cause = (
-                "the model is built from something that differs between the ranks, or by a branch."
+                "the model is probably built from something that differs between the ranks, or by a "
+                "branch."
             )
             fix = "build the same model on every rank; compare its configuration and data there."
     elif usual.requires_grad != other.requires_grad:
-        cause = "a layer is frozen on some ranks only."
+        cause = "a layer is probably frozen on some ranks only."
         fix = "set requires_grad by the same condition on every rank, before the model is wrapped."
     elif usual.shape != other.shape:
-        cause = "its size comes from something that differs: a vocabulary, a number of classes."
+        cause = "its size probably comes from something that differs: a vocabulary, a number of classes."
         fix = "compute that size once and give it to every rank: ctx.broadcast(size)."
     else:
-        cause = "the model was converted to another dtype on some ranks only."
+        cause = "the model was probably converted to another dtype on some ranks only."
         fix = "convert it on every rank, before it is wrapped."
     name = (usual or other or Entry("", "", None, "", requires_grad=False)).name
     has = "has" if len(shown) == 1 else "have"

@@ -71,7 +71,7 @@ def test_a_worker_that_joins_when_its_script_is_imported_is_explained(tmp_path: 
     run = scripts.Script(command, folder=tmp_path).end()
     assert run.code == 1
     assert "DataLoader worker 0" in run.err
-    assert "the last error on this rank's stderr: ddpsafe.ConfigError: this process (pid" in run.err
+    assert "which may be the reason: ddpsafe.ConfigError: this process (pid" in run.err
     assert "join the group under" in run.err
 
 

@@ -214,12 +214,16 @@ def _why(exitcode: int) -> tuple[str, str, list[str]]:
         "spawn or forkserver: a missing `if __name__ == '__main__':` guard)."
     )
     said = _last_error()
-    details = [f"the last error on this rank's stderr: {said}"] if said else []
+    details = [f"the last error on this rank's stderr, which may be the reason: {said}"]
+    details = details if said else []
     return cause, "read the worker's own output above this error.", details
 
 
 def _last_error() -> str:
-    """Return the last line of the last traceback in the file that this process's stderr is, if it is one."""
+    """Return the error of the last traceback in the file that is this process's stderr; else nothing.
+
+    Another thread or process of the rank may have written it.
+    """
     try:
         if not stat.S_ISREG(os.fstat(2).st_mode):  # a terminal or a pipe
             return ""
