@@ -41,8 +41,8 @@ def boot_id() -> str:
 def end_by_signal(signum: int) -> NoReturn:
     """End this process as the signal does; where that has no effect, with the exit code that a shell shows.
 
-    The default action of a signal has no effect on the first process of a container, and an ignored
-    signal has none anywhere.
+    It unblocks the signal. The default action of a signal that was sent from inside the container has no
+    effect on the container's first process, and an ignored signal has none anywhere.
 
     Raises:
         SystemExit: The script has a handler for the signal, which has run and not ended the process.
