@@ -261,6 +261,7 @@ def test_ranks_that_read_the_same_samples_of_a_stream_are_refused() -> None:
     assert [found[rank][kind] for rank in range(3) for kind in RIGHT] == [""] * 3 * len(RIGHT)
 
 
+@pytest.mark.full
 def test_ranks_that_are_asked_for_in_the_workers_are_refused() -> None:
     """In a worker there is no group: each rank takes itself for rank 0, and half of the data is lost."""
     found = run_ranks(read_shares, ["asked in the workers", "divided"], 2)

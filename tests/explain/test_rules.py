@@ -587,6 +587,7 @@ SUSPICIOUS_TRACEBACK: Final = """\
 """
 
 
+@pytest.mark.full(but=["errors"])
 @pytest.mark.parametrize(
     ("record", "what"),
     [

@@ -84,15 +84,13 @@ def test_a_worker_that_joins_when_its_script_is_imported_is_explained(tmp_path: 
         ({"RANK": None}, False),
     ],
 )
-def test_only_the_same_place_is_refused(
-    change: dict[str, str | None], monkeypatch: pytest.MonkeyPatch, *, is_refused: bool
-) -> None:
+def test_only_the_same_place_is_refused(change: dict[str, str | None], *, is_refused: bool) -> None:
     """A rank may start a launcher, as torchrun for an evaluation, whose ranks have places of their own."""
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h0", "MASTER_PORT": "29500"}
-    env[JOINED] = joined_mark(0, env)
+    mark = joined_mark(0, env)
+    require_not_inherited({**env, JOINED: mark})  # this process is the rank itself
+    env[JOINED] = mark.replace(f" {os.getpid()} ", " 1 ")
     env = {name: text for name, text in {**env, **change}.items() if text is not None}
-    require_not_inherited(env)  # this process is the rank itself
-    monkeypatch.setattr(os, "getpid", lambda: 1)
     with pytest.raises(ConfigError) if is_refused else nullcontext():
         require_not_inherited(env)
 

@@ -472,6 +472,7 @@ os._exit(0) if os.environ["RANK"] == "0" else os.execv("/bin/true", ["true"])
 """
 
 
+@pytest.mark.full
 def test_a_script_finds_what_it_finds_under_torchrun(tmp_path: Path) -> None:
     """Nothing is imported, torchrun's variables are set, stdin and ``sys.path`` are the script's.
 
