@@ -81,12 +81,6 @@ def test_a_rank_that_is_killed_before_its_function_runs_is_blamed(
     assert "while loading the function and its arguments" in str(error)
 
 
-def test_a_rank_that_is_killed_after_it_returned_has_not_failed(tmp_path: Path) -> None:
-    """Its work is done and its value has arrived, so the result stands."""
-    world = World(folder=tmp_path)
-    assert world.launch(programs.be_killed_at_exit).values == {0: 0, 1: 1}
-
-
 @pytest.mark.full
 def test_a_caller_that_reaps_the_rank_does_not_mislead_the_message(tmp_path: Path) -> None:
     """The caller's SIGCHLD handler may take the exit status; the rank did not exit by itself."""

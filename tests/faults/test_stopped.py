@@ -74,5 +74,6 @@ def test_a_stopped_rank_counts_as_killed_only_by_anothers_sigkill(
         exitcode=exit_code,
         is_being_ended=is_being_ended,
         was_stopped=True,
+        broke_late=False,
     )
     assert Worker._status(state) == status
