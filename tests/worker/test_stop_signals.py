@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -209,6 +210,7 @@ def test_terminate_needs_no_thread() -> None:
             signal.pause()
     os.read(ready, 1)
     files = Path("/proc/self/fd")
+    gc.collect()  # files of earlier tests
     before = len([*files.iterdir()])
     size = threading.stack_size(1 << 47)  # more than there are addresses
     try:
@@ -218,7 +220,7 @@ def test_terminate_needs_no_thread() -> None:
     finally:
         threading.stack_size(size)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-    assert len([*files.iterdir()]) == before
+    assert len([*files.iterdir()]) <= before
     os.close(ready)
     os.close(say_ready)
 
