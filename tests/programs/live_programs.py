@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -262,16 +263,19 @@ def evaluate_on_one_rank(ctx: RankContext, folder: Path, takes_s: float) -> str:
 
 
 class SlowDisk(io.BytesIO):
-    """A file whose first write is slow."""
+    """A file whose first write is slow, but goes on: a rank that only sleeps there does nothing."""
 
     def __init__(self, takes_s: float) -> None:
         super().__init__()
         self.takes_s = takes_s
 
     def write(self, data: Any) -> int:
-        """Write after a delay."""
-        takes_s, self.takes_s = self.takes_s, 0.0
-        time.sleep(takes_s)
+        """Write in pieces, with pauses."""
+        ends_s, self.takes_s = time.monotonic() + self.takes_s, 0.0
+        with tempfile.TemporaryFile(buffering=0) as disk:
+            while time.monotonic() < ends_s:
+                disk.write(bytes(8_192))
+                time.sleep(BATCH_S)
         return super().write(data)
 
 
