@@ -245,6 +245,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.full
 def test_ranks_that_read_the_same_samples_of_a_stream_are_refused() -> None:
     """The error names two ranks and shows the samples; a divided stream gets not even a warning.
 

@@ -781,6 +781,7 @@ def test_the_sample_a_worker_reads_is_recorded() -> None:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_of_a_single_rank_follows_a_dataset_that_grows_and_shrinks(workers: int) -> None:
     """Its length, and the next pass, are those of torch's loader, as a replay buffer needs it."""

@@ -82,6 +82,7 @@ def test_a_warning_names_the_loader_worker_that_the_rank_waits_for(
     ), messages
 
 
+@pytest.mark.full
 def test_no_warning_in_a_busy_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its duration cannot be predicted: compilation, data on a slow disk. The other rank waits for it."""
     World(folder=tmp_path).launch(programs.compute_before_the_first_step, 2 * QUIET_S)
