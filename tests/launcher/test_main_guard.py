@@ -243,7 +243,7 @@ def execute(folder: Path, *cells: str) -> list[NotebookNode]:
     notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(
         notebook,
-        timeout=scripts.LIMIT_S,
+        timeout=int(scripts.LIMIT_S),
         kernel_name="python3",
         allow_errors=True,
         resources={"metadata": {"path": str(folder)}},

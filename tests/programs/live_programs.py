@@ -263,7 +263,7 @@ def evaluate_on_one_rank(ctx: RankContext, folder: Path, takes_s: float) -> str:
 
 
 class SlowDisk(io.BytesIO):
-    """A file whose first write is slow, but goes on: a rank that only sleeps there does nothing."""
+    """A file whose first write is slow, but continues: a rank that only sleeps there does nothing."""
 
     def __init__(self, takes_s: float) -> None:
         super().__init__()
