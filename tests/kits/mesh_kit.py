@@ -39,14 +39,12 @@ class Told:
         findings: As tables.
         matrix: As a table.
         took_s: How long the examination took there.
-        starved_s: How long the process was ready to run while other programs had the cores.
         progress: The lines printed during the examination.
     """
 
     findings: list[dict[str, Any]]
     matrix: dict[str, Any]
     took_s: float
-    starved_s: float
     progress: list[str]
 
     def codes(self, *severities: str) -> list[str]:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import resource
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
-
-if TYPE_CHECKING:
-    from ddpsafe import RankContext
-
+from typing import NoReturn
 
 # A rank exits.
 
@@ -85,13 +80,6 @@ def die_by_short_mapping(folder: Path) -> None:
 def die_by_abort(_folder: Path) -> None:
     """Abort as a failed assertion in C does: a real SIGABRT."""
     ctypes.CDLL(None).abort()
-
-
-def be_killed_at_exit(ctx: RankContext, _folder: Path) -> int:
-    """Return, and be killed at exit."""
-    if ctx.rank == 1:
-        atexit.register(os.kill, os.getpid(), signal.SIGKILL)
-    return ctx.rank
 
 
 # Memory runs out.
