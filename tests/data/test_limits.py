@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import warnings
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import torch
 from data_programs import Numbers
 from torch.utils.data import TensorDataset
 
+from ddpsafe._host import count_cores
 from ddpsafe.data import DataLoader
 from ddpsafe.data._loader.machine_limits import check_shared_memory, tensor_bytes
 from ddpsafe.data.errors import DataWarning
@@ -32,7 +34,7 @@ def test_more_batches_in_flight_than_open_files_gives_a_warning(few_files: int) 
     """The warning has both numbers and the limit to raise."""
     with pytest.warns(DataWarning, match="RLIMIT_NOFILE") as caught:
         DataLoader(Numbers(10), num_workers=2, prefetch_factor=200)
-    text = str(caught[0].message)
+    (text,) = [str(each.message) for each in caught if each.category is DataWarning]
     assert "about 808 open files" in text
     assert f"may have {few_files}" in text
     assert "What to do" in text
@@ -47,6 +49,14 @@ def test_small_loader_gives_no_warning(few_files: int) -> None:
         DataLoader(Numbers(10), prefetch_factor=None)
 
 
+@pytest.fixture
+def unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process may use every core of the machine, even where the tests may not."""
+    cores = count_cores()
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+
+
+@pytest.mark.usefixtures("unpinned")
 def test_workers_of_all_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """num_workers is per rank, while torch considers one rank alone."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5000")
@@ -54,6 +64,7 @@ def test_workers_of_all_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -
         DataLoader(Numbers(10), num_workers=1)
 
 
+@pytest.mark.usefixtures("unpinned")
 def test_batches_that_exceed_shared_memory_give_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
