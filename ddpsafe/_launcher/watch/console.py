@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.processes.rank_process import Worker
     from ddpsafe._launcher.watch.signals import SignalInbox
 
+# How often it looks for new output while there is some, or was a moment ago, and otherwise. With every
+# rank of a large node on the console, looking is most of what a launcher costs.
 _TICK_S: Final = 0.1
+_QUIET_TICK_S: Final = 0.3
 # The line of the start appears only after so long without output. Ranks that write are running, even
 # if their reports have not been read yet.
 _QUIET: Final = timedelta(seconds=1)
@@ -190,6 +193,8 @@ class _Tail:
 
     def _read(self) -> bytes:
         try:
+            if os.stat(self._path).st_size == self._offset:  # noqa: PTH116 - several times a second
+                return b""
             with open(open_log(self._path, os.O_RDONLY), "rb") as file:  # noqa: PTH123 - a file descriptor
                 file.seek(self._offset)
                 data = file.read()
@@ -301,7 +306,7 @@ class Console:
         return sum(tail.pieces for tail in self._tails)
 
     def _run(self) -> None:
-        while not self._ended.wait(_TICK_S):
+        while not self._ended.wait(_QUIET_TICK_S if self._quiet.expired() else _TICK_S):
             self._refresh()
         self._refresh(final=True)
         for tail in self._tails:

@@ -143,14 +143,20 @@ class _MainThread:
         self.activity = Activity()
         self.since_s = now_s
         self.stopped_since_s: float | None = None
+        self._steps = 0
 
     def look(self, now_s: float) -> float:
         """Look again; if it has run since, return how long it had slept before that, else 0."""
-        before, self.activity = self.activity, read_activity(self.worker.pid)
+        before, steps_before = self.activity, self._steps
+        self._steps = self.worker.progress().steps
+        # A rank that has made a step has run. Most looks find that, and reading /proc for each of many
+        # ranks would be most of what they cost.
+        has_stepped = self._steps != steps_before
+        self.activity = Activity() if has_stepped else read_activity(self.worker.pid)
         slept_s = 0.0
         if (
             self.activity.ran is None
-            or self.activity.ran != before.ran
+            or (before.ran is not None and self.activity.ran != before.ran)
             or self.activity.state not in ("S", "D")
         ):
             slept_s, self.since_s = now_s - self.since_s, now_s
@@ -209,8 +215,8 @@ class DeadlockWatch:
         return self._inquiry is not None
 
     def state(self, rank: int) -> str:
-        """Return the state of a rank's main thread at the last look, as ``ps`` shows it."""
-        return self._threads[rank].activity.state
+        """Return the state of a rank's main thread now, as ``ps`` shows it."""
+        return read_activity(self._threads[rank].worker.pid).state
 
     def is_running(self) -> bool:
         """Return whether a main thread was running, or ready to run, at the last look."""
