@@ -73,7 +73,6 @@ def _resources() -> dict[str, int]:
         "native threads": process.num_threads(),
         "children": len(process.children()),
         "maps": len({region.path for region in process.memory_maps()}),
-        "shared memory": len({*leftovers.shared_memory()} - leftovers.files_held_by_strangers()),
         "exit functions": _count_exit_functions(),
         "directory": len(os.environ),
         "memory": process.memory_info().rss,

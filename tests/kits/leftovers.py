@@ -106,7 +106,7 @@ def _without_strangers(found: set[str]) -> set[str]:
     """Exclude the shared memory of other runs, whose holders are looked up if there is any."""
     if not any(each.startswith(f"file {SHARED_MEMORY}/") for each in found):
         return found
-    return found - {f"file {path}" for path in files_held_by_strangers()}
+    return found - {f"file {path}" for path in _files_held_by_strangers()}
 
 
 def _remaining(before: Snapshot) -> set[str]:
@@ -174,10 +174,10 @@ def _rows(table: Path) -> list[str]:
 
 def _files() -> Iterator[Path]:
     yield from Path(tempfile.gettempdir()).glob("ddpsafe*")
-    yield from shared_memory()
+    yield from _shared_memory()
 
 
-def shared_memory() -> Iterator[Path]:
+def _shared_memory() -> Iterator[Path]:
     """Find shared memory that may belong to this run; other programs keep files there, too."""
     for pattern in SHARED:
         yield from SHARED_MEMORY.glob(pattern)
@@ -190,11 +190,11 @@ def own_semaphores() -> Iterator[Path]:
     yield from SHARED_MEMORY.glob(f"sem.{prefix.removeprefix('/')}-*")
 
 
-def files_held_by_strangers() -> set[Path]:
+def _files_held_by_strangers() -> set[Path]:
     """Find the shared memory that processes of other runs on this machine have mapped or open."""
     ours = {*_processes_of_this_run(_pids()), os.getpid()}
     held = {number for pid in psutil.pids() if pid not in ours for number in _held_by(pid)}
-    return {path for path in shared_memory() if _number_of(path) in held}
+    return {path for path in _shared_memory() if _number_of(path) in held}
 
 
 def _held_by(pid: int) -> Iterator[int]:
