@@ -1,9 +1,8 @@
-"""One pass over a loader: which batches it has delivered, of which epoch, and the state then."""
+"""One pass over a loader, and the state after what it has delivered."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from ddpsafe._errors import Explanation
 from ddpsafe.data._loader.sampler_search import batch_geometry, find_epoch_holder
 from ddpsafe.data._loader.worker_death import explain_worker_error, watch_workers
-from ddpsafe.data._samplers.base import Cursor, require_int
+from ddpsafe.data._samplers.base import Cursor
 from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
 
 if TYPE_CHECKING:
@@ -19,63 +18,11 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
+    from ddpsafe.data._loader.cursor import Delivery, EpochCursor
     from ddpsafe.data._loader.epochs import EpochBoard
     from ddpsafe.data._loader.replay import Replay
-    from ddpsafe.data._samplers.base import AutoEpoch
 
 T_co = TypeVar("T_co", covariant=True)
-
-
-@dataclass(slots=True)
-class Delivery:
-    """What one pass has delivered.
-
-    Attributes:
-        epoch: The epoch of the pass, as the loader marked it; ``None`` before the first pass.
-        batches: How many batches were delivered.
-        used: How many of them count as read, if `even_steps` reads ahead; else ``None``.
-        exhausted: Whether the pass reached its end.
-        superseded: Why the pass is no longer valid: another one began, or a state was loaded.
-        severe: Whether a superseded pass would deliver wrong data.
-        in_loop: Whether the pass belongs to a loop over ``loader.epochs()``.
-        complete: Whether the epoch counts as read, even if this pass did not reach its end.
-        chosen: Whether the user set the epoch, for this pass or for an earlier, broken-off one.
-    """
-
-    epoch: AutoEpoch | None = None
-    batches: int = 0
-    used: int | None = None
-    exhausted: bool = False
-    superseded: str | None = None
-    severe: bool = False
-    in_loop: bool = False
-    complete: bool = False
-    chosen: bool = False
-
-    def supersede(self, why: str, *, severe: bool) -> None:
-        """End the pass, even if something still holds its iterator."""
-        self.superseded = why
-        self.severe = severe
-
-    def count_used(self, batches: int | None) -> int:
-        """Return how many batches count as read: `batches` if given, else `used`, else all."""
-        if batches is None:
-            return self.batches if self.used is None else self.used
-        used = require_int(batches, "batches")
-        if not 0 <= used <= self.batches:
-            raise DataConfigError(
-                Explanation(
-                    f"batches={used}, but this iteration has delivered {self.batches}.",
-                    cause="batches counts from the beginning of this iteration.",
-                    fix="pass how many of its batches were used.",
-                )
-            )
-        return used
-
-    def is_finished(self, used: int) -> bool:
-        """Return whether the epoch is complete after `used` batches."""
-        at_end = self.exhausted and self.used is None and used == self.batches
-        return self.complete or at_end
 
 
 class EpochIterator(Generic[T_co]):
@@ -84,8 +31,7 @@ class EpochIterator(Generic[T_co]):
     def __init__(
         self,
         inner: Iterator[T_co],
-        delivery: Delivery,
-        holder: Any,
+        cursor: EpochCursor,
         board: EpochBoard | None,
         on_first_batch: Callable[[object], None] | None = None,
         rng_state: torch.Tensor | None = None,
@@ -94,10 +40,9 @@ class EpochIterator(Generic[T_co]):
         loader: object = None,
     ) -> None:
         self._inner = inner
-        self._delivery = delivery
-        self._holder = holder
+        self._cursor = cursor
+        self._delivery = cursor.delivery
         self._board = board
-        self._mark = delivery.epoch
         self._on_first_batch = on_first_batch
         self._rng_state = rng_state
         self._replay = replay
@@ -115,7 +60,7 @@ class EpochIterator(Generic[T_co]):
             if delivery.severe or delivery.batches == 0:
                 raise LateSetEpochError(
                     Explanation(
-                        f"This iterator of epoch {int(self._mark or 0)} is no longer valid: "
+                        f"This iterator of epoch {int(delivery.epoch or 0)} is no longer valid: "
                         f"{delivery.superseded}.",
                         cause="two loops use one loader at the same time, or an old iterator was kept.",
                         fix="finish or drop one iteration before the next begins, or make two loaders.",
@@ -129,13 +74,8 @@ class EpochIterator(Generic[T_co]):
                     DataWarning,
                     stacklevel=2,
                 )
-        elif self._holder.epoch is not self._mark:  # set_epoch() came after iter()
-            if self._holder.epoch != self._mark:
-                raise late_set_epoch(
-                    int(self._holder.epoch), int(self._mark or 0), delivery.batches
-                )
-            self._holder.epoch = self._mark
-            delivery.chosen = True
+        else:
+            self._cursor.require_same_epoch()
         try:
             if self._rng_state is None:
                 batch = next(self._inner)
@@ -185,19 +125,6 @@ class EpochIterator(Generic[T_co]):
         if name.startswith("__") or name == "_inner":
             raise AttributeError(name)
         return getattr(self._inner, name)
-
-
-def late_set_epoch(asked: int, running: int, batches: int) -> LateSetEpochError:
-    """Make the error for an epoch that can no longer take effect."""
-    return LateSetEpochError(
-        Explanation(
-            f"set_epoch({asked}) came after iter(): the iteration of epoch {running} has begun "
-            f"and delivered {batches} batches.",
-            cause="workers have already been given indices of the old epoch, so torch would "
-            "silently ignore the call.",
-            fix="call set_epoch() before the loop, or loop `for epoch in loader.epochs(n):`.",
-        )
-    )
 
 
 def cursor_of(loader: DataLoader[Any]) -> Cursor | None:

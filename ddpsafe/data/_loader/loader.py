@@ -6,7 +6,6 @@ import contextlib
 import functools
 import pickle
 import warnings
-import weakref
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
@@ -16,19 +15,17 @@ from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 from ddpsafe._errors import Explanation
 from ddpsafe.data._consistency import compare_states
 from ddpsafe.data._iterable import ShardedIterable
+from ddpsafe.data._loader.cursor import EpochCursor
 from ddpsafe.data._loader.epochs import (
     EpochBoard,
     FollowedDataset,
     NamingDataset,
     add_note,
     limit_notes,
-    set_epoch_of,
 )
 from ddpsafe.data._loader.iteration import (
-    Delivery,
     EpochIterator,
     cursor_of,
-    late_set_epoch,
     require_order,
     save_state,
 )
@@ -47,14 +44,12 @@ from ddpsafe.data._loader.replay import (
 from ddpsafe.data._loader.sampler_search import (
     batch_geometry,
     check_population,
-    enter_epoch,
     find_epoch_holder,
-    mark_unset,
     refuse_undivided,
 )
 from ddpsafe.data._loader.worker_safety import WorkerSafety, explain_pickling, refuse_unsafe_workers
 from ddpsafe.data._replica import chosen_seed, current_replica
-from ddpsafe.data._samplers.base import AutoEpoch, Cursor, check_epoch, require_int
+from ddpsafe.data._samplers.base import Cursor, require_int
 from ddpsafe.data._samplers.ordered import LocalSampler
 from ddpsafe.data._samplers.permutation import derive_keys
 from ddpsafe.data._seeding import WorkerInit
@@ -219,12 +214,12 @@ class DataLoader(TorchDataLoader[T_co]):
         # Frameworks rebuild a loader from attributes named like its arguments.
         self.seed = seed
         self.worker_safety: WorkerSafety = worker_safety
-        self._holder: Any = find_epoch_holder(self)
-        mark_unset(self._holder)
+        holder = find_epoch_holder(self)
+        self._cursor = EpochCursor(holder)
         if isinstance(dataset, ShardedIterable):
             dataset.bind_loader(batch_size=batch_size or 1, num_workers=num_workers)
-        check_population(self, self._holder)
-        self._worker_seed = worker_seed(seed, self._holder)
+        check_population(self, holder)
+        self._worker_seed = worker_seed(seed, holder)
         user_fn = (
             worker_init_fn.user_fn if isinstance(worker_init_fn, WorkerInit) else worker_init_fn
         )
@@ -232,10 +227,6 @@ class DataLoader(TorchDataLoader[T_co]):
         warn_of_limits(self)
         self._measured = False
         self._board: EpochBoard | None = None
-        self._delivery = Delivery()
-        self._epoch_targets: list[Any] = []
-        self._running: weakref.ref[EpochIterator[T_co]] | None = None
-        self._loop: weakref.ref[Epochs] | None = None
         follows_state = is_stateful(dataset) or cursor_of(self) is None
         self._replay = Replay(self) if follows_state else None
 
@@ -251,15 +242,7 @@ class DataLoader(TorchDataLoader[T_co]):
         Raises:
             LateSetEpochError: An iteration of another epoch has begun, though without a batch yet.
         """
-        check_epoch(epoch)
-        running = None if self._running is None else self._running()
-        delivery = self._delivery
-        if running is not None and not delivery.exhausted and delivery.batches == 0:
-            if epoch == delivery.epoch:
-                delivery.chosen = True
-                return
-            raise late_set_epoch(epoch, int(delivery.epoch or 0), 0)
-        self._holder.set_epoch(int(epoch))
+        self._cursor.set_epoch(epoch)
 
     def epochs(self, num_epochs: int) -> Epochs:
         """Loop over the remaining epochs: ``for epoch in loader.epochs(10)``.
@@ -277,60 +260,39 @@ class DataLoader(TorchDataLoader[T_co]):
         return Epochs(self, require_int(num_epochs, "num_epochs"))
 
     def first_epoch_of_loop(self) -> int:
-        """Return where `epochs` begins: an unfinished iteration before it does not count."""
-        delivery = self._delivery
-        if delivery.epoch is not None and not (delivery.exhausted or delivery.in_loop):
-            return self._chosen_epoch(int(delivery.epoch))
-        return self._next_epoch()
+        """Return where `epochs` begins; `Epochs` calls it."""
+        return self._cursor.first_of_loop(
+            is_finished=self._is_state_finished(), has_more=self._has_more
+        )
 
     def enter_loop(self, loop: Epochs, epoch: int) -> None:
         """Read `epoch` in each iteration until `leave_loop`; `Epochs` calls it."""
-        self._loop = None
-        self.set_epoch(epoch)
-        self._loop = weakref.ref(loop)
+        self._cursor.enter_loop(loop, epoch)
 
     def leave_loop(self, loop: Epochs) -> None:
         """Let each iteration read the next epoch again; `Epochs` calls it."""
-        if self._current_loop() is loop:
-            self._loop = None
+        self._cursor.leave_loop(loop)
 
-    def _current_loop(self) -> Epochs | None:
-        return None if self._loop is None else self._loop()  # freed if left with break
+    def _is_state_finished(self) -> bool:
+        """Return whether a state was loaded that was saved at the end of its epoch."""
+        if self._replay is not None:
+            return self._replay.finished
+        holder = self._cursor.holder
+        return isinstance(holder, Cursor) and holder.is_finished()
 
-    def _chosen_epoch(self, otherwise: int) -> int:
-        epoch = self._holder.epoch
-        return otherwise if isinstance(epoch, AutoEpoch) else int(epoch)
-
-    def _next_epoch(self) -> int:
-        """Return the epoch that the next iteration reads."""
-        epoch = self._holder.epoch
-        last = self._delivery.epoch
-        kept = self._keeps_epoch()
-        loop = self._current_loop()
-        if loop is not None and loop.current is not None:
-            return self._chosen_epoch(int(last or 0) if kept else loop.current)
-        if not isinstance(epoch, AutoEpoch):
-            chosen = (
-                _chosen_by_dataset(self._epoch_targets)
-                if last is not None and epoch == last
-                else None
-            )
-            return int(epoch) if chosen is None else chosen
-        if last is not None:
-            chosen = _chosen_by_dataset(self._epoch_targets)
-            following = int(last) if kept else int(last) + 1
-            return following if chosen is None else chosen
-        finished = (
-            self._replay.finished
-            if self._replay is not None
-            else isinstance(self._holder, Cursor) and self._holder.is_finished()
-        )
-        return int(epoch) + 1 if finished else int(epoch)
+    def _has_more(self) -> bool:
+        """Return whether the newest iteration has batches left, as far as that is known."""
+        try:
+            length = len(self._index_sampler)
+        except (TypeError, NotImplementedError):  # a stream, or a sampler without a length
+            return True
+        skipped = 0 if self._replay is None else self._replay.skipped()
+        return skipped + self._cursor.delivery.batches < length
 
     def __len__(self) -> int:
         """Return how many batches a whole epoch has; a resumed one delivers fewer."""
-        steps = getattr(self._holder, "steps_of_epoch", None)
-        geometry = batch_geometry(self, self._holder) if steps is not None else None
+        steps = getattr(self._cursor.holder, "steps_of_epoch", None)
+        geometry = batch_geometry(self, self._cursor.holder) if steps is not None else None
         if steps is None or geometry is None:
             return super().__len__()
         batch_size, drop_last = geometry
@@ -338,34 +300,21 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def __iter__(self) -> _BaseDataLoaderIter:
         refuse_undivided(self)
-        epoch = AutoEpoch(self._next_epoch())
-        loop = self._current_loop()
-        if not isinstance(self._holder.epoch, AutoEpoch):  # the user set it
-            chosen = loop is None or epoch != loop.current
-        else:
-            by_dataset = loop is None and _chosen_by_dataset(self._epoch_targets) is not None
-            chosen = by_dataset or self._keeps_epoch()
-        self._delivery.supersede("another iteration has begun", severe=self.persistent_workers)
-        last = self._delivery
-        holder, self._holder = self._holder, enter_epoch(self._holder, epoch)
-        # A holder that had to be replaced cannot show whether the user set its epoch.
-        chosen = chosen and holder is self._holder
-        self._delivery = Delivery(epoch=epoch, in_loop=loop is not None, chosen=chosen)
-        if loop is not None and last.exhausted and last.epoch == epoch:
-            # The loop's epoch was already read to its end: reading it again moves no position.
-            self._delivery.complete = True
+        upcoming = self._cursor.upcoming(
+            is_finished=self._is_state_finished(), has_more=self._has_more
+        )
         if self.num_workers > 0 and self._board is None:
             self._board = EpochBoard(self.num_workers)
-        self._epoch_targets = set_epoch_of(
-            self.dataset, self.collate_fn, epoch=epoch, excluded=self._holder
-        )
+        datasets = (self.dataset, self.collate_fn)
+        epoch = self._cursor.begin(upcoming, datasets, severe=self.persistent_workers)
+        holder = self._cursor.holder
         if self._board is not None:
-            offset = self._holder.offset() if hasattr(self._holder, "offset") else 0
+            offset = holder.offset() if hasattr(holder, "offset") else 0
             self._board.announce(epoch, offset)
         skipped = 0 if self._replay is None else self._replay.begin_epoch(epoch)
         with self._private_generator(epoch):
             inner = super().__iter__()
-        for _ in range(getattr(self._holder, "batches_to_skip", int)()):
+        for _ in range(getattr(holder, "batches_to_skip", int)()):
             next(inner)
         for _ in range(skipped):
             next(inner)
@@ -383,33 +332,15 @@ class DataLoader(TorchDataLoader[T_co]):
             on_first_batch = functools.partial(check_shared_memory, batches=batches_in_flight(self))
         iterator = EpochIterator(
             inner,
-            self._delivery,
-            self._holder,
+            self._cursor,
             self._board,
             on_first_batch,
             rng_state,
             self._replay,
             loader=self,
         )
-        self._running = weakref.ref(iterator)
+        self._cursor.follow(iterator)
         return iterator  # type: ignore[return-value]  # delegates to torch's iterator
-
-    def _keeps_epoch(self) -> bool:
-        """Return whether the epoch stays: the user set it, and the last iteration was broken off."""
-        delivery = self._delivery
-        if not delivery.chosen or delivery.complete:
-            return False
-        if delivery.used is not None:
-            return True  # `even_steps` reads ahead: this rank's end need not be that of all ranks
-        if delivery.exhausted:
-            return False
-        try:
-            length = len(self._index_sampler)
-        except (TypeError, NotImplementedError):  # a stream, or a sampler without a length
-            return True
-        # With no batch left the epoch is complete, though the loop did not ask for another one.
-        skipped = 0 if self._replay is None else self._replay.skipped()
-        return skipped + delivery.batches < length
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:
@@ -481,7 +412,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
     @contextlib.contextmanager
     def _private_generator(self, epoch: int) -> Iterator[None]:
-        # torch rng_state the workers' base seed here. Drawn from the global generator, it would let a
+        # torch draws the workers' base seed here. Drawn from the global generator, it would let a
         # validation pass change the training that follows.
         if self.generator is not None:
             yield
@@ -509,7 +440,7 @@ class DataLoader(TorchDataLoader[T_co]):
             DataConfigError: The sampler cannot be resumed, or ``in_order=False``.
             DatasetInconsistencyError: With `compare`, on every rank: the positions differ.
         """
-        state = save_state(self, self._delivery, batches, self._replay)
+        state = save_state(self, self._cursor.delivery, batches, self._replay)
         if compare:
             compare_states(state)
         return state
@@ -526,11 +457,9 @@ class DataLoader(TorchDataLoader[T_co]):
             StateMismatchError: It is damaged, or belongs to other data.
         """
         require_order(self)
-        cursor = cursor_of(self)
+        cursor, epoch = cursor_of(self), None
         if self._replay is not None:
-            self._holder = enter_epoch(
-                self._holder, AutoEpoch(self._replay.load(state, strict=strict))
-            )
+            epoch = self._replay.load(state, strict=strict)
             # Persistent workers hold the dataset at its old position; new ones receive the state.
             iterator, self._iterator = self._iterator, None
             shutdown = getattr(iterator, "_shutdown_workers", None)
@@ -538,9 +467,7 @@ class DataLoader(TorchDataLoader[T_co]):
                 shutdown()
         elif cursor is not None:
             cursor.load_state_dict(state, strict=strict)
-        self._delivery.supersede("a state was loaded", severe=True)
-        self._delivery = Delivery()
-        self._running = None
+        self._cursor.restart(epoch)
 
     @property
     def _index_sampler(self) -> Any:
@@ -552,23 +479,15 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def remember_fingerprint(self, fingerprint: str) -> None:
         """Keep the dataset's fingerprint in the state, which is then refused for other data."""
-        if hasattr(self._holder, "fingerprint"):
-            self._holder.fingerprint = fingerprint
+        if hasattr(self._cursor.holder, "fingerprint"):
+            self._cursor.holder.fingerprint = fingerprint
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the iteration under way."""
-        return {**self.__dict__, "_running": None, "_board": None, "_iterator": None}
+        return {**self.__dict__, "_board": None, "_iterator": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore as a copy with its own position."""
         self.__dict__.update(state)
         if self._replay is not None:
             self._replay = self._replay.copy_for(self)
-
-
-def _chosen_by_dataset(targets: list[Any]) -> int | None:
-    """Return the epoch that the user set on the dataset since the last iteration, if any."""
-    for target in targets:
-        if not isinstance(target.epoch, AutoEpoch):
-            return int(target.epoch)
-    return None
