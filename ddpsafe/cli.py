@@ -233,7 +233,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--watch", action="store_true", help="repeat every second, until the launch has ended"
     )
     status.add_argument("--stacks", action="store_true", help="show the stacks of all threads, too")
-    status.add_argument("--json", action="store_true", help="print JSON")
+    formats = ("text", "json", "openmetrics")
+    status.add_argument("--format", choices=formats, default="text", help="what to print")
+    status.add_argument(
+        "--json", dest="format", action="store_const", const="json", help="print JSON"
+    )
 
     about = "write the page of a run: report.html"
     report = commands.add_parser("report", help=about, description=f"{about.capitalize()}.")

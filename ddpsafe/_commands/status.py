@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psutil
 
 from ddpsafe import _gpus
+from ddpsafe._commands import openmetrics
 from ddpsafe._launcher.watch.status_socket import ask
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
 from ddpsafe.doctor._findings import printable
@@ -46,8 +47,10 @@ def show_status(options: argparse.Namespace) -> int:
             # Between two attempts a launch has no socket, so it looks ended while ranks exit.
             if options.run_dir is None:
                 launches = [each for each in launches if each["state"] != "ended"]
-            if options.json:
+            if options.format == "json":
                 say(json.dumps({"launches": launches}, ensure_ascii=False))
+            elif options.format == "openmetrics":
+                say(openmetrics.render(launches))
             else:
                 text = "\n\n".join("\n".join(_lines(each)) for each in launches)
                 text = text or "no launch of this user runs on this host"

@@ -15,8 +15,9 @@ import live_programs as programs
 import pytest
 import scripts
 from fault_kit import World
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from ddpsafe._commands import status
+from ddpsafe._commands import openmetrics, status
 from ddpsafe._gpus import GpuReading
 from ddpsafe._launcher.watch.status_socket import SOCKET, StatusSocket, ask
 from ddpsafe.cli import main
@@ -46,6 +47,60 @@ def test_all_ranks_are_shown_while_one_cannot_answer(tmp_path: Path, how: str) -
     else:
         assert "in wait_with_the_gil" in away["where"]
     assert not (tmp_path / "run" / SOCKET).exists()
+    metrics = parsed(openmetrics.render([launch]))
+    assert metrics["ddpsafe_launch_ranks"] == {("",): 2}
+    assert metrics["ddpsafe_rank_steps_total"] == {("0",): 3, ("1",): 3}
+    assert metrics["ddpsafe_rank_memory_bytes"]["0",] > 1 << 20
+
+
+def parsed(text: str) -> dict[str, dict[tuple[str], float]]:
+    """Read metrics with the parser of prometheus_client: by name, then by the label ``rank``."""
+    found: dict[str, dict[tuple[str], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            rank = sample.labels.get("rank", "")
+            found.setdefault(sample.name, {})[rank,] = sample.value
+    return found
+
+
+def test_metrics_of_several_launches_are_read_by_prometheus() -> None:
+    """One of them has a rank on another host, one has ended, and a path may be any text."""
+    path = 'a "b"\\c\nd'
+    rank = {"rank": 0, "hostname": "one", "steps": 7, "steps_per_s": 0.5, "last_step_s": 2.0}
+    away = {**rank, "rank": 1, "hostname": "two", "last_step_s": None}
+    late = {"ranks": [1, 3], "waited_s": 1.5, "share": 0.25}
+    running = {
+        "run_dir": path,
+        "state": "running",
+        "world_size": 2,
+        "attempt": 3,
+        "longest_step_s": 4.0,
+        "ranks": [rank, away],
+        "stragglers": [late],
+    }
+    text = openmetrics.render([running, {"run_dir": "other", "state": "ended"}])
+    families = {each.name: each for each in text_string_to_metric_families(text)}
+    assert {
+        each.labels["run_dir"]: each.value for each in families["ddpsafe_launch_running"].samples
+    } == {
+        path: 1,
+        "other": 0,
+    }
+    assert families["ddpsafe_rank_steps"].type == "counter"
+    (since,) = families["ddpsafe_rank_since_step_seconds"].samples
+    assert (since.labels, since.value) == ({"run_dir": path, "rank": "0", "host": "one"}, 2)
+    (waited,) = families["ddpsafe_waited_seconds"].samples
+    assert (waited.labels["ranks"], waited.value) == ("1,3", 1.5)
+    assert families["ddpsafe_launch_nodes"].samples[0].value == 2
+    assert "ddpsafe_rank_memory_bytes" not in families
+
+
+def test_metrics_without_a_launch_are_empty(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The collector reads them all the same, and the exit code says that nothing runs."""
+    assert main(["status", "--format", "openmetrics", str(tmp_path)]) == 1
+    assert parsed(capsys.readouterr().out) == {"ddpsafe_launch_running": {("",): 0}}
 
 
 @pytest.mark.full
