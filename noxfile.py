@@ -252,7 +252,7 @@ def frameworks(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Run every benchmark, or those given after ``--``."""
     _install_wheel(session, extras="examples")
-    for script in session.posargs or sorted(str(path) for path in ROOT.glob("benchmarks/*.py")):
+    for script in session.posargs or sorted(str(path) for path in ROOT.glob("benchmarks/[!_]*.py")):
         session.run("python", script)
 
 

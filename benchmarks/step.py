@@ -36,6 +36,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from _ratios import Ratio
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -46,7 +48,6 @@ BLOCK: Final = 20
 BLOCKS: Final = 200
 LIMIT_S: Final = 900
 FOLDER: Final = "STEP_FOLDER"
-SAMPLES: Final = 2_000
 QUIET_S: Final = 20.0
 PAUSE_S: Final = 0.1
 SIZES: Final = (2, 8, 64)
@@ -301,15 +302,6 @@ JOBS |= {"switched": lambda: launch(switched)}
 JOBS |= {f"quiet {ranks}": quiet_job(ranks) for ranks in SIZES}
 
 
-def interval(ratios: list[float]) -> str:
-    """Format the median of ratios, and the interval of 95 % confidence, as percent above one."""
-    draw = random.Random(0)  # noqa: S311 - not for secrets
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(SAMPLES))
-    low, high = medians[round(0.025 * SAMPLES)], medians[round(0.975 * SAMPLES) - 1]
-    shown = [f"{100 * (value - 1):+.2f}" for value in (statistics.median(ratios), low, high)]
-    return f"{shown[0]} % | {shown[1]} to {shown[2]} %"
-
-
 def rows_of_switched() -> Iterator[str]:
     """Measure within one launch; yield the rows of the table."""
     pairs = [(Step(*on), Step(*off)) for on, off in run("switched")]
@@ -318,8 +310,8 @@ def rows_of_switched() -> Iterator[str]:
     yield ""
     yield "| with against without | median | 95 % |"
     yield "|---|--:|--:|"
-    yield f"| time of a step | {interval([on.time_s / off.time_s for on, off in pairs])} |"
-    yield f"| CPU time of a step | {interval([on.cpu_s / off.cpu_s for on, off in pairs])} |"
+    yield f"| time of a step | {Ratio.of([on.time_s / off.time_s for on, off in pairs])} |"
+    yield f"| CPU time of a step | {Ratio.of([on.cpu_s / off.cpu_s for on, off in pairs])} |"
 
 
 def rows_of_pairs(rounds: int) -> Iterator[str]:
@@ -333,25 +325,18 @@ def rows_of_pairs(rounds: int) -> Iterator[str]:
     yield "| compared | time of a step | 95 % | CPU time of a step | 95 % |"
     yield "|---|--:|--:|--:|--:|"
     for ours, theirs in COMPARED:
-        cells = [
-            interval(
-                [
-                    one[kind] / other[kind]
-                    for one, other in zip(steps[ours], steps[theirs], strict=True)
-                ]
-            )
-            for kind in (0, 1)
-        ]
-        yield f"| {ours} against {theirs} | {' | '.join(cells)} |"
+        pairs = list(zip(steps[ours], steps[theirs], strict=True))
+        yield f"| {ours} against {theirs} | {cells_of(pairs)} |"
     for job in ("mp.spawn", "torchrun"):
-        of_job = steps[job]
-        cells = [
-            interval(
-                [one[kind] / other[kind] for one, other in zip(of_job[1:], of_job, strict=False)]
-            )
-            for kind in (0, 1)
-        ]
-        yield f"| {job} against itself, one round later | {' | '.join(cells)} |"
+        pairs = list(zip(steps[job][1:], steps[job], strict=False))
+        yield f"| {job} against itself, one round later | {cells_of(pairs)} |"
+
+
+def cells_of(pairs: list[tuple[Step, Step]]) -> str:
+    """Return the cells for the time of a step and its CPU time: the first of each pair against the second."""
+    wall = Ratio.of([one.time_s / other.time_s for one, other in pairs])
+    cpu = Ratio.of([one.cpu_s / other.cpu_s for one, other in pairs])
+    return f"{wall} | {cpu}"
 
 
 def rows_of_quiet() -> Iterator[str]:
