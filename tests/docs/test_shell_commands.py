@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from machine import hang_limit
 from source_tree import CHECKOUT
 
 from ddpsafe.cli import main
@@ -121,7 +122,7 @@ def test_shell_commands_run(tmp_path: Path) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=hang_limit(300),
         check=False,
     )
     assert run.stdout + run.stderr == ""
@@ -139,7 +140,7 @@ def test_python_commands_run(tmp_path: Path) -> None:
     assert len(code) > 5
     command = [sys.executable, "-c", "\n".join(code)]
     run = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=hang_limit(300), check=False
     )
     assert run.returncode == 0, run.stderr
 

@@ -52,9 +52,9 @@ def test_thread_socket_and_files_are_found() -> None:
     thread = threading.Thread(target=done.wait, name="forgotten")
     thread.start()
     shared = leftovers.SHARED_MEMORY / f"ddpsafe-test-{os.getpid()}"
-    shared.touch()
     run_dir = Path(tempfile.mkdtemp(prefix="ddpsafe-"))
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    # Open, so that tests that run at the same time see whose it is.
+    with socket.create_server(("127.0.0.1", 0)) as server, shared.open("w"):
         found = "\n".join(leftovers.wait_until_gone(before, grace_s=0))
         assert str(server.getsockname()[1]) in found
     done.set()

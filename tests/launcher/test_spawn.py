@@ -151,7 +151,8 @@ def test_a_script_runs_unchanged(tmp_path: Path, start_method: str, demos: list[
         run = scripts.run(tmp_path, text, port, *demos)
     said = {"sum": ["sum 2.0"] * 2, "basic": ["gradient True"] * 2}
     assert run.lines() == [line for name in demos for line in said[name]]
-    assert run.err == ""
+    # A start that takes longer than half a minute gets a line.
+    assert re.sub(r"ddpsafe: \d of 2 ranks have joined.*\n", "", run.err) == ""
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def test_a_name_server_that_loses_a_question_does_not_fail_the_store(tmp_path: P
     (tmp_path / "ask.py").write_text(ASK)
     shell = (
         f"ip link set lo up && mount --bind {tmp_path}/resolv.conf /etc/resolv.conf && "
-        f"exec {sys.executable} {tmp_path}/ask.py"
+        f"exec {shlex.quote(sys.executable)} {tmp_path}/ask.py"
     )
     command = ["unshare", "--net", "--mount", "sh", "-c", shell]
     done = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -1,0 +1,191 @@
+"""A connection between two launchers breaks and is made again: nothing is missing, nothing comes twice."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+import pytest
+from scripts import wait_until
+
+from ddpsafe._clock import Deadline
+from ddpsafe._launcher.nodes.control_channel import Away, Back, Channel, Lost
+from ddpsafe._launcher.nodes.node_messages import Hello, RankRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HERE: Final = "127.0.0.1"
+MESSAGES: Final = 200
+NODE_LOSS: Final = timedelta(minutes=2)
+
+
+class Wire:
+    """A way between two launchers that can be cut.
+
+    Attributes:
+        is_up: Whether it takes new connections.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._listening = socket.create_server((HERE, 0))
+        self._ends: dict[socket.socket, None] = {}
+        self.is_up = True
+        self._threads = [threading.Thread(target=self._serve)]
+        self._threads[0].start()
+
+    @property
+    def port(self) -> int:
+        """Where to dial."""
+        return int(self._listening.getsockname()[1])
+
+    def cut(self) -> None:
+        """Reset all connections; what is on its way is lost, a half of a message too."""
+        ends, self._ends = self._ends, {}
+        for end in ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with contextlib.suppress(OSError):  # the other side has ended
+                end.shutdown(socket.SHUT_RD)  # wakes the thread that reads it
+            end.close()
+
+    def close(self) -> None:
+        """End for good."""
+        self.is_up = False
+        self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._threads[0].join()
+        self._listening.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                if not self.is_up:
+                    near.close()
+                    continue
+                far = socket.create_connection((HERE, self._port))
+                self._ends |= {near: None, far: None}
+                for one, other in ((near, far), (far, near)):
+                    self._threads.append(threading.Thread(target=self._pass_on, args=(one, other)))
+                    self._threads[-1].start()
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(37):  # so that messages are cut in pieces
+                other.sendall(data)
+            if one in self._ends:  # it has ended, and was not cut
+                other.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    """Open node 0's end."""
+    listening = Channel.listen(
+        HERE, secret=b"secret", round_id="round", nnodes=2, node_loss=NODE_LOSS
+    )
+    yield listening
+    listening.close()
+
+
+@pytest.fixture
+def wire(channel: Channel) -> Iterator[Wire]:
+    """Lay a way to node 0."""
+    laid = Wire(channel.port)
+    yield laid
+    laid.close()
+
+
+def dial(wire: Wire, node_loss: timedelta = NODE_LOSS) -> Channel:
+    """Connect as node 1."""
+    return Channel.dial(
+        (HERE, wire.port),
+        secret=b"secret",
+        round_id="round",
+        node=1,
+        hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
+        deadline=Deadline.after(timedelta(seconds=10)),
+        node_loss=node_loss,
+    )
+
+
+class Heard:
+    """What one end has received."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.numbers: list[int] = []
+        self.away = self.back = 0
+        self.lost: list[Lost] = []
+
+    def take(self) -> None:
+        """Take in what has arrived."""
+        for _, event in self._channel.events():
+            if isinstance(event, RankRequest):
+                self.numbers.append(event.rank)
+            elif isinstance(event, Away):
+                self.away += 1
+            elif isinstance(event, Back):
+                self.back += 1
+            elif isinstance(event, Lost):
+                self.lost.append(event)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_messages_arrive_once_and_in_order_over_a_wire_that_is_cut(
+    channel: Channel, wire: Wire, seed: int
+) -> None:
+    """In both directions, wherever it is cut."""
+    chance = random.Random(seed)
+    with contextlib.closing(dial(wire)) as node:
+        ends = (channel, node)
+        heard = tuple(map(Heard, ends))
+        cuts = 0
+        for number in range(MESSAGES):
+            for end in ends:
+                end.send(RankRequest(rank=number, request="ab" * chance.randrange(100)))
+            if chance.random() < 0.03:
+                wire.cut()
+                cuts += 1
+
+        def have_all() -> bool:
+            for each in heard:
+                each.take()
+            return all(len(each.numbers) >= MESSAGES for each in heard)
+
+        wait_until(have_all, otherwise=lambda: [vars(each) for each in heard])
+        assert [each.numbers for each in heard] == [list(range(MESSAGES))] * 2
+        assert heard[1].back == heard[1].away > 0
+        assert [each.lost for each in heard] == [[], []]
+
+
+def test_a_node_that_stays_away_is_lost_at_both_ends(channel: Channel, wire: Wire) -> None:
+    """Each reports why its last connection ended."""
+    with contextlib.closing(dial(wire, timedelta(seconds=1))) as node:
+        heard = tuple(map(Heard, (channel, node)))
+        wait_until(lambda: channel.connected() == {1})
+        wire.is_up = False
+        wire.cut()
+        wait_until(lambda: not node.connected())
+        wait_until(lambda: channel.away() == {1})
+        channel.give_up_away()
+        for each in heard:
+            each.take()
+        assert [[lost.how for lost in each.lost] for each in heard] == [["reset"], ["reset"]]
+        assert channel.offset_of(1).mono_ns is not None
+
+
+def test_a_launcher_that_takes_leave_is_told_apart(channel: Channel, wire: Wire) -> None:
+    """A closed channel is a goodbye; a connection that ends without one is a launcher that has died."""
+    heard = Heard(channel)
+    dial(wire).close()
+    wait_until(lambda: heard.take() or heard.lost)
+    assert heard.lost[0].how == "goodbye"
