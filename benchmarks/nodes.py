@@ -187,7 +187,7 @@ def stand_in_nodes(
             secret=b"secret",
             round_id="round",
             node=node,
-            hello=node_messages.Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
+            hello=lambda: node_messages.Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
             deadline=Deadline.after(timedelta(seconds=30)),
         )
         channels[node].send(node_messages.RanksStarted())

@@ -55,6 +55,7 @@ NO_ERROR_OF_ITS_OWN: Final = {
     "shutdown": "ranks that are left then are ended, and the result stands",
     "grace": "a rank that outlives it is killed, which is the next step and no failure",
     "stop": "ranks that outlive it are ended, and PreemptedError names them, as it does the others",
+    "node_loss": "a node that is away for longer is lost: NodeLostError, as when its launcher has ended",
 }
 
 

@@ -101,6 +101,13 @@ class Timeouts(Part):
         "stop_requested() have saved and returned. It has no error: remaining ranks are then ended.",
         examples=['"5min"', "25"],
     )
+    node_loss: Wait = Field(
+        default=timedelta(seconds=30),
+        description="How long the launchers of two nodes may be unable to reach each other: NodeLostError. "
+        "Training goes on meanwhile. A launcher that has ended is lost at once, and so is a node that is "
+        "away while a rank fails. 0: at the first broken connection.",
+        examples=["30", '"2min"'],
+    )
 
     if TYPE_CHECKING:
 
@@ -116,6 +123,7 @@ class Timeouts(Part):
             finish: DurationLike | None = ...,
             grace: DurationLike = ...,
             stop: DurationLike = ...,
+            node_loss: DurationLike = ...,
         ) -> None: ...
 
     @field_validator("rendezvous", "collective", "barrier", "progress")

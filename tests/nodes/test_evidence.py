@@ -114,7 +114,7 @@ def ends() -> Iterator[Ends]:
             secret=b"secret",
             round_id="round",
             node=1,
-            hello=Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
+            hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
             deadline=Deadline.after(timedelta(seconds=20)),
         )
         opened = [node_1, node_0]

@@ -25,6 +25,9 @@ pytestmark = pytest.mark.root
 AGAIN: Final = 75
 """Exit code that asks for another start: EX_TEMPFAIL."""
 
+NODE_LOSS_S: Final = 6
+"""How long a node may be away in the tests of losses; 30 s by default."""
+
 FAULT_LASTS_S: Final = 2
 FAULT_FOLLOWS_S: Final = 1.2
 """A second SIGTERM within a second counts as the same one."""
@@ -33,10 +36,16 @@ FAULT_SHOWS_S: Final = 4
 """Longer than it takes to detect a loss."""
 
 
+LONG: Final = Case(
+    name="long",
+    what="long",
+    fields={"timeouts": {"collective": 60, "grace": 3, "node_loss": NODE_LOSS_S}},
+)
+
+
 def start_training(network: Network, folder: Path) -> list[Launcher]:
     """Start a long training with two ranks on each of two hosts; wait until all of them train."""
-    case = Case(name="long", what="long", fields={"timeouts": {"collective": 60, "grace": 3}})
-    launchers = start_job(network, [case], folder, nproc=[2, 2])
+    launchers = start_job(network, [LONG], folder, nproc=[2, 2])
     scripts.wait_until(
         lambda: len(list(folder.glob("running-long-1-*"))) == 4,
         otherwise=lambda: [launcher.err for launcher in launchers],
@@ -98,16 +107,22 @@ LOSSES: Final[dict[str, Callable[[Network, int], None]]] = {
 def test_a_host_that_vanishes_is_named_within_seconds(
     own_network: Network, tmp_path: Path, how: str, victim: int
 ) -> None:
-    """No packet announces it: each side that still runs names the other within 5 s."""
+    """No packet announces it: each side that still runs warns of the other within 5 s, and then ends."""
     launchers = start_training(own_network, tmp_path)
     before_s = time.time()
     LOSSES[how](own_network, victim)
     there = [1 - victim] if how == "power" else [0, 1]
     for node in there:
-        launchers[node].end()
-        require_named(
-            launchers[node].results()["long"], node=1 - node, from_s=before_s, within_s=5.0
+        warning = f"node {1 - node} ('h{1 - node}') cannot be reached"
+        scripts.wait_until(
+            lambda node=node, warning=warning: warning in launchers[node].err,  # type: ignore[misc]
+            otherwise=lambda node=node: launchers[node].err,  # type: ignore[misc]
         )
+        require_in_time(time.time() - before_s, 5.0, "the other node is warned of")
+    for node in there:
+        launchers[node].end()
+        said = launchers[node].results()["long"]
+        require_named(said, node=1 - node, from_s=before_s, within_s=NODE_LOSS_S + 5.0)
     require_nothing_left(own_network, besides=[victim] if how == "power" else [])
 
 
@@ -132,6 +147,23 @@ def require_no_failure(
         assert results["held"].get("attempts") == 1, results
 
 
+def cut(network: Network, node: int, *, until: Callable[[], object]) -> None:
+    """Let no packet pass to or from a node, until something holds."""
+    network[node].cut_off("eth0")
+    until()
+    network.switch.run("nft", "delete", "table", "bridge", f"off{node}")
+
+
+def await_said(launchers: list[Launcher], what: str) -> None:
+    """Wait until each of two launchers has said something about the node of the other."""
+    for node, launcher in enumerate(launchers):
+        text = f"node {1 - node} ('h{1 - node}') {what}"
+        scripts.wait_until(
+            lambda launcher=launcher, text=text: text in launcher.err,  # type: ignore[misc]
+            otherwise=lambda launcher=launcher: launcher.err,  # type: ignore[misc]
+        )
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_network_outage_of_two_seconds_is_not_a_loss(
@@ -139,11 +171,43 @@ def test_a_network_outage_of_two_seconds_is_not_a_loss(
 ) -> None:
     """No packet passes during the outage; training continues afterwards."""
     cases, launchers = start_held_training(network, tmp_path)
-    network[victim].cut_off("eth0")
-    time.sleep(FAULT_LASTS_S)
-    network.switch.run("nft", "delete", "table", "bridge", f"off{victim}")
+    cut(network, victim, until=lambda: time.sleep(FAULT_LASTS_S))
     time.sleep(FAULT_SHOWS_S)
     require_no_failure(network, tmp_path, cases, launchers)
+
+
+@pytest.mark.full(but=["0"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_longer_network_outage_is_not_a_loss(
+    network: Network, tmp_path: Path, victim: int
+) -> None:
+    """Both launchers warn, and again when they reach each other; training continues."""
+    cases, launchers = start_held_training(network, tmp_path)
+    cut(network, victim, until=lambda: await_said(launchers, "cannot be reached"))
+    await_said(launchers, "can be reached again")
+    require_no_failure(network, tmp_path, cases, launchers)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("culprit", [1, 3])
+def test_a_rank_that_fails_during_an_outage_ends_the_job_at_once(
+    own_network: Network, tmp_path: Path, culprit: int
+) -> None:
+    """Its node does not wait for the network, and node 0 shows the rank's end."""
+    _, launchers = start_held_training(own_network, tmp_path)
+    node = culprit // 2
+    own_network[1].unplug()
+    warning = f"node {1 - node} ('h{1 - node}') cannot be reached"
+    scripts.wait_until(
+        lambda: warning in launchers[node].err, otherwise=lambda: launchers[node].err
+    )
+    pid = int((tmp_path / f"running-held-1-{culprit}").read_text())
+    failed_s = time.time()
+    own_network[node].shell(f"kill -KILL {pid}")
+    launchers[node].end()
+    said = launchers[node].results()["held"]
+    require_in_time(said["at"] - failed_s, 5.0 + 3.0, "the failure ends the job")
+    assert said["error"] == ("NodeLostError" if node else "RankKilledError"), said
 
 
 @pytest.mark.full
@@ -229,8 +293,7 @@ def test_each_of_three_nodes_reports_whose_network_probably_failed(
     own_network: Network, tmp_path: Path, victim: int
 ) -> None:
     """The others name the node that is cut off, and that node reports its own network as the likely cause."""
-    case = Case(name="long", what="long", fields={"timeouts": {"collective": 60, "grace": 3}})
-    launchers = start_job(own_network, [case], tmp_path, nproc=[1, 1, 1])
+    launchers = start_job(own_network, [LONG], tmp_path, nproc=[1, 1, 1])
     scripts.wait_until(
         lambda: len(list(tmp_path.glob("running-long-1-*"))) == 3,
         otherwise=lambda: [launcher.err for launcher in launchers],
@@ -238,10 +301,11 @@ def test_each_of_three_nodes_reports_whose_network_probably_failed(
     )
     before_s = time.time()
     own_network[victim].unplug()
-    said = [each["long"] for each in finish_job(own_network, [case], launchers)]
+    said = [each["long"] for each in finish_job(own_network, [LONG], launchers)]
     for node, each in enumerate(said):
         assert (each["error"], each["code"]) == ("NodeLostError", AGAIN), each
-        require_in_time(each["at"] - before_s, 5.0 if node != victim else 15.0, "the loss is named")
+        limit_s = NODE_LOSS_S + (5.0 if node != victim else 15.0)
+        require_in_time(each["at"] - before_s, limit_s, "the loss is named")
         if node != victim:
             assert (
                 f"node {victim} ('h{victim}', rank {victim} of world_size 3) was lost"

@@ -101,14 +101,11 @@ def test_the_clocks_of_nodes_are_known_although_node_0_reads_late(
     channel: Channel, node: Channel
 ) -> None:
     """It reads its first messages after its ranks have started: that took up to a minute."""
-    clocks = channel._clocks
-
-    def are_compared() -> bool:
-        return bool(clocks) and min(clocks[1]._samples, default=(math.inf,))[0] < math.inf
-
-    wait_until(are_compared)
+    wait_until(channel.connected)
+    clocks = channel._peers[1].clocks
+    wait_until(lambda: min(clocks._samples, default=(math.inf,))[0] < math.inf)
     ahead_ns = channel.offset_of(1).mono_ns  # the hello of this test says that its clock shows 1
-    assert abs(ahead_ns) <= min(clocks[1]._samples)[0] / 2
+    assert abs(ahead_ns) <= min(clocks._samples)[0] / 2
     assert node.connected() == {0}
 
 
@@ -225,7 +222,7 @@ ROUND: Final = RoundPlan(
 CONFIG: Final = LaunchConfig(
     nnodes=3, nproc_per_node=1, backend="gloo", rendezvous={"endpoint": "h0:29400"}
 )
-LOST: Final = Lost(why="its launcher has ended", is_silent=False, seen_ns=1)
+LOST: Final = Lost(how="ended", why="its launcher has ended", seen_ns=1)
 
 
 @pytest.fixture
@@ -251,7 +248,7 @@ def node(channel: Channel) -> Iterator[Channel]:
         secret=b"secret",
         round_id="round",
         node=1,
-        hello=Hello(mono_ns=1, wall_ns=1),
+        hello=lambda: Hello(mono_ns=1, wall_ns=1),
         deadline=Deadline.after(timedelta(seconds=10)),
     )
     yield dialled

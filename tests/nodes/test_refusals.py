@@ -144,7 +144,7 @@ def test_a_late_old_node_is_awaited_when_a_new_one_cannot_connect(
             secret=secret,
             round_id="round",
             node=1,
-            hello=Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
+            hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
             deadline=Deadline.after(timedelta(seconds=20)),
         )
         dialled.append(channel)

@@ -72,7 +72,7 @@ def dial(channel: Channel, *, node: int = 1, secret: bytes = b"secret") -> Chann
         secret=secret,
         round_id="round",
         node=node,
-        hello=HELLO,
+        hello=lambda: HELLO,
         deadline=Deadline.after(timedelta(seconds=5)),
     )
 

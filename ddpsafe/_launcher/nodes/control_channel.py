@@ -4,6 +4,10 @@ The store does not notice that a launcher has died, and its calls have no deadli
 vanished. Here the kernel notices: a closed connection within milliseconds, a host without power or
 network after three keep-alives. No clock and no heartbeat is involved that a busy CPU could delay.
 
+A connection that breaks is not yet a lost node: the participant dials again, both ends say how much has
+arrived, and what the other has missed is sent again, in order and once. A node is lost if it stays away
+for longer than ``timeouts.node_loss``, or if its launcher has ended.
+
 A thread reads and writes, so that the launcher never waits for a peer; `Channel.events` hands over
 what arrived. The thread also sends `Alive` each second, so a launcher is silent only if it is
 stopped or starved of CPU, and not because it waits for ranks to end.
@@ -25,9 +29,9 @@ import struct
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.nodes.node_messages import (
@@ -35,6 +39,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     ClockComparison,
     ClockOffset,
     GarbledError,
+    Goodbye,
     Hello,
     NodeMessage,
     NodeProgress,
@@ -44,12 +49,13 @@ from ddpsafe._launcher.nodes.node_messages import (
 from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
+
 
 logger = get_logger(__name__)
 
 LOSS_S: Final = 3.5
-"""A host is lost after this time without any reply from its kernel.
+"""A connection ends after this time without any reply from the other host's kernel.
 
 The kernel retransmits a packet 0.2, 0.6, 1.4 and 3.0 s after the first time: the last one still
 reaches a network that is back by then.
@@ -66,6 +72,13 @@ _GREETING_S: Final = 5.0
 _MAX_UNGREETED: Final = 128
 _CHUNK_BYTES: Final = 1 << 16
 _FLUSH_S: Final = 1.0
+_DIAL_S: Final = 1.0
+"""One try to connect again; the next one follows a beat later."""
+_RESET_S: Final = 5.0
+"""How long a host that answers, but has closed the connection, may take to dial or to listen again.
+
+A launcher that was killed with unread messages ends its connection in the same way as a firewall.
+"""
 _VERSION: Final = "ddpsafe-nodes-1"
 _TCP_INFO_BYTES: Final = 60
 _LAST_RECEIVED: Final = 52
@@ -124,19 +137,59 @@ class RefusedError(Exception):
     """The other end of a control channel is not a node of this job."""
 
 
+EndOfConnection = Literal["goodbye", "ended", "reset", "silence"]
+"""How a connection has ended: the launcher took leave of it, or ended without that, or its host has
+closed it although the launcher may still run, or its host no longer answers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """The connection to a node has ended.
+    """A node is lost for good.
+
+    Attributes:
+        how: How its last connection ended.
+        why: What the kernel reported, as a clause.
+        silent_s: How long nothing had arrived from it, in seconds.
+        seen_ns: When its last connection ended (monotonic).
+    """
+
+    how: EndOfConnection
+    why: str
+    silent_s: float = 0.0
+    seen_ns: int
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether its host has vanished; if not, its launcher has ended."""
+        return self.how == "silence"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Away:
+    """A connection has broken; the node may come back.
 
     Attributes:
         why: What the kernel reported, as a clause.
-        is_silent: Whether its host has vanished; if not, its launcher has ended.
-        seen_ns: When this was noticed (monotonic).
+        limit_s: After how many seconds it is lost.
     """
 
     why: str
-    is_silent: bool
-    seen_ns: int
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Back:
+    """A node is connected again, and nothing is missing.
+
+    Attributes:
+        away_s: How long it was away, in seconds.
+    """
+
+    away_s: float
+
+
+if TYPE_CHECKING:
+    Event = NodeMessage | Lost | Away | Back
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -144,21 +197,66 @@ class _Connection:
     """One connection, with the bytes that are left to parse and to send.
 
     Attributes:
-        node: The node; ``None`` until the other side has proved that it is one.
+        peer: The node; ``None`` until the other side has proved that it is one.
         challenge: What the other side has to sign for that.
-        clocks: This host's clocks beside those of the other.
         unanswered: Beats sent since something arrived.
         since_s: When it was opened (monotonic).
     """
 
     socket: socket.socket
-    node: int | None = None
+    peer: _Peer | None = None
     challenge: str = ""
-    clocks: ClockComparison = field(default_factory=ClockComparison)
     unanswered: int = 0
     since_s: float = field(default_factory=time.monotonic)
     received: bytearray = field(default_factory=bytearray)
     to_send: bytearray = field(default_factory=bytearray)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Peer:
+    """A node at the other end, over all its connections.
+
+    Attributes:
+        node: The node.
+        connection: The connection in use; ``None`` while the node is away.
+        clocks: This host's clocks beside those of the other.
+        received: How many messages have arrived, apart from those of routine.
+        unconfirmed: Messages sent to it that may not have arrived, the oldest first.
+        confirmed: How many have arrived, according to the node.
+        token: What identifies this launcher among all that may take themselves for the node.
+        has_said_goodbye: Whether it has taken leave.
+        lost: What it is if it does not come back.
+        away_since_s: When its last connection ended (monotonic).
+        limit_s: How long it may stay away.
+        next_dial_s: When to dial it again (monotonic).
+    """
+
+    node: int
+    connection: _Connection | None = None
+    clocks: ClockComparison = field(default_factory=ClockComparison)
+    received: int = 0
+    unconfirmed: deque[bytes] = field(default_factory=deque)
+    confirmed: int = 0
+    token: str = ""
+    has_said_goodbye: bool = False
+    lost: Lost | None = None
+    away_since_s: float = 0.0
+    limit_s: float = 0.0
+    next_dial_s: float = 0.0
+
+    def confirm(self, received: int) -> None:
+        """Forget the messages that the node has received."""
+        for _ in range(min(received - self.confirmed, len(self.unconfirmed))):
+            self.unconfirmed.popleft()
+            self.confirmed += 1
+
+    def beat(self) -> bytes:
+        """Return the next beat, which confirms what has arrived."""
+        return pack(replace(self.clocks.answer(), received=self.received))
+
+    def away_s(self) -> float:
+        """Return how long it has been away, in seconds."""
+        return time.monotonic() - self.away_since_s
 
 
 def prove(secret: bytes, side: str, round_id: str, node: int, challenge: str) -> str:
@@ -173,14 +271,17 @@ class Channel:
     Args:
         secret: The job's.
         round_id: The round's.
+        node_loss: How long a node may be away before it is lost.
     """
 
-    def __init__(self, secret: bytes, round_id: str) -> None:
+    def __init__(self, secret: bytes, round_id: str, node_loss: timedelta) -> None:
         """Begin without any connection; callers use `listen` or `dial`."""
         self._secret, self._round_id = secret, round_id
-        self._events: deque[tuple[int, NodeMessage | Lost]] = deque()
-        self._nodes: dict[int, _Connection] = {}
-        self._clocks: dict[int, ClockComparison] = {}
+        self._node_loss_s = node_loss.total_seconds()
+        self._events: deque[tuple[int, Event]] = deque()
+        self._peers: dict[int, _Peer] = {}
+        self._lost_clocks: dict[int, ClockComparison] = {}
+        self._dial_again: Callable[[_Peer], tuple[socket.socket, int]] | None = None
         self._ungreeted: dict[_Connection, None] = {}  # a dict, as an ordered set: oldest first
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
@@ -195,13 +296,21 @@ class Channel:
         self._thread = threading.Thread(target=self._serve, name="ddpsafe-channel", daemon=True)
 
     @classmethod
-    def listen(cls, address: str, *, secret: bytes, round_id: str, nnodes: int) -> Channel:
+    def listen(
+        cls,
+        address: str,
+        *,
+        secret: bytes,
+        round_id: str,
+        nnodes: int,
+        node_loss: timedelta = timedelta(0),
+    ) -> Channel:
         """Open node 0's end, at one address only.
 
         Raises:
             OSError: No port can be opened there.
         """
-        channel = cls(secret, round_id)
+        channel = cls(secret, round_id, node_loss)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         channel._listening = socket.create_server((address, 0), family=family, backlog=1024)
         channel._listening.settimeout(0)
@@ -218,8 +327,9 @@ class Channel:
         secret: bytes,
         round_id: str,
         node: int,
-        hello: NodeMessage,
+        hello: Callable[[], NodeMessage],
         deadline: Deadline,
+        node_loss: timedelta = timedelta(0),
     ) -> Channel:
         """Open a participant's end; both sides prove that they know the secret.
 
@@ -227,17 +337,22 @@ class Channel:
             OSError: Node 0 cannot be reached, or has closed the connection.
             RefusedError: The other side is not node 0 of this job.
         """
-        connection = socket.create_connection(address, timeout=max(0.1, deadline.remaining_s()))
-        try:
-            _greet(connection, secret, round_id, node, hello, deadline)
-        except BaseException:
-            connection.close()
-            raise
-        channel = cls(secret, round_id)
-        connection.settimeout(0)
-        channel._nodes[0] = _Connection(socket=connection, node=0)
-        channel._clocks[0] = channel._nodes[0].clocks
-        channel._selector.register(connection, selectors.EVENT_READ, channel._nodes[0])
+
+        def connect(peer: _Peer, deadline: Deadline) -> tuple[socket.socket, int]:
+            connection = socket.create_connection(address, timeout=max(0.1, deadline.remaining_s()))
+            try:
+                heard = _greet(connection, secret, round_id, node, hello(), peer, deadline)
+            except BaseException:
+                connection.close()
+                raise
+            return connection, heard
+
+        channel = cls(secret, round_id, node_loss)
+        peer = _Peer(node=0, token=secrets.token_hex(16))
+        connection, _ = connect(peer, deadline)
+        channel._dial_again = lambda peer: connect(peer, Deadline.after(timedelta(seconds=_DIAL_S)))
+        channel._peers[0] = peer
+        channel._attach(peer, connection, 0)
         channel._thread.start()
         return channel
 
@@ -251,7 +366,7 @@ class Channel:
         """Return a descriptor that is readable when there are events, other than those of routine."""
         return self._news_read
 
-    def events(self) -> Iterator[tuple[int, NodeMessage | Lost]]:
+    def events(self) -> Iterator[tuple[int, Event]]:
         """Yield what has arrived since the last call, each with its node."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._news_read, _CHUNK_BYTES)
@@ -259,43 +374,64 @@ class Channel:
             yield self._events.popleft()
 
     def send(self, message: NodeMessage, *, to: int | None = None) -> None:
-        """Send to a node, or to all of them, without waiting. Messages to a lost node are dropped."""
+        """Send to a node, or to all of them, without waiting. Messages to a lost node are dropped.
+
+        A node that is away gets them when it is back, except for those of routine.
+        """
         data = pack(message)
         with self._lock:
-            nodes = list(self._nodes.values()) if to is None else [self._nodes.get(to)]
-            for connection in nodes:
-                if connection is not None:
-                    connection.to_send += data
+            peers = list(self._peers.values()) if to is None else [self._peers.get(to)]
+            for peer in peers:
+                if peer is None:
+                    continue
+                if not isinstance(message, _ROUTINE):
+                    peer.unconfirmed.append(data)
+                if peer.connection is not None:
+                    peer.connection.to_send += data
         self._wake()
 
     def connected(self) -> set[int]:
-        """Return the nodes that are connected."""
+        """Return the nodes that are not lost; some of them may be away."""
         with self._lock:
-            return set(self._nodes)
+            return set(self._peers)
+
+    def away(self) -> set[int]:
+        """Return the nodes that are away, and may come back."""
+        with self._lock:
+            return {node for node, peer in self._peers.items() if peer.connection is None}
+
+    def give_up_away(self) -> None:
+        """Take the nodes that are away as lost."""
+        with self._lock:
+            for peer in [each for each in self._peers.values() if each.connection is None]:
+                self._give_up(peer)
 
     def offset_of(self, node: int) -> ClockOffset:
         """Return what to add to the times of a node, also of one that has been lost."""
         with self._lock:
-            return self._clocks.get(node, ClockComparison()).offset()
+            peer = self._peers.get(node)
+            clocks = self._lost_clocks.get(node) if peer is None else peer.clocks
+            return ClockOffset() if clocks is None else clocks.offset()
 
     def has_heard(self, *, within_s: float) -> bool:
         """Return whether the kernel of a connected node has sent anything in the last seconds."""
         with self._lock:
-            return any(_silent_s(each.socket) < within_s for each in self._nodes.values())
+            return any(_silent_s(each.socket) < within_s for each in self._connections())
 
     def close(self) -> None:
-        """Send what is left, for at most `_FLUSH_S`, and close."""
+        """Take leave, send what is left, for at most `_FLUSH_S`, and close."""
+        self.send(Goodbye())
         ends_s = time.monotonic() + _FLUSH_S
         while time.monotonic() < ends_s:
             with self._lock:
-                if not any(each.to_send for each in self._nodes.values()):
+                if not any(each.to_send for each in self._connections()):
                     break
             time.sleep(0.005)
         self._is_closing = True
         self._wake()
         if self._thread.ident is not None:
             self._thread.join()
-        for connection in (*self._nodes.values(), *self._ungreeted):
+        for connection in (*self._connections(), *self._ungreeted):
             connection.socket.close()
         if self._listening is not None:
             self._listening.close()
@@ -303,11 +439,15 @@ class Channel:
         for fd in (self._news_read, self._news_write, self._wake_read, self._wake_write):
             os.close(fd)
 
+    def _connections(self) -> list[_Connection]:
+        peers = self._peers.values()
+        return [peer.connection for peer in peers if peer.connection is not None]
+
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"!")
 
-    def _queue_event(self, node: int, event: NodeMessage | Lost) -> None:
+    def _queue_event(self, node: int, event: Event) -> None:
         self._events.append((node, event))
         if isinstance(event, _ROUTINE):
             return  # node 0 would look at all ranks each time: milliseconds, with 64 nodes
@@ -331,7 +471,11 @@ class Channel:
                 if self._listening is not None and self._listening not in self._selector.get_map():
                     self._selector.register(self._listening, selectors.EVENT_READ)
             with self._lock:
-                waiting = [each for each in self._nodes.values() if each.to_send]
+                away = [each for each in self._peers.values() if each.connection is None]
+            for peer in away:
+                self._await(peer)
+            with self._lock:
+                waiting = [each for each in self._connections() if each.to_send]
             for connection in waiting:
                 self._write(connection)
             # A flood of connections that send no greeting must not keep the nodes out.
@@ -343,21 +487,61 @@ class Channel:
 
     def _send_alive(self) -> None:
         with self._lock:
-            for connection in self._nodes.values():
-                if connection.unanswered < _MAX_UNANSWERED_BEATS:
+            for peer in self._peers.values():
+                connection = peer.connection
+                if connection is not None and connection.unanswered < _MAX_UNANSWERED_BEATS:
                     connection.unanswered += 1
-                    connection.to_send += pack(connection.clocks.answer())
+                    connection.to_send += peer.beat()
 
-    def _compare_clocks(self, connection: _Connection, message: NodeMessage, at_ns: int) -> None:
-        """Note when a message with the other host's clocks arrived, whenever it will be read."""
+    def _note(self, peer: _Peer, message: NodeMessage, at_ns: int) -> None:
+        """Note what a message says about the connection, whenever it will be read."""
         with self._lock:
+            if not isinstance(message, (*_ROUTINE, Hello)):
+                peer.received += 1
             if isinstance(message, Hello):
-                connection.clocks.note_hello(message, at_ns)
+                peer.clocks.note_hello(message, at_ns)
+            elif isinstance(message, Goodbye):
+                peer.has_said_goodbye = True
             elif isinstance(message, Alive):
-                is_first = not connection.clocks.heard_at_ns
-                connection.clocks.note_alive(message, at_ns)
-                if is_first:  # so that the clocks are known before the next beat
-                    connection.to_send += pack(connection.clocks.answer())
+                is_first = not peer.clocks.heard_at_ns
+                peer.clocks.note_alive(message, at_ns)
+                peer.confirm(message.received)
+                if is_first and peer.connection is not None:
+                    # So that the clocks are known before the next beat.
+                    peer.connection.to_send += peer.beat()
+
+    def _attach(self, peer: _Peer, connection: socket.socket, received: int) -> None:
+        """Go on with a participant's new connection, after `received` messages of this end."""
+        connection.settimeout(0)
+        peer.connection = _Connection(socket=connection, peer=peer)
+        self._resume(peer, received)
+        self._selector.register(connection, selectors.EVENT_READ, peer.connection)
+
+    def _resume(self, peer: _Peer, received: int) -> None:
+        assert peer.connection is not None  # noqa: S101 - just set
+        peer.confirm(received)
+        peer.connection.to_send += b"".join(peer.unconfirmed)
+        if peer.lost is not None:
+            peer.lost = None
+            self._queue_event(peer.node, Back(away_s=peer.away_s()))
+
+    def _await(self, peer: _Peer) -> None:
+        """Dial a node that is away, or let it dial, until its time is over."""
+        if peer.away_s() >= peer.limit_s:
+            with self._lock:
+                self._give_up(peer)
+        elif self._dial_again is not None and time.monotonic() >= peer.next_dial_s:
+            peer.next_dial_s = time.monotonic() + BEAT_S
+            with contextlib.suppress(OSError, RefusedError):
+                connection, received = self._dial_again(peer)
+                with self._lock:
+                    self._attach(peer, connection, received)
+
+    def _give_up(self, peer: _Peer) -> None:
+        assert peer.lost is not None  # noqa: S101 - it is away
+        self._lost_clocks[peer.node] = self._peers.pop(peer.node).clocks
+        silent_s = peer.lost.silent_s + peer.away_s()
+        self._queue_event(peer.node, replace(peer.lost, silent_s=silent_s))
 
     def _accept(self) -> None:
         assert self._listening is not None  # noqa: S101 - registered with it
@@ -407,14 +591,15 @@ class Channel:
             self._lose(connection, OSError(f"it has sent something that is not a message ({exc})"))
 
     def _take_lines(self, connection: _Connection, at_ns: int) -> None:
-        limit = _MAX_GREETING_BYTES if connection.node is None else _MAX_LINE_BYTES
+        limit = _MAX_GREETING_BYTES if connection.peer is None else _MAX_LINE_BYTES
         while (end := connection.received.find(b"\n")) >= 0:
             line = bytes(connection.received[:end])
             del connection.received[: end + 1]
-            if connection.node is not None:
+            if connection.peer is not None:
                 message = unpack(line)
-                self._compare_clocks(connection, message, at_ns)
-                self._queue_event(connection.node, message)
+                self._note(connection.peer, message, at_ns)
+                if not isinstance(message, Goodbye):
+                    self._queue_event(connection.peer.node, message)
             elif not self._accept_greeting(connection, line):
                 self._drop(connection)
                 return
@@ -426,21 +611,30 @@ class Channel:
         try:
             greeting = json.loads(line)  # by anyone: numbers may be infinite, texts not Unicode
             node, challenge = int(greeting["node"]), str(greeting["challenge"])
-            proof = str(greeting["proof"]).encode()
+            proof, received = str(greeting["proof"]).encode(), int(greeting["received"])
+            token = str(greeting["token"])
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return False
-        wanted = prove(self._secret, "participant", self._round_id, node, connection.challenge)
+        theirs = f"{connection.challenge} {received} {token}"
+        wanted = prove(self._secret, "participant", self._round_id, node, theirs)
         if not hmac.compare_digest(proof, wanted.encode()):
             return False
         with self._lock:
-            if not 0 < node < self._nnodes or node in self._nodes:
+            if not 0 < node < self._nnodes or node in self._lost_clocks:
                 return False
-            connection.node = node
+            peer = self._peers.setdefault(node, _Peer(node=node, token=token))
+            if peer.token != token:
+                return False  # another launcher takes itself for this node
+            if peer.connection is not None:
+                # The node has noticed before this host that its connection is broken.
+                self._drop(peer.connection)
             self._ungreeted.pop(connection, None)
-            answer = prove(self._secret, "coordinator", self._round_id, node, challenge)
-            connection.to_send += answer.encode() + b"\n" + pack(connection.clocks.answer())
-            self._nodes[node] = connection
-            self._clocks[node] = connection.clocks
+            connection.peer, peer.connection = peer, connection
+            answer = prove(
+                self._secret, "coordinator", self._round_id, node, f"{challenge} {peer.received}"
+            )
+            connection.to_send += f"{answer} {peer.received}\n".encode() + peer.beat()
+            self._resume(peer, received)
         return True
 
     def _write(self, connection: _Connection) -> None:
@@ -462,17 +656,26 @@ class Channel:
 
     def _lose(self, connection: _Connection, exc: OSError | None) -> None:
         """Report the end of a connection, after everything that arrived before."""
-        node = connection.node
+        peer, now_s = connection.peer, time.monotonic()
         self._drop(connection)
-        if node is None:
+        if peer is None or peer.connection is not connection:
             return
+        how: EndOfConnection = "silence"
+        why, limit_s = "its launcher has ended", 0.0
+        if exc is None:
+            how = "goodbye" if peer.has_said_goodbye else "ended"
+        else:
+            why, limit_s = str(exc.strerror or exc), self._node_loss_s
+            if isinstance(exc, ConnectionError):
+                how, limit_s = "reset", min(_RESET_S, limit_s)
         with self._lock:
-            self._nodes.pop(node, None)
-        is_silent = exc is not None and not isinstance(exc, ConnectionError)
-        why = (
-            str(exc.strerror or exc) if is_silent and exc is not None else "its launcher has ended"
-        )
-        self._queue_event(node, Lost(why=why, is_silent=is_silent, seen_ns=time.monotonic_ns()))
+            peer.connection, peer.away_since_s, peer.limit_s = None, now_s, limit_s
+            silent_s = LOSS_S if how == "silence" else 0.0
+            peer.lost = Lost(how=how, why=why, silent_s=silent_s, seen_ns=time.monotonic_ns())
+            if limit_s > 0:
+                self._queue_event(peer.node, Away(why=why, limit_s=limit_s))
+            else:
+                self._give_up(peer)
 
 
 def _notice_loss(connection: socket.socket) -> None:
@@ -508,9 +711,23 @@ def _greet(
     round_id: str,
     node: int,
     hello: NodeMessage,
+    peer: _Peer,
     deadline: Deadline,
-) -> None:
-    """Prove to node 0 that this is a node of the job, and have it prove the same."""
+) -> int:
+    """Prove to node 0 that this is a node of the job, and have it prove the same.
+
+    Args:
+        connection: The connection.
+        secret: The job's.
+        round_id: The round's.
+        node: This node.
+        hello: The first message.
+        peer: What this node knows of node 0.
+        deadline: When to stop waiting.
+
+    Returns:
+        How many messages of this node have arrived at node 0.
+    """
     _notice_loss(connection)
     challenge = secrets.token_hex(16)
     version, _, theirs = _read_line(connection, deadline).partition(" ")
@@ -519,13 +736,18 @@ def _greet(
     answer = {
         "node": node,
         "challenge": challenge,
-        "proof": prove(secret, "participant", round_id, node, theirs),
+        "received": peer.received,
+        "token": peer.token,
+        "proof": prove(
+            secret, "participant", round_id, node, f"{theirs} {peer.received} {peer.token}"
+        ),
     }
     connection.sendall(json.dumps(answer).encode() + b"\n" + pack(hello))
-    proof = _read_line(connection, deadline)
-    wanted = prove(secret, "coordinator", round_id, node, challenge)
-    if not hmac.compare_digest(proof.encode(), wanted.encode()):
+    proof, _, heard = _read_line(connection, deadline).partition(" ")
+    wanted = prove(secret, "coordinator", round_id, node, f"{challenge} {heard}")
+    if not hmac.compare_digest(proof.encode(), wanted.encode()) or not heard.isdecimal():
         raise RefusedError("it does not know the secret of this job")
+    return int(heard)
 
 
 def _read_line(connection: socket.socket, deadline: Deadline) -> str:

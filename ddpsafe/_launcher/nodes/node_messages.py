@@ -305,12 +305,19 @@ class Alive:
         epoch_ns: Its wall clock minus its monotonic one.
         heard_sent_ns: `sent_ns` of the last one that the sender has received; 0 before the first.
         heard_at_ns: When that one arrived, on the sender's monotonic clock.
+        received: How many messages have arrived at the sender, apart from those of routine.
     """
 
     sent_ns: int
     epoch_ns: int
     heard_sent_ns: int = 0
     heard_at_ns: int = 0
+    received: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodbye:
+    """The launcher leaves the channel; the end of the connection that follows is no failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -529,6 +536,7 @@ NodeMessage: TypeAlias = (
     | RanksEnded
     | RankRequest
     | Alive
+    | Goodbye
     | Collect
     | Leave
     | RoundResult

@@ -25,7 +25,15 @@ from ddpsafe._launcher import attempt
 from ddpsafe._launcher.diagnosis import rank_readings
 from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
-from ddpsafe._launcher.nodes.control_channel import BEAT_S, LOSS_S, Lost, SilenceWatch
+from ddpsafe._launcher.nodes.control_channel import (
+    BEAT_S,
+    LOSS_S,
+    Away,
+    Back,
+    EndOfConnection,
+    Lost,
+    SilenceWatch,
+)
 from ddpsafe._launcher.nodes.node_messages import (
     ClockOffset,
     Collect,
@@ -186,10 +194,12 @@ class OtherNodes:
         for node, event in self._channel.events():
             if isinstance(event, Lost):
                 self.lost.setdefault(node, event)
+            elif isinstance(event, (Away, Back)):
+                warn_of_outage(self._plan.name_of(node), event)
             else:
                 self._silence.heard(node)
                 self._take(node, event)
-        self._silence.look(self._channel.connected())
+        self._silence.look(self._channel.connected() - self._channel.away())
 
     def _take(self, node: int, message: NodeMessage) -> None:
         offset = self._channel.offset_of(node)
@@ -248,6 +258,11 @@ class OtherNodes:
         node sends something each second, and is lost after `LOSS_S` seconds of silence.
         """
         return not connected or self._channel.has_heard(within_s=LOSS_S - BEAT_S)
+
+    def give_up_away(self) -> None:
+        """Take the nodes that cannot be reached now as lost: something has failed without them."""
+        self._channel.give_up_away()
+        self.take_news()
 
     def let_leave(self) -> None:
         """Let the ranks of all nodes end: all of them have returned."""
@@ -344,6 +359,8 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
             with open_console(workers, plan.console, inbox=inbox, limit=config.timeouts.attempt):
                 watch = AttemptWatch(workers, timeouts=config.timeouts, inbox=inbox, peers=nodes)
                 ending = watch.until_end()
+                if ending.reason not in ("done", "signal"):
+                    nodes.give_up_away()
                 if any(lost.is_silent for lost in nodes.lost.values()):
                     nodes.wait_until(nodes.is_known_who_is_cut_off, Deadline.after(_OTHER_LOSSES))
                 for rank in (*workers, *nodes.ranks):
@@ -525,6 +542,43 @@ def node_lost(ended: EndedAttempt, plan: RoundPlan, lost: dict[int, Lost]) -> No
     )
 
 
+_LOSSES: Final[dict[EndOfConnection, tuple[str, str]]] = {
+    "silence": (
+        "its host has lost power or network, or its kernel hangs.",
+        "ping {host}; check what the scheduler reports about the node.",
+    ),
+    "reset": (
+        "its launcher was killed, its host has started again, or a firewall rejects the connection.",
+        "check uptime, dmesg and the launcher's log on {host}.",
+    ),
+    "ended": (
+        "its launcher has ended without a word: it was killed or has crashed, or its job step was ended.",
+        "check dmesg (out of memory?) and the launcher's log on {host}; its ranks ended with it.",
+    ),
+    "goodbye": (
+        "its launcher has left the job.",
+        "see what it wrote on {host} before it ended.",
+    ),
+}
+"""The likely cause and the fix, by how the last connection to a node has ended."""
+
+
+def warn_of_outage(name: str, event: Away | Back) -> None:
+    """Tell that a node cannot be reached, or can be again; training goes on meanwhile."""
+    if isinstance(event, Back):
+        logger.warning(
+            "%s can be reached again after %.0f s, and nothing is missing", name, event.away_s
+        )
+    else:
+        logger.warning(
+            "%s cannot be reached (%s): its host or the network is away, or its launcher has ended; its "
+            "ranks may still run. It counts as lost in %.0f s (timeouts.node_loss)",
+            name,
+            event.why,
+            event.limit_s,
+        )
+
+
 def lost_node_error(
     plan: RoundPlan,
     node: int,
@@ -550,13 +604,10 @@ def lost_node_error(
     why = lost.why
     if explained is not None:
         cause, fix = explained.cause, explained.fix
-    elif lost.is_silent:
-        why = f"nothing has arrived from {who.address} for {LOSS_S:g} s ({lost.why})"
-        cause = "its host has lost power or network, or its kernel hangs."
-        fix = f"ping {who.hostname}; check what the scheduler reports about the node."
     else:
-        cause = "its launcher was killed (SIGKILL, out of memory?), or its job step was ended."
-        fix = f"check dmesg and the launcher's log on {who.hostname}; its ranks ended with it."
+        cause, fix = (text.format(host=who.hostname) for text in _LOSSES[lost.how])
+    if lost.is_silent:
+        why = f"nothing has arrived from {who.address} for {lost.silent_s:.1f} s ({lost.why})"
     name = plan.name_of(node, f"{ranks_text(ranks)} of world_size {plan.world_size}")
     what = f"{name} was lost, {when}: {why}."
     return NodeLostError(

@@ -22,7 +22,7 @@ from ddpsafe._launcher.diagnosis.attempt_error import (
     original_of,
 )
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
-from ddpsafe._launcher.nodes.control_channel import Lost, SilenceWatch
+from ddpsafe._launcher.nodes.control_channel import Away, Back, Lost, SilenceWatch
 from ddpsafe._launcher.nodes.node_messages import (
     FAILED_NODE,
     Collect,
@@ -46,6 +46,7 @@ from ddpsafe._launcher.nodes.node_zero import (
     lost_node_error,
     name_failed_node,
     own_outcomes,
+    warn_of_outage,
 )
 from ddpsafe._launcher.processes.descendants import reap_orphans
 from ddpsafe._launcher.watch.console import open_console
@@ -221,6 +222,8 @@ class Participant:
         while not self._is_over() and not self._may_leave:
             self._wait(workers, min(_PROGRESS_S, stderr.interval_s()))
             stderr.look()
+            if self._channel.away() and any(map(has_failed, workers)):
+                self._channel.give_up_away()  # node 0 cannot decide what follows
             if self._silence.silent:
                 failed = [
                     each
@@ -303,6 +306,9 @@ class Participant:
             if isinstance(event, Lost):
                 self._lost = event
                 continue
+            if isinstance(event, (Away, Back)):
+                warn_of_outage(self._node_0, event)
+                continue
             self._silence.heard(0)
             if isinstance(event, RankRequest) and event.rank in by_rank:
                 with contextlib.suppress(ValueError, OSError):
@@ -313,7 +319,7 @@ class Participant:
                 self._may_leave = True
             elif isinstance(event, RoundResult):
                 self._result = event
-        self._silence.look(self._channel.connected())
+        self._silence.look(self._channel.connected() - self._channel.away())
         self._check_answer()
 
     def _check_answer(self) -> None:
@@ -403,7 +409,7 @@ class Participant:
 
     def _without_node_0(self, ended: EndedAttempt) -> NodeResult:
         lost = self._lost or Lost(
-            why="it has not reported how the attempt ended", is_silent=False, seen_ns=0
+            how="ended", why="it has not reported how the attempt ended", seen_ns=0
         )
         error = lost_node_error(
             self._round,

@@ -353,7 +353,11 @@ class NodeLaunch:
         require_same_settings(nodes)
         round_id = make_random_id()
         channel = Channel.listen(
-            address, secret=rendezvous.secret, round_id=round_id, nnodes=len(nodes)
+            address,
+            secret=rendezvous.secret,
+            round_id=round_id,
+            nnodes=len(nodes),
+            node_loss=self._plan.config.timeouts.node_loss,
         )
         self._channel = channel  # closed before the next round and at the end, whatever is raised
         launchers = {node.launcher for node in nodes}
@@ -498,7 +502,7 @@ class NodeLaunch:
         why = f"it joined, but opened no control channel to {plan.address}:{plan.channel_port}"
         lost = Lost(
             why=why if explained is None else explained.what.rstrip("."),
-            is_silent=False,
+            how="goodbye" if explained is not None else "ended",
             seen_ns=time.monotonic_ns(),
         )
         raise lost_node_error(
@@ -648,8 +652,9 @@ class NodeLaunch:
                     secret=rendezvous.secret,
                     round_id=plan.round_id,
                     node=seat.node_rank,
-                    hello=Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
+                    hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
                     deadline=deadline,
+                    node_loss=self._plan.config.timeouts.node_loss,
                 ),
                 self._plan.config.timeouts.rendezvous,
             )
