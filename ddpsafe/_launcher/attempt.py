@@ -316,7 +316,7 @@ def preempted_error(
         failure: What the signal itself has ended, so that the ranks did not save.
     """
     late = sorted(set(ended.outcomes) - set(values))
-    ranks = f"{ranks_text(late or ended.outcomes)} (world_size {len(ended.outcomes)})"
+    ranks = f"{ranks_text(late or ended.outcomes)} (world_size {ended.world_size})"
     where = f"on {socket.gethostname()}, {ended.when('preempted')}"
     limit_s = request.limit.total_seconds()
     details: list[str] = []

@@ -193,7 +193,7 @@ def test_a_longer_network_outage_is_not_a_loss(
 def test_a_rank_that_fails_during_an_outage_ends_the_job_at_once(
     own_network: Network, tmp_path: Path, culprit: int
 ) -> None:
-    """Its node does not wait for the network, and node 0 shows the rank's end."""
+    """Its node does not wait for the network, and shows how the rank has ended."""
     _, launchers = start_held_training(own_network, tmp_path)
     node = culprit // 2
     own_network[1].unplug()
@@ -207,7 +207,7 @@ def test_a_rank_that_fails_during_an_outage_ends_the_job_at_once(
     launchers[node].end()
     said = launchers[node].results()["held"]
     require_in_time(said["at"] - failed_s, 5.0 + 3.0, "the failure ends the job")
-    assert said["error"] == ("NodeLostError" if node else "RankKilledError"), said
+    assert (said["error"], said["rank"]) == ("RankKilledError", culprit), said
 
 
 @pytest.mark.full
@@ -378,6 +378,39 @@ def test_a_signal_while_ranks_are_ending_takes_effect_on_all_nodes(
     for launcher in launchers:
         assert "SIGINT on node 1 ('h1'); no rank is left running" in launcher.err
     require_nothing_left(network)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["cable", "killed"])
+def test_a_node_that_loses_node_0_reports_what_its_own_rank_raised(
+    own_network: Network, tmp_path: Path, how: str
+) -> None:
+    """Its exit code is the error's: another start would end with the same one."""
+    _, launchers = start_held_training(own_network, tmp_path)
+    first, other = launchers
+    if how == "cable":
+        own_network[1].unplug()
+    else:
+        os.kill(first.pid, signal.SIGSTOP)
+    (tmp_path / "fail-held-3").touch()
+    if how == "killed":
+        failed = "rank 3 has failed: ValueError: bad batch"
+        scripts.wait_until(lambda: failed in other.err, otherwise=lambda: other.err, within_s=60)
+        os.kill(first.pid, signal.SIGKILL)
+    other.end()
+    said = other.results()["held"]
+    assert [said[key] for key in ("error", "rank", "code", "cause")] == [
+        "RankRaisedError",
+        3,
+        1,
+        "ValueError",
+    ], said["whole"]
+    lost = "node 0 ('h0', ranks 0 and 1 of world_size 4) was lost"
+    assert any(lost in line for line in said["details"]), said["whole"]
+    first.end()
+    if how == "cable":  # it does not know of that error
+        require_named(first.results()["held"], node=1, from_s=said["at"], within_s=10.0)
+    require_nothing_left(own_network)
 
 
 def terminate(*launchers: Launcher) -> None:

@@ -230,6 +230,7 @@ class EndedAttempt:
         oom_kills: How many processes the kernel killed for memory during the attempt.
         timeouts: The timeouts that the attempt had.
         nnodes: Number of nodes.
+        unknown_ranks: Number of ranks of other nodes that `outcomes` does not have.
     """
 
     outcomes: Mapping[int, RankOutcome]
@@ -240,6 +241,12 @@ class EndedAttempt:
     oom_kills: int
     timeouts: Timeouts
     nnodes: int = 1
+    unknown_ranks: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of all nodes."""
+        return len(self.outcomes) + self.unknown_ranks
 
     def when(self, kind: FailureKind) -> str:
         """Return which attempt it was and after how long it ended."""
@@ -262,7 +269,7 @@ class EndedAttempt:
 
     def name(self, outcome: RankOutcome) -> str:
         """Return a rank's name with the world size, and with its node if there are several."""
-        size = f"world_size {len(self.outcomes)}"
+        size = f"world_size {self.world_size}"
         if self.nnodes == 1:
             return f"rank {outcome.rank} ({size})"
         at = f"node {outcome.node_rank} {outcome.hostname!r}, local rank {outcome.local_rank}"
@@ -654,7 +661,7 @@ def _deadlock_error(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> L
         return error
     likely, fix = _IN_A_CYCLE
     message = Explanation(
-        f"{ranks_text(proof.ranks)} (world_size {len(ended.outcomes)}) wait for each other in "
+        f"{ranks_text(proof.ranks)} (world_size {ended.world_size}) wait for each other in "
         f"collectives of different groups, {ended.when('hang')}.",
         cause=likely,
         fix=fix,
@@ -688,7 +695,7 @@ def _stuck_gpu_error(
     likely, fix = cause.conclusion.advice
     does = cause.conclusion.did.format(newest=stuck[0][1])
     message = Explanation(
-        f"{ranks_text(at)} (world_size {len(ended.outcomes)}) {does}, {ended.when('hang')}.",
+        f"{ranks_text(at)} (world_size {ended.world_size}) {does}, {ended.when('hang')}.",
         cause=likely,
         fix=fix.format(host=stuck[0][0].hostname),
         details=details,
@@ -736,7 +743,7 @@ def _join_error(ended: EndedAttempt) -> LaunchError:
     ]
     names = ranks_text(outcome.rank for outcome in missing)
     message = Explanation(
-        f"{names} (world_size {len(ended.outcomes)}) did not join within "
+        f"{names} (world_size {ended.world_size}) did not join within "
         f"{ended.limit('rendezvous')}, {ended.when(_kind_of_join(ended))}.",
         cause="slow imports, work at the top of the script, or a rank that hangs before it joins.",
         fix="move heavy work below the main guard or into the function, or raise timeouts.rendezvous.",
@@ -783,7 +790,7 @@ def _too_long_error(
         )
     )
     message = Explanation(
-        f"{names} (world_size {len(ended.outcomes)}) {did} {ended.limit(setting)}, "
+        f"{names} (world_size {ended.world_size}) {did} {ended.limit(setting)}, "
         f"{ended.when('hang')}.",
         cause=likely.format(host=missing[0].hostname),
         fix=fix.format(host=missing[0].hostname, pid=missing[0].pid, setting=setting),
@@ -798,7 +805,7 @@ def _unfinished_error(ended: EndedAttempt) -> LaunchError:
     late = [ended.outcomes[rank] for rank in ended.ending.unfinished]
     have = "has" if len(late) == 1 else "have"
     message = Explanation(
-        f"{ranks_text(ended.ending.unfinished)} (world_size {len(ended.outcomes)}) {have} returned, but "
+        f"{ranks_text(ended.ending.unfinished)} (world_size {ended.world_size}) {have} returned, but "
         f"what still ran in the background was not done within {ended.limit('finish')}, and was cut off, "
         f"{ended.when('hang')}.",
         cause="a thread, an executor, an exit function or a queue that the function has left behind works "

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _SAME_TIME_NS: Final = 50_000_000
 # A lost peer never leads to these, so such a rank is a cause however late a busy machine shows its end.
 _SIGNALS_FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM)
-_CONNECTION_KINDS: Final = ("network", "startup-network")
+CONNECTION_KINDS: Final = ("network", "startup-network")
 
 
 class GroupPosition(NamedTuple):
@@ -658,7 +658,7 @@ def _by_likelihood(failed: Ranks) -> Ranks:
         return []
     first = in_order[0]
     killed = [out for out in in_order if out.status == "killed" and not _crashed_inside(out)]
-    if first.raised is not None and kind_of(first.raised) in _CONNECTION_KINDS:
+    if first.raised is not None and kind_of(first.raised) in CONNECTION_KINDS:
         # The connection may have broken because a rank was killed, whichever was seen first.
         likelier = killed
     elif first.status == "exited":

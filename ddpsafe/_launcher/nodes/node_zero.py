@@ -437,13 +437,13 @@ def _collect(
         attempt.ask_where(workers)
         is_interrupted = nodes.wait_for_outcomes(_EVIDENCE)
         outcomes = own_outcomes(workers) | {rank.rank: rank.outcome() for rank in nodes.ranks}
-        if not any(map(_broke_by_itself, outcomes.values())):
+        if not any(map(broke_by_itself, outcomes.values())):
             # So far only peer errors are known: a launcher that is late may have the cause.
             is_interrupted = is_interrupted or nodes.wait_for_outcomes(_LATE_EVIDENCE)
             outcomes |= {rank.rank: rank.outcome() for rank in nodes.ranks}
         for found in nodes.outcomes.values():
             outcomes |= {each.rank: each for each in found.outcomes}
-        if is_interrupted and not any(map(_broke_by_itself, outcomes.values())):
+        if is_interrupted and not any(map(broke_by_itself, outcomes.values())):
             ending = replace(ending, reason="signal")  # the root cause can no longer become known
     oom_kills = rank_readings.count_oom_kills() - oom_kills_before + sum(nodes.oom_kills.values())
     return EndedAttempt(
@@ -479,7 +479,7 @@ def _values_or_raise(
     """Return what the ranks of this node returned, or raise the attempt's error."""
     if nodes.failed:
         raise _first_failed(nodes, ended)
-    if nodes.lost and not any(map(_broke_by_itself, ended.outcomes.values())):
+    if nodes.lost and not any(map(broke_by_itself, ended.outcomes.values())):
         # A node that got an insistent signal while this launcher was stopped has ended on its own.
         lost = {node: why for node, why in nodes.lost.items() if node not in nodes.insisted}
         if not lost and is_order(inbox.received):
@@ -502,7 +502,8 @@ def _values_or_raise(
         raise
 
 
-def _broke_by_itself(outcome: RankOutcome) -> bool:
+def broke_by_itself(outcome: RankOutcome) -> bool:
+    """Return whether a rank failed, and not because of another one, as far as it knew."""
     failed = outcome.status in ("raised", "killed", "exited") or outcome.native is not None
     return failed and is_own_fault(outcome)
 

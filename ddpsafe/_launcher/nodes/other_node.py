@@ -21,7 +21,7 @@ from ddpsafe._launcher.diagnosis.attempt_error import (
     make_error,
     original_of,
 )
-from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
+from ddpsafe._launcher.diagnosis.root_cause import CONNECTION_KINDS, is_own_fault, kind_of
 from ddpsafe._launcher.nodes.control_channel import Away, Back, Lost, SilenceWatch
 from ddpsafe._launcher.nodes.node_messages import (
     FAILED_NODE,
@@ -43,6 +43,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     round_result_of,
 )
 from ddpsafe._launcher.nodes.node_zero import (
+    broke_by_itself,
     lost_node_error,
     name_failed_node,
     own_outcomes,
@@ -402,16 +403,18 @@ class Participant:
             attempt=self._number,
             retry=self._plan.config.retry,
             run_dir=self._directory.path,
-            oom_kills=0,
+            oom_kills=rank_readings.count_oom_kills() - self._oom_kills,
             timeouts=self._plan.config.timeouts,
             nnodes=len(self._round.nodes),
+            unknown_ranks=self._round.world_size - len(self._plan.worlds),
         )
 
     def _without_node_0(self, ended: EndedAttempt) -> NodeResult:
+        """Return what its own ranks raised, which another start would not change, else that node 0 is lost."""
         lost = self._lost or Lost(
             how="ended", why="it has not reported how the attempt ended", seen_ns=0
         )
-        error = lost_node_error(
+        error: LaunchError = lost_node_error(
             self._round,
             0,
             lost,
@@ -422,6 +425,17 @@ class Participant:
             outcomes=ended.outcomes,
             run_dir=ended.run_dir,
         )
+        own = [each for each in ended.outcomes.values() if broke_by_itself(each)]
+        # A connection that a rank had opened itself may have broken because node 0 is lost.
+        if any(each.raised is None or kind_of(each.raised) not in CONNECTION_KINDS for each in own):
+            what = error.explanation.what
+            error = make_error(ended)
+            error.add_details(what)
+        else:
+            error.add_details(
+                *(f"rank {each.rank} has failed, too: {first_line(each)}" for each in own)
+            )
+        self._directory.note_tracebacks(ended.outcomes.values())
         self._directory.report(self._number, error)
         return NodeResult(values=None, error=error, is_again=False)
 
