@@ -24,7 +24,7 @@ SIZES_AND_CULPRITS: list[tuple[int, int]] = [(2, 1), (4, 2)]
 def test_a_rank_that_calls_another_collective_is_named(
     tmp_path: Path, ranks: int, culprit: int
 ) -> None:
-    """It is the only one with its call; the message has the call of each rank."""
+    """It is the only one with its call; of two ranks, either may be wrong, and both are named."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
@@ -32,8 +32,8 @@ def test_a_rank_that_calls_another_collective_is_named(
         culprit,
         **BY_TIMEOUT,
     )
-    require_hang(error, culprit)
-    assert "entered a different collective than the others" in str(error)
+    require_hang(error, culprit, or_rank=0 if ranks == 2 else None)
+    assert ("entered a different collective than the others" in str(error)) == (ranks > 2)
     assert "all_gather number 2 " in str(error)
     assert "all_reduce number 2 " in str(error)
     names = require_places(error, range(ranks))

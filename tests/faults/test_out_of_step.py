@@ -37,7 +37,7 @@ EARLY_RETURN_S = 3.0
 @pytest.mark.recorder
 @pytest.mark.parametrize(("ranks", "culprit"), [(2, 1), (4, 2)])
 def test_a_rank_that_skips_an_all_reduce_is_named(tmp_path: Path, ranks: int, culprit: int) -> None:
-    """It is alone in its next collective; the message has both calls."""
+    """It is alone in its next collective; of two ranks, both are named. The message has both calls."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
         ddpsafe.CollectiveTimeoutError,
@@ -45,7 +45,7 @@ def test_a_rank_that_skips_an_all_reduce_is_named(tmp_path: Path, ranks: int, cu
         culprit,
         **BY_TIMEOUT,
     )
-    require_hang(error, culprit)
+    require_hang(error, culprit, or_rank=0 if ranks == 2 else None)
     assert "all_gather number 5 " in str(error)
     assert "all_reduce number 5 " in str(error)
     assert "in skip_one, " in str(error)

@@ -119,7 +119,7 @@ def test_a_skipped_collective_is_proved(tmp_path: Path, ranks: int, culprit: int
     error = World(folder=tmp_path, ranks=ranks).launch_fails(
         ddpsafe.CollectiveTimeoutError, programs.skip_a_collective, within_s=PROVED_S
     )
-    require_hang(error, culprit)
+    require_hang(error, culprit, or_rank=0 if ranks == 2 else None)
     assert PROOF in str(error)
     assert f"| rank {culprit} is in barrier number 4" in str(error)
 

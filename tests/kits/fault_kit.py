@@ -247,9 +247,18 @@ def write_script(folder: Path, statements: str, *arguments: str) -> list[str]:
     return [str(scripts.write(folder, "script.py", source)), *arguments]
 
 
-def require_hang(error: ddpsafe.LaunchTimeoutError, rank: int) -> None:
-    """Fail unless that rank is missing in the first line and in the error's attributes."""
-    assert error.missing_ranks == (rank,), error
+def require_hang(
+    error: ddpsafe.LaunchTimeoutError, rank: int, *, or_rank: int | None = None
+) -> None:
+    """Fail unless that rank is missing in the first line and in the error's attributes.
+
+    Args:
+        error: The error.
+        rank: The rank.
+        or_rank: The rank that may be wrong as well, if nothing shows which of two is.
+    """
+    assert error.missing_ranks == ((rank,) if or_rank is None else (rank, or_rank)), error
+    assert or_rank is None or f", but rank {or_rank} (world_size " in str(error), error
     assert str(error).startswith(f"rank {rank} (world_size "), error
     assert error.kind == "hang"
     assert error.waited_s > 0

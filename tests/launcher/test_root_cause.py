@@ -1281,12 +1281,18 @@ PLACES: Final = [
         "user-error",
     ),
     row(
-        "is in another collective, in a world of two",
+        "is in another collective, in a world of two, and either may be wrong",
         [raises(timed_out, number(2)), raises(timed_out, number(2, "all_gather"))],
         1,
         "mismatch",
         HUNG,
         "hang",
+        says=(
+            "rank 1 (world_size 2) entered all_gather number 2 at",
+            ", but rank 0 (world_size 2) entered all_reduce number 2 at",
+        ),
+        says_not="than the others",
+        facts=(("missing_ranks", (1, 0)),),
     ),
     row(
         "is in a different collective than most",

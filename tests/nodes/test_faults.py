@@ -96,6 +96,22 @@ def test_every_node_names_the_rank_that_failed(
 
 
 @pytest.mark.full
+@pytest.mark.recorder
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_of_two_ranks_in_different_collectives_both_are_named(
+    network: Network, tmp_path: Path, culprit: int
+) -> None:
+    """There is no majority, so either may be wrong; each with its node, on every node."""
+    case = Case(name="other", what="other", rank=culprit)
+    said = [results["other"] for results in run_job(network, [case], tmp_path, nproc=(1, 1))]
+    require_the_same(said)
+    for rank in (0, 1):
+        did = "broadcast" if rank == culprit else "all_reduce"
+        who = f"rank {rank} (node {rank} 'h{rank}', local rank 0, world_size 2)"
+        assert f"{who} entered {did} number 4 at " in said[0]["text"], said[0]["text"]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_first_of_two_failures_is_named_on_every_node(
     network: Network, tmp_path: Path, first: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -609,7 +610,7 @@ def _mismatch_error(
 
     Args:
         ended: The attempt.
-        root: The rank to name: one whose call is the rarest.
+        root: The rank to name: one whose call is the rarest. If no call is more frequent, all are named.
         calls: What each rank has called under that number.
         details: What stands above the lines of the ranks.
         cls: The class of the error.
@@ -630,17 +631,36 @@ def _mismatch_error(
     handled = [] if is_same else handled_errors(_first(root, ended))
     if handled:
         likely, fix = _SWALLOWED
-    newest = newest_collective(root)
-    is_later = newest is not None and newest.number > mine.number
-    at = f"{', and is now' if is_later else ''} at {where(root)}" if where(root) else ""
+    ranks_of: dict[str, list[RankOutcome]] = defaultdict(list)
+    for rank, each in calls:
+        ranks_of[family(each)].append(ended.outcomes[rank])
+    is_majority_known = is_same or len(ranks_of[family(mine)]) < max(map(len, ranks_of.values()))
+    named = [root]
+    if is_majority_known:
+        what = f"{ended.name(root)} {did}{_is_at(root, mine)}, on {root.hostname}"
+    else:  # either side may be wrong
+        sides = {family(mine): ranks_of[family(mine)], **ranks_of}
+        named = [out for side in sides.values() for out in side]
+        what = ", but ".join(
+            f"{ended.name(side[0]) if len(side) == 1 else ranks_text(out.rank for out in side)} entered "
+            f"{name} number {mine.number}{_is_at(side[0], mine)}"
+            for name, side in sides.items()
+        )
     message = Explanation(
-        f"{ended.name(root)} {did}{at}, on {root.hostname}, {ended.when('hang')}.",
+        f"{what}, {ended.when('hang')}.",
         cause=likely,
         fix=fix,
         details=[*details, *handled, *positions(ended.outcomes.values())],
         logs=ended.run_dir,
     )
-    return cls(message, **ended.timeout_facts([root], ended.ending.waited_s), kind="hang")
+    return cls(message, **ended.timeout_facts(named, ended.ending.waited_s), kind="hang")
+
+
+def _is_at(outcome: RankOutcome, called: Collective) -> str:
+    """Return where a rank is that has called a collective, as the end of a clause."""
+    newest = newest_collective(outcome)
+    is_later = newest is not None and newest.number > called.number
+    return f"{', and is now' if is_later else ''} at {where(outcome)}" if where(outcome) else ""
 
 
 def _deadlock_error(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> LaunchError:
