@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import ipaddress
 import math
 import os
@@ -12,6 +14,7 @@ import signal
 import socket
 import stat
 import sys
+import threading
 from collections import defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
@@ -377,6 +380,46 @@ connect timeout. One lost packet to a name server costs 5 s, none that answers 1
 """
 
 
+_ERRORS_ONLY: Final = 2
+_cpp_log_lock = threading.Lock()
+_cpp_log_before: list[int] = []
+"""torch's C++ log level as each caller that wants quiet found it."""
+
+
+@contextlib.contextmanager
+def without_cpp_warnings() -> Iterator[None]:
+    """Keep torch's C++ code from writing warnings to stderr, where the user has set no level for it.
+
+    When a store's host has ended, each call writes 20 lines of C++ frames, and each client whose address has
+    no name writes that (``formatSockAddr`` in torch's socket.cpp). The exception, or success, says it all.
+    The level belongs to the process; torch has no function to set it.
+    """
+    level = None if "TORCH_CPP_LOG_LEVEL" in os.environ else _find_cpp_log_level()
+    if level is None:
+        yield
+        return
+    with _cpp_log_lock:
+        _cpp_log_before.append(level.value)
+        level.value = max(level.value, _ERRORS_ONLY)
+    try:
+        yield
+    finally:
+        with _cpp_log_lock:  # the last one to leave restores what the first one found
+            level.value = _cpp_log_before.pop()
+
+
+@functools.cache
+def _find_cpp_log_level() -> ctypes.c_int | None:
+    """Return the variable that ``TORCH_CPP_LOG_LEVEL`` sets; ``None`` where torch has none."""
+    import torch
+
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    try:
+        return ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
+
+
 def open_tcp_store(
     host: str,
     port: int,
@@ -396,15 +439,16 @@ def open_tcp_store(
     """
     from torch.distributed import TCPStore
 
-    store = TCPStore(
-        host,
-        port,
-        is_master=listening is not None,
-        wait_for_workers=False,
-        timeout=connect_timeout,
-        master_listen_fd=None if listening is None else listening.detach(),
-        use_libuv=serves_by_libuv(),
-    )
+    with without_cpp_warnings():
+        store = TCPStore(
+            host,
+            port,
+            is_master=listening is not None,
+            wait_for_workers=False,
+            timeout=connect_timeout,
+            master_listen_fd=None if listening is None else listening.detach(),
+            use_libuv=serves_by_libuv(),
+        )
     store.set_timeout(timeout)
     return store
 

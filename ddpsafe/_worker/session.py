@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
+from ddpsafe._host import without_cpp_warnings
 from ddpsafe._worker import context, model_check, pending_exception, process_group, torch_hooks
 from ddpsafe._worker.stop_signals import protect_torchs_helper
 from ddpsafe._worker.store_sync import Control, FolderStore
@@ -193,9 +194,10 @@ def _client(place: StorePlace, use: str) -> Store:
 
     # One connection for each use: a client serialises its calls, so a wait would block the others.
     if use not in _clients:
-        _clients[use] = dist.TCPStore(
-            place.host, place.port, is_master=False, wait_for_workers=False
-        )
+        with without_cpp_warnings():
+            _clients[use] = dist.TCPStore(
+                place.host, place.port, is_master=False, wait_for_workers=False
+            )
     return dist.PrefixStore(f"{place.key}/{use}", _clients[use])
 
 

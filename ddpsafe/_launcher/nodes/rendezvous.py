@@ -8,6 +8,7 @@ signature is checked before the value is parsed.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import hashlib
 import hmac
@@ -43,6 +44,7 @@ from ddpsafe._host import (
     is_loopback,
     list_interfaces,
     open_tcp_store,
+    without_cpp_warnings,
 )
 from ddpsafe._job.secret import find_job_secret
 from ddpsafe._launcher.nodes.node_messages import (
@@ -220,9 +222,14 @@ def make_sealed_backend(
     """Return torch's rendezvous backend with its state signed.
 
     Setting `cancelled` ends the handler's wait at its next poll. `state` is the last one that the
-    handler read.
+    handler read. Once the store's host has ended, `lost` says why, and the handler sees a closed
+    rendezvous: otherwise its thread would write a warning every five seconds.
     """
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
+        RendezvousConnectionError,
+        RendezvousStateError,
+    )
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
@@ -241,6 +248,7 @@ def make_sealed_backend(
 
     class SealedBackend(RendezvousBackend):
         cancelled = False
+        lost = ""
         state: Any = None
         forget = staticmethod(times.forget)
 
@@ -254,28 +262,32 @@ def make_sealed_backend(
             return "ddpsafe"
 
         def get_state(self) -> Any:
-            if self.cancelled and self.state is not None:
-                self.state.closed = True  # on this node only, to end torch's own threads
-                return pickle.dumps(self.state), None
-            self._require_not_cancelled()
-            found = self._inner.get_state()
-            return None if found is None else (self._see(found[0]), found[1])
+            return self._ask(self._inner.get_state, ())
 
         def set_state(self, state: bytes, token: Any = None) -> Any:
-            if self.cancelled and self.state is not None:
-                return *self.get_state(), False
-            self._require_not_cancelled()
             restored = times.restore(_CheckedUnpickler(io.BytesIO(state)).load())
-            found = self._inner.set_state(seal.close("state", pickle.dumps(restored)), token)
-            return None if found is None else (self._see(found[0]), found[1], found[2])
+            signed = seal.close("state", pickle.dumps(restored))
+            return self._ask(lambda: self._inner.set_state(signed, token), (False,))
+
+        def _ask(self, call: Callable[[], Any], not_set: tuple[bool, ...]) -> Any:
+            if not (self.cancelled or self.lost):
+                try:
+                    with without_cpp_warnings():
+                        found = call()
+                except RendezvousConnectionError as exc:
+                    self.lost = str(exc.__cause__ or exc).splitlines()[0]
+                else:
+                    return found and (self._see(found[0]), *found[1:])
+            if self.state is None:
+                raise RendezvousClosedError
+            # Closed on this node only, and without nodes, to end torch's own threads.
+            closed = copy.copy(self.state)
+            closed.closed, closed.participants, closed.last_heartbeats = True, {}, {}
+            return (pickle.dumps(closed), None, *not_set)
 
         def _see(self, sealed: bytes) -> bytes:
             self.state = opened(sealed)
             return pickle.dumps(self.state)
-
-        def _require_not_cancelled(self) -> None:
-            if self.cancelled:
-                raise RendezvousClosedError
 
     return SealedBackend(C10dRendezvousBackend(store, job))
 
@@ -447,8 +459,13 @@ class NodeRendezvous:
             Interrupted: A signal arrived during the call.
             RendezvousTimeoutError: The call has not returned in time, or the store's host has ended.
         """
+
+        def make() -> T:
+            with without_cpp_warnings():
+                return function()
+
         deadline = Deadline.after(limit)
-        call = BoundedCall(function, name="ddpsafe-rendezvous")
+        call = BoundedCall(make, name="ddpsafe-rendezvous")
         while not call.wait(_POLL_S):
             self.require_no_signal()
             if deadline.expired():
@@ -1118,6 +1135,8 @@ class NodeRendezvous:
         )
 
         here = socket.gethostname()
+        if self._backend.lost:
+            return self.lost(self._backend.lost, deadline)
         if isinstance(exc, RendezvousClosedError):
             what = f"the job at {self._endpoint} has ended; {here} was too late to join it."
             fix = "start the job again on all nodes if it is to run again."
