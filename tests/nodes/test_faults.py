@@ -90,6 +90,8 @@ def test_every_node_names_the_rank_that_failed(
         assert who in said[0]["text"]
         for each in said:
             require_in_time(each["at"] - fault_s(tmp_path, what), within_s, what)
+        logs = next(line for line in said[0]["whole"].splitlines() if line.startswith("  Logs: "))
+        assert logs.startswith((f"  Logs: h0:{tmp_path}", f"  Logs: h{node}:{tmp_path}")), logs
     causes = [results["raise"]["cause"] for results in nodes]
     assert causes[node] == "ValueError"
     assert causes[1 - node] != "ValueError"

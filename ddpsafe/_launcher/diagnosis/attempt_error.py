@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -280,12 +281,21 @@ class EndedAttempt:
         """Return on which host a rank was, in which phase, and when the attempt ended."""
         return f"on {outcome.hostname} while {_DOING[outcome.phase]}, {self.when(kind)}"
 
+    @property
+    def logs(self) -> Path | str:
+        """The run directory, with its host if there are several: all nodes show the same message."""
+        return self._on(socket.gethostname(), self.run_dir)
+
     def log_of(self, outcome: RankOutcome) -> Path | str:
         """Return the rank's log, or the run directory if the rank wrote nothing."""
-        if outcome.said is not None:  # its log is on another host
-            return f"{outcome.hostname}:{outcome.stderr or self.run_dir}"
         log = Path(outcome.stderr) if outcome.stderr else None
-        return log if log is not None and log.exists() and log.stat().st_size else self.run_dir
+        if outcome.said is not None:  # its log is on another host
+            return self._on(outcome.hostname, log or self.run_dir)
+        has_written = log is not None and log.exists() and log.stat().st_size
+        return self._on(outcome.hostname, log) if log and has_written else self.logs
+
+    def _on(self, hostname: str, path: Path) -> Path | str:
+        return path if self.nnodes == 1 else f"{hostname}:{path}"
 
     def facts(self) -> dict[str, Any]:
         """Return the attributes of every `LaunchError`."""
@@ -350,7 +360,7 @@ def unloadable(ended: EndedAttempt, rank: int, exc: Exception) -> RankFailedErro
         f"{type(exc).__name__}: {clip(str(exc), _MAX_MESSAGE)}",
         cause="it contains something that exists only in the rank, such as a process group.",
         fix="return plain data: numbers, strings, tensors, state dicts.",
-        logs=ended.run_dir,
+        logs=ended.logs,
     )
     return RankFailedError(message, **ended.rank_facts(root), kind="unpicklable")
 
@@ -517,7 +527,7 @@ def _returned_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         cause=likely,
         fix=fix,
         details=[*handled, *positions(ended.outcomes.values())],
-        logs=ended.run_dir,
+        logs=ended.logs,
     )
     return RankLeftEarlyError(message, **ended.rank_facts(root), kind=kind)
 
@@ -574,7 +584,7 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
             *positions(outcomes),
             *last_traceback(root),
         ],
-        logs=ended.run_dir,
+        logs=ended.logs,
     )
     missing = [] if conclusion.blames == "nothing" else [root]
     missing += [ended.outcomes[rank] for rank in also_late]
@@ -651,7 +661,7 @@ def _mismatch_error(
         cause=likely,
         fix=fix,
         details=[*details, *handled, *positions(ended.outcomes.values())],
-        logs=ended.run_dir,
+        logs=ended.logs,
     )
     return cls(message, **ended.timeout_facts(named, ended.ending.waited_s), kind="hang")
 
@@ -686,7 +696,7 @@ def _deadlock_error(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> L
         cause=likely,
         fix=fix,
         details=[*proof_lines, *positions(ended.outcomes.values())],
-        logs=ended.run_dir,
+        logs=ended.logs,
     )
     missing = [ended.outcomes[rank] for rank in proof.ranks]
     facts = ended.timeout_facts(missing, ended.ending.waited_s)
@@ -719,7 +729,7 @@ def _stuck_gpu_error(
         cause=likely,
         fix=fix.format(host=stuck[0][0].hostname),
         details=details,
-        logs=ended.run_dir,
+        logs=ended.logs,
     )
     return cls(message, **ended.timeout_facts([], ended.ending.waited_s), kind="hang")
 
@@ -735,7 +745,7 @@ def _barrier_error(ended: EndedAttempt, texts: list[Explanation]) -> LaunchError
             *(each.what for each in others),
             *positions(ended.outcomes.values()),
         ],
-        logs=ended.run_dir,
+        logs=ended.logs,
     )
     absent = [out for out in ended.outcomes.values() if not _has_raised(out, BarrierTimeoutError)]
     facts = ended.timeout_facts(absent, ended.ending.waited_s)
@@ -768,7 +778,7 @@ def _join_error(ended: EndedAttempt) -> LaunchError:
         cause="slow imports, work at the top of the script, or a rank that hangs before it joins.",
         fix="move heavy work below the main guard or into the function, or raise timeouts.rendezvous.",
         details=[f"rank {out.rank} was {_DOING[out.phase]} {where(out)}" for out in missing],
-        logs=ended.run_dir,
+        logs=ended.logs,
     )
     facts = ended.timeout_facts(missing, ended.ending.waited_s)
     return RendezvousTimeoutError(message, **facts, kind=_kind_of_join(ended))
@@ -815,7 +825,7 @@ def _too_long_error(
         cause=likely.format(host=missing[0].hostname),
         fix=fix.format(host=missing[0].hostname, pid=missing[0].pid, setting=setting),
         details=[*_calls_of(cause), *positions(ended.outcomes.values())],
-        logs=ended.run_dir,
+        logs=ended.logs,
     )
     return cls(message, **ended.timeout_facts(missing, ended.ending.waited_s))
 
@@ -835,7 +845,7 @@ def _unfinished_error(ended: EndedAttempt) -> LaunchError:
         details=[
             f"rank {rank} waited for {what}" for rank, what in ended.ending.unfinished.items()
         ],
-        logs=ended.run_dir,
+        logs=ended.logs,
     )
     return FinishTimeoutError(message, **ended.timeout_facts(late, ended.ending.waited_s))
 
