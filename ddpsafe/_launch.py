@@ -192,8 +192,16 @@ def spawn(
         raise presentable(as_torchs(error))
 
 
-def run_processes(fn: Callable[..., object], args: Sequence[Any], config: LaunchConfig) -> None:
+def run_processes(
+    fn: Callable[..., object],
+    args: Sequence[Any],
+    config: LaunchConfig,
+    *,
+    command: Sequence[str] = (),
+) -> None:
     """Run ``fn(local_rank, *args)`` in each rank, for ``ddpsafe run``: each rank is a program of its own.
+
+    `command` is the script and its arguments.
 
     Raises:
         DDPSafeError: As in `launch`.
@@ -202,7 +210,7 @@ def run_processes(fn: Callable[..., object], args: Sequence[Any], config: Launch
     # above all.
     with exempt_from_gc():
         plan = _ready_plan(config, style="run")
-    _run_plan(plan, Calls(fn, args, {}, None, style="run"))
+    _run_plan(plan, Calls(fn, args, {}, None, style="run", command=command))
 
 
 def _ready_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -> LaunchPlan:

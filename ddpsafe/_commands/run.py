@@ -70,7 +70,7 @@ def run_ranks(options: Namespace) -> int:
     if options.role is not None:
         os.environ["ROLE_NAME"] = options.role
     try:
-        run_processes(run_script, (script,), config)
+        run_processes(run_script, (script,), config, command=(target, *options.arguments))
     except DDPSafeError as error:
         if is_json:
             complain(json_of_error(error))

@@ -106,7 +106,11 @@ def _missing_guard(what: str) -> ConfigError:
 
 
 class Calls:
-    """The call that the ranks make, pickled before any process starts; a retry may change it."""
+    """The call that the ranks make, pickled before any process starts; a retry may change it.
+
+    Attributes:
+        command: The script and its arguments; by default those of this process.
+    """
 
     def __init__(
         self,
@@ -116,7 +120,10 @@ class Calls:
         on_retry: OnRetry | None,
         *,
         style: CallStyle,
+        command: Sequence[str] = (),
     ) -> None:
+        main_file = getattr(sys.modules["__main__"], "__file__", None) or ""
+        self.command = command or (main_file, *sys.argv[1:])
         self._fn, self._kwargs, self._on_retry = fn, kwargs, on_retry
         self._style: CallStyle = style
         self.current = self._pickled(args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import ipaddress
+import re
 import shutil
 import socket
 import subprocess
@@ -18,7 +19,15 @@ import pytest
 import scripts
 from hosts import Network, names_as_debian, require
 from machine import require_in_time
-from nodes_kit import Case, finish_job, require_the_same, run_job, start_job, start_node
+from nodes_kit import (
+    Case,
+    Launcher,
+    finish_job,
+    require_the_same,
+    run_job,
+    start_job,
+    start_node,
+)
 
 from ddpsafe import _host
 from ddpsafe._clock import Deadline
@@ -385,6 +394,28 @@ def test_clocks_may_be_an_hour_apart(network: Network, tmp_path: Path, ahead: in
     for node in (0, 1):
         assert said[node]["kills"]["values"] == {str(node): node}
         assert said[node]["kills"]["attempts"] == 2
+
+
+@pytest.mark.full
+def test_differences_of_script_arguments_and_variables_are_shown_on_both_nodes(
+    network: Network, tmp_path: Path
+) -> None:
+    """The job runs: they may be meant. Each with both values."""
+    launchers = []
+    given: list[tuple[str, dict[str, str]]] = [("0.1", {}), ("0.2", {"NCCL_DEBUG": "WARN"})]
+    for node, (lr, variables) in enumerate(given):
+        (tmp_path / str(node)).mkdir()
+        script = scripts.write(tmp_path / str(node), "train.py", f"number = {node}")
+        options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", "h0:29388"]
+        command = ["-m", "ddpsafe", "run", *options, str(script), "--lr", lr]
+        launchers.append(Launcher(network[node], command, variables))
+    for launcher in launchers:
+        assert launcher.end() == 0, launcher.err
+        differs = "the nodes of this job differ: "
+        assert f"{differs}NCCL_DEBUG: not set on h0, WARN on h1" in launcher.err
+        assert f"{differs}its arguments: --lr 0.1 on h0, --lr 0.2 on h1" in launcher.err
+        assert re.search(rf"{differs}the script: train.py \(sha256 .* on h0, ", launcher.err)
+        assert launcher.err.count(differs) == 3, launcher.err
 
 
 def facts(**changes: Any) -> NodeFacts:

@@ -81,6 +81,7 @@ class NodeFacts:
         address: Where the other nodes reach it.
         nproc: How many ranks it starts.
         settings: What has to be the same on all nodes, by the name of the field, as text.
+        setup: What should be: the script, its arguments, and the variables of torch, gloo and NCCL.
         node_rank: The node rank that it was given, if any.
         launcher: A random id: a restarted container has the name and often the pid of its predecessor.
     """
@@ -90,6 +91,7 @@ class NodeFacts:
     address: str
     nproc: int
     settings: dict[str, str]
+    setup: dict[str, str] = field(default_factory=dict)
     node_rank: int | None = None
     launcher: str = ""
 

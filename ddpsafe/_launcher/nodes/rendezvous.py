@@ -61,6 +61,7 @@ from ddpsafe._launcher.nodes.node_messages import (
 from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._logging import get_logger
 from ddpsafe._secrets import JOB_SECRET, find_own_secret
+from ddpsafe._wire.exception_facts import clip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -110,6 +111,8 @@ _DISMISSAL_READ: Final = timedelta(seconds=3)
 _FIRST_WARNING_S: Final = 10.0
 _NEXT_WARNINGS_S: Final = 60.0
 _NO_ANSWER_WARNING_S: Final = 5.0
+_MAX_DIFFERENCES: Final = 8
+_MAX_VALUE: Final = 200
 _MAX_REFUSED_NAMES: Final = 8
 """Anyone who reaches the store can write a name: they must not fill the log."""
 
@@ -390,6 +393,7 @@ class NodeRendezvous:
         config: The configuration of the launch.
         inbox: Signals to this launcher, which end every wait.
         settings: What has to be the same on all nodes, by name.
+        setup: What should be the same on all nodes, by name.
         nproc: How many ranks this node starts.
 
     Attributes:
@@ -406,6 +410,7 @@ class NodeRendezvous:
         inbox: SignalInbox,
         *,
         settings: dict[str, str] | None = None,
+        setup: dict[str, str] | None = None,
         nproc: int = 1,
     ) -> None:
         """Read endpoint, job id and secret; nothing is opened yet."""
@@ -414,6 +419,7 @@ class NodeRendezvous:
         assert endpoint is not None, "the config requires one with more than one node"  # noqa: S101
         self._config, self.inbox, self._endpoint = config, inbox, endpoint
         self._settings, self._nproc = settings or {}, nproc
+        self._setup = setup or {}
         self.job = config.rendezvous.id or "default"
         self.secret = key_of(config)
         self._seal = Seal(self.secret, self.job)
@@ -442,6 +448,7 @@ class NodeRendezvous:
             address=self.address,
             nproc=self._nproc,
             settings=self._settings,
+            setup=self._setup,
             node_rank=0 if self.serves else self._config.node_rank,
             launcher=self._launcher,
         )
@@ -581,6 +588,7 @@ class NodeRendezvous:
         except ConfigError as exc:
             self._root.put(_OBJECTION, self._objection(exc))
             raise
+        warn_of_differences([first, self.facts])
 
     def _objection(self, error: DDPSafeError | Interrupted) -> Objection:
         return Objection(node=self.facts, result=round_result_of(error, is_final=True))
@@ -1304,6 +1312,25 @@ def require_same_settings(nodes: Sequence[NodeFacts]) -> None:
             cause = "the same --node-rank, or DDPSAFE_NODE_RANK, was given to both."
             fix = "give each node its own rank, or give none to any: the order does not matter."
             raise ConfigError(Explanation(what, cause=cause, fix=fix))
+
+
+def warn_of_differences(nodes: Sequence[NodeFacts]) -> None:
+    """Warn where the script, its arguments or variables of nodes differ from those of the first one."""
+    first, *others = nodes
+    lines = [
+        f"{name}: {_clipped(first, name)} on {first.hostname}, {_clipped(other, name)} on {other.hostname}"
+        for other in others
+        for name in sorted({*first.setup, *other.setup})
+        if first.setup.get(name) != other.setup.get(name)
+    ]
+    for line in lines[:_MAX_DIFFERENCES]:
+        logger.warning("the nodes of this job differ: %s", line)
+    if len(lines) > _MAX_DIFFERENCES:
+        logger.warning("... and in %d more values", len(lines) - _MAX_DIFFERENCES)
+
+
+def _clipped(node: NodeFacts, name: str) -> str:
+    return clip(node.setup[name], _MAX_VALUE) if name in node.setup else "not set"
 
 
 def make_random_id() -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 import platform
+import shlex
 import socket
 import time
 from collections import Counter
@@ -48,6 +50,7 @@ from ddpsafe._launcher.nodes.rendezvous import (
     make_random_id,
     rank_store,
     require_same_settings,
+    warn_of_differences,
     warn_of_refused_node,
 )
 from ddpsafe._launcher.plan import NodesPlace
@@ -73,6 +76,8 @@ _FILE_APPEARS: Final = timedelta(seconds=5)
 """Network file systems show a new file on another host after some seconds."""
 
 _EXAMINATION_READ: Final = timedelta(seconds=10)
+
+_COMPARED_VARIABLES: Final = ("NCCL_", "GLOO_", "TORCH_")
 
 # Keys of a round.
 _PLAN: Final = "ddpsafe/plan"
@@ -138,7 +143,11 @@ class NodeLaunch:
         """
         with open_inbox() as inbox:
             rendezvous = NodeRendezvous(
-                self._plan.config, inbox, settings=settings_of(self._plan), nproc=self._plan.nproc
+                self._plan.config,
+                inbox,
+                settings=settings_of(self._plan),
+                nproc=self._plan.nproc,
+                setup=setup_of(self._plan, self._calls.command),
             )
             try:
                 rendezvous.open()
@@ -351,6 +360,9 @@ class NodeLaunch:
         address = rendezvous.address
         self._require_data_paths(rendezvous)
         require_same_settings(nodes)
+        warn_of_differences(
+            [nodes[0], *(each for each in nodes[1:] if each.launcher not in rendezvous.launchers)]
+        )
         round_id = make_random_id()
         channel = Channel.listen(
             address,
@@ -770,4 +782,18 @@ def settings_of(plan: LaunchPlan) -> dict[str, str]:
         "torch": torch.__version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "ddpsafe": version("ddpsafe"),
+    }
+
+
+def setup_of(plan: LaunchPlan, command: Sequence[str]) -> dict[str, str]:
+    """Return what should be the same on all nodes, because ranks that differ in it fail in odd ways."""
+    script, *arguments = command
+    name = Path(script).name
+    with contextlib.suppress(OSError):  # a module, a program, a notebook
+        name += f" (sha256 {hashlib.sha256(Path(script).read_bytes()).hexdigest()[:12]})"
+    variables = {**os.environ, **plan.config.env}
+    return {
+        "the script": name,
+        "its arguments": shlex.join(arguments),
+        **{each: variables[each] for each in variables if each.startswith(_COMPARED_VARIABLES)},
     }
