@@ -231,7 +231,7 @@ class NodesPlace:
     Attributes:
         store: The store.
         master_port: A port that node 0's launcher reserves for code that opens MASTER_PORT itself.
-        interfaces: Variables that keep gloo and NCCL on this node's interface to the others.
+        interfaces: Variables that keep the ranks' libraries on one interface of this node, if any.
     """
 
     store: StorePlace

@@ -266,6 +266,27 @@ def test_the_endpoint_may_resolve_to_loopback_only_on_its_own_host(tmp_path: Pat
 
 @pytest.mark.full
 @needs_hosts
+@pytest.mark.parametrize(
+    ("asked_for", "is_debian", "chosen"),
+    [
+        pytest.param(None, False, [None, None], id="none"),
+        pytest.param(None, True, ["eth0", None], id="none, and own names are loopback"),
+        pytest.param("auto", False, ["eth0", "=eth0"], id="auto"),
+    ],
+)
+def test_the_network_of_the_ranks_is_chosen_only_where_that_was_asked_for(
+    tmp_path: Path, asked_for: str | None, *, is_debian: bool, chosen: list[str | None]
+) -> None:
+    """NCCL may know a faster one than the one that leads to node 0. gloo's own choice has to be reachable."""
+    case = Case(name="job", what="interface", fields=asked("h0:28661", interface=asked_for))
+    names = {"hosts_file": names_as_debian} if is_debian else {}
+    with Network(2, nics={"eth0": "10.77.0", "eth1": "10.78.0"}, **names) as network:
+        said = run_job(network, [case], tmp_path, nproc=(1, 1))
+    assert [each["job"]["values"] for each in said] == [{"0": chosen}, {"1": chosen}]
+
+
+@pytest.mark.full
+@needs_hosts
 def test_the_name_of_the_endpoint_may_have_several_addresses(tmp_path: Path) -> None:
     """Node 0 serves only one, preferably IPv4 and not of a container network; the others find it.
 
@@ -287,7 +308,10 @@ def test_the_name_of_the_endpoint_may_have_several_addresses(tmp_path: Path) -> 
         """)
         network[0].firewall("ip daddr 10.77.0.51 drop")
         said = run_job(network, [case, alone], tmp_path, nproc=(1, 1))
-    assert [each["many"]["values"] for each in said] == [{"0": "eth1"}, {"1": "eth1"}]
+    assert [each["many"]["values"] for each in said] == [
+        {"0": ["eth1", "=eth1"]},
+        {"1": ["eth1", "=eth1"]},
+    ]
     words = "node 0 listens at 10.77.0.1, not at fd00::1 and 172.17.0.1, where that name leads too"
     _require(said, (0,), "alone", "RendezvousTimeoutError", words)
 

@@ -81,7 +81,8 @@ def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) ->
         total = torch.ones(1)
         dist.all_reduce(total)
         assert total.item() == ctx.world_size
-    return os.environ["GLOO_SOCKET_IFNAME"] if what == "interface" else result
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return [os.environ.get(each) for each in names] if what == "interface" else result
 
 
 class Unloadable:

@@ -29,6 +29,7 @@ import tenacity
 
 from ddpsafe._advice import ADVICE, COMMANDS
 from ddpsafe._clock import BoundedCall, Deadline
+from ddpsafe._config.interfaces import NCCL
 from ddpsafe._errors import (
     ConfigError,
     DDPSafeError,
@@ -41,6 +42,7 @@ from ddpsafe._host import (
     NAME_LOOKUP_LIMIT,
     find_address_towards,
     find_interface_of,
+    interface_variables,
     is_loopback,
     list_interfaces,
     open_tcp_store,
@@ -691,13 +693,32 @@ class NodeRendezvous:
         asked = self._config.rendezvous.interface
         return None if asked == "auto" else asked
 
-    @property
-    def interface(self) -> str | None:
-        """The interface for the ranks: the configured one, else that of this node's address."""
-        if self._asked_interface is not None:
-            return self._asked_interface
-        found = find_interface_of(self.address)
-        return None if found is None else found.name
+    def interface_settings(self) -> dict[str, str]:
+        """Return the variables that keep the ranks' libraries on an interface, if one was asked for.
+
+        NCCL chooses its network by itself, which may be faster than the one that leads to node 0. The others
+        use the one that this host's name leads to: if that is loopback, as after Debian's installer, no other
+        host reaches it.
+        """
+        name = self._asked_interface
+        if name is None:
+            found = find_interface_of(self.address)
+            name = None if found is None else found.name
+        if name is None:
+            return {}
+        variables = interface_variables(name)
+        if self._config.rendezvous.interface is None and not self._endpoint.is_loopback:
+            del variables[NCCL]
+            return variables if self._is_own_name_loopback() else {}
+        return variables
+
+    def _is_own_name_loopback(self) -> bool:
+        """Return whether this host's name leads to loopback first, or nowhere."""
+        try:
+            found = self.call(lambda: socket.getaddrinfo(socket.gethostname(), 0), _HANDSHAKE)
+        except (OSError, UnicodeError, RendezvousTimeoutError):
+            return True
+        return is_loopback(str(found[0][4][0]))
 
     def _serve(self, address: str) -> bool:
         """Serve the store at one address; return whether the port was free."""

@@ -28,7 +28,6 @@ from ddpsafe._errors import (
     RendezvousTimeoutError,
 )
 from ddpsafe._garbage import exempt_from_gc
-from ddpsafe._host import interface_variables
 from ddpsafe._launcher.nodes.control_channel import Channel, Lost, RefusedError
 from ddpsafe._launcher.nodes.node_messages import (
     FAILED_NODE,
@@ -684,13 +683,12 @@ class NodeLaunch:
 
     def _placed(self, round_plan: RoundPlan, node: int, rendezvous: NodeRendezvous) -> LaunchPlan:
         """Return the plan with this node's ranks in the round, and the store where all ranks meet."""
-        name = rendezvous.interface
         place = NodesPlace(
             store=StorePlace(
                 host=round_plan.address, port=round_plan.store_port, key=round_plan.round_id
             ),
             master_port=round_plan.master_port,
-            interfaces={} if name is None else interface_variables(name),
+            interfaces=rendezvous.interface_settings(),
         )
         worlds = tuple(world_of(round_plan, rank) for rank in round_plan.ranks_of(node))
         return replace(self._plan, worlds=worlds, place=place)
