@@ -254,6 +254,8 @@ def _run_plan(
                     directory=directory,
                     on_start=on_start,
                     cancelled=cancelled,
+                    grace_period=grace_period,
+                    learned=learned,
                     require_ready_between_nodes=require_ready_between_nodes,
                 )
                 values = nodes.run()

@@ -10,7 +10,6 @@ from datetime import timedelta
 from multiprocessing.util import get_temp_dir
 from typing import TYPE_CHECKING, Final, Protocol
 
-from ddpsafe._clock import Deadline
 from ddpsafe._errors import (
     STARTUP_KINDS,
     TRY_AGAIN_EXIT_CODE,
@@ -104,14 +103,7 @@ def run_attempt(  # noqa: PLR0913 - the parts of one attempt
             if ending.reason not in ("done", "signal"):
                 ask_where(workers)
             given_s = grace_period() if ending.reason == "failed" else None
-            if given_s is None:
-                end_ranks(workers)
-            else:
-                # As in torch's join(grace_period=…), ranks get this time twice: to end by themselves, then
-                # after SIGTERM.
-                rank_readings.continue_suspended(workers)
-                shutdown.await_ends(workers, Deadline.after(timedelta(seconds=given_s)))
-                end_ranks(workers, grace=timedelta(seconds=given_s))
+            end_ranks(workers, grace=let_others_run(watch, workers, given_s, timeouts.grace))
         ended = attempt_error.EndedAttempt(
             outcomes={worker.rank: worker.outcome() for worker in workers},
             ending=ending,
@@ -211,6 +203,22 @@ def ask_where(workers: Sequence[Worker]) -> None:
     for worker in workers:
         worker.note_before(before.get(worker.rank))
     shutdown.note_ends(workers)
+
+
+def let_others_run(
+    watch: AttemptWatch, workers: Sequence[Worker], given_s: float | None, grace: timedelta
+) -> timedelta:
+    """Let the other ranks run on after one has failed, if ``join(grace_period=…)`` asks for it.
+
+    Returns:
+        How long they then have after SIGTERM: the same time again, as with torch's ``join``. Without
+        `given_s`, or after a signal that ends the job, it is `grace`.
+    """
+    if given_s is None:
+        return grace
+    rank_readings.continue_suspended(workers)
+    given = timedelta(seconds=given_s)
+    return given if watch.let_ranks_run(given) else grace
 
 
 def values_or_raise(

@@ -164,7 +164,8 @@ class SpawnHandle:
         Args:
             timeout: How long, in seconds; with ``None`` until they have ended.
             grace_period: How many seconds the other ranks may keep running once one has failed, and
-                again after SIGTERM; ``None`` ends them at once, with ``timeouts.grace``.
+                again after SIGTERM; ``None`` ends them at once, with ``timeouts.grace``. With several
+                nodes, the longest of all their calls counts on each of them.
 
         Returns:
             True when all have succeeded, False when the timeout passed first.

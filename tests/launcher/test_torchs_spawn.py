@@ -13,6 +13,7 @@ import re
 import signal
 from typing import TYPE_CHECKING, Any, Final
 
+import machine
 import psutil
 import pytest
 import scripts
@@ -186,6 +187,26 @@ def test_a_grace_period_lets_the_other_ranks_finish(
     with pytest.raises(mp.ProcessRaisedException, match=re.escape("ValueError: the first")):
         handle.join(grace_period=grace_s)
     assert (tmp_path / "finished").exists() == finishes
+
+
+@pytest.mark.full
+def test_a_signal_ends_a_grace_period(tmp_path: Path, run_dir: Path) -> None:
+    """Once a rank has failed, Ctrl-C ends the others without the rest of the time that they were given."""
+    handle = ddpsafe.spawn(
+        programs.fail_or_stay,
+        (tmp_path,),
+        2,
+        join=False,
+        start_method="forkserver",
+        run_dir=run_dir,
+    )
+    scripts.wait_until(lambda: len(list(tmp_path.glob("started-*"))) == 2)
+    assert handle.join(0, grace_period=machine.hang_limit(600)) is False
+    (tmp_path / "gate").touch()
+    multiprocessing.connection.wait([handle.processes[0].sentinel])
+    handle._cancel()  # as the KeyboardInterrupt of a Ctrl-C in join() does
+    with pytest.raises(mp.ProcessRaisedException, match="the first"):
+        handle.join()
 
 
 def test_a_signal_to_a_rank_raises_process_exited_exception(run_dir: Path) -> None:

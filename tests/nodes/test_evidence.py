@@ -225,6 +225,7 @@ def test_a_node_that_could_not_start_its_ranks_reports_that_whatever_node_0_deci
             channel=ends.node_1,
             inbox=ends.inbox,
             directory=directory,
+            grace_period=lambda: None,
         )
         result = participant.run(cast("Any", None), run_rank)
     assert result.values is None

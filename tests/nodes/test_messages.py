@@ -353,6 +353,7 @@ def participant(channel: Channel, inbox: SignalInbox) -> Participant:
         channel=channel,
         inbox=inbox,
         directory=directory,
+        grace_period=lambda: None,
     )
 
 

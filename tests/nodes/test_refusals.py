@@ -36,6 +36,7 @@ from ddpsafe._launcher.nodes.rendezvous import (
 )
 from ddpsafe._launcher.nodes.rounds import _FAILED, _REFUSAL, NodeLaunch
 from ddpsafe._launcher.plan import make_plan
+from ddpsafe._launcher.watch.hang_detection import LearnedGaps
 from ddpsafe._launcher.watch.signals import Interrupted, SignalInbox, open_inbox
 from ddpsafe.doctor._findings import Finding
 
@@ -92,6 +93,8 @@ class Round:
             cancelled=threading.Event(),
             require_ready_between_nodes=self.examine,
             on_start=None,
+            grace_period=lambda: None,
+            learned=LearnedGaps(),
         )
 
     def examine(self, *_: object, **__: object) -> None:

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import scripts
@@ -243,6 +244,16 @@ def fail_or_finish(rank: int, folder: Path) -> None:
     with contextlib.suppress(AssertionError):
         scripts.wait_until(lambda: False, within_s=3)
     (folder / "finished").touch()
+
+
+def fail_or_stay(rank: int, folder: Path) -> None:
+    """Fail on rank 0, and never end on the others."""
+    (folder / f"started-{rank}").touch()
+    scripts.wait_until((folder / "gate").exists)
+    if rank == 0:
+        msg = "the first"
+        raise ValueError(msg)
+    time.sleep(600)
 
 
 def write_to_tensors(rank: int, plain: Any, view: Any, model: Any, many: list[Any]) -> None:

@@ -260,11 +260,13 @@ class NodeOutcomes:
         outcomes: One for each rank, without pickled objects.
         oom_kills: How many processes the node's kernel killed for memory during the attempt.
         retried: Ranks whose exception is of a type in `RetryPolicy.on`; the exception is not sent.
+        grace_s: What the caller of ``join(grace_period=…)`` on this node asks for; ``None`` for nothing.
     """
 
     outcomes: tuple[RankOutcome, ...]
     oom_kills: int
     retried: tuple[int, ...] = ()
+    grace_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,6 +332,17 @@ class Collect:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
     """All ranks have returned: let their processes end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continue:
+    """A rank has failed, and the others may run on, as ``join(grace_period=…)`` asks.
+
+    Attributes:
+        grace_s: For how long, and how long they have again after SIGTERM.
+    """
+
+    grace_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -540,6 +553,7 @@ NodeMessage: TypeAlias = (
     | Alive
     | Goodbye
     | Collect
+    | Continue
     | Leave
     | RoundResult
 )

@@ -37,6 +37,7 @@ from ddpsafe._launcher.nodes.control_channel import (
 from ddpsafe._launcher.nodes.node_messages import (
     ClockOffset,
     Collect,
+    Continue,
     GarbledError,
     Leave,
     NodeFailed,
@@ -66,13 +67,14 @@ from ddpsafe._world import World
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from ddpsafe._launcher.handle import OnStart
+    from ddpsafe._launcher.handle import GracePeriod, OnStart
     from ddpsafe._launcher.nodes.control_channel import Channel
     from ddpsafe._launcher.nodes.node_messages import NodeMessage, RoundPlan
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.processes.rank_process import Worker
     from ddpsafe._launcher.processes.start import CallFile, RunRank
     from ddpsafe._launcher.run_directory import RunDirectory
+    from ddpsafe._launcher.watch.hang_detection import LearnedGaps
     from ddpsafe._launcher.watch.preemption import StopRequest
     from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._launcher.watch.supervisor import Ending
@@ -268,6 +270,15 @@ class OtherNodes:
         """Let the ranks of all nodes end: all of them have returned."""
         self._channel.send(Leave())
 
+    def let_run(self, limit: timedelta) -> None:
+        """Let the ranks of all nodes run on for so long, although one has failed."""
+        self._channel.send(Continue(grace_s=limit.total_seconds()))
+
+    def longest_grace_s(self, own_s: float | None) -> float | None:
+        """Return the longest ``join(grace_period=…)`` of any node; ``None`` if no node asks for one."""
+        wanted_s = [own_s, *(each.grace_s for each in self.outcomes.values())]
+        return max((each for each in wanted_s if each is not None), default=None)
+
     def send(self, message: NodeMessage) -> None:
         """Send to all nodes."""
         self._channel.send(message)
@@ -329,6 +340,8 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
     directory: RunDirectory,
     inbox: SignalInbox,
     on_start: OnStart | None = None,
+    grace_period: GracePeriod,
+    learned: LearnedGaps,
     checkpoint_folders: set[str],
 ) -> dict[int, object]:
     """Run one attempt as node 0; add the ranks' checkpoint folders to `checkpoint_folders`.
@@ -357,7 +370,9 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
             if on_start is not None:
                 on_start(workers, inbox)
             with open_console(workers, plan.console, inbox=inbox, limit=config.timeouts.attempt):
-                watch = AttemptWatch(workers, timeouts=config.timeouts, inbox=inbox, peers=nodes)
+                watch = AttemptWatch(
+                    workers, timeouts=config.timeouts, inbox=inbox, peers=nodes, learned=learned
+                )
                 ending = watch.until_end()
                 if ending.reason not in ("done", "signal"):
                     nodes.give_up_away()
@@ -366,6 +381,11 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
                 for rank in (*workers, *nodes.ranks):
                     checkpoint_folders |= rank.checkpoint_folders
                 ended = _collect(nodes, workers, ending, number, plan, directory, oom_kills_before)
+                grace = config.timeouts.grace
+                if ended.ending.reason == "failed":
+                    given_s = nodes.longest_grace_s(grace_period())
+                    grace = attempt.let_others_run(watch, workers, given_s, grace)
+                    ended = _with_late_returns(ended, [*workers, *nodes.ranks])
                 values: dict[int, object] = {}
                 try:
                     values = _values_or_raise(
@@ -377,9 +397,9 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
                         error.where = inbox.where or who
                     # Before the ranks end here, so that all nodes end theirs at the same time.
                     nodes.send(round_result_of(error))
-                end_ranks(workers)
+                end_ranks(workers, grace=grace)
                 # The store ends with this function, and the other nodes' ranks use it to the end.
-                limit = config.timeouts.grace + _AFTER_GRACE
+                limit = grace + _AFTER_GRACE
                 if ending.reason == "done":
                     limit += config.timeouts.shutdown
                 longest: timedelta | None = limit
@@ -456,6 +476,16 @@ def _collect(
         timeouts=plan.config.timeouts,
         nnodes=plan.worlds[0].nnodes,
     )
+
+
+def _with_late_returns(ended: EndedAttempt, ranks: Sequence[RankState]) -> EndedAttempt:
+    """Return the attempt with the ranks that have returned since they were asked where they are."""
+    outcomes = dict(ended.outcomes)
+    for rank in ranks:
+        outcome = outcomes[rank.rank]
+        if outcome.status == "stopped" and rank.returned is not None:
+            outcomes[rank.rank] = replace(outcome, status="returned")
+    return replace(ended, outcomes=outcomes)
 
 
 def own_outcomes(workers: Sequence[Worker]) -> dict[int, RankOutcome]:

@@ -26,6 +26,7 @@ from ddpsafe._launcher.nodes.control_channel import Away, Back, Lost, SilenceWat
 from ddpsafe._launcher.nodes.node_messages import (
     FAILED_NODE,
     Collect,
+    Continue,
     Leave,
     NodeFailed,
     NodeOutcomes,
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ddpsafe._config import RetryPolicy
-    from ddpsafe._launcher.handle import OnStart
+    from ddpsafe._launcher.handle import GracePeriod, OnStart
     from ddpsafe._launcher.nodes.control_channel import Channel
     from ddpsafe._launcher.nodes.node_messages import RoundPlan
     from ddpsafe._launcher.plan import LaunchPlan
@@ -121,6 +122,7 @@ class Participant:
         channel: The control channel to node 0.
         inbox: Signals to this launcher.
         directory: Where the logs go.
+        grace_period: Returns what the caller asks for, see `run_attempt`; node 0 decides for all nodes.
     """
 
     def __init__(
@@ -132,10 +134,14 @@ class Participant:
         channel: Channel,
         inbox: SignalInbox,
         directory: RunDirectory,
+        grace_period: GracePeriod,
     ) -> None:
         """Keep the arguments; `run` starts the ranks."""
         self._number, self._plan, self._round = number, plan, round_plan
         self._channel, self._inbox, self._directory = channel, inbox, directory
+        self._grace_period = grace_period
+        self._grace = plan.config.timeouts.grace
+        self._may_run_on = False
         self._result: RoundResult | None = None
         self._values: dict[int, object] = {}
         self._failed: DDPSafeError | Interrupted | None = None
@@ -189,7 +195,7 @@ class Participant:
                     has_broken = any(worker.broke_late for worker in workers)
                     for worker in workers:
                         worker.relay = None
-                    end_ranks(workers)
+                    end_ranks(workers, grace=self._grace)
                 outcomes = {worker.rank: worker.outcome() for worker in workers}
             if (unfinished or has_broken) and not self._is_over():
                 ended = self._ended(outcomes)
@@ -264,8 +270,12 @@ class Participant:
                         outcomes=tuple(map(_for_others, own_outcomes(workers).values())),
                         oom_kills=rank_readings.count_oom_kills() - self._oom_kills,
                         retried=tuple(each.rank for each in workers if is_retried(each, policy)),
+                        grace_s=self._grace_period(),
                     )
                 )
+            if self._may_run_on:
+                self._may_run_on = False
+                rank_readings.continue_suspended(workers)
 
     def _wait(self, workers: Sequence[Worker], longest_s: float) -> None:
         alive = [worker for worker in workers if worker.alive]
@@ -316,6 +326,9 @@ class Participant:
                     by_rank[event.rank].send(bytes.fromhex(event.request))
             elif isinstance(event, Collect):
                 self._wants_evidence = True
+            elif isinstance(event, Continue):
+                self._may_run_on = True
+                self._grace = timedelta(seconds=event.grace_s)
             elif isinstance(event, Leave):
                 self._may_leave = True
             elif isinstance(event, RoundResult):

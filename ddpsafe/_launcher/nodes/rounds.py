@@ -63,10 +63,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from threading import Event
 
-    from ddpsafe._launcher.handle import OnStart
+    from ddpsafe._launcher.handle import GracePeriod, OnStart
     from ddpsafe._launcher.plan import Calls, LaunchPlan
     from ddpsafe._launcher.processes.start import RunRank
     from ddpsafe._launcher.run_directory import RunDirectory
+    from ddpsafe._launcher.watch.hang_detection import LearnedGaps
 
 logger = get_logger(__name__)
 
@@ -108,10 +109,12 @@ class NodeLaunch:
         directory: Where the logs go.
         on_start: As `run_attempt` calls it.
         cancelled: Set when the launcher has to stop.
+        grace_period: As `run_attempt` calls it.
+        learned: How long earlier attempts went without a step; each attempt adds to it.
         require_ready_between_nodes: Examines the connections between the nodes, see `_preflight`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a launch
         self,
         plan: LaunchPlan,
         calls: Calls,
@@ -120,9 +123,13 @@ class NodeLaunch:
         directory: RunDirectory,
         on_start: OnStart | None = None,
         cancelled: Event,
+        grace_period: GracePeriod,
+        learned: LearnedGaps,
         require_ready_between_nodes: Callable[..., None],
     ) -> None:
         """Keep the arguments; `run` starts."""
+        self._grace_period = grace_period
+        self._learned = learned
         self._require_ready_between_nodes = require_ready_between_nodes
         self._plan, self._calls, self._run_rank = plan, calls, run_rank
         self._on_start = on_start
@@ -231,6 +238,8 @@ class NodeLaunch:
                     on_start=self._on_start,
                     directory=self._directory,
                     inbox=inbox,
+                    grace_period=self._grace_period,
+                    learned=self._learned,
                     checkpoint_folders=self._checkpoint_folders,
                 )
             finally:
@@ -567,6 +576,7 @@ class NodeLaunch:
                     channel=self._channel,
                     inbox=inbox,
                     directory=self._directory,
+                    grace_period=self._grace_period,
                 ).run(self._calls.current, self._run_rank, self._on_start)
             if ended.error is None:
                 assert ended.values is not None  # noqa: S101 - without an error there are values

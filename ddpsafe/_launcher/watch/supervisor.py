@@ -67,6 +67,9 @@ class Peers(Protocol):
     def let_leave(self) -> None:
         """Notify their launchers that all ranks have returned."""
 
+    def let_run(self, limit: timedelta) -> None:
+        """Notify their launchers that a rank has failed, and that the others may run for so long."""
+
 
 EndReason = Literal[
     "signal",
@@ -215,6 +218,24 @@ class AttemptWatch:
             proof=self._live.proof,
             progress=self._progress.limit,
         )
+
+    def let_ranks_run(self, limit: timedelta) -> bool:
+        """Let the ranks end by themselves after one has failed, for up to `limit`.
+
+        Returns:
+            Whether they had that time; False if a signal to end the job, or the loss of a node, cut it
+            short.
+        """
+        deadline = Deadline.after(limit, clock=self._clock)
+        if self._peers is not None:
+            self._peers.let_run(limit)
+        while any(rank.alive for rank in self._ranks) and not deadline.expired():
+            if self.stop_request.must_end():
+                return False
+            if self._peers is not None and self._peers.has_lost_node():
+                return False
+            self._wait(deadline.remaining_s())
+        return True
 
     def _find_reason(self) -> EndReason | None:
         """Return the first reason to end the watch, in the order of `EndReason`, if there is one."""
