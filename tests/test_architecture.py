@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 from source_tree import (
@@ -27,6 +27,9 @@ from source_tree import (
 import ddpsafe
 from ddpsafe.checkpoint import errors as checkpoint_errors
 from ddpsafe.data import errors as data_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LAYERS: Final = {
     "vocabulary": 0,
@@ -268,6 +271,82 @@ def test_private_names_of_the_standard_library_are_in_one_module() -> None:
             and ast.unparse(node).partition(".")[0] in roots
         ]
     assert found == []
+
+
+PRIVATE_OF_TORCH: Final = {
+    "ddpsafe._torch_private": "read from torch's objects, without importing torch",
+    "ddpsafe._worker.torch_hooks": "replaced or read in torch itself, in a rank",
+    "ddpsafe.data._loader.torchs_loader": "overridden in torch's DataLoader",
+    "ddpsafe._launcher.nodes.torchs_rendezvous": "the state of TorchElastic's rendezvous",
+}
+"""The modules that use private names of torch, and for what."""
+
+PRIVATE_OF_OTHERS: Final = {
+    ("ddpsafe._rank_tests", "_do_configure"): "pytest has no public name for it",
+    ("ddpsafe.data._consistency", "_fingerprint"): "of the datasets library; documented there",
+    ("ddpsafe.data._loader.worker_safety", "_channel"): "of gRPC's channel behind an interceptor",
+    ("ddpsafe.cli", "_ActionsContainer"): "in an annotation; parsers and groups share it",
+}
+"""Private names of others that are used outside of a module for them, each with its reason."""
+
+_NAMED_TUPLES: Final = {"_replace", "_fields"}
+_PRIVATE_IN_TORCH: Final = re.compile(r"\btorch(\.\w+)*\._[a-z]\w*")
+
+
+def private_names_of_others(file: Path) -> Iterator[tuple[str, int]]:
+    """Yield private names that a file uses and does not define itself, with the line.
+
+    Those of ``self`` may come from a base class, which defines them.
+    """
+    defined: set[str] = set()
+    for node in nodes_of(file):
+        match node:
+            case (
+                ast.FunctionDef(name=name)
+                | ast.ClassDef(name=name)
+                | ast.Attribute(attr=name, ctx=ast.Store())
+                | ast.Name(id=name, ctx=ast.Store())
+            ):
+                defined.add(name)
+    for node in nodes_of(file):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self")):
+                continue
+            case ast.Attribute(attr=name) if re.match(r"_[a-zA-Z]", name):
+                pass
+            case ast.Call(
+                func=ast.Name(id="getattr" | "hasattr" | "setattr" | "delattr"),
+                args=[_, ast.Constant(value=str(name)), *_],
+            ) if re.match(r"_[a-zA-Z]", name):
+                pass
+            case ast.ImportFrom(module=str(module), level=0) if module.split(".")[0] == "torch":
+                for part in (*module.split("."), *(alias.name for alias in node.names)):
+                    if part.startswith("_"):
+                        yield part, node.lineno
+                continue
+            case ast.Constant(value=str(text)) if "\n" not in text:
+                if found := _PRIVATE_IN_TORCH.search(text):
+                    yield found[0], node.lineno
+                continue
+            case _:
+                continue
+        if name not in defined | DOCUMENTED | _NAMED_TUPLES:
+            yield name, node.lineno  # type: ignore[attr-defined]  # both nodes have lines
+
+
+def test_private_names_of_torch_are_in_the_modules_that_say_so() -> None:
+    """Else an update of torch breaks a place where no one looks; so for other libraries, too."""
+    found = {
+        (module_of(file), name): f"{file}:{line}: {name}"
+        for file in MODULES
+        if module_of(file) not in PRIVATE_OF_TORCH and module_of(file) != "ddpsafe._stdlib_private"
+        for name, line in private_names_of_others(file)
+    }
+    assert [where for key, where in found.items() if key not in PRIVATE_OF_OTHERS] == []
+    assert PRIVATE_OF_OTHERS.keys() <= found.keys(), "an exception that is no longer needed"
+    for module in PRIVATE_OF_TORCH:
+        file = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
+        assert "private name" in (ast.get_docstring(parse(file)) or "").lower(), module
 
 
 def test_messages_between_processes_do_not_import_torch() -> None:

@@ -1,7 +1,8 @@
-"""The secret of a job, which only its own processes know: where it comes from, and how long it has to be."""
+"""The secret of a job, which only its own processes know: where it comes from, how long it is, what it signs."""
 
 from __future__ import annotations
 
+import hmac
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -14,6 +15,33 @@ if TYPE_CHECKING:
 
 MIN_SECRET_CHARS: Final = 16
 """Whoever reaches the endpoint can try secrets, so a short one protects nothing."""
+
+
+class Signer:
+    """Signs the values that a job writes where others can write too, and rejects those of others.
+
+    Args:
+        secret: Known only to the processes of the job.
+        scope: What the values are for. A value that was signed for another scope or another key is
+            rejected, so a scope that is new for each start rejects old values.
+    """
+
+    _MAC_CHARS: Final = 64
+
+    def __init__(self, secret: bytes, scope: str) -> None:
+        """Derive the signing key of the scope."""
+        self._key = hmac.digest(secret, f"ddpsafe {scope}".encode(), "sha256")
+
+    def sign(self, key: str, value: bytes) -> bytes:
+        """Return a value with its signature, which is valid for one key."""
+        # With its length, no two pairs of key and value give the same bytes.
+        message = len(key).to_bytes(4, "big") + key.encode() + value
+        return hmac.new(self._key, message, "sha256").hexdigest().encode() + value
+
+    def verified(self, key: str, signed: bytes) -> bytes | None:
+        """Return the value without its signature; ``None`` if this job did not sign it."""
+        value = signed[self._MAC_CHARS :]
+        return value if hmac.compare_digest(signed, self.sign(key, value)) else None
 
 
 def find_job_secret(

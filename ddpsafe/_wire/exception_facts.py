@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ddpsafe._errors import DDPSafeError, signal_name
+from ddpsafe._torch_private import workers_of
 from ddpsafe._wire.foreign_texts import find_peer_text, find_signal_of_worker, is_of_a_backend
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def _find_dead_worker(exc: BaseException) -> tuple[int, BaseProcess] | None:
     while tb is not None and not workers:
         frame = tb.tb_frame
         if frame.f_code.co_filename.endswith(_DATALOADER):
-            workers = getattr(frame.f_locals.get("self"), "_workers", None) or ()
+            workers = workers_of(frame.f_locals.get("self"))
         tb = tb.tb_next
     if workers and isinstance(exc, (ConnectionError, EOFError)):
         connection.wait([each.sentinel for each in workers], _WORKER_EXIT_WAIT_S)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 
 from ddpsafe._errors import ConfigError, Explanation, MismatchError
 from ddpsafe._garbage import exempt_from_gc
+from ddpsafe._torch_private import uncompiled
 from ddpsafe._wire.exception_facts import clip
 from ddpsafe._wire.payload import find_unpicklable
 from ddpsafe._worker import model_check, torch_hooks
@@ -71,7 +72,7 @@ def unwrap(model: M) -> M:
         if isinstance(found, nn.parallel.DistributedDataParallel):
             inner = found.module
         else:
-            inner = getattr(found, "_orig_mod", None)  # of torch.compile
+            inner = uncompiled(found)
         if inner is None:
             return cast("M", found)
         found = inner

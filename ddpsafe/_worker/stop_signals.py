@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe import _stdlib_private
 from ddpsafe._host import act_by_default, end_by_signal
+from ddpsafe._torch_private import WORKER_SIGNALS
 from ddpsafe._wire.spec import HELPER
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ _HELD_BACK: Final = frozenset({*map(int, STOP_SIGNALS), END})
 # A helper that does not get to Python code, such as one that is locked up in a library since the fork, cannot
 # run the handler of END. Without ddpsafe SIGTERM would have ended it at once.
 _END_WITHIN_S: Final = 5.0
-_TORCH_SIGNALS: Final = "torch.utils.data._utils.signal_handling"
 _BY_SIGNAL: Final = 128
 _ACTION_BYTES: Final = 512  # more than any platform's `struct sigaction`
 _PR_SET_PDEATHSIG: Final = 1
@@ -266,7 +266,7 @@ def _enter(marks: Mapping[str, Any]) -> None:
                 if handler == signal.SIG_DFL:
                     signal.signal(signum, _do_as_owner)
             signal.signal(END, _end)
-            if _TORCH_SIGNALS in sys.modules:
+            if WORKER_SIGNALS in sys.modules:
                 from ddpsafe._worker.torch_hooks import after_worker_signals
 
                 after_worker_signals(_replace_torchs)

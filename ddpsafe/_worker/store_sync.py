@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import hmac
 import itertools
 import json
 import os
@@ -17,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from ddpsafe._clock import Deadline
+from ddpsafe._job.secret import Signer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -116,17 +116,15 @@ class SignedKeys:
     Args:
         store: The store.
         secret: Known only to the ranks of the job.
-        scope: What these keys are for. A value that was signed for another scope or another key is
-            rejected, so a scope that is new for each start of the ranks rejects old values.
+        scope: See `Signer`; new for each start of the ranks.
     """
 
-    _MAC_CHARS: Final = 64
     _MAX_TRIES: Final = 8
 
     def __init__(self, store: Keys, secret: bytes, scope: str) -> None:
-        """Derive the signing key of the scope."""
+        """Sign for that scope."""
         self._store = store
-        self._secret = hmac.digest(secret, f"ddpsafe {scope}".encode(), "sha256")
+        self._signer = Signer(secret, scope)
 
     def set(self, key: str, value: str | bytes, /) -> None:
         """Set a key to a signed value."""
@@ -150,7 +148,7 @@ class SignedKeys:
         known = self._sign(key, expected) if expected else b""
         for _ in range(self._MAX_TRIES):  # an unsigned value counts as not set: replace it
             found = self._store.compare_set(key, known, signed)  # type: ignore[arg-type]  # as above
-            value = self._verified(key, found)
+            value = self._signer.verified(key, found)
             if value is not None:
                 return value
             known = found
@@ -161,16 +159,12 @@ class SignedKeys:
         return self._store.delete_key(key)
 
     def _find(self, key: str) -> bytes | None:
-        return self._verified(key, self._store.get(key)) if self._store.check([key]) else None
+        if not self._store.check([key]):
+            return None
+        return self._signer.verified(key, self._store.get(key))
 
     def _sign(self, key: str, value: str | bytes) -> bytes:
-        content = value.encode() if isinstance(value, str) else value
-        message = len(key).to_bytes(4, "big") + key.encode() + content
-        return hmac.new(self._secret, message, "sha256").hexdigest().encode() + content
-
-    def _verified(self, key: str, signed: bytes) -> bytes | None:
-        value = signed[self._MAC_CHARS :]
-        return value if hmac.compare_digest(signed, self._sign(key, value)) else None
+        return self._signer.sign(key, value.encode() if isinstance(value, str) else value)
 
 
 class Departure(NamedTuple):

@@ -1,8 +1,8 @@
-"""All private names of torch that ddpsafe uses, each with its reason.
+"""What is replaced or read in torch itself in a rank, by private names, each with its reason.
 
-No other module may use a private name of torch. Each lookup has a fallback: if a version of torch
-renames one, ddpsafe loses the feature behind it and nothing else. A test checks the names against the
-installed torch.
+The modules for other private names are listed in `_torch_private`. Each lookup has a fallback: if a
+version of torch renames one, ddpsafe loses the feature behind it and nothing else. A test checks the
+names against the installed torch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from urllib.parse import parse_qs, urlparse
 
 from ddpsafe._clock import BoundedCall
 from ddpsafe._garbage import exempt_from_gc
+from ddpsafe._torch_private import WORKER_SIGNALS
 from ddpsafe._wire.messages import MAIN_GROUP, UNKNOWN_COLLECTIVE, Arrival, Collective
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def _handler(
 
 def after_worker_signals(then: Callable[[], None]) -> None:
     """Call `then` in a worker of torch's DataLoader, once it has set its own signal handlers."""
-    module = importlib.import_module("torch.utils.data._utils.signal_handling")
+    module = importlib.import_module(WORKER_SIGNALS)
     stock = getattr(module, "_set_worker_signal_handlers", None)
     if stock is None or stock.__module__ == __name__:
         return

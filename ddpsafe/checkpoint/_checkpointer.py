@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ddpsafe._errors import Explanation
+from ddpsafe._torch_private import changes_of
 from ddpsafe.checkpoint import _directory, _restore, _save
 from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._directory import Keep, is_whole
@@ -472,7 +473,7 @@ def _versions_of(state: Mapping[str, Any]) -> dict[str, int]:
     from torch import nn
 
     return {
-        f"{name}.{path}": parameter._version  # noqa: SLF001 - torch documents it for this
+        f"{name}.{path}": changes_of(parameter)
         for name, model in state.items()
         if isinstance(model, nn.Module)
         for path, parameter in model.named_parameters()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, runtime_checkable
 
 from ddpsafe._errors import Explanation
+from ddpsafe._torch_private import module_versions, set_module_versions
 from ddpsafe.checkpoint import _sharded
 from ddpsafe.checkpoint._format import PER_RANK, REPLICATED, SHARDED, Kept, OptimizerFacts
 from ddpsafe.checkpoint._trees import MAX_DEPTH, PLAIN, leaves
@@ -212,10 +213,10 @@ def renamed(state: Any, names: Mapping[Any, Any]) -> Any:
     result: Any = type(state)()
     for name, value in state.items():
         result[names.get(name) or name] = value
-    versions = getattr(state, "_metadata", None)
-    if isinstance(versions, dict):
+    versions = module_versions(state)
+    if versions is not None:
         plain = {f"{name}.".replace(_COMPILED, "")[:-1]: facts for name, facts in versions.items()}
-        result._metadata = versions | plain  # noqa: SLF001 - load_state_dict reads it
+        set_module_versions(result, {**versions, **plain})
     return result
 
 

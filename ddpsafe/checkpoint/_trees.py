@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any, Final
 
+from ddpsafe._torch_private import sparse_parts
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -144,7 +146,7 @@ def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]  # noqa: SLF001 - the public ones need it coalesced
+        return sparse_parts(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):

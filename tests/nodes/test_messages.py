@@ -37,7 +37,7 @@ from ddpsafe._launcher.nodes.node_messages import (
 )
 from ddpsafe._launcher.nodes.node_zero import OtherNodes
 from ddpsafe._launcher.nodes.other_node import Participant
-from ddpsafe._launcher.nodes.rendezvous import _LocalTimes
+from ddpsafe._launcher.nodes.torchs_rendezvous import _LocalTimes
 from ddpsafe._launcher.plan import make_plan
 from ddpsafe._launcher.watch.signals import Interrupted, SignalInbox, open_inbox
 from ddpsafe._wire.messages import Position, Whereabouts

@@ -84,7 +84,7 @@ class Round:
         self.rendezvous._backend = SimpleNamespace(
             state=state, forget=lambda member: self.forgotten.append(member[0].split()[-1])
         )
-        self.board = Board(HashStore(), self.rendezvous._seal, self.rendezvous)
+        self.board = Board(HashStore(), self.rendezvous._signer, self.rendezvous)
         self.launch: Any = NodeLaunch(
             make_plan(config, style="launch"),
             SimpleNamespace(),  # type: ignore[arg-type]

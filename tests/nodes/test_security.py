@@ -19,6 +19,7 @@ from nodes_kit import Case, finish_job, start_job
 
 from ddpsafe._clock import Deadline
 from ddpsafe._host import open_tcp_store
+from ddpsafe._job.secret import Signer
 from ddpsafe._launcher.nodes.control_channel import Channel, Lost, RefusedError
 from ddpsafe._launcher.nodes.node_messages import (
     Alive,
@@ -34,7 +35,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     round_result_of,
     unpack,
 )
-from ddpsafe._launcher.nodes.rendezvous import Seal, make_sealed_backend
+from ddpsafe._launcher.nodes.torchs_rendezvous import make_signed_backend
 from ddpsafe._wire.messages import Position, Raised, Returned
 
 if TYPE_CHECKING:
@@ -251,10 +252,10 @@ def test_a_state_of_the_rendezvous_is_checked_before_it_is_unpickled(tmp_path: P
     server = open_tcp_store("127.0.0.1", port, listening=listening)
     mark = tmp_path / "mark"
     evil = pickle.dumps(Evil(mark))
-    seal = Seal(b"secret", "job")
-    backend = make_sealed_backend(server, "job", seal)
+    signer = Signer(b"secret", "job")
+    backend = make_signed_backend(server, "job", signer)
     assert backend.set_state(pickle.dumps(_RendezvousState()))[2]
-    for state in (evil, Seal(b"another", "job").close("state", evil), seal.close("state", evil)):
+    for state in (evil, Signer(b"another", "job").sign("state", evil), signer.sign("state", evil)):
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
             C10dRendezvousBackend,
         )
@@ -267,7 +268,7 @@ def test_a_state_of_the_rendezvous_is_checked_before_it_is_unpickled(tmp_path: P
     assert not mark.exists()
 
 
-def test_the_sealed_backend_can_load_every_state_of_this_torch() -> None:
+def test_the_signed_backend_can_load_every_state_of_this_torch() -> None:
     """Every class of a state is on the list of those that may be unpickled."""
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
         _NodeDesc,
@@ -284,19 +285,19 @@ def test_the_sealed_backend_can_load_every_state_of_this_torch() -> None:
 
     state.last_heartbeats[_NodeDesc("000000 host", 1, 0)] = dt.datetime.now(dt.timezone.utc)
     state.deadline = dt.datetime.now(dt.timezone.utc)
-    backend = make_sealed_backend(server, "job", Seal(b"secret", "job"))
+    backend = make_signed_backend(server, "job", Signer(b"secret", "job"))
     backend.set_state(pickle.dumps(state))
     assert pickle.loads(backend.get_state()[0]).round == state.round
 
 
-def test_a_seal_is_valid_for_one_key_of_one_job() -> None:
+def test_a_signature_is_valid_for_one_key_of_one_job() -> None:
     """A value cannot be moved to another key or to another job."""
-    seal = Seal(b"secret", "job")
-    closed = seal.close("key", b"value")
-    assert seal.open("key", closed) == b"value"
-    assert seal.open("other", closed) is None
-    assert Seal(b"secret", "job2").open("key", closed) is None
-    assert seal.open("key", closed[:-1]) is None
+    signer = Signer(b"secret", "job")
+    signed = signer.sign("key", b"value")
+    assert signer.verified("key", signed) == b"value"
+    assert signer.verified("other", signed) is None
+    assert Signer(b"secret", "job2").verified("key", signed) is None
+    assert signer.verified("key", signed[:-1]) is None
 
 
 def test_an_error_is_the_same_on_the_node_that_receives_it() -> None:

@@ -1,28 +1,23 @@
 """How nodes find each other: TorchElastic's rendezvous, on a store bound to one address.
 
-The stock rendezvous keeps its state as a pickle in an open store, so anyone who reaches the port can
-run code in every launcher. Here each value in the store is signed with the job's secret, and the
-signature is checked before the value is parsed.
+Each value in the store is signed with the job's secret, and the signature is checked before the value
+is parsed. `torchs_rendezvous` has the state of torch's rendezvous.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import hashlib
-import hmac
 import inspect
-import io
 import json
 import os
-import pickle
 import secrets
 import socket
 import threading
 import time
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import tenacity
@@ -48,7 +43,7 @@ from ddpsafe._host import (
     open_tcp_store,
     without_cpp_warnings,
 )
-from ddpsafe._job.secret import find_job_secret
+from ddpsafe._job.secret import Signer, find_job_secret
 from ddpsafe._launcher.nodes.node_messages import (
     GarbledError,
     NodeFacts,
@@ -60,6 +55,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     round_result_of,
     to_json,
 )
+from ddpsafe._launcher.nodes.torchs_rendezvous import make_signed_backend
 from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._logging import get_logger
 from ddpsafe._secrets import JOB_SECRET, find_own_secret
@@ -72,31 +68,15 @@ if TYPE_CHECKING:
 
     from ddpsafe._config import LaunchConfig
     from ddpsafe._host import Interface
+    from ddpsafe._launcher.nodes.torchs_rendezvous import Member
     from ddpsafe._launcher.watch.signals import SignalInbox
 
 T = TypeVar("T")
 logger = get_logger(__name__)
 
-_ELASTIC: Final = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
-_STATE_CLASSES: Final = frozenset(
-    {
-        (_ELASTIC, "_RendezvousState"),
-        (_ELASTIC, "_NodeDesc"),
-        ("datetime", "datetime"),
-        ("datetime", "timezone"),
-        ("datetime", "timedelta"),
-        ("builtins", "set"),
-        ("builtins", "object"),
-        ("copyreg", "_reconstructor"),
-    }
-)
-"""Every class in the pickled state of torch's rendezvous, in torch 2.6 to 2.15."""
-
 _DISABLE_SHARED_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Keeps torch's handler from opening a second store on all interfaces, which it reuses in later rounds."""
 
-_MAC_BYTES: Final = hashlib.sha256().digest_size
-_LONG_AGO: Final = datetime(2000, 1, 1, tzinfo=timezone.utc)
 _POLL_S: Final = 0.05
 _STORE_CALL: Final = timedelta(seconds=5)
 _SHUTDOWN_S: Final = 3.0
@@ -127,176 +107,6 @@ _OVER_READS: Final = "ddpsafe/over/heard"  # how many nodes have read it
 _REFUSED_NAME: Final = "ddpsafe/unknown"  # the host of a launcher without the secret; not signed
 
 
-class _CheckedUnpickler(pickle.Unpickler):
-    """Loads a rendezvous state and nothing else: a second line of defence behind the seal."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _STATE_CLASSES:
-            msg = f"{module}.{name} is not part of a rendezvous state"
-            raise pickle.UnpicklingError(msg)
-        return super().find_class(module, name)
-
-
-class Seal:
-    """Signs the values that this job writes to its store, and rejects those of others."""
-
-    def __init__(self, secret: bytes, job: str) -> None:
-        """Sign with the secret, for one job."""
-        self._secret, self._job = secret, job.encode()
-
-    def close(self, key: str, value: bytes) -> bytes:
-        """Return a value with its signature, which is valid for one key."""
-        return self._mac(key, value) + value
-
-    def open(self, key: str, sealed: bytes) -> bytes | None:
-        """Return the value without its signature; ``None`` if this job did not sign it."""
-        value = sealed[_MAC_BYTES:]
-        return value if hmac.compare_digest(sealed[:_MAC_BYTES], self._mac(key, value)) else None
-
-    def _mac(self, key: str, value: bytes) -> bytes:
-        # With their lengths, no two pairs of job and key give the same bytes.
-        head = b"%d:%s%d:%s" % (len(self._job), self._job, len(key), key.encode())
-        return hmac.new(self._secret, head + value, hashlib.sha256).digest()
-
-
-_Member = tuple[str, int]
-"""Label and pid of a node, as torch's state has them."""
-
-
-class _LocalTimes:
-    """Converts the times in a rendezvous state to this host's clock.
-
-    torch compares the wall clocks of different hosts: a node whose clock is ahead considers all
-    others dead and starts a round alone. Here the age of a heartbeat is the time since this node
-    first saw it, whatever the other clocks show.
-
-    Args:
-        last_call: How far in the future the end of the last call is when a node writes it.
-    """
-
-    def __init__(self, last_call: timedelta) -> None:
-        self._last_call = last_call
-        self._beats: dict[_Member, tuple[datetime, datetime]] = {}
-        self._deadline: tuple[datetime, datetime] | None = None
-        self._gone: dict[_Member, datetime | None] = {}
-
-    def forget(self, member: _Member) -> None:
-        """Show a node as long dead until its heartbeat changes.
-
-        A restarted container has the name, the address and often the pid of its predecessor: a
-        later heartbeat is its own.
-        """
-        self._gone[member] = None
-
-    def show(self, state: Any) -> Any:
-        """Replace the times that others wrote by the times at which this node first saw them."""
-        now = datetime.now(timezone.utc)
-        beats = {(node.addr, node.pid): beat for node, beat in state.last_heartbeats.items()}
-        for member, beat in beats.items():
-            if self._beats.get(member, (None,))[0] != beat:
-                self._beats[member] = (beat, now)
-        for node in state.last_heartbeats:
-            member = (node.addr, node.pid)
-            beat, seen = self._beats[member]
-            if member in self._gone:
-                # The first heartbeat read after the loss is the last one that the lost node wrote.
-                last = self._gone[member] = self._gone[member] or beat
-                if last != beat:
-                    del self._gone[member]
-            state.last_heartbeats[node] = _LONG_AGO if member in self._gone else seen
-        if state.deadline is not None:
-            if self._deadline is None or self._deadline[0] != state.deadline:
-                self._deadline = (state.deadline, now + self._last_call)
-            state.deadline = self._deadline[1]
-        return state
-
-    def restore(self, state: Any) -> Any:
-        """Put the times of others back as they wrote them."""
-        for node, beat in state.last_heartbeats.items():
-            wrote, shown = self._beats.get((node.addr, node.pid), (None, None))
-            if beat == shown:
-                state.last_heartbeats[node] = wrote
-        if self._deadline is not None and state.deadline == self._deadline[1]:
-            state.deadline = self._deadline[0]
-        return state
-
-
-def make_sealed_backend(
-    store: Store, job: str, seal: Seal, last_call: timedelta = timedelta(seconds=10)
-) -> Any:
-    """Return torch's rendezvous backend with its state signed.
-
-    Setting `cancelled` ends the handler's wait at its next poll. `state` is the last one that the
-    handler read. Once the store's host has ended, `lost` says why, and the handler sees a closed
-    rendezvous: otherwise its thread would write a warning every five seconds.
-    """
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousClosedError,
-        RendezvousConnectionError,
-        RendezvousStateError,
-    )
-    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
-
-    times = _LocalTimes(last_call)
-
-    def opened(sealed: bytes) -> Any:
-        state = seal.open("state", sealed)
-        if state is None:
-            raise RendezvousStateError(
-                "another job, or a program without its secret, writes to the store"
-            )
-        try:
-            return times.show(_CheckedUnpickler(io.BytesIO(state)).load())
-        except Exception as exc:
-            raise RendezvousStateError(str(exc)) from exc
-
-    class SealedBackend(RendezvousBackend):
-        cancelled = False
-        lost = ""
-        state: Any = None
-        forget = staticmethod(times.forget)
-
-        def __init__(self, inner: C10dRendezvousBackend) -> None:
-            # Not in a closure: this class is part of a reference cycle, so a store that its methods
-            # closed over would keep its port until the next garbage collection.
-            self._inner = inner
-
-        @property
-        def name(self) -> str:
-            return "ddpsafe"
-
-        def get_state(self) -> Any:
-            return self._ask(self._inner.get_state, ())
-
-        def set_state(self, state: bytes, token: Any = None) -> Any:
-            restored = times.restore(_CheckedUnpickler(io.BytesIO(state)).load())
-            signed = seal.close("state", pickle.dumps(restored))
-            return self._ask(lambda: self._inner.set_state(signed, token), (False,))
-
-        def _ask(self, call: Callable[[], Any], not_set: tuple[bool, ...]) -> Any:
-            if not (self.cancelled or self.lost):
-                try:
-                    with without_cpp_warnings():
-                        found = call()
-                except RendezvousConnectionError as exc:
-                    self.lost = str(exc.__cause__ or exc).splitlines()[0]
-                else:
-                    return found and (self._see(found[0]), *found[1:])
-            if self.state is None:
-                raise RendezvousClosedError
-            # Closed on this node only, and without nodes, to end torch's own threads.
-            closed = copy.copy(self.state)
-            closed.closed, closed.participants, closed.last_heartbeats = True, {}, {}
-            return (pickle.dumps(closed), None, *not_set)
-
-        def _see(self, sealed: bytes) -> bytes:
-            self.state = opened(sealed)
-            return pickle.dumps(self.state)
-
-    return SealedBackend(C10dRendezvousBackend(store, job))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
     """This node's place in a round, as the rendezvous assigned it.
@@ -315,13 +125,15 @@ class Seat:
 class Board:
     """Signed values in the store, under keys that no other round uses."""
 
-    def __init__(self, store: Store, seal: Seal, rendezvous: NodeRendezvous) -> None:
-        self.store, self._seal, self._rendezvous = store, seal, rendezvous
+    def __init__(self, store: Store, signer: Signer, rendezvous: NodeRendezvous) -> None:
+        self.store = store
+        self._signer = signer
+        self._rendezvous = rendezvous
 
     def put(self, key: str, value: object) -> None:
         """Set a key to a dataclass."""
-        data = self._seal.close(key, json.dumps(to_json(value)).encode())
-        self._rendezvous.call(lambda: self.store.set(key, data.hex()), _STORE_CALL)
+        data = self._signer.sign(key, json.dumps(to_json(value)).encode())
+        self._rendezvous.call(lambda: self.store.set(key, data.decode()), _STORE_CALL)
 
     def has(self, key: str) -> bool:
         """Return whether a key is set, whoever has set it."""
@@ -356,7 +168,7 @@ class Board:
         if text is None:
             return None
         with contextlib.suppress(ValueError, GarbledError):
-            data = self._seal.open(key, bytes.fromhex(text.decode()))
+            data = self._signer.verified(key, text)
             return None if data is None else from_json(cls, json.loads(data))
         return None
 
@@ -424,7 +236,7 @@ class NodeRendezvous:
         self._setup = setup or {}
         self.job = config.rendezvous.id or "default"
         self.secret = key_of(config)
-        self._seal = Seal(self.secret, self.job)
+        self._signer = Signer(self.secret, self.job)
         self._host = self._endpoint.host
         self._launcher = make_random_id()
         self._store: TCPStore | None = None
@@ -459,7 +271,7 @@ class NodeRendezvous:
     def _root(self) -> Board:
         """The keys of the endpoint's store that belong to no round."""
         assert self._store is not None, "open() comes first"  # noqa: S101
-        return Board(self._store, self._seal, self)
+        return Board(self._store, self._signer, self)
 
     def call(self, function: Callable[[], T], limit: timedelta | None) -> T:
         """Make a call that may hang forever, as the store's do once its host has vanished.
@@ -883,7 +695,7 @@ class NodeRendezvous:
         self._note_members()
         if self.serves:  # one may have been refused since the last check
             self._warn_of_refused_names()
-        board = Board(info.store, self._seal, self)
+        board = Board(info.store, self._signer, self)
         return Seat(node_rank=info.rank, nnodes=info.world_size, board=board)
 
     def _await_round(self, call: BoundedCall[Any], deadline: Deadline) -> None:
@@ -1001,7 +813,7 @@ class NodeRendezvous:
             present = [facts for facts in arrived if (label_of(facts), facts.pid) in members]
             self._present = sorted(present, key=label_of)  # the round's order, not that of arrival
 
-    def _members(self) -> set[_Member]:
+    def _members(self) -> set[Member]:
         """Return the nodes that take part in the round, according to torch's state."""
         state = None if self._backend is None else self._backend.state
         return (
@@ -1045,7 +857,7 @@ class NodeRendezvous:
             store = open_tcp_store(host, port)
             if not store.check([_HOST]):
                 return None
-            data = self._seal.open(_HOST, bytes.fromhex(store.get(_HOST).decode()))
+            data = self._signer.verified(_HOST, store.get(_HOST))
             return None if data is None else from_json(NodeFacts, json.loads(data))
 
         try:
@@ -1074,7 +886,7 @@ class NodeRendezvous:
         error = ConfigError(Explanation(what, cause=cause, fix="give each node its own node rank."))
         self.dismiss(error)
         store = self.call(lambda: open_tcp_store(host, port), _HANDSHAKE)
-        Board(store, self._seal, self).put(_OBJECTION, self._objection(error))
+        Board(store, self._signer, self).put(_OBJECTION, self._objection(error))
         raise error
 
     def _arrivals_text(self) -> str:
@@ -1133,7 +945,9 @@ class NodeRendezvous:
 
         assert self._store is not None, "open() comes first"  # noqa: S101
         rendezvous = self._config.rendezvous
-        self._backend = make_sealed_backend(self._store, self.job, self._seal, rendezvous.last_call)
+        self._backend = make_signed_backend(
+            self._store, self.job, self._signer, rendezvous.last_call
+        )
         options: dict[str, Any] = {}
         if (
             "keep_alive_interval"

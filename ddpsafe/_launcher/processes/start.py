@@ -21,6 +21,7 @@ from ddpsafe._launcher.processes.reaper import LIMITS
 from ddpsafe._logging import get_logger
 from ddpsafe._secrets import withheld_own_secrets
 from ddpsafe._stdlib_private import withhold_from_child
+from ddpsafe._torch_private import COMPILER
 from ddpsafe._wire.rank_pipe import Inheritance, InheritedFd, StepCounter, open_memory
 from ddpsafe._wire.spec import HELPER, SAFE_PATH
 
@@ -216,9 +217,8 @@ def _context(start_method: str, *, expects_restarts: bool) -> Any:
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
         modules = ["ddpsafe._worker.preload", "torch"]
-        # DistributedDataParallel imports torch._dynamo when it is created, a second for each rank. To
-        # import it in the server delays the first start, and pays once ranks are started again.
-        context.set_forkserver_preload([*modules, *(["torch._dynamo"] * expects_restarts)])
+        # To import it in the server delays the first start, and pays once ranks are started again.
+        context.set_forkserver_preload([*modules, *([COMPILER] * expects_restarts)])
     return context
 
 

@@ -3,6 +3,7 @@
 Each module imports only those before it::
 
     machine_limits  warnings of the machine's limits that workers would run into
+    torchs_loader   torch's loader, with names of ddpsafe's for what is private there
     reachable       what a worker would receive with a dataset
     equal_readers   two ranks or workers that read the same samples of a stream
     replay          positions of samplers and datasets that are not ddpsafe's

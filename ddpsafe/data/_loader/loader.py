@@ -9,7 +9,6 @@ import warnings
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
 from ddpsafe._errors import Explanation
@@ -47,6 +46,7 @@ from ddpsafe.data._loader.sampler_search import (
     find_epoch_holder,
     refuse_undivided,
 )
+from ddpsafe.data._loader.torchs_loader import OpenDataLoader
 from ddpsafe.data._loader.worker_safety import WorkerSafety, explain_pickling, refuse_unsafe_workers
 from ddpsafe.data._replica import chosen_seed, current_replica
 from ddpsafe.data._samplers.base import Cursor, require_int
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.utils.data import Dataset, Sampler
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -122,7 +121,7 @@ def worker_seed(seed: int | None, holder: object) -> int:
     return inherited if isinstance(inherited, int) else 0
 
 
-class DataLoader(TorchDataLoader[T_co]):
+class DataLoader(OpenDataLoader[T_co]):
     """torch's `DataLoader` with torch's arguments, safe to use in every rank.
 
     It sets the epoch of the sampler, the dataset and the collate function, in persistent workers
@@ -283,7 +282,7 @@ class DataLoader(TorchDataLoader[T_co]):
     def _has_more(self) -> bool:
         """Return whether the newest iteration has batches left, as far as that is known."""
         try:
-            length = len(self._index_sampler)
+            length = len(self._made_indices())
         except (TypeError, NotImplementedError):  # a stream, or a sampler without a length
             return True
         skipped = 0 if self._replay is None else self._replay.skipped()
@@ -298,7 +297,7 @@ class DataLoader(TorchDataLoader[T_co]):
         batch_size, drop_last = geometry
         return int(steps(batch_size=batch_size, drop_last=drop_last))
 
-    def __iter__(self) -> _BaseDataLoaderIter:
+    def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's is a private class
         refuse_undivided(self)
         upcoming = self._cursor.upcoming(
             is_finished=self._is_state_finished(), has_more=self._has_more
@@ -340,12 +339,12 @@ class DataLoader(TorchDataLoader[T_co]):
             loader=self,
         )
         self._cursor.follow(iterator)
-        return iterator  # type: ignore[return-value]  # delegates to torch's iterator
+        return iterator
 
-    def _get_iterator(self) -> _BaseDataLoaderIter:
+    def _made_iterator(self) -> Iterator[T_co]:
         if self.num_workers == 0:
             with self._wrapped_for_reading():
-                return super()._get_iterator()
+                return super()._made_iterator()
         init = self.worker_init_fn
         parts: dict[str, object] = {
             "dataset": self.dataset,
@@ -359,7 +358,7 @@ class DataLoader(TorchDataLoader[T_co]):
             with self._wrapped_for_workers(), warnings.catch_warnings():
                 # torch's warning recommends fork, under which workers would share open handles.
                 warnings.filterwarnings("ignore", message="Got pickle error when attempting")
-                return super()._get_iterator()
+                return super()._made_iterator()
         except Exception as error:
             for note in limit_notes(error):
                 add_note(error, note)
@@ -461,17 +460,13 @@ class DataLoader(TorchDataLoader[T_co]):
         if self._replay is not None:
             epoch = self._replay.load(state, strict=strict)
             # Persistent workers hold the dataset at its old position; new ones receive the state.
-            iterator, self._iterator = self._iterator, None
-            shutdown = getattr(iterator, "_shutdown_workers", None)
-            if shutdown is not None:
-                shutdown()
+            self._end_workers()
         elif cursor is not None:
             cursor.load_state_dict(state, strict=strict)
         self._cursor.restart(epoch)
 
-    @property
-    def _index_sampler(self) -> Any:
-        source = super()._index_sampler
+    def _made_indices(self) -> Any:
+        source = super()._made_indices()
         replay = self.__dict__.get("_replay")
         return (
             source if replay is None or replay.tracker.is_stream else TrackedIndices(replay, source)
@@ -484,7 +479,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the iteration under way."""
-        return {**self.__dict__, "_board": None, "_iterator": None}
+        return {**self._without_workers(), "_board": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore as a copy with its own position."""

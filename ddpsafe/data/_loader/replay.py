@@ -25,6 +25,7 @@ from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, get_wo
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._loader.equal_readers import EqualReaders, checksum
+from ddpsafe.data._loader.torchs_loader import pinned
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data._samplers.base import VERSION, Cursor, compare_identity, parse_state
 from ddpsafe.data.errors import DataConfigError, StateMismatchError
@@ -58,9 +59,7 @@ class Parcel:
 
     def pin_memory(self, device: Any = None) -> Parcel:
         """Pin the batch; torch's pinning thread calls it."""
-        from torch.utils.data._utils.pin_memory import pin_memory
-
-        self.batch = pin_memory(self.batch, device)  # type: ignore[no-untyped-call]  # torch has no types here
+        self.batch = pinned(self.batch, device)
         return self
 
 

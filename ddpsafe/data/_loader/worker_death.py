@@ -21,6 +21,14 @@ from ddpsafe._advice import ADVICE
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import Explanation, signal_name
 from ddpsafe._host import read_limits
+from ddpsafe._torch_private import (
+    dataset_behind,
+    end_of_workers,
+    find_awaited_worker,
+    keeps_workers,
+    worker_limit_s,
+    workers_of,
+)
 from ddpsafe.data._loader.epochs import add_note
 from ddpsafe.data._loader.machine_limits import (
     SHARED_MEMORY,
@@ -31,7 +39,7 @@ from ddpsafe.data._replica import current_replica
 from ddpsafe.data.errors import WorkerDiedError, WorkerTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from multiprocessing.process import BaseProcess
     from types import FrameType
 
@@ -68,13 +76,13 @@ def watch_workers(iterator: Any, inner: Any) -> None:
         iterator: ddpsafe's iterator; its ``explain(error)`` makes the error for a dead worker.
         inner: torch's iterator, which owns the worker processes.
     """
-    if not getattr(inner, "_workers", None):
+    if not workers_of(inner):
         return
     _watched.add(iterator)
-    if not getattr(inner, "_persistent_workers", False):
+    if not keeps_workers(inner):
         # A traceback keeps the iterator in a reference cycle. The garbage collector would close
         # the workers' queues before the iterator, which then waits 5 s for each dead worker.
-        util.Finalize(iterator, inner._shutdown_workers)  # noqa: SLF001 - torch's own end of an iteration
+        util.Finalize(iterator, end_of_workers(inner))
     handler = signal.getsignal(signal.SIGCHLD)
     on_main_thread = threading.current_thread() is threading.main_thread()
     if on_main_thread and callable(handler) and not isinstance(handler, _ExplainingHandler):
@@ -103,7 +111,7 @@ def explain_worker_error(
     if is_short_of_files:
         add_note(error, describe_open_files())
         return None
-    workers: list[BaseProcess] = getattr(iterator, "_workers", [])
+    workers = workers_of(iterator)
     if not workers or not isinstance(error, (RuntimeError, OSError, EOFError)):
         return None
     # torch prefixes an error that a worker raised: "Caught … in DataLoader worker process".
@@ -124,9 +132,9 @@ def explain_worker_error(
 
 
 def _explain(
-    error: Exception, iterator: object, workers: list[BaseProcess], board: EpochBoard | None
+    error: Exception, iterator: object, workers: Sequence[BaseProcess], board: EpochBoard | None
 ) -> Exception | None:
-    dataset = getattr(getattr(iterator, "_dataset", None), "dataset", None)
+    dataset = dataset_behind(iterator)
     for worker, process in enumerate(workers):
         if process.exitcode not in {None, 0}:
             replica = current_replica()
@@ -161,14 +169,12 @@ def _explain(
 
 def _timed_out(iterator: Any, board: EpochBoard | None, dataset: object) -> WorkerTimeoutError:
     replica = current_replica()
-    # For each batch in flight torch keeps which worker prepares it.
-    task = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", None))
-    worker = None if task is None else int(task[0])
+    worker = find_awaited_worker(iterator)
     index = None if board is None or worker is None else board.reading(worker)
-    waited_s = float(getattr(iterator, "_timeout", 0))
+    waited_s = worker_limit_s(iterator)
     late = "a worker"
     if worker is not None:
-        late = f"worker {worker} (pid {iterator._workers[worker].pid})"  # noqa: SLF001 - torch has no public name for it
+        late = f"worker {worker} (pid {workers_of(iterator)[worker].pid})"
     sample = "" if board is None or worker is None else board.describe(worker, dataset)
     reading = f" and is reading {sample}" if sample else ""
     return WorkerTimeoutError(
