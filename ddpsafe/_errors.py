@@ -22,18 +22,16 @@ can be pickled, together with its cause and those facts that can be pickled.
 
 from __future__ import annotations
 
-import os
 import pickle
-import re
-import signal
-import sys
 from collections.abc import Sequence  # noqa: TC003 - pydantic reads the fields of Explanation
 from dataclasses import dataclass, replace
 from pathlib import Path  # noqa: TC003 - as above
 from typing import TYPE_CHECKING, Final, Literal, TypedDict, TypeVar, get_args
 
+from ddpsafe._text import name_cells
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from typing_extensions import Unpack
 
@@ -103,45 +101,6 @@ class Explanation:
         if self.logs is not None:
             lines.append(f"  Logs: {self.logs}")
         return name_cells("\n".join(lines))
-
-
-def name_cells(text: str) -> str:
-    """Replace the file names of notebook cells with ``Cell In[5]``, as IPython shows them.
-
-    Such a file does not exist, and its name changes with the kernel. Outside a notebook the text is
-    returned unchanged.
-    """
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
-    if name_of is None:
-        return text
-
-    def named(found: re.Match[str]) -> str:
-        label = name_of(found[0])
-        return found[0] if label is None else " ".join(label)
-
-    # ipykernel names the files after the pid of the kernel, and the launcher runs in the kernel.
-    return re.sub(rf"[^\s\"']*/ipykernel_{os.getpid()}/\d+\.py", named, text)
-
-
-def signal_name(number: int) -> str:
-    """Return a signal's name for a message: ``SIGKILL``, or ``signal 35`` if it has none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Return ranks for a message: ``rank 1``, ``ranks 0, 2 and 3``."""
-    names = [str(rank) for rank in ranks]
-    return f"rank{'s' if len(names) > 1 else ''} {listed(names)}"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names for a message: ``a``, ``a, b and c``; empty if there are none."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 class DDPSafeError(Exception):

@@ -23,7 +23,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ddpsafe._clock import BoundedCall
-from ddpsafe._errors import ConfigError, Explanation, ranks_text
+from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._text import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -180,7 +180,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if outcome.error is not None and outcome.found is None:
         raise outcome.error  # a crash or a hang
     if outcome.error is None and skipped and len(skipped) < call.nproc:
-        from ddpsafe._errors import ranks_text
+        from ddpsafe._text import ranks_text
 
         names = ranks_text(sorted(skipped))
         text = f"{names} (world_size {call.nproc}) skipped the test, the others ran it"

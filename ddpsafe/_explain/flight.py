@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from ddpsafe._errors import ranks_text
+from ddpsafe._text import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

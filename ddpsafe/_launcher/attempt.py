@@ -17,7 +17,6 @@ from ddpsafe._errors import (
     PreemptedError,
     RankFailedError,
     RankKilledError,
-    ranks_text,
 )
 from ddpsafe._launcher.diagnosis import attempt_error, rank_readings
 from ddpsafe._launcher.diagnosis.stragglers import log_stragglers
@@ -32,6 +31,7 @@ from ddpsafe._launcher.watch.supervisor import AttemptWatch
 from ddpsafe._logging import note_attempt
 from ddpsafe._secrets import OWN_SECRETS
 from ddpsafe._stdlib_private import helpers_folder
+from ddpsafe._text import ranks_text
 from ddpsafe._wire import payload
 from ddpsafe._wire.spec import RankSpec
 

@@ -26,7 +26,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ddpsafe._errors import DDPSafeError, signal_name
+from ddpsafe._errors import DDPSafeError
+from ddpsafe._text import signal_name
 from ddpsafe._torch_private import workers_of
 from ddpsafe._wire.foreign_texts import find_peer_text, find_signal_of_worker, is_of_a_backend
 

@@ -9,14 +9,8 @@ from collections.abc import Mapping  # noqa: TC003 - pydantic reads it for messa
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
-from ddpsafe._errors import (
-    DDPSafeError,
-    Explanation,
-    FailureKind,
-    LaunchTimeoutError,
-    Origin,
-    signal_name,
-)
+from ddpsafe._errors import DDPSafeError, Explanation, FailureKind, LaunchTimeoutError, Origin
+from ddpsafe._text import signal_name
 from ddpsafe._wire.exception_facts import (
     MAX_MESSAGE,
     PointToPoint,

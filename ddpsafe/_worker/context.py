@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TextIO, TypeVar, cast, overload
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import BarrierTimeoutError, Explanation, RankRaisedError, ranks_text
+from ddpsafe._errors import BarrierTimeoutError, Explanation, RankRaisedError
+from ddpsafe._text import ranks_text
 from ddpsafe._wire.exception_facts import clip, text_of
 from ddpsafe._worker import collectives, pending_exception, stop_agreement
 from ddpsafe._worker.stop_agreement import NoAgreementError

@@ -13,7 +13,8 @@ import json
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ddpsafe._errors import Explanation, ModelMismatchError, ranks_text
+from ddpsafe._errors import Explanation, ModelMismatchError
+from ddpsafe._text import ranks_text
 from ddpsafe._wire.exception_facts import clip
 from ddpsafe._worker import torch_hooks
 

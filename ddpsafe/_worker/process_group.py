@@ -7,8 +7,9 @@ import time
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import BoundedCall
-from ddpsafe._errors import CollectiveTimeoutError, Explanation, RendezvousTimeoutError, ranks_text
+from ddpsafe._errors import CollectiveTimeoutError, Explanation, RendezvousTimeoutError
 from ddpsafe._logging import get_logger
+from ddpsafe._text import ranks_text
 from ddpsafe._worker import pending_exception
 from ddpsafe._worker.torch_hooks import (
     DRAIN_S,

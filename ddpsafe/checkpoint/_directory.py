@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ddpsafe._advice import ADVICE
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import Explanation, ranks_text
+from ddpsafe._errors import Explanation
+from ddpsafe._text import ranks_text
 from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._exchange import Message
 from ddpsafe.checkpoint._format import read_manifest

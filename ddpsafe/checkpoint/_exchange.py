@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import Explanation, ranks_text
+from ddpsafe._errors import Explanation
 from ddpsafe._host import boot_id
+from ddpsafe._text import ranks_text
 from ddpsafe.checkpoint import errors
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import Explanation, listed
+from ddpsafe._errors import Explanation
+from ddpsafe._text import listed
 from ddpsafe.checkpoint import _compare, _directory, _sharded
 from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._exchange import Message, to_wire

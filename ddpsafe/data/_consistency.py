@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from ddpsafe._errors import Explanation, ranks_text
+from ddpsafe._errors import Explanation
+from ddpsafe._text import ranks_text
 from ddpsafe.data._gathering import gather_json, group_rank
 from ddpsafe.data._loader.epochs import add_note, describe_index
 from ddpsafe.data._loader.reachable import restored_after_reading

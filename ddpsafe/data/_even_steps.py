@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 
-from ddpsafe._errors import Explanation, ranks_text
+from ddpsafe._errors import Explanation
+from ddpsafe._text import ranks_text
 from ddpsafe.data._replica import has_group
 from ddpsafe.data.errors import DataConfigError, UnevenStepsError
 

@@ -32,8 +32,6 @@ from ddpsafe._errors import (
     RankLeftEarlyError,
     RankRaisedError,
     RendezvousTimeoutError,
-    name_cells,
-    ranks_text,
 )
 from ddpsafe._launcher.diagnosis.rank_readings import CRASH, is_endless_recursion
 from ddpsafe._launcher.diagnosis.root_cause import (
@@ -46,6 +44,7 @@ from ddpsafe._launcher.diagnosis.root_cause import (
     newest_collective,
 )
 from ddpsafe._launcher.diagnosis.wait_graph import call_lines, family
+from ddpsafe._text import name_cells, ranks_text
 from ddpsafe._wire import payload
 from ddpsafe._wire.exception_facts import clip, find_own_files
 from ddpsafe._wire.foreign_texts import find_handled_errors, without_source

@@ -12,7 +12,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._errors import ranks_text
+from ddpsafe._text import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

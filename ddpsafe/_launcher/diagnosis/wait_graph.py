@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from ddpsafe._errors import ranks_text
+from ddpsafe._text import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

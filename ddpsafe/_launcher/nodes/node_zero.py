@@ -19,7 +19,6 @@ from ddpsafe._errors import (
     NodeLostError,
     PreemptedError,
     PreflightError,
-    ranks_text,
 )
 from ddpsafe._launcher import attempt
 from ddpsafe._launcher.diagnosis import rank_readings
@@ -60,6 +59,7 @@ from ddpsafe._launcher.watch.console import open_console
 from ddpsafe._launcher.watch.signals import Interrupted, is_order
 from ddpsafe._launcher.watch.supervisor import AttemptWatch
 from ddpsafe._logging import get_logger
+from ddpsafe._text import ranks_text
 from ddpsafe._wire.messages import RankOutcome
 from ddpsafe._wire.rank_pipe import Progress
 from ddpsafe._world import World

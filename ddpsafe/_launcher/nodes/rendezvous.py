@@ -31,7 +31,6 @@ from ddpsafe._errors import (
     Explanation,
     PreflightError,
     RendezvousTimeoutError,
-    listed,
 )
 from ddpsafe._host import (
     NAME_LOOKUP_LIMIT,
@@ -60,6 +59,7 @@ from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._logging import get_logger
 from ddpsafe._secrets import JOB_SECRET, find_own_secret
 from ddpsafe._wire.exception_facts import clip
+from ddpsafe._text import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

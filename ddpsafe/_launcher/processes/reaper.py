@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 from ddpsafe._advice import ADVICE
-from ddpsafe._errors import Explanation, PreflightError, signal_name
+from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._launcher.processes.reaper_program import outlive
 from ddpsafe._logging import get_logger
 from ddpsafe._secrets import withheld_own_secrets
+from ddpsafe._text import signal_name
 from ddpsafe._wire.spec import MARKER
 
 if TYPE_CHECKING:

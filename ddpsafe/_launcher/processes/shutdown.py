@@ -17,10 +17,10 @@ import psutil
 
 from ddpsafe import _gpus
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import ranks_text
 from ddpsafe._launcher.processes.descendants import is_in_kernel, kill_members, reap_orphans
 from ddpsafe._logging import get_logger
 from ddpsafe._stdlib_private import helpers_folder
+from ddpsafe._text import ranks_text
 from ddpsafe._wire.spec import semaphore_prefix
 
 if TYPE_CHECKING:

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TextIO
 
 from ddpsafe._clock import AwakeClock, Deadline
-from ddpsafe._errors import DDPSafeError, ranks_text
+from ddpsafe._errors import DDPSafeError
 from ddpsafe._launcher.watch.signals import is_order
 from ddpsafe._launcher.watch.streams import is_terminal, write_in_pieces, write_line, write_message
 from ddpsafe._logging import RecordFields, current_fields, json_line, json_of_record, json_scope
+from ddpsafe._text import ranks_text
 from ddpsafe._wire.spec import open_log
 
 if TYPE_CHECKING:

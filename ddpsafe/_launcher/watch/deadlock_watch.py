@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import psutil
 
-from ddpsafe._errors import ranks_text
 from ddpsafe._launcher.diagnosis.rank_readings import (
     ask_for_stacks,
     find_busy_loader_workers,
@@ -43,6 +42,7 @@ from ddpsafe._launcher.watch.hang_detection import NewCollectives
 from ddpsafe._launcher.watch.idleness import IdleWatch
 from ddpsafe._launcher.watch.status_socket import Rates, StatusSocket
 from ddpsafe._logging import get_logger
+from ddpsafe._text import ranks_text
 from ddpsafe._wire.messages import Whereabouts
 
 if TYPE_CHECKING:

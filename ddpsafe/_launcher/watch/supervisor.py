@@ -10,7 +10,6 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from ddpsafe._clock import AwakeClock, Deadline
-from ddpsafe._errors import signal_name
 from ddpsafe._launcher.processes.descendants import reap_orphans
 from ddpsafe._launcher.watch.deadlock_watch import LiveWatch
 from ddpsafe._launcher.watch.hang_detection import (
@@ -22,6 +21,7 @@ from ddpsafe._launcher.watch.hang_detection import (
 )
 from ddpsafe._launcher.watch.preemption import StopRequest
 from ddpsafe._logging import get_logger
+from ddpsafe._text import signal_name
 from ddpsafe._wire.messages import is_peer_origin
 
 if TYPE_CHECKING:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._advice import ADVICE
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import Explanation, signal_name
+from ddpsafe._errors import Explanation
 from ddpsafe._host import read_limits
+from ddpsafe._text import signal_name
 from ddpsafe._torch_private import (
     dataset_behind,
     end_of_workers,
