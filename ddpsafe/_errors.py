@@ -22,11 +22,13 @@ can be pickled, together with its cause and those facts that can be pickled.
 
 from __future__ import annotations
 
+import json
 import pickle
+import sys
 from collections.abc import Sequence  # noqa: TC003 - pydantic reads the fields of Explanation
-from dataclasses import dataclass, replace
-from pathlib import Path  # noqa: TC003 - as above
-from typing import TYPE_CHECKING, Final, Literal, TypedDict, TypeVar, get_args
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, get_args
 
 from ddpsafe._text import name_cells
 
@@ -500,6 +502,118 @@ class AttemptTimeoutError(LaunchTimeoutError):
     setting = "attempt"
 
 
-for _cls in [value for value in globals().values() if isinstance(value, type)]:
-    if issubclass(_cls, DDPSafeError):
-        _cls.__module__ = "ddpsafe"  # a traceback then shows the name to import it by
+# An error as plain data, for other processes, files and programs: they get the class and the facts, and
+# nothing that has to be unpickled.
+
+_LOCAL_FACTS: Final[dict[type[DDPSafeError], dict[str, object]]] = {
+    ConfigError: {"problems": ()},
+    PreflightError: {"report": None},
+    LaunchError: {"outcomes": {}, "run_dir": None},
+    PreemptedError: {"values": {}},
+}
+"""Facts that each process fills in itself, with their defaults: they are not in the plain data."""
+
+_NOT_FACTS: Final = {"explanation", "previous_attempts", "shown_as_json", "is_quoted"}
+"""Attributes that the plain data has elsewhere, or that are about how this process shows the error."""
+
+_OF_INTEGERS: Final = "stacks"
+"""The fact whose keys are ranks: JSON turns keys into text."""
+
+_PATH: Final = "log_path"
+
+
+def to_plain(error: DDPSafeError) -> dict[str, Any]:
+    """Return an error as plain values, which JSON can hold; `from_plain` makes the error again.
+
+    Returns:
+        ``classes`` with the names of its class and of the base classes, ``kind``, ``exit_code``,
+        ``explanation`` with its fields, and ``facts`` with the other attributes.
+    """
+    classes = [cls for cls in type(error).__mro__ if issubclass(cls, DDPSafeError)]
+    local = set(_NOT_FACTS)
+    for base, defaults in _LOCAL_FACTS.items():
+        if isinstance(error, base):
+            local |= defaults.keys()
+    plain = {
+        # `spawn` raises subclasses of the same name that inherit torch's classes, too.
+        "classes": list(dict.fromkeys(cls.__name__ for cls in classes)),
+        "kind": error.kind,
+        "exit_code": error.exit_code,
+        "explanation": asdict(error.explanation),
+        "facts": {
+            name: value
+            for name, value in vars(error).items()
+            if name not in local and not name.startswith("_")
+        },
+    }
+    return json.loads(json.dumps(plain, default=str))  # type: ignore[no-any-return]
+
+
+def from_plain(plain: Mapping[str, Any], **local: object) -> DDPSafeError:
+    """Make the error that plain values describe.
+
+    It is of the first of their classes that is known here: a subclass of a user's is not, nor one of
+    ``ddpsafe.checkpoint`` where that is not imported.
+
+    Args:
+        plain: What `to_plain` returned, in this or another process.
+        **local: This process's own facts: `outcomes`, `run_dir`, `values`.
+
+    Raises:
+        ValueError: They describe no error of ddpsafe.
+    """
+    known = _known_classes()
+    try:
+        cls = next(known[name] for name in plain["classes"] if name in known)
+        explanation = Explanation(**_with_tuples(plain["explanation"]))
+        facts = _with_tuples(plain["facts"])
+        if _OF_INTEGERS in facts:
+            facts[_OF_INTEGERS] = {int(key): value for key, value in facts[_OF_INTEGERS].items()}
+        if facts.get(_PATH) is not None:
+            facts[_PATH] = Path(facts[_PATH])
+    except (LookupError, StopIteration, TypeError, AttributeError, ValueError) as exc:
+        msg = "not an error of ddpsafe"
+        raise ValueError(msg) from exc
+    for base, defaults in _LOCAL_FACTS.items():
+        if issubclass(cls, base):
+            facts |= {name: local.get(name, value) for name, value in defaults.items()}
+    return rebuild(cls, (str(explanation),), {**facts, "explanation": explanation}, None)
+
+
+def headline(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a program needs first of an error: its class, its kind and the exit code."""
+    return {"error": plain["classes"][0], "kind": plain["kind"], "exit_code": plain["exit_code"]}
+
+
+def describes(plain: Mapping[str, Any] | None, cls: type[DDPSafeError]) -> bool:
+    """Return whether plain values describe an error of a class."""
+    return plain is not None and cls.__name__ in plain["classes"]
+
+
+def _known_classes() -> dict[str, type[DDPSafeError]]:
+    modules = (__name__, "ddpsafe.checkpoint.errors", "ddpsafe.data.errors")
+    return {
+        cls.__name__: cls
+        for module in modules
+        if module in sys.modules
+        for cls in vars(sys.modules[module]).values()
+        if isinstance(cls, type) and issubclass(cls, DDPSafeError)
+    }
+
+
+def _with_tuples(value: Any) -> Any:
+    """Return plain values with the tuples that JSON has turned into lists."""
+    if isinstance(value, list):
+        return tuple(map(_with_tuples, value))
+    if isinstance(value, dict):
+        return {name: _with_tuples(each) for name, each in value.items()}
+    return value
+
+
+def _name_classes() -> None:
+    """Let a traceback show the name to import each class by."""
+    for cls in _known_classes().values():
+        cls.__module__ = "ddpsafe"
+
+
+_name_classes()

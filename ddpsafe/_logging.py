@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
+from ddpsafe._errors import headline, to_plain
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -167,9 +169,7 @@ def json_of_error(error: DDPSafeError) -> str:
         node_rank=current_fields().node_rank,
     )
     more = {
-        "error": type(error).__name__,
-        "kind": error.kind,
-        "exit_code": error.exit_code,
+        **headline(to_plain(error)),
         "traceback": "".join(traceback.format_exception(error.with_traceback(None))),
     }
     return json_line("ERROR", str(error), fields, **more)

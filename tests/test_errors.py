@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import json
 import pickle
 import sys
 from pathlib import Path
@@ -67,6 +68,45 @@ def build(cls: type[_errors.DDPSafeError]) -> _errors.DDPSafeError:
     error = cls("what happened", **{name: FACTS[name] for name in names})
     error.__cause__ = ValueError("the root of it")
     return error
+
+
+LOCAL: Final = {"outcomes", "problems", "report", "run_dir", "values"}
+"""What each process fills in itself."""
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_error_is_the_same_after_it_was_plain_data(cls: type[_errors.DDPSafeError]) -> None:
+    """As JSON it reaches other ranks and nodes: class, explanation and facts, without what is local."""
+    error = build(cls)
+    error.explanation = _errors.Explanation("what", "cause", "fix", ("a detail",), Path("/runs/1"))
+    plain = json.loads(json.dumps(_errors.to_plain(error)))
+    local = {name: value for name, value in vars(error).items() if name in LOCAL}
+    copy = _errors.from_plain(plain, **local)
+    assert type(copy) is cls
+    assert str(copy) == str(error)
+    expected = {name: value for name, value in vars(error).items() if name != "explanation"}
+    found = {name: value for name, value in vars(copy).items() if name in expected}
+    assert found == expected
+    assert not LOCAL & plain["facts"].keys()
+    assert _errors.describes(plain, cls)
+    assert _errors.describes(plain, _errors.DDPSafeError)
+    assert not _errors.describes(plain, Unknown)
+    assert not _errors.describes(None, cls)
+
+
+class Unknown(_errors.PreflightError):
+    """A user's subclass, which other processes may not have."""
+
+
+def test_an_error_of_an_unknown_class_is_of_the_nearest_known_one() -> None:
+    """So it is for a class of a part of ddpsafe that is not imported there; other data is refused."""
+    error = Unknown("what", kind="mount")
+    copy = _errors.from_plain(_errors.to_plain(error))
+    assert type(copy) is _errors.PreflightError
+    assert (copy.kind, copy.exit_code, copy.explanation) == ("mount", 1, error.explanation)
+    for bad in ({}, {"classes": []}, {"classes": ["OSError"]}, {"classes": ["ConfigError"]}):
+        with pytest.raises(ValueError, match="not an error of ddpsafe"):
+            _errors.from_plain(bad)
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import DDPSafeError, Explanation, from_plain, to_plain
 from ddpsafe._host import boot_id
 from ddpsafe._text import ranks_text
 from ddpsafe.checkpoint import errors
@@ -46,7 +46,6 @@ _CHECK_S: Final = 0.25
 """How often a waiting rank checks that the others are alive."""
 
 _MAX_ERROR_CHARS: Final = 4_000
-_NOT_FACTS: Final = {"explanation", "exit_code", "origin"}
 _ranks_counter = itertools.count()
 
 
@@ -57,7 +56,7 @@ class Message:
     Attributes:
         facts: Plain values.
         data: Bytes that go with them.
-        failure: The sender's error as `to_wire` describes it; ``None`` if it has not failed.
+        failure: The sender's error as `plain_failure` describes it; ``None`` if it has not failed.
         call: The call that it belongs to; set by `Exchange.send`.
     """
 
@@ -414,7 +413,7 @@ class Exchange:
             raise absence_error(Absence(ranks=missing, waited_s=deadline.waited_s(), lost=lost))
         for rank, message in messages.items():
             if message.failure is not None:
-                raise from_wire(message.failure, str(self._ranks))
+                raise peer_error(message.failure, str(self._ranks))
             self._require_same_call(rank, message)
         return messages
 
@@ -467,7 +466,7 @@ class Exchange:
             error.rank = 0
         if self._control is None:
             return
-        failure = None if error is None else to_wire(error, rank=0)
+        failure = None if error is None else plain_failure(error, rank=0)
         message = Message(facts=answer or {}, failure=failure, call=self._call)
         self._control.put(f"{self._name}/answer", message.dumps())
         self._ranks.read_keys.append(f"{self._name}/answer")
@@ -480,7 +479,7 @@ class Exchange:
         if self._ranks.is_main:
             self.announce(error=error)
         else:
-            self.send(Message(facts={}, failure=to_wire(error, rank=self._ranks.rank)))
+            self.send(Message(facts={}, failure=plain_failure(error, rank=self._ranks.rank)))
 
     def receive(self, deadline: Deadline, absence_error: MakeError) -> dict[str, Any]:
         """Wait for rank 0's answer on another rank.
@@ -513,37 +512,26 @@ class Exchange:
         if message.failure is not None:
             with contextlib.suppress(RuntimeError):  # rank 0 may have exited, and the store with it
                 control.acknowledge(self._name)
-            raise from_wire(message.failure, str(self._ranks)) from None
+            raise peer_error(message.failure, str(self._ranks)) from None
         self._require_same_call(0, message)
         return message.facts
 
 
-def to_wire(error: BaseException, *, rank: int) -> dict[str, Any]:
-    """Describe an error in plain values."""
+def plain_failure(error: BaseException, *, rank: int) -> dict[str, Any]:
+    """Return the error of a rank as plain values, with the rank."""
     if not isinstance(error, errors.CheckpointError):
         text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
-        return {"kind": "", "explanation": {"what": text}, "facts": {"rank": rank}}
-    facts = {name: value for name, value in vars(error).items() if name not in _NOT_FACTS}
-    facts["rank"] = rank if error.rank is None else error.rank
-    explanation = _plain(asdict(error.explanation))
-    return {"kind": type(error).__name__, "explanation": explanation, "facts": _plain(facts)}
+        error = errors.CheckpointError(text)
+    plain = to_plain(error)
+    if error.rank is None:
+        plain["facts"]["rank"] = rank
+    return plain
 
 
-def _plain(facts: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(facts, default=str))  # type: ignore[no-any-return]
-
-
-def from_wire(failure: dict[str, Any], who: str) -> errors.CheckpointError:
-    """Rebuild another rank's error from `to_wire`, with a note on which rank raised it first."""
-    facts, known = dict(failure["facts"]), failure["explanation"]
-    explanation = Explanation(**{**known, "details": tuple(known.get("details", ()))})
-    what = f"{explanation.what} (raised on rank {facts['rank']}, seen by {who})"
-    explanation = replace(explanation, what=what)
-    kind = errors.BY_NAME.get(failure["kind"])
-    error = (
-        kind(explanation, **facts)
-        if kind
-        else errors.CheckpointError(explanation, rank=facts["rank"])
-    )
+def peer_error(failure: dict[str, Any], who: str) -> DDPSafeError:
+    """Return another rank's error, with a note on which rank raised it first."""
+    error = from_plain(failure)
+    what = f"{error.explanation.what} (raised on rank {failure['facts']['rank']}, seen by {who})"
+    error.explanation = replace(error.explanation, what=what)
     error.origin = "peer-lost"  # another rank failed; this one only waited for it
     return error

@@ -19,7 +19,7 @@ from ddpsafe._errors import Explanation
 from ddpsafe._text import listed
 from ddpsafe.checkpoint import _compare, _directory, _sharded
 from ddpsafe.checkpoint._checksums import DamagedFileError
-from ddpsafe.checkpoint._exchange import Message, to_wire
+from ddpsafe.checkpoint._exchange import Message, plain_failure
 from ddpsafe.checkpoint._format import (
     NAME,
     NOT_DAMAGE,
@@ -297,7 +297,7 @@ def _load(request: RestoreRequest, step: int) -> tuple[Loaded | None, Message]:
         if ranks.world_size > 1:
             logger.debug("step %d cannot be restored", step, exc_info=True)
             error = _unreadable(request.directory, step, exc) if isinstance(exc, OSError) else exc
-            return None, Message(facts=facts, failure=to_wire(error, rank=ranks.rank))
+            return None, Message(facts=facts, failure=plain_failure(error, rank=ranks.rank))
         if isinstance(exc, OSError):
             raise _unreadable(request.directory, step, exc) from exc
         raise

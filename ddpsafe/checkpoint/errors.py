@@ -265,11 +265,3 @@ def warn(text: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_USER_CODE):
         frame, level = frame.f_back, level + 1
     warnings.warn(f"ddpsafe: {text}", CheckpointWarning, stacklevel=level)
-
-
-BY_NAME: Final = {
-    name: each
-    for name, each in list(globals().items())
-    if isinstance(each, type) and issubclass(each, CheckpointError)
-}
-"""Every error class by name: ranks send each other the name."""

@@ -11,7 +11,7 @@ import pytest
 
 from ddpsafe._errors import Explanation
 from ddpsafe.checkpoint import errors
-from ddpsafe.checkpoint._exchange import from_wire, to_wire
+from ddpsafe.checkpoint._exchange import peer_error, plain_failure
 
 FACTS: Final[dict[str, Any]] = {
     "differences": {"weight": ((2, 3), (3, 2))},
@@ -31,7 +31,11 @@ FACTS: Final[dict[str, Any]] = {
     "waited_s": 20.5,
 }
 
-CLASSES: Final = sorted(errors.BY_NAME.values(), key=lambda cls: cls.__name__)
+CLASSES: Final = [
+    cls
+    for cls in vars(errors).values()
+    if inspect.isclass(cls) and issubclass(cls, errors.CheckpointError)
+]
 
 
 def build(cls: type[errors.CheckpointError]) -> errors.CheckpointError:
@@ -55,7 +59,7 @@ def test_error_survives_pickling_with_its_facts(cls: type[errors.CheckpointError
 def test_error_is_the_same_on_every_rank(cls: type[errors.CheckpointError]) -> None:
     """It travels as JSON; the text names the rank that raised it and the ranks that received it."""
     error = build(cls)
-    seen = from_wire(json.loads(json.dumps(to_wire(error, rank=0))), "rank 1 (world_size 4)")
+    seen = peer_error(json.loads(json.dumps(plain_failure(error, rank=0))), "rank 1 (world_size 4)")
     assert type(seen) is cls
     assert vars(seen).keys() == vars(error).keys() | {"origin"}
     assert seen.origin == "peer-lost"
@@ -66,6 +70,6 @@ def test_error_is_the_same_on_every_rank(cls: type[errors.CheckpointError]) -> N
 
 def test_error_of_a_foreign_class_is_reported_with_its_class() -> None:
     """It may be anything that a user's object raises in state_dict()."""
-    seen = from_wire(to_wire(ZeroDivisionError("by zero"), rank=2), "rank 0 (world_size 4)")
+    seen = peer_error(plain_failure(ZeroDivisionError("by zero"), rank=2), "rank 0 (world_size 4)")
     assert type(seen) is errors.CheckpointError
     assert str(seen).startswith("ZeroDivisionError: by zero (raised on rank 2, seen by rank 0")

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import LaunchTimeoutError, RankFailedError
+from ddpsafe._errors import headline, to_plain
 from ddpsafe._launcher.diagnosis.attempt_error import where
 from ddpsafe._launcher.diagnosis.stragglers import find_stragglers_of
 from ddpsafe._wire.spec import open_log, read_log
@@ -29,6 +29,9 @@ SCHEMA: Final = 1
 RANKS: Final = "ranks.json"
 """The file of an attempt in which no rank failed, for its report page."""
 
+_FACTS: Final = ("attempt", "attempts", "rank", "waited_s", "missing_ranks")
+"""The attributes of the error that ``report.json`` has, where the error has them."""
+
 _RULE: Final = "=" * 78
 
 
@@ -42,25 +45,15 @@ def write_report(error: LaunchError, folder: Path) -> None:
     Raises:
         OSError: A file cannot be written.
     """
+    plain = to_plain(error)
     facts: dict[str, Any] = {
         "schema": SCHEMA,
         "written_at": _now(),
-        "error": type(error).__name__,
-        "kind": error.kind,
-        "exit_code": error.exit_code,
+        **headline(plain),
         "message": str(error),
-        "what": error.explanation.what,
-        "cause": error.explanation.cause,
-        "fix": error.explanation.fix,
-        "details": list(error.explanation.details),
-        "attempt": error.attempt,
-        "attempts": error.attempts,
+        **{name: plain["explanation"][name] for name in ("what", "cause", "fix", "details")},
+        **{name: plain["facts"][name] for name in _FACTS if name in plain["facts"]},
     }
-    if isinstance(error, RankFailedError):
-        facts["rank"] = error.rank
-    if isinstance(error, LaunchTimeoutError):
-        facts["waited_s"] = round(error.waited_s, 3)
-        facts["missing_ranks"] = list(error.missing_ranks)
     facts |= _facts_of_ranks(error.outcomes)
     _replace(folder / "report.txt", _text(error))
     _replace(folder / "report.json", json.dumps(facts, indent=1, ensure_ascii=False))

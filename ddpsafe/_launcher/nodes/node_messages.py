@@ -9,34 +9,22 @@ import signal
 import time
 import traceback
 from collections import deque
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
 from ddpsafe._errors import (
-    AttemptTimeoutError,
-    BarrierTimeoutError,
-    CollectiveTimeoutError,
     ConfigError,
     DDPSafeError,
     Explanation,
     FailureKind,
-    FinishTimeoutError,
     LaunchError,
-    LaunchTimeoutError,
-    NodeLostError,
     PreemptedError,
     PreflightError,
-    ProgressTimeoutError,
-    RankExitedError,
-    RankFailedError,
-    RankKilledError,
-    RankLeftEarlyError,
-    RankRaisedError,
-    RendezvousTimeoutError,
-    rebuild,
+    describes,
+    from_plain,
+    to_plain,
 )
 from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._logging import get_logger
@@ -350,20 +338,29 @@ class RoundResult:
     """How the attempt has ended, the same on all nodes.
 
     Attributes:
-        name: Name of the error's class; empty after success, or if a signal ended the attempt.
-        explanation: The error's explanation.
-        facts: The error's other attributes.
-        exit_code: The exit code.
+        error: The error, as `to_plain` describes it; ``None`` after success, or if a signal ended the
+            attempt.
+        failed_node: The node that reported the error, if node 0 did not find it itself.
         signal: The signal that ended the attempt.
+        where: The node whose launcher received that.
         is_final: Whether no other attempt follows; ``None`` as long as node 0 has not decided.
     """
 
-    name: str = ""
-    explanation: Explanation | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    exit_code: int = 0
+    error: dict[str, Any] | None = None
+    failed_node: int | None = None
     signal: int | None = None
+    where: str = ""
     is_final: bool | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether neither an error nor a signal ended the attempt."""
+        return self.error is None and self.signal is None
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether the ranks have stopped because they were asked to."""
+        return describes(self.error, PreemptedError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,49 +387,6 @@ class Objection:
     result: RoundResult
 
 
-_ERRORS: Final = {
-    cls.__name__: cls
-    for cls in (
-        ConfigError,
-        PreflightError,
-        LaunchError,
-        PreemptedError,
-        NodeLostError,
-        RankFailedError,
-        RankRaisedError,
-        RankExitedError,
-        RankKilledError,
-        RankLeftEarlyError,
-        LaunchTimeoutError,
-        RendezvousTimeoutError,
-        CollectiveTimeoutError,
-        BarrierTimeoutError,
-        ProgressTimeoutError,
-        FinishTimeoutError,
-        AttemptTimeoutError,
-    )
-}
-_OWN_FACTS: Final[dict[type[DDPSafeError], dict[str, object]]] = {
-    LaunchError: {"outcomes": {}, "run_dir": None},
-    PreemptedError: {"values": {}},
-    PreflightError: {"report": None},
-    ConfigError: {"problems": ()},
-}
-"""Attributes of errors that each node fills in itself, with their defaults."""
-
-FAILED_NODE: Final = "failed_node"
-"""Key in the facts of a result: the node that reported the error, if node 0 did not find it itself."""
-
-_NOT_FACTS: Final = frozenset(
-    (
-        "explanation",
-        "exit_code",
-        "previous_attempts",
-        *(n for own in _OWN_FACTS.values() for n in own),
-    )
-)
-"""Attributes that are not sent with the other facts."""
-
 _MACHINE_LIMIT: Final = "a limit of that machine (ports, open files, memory, disk)"
 _MAX_CALLS: Final = 8
 
@@ -449,8 +403,8 @@ def as_error(
         phase: When it was raised: before the ranks ran, where another attempt may help, in the
             attempt, or by the caller's code between two attempts.
     """
-    if isinstance(exc, Interrupted) or any(cls.__name__ in _ERRORS for cls in type(exc).__mro__):
-        return exc  # type: ignore[return-value]
+    if isinstance(exc, (Interrupted, ConfigError, PreflightError, LaunchError)):
+        return exc
     # The other nodes do not get the traceback, a user does not see it in the error, and with
     # console="none" this launcher has no log: so the error itself shows the last calls.
     calls = [
@@ -480,62 +434,28 @@ def round_result_of(
     is_final: bool | None = None,
     failed_node: int | None = None,
 ) -> RoundResult:
-    """Return an error as it is sent to the other nodes.
-
-    Args:
-        error: The error.
-        is_final: See `RoundResult`.
-        failed_node: See `FAILED_NODE`.
-    """
+    """Return an error as it is sent to the other nodes; for the arguments see `RoundResult`."""
     if isinstance(error, Interrupted):
-        where = {"where": error.where}
-        return RoundResult(signal=int(error.signum), facts=where, is_final=is_final)
-    cls = next(each for each in type(error).__mro__ if each.__name__ in _ERRORS)
-    facts = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(error).items()
-        if name not in _NOT_FACTS and not name.startswith("_")
-    }
-    if failed_node is not None:
-        facts[FAILED_NODE] = failed_node
-    return RoundResult(
-        name=cls.__name__,
-        explanation=error.explanation,
-        facts=facts,
-        exit_code=error.exit_code,
-        is_final=is_final,
-    )
+        return RoundResult(signal=int(error.signum), where=error.where, is_final=is_final)
+    return RoundResult(error=to_plain(error), failed_node=failed_node, is_final=is_final)
 
 
-def error_of(result: RoundResult, **facts: object) -> DDPSafeError | Interrupted:
+def error_of(result: RoundResult, **local: object) -> DDPSafeError | Interrupted:
     """Return the error of a result, which is the one that node 0 raises.
 
     Args:
         result: The result of an attempt that failed.
-        **facts: This node's own: `outcomes`, `run_dir`, `values`.
+        **local: This node's own facts: `outcomes`, `run_dir`, `values`.
 
     Raises:
-        GarbledError: No launch raises an error of that class.
+        GarbledError: It describes no error.
     """
     if result.signal is not None:
-        return Interrupted(signal.Signals(result.signal), str(result.facts.get("where", "")))
-    cls = _ERRORS.get(result.name)
-    if cls is None or result.explanation is None:
-        raise GarbledError(result.name)
-    shared = dict(result.facts)
-    for name in ("missing_ranks", "unfinished_ranks", "ranks"):
-        if name in shared:
-            shared[name] = tuple(shared[name])
-    if "stacks" in shared:  # JSON turns the keys into strings
-        shared["stacks"] = {int(rank): text for rank, text in shared["stacks"].items()}
-    if shared.get("log_path") is not None:
-        shared["log_path"] = Path(shared["log_path"])
-    own: dict[str, object] = {}
-    for base, defaults in _OWN_FACTS.items():
-        if issubclass(cls, base):
-            own |= {name: facts.get(name, value) for name, value in defaults.items()}
-    own |= {"explanation": result.explanation, "exit_code": result.exit_code}
-    return rebuild(cls, (str(result.explanation),), {**shared, **own}, None)
+        return Interrupted(signal.Signals(result.signal), result.where)
+    try:
+        return from_plain(result.error or {}, **local)
+    except ValueError as exc:
+        raise GarbledError(str(exc)) from exc
 
 
 NodeMessage: TypeAlias = (

@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import DDPSafeError, LaunchError, PreemptedError
+from ddpsafe._errors import DDPSafeError, LaunchError
 from ddpsafe._launcher import attempt
 from ddpsafe._launcher.diagnosis import rank_readings
 from ddpsafe._launcher.diagnosis.attempt_error import (
@@ -24,7 +24,6 @@ from ddpsafe._launcher.diagnosis.attempt_error import (
 from ddpsafe._launcher.diagnosis.root_cause import CONNECTION_KINDS, is_own_fault, kind_of
 from ddpsafe._launcher.nodes.control_channel import Away, Back, Lost, SilenceWatch
 from ddpsafe._launcher.nodes.node_messages import (
-    FAILED_NODE,
     Collect,
     Continue,
     Leave,
@@ -89,7 +88,6 @@ _MAX_TRACEBACK_CHARS: Final = 8 << 10
 _OWN_NETWORK: Final = (
     "If the other nodes name this one instead, the network of this node is the cause.",
 )
-_PREEMPTED: Final = PreemptedError.__name__
 _DECISION: Final = timedelta(minutes=2)
 """How long node 0 may take from the end of all ranks to its decision on another attempt.
 
@@ -203,7 +201,7 @@ class Participant:
                 ending = replace(ended.ending, reason=reason, unfinished=unfinished)
                 raise make_error(replace(ended, ending=ending))  # noqa: TRY301 - reported like any other
             did = "could not load what its ranks returned"
-            if self._may_leave or (self._result is not None and self._result.name == _PREEMPTED):
+            if self._may_leave or (self._result is not None and self._result.is_preempted):
                 self._values = attempt.values_of(workers, self._ended(outcomes), self._directory)
         except Exception as exc:  # noqa: BLE001 - all nodes end with it
             self._report_failure(exc, did, phase)
@@ -382,7 +380,7 @@ class Participant:
     def _conclude(self, workers: Sequence[Worker], outcomes: dict[int, RankOutcome]) -> NodeResult:
         result = self._result
         ended = self._ended(outcomes)
-        is_good = result is not None and not result.name and result.signal is None
+        is_good = result is not None and result.is_good
         if self._failed is not None and (result is None or is_good):
             # Node 0 is lost, or had ended the round before it learned of this failure.
             return NodeResult(values=None, error=self._failed, is_again=False)
@@ -397,9 +395,9 @@ class Participant:
         error = error_of(
             result, outcomes=outcomes, run_dir=self._directory.path, values=self._values
         )
-        if result.facts.get(FAILED_NODE) == self._plan.worlds[0].node_rank:
+        if result.failed_node == self._plan.worlds[0].node_rank:
             error.__cause__ = None if self._failed is None else self._failed.__cause__
-        elif isinstance(error, LaunchError) and result.name != _PREEMPTED:
+        elif isinstance(error, LaunchError) and not result.is_preempted:
             self._directory.note_tracebacks(outcomes.values())
             self._directory.report(self._number, error)
             raised = next(

@@ -30,7 +30,6 @@ from ddpsafe._errors import (
 from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._launcher.nodes.control_channel import Channel, Lost, RefusedError
 from ddpsafe._launcher.nodes.node_messages import (
-    FAILED_NODE,
     FolderCheck,
     FoldersSeen,
     Hello,
@@ -503,10 +502,14 @@ class NodeLaunch:
                 return
             rendezvous.require_no_signal()
             if refused is None and (failed := seat.board.find(_FAILED, RoundResult)) is not None:
-                failing = failed.facts.get(FAILED_NODE)
-                if not known or failing not in missing or plan.nodes[failing].launcher in known:
-                    raise error_of(failed)
-                refused, explained = failing, failed.explanation
+                failing = failed.failed_node
+                error = error_of(failed)
+                is_old = failing is None or plan.nodes[failing].launcher in known
+                if not known or failing not in missing or is_old:
+                    raise error
+                refused = failing
+                if isinstance(error, DDPSafeError):
+                    explained = error.explanation
                 seat.board.put(_REFUSAL, replace(failed, is_final=False))
             if refused is not None:
                 # The others may be about to connect; one that cannot reads the refusal and joins again.
@@ -625,7 +628,7 @@ class NodeLaunch:
                     rendezvous.require_no_signal()  # the next round would not see it: it has a new inbox
                     return None
                 shared = _with_own_report(error_of(refusal), error)
-                if refusal.facts.get(FAILED_NODE) == seat.node_rank:
+                if refusal.failed_node == seat.node_rank:
                     shared.__cause__ = error.__cause__
                 return shared
         return error
@@ -711,7 +714,7 @@ class NodeLaunch:
 
 def _refuses_another(refusal: RoundResult, seat: Seat) -> bool:
     """Return whether only another node is refused, and the others join again."""
-    return refusal.is_final is False and refusal.facts.get(FAILED_NODE) != seat.node_rank
+    return refusal.is_final is False and refusal.failed_node != seat.node_rank
 
 
 def _find_missing(check: FolderCheck) -> tuple[str, ...]:

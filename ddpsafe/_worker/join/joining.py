@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe import _gpus
 from ddpsafe._clock import Deadline
 from ddpsafe._config.backend_names import require_backend
-from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._errors import ConfigError, Explanation, from_plain, to_plain
 from ddpsafe._logging import name_rank
 from ddpsafe._secrets import take_own_secrets
 from ddpsafe._worker import environment, process_group, session, stop_agreement, torch_hooks
@@ -231,9 +231,7 @@ def agree_on_devices(
         try:
             agreed = _gpus.assign(ranks)
         except ConfigError as error:
-            text = error.explanation
-            refused = {"what": text.what, "cause": text.cause, "fix": text.fix}
-            control.put("gpus/agreed", json.dumps({"refused": refused}).encode())
+            control.put("gpus/agreed", json.dumps({"refused": to_plain(error)}).encode())
             control.stay("gpus/agreed")
             raise
         control.put("gpus/agreed", json.dumps(dataclasses.asdict(agreed)).encode())
@@ -244,7 +242,7 @@ def agree_on_devices(
         answer = json.loads(data)
         control.acknowledge("gpus/agreed")
         if "refused" in answer:
-            raise ConfigError(Explanation(**answer["refused"]))
+            raise from_plain(answer["refused"])
         agreed = _gpus.Assignment(backend=answer["backend"], indexes=tuple(answer["indexes"]))
     return agreed.backend, _use(agreed.indexes[world.rank] if agreed.indexes else None)
 

@@ -12,7 +12,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import BoundedCall, Deadline
-from ddpsafe._errors import ConfigError, DDPSafeError, Explanation, PreflightError
+from ddpsafe._errors import (
+    ConfigError,
+    DDPSafeError,
+    Explanation,
+    PreflightError,
+    from_plain,
+    to_plain,
+)
 from ddpsafe._host import find_address_towards, find_interface_of, interface_variables, list_names
 from ddpsafe._logging import get_logger
 from ddpsafe._worker import environment
@@ -138,10 +145,10 @@ def _lead(world: World, control: Control, examine: Callable[[], None]) -> None:
     try:
         examine()
     except BaseException as error:
-        finding = Explanation(f"{type(error).__name__}: {error}")
-        if isinstance(error, DDPSafeError):
-            finding = error.explanation
-        _send_result(world, control, finding)
+        if not isinstance(error, DDPSafeError):
+            _send_result(world, control, PreflightError(f"{type(error).__name__}: {error}"))
+        else:
+            _send_result(world, control, error)
         if world.rank == 0:  # the store may end with this rank
             control.stay(_KEY)
         raise
@@ -188,10 +195,8 @@ def _own_key(world: World) -> str:
     return f"{_KEY}/{world.node_rank}"
 
 
-def _send_result(world: World, control: Control, finding: Explanation | None) -> None:
-    result: dict[str, str | None] = {}
-    if finding is not None:
-        result = {"what": finding.what, "cause": finding.cause, "fix": finding.fix}
+def _send_result(world: World, control: Control, error: DDPSafeError | None) -> None:
+    result = None if error is None else to_plain(error)
     with _suppress_lost_store():
         control.put(_own_key(world), json.dumps(result).encode())
 
@@ -208,17 +213,16 @@ def _follow(world: World, control: Control, deadline: Deadline) -> None:
     with _suppress_lost_store():
         result = control.take(_own_key(world), deadline=waiting)
     if result is None:
-        found = {
-            "what": "the first rank of this node did not report the result of the node check in time.",
-            "cause": "it hangs, or has died.",
-        }
+        what = "the first rank of this node did not report the result of the node check in time."
+        found = Explanation(what, cause="it hangs, or has died.")
+    elif (plain := json.loads(result)) is not None:
+        found = from_plain(plain).explanation
     else:
-        found = json.loads(result)
-    if found:
-        raise PreflightError(
-            Explanation(
-                f"{world}: {found['what']}",
-                cause=found.get("cause") or "the check of the nodes failed on this node.",
-                fix=found.get("fix") or "see the error of that rank, which has the report.",
-            )
+        return
+    raise PreflightError(
+        Explanation(
+            f"{world}: {found.what}",
+            cause=found.cause or "the check of the nodes failed on this node.",
+            fix=found.fix or "see the error of that rank, which has the report.",
         )
+    )
