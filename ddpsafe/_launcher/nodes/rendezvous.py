@@ -58,8 +58,8 @@ from ddpsafe._launcher.nodes.torchs_rendezvous import make_signed_backend
 from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._logging import get_logger
 from ddpsafe._secrets import JOB_SECRET, find_own_secret
-from ddpsafe._wire.exception_facts import clip
 from ddpsafe._text import listed
+from ddpsafe._wire.exception_facts import clip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
