@@ -25,6 +25,7 @@ HERE: Final = "tests/nodes/test_every_keyword.py"
 LAUNCH: Final = f"{HERE}::test_every_keyword_of_launch_takes_effect"
 SPAWN: Final = f"{HERE}::test_every_keyword_of_spawn_takes_effect"
 LIMITS: Final = f"{HERE}::test_every_timeout_is_the_limit_of_its_phase"
+LOSSES: Final = "tests/nodes/test_loss.py::test_a_host_that_vanishes_is_named_within_seconds"
 OTHERS: Final = f"{HERE}::test_a_node_of_another_job_is_refused"
 PATHS: Final = "tests/nodes/test_launcher_errors.py::test_a_launcher_that_raises_ends_all_launchers"
 PROBLEMS: Final = (
@@ -70,6 +71,7 @@ PROVED_BY: Final[dict[str, str]] = {
     "LaunchConfig.console": LAUNCH,
     **{f"Timeouts.{name}": LIMITS for name in ("attempt", "rendezvous", "collective", "barrier")},
     **{f"Timeouts.{name}": LIMITS for name in ("progress", "finish", "stop")},
+    "Timeouts.node_loss": LOSSES,
     "Timeouts.shutdown": ENDING,
     "Timeouts.grace": ENDING,
     "RetryPolicy.attempts": LAUNCH,

@@ -395,8 +395,11 @@ class Participant:
         error = error_of(
             result, outcomes=outcomes, run_dir=self._directory.path, values=self._values
         )
-        if result.failed_node == self._plan.worlds[0].node_rank:
-            error.__cause__ = None if self._failed is None else self._failed.__cause__
+        own = self._failed
+        if isinstance(own, DDPSafeError) and getattr(error, "explanation", None) == own.explanation:
+            error.__cause__ = (
+                own.__cause__
+            )  # it is this node's own error, which went to node 0 and back
         elif isinstance(error, LaunchError) and not result.is_preempted:
             self._directory.note_tracebacks(outcomes.values())
             self._directory.report(self._number, error)
