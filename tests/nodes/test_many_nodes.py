@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
+import threading
+import time
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from machine import require_in_time
 
+from ddpsafe._clock import Deadline
+from ddpsafe._config import LaunchConfig
+from ddpsafe._launcher.nodes.control_channel import Channel
+from ddpsafe._launcher.nodes.node_messages import Hello, NodeFacts, RoundPlan
+from ddpsafe._launcher.nodes.node_zero import world_of
+from ddpsafe._launcher.nodes.rendezvous import NodeRendezvous, label_of
+from ddpsafe._launcher.watch.signals import open_inbox
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import ModuleType
 
     from hosts import Network
@@ -36,3 +50,124 @@ def test_sixteen_nodes_take_little_of_a_core(network: Network) -> None:
     require_in_time(found["result_s"], 2.0, "all have the result")
     assert found["cpu_share"] < 0.05
     assert found["bytes_per_s"] < 100_000
+
+
+def facts(node: int) -> NodeFacts:
+    """Return a node with eight ranks."""
+    return NodeFacts(
+        hostname=f"h{node}", pid=node, address="10.77.0.1", nproc=8, settings={}, launcher=f"{node}"
+    )
+
+
+class Nodes(tuple[NodeFacts, ...]):
+    """The nodes of a plan; counts how many of them are read one after the other."""
+
+    __slots__ = ()
+    reads = 0
+
+    def __iter__(self) -> Iterator[NodeFacts]:
+        """Count each node."""
+        Nodes.reads += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        """Count those of a slice."""
+        found = super().__getitem__(index)
+        Nodes.reads += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def test_the_places_of_all_ranks_cost_a_constant_for_each() -> None:
+    """Node 0 computes them before each attempt, and looks up ranks with every message."""
+    nodes = Nodes(map(facts, range(256)))
+    plan = RoundPlan(
+        round_id="", attempt=1, nodes=nodes, store_port=1, channel_port=1, master_port=1
+    )
+    Nodes.reads = 0
+    places = [world_of(plan, rank) for rank in range(plan.world_size)]
+    assert [(each.node_rank, each.local_rank) for each in places] == [
+        (node, local) for node in range(256) for local in range(8)
+    ]
+    assert Nodes.reads <= 2 * len(places), Nodes.reads / len(places)
+
+
+def test_a_node_that_waits_reads_each_other_one_once(tmp_path: Path) -> None:
+    """The store is asked twice for each, and once whenever the nodes that have joined change."""
+    from torch.distributed import FileStore
+
+    calls: list[str] = []
+
+    class Counting(FileStore):
+        def get(self, key: str) -> bytes:
+            calls.append(key)
+            return super().get(key)
+
+    config = LaunchConfig(nnodes=64, rendezvous={"endpoint": "10.77.0.1:29400"})
+    with open_inbox() as inbox:
+        node: Any = NodeRendezvous(config, inbox)
+        node._store = Counting(str(tmp_path / "store"), 1)
+        node._backend = SimpleNamespace(state=SimpleNamespace(participants=[]))
+        for number in range(64):
+            node._root.put(f"ddpsafe/came/{node._root.count('ddpsafe/came', 1)}", facts(number))
+            member = SimpleNamespace(addr=label_of(facts(number)), pid=number)
+            node._backend.state.participants.append(member)
+            node._note_members()
+    assert [each.pid for each in node._present] == sorted(range(64), key=lambda n: f"h{n} ")
+    assert len(calls) == 64
+
+
+def test_no_node_is_dropped_when_all_of_them_dial_at_once() -> None:
+    """The answer to a greeting takes as long as a packet travels; until then they are strangers."""
+    channel = Channel.listen("127.0.0.1", secret=b"secret", round_id="round", nnodes=400)
+    dialled = []
+    try:
+        for _ in range(399):
+            dialled.append(socket.create_connection(("127.0.0.1", channel.port), 5))
+            dialled[-1].settimeout(10)
+        for connection in dialled:
+            assert connection.recv(1), "node 0 has dropped it"
+        time.sleep(0.2)
+        for connection in dialled:
+            connection.settimeout(0)
+            assert connection.recv(1000), "node 0 has dropped it"
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
+    finally:
+        for connection in dialled:
+            connection.close()
+        channel.close()
+
+
+def test_a_dial_that_node_0_drops_is_tried_again() -> None:
+    """Strangers may have filled its list; the next dial is greeted."""
+    hello = Hello(mono_ns=1, wall_ns=1)
+    channel = Channel.listen("127.0.0.1", secret=b"secret", round_id="round", nnodes=2)
+    with socket.create_server(("127.0.0.1", 0)) as front:
+
+        def pump(source: socket.socket, target: socket.socket) -> None:
+            while data := source.recv(4096):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+        def drop_then_relay() -> None:
+            front.accept()[0].close()
+            dialled, _ = front.accept()
+            behind = socket.create_connection(("127.0.0.1", channel.port))
+            back = threading.Thread(target=pump, args=[behind, dialled])
+            back.start()
+            pump(dialled, behind)
+            back.join()
+            dialled.close()
+            behind.close()
+
+        relay = threading.Thread(target=drop_then_relay)
+        relay.start()
+        address = front.getsockname()
+        limit = Deadline.after(timedelta(seconds=20))
+        node = Channel.dial(
+            address, secret=b"secret", round_id="round", node=1, hello=hello, deadline=limit
+        )
+        assert channel.connected() == {1}
+        node.close()
+        relay.join(10)
+        channel.close()

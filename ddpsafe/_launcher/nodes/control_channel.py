@@ -33,6 +33,8 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Literal
 
+import tenacity
+
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.nodes.node_messages import (
     Alive,
@@ -70,6 +72,12 @@ _MAX_LINE_BYTES: Final = 16 << 20
 _MAX_GREETING_BYTES: Final = 4096
 _GREETING_S: Final = 5.0
 _MAX_UNGREETED: Final = 128
+"""How many may be strangers, beside one connection of each node."""
+
+_DIALS: Final = 5
+_DIAL_PAUSE_S: Final = 0.2
+"""After a dial that node 0 refused; twice as long after the second one, and so on: 2 s in all."""
+
 _CHUNK_BYTES: Final = 1 << 16
 _FLUSH_S: Final = 1.0
 _DIAL_S: Final = 1.0
@@ -349,7 +357,12 @@ class Channel:
 
         channel = cls(secret, round_id, node_loss)
         peer = _Peer(node=0, token=secrets.token_hex(16))
-        connection, _ = connect(peer, deadline)
+        connection, _ = tenacity.Retrying(
+            stop=lambda state: state.attempt_number == _DIALS or deadline.expired(),
+            wait=tenacity.wait_incrementing(_DIAL_PAUSE_S, _DIAL_PAUSE_S),
+            retry=tenacity.retry_if_exception_type(ConnectionResetError),  # a flood, or not wanted
+            reraise=True,
+        )(connect, peer, deadline)
         channel._dial_again = lambda peer: connect(peer, Deadline.after(timedelta(seconds=_DIAL_S)))
         channel._peers[0] = peer
         channel._attach(peer, connection, 0)
@@ -480,7 +493,8 @@ class Channel:
                 self._write(connection)
             # A flood of connections that send no greeting must not keep the nodes out.
             opened_after_s = time.monotonic() - _GREETING_S
-            surplus = len(self._ungreeted) - _MAX_UNGREETED
+            # All nodes dial at once, and may wait for the answer for as long as a packet travels.
+            surplus = len(self._ungreeted) - _MAX_UNGREETED - self._nnodes
             for number, connection in enumerate(list(self._ungreeted)):
                 if number < surplus or connection.since_s < opened_after_s:
                     self._drop(connection)

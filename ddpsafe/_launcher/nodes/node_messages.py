@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import errno
+import itertools
 import json
 import math
 import signal
@@ -10,6 +12,7 @@ import time
 import traceback
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
@@ -92,7 +95,7 @@ class NodeFacts:
         return f"node {node_rank} ({', '.join((repr(self.hostname), *details))})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RoundPlan:
     """What node 0 has decided for one round; it overrides what the rendezvous reports.
 
@@ -119,19 +122,23 @@ class RoundPlan:
         """Where node 0 is reached."""
         return self.nodes[0].address
 
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        """The first rank of each node, and the number of ranks: computed once, as each rank asks for it."""
+        return (0, *itertools.accumulate(node.nproc for node in self.nodes))
+
     @property
     def world_size(self) -> int:
         """Number of ranks of all nodes."""
-        return sum(node.nproc for node in self.nodes)
+        return self._bounds[-1]
 
     def ranks_of(self, node_rank: int) -> range:
         """Return the ranks of a node: nodes may have different numbers of them."""
-        first = sum(node.nproc for node in self.nodes[:node_rank])
-        return range(first, first + self.nodes[node_rank].nproc)
+        return range(self._bounds[node_rank], self._bounds[node_rank + 1])
 
     def node_of(self, rank: int) -> int:
         """Return the node of a rank."""
-        return next(node for node in range(len(self.nodes)) if rank in self.ranks_of(node))
+        return bisect.bisect_right(self._bounds, rank) - 1
 
     def name_of(self, node_rank: int, *details: str) -> str:
         """Return the name of a node for a message."""

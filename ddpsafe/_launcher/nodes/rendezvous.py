@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -243,6 +243,7 @@ class NodeRendezvous:
         self._handler: Any = None
         self._backend: Any = None
         self._joined = 0
+        self._arrived: dict[int, NodeFacts] = {}
         self._present: list[NodeFacts] = []
         self._refused_names: set[str] = set()
         self._refused_launchers: set[str] = set()
@@ -379,7 +380,8 @@ class NodeRendezvous:
                     self.address,
                 )
             self._root.put(_HOST, self.facts)
-        self._root.put(f"{_ARRIVALS}/{self._root.count(_ARRIVALS, 1)}", self.facts)
+        facts = replace(self.facts, settings={}, setup={})  # every node reads those of all
+        self._root.put(f"{_ARRIVALS}/{self._root.count(_ARRIVALS, 1)}", facts)
 
     def _require_same_job(self) -> None:
         """Compare this node with the one that serves the endpoint, before joining a round.
@@ -805,12 +807,13 @@ class NodeRendezvous:
     def _note_members(self) -> None:
         members = self._members()
         if members != {(label_of(each), each.pid) for each in self._present}:
-            arrived = [
-                facts
-                for number in range(1, self._root.count(_ARRIVALS) + 1)
-                if (facts := self._root.find(f"{_ARRIVALS}/{number}", NodeFacts)) is not None
+            # Each is read once: with many nodes this happens once for each of them.
+            for number in {*range(1, self._root.count(_ARRIVALS) + 1)} - self._arrived.keys():
+                if (facts := self._root.find(f"{_ARRIVALS}/{number}", NodeFacts)) is not None:
+                    self._arrived[number] = facts
+            present = [
+                each for each in self._arrived.values() if (label_of(each), each.pid) in members
             ]
-            present = [facts for facts in arrived if (label_of(facts), facts.pid) in members]
             self._present = sorted(present, key=label_of)  # the round's order, not that of arrival
 
     def _members(self) -> set[Member]:

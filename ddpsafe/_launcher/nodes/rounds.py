@@ -385,7 +385,7 @@ class NodeLaunch:
         round_plan = RoundPlan(
             round_id=round_id,
             attempt=number,
-            nodes=tuple(nodes),
+            nodes=tuple(replace(each, settings={}, setup={}) for each in nodes),
             store_port=stack.enter_context(rank_store(address)),
             channel_port=channel.port,
             master_port=stack.enter_context(reserved_port(address)),
