@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import multiprocessing.process
 import multiprocessing.queues
+import multiprocessing.spawn
 import multiprocessing.util
 import os
 import runpy
@@ -91,6 +92,22 @@ def before_own_code(then: Callable[[Mapping[str, Any]], None]) -> None:
         return stock(self, *args, **kwargs)
 
     base._bootstrap = bootstrap  # noqa: SLF001
+
+
+def before_main(make: Callable[[], object]) -> None:
+    """Have each child that starts as a new interpreter unpickle what `make` returns.
+
+    That is the first thing that it does: `sys.path` is not its parent's yet, and the parent's main script is
+    not imported.
+    """
+    stock = multiprocessing.spawn.get_preparation_data
+    if stock.__module__ == __name__:
+        return
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {**stock(name), "ddpsafe": make()}
+
+    multiprocessing.spawn.get_preparation_data = get_preparation_data
 
 
 def around_start(

@@ -213,16 +213,27 @@ def _place_in(env: Mapping[str, str]) -> str:
     return json.dumps([env.get(name) for name in names])
 
 
+def is_inherited(env: Mapping[str, str], pid: int) -> bool:
+    """Return whether a process has inherited the place of a rank that has joined its group.
+
+    Args:
+        env: The variables of the process.
+        pid: Its process id.
+    """
+    _, rank_pid, place = [*env.get(JOINED, "").split(" ", 2), "", "", ""][:3]
+    # A launcher that the rank has started gives its own ranks other places.
+    return rank_pid not in {"", str(pid)} and place == _place_in(env)
+
+
 def require_not_inherited(env: Mapping[str, str]) -> None:
     """Check that this process has not inherited the place of a rank that has joined its group.
 
     Raises:
         ConfigError: It has.
     """
-    rank, pid, place = [*env.get(JOINED, "").split(" ", 2), "", "", ""][:3]
-    # A launcher that the rank has started gives its own ranks other places.
-    if not pid or pid == str(os.getpid()) or place != _place_in(env):
+    if not is_inherited(env, os.getpid()):
         return
+    rank, pid, _ = env[JOINED].split(" ", 2)
     what = (
         f"this process (pid {os.getpid()}) was started by rank {rank} (pid {pid}) and has its variables "
         "(RANK, WORLD_SIZE, MASTER_ADDR), with which it would join as that rank."

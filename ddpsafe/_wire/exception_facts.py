@@ -16,6 +16,7 @@ import linecache
 import os
 import re
 import signal
+import stat
 import sys
 import sysconfig
 import traceback
@@ -29,7 +30,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from ddpsafe._errors import DDPSafeError
 from ddpsafe._text import signal_name
 from ddpsafe._torch_private import workers_of
-from ddpsafe._wire.foreign_texts import find_peer_text, find_signal_of_worker, is_of_a_backend
+from ddpsafe._wire.foreign_texts import (
+    find_last_error,
+    find_peer_text,
+    find_signal_of_worker,
+    is_of_a_backend,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -162,7 +168,29 @@ def dead_worker_of(exc: BaseException) -> str:
     number, worker = found
     code = worker.exitcode or 0
     how = f"exited with code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
-    return f"DataLoader worker {number} (pid {worker.pid}) {how}"
+    said = read_last_error() if code > 0 else ""
+    return f"DataLoader worker {number} (pid {worker.pid}) {how}" + (f"; {said}" if said else "")
+
+
+def read_last_error() -> str:
+    """Return a text with the error of the last traceback in the file that is this process's stderr.
+
+    Another thread or process of the rank may have written it. The text is empty if there is none, or if
+    stderr is a terminal or a pipe.
+    """
+    try:
+        if not stat.S_ISREG(os.fstat(2).st_mode):
+            return ""
+        with open("/proc/self/fd/2", "rb") as file:  # noqa: PTH123 - a link to a file
+            file.seek(max(0, os.fstat(2).st_size - _TAIL_BYTES))
+            text = file.read(_TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+    said = find_last_error(text)
+    return f"the last error on this rank's stderr, which may be the reason: {said}" if said else ""
+
+
+_TAIL_BYTES: Final = 1 << 14
 
 
 def _find_dead_worker(exc: BaseException) -> tuple[int, BaseProcess] | None:

@@ -334,6 +334,16 @@ def find_handled_errors(text: str) -> list[str]:
     ]
 
 
+def find_last_error(text: str) -> str:
+    """Return the error of the last traceback in a program's output, without its later lines."""
+    _, begin, last = text.rpartition("Traceback (most recent call last):")
+    errors = [line for line in last.splitlines() if _ERROR_LINE.match(line)] if begin else []
+    return errors[0] if errors else ""
+
+
+_ERROR_LINE: Final = re.compile(r"[\w.]+(?:Error|Exception|Interrupt|Exit|Warning)\b")
+
+
 def says_worker_exited(traceback: str) -> bool:
     """Return whether torch reports that a DataLoader worker exited with an exit code."""
     return _WORKER_EXIT.search(traceback) is not None

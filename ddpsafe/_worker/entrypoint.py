@@ -58,6 +58,7 @@ from ddpsafe._wire.rank_pipe import (
 )
 from ddpsafe._wire.spec import open_log, unreported_mark
 from ddpsafe._worker import environment, pending_exception, stop_agreement
+from ddpsafe._worker.inherited_place import prepare_interpreters
 from ddpsafe._worker.stop_agreement import LauncherLine, StopCalls
 from ddpsafe._worker.stop_signals import prepare_helpers, set_death_signal
 
@@ -405,6 +406,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         environment.name_semaphores(spec.launch_id)
         environment.use_sockets_folder(spec.store_dir)
         prepare_helpers()
+        prepare_interpreters()
         reporter.enter("loading")
         value = _run_user_code(spec, reporter, inheritance, since_start)
         if reporter.is_rank_process():

@@ -142,14 +142,47 @@ def use_launcher_store(
         on_larger_group: Called before a rendezvous of more ranks than this launch has: some may be
             on other hosts.
     """
-    # The public `register_rendezvous_handler` refuses to replace a scheme, hence the private table.
-    # The attribute `torch.distributed.rendezvous` is the function, not the module.
-    module = importlib.import_module("torch.distributed.rendezvous")
-    handlers: dict[str, Handler] = getattr(module, "_rendezvous_handlers", {})
+    handlers = _rendezvous_handlers()
     for scheme in _SCHEMES:
         stock = handlers.get(scheme)
         if stock is not None:
             handlers[scheme] = _handler(stock, open_store, world_size, env, on_larger_group)
+
+
+def before_rendezvous(check: Callable[[], object], env: Mapping[str, str]) -> None:
+    """Call `check` before ``init_process_group`` meets other ranks as the rank that the variables name.
+
+    Args:
+        check: Raises if the process must not do that.
+        env: ``os.environ``, read at each rendezvous.
+    """
+    handlers = _rendezvous_handlers()
+    stock = handlers.get("env")
+    if stock is None:
+        return
+
+    def handler(url: str, **options: Any) -> Rendezvous:
+        rank, size = _place_in(url, env)
+        if size > 1 and (rank, size) == _place_in("env://", env):
+            check()
+        return stock(url, **options)
+
+    handlers["env"] = handler
+
+
+def _rendezvous_handlers() -> dict[str, Handler]:
+    # The public `register_rendezvous_handler` refuses to replace a scheme, hence the private table.
+    # The attribute `torch.distributed.rendezvous` is the function, not the module.
+    module = importlib.import_module("torch.distributed.rendezvous")
+    handlers: dict[str, Handler] = getattr(module, "_rendezvous_handlers", {})
+    return handlers
+
+
+def _place_in(url: str, env: Mapping[str, str]) -> tuple[int, int]:
+    """Return the rank and the number of ranks that a rendezvous is about; -1 if they are unknown."""
+    query = parse_qs(urlparse(url).query)
+    rank = int(query.get("rank", [env.get("RANK", "-1")])[0])
+    return rank, int(query.get("world_size", [env.get("WORLD_SIZE", "-1")])[0])
 
 
 def _handler(
@@ -160,9 +193,7 @@ def _handler(
     on_larger_group: Callable[[], None],
 ) -> Handler:
     def handler(url: str, **options: Any) -> Rendezvous:
-        query = parse_qs(urlparse(url).query)
-        rank = int(query.get("rank", [env.get("RANK", "-1")])[0])
-        size = int(query.get("world_size", [env.get("WORLD_SIZE", "-1")])[0])
+        rank, size = _place_in(url, env)
         if size == world_size and 0 <= rank < size:
             yield open_store(options.get("timeout")), rank, size
         else:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import logging
 import os
+import socket
+import subprocess
+import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
 import scripts
+from fault_kit import World
 
 from ddpsafe import ConfigError, clean_environment
+from ddpsafe._launcher.diagnosis.rank_readings import is_alone_in_job
+from ddpsafe._launcher.watch import deadlock_watch
 from ddpsafe._world import JOINED, joined_mark, require_not_inherited
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ddpsafe import RankContext
 
 INNER = """
 import ddpsafe
@@ -54,6 +65,37 @@ if __name__ == "__main__":
         pass
 """
 
+JOINS_WITH_TORCH = """
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+dist.init_process_group("gloo")
+if __name__ == "__main__":
+    for _ in DataLoader(list(range(8)), batch_size=2, num_workers=1, multiprocessing_context="spawn"):
+        pass
+"""
+
+STARTS_PROCESSES = """
+import multiprocessing
+import torch.distributed as dist
+
+def child():
+    dist.init_process_group("gloo")
+
+if __name__ == "__main__":
+    # Before the rank joins, as a server that a library has started.
+    multiprocessing.set_forkserver_preload(["torch"])
+    multiprocessing.forkserver.ensure_running()
+    dist.init_process_group("gloo")
+    for method in ("spawn", "forkserver"):
+        process = multiprocessing.get_context(method).Process(target=child)
+        process.start()
+        process.join()
+        print(method, process.exitcode, flush=True)
+"""
+
+JOINS = "import torch.distributed as dist; dist.init_process_group('gloo')"
+
 
 def test_a_program_of_a_rank_does_not_join_in_its_place(tmp_path: Path) -> None:
     """It would wait for the rank's peers for ever. With a clean environment it is a job of its own."""
@@ -63,16 +105,101 @@ def test_a_program_of_a_rank_does_not_join_in_its_place(tmp_path: Path) -> None:
     assert run.out.splitlines()[:2] == ["78 True", "0 {0: 1}"]
 
 
+def run_ranks(folder: Path, source: str, ranks: int) -> scripts.Run:
+    """Run a script under ``ddpsafe run``."""
+    scripts.write(folder, "train.py", source)
+    command = [
+        "-m",
+        "ddpsafe",
+        "run",
+        "--nproc-per-node",
+        str(ranks),
+        "--run-dir",
+        "run",
+        "train.py",
+    ]
+    return scripts.Script(command, folder=folder).end()
+
+
 @pytest.mark.full
-def test_a_worker_that_joins_when_its_script_is_imported_is_explained(tmp_path: Path) -> None:
-    """The worker's own error is part of the message of its death."""
-    scripts.write(tmp_path, "train.py", JOINS_IN_WORKERS)
-    command = ["-m", "ddpsafe", "run", "--nproc-per-node", "1", "--run-dir", "run", "train.py"]
-    run = scripts.Script(command, folder=tmp_path).end()
+@pytest.mark.parametrize(("source", "ranks"), [(JOINS_IN_WORKERS, 1), (JOINS_WITH_TORCH, 2)])
+def test_a_worker_that_joins_when_its_script_is_imported_is_explained(
+    tmp_path: Path, source: str, ranks: int
+) -> None:
+    """The worker's own error is part of the message of its death, with torch's loader too."""
+    run = run_ranks(tmp_path, source, ranks)
     assert run.code == 1
     assert "DataLoader worker 0" in run.err
     assert "which may be the reason: ddpsafe.ConfigError: this process (pid" in run.err
     assert "join the group under" in run.err
+
+
+@pytest.mark.full
+def test_processes_of_ranks_form_no_group_of_their_own(tmp_path: Path) -> None:
+    """One of each of two ranks would do so, with torch's own function, and train beside the job."""
+    run = run_ranks(tmp_path, STARTS_PROCESSES, 2)
+    assert run.code == 0, run.err
+    assert sorted(run.out.splitlines()) == ["forkserver 1"] * 2 + ["spawn 1"] * 2
+    assert run.err.count("has its variables") == 4
+
+
+def start_a_program(ctx: RankContext, folder: Path) -> str:
+    """Let rank 0 wait for a program that joins as rank 0, until the watch has said so."""
+    for _ in range(5):  # from then on, the length of a step is known
+        ctx.all_reduce(1.0, op="sum")
+    if ctx.is_main:
+        program = subprocess.Popen([sys.executable, "-c", JOINS])
+        while not (folder / "warned").exists():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                program.wait(1)
+        program.kill()
+    ctx.barrier()
+    return "done"
+
+
+class Touch(logging.Handler):
+    """Makes a file at each record that has a text."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        """See the class."""
+        super().__init__()
+        self._path, self._text = path, text
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See the class."""
+        if self._text in record.getMessage():
+            self._path.touch()
+
+
+@pytest.mark.full
+def test_a_rank_that_waits_for_a_program_in_its_place_is_named_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program has none of ddpsafe's code, so the launcher says what the rank waits for, and the way out."""
+    settings = dataclasses.replace(deadlock_watch.SETTINGS, quiet_s=3.0)
+    monkeypatch.setattr(deadlock_watch, "SETTINGS", settings)
+    touch = Touch(tmp_path / "warned", "), which has the variables of rank 0")
+    monkeypatch.setattr(deadlock_watch.logger, "handlers", [touch])
+    result = World(folder=tmp_path, ranks=2).launch(start_a_program)
+    assert set(result.values.values()) == {"done"}
+    assert "ddpsafe.clean_environment()" in caplog.text
+
+
+@pytest.mark.full
+def test_a_program_that_waits_for_the_job_counts_as_idle() -> None:
+    """It polls the store that it serves as rank 0. Once another rank has connected, it may work."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env = {**clean_environment(), **env, JOINED: joined_mark(0, env)}
+    with subprocess.Popen([sys.executable, "-c", JOINS], env=env) as program:
+        try:
+            scripts.wait_until(lambda: is_alone_in_job(program.pid))
+            with socket.create_connection(("127.0.0.1", port)):
+                scripts.wait_until(lambda: not is_alone_in_job(program.pid))
+        finally:
+            program.kill()
 
 
 @pytest.mark.parametrize(

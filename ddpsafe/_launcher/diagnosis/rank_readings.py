@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import psutil
 
 from ddpsafe._clock import Deadline
-from ddpsafe._wire.exception_facts import find_own_files, is_point_to_point
+from ddpsafe._wire.exception_facts import clip, find_own_files, is_point_to_point
 from ddpsafe._wire.foreign_texts import find_native_text, read_places
 from ddpsafe._wire.messages import (
     UNKNOWN_COLLECTIVE,
@@ -30,6 +30,7 @@ from ddpsafe._wire.messages import (
     Position,
 )
 from ddpsafe._wire.spec import STACKS_SIGNAL, open_log, read_log
+from ddpsafe._world import is_inherited
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,6 +64,8 @@ _RUN_RANK: Final = re.compile(r'_worker/entrypoint\.py", line \d+ in run_rank$',
 """The outermost frame of the main thread of a rank, so the last line of its stack in a dump."""
 
 _DATALOADER: Final = "torch/utils/data/dataloader.py"
+_MAX_COMMAND: Final = 80
+_WAITS_FOR_CHILD: Final = ("/subprocess.py", "/multiprocessing/popen_fork.py")
 _WORKER_LOOP: Final = "torch/utils/data/_utils/worker.py"
 _QUEUES: Final = "multiprocessing/queues.py"
 
@@ -230,7 +233,7 @@ def _complete(worker: Worker, reading: RankReading) -> RankReading:
         with contextlib.suppress(psutil.Error):
             name = psutil.Process(worker.pid).name()
         place = StackReading(stack=f"exec of {name}", in_collective=False)
-    waits_for = name_awaited_loader_workers(worker, _main_thread(_dump_of(worker)))
+    waits_for = name_awaited_processes(worker, _main_thread(_dump_of(worker)))
     # NCCL's watchdog may have written the position that the recorder does not have.
     if reading.native is not None and (position is None or not position.collectives):
         position = read_position(worker.error_text(), position)
@@ -345,16 +348,63 @@ def read_new_stack(worker: Worker, before: int) -> list[Frame]:
     return _main_thread(_dump_of(worker)[before:])
 
 
-def name_awaited_loader_workers(worker: Worker, frames: Sequence[Frame]) -> str:
-    """Return a suffix for the rank's line that names the DataLoader workers that it waits for.
+def name_awaited_processes(worker: Worker, frames: Sequence[Frame]) -> str:
+    """Return a suffix for the rank's line that names the processes of its own that it waits for.
+
+    Those are workers of a DataLoader, and a program that has the rank's place in the job.
 
     Args:
         worker: The rank.
-        frames: The stack of its main thread; the suffix is empty if it is not in a DataLoader.
+        frames: The stack of its main thread; the suffix is empty if it waits for no such process.
     """
-    if not any(frame.file.endswith(_DATALOADER) for frame in frames):
-        return ""
-    return "".join(f", waiting for {each}" for each in find_busy_loader_workers(worker))
+    found: list[object] = []
+    if any(frame.file.endswith(_DATALOADER) for frame in frames):
+        found += find_busy_loader_workers(worker)
+    elif any(frame.file.endswith(_WAITS_FOR_CHILD) for frame in frames):
+        found += _find_programs_in_its_place(worker)
+    return "".join(f", waiting for {each}" for each in found)
+
+
+def _find_programs_in_its_place(worker: Worker) -> list[str]:
+    """Describe the programs that a rank has started with its variables, and that have loaded torch.
+
+    They would join the rank's job, whose ranks have joined already.
+    """
+    found = []
+    with contextlib.suppress(psutil.Error, OSError):  # one may end at any moment
+        rank = psutil.Process(worker.pid)
+        for child in rank.children(recursive=True):
+            environment = child.environ()
+            has_torch = any("libtorch" in each.path for each in child.memory_maps())
+            if has_torch and is_inherited(environment, child.pid):
+                command = clip(" ".join(" ".join(child.cmdline()).split()), _MAX_COMMAND)
+                found.append(
+                    f"process {child.pid} ({command}), which has the variables of rank {worker.rank} and so "
+                    "would wait for the job if it joins; start it with env=ddpsafe.clean_environment()"
+                )
+    return found
+
+
+def is_alone_in_job(pid: int) -> bool:
+    """Return whether a program has joined as rank 0, which has started it, and waits for the other ranks.
+
+    It then listens at MASTER_PORT, and has no connection there but its own.
+    """
+    try:
+        process = psutil.Process(pid)
+        environment = process.environ()
+        if not is_inherited(environment, pid):
+            return False
+        port = int(environment["MASTER_PORT"])
+        list_connections = getattr(process, "net_connections", None) or process.connections
+        connections = list_connections("tcp")  # psutil 6 has renamed the function
+    except (psutil.Error, OSError, KeyError, ValueError):
+        return False
+    own = {each.laddr.port for each in connections if each.laddr}
+    at_port = [each for each in connections if each.laddr and each.laddr.port == port]
+    return any(each.status == psutil.CONN_LISTEN for each in at_port) and all(
+        each.raddr.port in own for each in at_port if each.raddr
+    )
 
 
 class LoaderWorker(NamedTuple):

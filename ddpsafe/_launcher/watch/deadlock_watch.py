@@ -25,7 +25,7 @@ import psutil
 from ddpsafe._launcher.diagnosis.rank_readings import (
     ask_for_stacks,
     find_busy_loader_workers,
-    name_awaited_loader_workers,
+    name_awaited_processes,
     read_frames,
     read_new_stack,
 )
@@ -621,7 +621,7 @@ class LiveWatch:
 
         def place_of(outcome: RankOutcome) -> str:
             seen = frames.get(outcome.rank, ())
-            return _place_of(outcome) + name_awaited_loader_workers(workers[outcome.rank], seen)
+            return _place_of(outcome) + name_awaited_processes(workers[outcome.rank], seen)
 
         if differ:
             calls = [(out.rank, each) for out, each in cause.evidence.calls]

@@ -5,6 +5,8 @@ no processor, reads and writes nothing, and needs no more memory. A slow start d
 in the rank or in a process that it has started. So a rank is idle if none of its threads and descendants
 does anything for a while.
 
+A program that has taken the rank's place in the job, see `is_alone_in_job`, polls its store and counts as idle.
+
 In doubt a rank is active: the only effect is that the warning comes later.
 """
 
@@ -13,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import os
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+from ddpsafe._launcher.diagnosis.rank_readings import is_alone_in_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -153,6 +157,8 @@ def _usage_of(rank: int, family: Sequence[int], stats: Mapping[int, Sequence[str
     io_bytes = 0
     try:
         for pid in family:
+            if pid != rank and is_alone_in_job(pid):
+                continue
             for tid in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - as above
                 with open(f"/proc/{pid}/task/{tid}/schedstat", "rb") as file:  # noqa: PTH123 - as above
                     ran_ns, waited_ns, slices = map(int, file.read().split())

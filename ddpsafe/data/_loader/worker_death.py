@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
-import re
 import signal
 import socket
-import stat
 import threading
 import time
 import traceback
@@ -30,6 +27,7 @@ from ddpsafe._torch_private import (
     worker_limit_s,
     workers_of,
 )
+from ddpsafe._wire.exception_facts import read_last_error
 from ddpsafe.data._loader.epochs import add_note
 from ddpsafe.data._loader.machine_limits import (
     SHARED_MEMORY,
@@ -93,8 +91,6 @@ def watch_workers(iterator: Any, inner: Any) -> None:
 # The sockets of a dying worker close before its exit code is known: how long to wait for that.
 _EXIT_WAIT: Final = timedelta(seconds=1)
 
-_TAIL_BYTES: Final = 1 << 14
-_ERROR: Final = re.compile(r"[\w.]+(?:Error|Exception|Interrupt|Exit|Warning)\b")
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
@@ -220,28 +216,8 @@ def _why(exitcode: int) -> tuple[str, str, list[str]]:
         "code in the worker called sys.exit() or os._exit(), or it could not start (with "
         "spawn or forkserver: a missing `if __name__ == '__main__':` guard)."
     )
-    said = _last_error()
-    details = [f"the last error on this rank's stderr, which may be the reason: {said}"]
-    details = details if said else []
-    return cause, "read the worker's own output above this error.", details
-
-
-def _last_error() -> str:
-    """Return the error of the last traceback in the file that is this process's stderr; else nothing.
-
-    Another thread or process of the rank may have written it.
-    """
-    try:
-        if not stat.S_ISREG(os.fstat(2).st_mode):  # a terminal or a pipe
-            return ""
-        with open("/proc/self/fd/2", "rb") as file:  # noqa: PTH123 - a link to a file
-            file.seek(max(0, os.fstat(2).st_size - _TAIL_BYTES))
-            text = file.read(_TAIL_BYTES).decode(errors="replace")
-    except OSError:
-        return ""
-    _, begin, last = text.rpartition("Traceback (most recent call last):")
-    errors = [line for line in last.splitlines() if _ERROR.match(line)] if begin else []
-    return errors[0] if errors else ""
+    said = read_last_error()
+    return cause, "read the worker's own output above this error.", [said] if said else []
 
 
 def describe_shared_memory() -> str:
