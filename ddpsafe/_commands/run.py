@@ -213,13 +213,15 @@ def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
                 "node, whose node_rank is 0."
             )
             raise ConfigError(Explanation(what, fix="add --nnodes, the same on all nodes."))
+        # Libraries read it as TORCHELASTIC_RUN_ID. With --standalone, torchrun too chooses one.
+        id_ = None if options.standalone else rendezvous.get("id")
         notes += [
             f"--{name.replace('_', '-')} has no effect: the ranks of one node meet in a private "
             "folder."
             for name in _MULTI_NODE_OPTIONS
-            if getattr(options, name) is not None
+            if getattr(options, name) is not None and not (name == "rdzv_id" and id_)
         ]
-        return fields
+        return {**fields, **({"rendezvous": {"id": id_}} if id_ else {})}
     if "JOB_COMPLETION_INDEX" in os.environ:  # set in the pods of a Kubernetes Indexed Job
         index = require_int(os.environ, "JOB_COMPLETION_INDEX", because="--nnodes")
         fields.setdefault("node_rank", index)

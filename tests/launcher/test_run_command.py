@@ -235,8 +235,11 @@ PUBLIC: list[Any] = [
     ("--standalone --nproc_per_node=1 -m torchtune.run --config x.yaml", {}, 0),
     (
         "--nnodes=1:1 --nproc_per_node=8 --max_restarts=3 --rdzv_id=7 --rdzv_backend=c10d t.py",
-        {"retry": {"attempts": 4, "on": frozenset(FAILURE_KINDS - DETERMINISTIC)}},
-        2,
+        {
+            "retry": {"attempts": 4, "on": frozenset(FAILURE_KINDS - DETERMINISTIC)},
+            "rendezvous": {"id": "7"},
+        },
+        1,
     ),
     (
         "--nproc-per-node=8 --local-ranks-filter 0 --role rank --tee 3 -m torchtitan.train",
