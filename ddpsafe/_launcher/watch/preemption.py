@@ -51,7 +51,7 @@ class StopRequest:
         self.limit = limit
         self._clock = clock
         self._is_agreed = False
-        self._has_warned = False
+        self._warned_of = ""
         self.deadline: Deadline | None = None
 
     def must_end(self) -> bool:
@@ -65,19 +65,17 @@ class StopRequest:
             if not any(worker.stop.accepts for worker in self._workers):
                 # SIGUSR1, or a signal to one rank only, is an early warning that can wait.
                 ordered = is_order(self._inbox.received)
-                if ordered:
+                source = self.source()
+                if source != self._warned_of:
                     logger.warning(
                         "%s: no rank has called stop_requested() yet, so all ranks are ended now, and none is "
-                        "asked to save",
-                        self.source(),
-                    )
-                elif not self._has_warned:
-                    logger.warning(
-                        "%s: training continues, because no rank has called stop_requested() yet; the stop "
+                        "asked to save"
+                        if ordered
+                        else "%s: training continues, because no rank has called stop_requested() yet; the stop "
                         "begins when one does",
-                        self.source(),
+                        source,
                     )
-                    self._has_warned = True
+                    self._warned_of = source
                 return ordered
             self.deadline = Deadline.after(self.limit, clock=self._clock)
             for worker in self._workers:
