@@ -30,12 +30,17 @@ def test_a_failed_launch_ends_subprocesses_that_ignore_signals(
     assert [pid for pid in pids if is_running(int(pid))] == []
 
 
-def test_a_successful_launch_ends_subprocesses(tmp_path: Path) -> None:
-    """A rank that returns leaves no process behind."""
+def test_a_successful_launch_ends_subprocesses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank that returns leaves no process behind, and the launcher says which ones it has ended."""
     before = leftovers.Snapshot.take()
     values = World(folder=tmp_path).launch(programs.leave_children_and_return).values
     require_nothing_left(before)
-    assert [pid for pids in values.values() for pid in pids if is_running(pid)] == []
+    pids = [pid for pids in values.values() for pid in pids]
+    assert [pid for pid in pids if is_running(pid)] == []
+    (line,) = (each for each in caplog.messages if "left running" in each)
+    assert any(f"process {pid} (" in line for pid in pids)
 
 
 @pytest.mark.parametrize("ranks", WORLD_SIZES)

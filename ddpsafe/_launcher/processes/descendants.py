@@ -122,7 +122,7 @@ def find_members(ranks: Iterable[RankIdentity], launch_id: str) -> list[psutil.P
 
 def kill_members(
     ranks: Iterable[RankIdentity], launch_id: str, *, within_s: float
-) -> list[psutil.Process]:
+) -> dict[psutil.Process, str]:
     """Kill what is left of a launch.
 
     Args:
@@ -131,10 +131,10 @@ def kill_members(
         within_s: How long to look for new processes, in seconds; it looks a few times at least.
 
     Returns:
-        The processes that were killed. This process's children are still to be reaped by their owner.
+        The processes that were killed, with the command line of each; empty if unknown. This process's children are still to be reaped by their owner.
     """
     known = [rank for rank in ranks if rank.owns_session() is not False]
-    killed: list[psutil.Process] = []
+    killed: dict[psutil.Process, str] = {}
     ends = time.monotonic() + within_s
     for look in itertools.count():
         members = find_members(known, launch_id)
@@ -145,12 +145,19 @@ def kill_members(
         if all(member in killed and is_in_kernel(member.pid) for member in members):
             break  # they end once the disk or the device responds
         for member in members:
+            if member not in killed:
+                killed[member] = _command_of(member)
             _kill(member)
-        killed += [member for member in members if member not in killed]
         psutil.wait_procs(members, timeout=0.05)
         # A process may have forked while it was killed; then no process known in the session is left.
         known = [rank if rank.owns_session() else replace(rank, left=None) for rank in known]
     return killed
+
+
+def _command_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error, OSError):
+        return " ".join(" ".join(process.cmdline()).split())
+    return ""
 
 
 class Orphans:

@@ -21,6 +21,7 @@ from ddpsafe._launcher.processes.descendants import is_in_kernel, kill_members, 
 from ddpsafe._logging import get_logger
 from ddpsafe._stdlib_private import helpers_folder
 from ddpsafe._text import ranks_text
+from ddpsafe._wire.exception_facts import clip
 from ddpsafe._wire.spec import semaphore_prefix
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
+
+_HELPERS: Final = ("multiprocessing.", "torch_shm_manager", "/torch/_inductor/")
+"""Parts of the command lines of processes that libraries start for themselves, and end late."""
+_SHOWN_PROGRAMS: Final = 4
+_MAX_COMMAND: Final = 80
 
 _SEMAPHORES: Final = Path("/dev/shm")  # noqa: S108 - where glibc keeps them, on Linux
 
@@ -110,6 +116,17 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
     leftovers = kill_members(identities, launch_id, within_s=_LEFTOVERS_S)
     if leftovers:
         logger.info("ended %d processes that ranks had left behind", len(leftovers))
+    programs = [
+        f"process {process.pid} ({clip(command, _MAX_COMMAND)})"
+        for process, command in leftovers.items()
+        if command and not any(part in command for part in _HELPERS)
+    ]
+    if programs and all(worker.returned is not None for worker in workers):
+        logger.warning(
+            "all ranks have returned, so what they had left running was ended: %s; wait for it in the rank "
+            "that has started it",
+            ", ".join(programs[:_SHOWN_PROGRAMS]),
+        )
     # The driver may free the GPU memory of ranks that were ended only some time afterwards.
     pids = [each.pid for each in workers if each.spec.device != "cpu" and each.exitcode != 0]
     waiting = Deadline.after(_MEMORY_WAIT)
