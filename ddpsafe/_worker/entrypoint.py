@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import resource
@@ -410,6 +411,10 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         reporter.enter("loading")
         value = _run_user_code(spec, reporter, inheritance, since_start)
         if reporter.is_rank_process():
+            if multiprocessing.active_children():
+                # An iterator of a DataLoader may be in a reference cycle. That its workers end is part of what
+                # the function does, and not of the end of the process group, which collects garbage too.
+                gc.collect()
             reporter.returned(value, stop_calls=launcher_line.calls.count)
     except BaseException as exc:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are failures
         # Report, flush, exit: no collective, no destroy, no destructor on a failing path.

@@ -50,6 +50,18 @@ def test_what_a_function_left_running_is_waited_for(
 
 
 @pytest.mark.full
+def test_the_end_of_loader_workers_is_not_that_of_the_process_group(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An iterator in a reference cycle ends its workers once it is collected, which `shutdown` does not limit."""
+    with caplog.at_level(logging.WARNING):
+        World(folder=tmp_path, ranks=2).launch(
+            programs.leave_loader_in_cycle, timeouts={"shutdown": 3.0}
+        )
+    assert "process group" not in caplog.text
+
+
+@pytest.mark.full
 def test_a_queue_that_its_reader_reads_too_late_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from exception_programs import raise_own_error
 from hang_programs import sleep
@@ -106,6 +106,28 @@ def leave_an_exit_handler(ctx: RankContext, folder: Path) -> int:
         mark(folder)
         atexit.register(time.sleep, 300)
     return ctx.rank
+
+
+class Slow:
+    """A dataset that hangs after its first sample."""
+
+    def __len__(self) -> int:
+        """Return a number of samples."""
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        """Return the index, the first one at once."""
+        time.sleep(600 if index else 0)
+        return index
+
+
+def leave_loader_in_cycle(_ctx: RankContext, _folder: Path) -> None:
+    """Leave an iterator that only the garbage collector ends, which takes torch 5 s for such a worker."""
+    from torch.utils.data import DataLoader
+
+    batches: Any = iter(DataLoader(Slow(), num_workers=1))
+    next(batches)
+    batches.own = batches
 
 
 def leave_work(ctx: RankContext, folder: Path, queue: Queue[bytes]) -> int:
