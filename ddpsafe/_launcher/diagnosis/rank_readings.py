@@ -63,6 +63,8 @@ _MAX_RECURSIVE_FUNCTIONS: Final = 5
 _RUN_RANK: Final = re.compile(r'_worker/entrypoint\.py", line \d+ in run_rank$', re.MULTILINE)
 """The outermost frame of the main thread of a rank, so the last line of its stack in a dump."""
 
+_DDP: Final = "/ddpsafe/_worker/model_check.py"
+_DDP_CHECKS: Final = "check_before_ddp"
 _DATALOADER: Final = "torch/utils/data/dataloader.py"
 _MAX_COMMAND: Final = 80
 _WAITS_FOR_CHILD: Final = ("/subprocess.py", "/multiprocessing/popen_fork.py")
@@ -494,6 +496,8 @@ def read_frames(frames: Sequence[Frame]) -> StackReading:
     if not frames:
         return StackReading()
     where = _line_of(frames)
+    if any(frame.file.endswith(_DDP) and frame.function == _DDP_CHECKS for frame in frames):
+        where += ", in the constructor of DistributedDataParallel"
     if _BACKWARD.search(frames[0].file):  # it computes or waits for a bucket of gradients: unknown
         return StackReading(stack=where)
     calls = [frame.function for frame in frames if _COLLECTIVES in frame.file]
