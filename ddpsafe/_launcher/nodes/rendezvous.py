@@ -721,10 +721,18 @@ class NodeRendezvous:
                 next_warning_s = deadline.waited_s() + _NEXT_WARNINGS_S
                 state = self._backend.state
                 if state is not None and not state.complete:
+                    left_s, setting = deadline.remaining_s(), "rendezvous.join"
+                    if state.deadline is not None:  # min_nodes nodes have come
+                        last_call = state.deadline - datetime.now(timezone.utc)
+                        left_s, setting = (
+                            max(0.0, last_call.total_seconds()),
+                            "rendezvous.last_call",
+                        )
                     logger.warning(
-                        "%s; waiting for the others for %.0f s more (rendezvous.join)",
+                        "%s; waiting for the others for %.0f s more (%s)",
                         self._arrivals_text(),
-                        deadline.remaining_s(),
+                        left_s,
+                        setting,
                     )
 
     def _require_more_time(self, deadline: Deadline) -> None:
