@@ -99,6 +99,7 @@ PARTS: Final = {
         "progress",
         "shutdown",
         "finish",
+        "node_loss",
         "grace",
         "stop",
     ),
