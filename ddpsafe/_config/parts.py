@@ -104,7 +104,7 @@ class Timeouts(Part):
     node_loss: Wait = Field(
         default=timedelta(seconds=30),
         description="How long the launchers of two nodes may be unable to reach each other: NodeLostError. "
-        "Training goes on meanwhile. A launcher that has ended is lost at once, and so is a node that is "
+        "Training continues meanwhile. A launcher that has ended is lost at once, and so is a node that is "
         "away while a rank fails. 0: at the first broken connection.",
         examples=["30", '"2min"'],
     )

@@ -35,7 +35,7 @@ print(server.get("key"))
 def test_a_lost_store_is_not_shown_as_cpp_frames_and_heartbeats(
     own_network: Network, tmp_path: Path
 ) -> None:
-    """While the ranks of the other node take long to end, torch tries in vain to renew its heartbeat."""
+    """While the ranks of the other node take long to end, torch cannot renew its heartbeat."""
     fields = {"timeouts": {"collective": 60, "grace": 9}}
     case = Case(name="job", what="stubborn", fields=fields)
     first, other = start_job(own_network, [case], tmp_path, nproc=[1, 1])

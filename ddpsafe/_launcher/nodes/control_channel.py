@@ -72,7 +72,7 @@ _MAX_LINE_BYTES: Final = 16 << 20
 _MAX_GREETING_BYTES: Final = 4096
 _GREETING_S: Final = 5.0
 _MAX_UNGREETED: Final = 128
-"""How many connections may be of programs that are no node, beside one of each node."""
+"""How many connections may be of programs that are not nodes, beside one of each node."""
 
 _DIALS: Final = 5
 _DIAL_PAUSE_S: Final = 0.2

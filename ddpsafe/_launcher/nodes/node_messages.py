@@ -316,7 +316,7 @@ class Alive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodbye:
-    """The launcher leaves the channel; the end of the connection that follows is no failure."""
+    """The launcher leaves the channel; the end of the connection that follows is not a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

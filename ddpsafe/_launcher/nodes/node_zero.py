@@ -595,7 +595,7 @@ _LOSSES: Final[dict[EndOfConnection, tuple[str, str]]] = {
 
 
 def warn_of_outage(name: str, event: Away | Back) -> None:
-    """Tell that a node cannot be reached, or can be again; training goes on meanwhile."""
+    """Tell that a node cannot be reached, or can be again; training continues meanwhile."""
     if isinstance(event, Back):
         logger.warning(
             "%s can be reached again after %.0f s, and nothing is missing", name, event.away_s
