@@ -27,7 +27,6 @@ import contextlib
 import ctypes
 import json
 import os
-import platform
 import re
 import signal
 import socket
@@ -38,7 +37,7 @@ import tempfile
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -46,6 +45,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import psutil
+from _machine import measured_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -473,7 +473,6 @@ def compare_hangs(options: argparse.Namespace) -> None:
         cells = [wait_cell(each) for each in runs]
         lines.append(f"| {name} | {promised_s:.0f} s | {' | '.join(cells)} |")
         print(name, *runs, sep="\n  ", file=sys.stderr)
-    today = datetime.now(tz=timezone.utc).date().isoformat()
     own_limits = ""
     if "ft_launcher" in WAITING_CONTESTANTS:
         extension = version("nvidia-resiliency-ext")
@@ -492,8 +491,7 @@ After {HANG_LIMIT_S} s, the benchmark ends the job; torch's own timeout for gloo
 
 {chr(10).join(lines)}
 
-Measured on {today}: {os.cpu_count()} cores, {platform.system()} {platform.machine()}, load average {os.getloadavg()[0]:.0f},
-Python {platform.python_version()}, torch {version("torch")}, gloo.
+{measured_on()}
 To repeat: `python benchmarks/faults.py --hangs`.
 """
     if options.save is not None:
@@ -568,7 +566,6 @@ def cell(fault: Fault, runs: list[Run]) -> str:
 
 def page_of(results: dict[str, dict[str, list[Run]]], rounds: int) -> str:
     """Return the page: the results, and the machine and versions."""
-    today = datetime.now(tz=timezone.utc).date().isoformat()
     lines = [f"| fault | {' | '.join(CONTESTANTS)} |", "|---" * (len(CONTESTANTS) + 1) + "|"]
     for name, runs in results.items():
         cells = [cell(FAULTS[name], runs[contestant]) for contestant in CONTESTANTS]
@@ -588,8 +585,7 @@ Collectives and the rendezvous time out after {COLLECTIVE_S} s everywhere, so a 
 
 {chr(10).join(lines)}
 
-Measured on {today}: {os.cpu_count()} cores, {platform.system()} {platform.machine()},
-Python {platform.python_version()}, torch {version("torch")}, gloo.
+{measured_on()}
 To repeat: `python benchmarks/faults.py`.
 """
 

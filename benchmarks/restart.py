@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
+
+from _machine import measured_on
 
 RANKS: Final = 2
 CRASHES_AT_STEP: Final = 5
@@ -127,7 +126,6 @@ def measure_restarts(rounds: int) -> dict[str, list[float]]:
 
 def page_of(restarts: dict[str, list[float]], rounds: int) -> str:
     """Return the page: the results, and the machine and versions."""
-    today = datetime.now(tz=timezone.utc).date().isoformat()
     base_s = statistics.median(restarts["torchrun"])
     rows = [
         f"| {job} | {statistics.median(times):.2f} s ({min(times):.2f} to {max(times):.2f}) "
@@ -147,8 +145,7 @@ Rank 1 of {RANKS} is killed at its fifth step; the time ends when both ranks hav
 |---|--:|--:|
 {chr(10).join(rows)}
 
-Measured on {today}: {os.cpu_count()} cores, {platform.system()} {platform.machine()},
-Python {platform.python_version()}, torch {version("torch")}, gloo.
+{measured_on()}
 To repeat: `python benchmarks/restart.py`.
 """
 

@@ -21,7 +21,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import random
 import runpy
 import socket
@@ -31,11 +30,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from _machine import measured_on
 from _ratios import Ratio
 
 if TYPE_CHECKING:
@@ -354,8 +352,6 @@ def page_of(rounds: int) -> str:
     switched_rows, pairs, quiet = map(
         "\n".join, (rows_of_switched(), rows_of_pairs(rounds), rows_of_quiet())
     )
-    today = datetime.now(tz=timezone.utc).date().isoformat()
-    load = os.getloadavg()[2]
     return f"""\
 ---
 orphan: true
@@ -382,8 +378,7 @@ Ranks that make {1 / PAUSE_S:.0f} steps a second, for {QUIET_S:.0f} s.
 
 {quiet}
 
-Measured on {today}: {os.cpu_count()} cores (load {load:.1f}), {platform.system()} {platform.machine()},
-Python {platform.python_version()}, torch {version("torch")}, gloo.
+{measured_on()}
 To repeat: `python benchmarks/step.py`.
 """
 
