@@ -43,14 +43,19 @@ LONG: Final = Case(
 )
 
 
-def start_training(network: Network, folder: Path) -> list[Launcher]:
-    """Start a long training with two ranks on each of two hosts; wait until all of them train."""
-    launchers = start_job(network, [LONG], folder, nproc=[2, 2])
+def await_files(launchers: list[Launcher], folder: Path, pattern: str, count: int) -> None:
+    """Wait until ranks have made so many files, each one."""
     scripts.wait_until(
-        lambda: len(list(folder.glob("running-long-1-*"))) == 4,
+        lambda: len(list(folder.glob(pattern))) == count,
         otherwise=lambda: [launcher.err for launcher in launchers],
         within_s=120,
     )
+
+
+def start_training(network: Network, folder: Path) -> list[Launcher]:
+    """Start a long training with two ranks on each of two hosts; wait until all of them train."""
+    launchers = start_job(network, [LONG], folder, nproc=[2, 2])
+    await_files(launchers, folder, "running-long-1-*", 4)
     return launchers
 
 
@@ -130,11 +135,7 @@ def start_held_training(network: Network, folder: Path) -> tuple[list[Case], lis
     """Start a training on two hosts that continues until the test creates a file."""
     cases = [Case(name="held", what="held", fields={"timeouts": {"collective": 60}})]
     launchers = start_job(network, cases, folder, nproc=[2, 2])
-    scripts.wait_until(
-        lambda: len(list(folder.glob("running-held-1-*"))) == 4,
-        otherwise=lambda: [launcher.err for launcher in launchers],
-        within_s=120,
-    )
+    await_files(launchers, folder, "running-held-1-*", 4)
     return cases, launchers
 
 
@@ -294,11 +295,7 @@ def test_each_of_three_nodes_reports_whose_network_probably_failed(
 ) -> None:
     """The others name the node that is cut off, and that node reports its own network as the likely cause."""
     launchers = start_job(own_network, [LONG], tmp_path, nproc=[1, 1, 1])
-    scripts.wait_until(
-        lambda: len(list(tmp_path.glob("running-long-1-*"))) == 3,
-        otherwise=lambda: [launcher.err for launcher in launchers],
-        within_s=120,
-    )
+    await_files(launchers, tmp_path, "running-long-1-*", 3)
     before_s = time.time()
     own_network[victim].unplug()
     said = [each["long"] for each in finish_job(own_network, [LONG], launchers)]
@@ -324,16 +321,9 @@ def test_a_second_request_to_stop_ends_ranks_that_still_save(
     cases = [Case(name="job", what="stubborn")]
     launchers = start_job(network, cases, tmp_path, nproc=[2, 2])
 
-    def await_files(pattern: str) -> None:
-        scripts.wait_until(
-            lambda: len(list(tmp_path.glob(pattern))) == 4,
-            otherwise=lambda: [launcher.err for launcher in launchers],
-            within_s=120,
-        )
-
-    await_files("running-job-1-*")
+    await_files(launchers, tmp_path, "running-job-1-*", 4)
     os.kill(launchers[victim].pid, signal.SIGTERM)
-    await_files("stopping-job-*")
+    await_files(launchers, tmp_path, "stopping-job-*", 4)
     time.sleep(FAULT_FOLLOWS_S)
     sent_s = time.time()
     os.kill(launchers[victim].pid, signal.SIGTERM)
@@ -444,11 +434,7 @@ def test_a_sigterm_to_every_process_of_a_job_that_saves_preempts_it(
     """Ranks that call `stop_requested` survive it and stop at one step, as if only launchers received it."""
     case = Case(name="job", what="resume", fields={"timeouts": {"collective": 60, "grace": 3}})
     launchers = start_job(network, [case], tmp_path, nproc=[2, 2])
-    scripts.wait_until(
-        lambda: len(list(tmp_path.glob("running-job-1-*"))) == 4,
-        otherwise=lambda: [launcher.err for launcher in launchers],
-        within_s=120,
-    )
+    await_files(launchers, tmp_path, "running-job-1-*", 4)
     terminate(*reversed(launchers))
     said = [each["job"] for each in finish_job(network, [case], launchers)]
     require_the_same(said)

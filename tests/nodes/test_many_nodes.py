@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import socket
-import threading
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import scripts
+from cut_wire import HERE, Wire
 from machine import require_in_time
 
 from ddpsafe._clock import Deadline
@@ -141,33 +141,18 @@ def test_no_node_is_dropped_when_all_of_them_dial_at_once() -> None:
 def test_a_dial_that_node_0_drops_is_tried_again() -> None:
     """Other programs may have filled its list; the next dial is greeted."""
     hello = Hello(mono_ns=1, wall_ns=1)
-    channel = Channel.listen("127.0.0.1", secret=b"secret", round_id="round", nnodes=2)
-    with socket.create_server(("127.0.0.1", 0)) as front:
-
-        def pump(source: socket.socket, target: socket.socket) -> None:
-            while data := source.recv(4096):
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-
-        def drop_then_relay() -> None:
-            front.accept()[0].close()
-            dialled, _ = front.accept()
-            behind = socket.create_connection(("127.0.0.1", channel.port))
-            back = threading.Thread(target=pump, args=[behind, dialled])
-            back.start()
-            pump(dialled, behind)
-            back.join()
-            dialled.close()
-            behind.close()
-
-        relay = threading.Thread(target=drop_then_relay)
-        relay.start()
-        address = front.getsockname()
-        limit = Deadline.after(timedelta(seconds=20))
-        node = Channel.dial(
-            address, secret=b"secret", round_id="round", node=1, hello=lambda: hello, deadline=limit
-        )
-        assert channel.connected() == {1}
-        node.close()
-        relay.join(10)
-        channel.close()
+    channel = Channel.listen(HERE, secret=b"secret", round_id="round", nnodes=2)
+    wire = Wire(channel.port, drops=1)
+    limit = Deadline.after(timedelta(seconds=20))
+    node = Channel.dial(
+        (HERE, wire.port),
+        secret=b"secret",
+        round_id="round",
+        node=1,
+        hello=lambda: hello,
+        deadline=limit,
+    )
+    assert channel.connected() == {1}
+    node.close()
+    wire.close()
+    channel.close()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
-import socket
-import struct
-import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 import pytest
+from cut_wire import HERE, Wire
 from scripts import wait_until
 
 from ddpsafe._clock import Deadline
@@ -21,69 +20,8 @@ from ddpsafe._launcher.nodes.node_messages import Hello, RankRequest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-HERE: Final = "127.0.0.1"
 MESSAGES: Final = 200
 NODE_LOSS: Final = timedelta(minutes=2)
-
-
-class Wire:
-    """A way between two launchers that can be cut.
-
-    Attributes:
-        is_up: Whether it takes new connections.
-    """
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._listening = socket.create_server((HERE, 0))
-        self._ends: dict[socket.socket, None] = {}
-        self.is_up = True
-        self._threads = [threading.Thread(target=self._serve)]
-        self._threads[0].start()
-
-    @property
-    def port(self) -> int:
-        """Where to dial."""
-        return int(self._listening.getsockname()[1])
-
-    def cut(self) -> None:
-        """Reset all connections; what is on its way is lost, a half of a message too."""
-        ends, self._ends = self._ends, {}
-        for end in ends:
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            with contextlib.suppress(OSError):  # the other side has ended
-                end.shutdown(socket.SHUT_RD)  # wakes the thread that reads it
-            end.close()
-
-    def close(self) -> None:
-        """End for good."""
-        self.is_up = False
-        self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._threads[0].join()
-        self._listening.close()
-        self.cut()
-        for thread in self._threads:
-            thread.join()
-
-    def _serve(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listening.accept()
-                if not self.is_up:
-                    near.close()
-                    continue
-                far = socket.create_connection((HERE, self._port))
-                self._ends |= {near: None, far: None}
-                for one, other in ((near, far), (far, near)):
-                    self._threads.append(threading.Thread(target=self._pass_on, args=(one, other)))
-                    self._threads[-1].start()
-
-    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := one.recv(37):  # so that messages are cut in pieces
-                other.sendall(data)
-            if one in self._ends:  # it has ended, and was not cut
-                other.shutdown(socket.SHUT_WR)
 
 
 @pytest.fixture
@@ -172,7 +110,7 @@ def test_a_node_that_stays_away_is_lost_at_both_ends(channel: Channel, wire: Wir
     with contextlib.closing(dial(wire, timedelta(seconds=1))) as node:
         heard = tuple(map(Heard, (channel, node)))
         wait_until(lambda: channel.connected() == {1})
-        wire.is_up = False
+        wire.drops = math.inf
         wire.cut()
         wait_until(lambda: not node.connected())
         wait_until(lambda: channel.away() == {1})

@@ -1,0 +1,71 @@
+"""A way between two launchers that drops connections, and can be cut."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from typing import Final
+
+HERE: Final = "127.0.0.1"
+
+
+class Wire:
+    """A way between two launchers that can be cut.
+
+    Attributes:
+        drops: How many of the next connections it closes at once.
+    """
+
+    def __init__(self, port: int, *, drops: float = 0) -> None:
+        self._port = port
+        self._listening = socket.create_server((HERE, 0))
+        self._ends: dict[socket.socket, None] = {}
+        self.drops = drops
+        self._threads = [threading.Thread(target=self._serve)]
+        self._threads[0].start()
+
+    @property
+    def port(self) -> int:
+        """Where to dial."""
+        return int(self._listening.getsockname()[1])
+
+    def cut(self) -> None:
+        """Reset all connections; what is on its way is lost, a half of a message too."""
+        ends, self._ends = self._ends, {}
+        for end in ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with contextlib.suppress(OSError):  # the other side has ended
+                end.shutdown(socket.SHUT_RD)  # wakes the thread that reads it
+            end.close()
+
+    def close(self) -> None:
+        """End for good."""
+        self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._threads[0].join()
+        self._listening.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                if self.drops:
+                    self.drops -= 1
+                    near.close()
+                    continue
+                far = socket.create_connection((HERE, self._port))
+                self._ends |= {near: None, far: None}
+                for one, other in ((near, far), (far, near)):
+                    self._threads.append(threading.Thread(target=self._pass_on, args=(one, other)))
+                    self._threads[-1].start()
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(37):  # so that messages are cut in pieces
+                other.sendall(data)
+            if one in self._ends:  # it has ended, and was not cut
+                other.shutdown(socket.SHUT_WR)
