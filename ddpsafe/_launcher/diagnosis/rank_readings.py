@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import psutil
 
 from ddpsafe._clock import Deadline
-from ddpsafe._wire.exception_facts import clip, find_own_files, is_point_to_point
+from ddpsafe._launcher.processes.descendants import command_of, describe_program
+from ddpsafe._wire.exception_facts import find_own_files, is_point_to_point
 from ddpsafe._wire.foreign_texts import find_native_text, read_places
 from ddpsafe._wire.messages import (
     UNKNOWN_COLLECTIVE,
@@ -66,7 +67,6 @@ _RUN_RANK: Final = re.compile(r'_worker/entrypoint\.py", line \d+ in run_rank$',
 _DDP: Final = "/ddpsafe/_worker/model_check.py"
 _DDP_CHECKS: Final = "check_before_ddp"
 _DATALOADER: Final = "torch/utils/data/dataloader.py"
-_MAX_COMMAND: Final = 80
 _WAITS_FOR_CHILD: Final = ("/subprocess.py", "/multiprocessing/popen_fork.py")
 _WORKER_LOOP: Final = "torch/utils/data/_utils/worker.py"
 _QUEUES: Final = "multiprocessing/queues.py"
@@ -379,9 +379,9 @@ def _find_programs_in_its_place(worker: Worker) -> list[str]:
             environment = child.environ()
             has_torch = any("libtorch" in each.path for each in child.memory_maps())
             if has_torch and is_inherited(environment, child.pid):
-                command = clip(" ".join(" ".join(child.cmdline()).split()), _MAX_COMMAND)
+                program = describe_program(child.pid, command_of(child))
                 found.append(
-                    f"process {child.pid} ({command}), which has the variables of rank {worker.rank} and so "
+                    f"{program}, which has the variables of rank {worker.rank} and so "
                     "would wait for the job if it joins; start it with env=ddpsafe.clean_environment()"
                 )
     return found

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
+from ddpsafe._wire.exception_facts import clip
 from ddpsafe._wire.spec import MARKER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+_MAX_COMMAND: Final = 80
 _FEWEST_LOOKS: Final = 3
 _START_FIELD: Final = 19  # of /proc/PID/stat, counted after the name: field 22 of proc(5)
 
@@ -131,7 +133,8 @@ def kill_members(
         within_s: How long to look for new processes, in seconds; it looks a few times at least.
 
     Returns:
-        The processes that were killed, with the command line of each; empty if unknown. This process's children are still to be reaped by their owner.
+        The processes that were killed, with the command line of each; empty if unknown. This process's
+        children are still to be reaped by their owner.
     """
     known = [rank for rank in ranks if rank.owns_session() is not False]
     killed: dict[psutil.Process, str] = {}
@@ -146,7 +149,7 @@ def kill_members(
             break  # they end once the disk or the device responds
         for member in members:
             if member not in killed:
-                killed[member] = _command_of(member)
+                killed[member] = command_of(member)
             _kill(member)
         psutil.wait_procs(members, timeout=0.05)
         # A process may have forked while it was killed; then no process known in the session is left.
@@ -154,10 +157,16 @@ def kill_members(
     return killed
 
 
-def _command_of(process: psutil.Process) -> str:
+def command_of(process: psutil.Process) -> str:
+    """Return the command line of a process, in one line; empty if it is unknown."""
     with contextlib.suppress(psutil.Error, OSError):
         return " ".join(" ".join(process.cmdline()).split())
     return ""
+
+
+def describe_program(pid: int, command: str) -> str:
+    """Return a process with the beginning of its command line, for a message."""
+    return f"process {pid} ({clip(command, _MAX_COMMAND)})"
 
 
 class Orphans:

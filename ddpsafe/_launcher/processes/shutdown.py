@@ -17,11 +17,15 @@ import psutil
 
 from ddpsafe import _gpus
 from ddpsafe._clock import Deadline
-from ddpsafe._launcher.processes.descendants import is_in_kernel, kill_members, reap_orphans
+from ddpsafe._launcher.processes.descendants import (
+    describe_program,
+    is_in_kernel,
+    kill_members,
+    reap_orphans,
+)
 from ddpsafe._logging import get_logger
 from ddpsafe._stdlib_private import helpers_folder
 from ddpsafe._text import ranks_text
-from ddpsafe._wire.exception_facts import clip
 from ddpsafe._wire.spec import semaphore_prefix
 
 if TYPE_CHECKING:
@@ -35,7 +39,6 @@ logger = get_logger(__name__)
 _HELPERS: Final = ("multiprocessing.", "torch_shm_manager", "/torch/_inductor/")
 """Parts of the command lines of processes that libraries start for themselves, and end late."""
 _SHOWN_PROGRAMS: Final = 4
-_MAX_COMMAND: Final = 80
 
 _SEMAPHORES: Final = Path("/dev/shm")  # noqa: S108 - where glibc keeps them, on Linux
 
@@ -117,7 +120,7 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
     if leftovers:
         logger.info("ended %d processes that ranks had left behind", len(leftovers))
     programs = [
-        f"process {process.pid} ({clip(command, _MAX_COMMAND)})"
+        describe_program(process.pid, command)
         for process, command in leftovers.items()
         if command and not any(part in command for part in _HELPERS)
     ]
