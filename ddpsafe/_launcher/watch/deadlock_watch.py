@@ -388,22 +388,21 @@ class LiveWatch:
         if now_s < self._next_look_s and not self._deadlocks.is_asking and self._inquiry is None:
             return False
         self._next_look_s = now_s + self._settings.look_s
-        all_ranks = [*self._workers, *self._others]
-        self._rates.note({each.rank: each.progress().steps for each in all_ranks})
+        progress = {each.rank: each.progress() for each in (*self._workers, *self._others)}
+        self._rates.note({rank: made.steps for rank, made in progress.items()})
         if len(self._workers) > 1 and not self._others:
             self.proof = self._deadlocks.look(now_s)
         else:
             self._deadlocks.read_states(now_s)
-        progress = [worker.progress() for worker in self._workers]
+        own = [(worker, progress[worker.rank]) for worker in self._workers]
         seen = [
-            (worker.phase, worker.returned is None, made.steps, made.saves)
-            for worker, made in zip(self._workers, progress, strict=True)
+            (worker.phase, worker.returned is None, made.steps, made.saves) for worker, made in own
         ]
         if seen != self._seen:
             self._seen = seen
             self._note_progress(now_s)
         self._look_at_idleness(now_s)
-        self.longest_s = max(self.longest_s, *(made.longest_s for made in progress))
+        self.longest_s = max(self.longest_s, *(made.longest_s for _, made in own))
         if self._inquiry is not None:
             self._end_inquiry(self._inquiry, now_s)
         elif not self._deadlocks.is_asking and self._is_late(now_s):
