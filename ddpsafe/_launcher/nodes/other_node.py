@@ -397,9 +397,8 @@ class Participant:
         )
         own = self._failed
         if isinstance(own, DDPSafeError) and getattr(error, "explanation", None) == own.explanation:
-            error.__cause__ = (
-                own.__cause__
-            )  # it is this node's own error, which went to node 0 and back
+            # It is this node's own error, which went to node 0 and back.
+            error.__cause__ = own.__cause__
         elif isinstance(error, LaunchError) and not result.is_preempted:
             self._directory.note_tracebacks(outcomes.values())
             self._directory.report(self._number, error)

@@ -145,10 +145,9 @@ def _lead(world: World, control: Control, examine: Callable[[], None]) -> None:
     try:
         examine()
     except BaseException as error:
-        if not isinstance(error, DDPSafeError):
-            _send_result(world, control, PreflightError(f"{type(error).__name__}: {error}"))
-        else:
-            _send_result(world, control, error)
+        what = f"{type(error).__name__}: {error}"
+        sent = error if isinstance(error, DDPSafeError) else PreflightError(what)
+        _send_result(world, control, sent)
         if world.rank == 0:  # the store may end with this rank
             control.stay(_KEY)
         raise
