@@ -17,18 +17,24 @@ from ddpsafe._clock import AwakeClock
 from ddpsafe._launcher.watch import deadlock_watch, supervisor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 QUIET_S = 1.5
 
 
 @pytest.fixture(autouse=True)
-def _warn_after_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warn after seconds; a real launch waits for half a minute."""
+def _warn_after_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Warn after seconds, and let ranks that wait for a warning continue; a real launch waits for half a minute."""
     settings = dataclasses.replace(
         deadlock_watch.SETTINGS, look_s=0.2, quiet_s=QUIET_S, first_s=60.0, idle_sample_s=0.4
     )
     monkeypatch.setattr(deadlock_watch, "SETTINGS", settings)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda _: (tmp_path / programs.MAY_CONTINUE).touch()  # type: ignore[method-assign]
+    deadlock_watch.logger.addHandler(handler)
+    yield
+    deadlock_watch.logger.removeHandler(handler)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -57,14 +63,14 @@ def test_a_warning_names_the_waiting_ranks_and_the_line_of_the_missing_one(
     """It is repeated ever more rarely, even if two clocks differ, and the run completes."""
     monkeypatch.setattr(supervisor, "AwakeClock", FastClock)
     began_s = time.monotonic()
-    result = World(folder=tmp_path, ranks=4).launch(programs.step_and_sleep, 4 * QUIET_S)
+    result = World(folder=tmp_path, ranks=4).launch(programs.step_and_wait)
     took_s = FastClock.FACTOR * (time.monotonic() - began_s)
     assert set(result.values.values()) == {"done"}
     messages = warnings(caplog)
     assert 1 <= len(messages) <= 1 + math.log2(took_s / QUIET_S), messages
     assert re.fullmatch(
-        r"ranks 0, 2 and 3 have waited [1-3] s for rank 1 in all_reduce number 6 of shape \[8\] "
-        r"\(longest step so far: \d\.\d s\); rank 1 is at .*live_programs\.py:\d+ in step_and_sleep",
+        r"ranks 0, 2 and 3 have waited \d+ s for rank 1 in all_reduce number 6 of shape \[8\] "
+        r"\(longest step so far: \d+\.\d s\); rank 1 is at .*live_programs\.py:\d+ in wait_for_test",
         messages[0],
     ), messages
 
@@ -76,14 +82,14 @@ def test_a_warning_names_the_loader_worker_that_the_rank_waits_for(
 ) -> None:
     """The worker's pid and line follow the rank's own line, and every sample is read."""
     program = programs.step_and_wait_for_a_loader_worker
-    result = World(folder=tmp_path).launch(program, 4 * QUIET_S)
+    result = World(folder=tmp_path).launch(program)
     assert set(result.values.values()) == {"done"}
     messages = warnings(caplog)
     assert messages, caplog.text
     assert re.search(
-        r"rank 0 has waited \d s for rank 1 in .*; rank 1 is at .*live_programs\.py:\d+ in "
+        r"rank 0 has waited \d+ s for rank 1 in .*; rank 1 is at .*live_programs\.py:\d+ in "
         r"step_and_wait_for_a_loader_worker, waiting for \S+ \(pid \d+\) at "
-        r".*live_programs\.py:\d+ in __getitem__$",
+        r".*live_programs\.py:\d+ in wait_for_test$",
         messages[0],
     ), messages
 
@@ -107,16 +113,18 @@ def test_ranks_that_do_nothing_are_named_in_the_first_step_too(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     """A lock file that a killed build has left: no rank computes, reads or writes. Each rank's line is shown."""
-    World(folder=tmp_path).launch(programs.wait_before_the_first_step, how, 3 * QUIET_S)
+    World(folder=tmp_path).launch(programs.wait_before_the_first_step, how)
     messages = warnings(caplog)
     assert messages, caplog.text
     if how == "in a collective":
-        assert re.search(r"^rank 0 has waited \d s for rank 1 in all_reduce number 1 ", messages[0])
-        assert re.search(r"rank 1 is at .*live_programs\.py:\d+ in wait_before", messages[0])
+        assert re.search(
+            r"^rank 0 has waited \d+ s for rank 1 in all_reduce number 1 ", messages[0]
+        )
+        assert re.search(r"rank 1 is at .*live_programs\.py:\d+ in wait_for_test", messages[0])
         return
     assert re.search(
         r"^no rank has made a step for \d+ s, and none does anything \(no processor time, no input or "
-        r"output\); ranks 0 and 1 are at .*live_programs\.py:\d+ in wait_before_the_first_step$",
+        r"output\); ranks 0 and 1 are at .*live_programs\.py:\d+ in (wait_for_test|wait_before_the_first_step)$",
         messages[0],
     ), messages
 
@@ -145,10 +153,10 @@ def test_a_warning_has_the_line_of_a_rank_that_holds_the_gil(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The rank cannot answer, so a signal handler reports its line."""
-    World(folder=tmp_path).launch(programs.hold_the_gil_in_training, 2.5 * QUIET_S)
+    World(folder=tmp_path).launch(programs.hold_the_gil_in_training)
     messages = warnings(caplog)
     assert messages, caplog.text
-    assert re.search(r"; rank 1 is at .*live_programs\.py:\d+ in hold_the_gil", messages[0]), (
+    assert re.search(r"; rank 1 is at .*live_programs\.py:\d+ in wait_with_the_gil", messages[0]), (
         messages
     )
 
@@ -159,10 +167,10 @@ def test_a_warning_names_a_rank_that_has_not_joined(
     """It waits as long as for a first step: imports and data may take minutes before that."""
     settings = dataclasses.replace(deadlock_watch.SETTINGS, first_s=2 * QUIET_S)
     monkeypatch.setattr(deadlock_watch, "SETTINGS", settings)
-    World(folder=tmp_path).spawn(programs.sleep_before_joining, 5 * QUIET_S)
+    World(folder=tmp_path).spawn(programs.wait_before_joining)
     messages = warnings(caplog)
     assert messages, caplog.text
     assert re.search(
-        r"no rank has made a step for \d+ s.*; .*rank 1 is at .*live_programs\.py:\d+ in sleep_before",
+        r"no rank has made a step for \d+ s.*; .*rank 1 is at .*live_programs\.py:\d+ in wait_for_test",
         messages[0],
     ), messages

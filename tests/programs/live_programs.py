@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from scripts import wait_until
+from scripts import LIMIT_S, wait_until
 from training_programs import average_gradients, mark
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ SIZE = 4
 
 BATCH_S = 0.02
 """How long an evaluation waits for its next batch."""
+
+MAY_CONTINUE = "may-continue"
+"""The file whose existence ends a wait: what waits is found for as long as it takes."""
 
 
 def cross_two_groups(ctx: RankContext, folder: Path) -> None:
@@ -191,18 +194,23 @@ def stop_for_a_moment(ctx: RankContext, folder: Path) -> str:
     return "done"
 
 
-def step_and_sleep(
-    ctx: RankContext, folder: Path, sleep_s: float, before: int = 5, after: int = 2
-) -> str:
-    """Make steps of an optimizer; rank 1 sleeps once, and the others wait for it."""
+def wait_for_test(folder: Path) -> None:
+    """Sleep until the test, or another rank, lets this one continue."""
+    ends_s = time.monotonic() + LIMIT_S
+    while not (folder / MAY_CONTINUE).exists():
+        assert time.monotonic() < ends_s, "the test has not found what waits"
+        time.sleep(0.1)  # stuck here
+
+
+def step_and_wait(ctx: RankContext, folder: Path) -> str:
+    """Make five steps of an optimizer and two more; rank 1 waits between them, and the others for it."""
     import torch
 
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    for step in range(before + after):
-        if step == before and ctx.rank == 1:
-            mark(folder)
-            time.sleep(sleep_s)  # stuck here
+    for step in range(7):
+        if step == 5 and ctx.rank == 1:
+            wait_for_test(folder)
         average_gradients()
         weight.grad = torch.ones(2)
         optimizer.step()
@@ -212,26 +220,26 @@ def step_and_sleep(
 class SlowSample:
     """A dataset of which one sample takes long on rank 1."""
 
-    def __init__(self, slow: int, sleep_s: float) -> None:
-        self.slow, self.sleep_s = slow, sleep_s
+    def __init__(self, slow: int, folder: Path) -> None:
+        self.slow, self.folder = slow, folder
 
     def __len__(self) -> int:
         return 12
 
     def __getitem__(self, index: int) -> int:
         if index == self.slow:
-            time.sleep(self.sleep_s)  # stuck here
+            wait_for_test(self.folder)
         return index
 
 
-def step_and_wait_for_a_loader_worker(ctx: RankContext, _folder: Path, sleep_s: float) -> str:
+def step_and_wait_for_a_loader_worker(ctx: RankContext, folder: Path) -> str:
     """Make steps with samples of two workers; rank 1 waits once for one of them, rank 0 for rank 1."""
     import torch
     from torch.utils.data import DataLoader
 
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    dataset = SlowSample(9 if ctx.rank == 1 else -1, sleep_s)
+    dataset = SlowSample(9 if ctx.rank == 1 else -1, folder)
     seen = []
     for index in DataLoader(dataset, batch_size=1, num_workers=2):
         seen.append(int(index))
@@ -334,21 +342,11 @@ def call_random_collectives(ctx: RankContext, _folder: Path, seed: int, calls: i
     return "done"
 
 
-def hold_the_gil(seconds: float) -> None:
-    """Sleep in C, again and again since signals end such a sleep, and never let Python run."""
-    lasts_s = time.monotonic() + seconds
-    library = ctypes.PyDLL(None)
-    sys.setswitchinterval(seconds)
-    while time.monotonic() < lasts_s:
-        library.usleep(200_000)  # stuck here
-
-
-def hold_the_gil_in_training(ctx: RankContext, folder: Path, seconds: float) -> str:
+def hold_the_gil_in_training(ctx: RankContext, folder: Path) -> str:
     """Let rank 1 hold the GIL between two steps."""
     for step in range(6):
         if step == 5 and ctx.rank == 1:
-            mark(folder)
-            hold_the_gil(seconds)
+            wait_with_the_gil(folder)
         average_gradients()
     return "done"
 
@@ -368,7 +366,7 @@ def ask_for_status(ctx: RankContext, folder: Path, how: str) -> str:
     if ctx.is_main:
         wait_until(lambda: is_away(pids[1], folder, how))
         said = call_status(ctx, "--json")
-        (folder / "asked").touch()
+        (folder / MAY_CONTINUE).touch()
         os.kill(pids[1], signal.SIGCONT)
     elif how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -395,8 +393,7 @@ class WaitingSample:
 
     def __getitem__(self, index: int) -> int:
         (self.folder / "away").touch()
-        while not (self.folder / "asked").exists():
-            time.sleep(0.01)  # stuck here
+        wait_for_test(self.folder)
         return index
 
 
@@ -408,7 +405,7 @@ def ask_for_status_of_a_loader(ctx: RankContext, folder: Path) -> str:
     if ctx.is_main:
         wait_until((folder / "away").exists)
         said = call_status(ctx)
-        (folder / "asked").touch()
+        (folder / MAY_CONTINUE).touch()
     else:
         assert [int(each) for each in DataLoader(WaitingSample(folder), num_workers=1)] == [0]
     average_gradients()
@@ -416,12 +413,12 @@ def ask_for_status_of_a_loader(ctx: RankContext, folder: Path) -> str:
 
 
 def wait_with_the_gil(folder: Path) -> None:
-    """Wait for the answer in C, and never let another thread run Python."""
+    """Wait in C until the test, or another rank, lets this one continue; no other thread runs Python."""
     library = ctypes.PyDLL(None)
     sys.setswitchinterval(600)
     (folder / "away").touch()
-    asked = str(folder / "asked").encode()
-    while library.access(asked, 0):
+    awaited = str(folder / MAY_CONTINUE).encode()
+    while library.access(awaited, 0):
         library.usleep(10_000)  # stuck here
 
 
@@ -447,32 +444,34 @@ def compute_before_the_first_step(ctx: RankContext, _folder: Path, takes_s: floa
     average_gradients()
 
 
-def wait_before_the_first_step(ctx: RankContext, folder: Path, how: str, takes_s: float) -> None:
-    """Wait for a lock that no process releases, for a while."""
-    ends_s = time.monotonic() + takes_s
+def wait_before_the_first_step(ctx: RankContext, folder: Path, how: str) -> None:
+    """Wait for a lock that no process releases before the test lets the rank continue."""
     if ctx.rank == 1 or how != "in a collective":
-        with (folder / "lock").open("w") as one, (folder / "lock").open("w") as other:
-            fcntl.flock(one, fcntl.LOCK_SH)
-            if how == "lock":
-                signal.signal(signal.SIGALRM, _raise)
-                signal.setitimer(signal.ITIMER_REAL, takes_s)
+        if how == "lock":
+            with (folder / "lock").open("w") as one, (folder / "lock").open("w") as other:
+                fcntl.flock(one, fcntl.LOCK_SH)
+                signal.signal(
+                    signal.SIGALRM, lambda *_: _raise_if((folder / MAY_CONTINUE).exists())
+                )
+                signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
                 with contextlib.suppress(InterruptedError):
                     fcntl.flock(other, fcntl.LOCK_EX)  # the rank itself holds the other one
-            while time.monotonic() < ends_s and (folder / "lock").exists():
-                time.sleep(0.1)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        wait_for_test(folder)
     average_gradients()
 
 
-def _raise(*_: object) -> None:
-    raise InterruptedError
+def _raise_if(condition: object) -> None:
+    if condition:
+        raise InterruptedError
 
 
-def sleep_before_joining(rank: int, world_size: int, folder: Path, pause_s: float) -> None:
+def wait_before_joining(rank: int, world_size: int, folder: Path) -> None:
     """Join a group of the script, rank 1 long after the other."""
     import torch.distributed as dist
 
     if rank == 1:
-        time.sleep(pause_s)
+        wait_for_test(folder)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
     )
