@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import socket
 import subprocess
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import scripts
-from fault_kit import World
+from fault_kit import Touch, World
 
 from ddpsafe import ConfigError, clean_environment
 from ddpsafe._launcher.diagnosis.rank_readings import is_alone_in_job
@@ -155,20 +154,6 @@ def start_a_program(ctx: RankContext, folder: Path) -> str:
         program.kill()
     ctx.barrier()
     return "done"
-
-
-class Touch(logging.Handler):
-    """Makes a file at each record that has a text."""
-
-    def __init__(self, path: Path, text: str) -> None:
-        """See the class."""
-        super().__init__()
-        self._path, self._text = path, text
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See the class."""
-        if self._text in record.getMessage():
-            self._path.touch()
 
 
 @pytest.mark.full

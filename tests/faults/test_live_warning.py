@@ -11,30 +11,27 @@ from typing import TYPE_CHECKING
 
 import live_programs as programs
 import pytest
-from fault_kit import World
+from fault_kit import Touch, World
 
 from ddpsafe._clock import AwakeClock
 from ddpsafe._launcher.watch import deadlock_watch, supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 QUIET_S = 1.5
 
 
 @pytest.fixture(autouse=True)
-def _warn_after_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _warn_after_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warn after seconds, and let ranks that wait for a warning continue; a real launch waits for half a minute."""
     settings = dataclasses.replace(
         deadlock_watch.SETTINGS, look_s=0.2, quiet_s=QUIET_S, first_s=60.0, idle_sample_s=0.4
     )
     monkeypatch.setattr(deadlock_watch, "SETTINGS", settings)
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda _: (tmp_path / programs.MAY_CONTINUE).touch()  # type: ignore[method-assign]
-    deadlock_watch.logger.addHandler(handler)
-    yield
-    deadlock_watch.logger.removeHandler(handler)
+    monkeypatch.setattr(
+        deadlock_watch.logger, "handlers", [Touch(tmp_path / programs.MAY_CONTINUE)]
+    )
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

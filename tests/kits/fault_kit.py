@@ -6,6 +6,7 @@ A promise in seconds is stretched on a slow or busy machine, see `machine`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import subprocess
@@ -63,6 +64,20 @@ WORLD_SIZES: Final = [pytest.param(2, marks=pytest.mark.soak), 3]
 
 _SCREEN_LINES: Final = 40
 _PLACE: Final = re.compile(r"at (?P<file>/.+?):(?P<line>\d+) in (?P<name>[^\s,]+)")
+
+
+class Touch(logging.Handler):
+    """Makes a file at each warning that has a text, so that ranks can wait for the warning."""
+
+    def __init__(self, path: Path, text: str = "") -> None:
+        """See the class."""
+        super().__init__(logging.WARNING)
+        self._path, self._text = path, text
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See the class."""
+        if self._text in record.getMessage():
+            self._path.touch()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
