@@ -77,7 +77,8 @@ def test_a_killed_launcher_is_named_at_once(network: Network, tmp_path: Path, vi
     launchers[1 - victim].end()
     said = launchers[1 - victim].results()["long"]
     require_named(said, node=victim, from_s=killed_s, within_s=1.0)
-    assert "its launcher has ended" in said["text"]
+    # The kernel resets the connection of a process that has not read all of it.
+    assert said["text"].endswith(("its launcher has ended.", "Connection reset by peer.")), said
     require_nothing_left(network)
 
 
