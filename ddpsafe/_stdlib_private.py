@@ -15,7 +15,6 @@ import multiprocessing.util
 import os
 import runpy
 import threading
-from multiprocessing import popen_fork
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -128,20 +127,6 @@ def around_start(
             stock(self)
 
     base.start = start  # type: ignore[method-assign]
-
-
-def after_terminate(then: Callable[[int], None]) -> None:
-    """Call ``then(pid)`` each time that ``terminate()`` has sent SIGTERM to a child of `multiprocessing`."""
-    stock = getattr(popen_fork.Popen, "terminate", None)
-    if stock is None or stock.__module__ == __name__:
-        return
-
-    def terminate(self: popen_fork.Popen) -> None:
-        stock(self)
-        if self.returncode is None:
-            then(self.pid)
-
-    popen_fork.Popen.terminate = terminate  # type: ignore[method-assign]
 
 
 def _config() -> dict[str, Any]:

@@ -5,9 +5,9 @@ through `multiprocessing` (workers of a DataLoader, pools, managers), here calle
 died of the signal would take the rank with it before the rank has saved. So a helper does as its owner,
 the process that started it: if the signal does not end the owner, it does not end the helper either.
 
-``terminate()`` sends a helper the same SIGTERM, and a handler in Python does not know who sent a signal.
-So ``terminate()`` sends `END` as well, which means that the owner itself ends the helper. Programs that a
-rank starts in another way, such as with `subprocess`, are left alone.
+The owner itself ends a helper by the same SIGTERM, as ``terminate()`` does, and a handler in Python does
+not know who sent a signal. So the owner's `os.kill`, on which ``terminate()``, pools and psutil are built,
+sends `END` as well. Programs that a rank starts in another way, such as with `subprocess`, are left alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 """What schedulers send for preemption, a time limit or a drained node, and as a warning ahead of it."""
 
 END: Final = int(signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2)
-"""Sent to a helper after SIGTERM by its owner's ``terminate()``."""
+"""Sent to a helper after SIGTERM by its owner."""
 
 _HELD_BACK: Final = frozenset({*map(int, STOP_SIGNALS), END})
 # A helper that does not get to Python code, such as one that is locked up in a library since the fork, cannot
@@ -146,7 +146,7 @@ def hold_in_server() -> None:
 def _prepare_children() -> None:
     _stdlib_private.before_own_code(_enter)
     _stdlib_private.around_start(_signals_blocked)
-    _stdlib_private.after_terminate(_end_helper)
+    os.kill = _kill
 
 
 def protect_torchs_helper() -> None:
@@ -178,15 +178,36 @@ def _blocked(*signals: int) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+_stock_kill: Final = os.kill
+
+
+def _kill(pid: int, signum: int, /) -> None:
+    """Send a signal, as `os.kill`; by SIGTERM, a helper of this process ends at once."""
+    _stock_kill(pid, signum)
+    if signum == signal.SIGTERM and _is_below(pid):
+        _end_helper(pid)
+
+
+def _is_below(pid: int) -> bool:
+    """Return whether a process descends from this one."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        while pid > 1:
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+            pid = int(stat.rpartition(b")")[2].split()[1])
+            if pid == os.getpid():
+                return True
+    return False
+
+
 def _end_helper(pid: int) -> None:
-    """Tell a child that has been sent SIGTERM by ``terminate()`` that its owner meant to end it."""
+    """Tell a helper that has been sent SIGTERM that its owner meant to end it."""
     if not _reacts(pid, END, "SigCgt", "SigBlk"):
         return
     pidfd = None
     with contextlib.suppress(OSError, AttributeError):  # this system has no pidfds
         pidfd = os.pidfd_open(pid)
     with contextlib.suppress(OSError):  # it has ended
-        os.kill(pid, END)
+        _stock_kill(pid, END)
     if pidfd is None:
         return
     thread = threading.Thread(

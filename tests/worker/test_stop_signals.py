@@ -78,12 +78,15 @@ OWNER = """
         pipe.send(program.wait())
         time.sleep(600)
 
-    def start(method, function):
+    def start(method, function, daemon=True):
         context = multiprocessing.get_context(method)
         ours, theirs = context.Pipe()
-        child = context.Process(target=function, args=[theirs], daemon=True)
+        child = context.Process(target=function, args=[theirs], daemon=daemon)
         child.start()
         return child, ours.recv()
+
+    def send(pid, signum):
+        subprocess.run(["kill", f"-{signum:d}", str(pid)], check=True)  # as a scheduler: not the owner
 
     def end(child):
         child.terminate()
@@ -100,22 +103,104 @@ def test_a_helper_outlives_the_signals_that_its_owner_outlives(tmp_path: Path, m
     if __name__ == "__main__":
         prepare_helpers()
         child, _ = start("{method}", sleep)
-        os.kill(child.pid, signal.SIGUSR1)
+        send(child.pid, signal.SIGUSR1)
         child.join()
         print(child.exitcode)
         child, _ = start("{method}", sleep)
         signals = StopSignals()
         signals.open()
         for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
-            os.kill(child.pid, signum)
+            send(child.pid, signum)
         child.join(0.3)
         print(child.exitcode, end(child))
         child, _ = start("{method}", sleep)
-        os.kill(child.pid, signal.SIGTERM)
+        send(child.pid, signal.SIGTERM)
         child.join(0.3)
         print(child.exitcode, end(child))
     """
     assert scripts.run(tmp_path, source).lines() == ["-10", "None -15", "None -15"]
+
+
+BY_THE_OWNER = """
+    import concurrent.futures, psutil
+
+    def by_kill(pid):
+        os.kill(pid, signal.SIGTERM)
+
+    def by_psutil(pid):
+        psutil.Process(pid).terminate()
+
+    def by_handler(pid):
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(pid, signal.SIGTERM))
+        signal.raise_signal(signal.SIGALRM)
+
+    def start_another(pipe):
+        grandchild, _ = start("fork", sleep)
+        pipe.send(grandchild.pid)
+        grandchild.join()
+        sys.exit(-grandchild.exitcode)
+
+    if __name__ == "__main__":
+        method = "{method}"
+        prepare_helpers()
+        signals = StopSignals()
+        signals.open()
+        for way in (by_kill, by_psutil, by_handler):
+            child, _ = start(method, sleep)
+            way(child.pid)
+            child.join()
+            print(child.exitcode)
+        child, grandchild = start(method, start_another, daemon=False)
+        by_kill(grandchild)
+        child.join()
+        print(child.exitcode)
+        executor = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context(method))
+        pid = executor.submit(os.getpid).result()
+        by_kill(pid)
+        try:
+            executor.submit(os.getpid).result()
+        except concurrent.futures.process.BrokenProcessPool:
+            print("broken")
+        executor.shutdown()
+        program = subprocess.Popen(["sleep", "600"])
+        program.terminate()
+        print(program.wait())
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
+def test_a_helper_that_its_owner_sends_sigterm_ends_at_once(tmp_path: Path, method: str) -> None:
+    """In whatever way the owner sends it, while it would itself outlive the signal."""
+    run = scripts.run(tmp_path, OWNER + BY_THE_OWNER.replace("{method}", method))
+    assert run.lines() == ["-15", "-15", "-15", "15", "broken", "-15"]
+
+
+def test_no_process_but_a_descendant_is_sent_more_than_asked(tmp_path: Path) -> None:
+    """For the first process of a machine, the additional signal means a reboot."""
+    source = f"""{OWNER}
+    def leave_orphan(pipe):
+        pid = os.fork()
+        if pid:
+            os._exit(0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(stop_signals.END, lambda *_: pipe.send("END"))
+        os.setsid()
+        pipe.send(os.getpid())
+        time.sleep(600)
+
+    if __name__ == "__main__":
+        from ddpsafe._worker import stop_signals
+        prepare_helpers()
+        ours, theirs = multiprocessing.Pipe()
+        if os.fork() == 0:
+            leave_orphan(theirs)
+        os.wait()
+        orphan = ours.recv()
+        os.kill(orphan, signal.SIGTERM)
+        print(stop_signals._is_below(orphan), stop_signals._is_below(1), ours.poll(0.5))
+        os.kill(orphan, signal.SIGKILL)
+    """
+    assert scripts.run(tmp_path, source).lines() == ["False False False"]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
