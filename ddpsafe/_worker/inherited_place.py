@@ -41,10 +41,13 @@ def refuse_to_join(mark: str) -> None:
     """Have ``init_process_group`` raise in this process, if it would join in the place of its parent.
 
     Args:
-        mark: `JOINED` of the parent. A fork server may have been started before the parent joined.
+        mark: `JOINED` of the parent; empty if it is in no group. A fork server may have been started before
+            the parent joined or left.
     """
     if mark:
-        os.environ.setdefault(JOINED, mark)
+        os.environ[JOINED] = mark
+    else:
+        os.environ.pop(JOINED, None)
     prepare_interpreters()
     if torch_hooks.is_torch_loaded():
         _check_rendezvous()
@@ -53,4 +56,11 @@ def refuse_to_join(mark: str) -> None:
 
 
 def _check_rendezvous() -> None:
-    torch_hooks.before_rendezvous(lambda: require_not_inherited(os.environ), os.environ)
+    torch_hooks.before_rendezvous(_require_own_place, os.environ)
+
+
+def _require_own_place(scheme: str) -> None:
+    # A process may make a group of its own at another address, but its script, which it imports, joins there
+    # as the rank does.
+    if scheme == "env" or _stdlib_private.is_importing_main():
+        require_not_inherited(os.environ)

@@ -149,25 +149,24 @@ def use_launcher_store(
             handlers[scheme] = _handler(stock, open_store, world_size, env, on_larger_group)
 
 
-def before_rendezvous(check: Callable[[], object], env: Mapping[str, str]) -> None:
-    """Call `check` before ``init_process_group`` meets other ranks as the rank that the variables name.
+def before_rendezvous(check: Callable[[str], object], env: Mapping[str, str]) -> None:
+    """Call ``check(scheme)`` before ``init_process_group`` joins as the rank that the variables name.
 
     Args:
         check: Raises if the process must not do that.
         env: ``os.environ``, read at each rendezvous.
     """
-    handlers = _rendezvous_handlers()
-    stock = handlers.get("env")
-    if stock is None:
-        return
 
-    def handler(url: str, **options: Any) -> Rendezvous:
+    def rendezvous(scheme: str, stock: Handler, url: str, **options: Any) -> Rendezvous:
         rank, size = _place_in(url, env)
         if size > 1 and (rank, size) == _place_in("env://", env):
-            check()
+            check(scheme)
         return stock(url, **options)
 
-    handlers["env"] = handler
+    handlers = _rendezvous_handlers()
+    for scheme in _SCHEMES:
+        if scheme in handlers:
+            handlers[scheme] = functools.partial(rendezvous, scheme, handlers[scheme])
 
 
 def _rendezvous_handlers() -> dict[str, Handler]:

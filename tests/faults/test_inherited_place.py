@@ -74,6 +74,11 @@ if __name__ == "__main__":
         pass
 """
 
+JOINS_AT_AN_ADDRESS = JOINS_WITH_TORCH.replace(
+    '"gloo")',
+    '"gloo", "tcp://127.0.0.1:29555", rank=int(os.environ["RANK"]), world_size=2)',
+).replace("import torch", "import os, torch", 1)
+
 STARTS_PROCESSES = """
 import multiprocessing
 import torch.distributed as dist
@@ -91,6 +96,12 @@ if __name__ == "__main__":
         process.start()
         process.join()
         print(method, process.exitcode, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    process = multiprocessing.get_context("forkserver").Process(target=child)
+    process.start()
+    process.join()
+    print("afterwards", process.exitcode, flush=True)
 """
 
 JOINS = "import torch.distributed as dist; dist.init_process_group('gloo')"
@@ -121,7 +132,10 @@ def run_ranks(folder: Path, source: str, ranks: int) -> scripts.Run:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("source", "ranks"), [(JOINS_IN_WORKERS, 1), (JOINS_WITH_TORCH, 2)])
+@pytest.mark.parametrize(
+    ("source", "ranks"),
+    [(JOINS_IN_WORKERS, 1), (JOINS_WITH_TORCH, 2), (JOINS_AT_AN_ADDRESS, 2)],
+)
 def test_a_worker_that_joins_when_its_script_is_imported_is_explained(
     tmp_path: Path, source: str, ranks: int
 ) -> None:
@@ -135,10 +149,17 @@ def test_a_worker_that_joins_when_its_script_is_imported_is_explained(
 
 @pytest.mark.full
 def test_processes_of_ranks_form_no_group_of_their_own(tmp_path: Path) -> None:
-    """One of each of two ranks would do so, with torch's own function, and train beside the job."""
+    """One of each of two ranks would do so, with torch's own function, and train beside the job.
+
+    Once the ranks have left their group, their processes may make it.
+    """
     run = run_ranks(tmp_path, STARTS_PROCESSES, 2)
     assert run.code == 0, run.err
-    assert sorted(run.out.splitlines()) == ["forkserver 1"] * 2 + ["spawn 1"] * 2
+    assert sorted(run.out.splitlines()) == [
+        *["afterwards 0"] * 2,
+        *["forkserver 1"] * 2,
+        *["spawn 1"] * 2,
+    ]
     assert run.err.count("has its variables") == 4
 
 
