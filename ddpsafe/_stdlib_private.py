@@ -139,6 +139,13 @@ def forget_child(process: BaseProcess) -> None:
     getattr(multiprocessing.process, "_children", set()).discard(process)
 
 
+def become_main_process() -> None:
+    """Make this child of `multiprocessing` look as if it had been started by hand."""
+    multiprocessing.current_process().name = "MainProcess"
+    if hasattr(multiprocessing.process, "_parent_process"):
+        multiprocessing.process._parent_process = None  # noqa: SLF001
+
+
 def run_as_main(name: str, *, alter_argv: bool = True) -> None:
     """Run a module in the namespace of the module ``__main__``, as ``python -m`` does."""
     runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]  # noqa: SLF001

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe import _gpus
 from ddpsafe._config.backend_names import require_backend
-from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._errors import STARTUP_KINDS, ConfigError, Explanation
 from ddpsafe._host import count_cores
 from ddpsafe._launcher.processes.start import CallFile
 from ddpsafe._stdlib_private import is_importing_main
@@ -394,7 +394,10 @@ def _torchruns_variables(
         "TORCHELASTIC_RUN_ID": plan.config.rendezvous.id
         or (plan.launch_id if world.nnodes == 1 else "none"),
         "TORCHELASTIC_RESTART_COUNT": str(attempt - 1),
-        "TORCHELASTIC_MAX_RESTARTS": str(plan.config.retry.attempts - 1),
+        # By default, only what fails before the script begins is tried again.
+        "TORCHELASTIC_MAX_RESTARTS": str(
+            plan.config.retry.attempts - 1 if plan.config.retry.on - STARTUP_KINDS else 0
+        ),
         "TORCHELASTIC_ERROR_FILE": f"{logs.stderr}.json",
     }
 

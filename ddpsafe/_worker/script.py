@@ -17,7 +17,7 @@ from typing import Literal
 
 from ddpsafe._errors import PreemptedError
 from ddpsafe._host import end_by_signal
-from ddpsafe._stdlib_private import run_as_main
+from ddpsafe._stdlib_private import become_main_process, run_as_main
 from ddpsafe._wire.exception_facts import where_of
 from ddpsafe._wire.messages import ScriptExit
 
@@ -67,6 +67,7 @@ def run_script(local_rank: int, script: Script) -> ScriptExit | None:
         if code:
             raise SystemExit(code)
         return None
+    become_main_process()  # logs name the process, and libraries ask whether it is the first one
     sys.argv = [script.name, *script.arguments]
     if sys.path[:1] == [script.launcher_path]:
         del sys.path[0]
