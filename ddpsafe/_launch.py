@@ -16,16 +16,17 @@ from ddpsafe._errors import DDPSafeError, Explanation
 from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._launcher.attempt import run_attempt
 from ddpsafe._launcher.handle import SpawnHandle, as_torchs
+from ddpsafe._launcher.parts import LaunchParts
 from ddpsafe._launcher.plan import Calls, make_plan, require_main_guard, require_may_have_children
 from ddpsafe._launcher.retry import run_attempts
 from ddpsafe._launcher.run_directory import open_run_directory
 from ddpsafe._launcher.uncaught import presentable
 from ddpsafe._launcher.watch.console import shown_log
-from ddpsafe._launcher.watch.hang_detection import LearnedGaps
 from ddpsafe._launcher.watch.signals import (
     Interrupted,
     broken_pipes_raise,
     interrupts_kept,
+    open_inbox,
     pass_on,
 )
 from ddpsafe._logging import json_scope, launch_fields
@@ -229,9 +230,6 @@ def _run_plan(
     grace_period: GracePeriod = lambda: None,
 ) -> LaunchResult[Any]:
     attempts = 0
-    cancelled = cancelled or Event()
-    learned = LearnedGaps()
-
     folder = ""
     if plan.config.nnodes > 1:  # nodes may share the run directory, so each has a folder in it
         rank = "" if plan.config.node_rank is None else f"{plan.config.node_rank}-"
@@ -244,20 +242,20 @@ def _run_plan(
             shown_log(plan.console),
             open_run_directory(plan.config.run_dir, node=folder) as directory,
         ):
+            parts = LaunchParts(
+                plan=plan,
+                calls=calls,
+                run_rank=run_rank,
+                examine_nodes=require_ready_between_nodes,
+                directory=directory,
+                on_start=on_start,
+                cancelled=cancelled or Event(),
+                grace_period=grace_period,
+            )
             if plan.config.nnodes > 1:
                 from ddpsafe._launcher.nodes.rounds import NodeLaunch  # imports torch
 
-                nodes = NodeLaunch(
-                    plan,
-                    calls,
-                    run_rank=run_rank,
-                    directory=directory,
-                    on_start=on_start,
-                    cancelled=cancelled,
-                    grace_period=grace_period,
-                    learned=learned,
-                    require_ready_between_nodes=require_ready_between_nodes,
-                )
+                nodes = NodeLaunch(parts)
                 values = nodes.run()
                 attempts = nodes.attempts
             else:
@@ -266,20 +264,11 @@ def _run_plan(
                     nonlocal attempts
                     attempts = number
                     require_data_paths(plan.config.data_paths)
-                    return run_attempt(
-                        number,
-                        plan=plan,
-                        call=calls.current,
-                        run_rank=run_rank,
-                        directory=directory,
-                        on_start=on_start,
-                        cancelled=cancelled,
-                        grace_period=grace_period,
-                        learned=learned,
-                    )
+                    with open_inbox() as inbox:
+                        return run_attempt(number, parts, inbox=inbox)
 
                 values = run_attempts(
-                    plan.config.retry, attempt, change=calls.change, cancelled=cancelled
+                    plan.config.retry, attempt, change=calls.change, cancelled=parts.cancelled
                 )
     except Interrupted as interrupted:
         with json_scope(on=plan.console == "json"):

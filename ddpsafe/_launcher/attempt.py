@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.util import get_temp_dir
 from typing import TYPE_CHECKING, Final, Protocol
@@ -26,8 +27,8 @@ from ddpsafe._launcher.processes.reaper import running_reaper
 from ddpsafe._launcher.processes.start import require_room, started_workers
 from ddpsafe._launcher.processes.store_folder import open_store
 from ddpsafe._launcher.watch.console import open_console, terminal_variables
-from ddpsafe._launcher.watch.signals import Interrupted, is_order, open_inbox
-from ddpsafe._launcher.watch.supervisor import AttemptWatch
+from ddpsafe._launcher.watch.signals import Interrupted, is_order
+from ddpsafe._launcher.watch.supervisor import AttemptWatch, Peers
 from ddpsafe._logging import note_attempt
 from ddpsafe._secrets import OWN_SECRETS
 from ddpsafe._stdlib_private import helpers_folder
@@ -36,86 +37,107 @@ from ddpsafe._wire import payload
 from ddpsafe._wire.spec import RankSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from mmap import mmap
-    from threading import Event
 
     from ddpsafe._errors import LaunchError
     from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
-    from ddpsafe._launcher.handle import GracePeriod
+    from ddpsafe._launcher.parts import LaunchParts
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.processes.rank_process import RankState, Worker
-    from ddpsafe._launcher.processes.start import CallFile, RunRank
     from ddpsafe._launcher.processes.store_folder import LauncherStore
     from ddpsafe._launcher.run_directory import RunDirectory
-    from ddpsafe._launcher.watch.hang_detection import LearnedGaps
     from ddpsafe._launcher.watch.preemption import StopRequest
     from ddpsafe._launcher.watch.signals import SignalInbox
+    from ddpsafe._wire.messages import RankOutcome
 
 
-def run_attempt(  # noqa: PLR0913 - the parts of one attempt
-    number: int,
-    *,
-    plan: LaunchPlan,
-    call: CallFile,
-    run_rank: RunRank,
-    directory: RunDirectory,
-    on_start: Callable[[Sequence[Worker], SignalInbox], None] | None = None,
-    cancelled: Event,
-    grace_period: GracePeriod = lambda: None,
-    learned: LearnedGaps | None = None,
+def run_attempt(
+    number: int, parts: LaunchParts, *, inbox: SignalInbox, peers: Peers | None = None
 ) -> dict[int, object]:
-    """Run all ranks once.
+    """Run all ranks once, those of other nodes included.
 
     Args:
         number: The attempt, counted from 1.
-        plan: What to start.
-        call: The user's function and arguments, pickled.
-        run_rank: The function that each rank's process runs.
-        directory: Where the logs go.
-        on_start: Called with the workers and the inbox that interrupts them, once all have started.
-        grace_period: Returns how many seconds the other ranks may keep running after one has
-            failed; called when that happens. ``None`` means ``timeouts.grace``.
-        cancelled: Set here when the launcher has received a signal: no further attempt is wanted.
-        learned: How long earlier attempts went without a step; this attempt adds to it.
+        parts: What to start, and how.
+        inbox: Signals to this launcher.
+        peers: The ranks of other nodes, for node 0 of several.
 
     Returns:
-        What each rank returned, by rank.
+        What each rank of this node returned, by rank.
 
     Raises:
-        LaunchError: A rank failed, or a deadline passed.
+        LaunchError: A rank failed, a deadline passed, or a node was lost.
         PreemptedError: The ranks stopped because they were asked to.
         PreflightError: The ranks could not be started.
         Interrupted: The launcher has to stop; all ranks have ended.
     """
+    peers = Peers() if peers is None else peers
+    plan, timeouts = parts.plan, parts.plan.config.timeouts
     oom_kills_before = rank_readings.count_oom_kills()
-    with ExitStack() as stack:
-        inbox = stack.enter_context(open_inbox())
-        workers, end_ranks = stack.enter_context(
-            started_ranks(number, plan=plan, call=call, run_rank=run_rank, directory=directory)
-        )
-        if on_start is not None:
-            on_start(workers, inbox)
-        timeouts = plan.config.timeouts
-        with open_console(workers, plan.console, inbox=inbox, limit=timeouts.attempt):
-            watch = AttemptWatch(workers, timeouts=timeouts, inbox=inbox, learned=learned)
-            ending = watch.until_end()
-            if ending.reason not in ("done", "signal"):
-                ask_where(workers)
-            given_s = grace_period() if ending.reason == "failed" else None
-            end_ranks(workers, grace=let_others_run(watch, workers, given_s, timeouts.grace))
-        ended = attempt_error.EndedAttempt(
-            outcomes={worker.rank: worker.outcome() for worker in workers},
-            ending=ending,
-            attempt=number,
-            retry=plan.config.retry,
-            run_dir=directory.path,
-            oom_kills=rank_readings.count_oom_kills() - oom_kills_before,
-            timeouts=timeouts,
-        )
-    if inbox.received is not None:
-        cancelled.set()  # no further attempt, whatever the result of this one
-    return values_or_raise(ended, workers, watch.stop_request, inbox.received, directory)
+    is_alone = not peers.ranks
+    error: BaseException | None = None
+    try:
+        with ExitStack() as stack:
+            workers, end_ranks = stack.enter_context(started_ranks(number, parts, inbox))
+            stack.enter_context(
+                open_console(workers, plan.console, inbox=inbox, limit=timeouts.attempt)
+            )
+            watch = AttemptWatch(
+                workers, timeouts=timeouts, inbox=inbox, peers=peers, learned=parts.learned
+            )
+            ending = peers.gather_evidence(watch.until_end(), workers, ask_where)
+            grace = timeouts.grace
+            if ending.reason == "failed":
+                given_s = peers.longest_grace_s(parts.grace_period())
+                grace = let_others_run(watch, workers, given_s, grace)
+            if is_alone:
+                end_ranks(workers, grace=grace)  # how ranks end is evidence, too
+            ended = attempt_error.EndedAttempt(
+                outcomes=dict(sorted((outcomes_of(workers) | peers.outcomes()).items())),
+                ending=ending,
+                attempt=number,
+                retry=plan.config.retry,
+                run_dir=parts.directory.path,
+                oom_kills=rank_readings.count_oom_kills() - oom_kills_before + peers.oom_kills(),
+                timeouts=timeouts,
+                nnodes=plan.worlds[0].nnodes,
+            )
+            if is_alone:
+                stack.close()  # a signal also counts while the last output waits for its reader
+            values: dict[int, object] = {}
+            try:
+                peers.require_all_nodes(ended)
+                values = values_or_raise(
+                    ended,
+                    workers,
+                    watch.stop_request,
+                    inbox.received,
+                    parts.directory,
+                    peers=peers,
+                )
+            except (Exception, Interrupted) as exc:  # noqa: BLE001 - raised once all have ended
+                error = peers.announce(exc)
+            if not is_alone:
+                # The decision came first, so that the ranks of all nodes end at the same time.
+                end_ranks(workers, grace=grace)
+            error = peers.await_ends(ended, error, grace)
+            if error is not None:
+                raise error
+            return values
+    finally:
+        error = None  # its traceback refers to this frame, which would keep what the ranks returned
+        if inbox.received is not None:
+            parts.cancelled.set()  # no further attempt, whatever the result of this one
+
+
+def outcomes_of(workers: Sequence[Worker]) -> dict[int, RankOutcome]:
+    """Return what became of the ranks of this node; those still running are about to be ended."""
+    found = {worker.rank: worker.outcome() for worker in workers}
+    return {
+        rank: replace(outcome, status="stopped") if outcome.status == "running" else outcome
+        for rank, outcome in found.items()
+    }
 
 
 class EndRanks(Protocol):
@@ -127,21 +149,9 @@ class EndRanks(Protocol):
 
 @contextmanager
 def started_ranks(
-    number: int,
-    *,
-    plan: LaunchPlan,
-    call: CallFile,
-    run_rank: RunRank,
-    directory: RunDirectory,
+    number: int, parts: LaunchParts, inbox: SignalInbox
 ) -> Iterator[tuple[list[Worker], EndRanks]]:
     """Start the ranks of this node for one attempt; leaving the context ends those still running.
-
-    Args:
-        number: As in `run_attempt`.
-        plan: As in `run_attempt`.
-        call: As in `run_attempt`.
-        run_rank: As in `run_attempt`.
-        directory: As in `run_attempt`.
 
     Yields:
         The ranks, and the function that ends them.
@@ -149,6 +159,7 @@ def started_ranks(
     Raises:
         PreflightError: They could not be started.
     """
+    plan, directory = parts.plan, parts.directory
     require_room(plan.nproc)
     directory.make_attempt_folder(number)
     place = plan.worlds[0]
@@ -176,15 +187,17 @@ def started_ranks(
         workers = stack.enter_context(
             started_workers(
                 _specs(plan, number, store, directory),
-                call,
+                parts.calls.current,
                 start_method=config.start_method,
                 expects_restarts=bool(config.retry.on - STARTUP_KINDS),
                 daemon=plan.daemon,
-                run_rank=run_rank,
+                run_rank=parts.run_rank,
                 reaper=reaper,
                 end=end_ranks,
             )
         )
+        if parts.on_start is not None:
+            parts.on_start(workers, inbox)
         yield workers, end_ranks
 
 
@@ -228,8 +241,7 @@ def values_or_raise(
     received: signal.Signals | None,
     directory: RunDirectory,
     *,
-    others: Sequence[RankState] = (),
-    details: Sequence[str] = (),
+    peers: Peers,
 ) -> dict[int, object]:
     """Return what the ranks of this node returned, or raise the attempt's error.
 
@@ -239,8 +251,7 @@ def values_or_raise(
         request: The request to stop, if there was one.
         received: The signal that this launcher, or another node's, received.
         directory: Where the report of a failure goes.
-        others: The ranks of other nodes.
-        details: Lines to add to the error of a failure.
+        peers: The ranks of other nodes.
 
     Raises:
         LaunchError: A rank failed, or a deadline passed.
@@ -248,11 +259,11 @@ def values_or_raise(
         Interrupted: The launcher has to stop.
     """
     reason = ended.ending.reason
-    ranks: list[RankState] = [*workers, *others]
+    ranks: list[RankState] = [*workers, *peers.ranks]
     if reason == "stop-timeout" or (
         reason == "done" and any(rank.stop.is_stopping for rank in ranks)
     ):
-        values = dict.fromkeys(rank.rank for rank in others if rank.returned is not None)
+        values = dict.fromkeys(rank.rank for rank in peers.ranks if rank.returned is not None)
         values |= values_of(workers, ended, directory)
         values = {
             rank: each for rank, each in values.items() if rank not in ended.ending.unfinished
@@ -266,7 +277,9 @@ def values_or_raise(
         raise Interrupted(received or signal.SIGTERM)
     directory.note_tracebacks(ended.outcomes.values())
     error = attempt_error.make_error(ended)
-    error.add_details(*details)
+    error.add_details(*peers.silent_nodes())
+    if getattr(error, "rank", None) in peers.retried:
+        error.is_of_retried_type = True
     if _died_of_request(error, ended, request, received):
         if request.deadline is not None:
             directory.report(ended.attempt, error)

@@ -11,16 +11,21 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import machine
 import scripts
+
+from ddpsafe._launcher.parts import LaunchParts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hosts import Host, Network
     from warm_python import Forked
+
+    from ddpsafe._launcher.plan import LaunchPlan
 
 PROGRAM: Final = Path(__file__).parents[1] / "programs" / "node_programs.py"
 LIMIT_S: Final = machine.hang_limit(180)
@@ -220,6 +225,18 @@ def finish_job(
             expected = expected[: expected.index(left[0]) + 1]
         assert list(results) == expected, launcher.err[-4000:]
     return found
+
+
+def parts_of(plan: LaunchPlan, **parts: Any) -> LaunchParts:
+    """Return the parts of a launch that starts no ranks."""
+    nothing: Any = SimpleNamespace()
+    without: dict[str, Any] = {
+        "calls": SimpleNamespace(current=None),
+        "run_rank": nothing,
+        "examine_nodes": nothing,
+        "directory": SimpleNamespace(path=None, report=lambda *_: None, holds_failure=False),
+    }
+    return LaunchParts(plan=plan, **{**without, **parts})
 
 
 def require_the_same(said: Sequence[dict[str, Any]]) -> None:

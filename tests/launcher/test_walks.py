@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pytest
+from forked_ranks import free_port
 from scripts import SPAWNING, Script
 
 if TYPE_CHECKING:
@@ -17,8 +18,18 @@ PAGE: Final = CHECKOUT / "docs" / "explanation" / "files-of-a-launch.md"
 PROGRAM: Final = CHECKOUT / "tests" / "programs" / "walk_programs.py"
 PATH: Final = re.compile(r"`([\w/]+(?:\.py|/))`")
 
-WALKS: Final = {"launch": ("launch(fn)", 25), "exception": ("an exception", 12), "timeout": ("a collective", 14)}  # fmt: skip
+WALKS: Final = {
+    "launch": ("launch(fn)", 25),
+    "exception": ("an exception", 12),
+    "timeout": ("a collective", 14),
+    "nodes": ("two nodes", 12),
+}
 """The text that each walk's heading contains, and how many files the walk may have."""
+
+
+SUCCEED: Final = ("launch", "nodes")
+ERRORS: Final = {"exception": "RankRaisedError", "timeout": "CollectiveTimeoutError"}
+"""What a walk to a failure ends with."""
 
 
 def rows_of(heading: str) -> list[list[str]]:
@@ -38,7 +49,7 @@ def listed(walk: str) -> list[str]:
 def not_counted(walk: str) -> list[str]:
     """Return the files and folders that the page excludes from a walk."""
     rows = rows_of("need not be opened")
-    return [file for row in rows if row[1].strip() == "any" or walk in row[1] for file in PATH.findall(row[0])]  # fmt: skip
+    return [file for row in rows if row[1].strip() == "any" or walk in row[1] or (walk == "nodes" and "launch" in row[1]) for file in PATH.findall(row[0])]  # fmt: skip
 
 
 def is_below(file: str, entries: Iterable[str]) -> bool:
@@ -51,19 +62,28 @@ def is_below(file: str, entries: Iterable[str]) -> bool:
 @pytest.mark.parametrize("walk", WALKS)
 def test_the_files_of_a_walk_are_the_files_that_run(walk: str, tmp_path: Path) -> None:
     """Each listed file runs, and each file that runs is listed or excluded for a stated reason."""
-    env = {"WALK_FOLDER": str(tmp_path)} | (SPAWNING if walk == "launch" else {})
-    run = Script([str(PROGRAM), walk], folder=tmp_path, env=env).end()
-    assert (run.code == 0) is (walk == "launch"), run.err
-    assert {"launch": "", "exception": "RankRaisedError", "timeout": "CollectiveTimeoutError"}[walk] in run.err  # fmt: skip
-    ran = {line for each in tmp_path.glob("*.files") for line in each.read_text().splitlines()}
-    assert len(list(tmp_path.glob("*.files"))) == 3, "the launcher and both ranks are recorded"
+    env = {"WALK_FOLDER": str(tmp_path), "WALK_PORT": str(free_port())} | (
+        SPAWNING if walk in SUCCEED else {}
+    )
+    launchers = [Script([str(PROGRAM), walk], folder=tmp_path, env=env)]
+    if walk == "nodes":
+        launchers.append(Script([str(PROGRAM), walk], folder=tmp_path, env=env))
+    for run in [launcher.end() for launcher in launchers]:
+        assert (run.code == 0) is (walk in SUCCEED), run.err
+        assert ERRORS.get(walk, "") in run.err
+    ran = {line for file in tmp_path.glob("*.files") for line in file.read_text().splitlines()}
+    assert len(list(tmp_path.glob("*.files"))) == len(launchers) + 2, "launchers and both ranks"
+    beyond = set() if walk != "nodes" else set(listed("launch"))
     assert set(listed(walk)) - ran == set(), "listed, but it takes no part"
     counted = {file for file in ran if not is_below(file, not_counted(walk))}
-    assert counted - set(listed(walk)) == set(), "takes part, but is not listed"
+    assert counted - set(listed(walk)) - beyond == set(), "takes part, but is not listed"
 
 
 @pytest.mark.parametrize("walk", WALKS)
 def test_a_walk_is_short(walk: str) -> None:
-    """At most 25 files lead to the result, 12 from an exception and 14 from a timeout to its text."""
+    """At most 25 files lead to the result, 12 from an exception and 14 from a timeout to its text.
+
+    With two nodes, at most 12 files are added to those of one.
+    """
     files = listed(walk)
     assert len(files) == len(set(files)) <= WALKS[walk][1]

@@ -140,7 +140,7 @@ def run_two(case: str, folder: Path) -> list[tuple[dict[str, Any], str]]:
     finally:
         for launcher in launchers:
             launcher.kill()
-    assert [launcher.returncode for launcher in launchers] == [0, 0], printed
+    assert [launcher.returncode for launcher in launchers] == [0, 0], "\n".join(printed)
     return [(json.loads(text.splitlines()[-1]), text) for text in printed]
 
 

@@ -12,9 +12,10 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+from nodes_kit import parts_of
 
 from ddpsafe import PreflightError, RankKilledError
 from ddpsafe._clock import Deadline
@@ -29,14 +30,13 @@ from ddpsafe._launcher.nodes.node_messages import (
     RoundResult,
     rank_report,
 )
-from ddpsafe._launcher.nodes.node_zero import OtherNodes, _collect
+from ddpsafe._launcher.nodes.node_zero import OtherNodes
 from ddpsafe._launcher.nodes.other_node import Participant
 from ddpsafe._launcher.plan import make_plan
 from ddpsafe._launcher.run_directory import open_run_directory
 from ddpsafe._launcher.watch.signals import SignalInbox, open_inbox
 from ddpsafe._launcher.watch.supervisor import Ending
 from ddpsafe._wire.messages import Position, Raised
-from ddpsafe._worker.entrypoint import run_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -141,7 +141,7 @@ def collected(
     after_s: float = SOON_S,
 ) -> tuple[attempt_error.EndedAttempt, OtherNodes, float]:
     """Let node 0 collect evidence of a failure reported by node 1; return the result and the time it took."""
-    nodes = OtherNodes(ends.node_0, ROUND, ends.inbox)
+    nodes = OtherNodes(ends.node_0, ROUND, ends.inbox, parts_of(ends.plan))
     ends.node_1.send(said)
     rank = nodes.ranks[0]
     assert nodes.wait_until(
@@ -149,9 +149,19 @@ def collected(
         Deadline.after(timedelta(seconds=20)),
     )
     began_s = time.monotonic()
-    with open_run_directory(folder / "run") as directory, soon(then, after_s=after_s):
-        ending = Ending(reason="failed", waited_s=1.0)
-        ended = _collect(nodes, [], ending, 1, ends.plan, directory, 0)
+    with soon(then, after_s=after_s):
+        ending = nodes.gather_evidence(Ending(reason="failed", waited_s=1.0), [], lambda _: None)
+    config = ends.plan.config
+    ended = attempt_error.EndedAttempt(
+        outcomes=nodes.outcomes(),
+        ending=ending,
+        attempt=1,
+        retry=config.retry,
+        run_dir=folder,
+        oom_kills=nodes.oom_kills(),
+        timeouts=config.timeouts,
+        nnodes=2,
+    )
     return ended, nodes, time.monotonic() - began_s
 
 
@@ -220,14 +230,12 @@ def test_a_node_that_could_not_start_its_ranks_reports_that_whatever_node_0_deci
         directory.make_attempt_folder(1)  # blocks the folder that the participant creates
         participant = Participant(
             1,
-            plan=ends.plan,
+            parts_of(ends.plan, directory=directory),
             round_plan=ROUND,
             channel=ends.node_1,
             inbox=ends.inbox,
-            directory=directory,
-            grace_period=lambda: None,
         )
-        result = participant.run(cast("Any", None), run_rank)
+        result = participant.run()
     assert result.values is None
     assert isinstance(result.error, PreflightError)
     assert "node 0 ('h0') could not start its ranks" in str(result.error)

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nodes_kit import parts_of
 from pydantic import TypeAdapter
 from scripts import wait_until
 
 from ddpsafe._clock import Deadline
 from ddpsafe._config import LaunchConfig
 from ddpsafe._errors import STARTUP_KINDS, NodeLostError, PreflightError
-from ddpsafe._launcher.nodes import node_messages, node_zero, other_node
+from ddpsafe._launcher.nodes import node_messages, other_node
 from ddpsafe._launcher.nodes.control_channel import _MAX_UNANSWERED_BEATS, Channel, Lost
 from ddpsafe._launcher.nodes.node_messages import (
     Alive,
@@ -222,6 +223,7 @@ ROUND: Final = RoundPlan(
 CONFIG: Final = LaunchConfig(
     nnodes=3, nproc_per_node=1, backend="gloo", rendezvous={"endpoint": "h0:29400"}
 )
+PLAN: Final = make_plan(CONFIG, style="launch")
 LOST: Final = Lost(how="ended", why="its launcher has ended", seen_ns=1)
 
 
@@ -283,7 +285,7 @@ def test_the_end_of_a_silent_launcher_is_not_an_answer(
     channel: Channel, inbox: SignalInbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It counts as lost, not as responding again."""
-    others, node = OtherNodes(channel, ROUND, inbox), participant(channel, inbox)
+    others, node = OtherNodes(channel, ROUND, inbox, parts_of(PLAN)), participant(channel, inbox)
     others._silence.silent.add(1)
     channel._queue_event(1, LOST)
     others.take_news()
@@ -299,7 +301,7 @@ def test_a_signal_to_another_launcher_keeps_its_meaning(
     channel: Channel, inbox: SignalInbox
 ) -> None:
     """A starved node 0 may read two SIGTERMs at once; the sender marks which one is a repetition."""
-    others = OtherNodes(channel, ROUND, inbox)
+    others = OtherNodes(channel, ROUND, inbox, parts_of(PLAN))
     for insists in (False, True):
         channel._queue_event(2, SignalReceived(number=signal.SIGTERM, insists=insists))
     others.take_news()
@@ -323,7 +325,7 @@ def test_a_node_that_was_told_to_end_alone_is_not_reported_as_lost(
     named: int | None,
 ) -> None:
     """It ended while node 0 was stopped: node 0 reports the signal, unless another node is lost as well."""
-    others = OtherNodes(channel, ROUND, inbox)
+    others = OtherNodes(channel, ROUND, inbox, parts_of(PLAN))
     for node, number in gone.items():
         channel._queue_event(node, SignalReceived(number=number, insists=True))
     for node in lost:
@@ -332,9 +334,8 @@ def test_a_node_that_was_told_to_end_alone_is_not_reported_as_lost(
     ended: Any = SimpleNamespace(
         outcomes={}, when=lambda _: "attempt 1", attempt=1, retry=CONFIG.retry, run_dir=None
     )
-    unused: Any = SimpleNamespace()
     with pytest.raises((NodeLostError, Interrupted)) as raised:
-        node_zero._values_or_raise(ended, others, [], unused, inbox, unused, ROUND)
+        others.require_all_nodes(ended)
     if named is None:
         assert isinstance(raised.value, Interrupted)
         assert raised.value.signum == inbox.received
@@ -345,16 +346,7 @@ def test_a_node_that_was_told_to_end_alone_is_not_reported_as_lost(
 
 def participant(channel: Channel, inbox: SignalInbox) -> Participant:
     """Return a node of the round without ranks."""
-    directory: Any = SimpleNamespace(path=None, report=lambda *_: None)
-    return Participant(
-        1,
-        plan=make_plan(CONFIG, style="launch"),
-        round_plan=ROUND,
-        channel=channel,
-        inbox=inbox,
-        directory=directory,
-        grace_period=lambda: None,
-    )
+    return Participant(1, parts_of(PLAN), round_plan=ROUND, channel=channel, inbox=inbox)
 
 
 @pytest.fixture

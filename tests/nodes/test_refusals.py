@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from nodes_kit import parts_of
 from scripts import wait_until
 
 from ddpsafe._clock import Deadline
@@ -41,7 +42,6 @@ from ddpsafe._launcher.nodes.rendezvous import (
 )
 from ddpsafe._launcher.nodes.rounds import _FAILED, _REFUSAL, NodeLaunch
 from ddpsafe._launcher.plan import make_plan
-from ddpsafe._launcher.watch.hang_detection import LearnedGaps
 from ddpsafe._launcher.watch.signals import Interrupted, SignalInbox, open_inbox
 from ddpsafe.doctor._findings import Finding
 
@@ -91,15 +91,11 @@ class Round:
         )
         self.board = Board(HashStore(), self.rendezvous._signer, self.rendezvous)
         self.launch: Any = NodeLaunch(
-            make_plan(config, style="launch"),
-            SimpleNamespace(),  # type: ignore[arg-type]
-            run_rank=SimpleNamespace(),  # type: ignore[arg-type]
-            directory=SimpleNamespace(path=Path("run")),  # type: ignore[arg-type]
-            cancelled=threading.Event(),
-            require_ready_between_nodes=self.examine,
-            on_start=None,
-            grace_period=lambda: None,
-            learned=LearnedGaps(),
+            parts_of(
+                make_plan(config, style="launch"),
+                examine_nodes=self.examine,
+                directory=SimpleNamespace(path=Path("run")),
+            )
         )
 
     def examine(self, *_: object, **__: object) -> None:

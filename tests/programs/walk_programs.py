@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import socket
 import sys
 import threading
 from datetime import timedelta
@@ -92,6 +93,17 @@ def main() -> None:
         BEGUN.touch()
         result = ddpsafe.launch(return_rank, nproc_per_node=2, backend="gloo")
         assert result.values == {0: 0, 1: 1}
+    elif walk == "nodes":
+        BEGUN.touch()
+        # Two launchers on this host stand for two nodes.
+        endpoint = f"{socket.gethostname()}:{os.environ['WALK_PORT']}"
+        ddpsafe.launch(
+            return_rank,
+            nproc_per_node=1,
+            backend="gloo",
+            nnodes=2,
+            rendezvous={"endpoint": endpoint},
+        )
     elif walk == "exception":
         ddpsafe.launch(raise_in_rank_1, nproc_per_node=2, backend="gloo", run_dir=FOLDER / "run")
     else:

@@ -347,14 +347,12 @@ class RoundResult:
     Attributes:
         error: The error, as `to_plain` describes it; ``None`` after success, or if a signal ended the
             attempt.
-        failed_node: The node that reported the error, if node 0 did not find it itself.
         signal: The signal that ended the attempt.
         where: The node whose launcher received that.
         is_final: Whether no other attempt follows; ``None`` as long as node 0 has not decided.
     """
 
     error: dict[str, Any] | None = None
-    failed_node: int | None = None
     signal: int | None = None
     where: str = ""
     is_final: bool | None = None
@@ -363,6 +361,11 @@ class RoundResult:
     def is_good(self) -> bool:
         """Whether neither an error nor a signal ended the attempt."""
         return self.error is None and self.signal is None
+
+    @property
+    def failed_node(self) -> int | None:
+        """The node that reported the error, if node 0 did not find it itself."""
+        return None if self.error is None else self.error["facts"].get("failed_node")
 
     @property
     def is_preempted(self) -> bool:
@@ -441,10 +444,16 @@ def round_result_of(
     is_final: bool | None = None,
     failed_node: int | None = None,
 ) -> RoundResult:
-    """Return an error as it is sent to the other nodes; for the arguments see `RoundResult`."""
+    """Return an error as it is sent to the other nodes; for the arguments see `RoundResult`.
+
+    `failed_node` becomes a fact of the error, with which node 0 sends it to all nodes.
+    """
     if isinstance(error, Interrupted):
         return RoundResult(signal=int(error.signum), where=error.where, is_final=is_final)
-    return RoundResult(error=to_plain(error), failed_node=failed_node, is_final=is_final)
+    plain = to_plain(error)
+    if failed_node is not None:
+        plain["facts"]["failed_node"] = failed_node
+    return RoundResult(error=plain, is_final=is_final)
 
 
 def error_of(result: RoundResult, **local: object) -> DDPSafeError | Interrupted:

@@ -15,14 +15,11 @@ from ddpsafe._clock import Deadline
 from ddpsafe._errors import (
     DDPSafeError,
     Explanation,
-    LaunchError,
     NodeLostError,
     PreemptedError,
     PreflightError,
 )
-from ddpsafe._launcher import attempt
-from ddpsafe._launcher.diagnosis import rank_readings
-from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
+from ddpsafe._launcher.attempt import outcomes_of, run_attempt
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
 from ddpsafe._launcher.nodes.control_channel import (
     BEAT_S,
@@ -55,9 +52,8 @@ from ddpsafe._launcher.nodes.node_messages import (
     round_result_of,
 )
 from ddpsafe._launcher.processes.rank_process import RankState
-from ddpsafe._launcher.watch.console import open_console
 from ddpsafe._launcher.watch.signals import Interrupted, is_order
-from ddpsafe._launcher.watch.supervisor import AttemptWatch
+from ddpsafe._launcher.watch.supervisor import Peers
 from ddpsafe._logging import get_logger
 from ddpsafe._text import ranks_text
 from ddpsafe._wire.messages import RankOutcome
@@ -67,15 +63,11 @@ from ddpsafe._world import World
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from ddpsafe._launcher.handle import GracePeriod, OnStart
+    from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
     from ddpsafe._launcher.nodes.control_channel import Channel
     from ddpsafe._launcher.nodes.node_messages import NodeMessage, RoundPlan
-    from ddpsafe._launcher.plan import LaunchPlan
+    from ddpsafe._launcher.parts import LaunchParts
     from ddpsafe._launcher.processes.rank_process import Worker
-    from ddpsafe._launcher.processes.start import CallFile, RunRank
-    from ddpsafe._launcher.run_directory import RunDirectory
-    from ddpsafe._launcher.watch.hang_detection import LearnedGaps
-    from ddpsafe._launcher.watch.preemption import StopRequest
     from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._launcher.watch.supervisor import Ending
 
@@ -150,22 +142,30 @@ class RemoteRank(RankState):
         )
 
 
-class OtherNodes:
+class OtherNodes(Peers):
     """All nodes except node 0, as seen through the control channel.
 
     Attributes:
         lost: Nodes whose connection has ended, and how.
         failed: Nodes that have reported a failure of their own, and which.
-        outcomes: What became of the ranks of a node, once it has reported that.
-        oom_kills: How many processes a node's kernel has killed for memory during the attempt.
+        reported: What became of the ranks of a node, once it has reported that.
+        phase: Whether the attempt has begun on node 0; see `as_error`.
         ended: Nodes of which no rank is left.
-        retried: Ranks whose exception is of a type that is retried.
         insisted: Nodes whose sender of a signal does not want to wait for the ranks.
     """
 
-    def __init__(self, channel: Channel, plan: RoundPlan, inbox: SignalInbox) -> None:
+    def __init__(
+        self, channel: Channel, plan: RoundPlan, inbox: SignalInbox, parts: LaunchParts
+    ) -> None:
         """Watch the nodes of a round; a signal to one of their launchers counts for all."""
-        self._channel, self._plan, self._inbox = channel, plan, inbox
+        self._channel = channel
+        self._plan = plan
+        self._inbox = inbox
+        self._directory = parts.directory
+        self._timeouts = parts.plan.config.timeouts
+        self._error: BaseException | None = None
+        self._has_asked = False
+        self.phase: Literal["start", "attempt"] = "start"
         self._by_rank = {
             rank: RemoteRank(world_of(plan, rank), plan.nodes[node].hostname, channel)
             for node in range(1, len(plan.nodes))
@@ -176,8 +176,8 @@ class OtherNodes:
         )
         self.lost: dict[int, Lost] = {}
         self.failed: dict[int, NodeFailed] = {}
-        self.outcomes: dict[int, NodeOutcomes] = {}
-        self.oom_kills: dict[int, int] = {}
+        self.reported: dict[int, NodeOutcomes] = {}
+        self._oom_kills: dict[int, int] = {}
         self.ended: set[int] = set()
         self.retried: set[int] = set()
         self.insisted: set[int] = set()
@@ -187,9 +187,9 @@ class OtherNodes:
         """The ranks of all other nodes."""
         return list(self._by_rank.values())
 
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when there is news."""
-        return self._channel.fileno()
+    def handles(self) -> list[int]:
+        """Return the descriptor that is readable when there is news."""
+        return [self._channel.fileno()]
 
     def take_news(self) -> None:
         """Take in the messages that have arrived."""
@@ -207,7 +207,7 @@ class OtherNodes:
         offset = self._channel.offset_of(node)
         if isinstance(message, (RankReport, RankEnded, RankNativeError)):
             if isinstance(message, RankEnded):
-                self.oom_kills[node] = message.oom_kills
+                self._oom_kills[node] = message.oom_kills
             if message.rank in self._plan.ranks_of(node):
                 self._take_of_rank(self._by_rank[message.rank], message, offset)
         elif isinstance(message, NodeProgress):
@@ -216,8 +216,8 @@ class OtherNodes:
                 self._by_rank[rank].is_stopped = rank in message.stopped
         elif isinstance(message, NodeOutcomes):
             shifted = tuple(offset.shift_outcome(each) for each in message.outcomes)
-            self.outcomes[node] = replace(message, outcomes=shifted)
-            self.oom_kills[node] = message.oom_kills
+            self.reported[node] = replace(message, outcomes=shifted)
+            self._oom_kills[node] = message.oom_kills
             self.retried |= set(message.retried)
         elif isinstance(message, NodeFailed):
             self.failed[node] = message
@@ -276,8 +276,8 @@ class OtherNodes:
 
     def longest_grace_s(self, own_s: float | None) -> float | None:
         """Return the longest ``join(grace_period=…)`` of any node; ``None`` if no node asks for one."""
-        wanted_s = [own_s, *(each.grace_s for each in self.outcomes.values())]
-        return max((each for each in wanted_s if each is not None), default=None)
+        wanted_s = [own_s, *(node.grace_s for node in self.reported.values())]
+        return max((grace_s for grace_s in wanted_s if grace_s is not None), default=None)
 
     def send(self, message: NodeMessage) -> None:
         """Send to all nodes."""
@@ -308,10 +308,131 @@ class OtherNodes:
             return now != before and is_order(self._inbox.received)
 
         self.wait_until(
-            lambda connected: connected <= self.outcomes.keys() or is_interrupted(),
+            lambda connected: connected <= self.reported.keys() or is_interrupted(),
             Deadline.after(limit),
         )
         return is_interrupted()
+
+    def gather_evidence(
+        self,
+        ending: Ending,
+        workers: Sequence[Worker],
+        ask_where: Callable[[Sequence[Worker]], None],
+    ) -> Ending:
+        """Have the ranks of all nodes asked where they are; wait until the cause can be known."""
+        if ending.reason not in ("done", "signal"):
+            self.give_up_away()
+        if any(lost.is_silent for lost in self.lost.values()):
+            self.wait_until(self.is_known_who_is_cut_off, Deadline.after(_OTHER_LOSSES))
+        if ending.reason in ("done", "signal") or self.has_lost_node():
+            return ending
+        self._has_asked = True
+        self.send(Collect())
+        ask_where(workers)
+        is_interrupted = self.wait_for_outcomes(_EVIDENCE)
+        own = outcomes_of(workers).values()
+        if not any(map(broke_by_itself, (*own, *self._described()))):
+            # So far only peer errors are known: a launcher that is late may have the cause.
+            is_interrupted = is_interrupted or self.wait_for_outcomes(_LATE_EVIDENCE)
+        if is_interrupted and not any(map(broke_by_itself, (*own, *self.outcomes().values()))):
+            return replace(ending, reason="signal")  # the root cause can no longer become known
+        return ending
+
+    def _described(self) -> list[RankOutcome]:
+        """Return what is known of the ranks without what their launchers found out at the end."""
+        return [rank.outcome() for rank in self.ranks]
+
+    def outcomes(self) -> dict[int, RankOutcome]:
+        """Return what became of the ranks of all other nodes."""
+        found = {outcome.rank: outcome for outcome in self._described()}
+        for node in self.reported.values() if self._has_asked else ():
+            for outcome in node.outcomes:
+                rank = self._by_rank.get(outcome.rank)
+                # It may have returned since its launcher asked it where it is.
+                is_late = outcome.status == "stopped" and outcome.before is None
+                if is_late and rank is not None and rank.returned is not None:
+                    found[outcome.rank] = replace(outcome, status="returned")
+                else:
+                    found[outcome.rank] = outcome
+        return found
+
+    def oom_kills(self) -> int:
+        """Return how many processes their kernels have killed for memory during the attempt."""
+        return sum(self._oom_kills.values())
+
+    def require_all_nodes(self, ended: EndedAttempt) -> None:
+        """Raise the error of a node that has failed, or of lost ones if no rank broke by itself."""
+        if self.failed:
+            raise self._first_failed(ended)
+        if not self.lost or any(map(broke_by_itself, ended.outcomes.values())):
+            return
+        # A node that got an insistent signal while this launcher was stopped has ended on its own.
+        lost = {node: why for node, why in self.lost.items() if node not in self.insisted}
+        if not lost and is_order(self._inbox.received):
+            raise Interrupted(self._inbox.received)
+        self._directory.holds_failure = True
+        error: DDPSafeError = node_lost(ended, self._plan, lost)
+        raise error
+
+    def _first_failed(self, ended: EndedAttempt) -> DDPSafeError | Interrupted:
+        failed = next(iter(self.failed.values()))
+        return error_of(failed.result, outcomes=ended.outcomes, run_dir=ended.run_dir)
+
+    def announce(self, exc: BaseException) -> BaseException:
+        """Send all nodes the error of the attempt; return it in the form that all nodes raise."""
+        error = as_error(exc, self._plan.name_of(0), "could not end the attempt", phase="attempt")
+        if isinstance(error, Interrupted):
+            error.where = self._inbox.where or self._plan.name_of(0)
+        self._announce(error)
+        return error
+
+    def _announce(self, error: DDPSafeError | Interrupted) -> None:
+        self._error = error
+        self.send(round_result_of(error))
+
+    def await_ends(
+        self, ended: EndedAttempt, error: BaseException | None, grace: timedelta
+    ) -> BaseException | None:
+        """Wait until the ranks of all nodes have ended; return the error, which that may bring."""
+        # The store ends with the attempt, and the other nodes' ranks use it to the end.
+        limit = grace + _AFTER_GRACE
+        if ended.ending.reason == "done":
+            limit += self._timeouts.shutdown
+        longest: timedelta | None = limit
+        is_good = ended.ending.reason == "done" and error is None
+        if is_good:
+            # What the ranks of other nodes still do is part of the job.
+            finish = self._timeouts.finish
+            longest = None if finish is None else limit + finish
+        self.wait_until(
+            lambda connected: (
+                self.ended.issuperset(connected) or (is_good and is_order(self._inbox.received))
+            ),
+            Deadline.after(longest),
+        )
+        if self.failed and (error is None or isinstance(error, PreemptedError)):
+            # That node cannot load what one of its ranks returned.
+            self._directory.holds_failure = True
+            self._announce(self._first_failed(ended))
+        elif error is None and is_order(self._inbox.received):
+            # It arrived while the ranks ended; a launch on one node raises it then, too.
+            where = self._inbox.where or self._plan.name_of(0)
+            self._announce(Interrupted(self._inbox.received, where))
+        return self._error
+
+    def announce_failure(self, exc: Exception) -> Exception:
+        """Send all nodes what node 0 could not do, unless they know; return what node 0 raises."""
+        if exc is self._error:
+            return exc
+        who = self._plan.name_of(0)
+        did = "could not start its ranks"
+        if self.phase == "attempt":
+            did = "could not continue the attempt"
+        shared = as_error(exc, who, did, phase=self.phase)
+        if shared is exc:
+            name_failed_node(shared, who, did)
+        self.send(round_result_of(shared))
+        return shared  # type: ignore[return-value]  # only an Exception has been caught
 
 
 def world_of(plan: RoundPlan, rank: int) -> World:
@@ -329,19 +450,13 @@ def world_of(plan: RoundPlan, rank: int) -> World:
     )
 
 
-def coordinate(  # noqa: PLR0913 - the parts of one attempt
+def run_as_node_0(
     number: int,
+    parts: LaunchParts,
     *,
-    plan: LaunchPlan,
     round_plan: RoundPlan,
     channel: Channel,
-    call: CallFile,
-    run_rank: RunRank,
-    directory: RunDirectory,
     inbox: SignalInbox,
-    on_start: OnStart | None = None,
-    grace_period: GracePeriod,
-    learned: LearnedGaps,
     checkpoint_folders: set[str],
 ) -> dict[int, object]:
     """Run one attempt as node 0; add the ranks' checkpoint folders to `checkpoint_folders`.
@@ -350,186 +465,32 @@ def coordinate(  # noqa: PLR0913 - the parts of one attempt
         What the ranks of this node returned, by rank.
 
     Raises:
-        LaunchError: A rank of any node failed, a deadline passed, or a node was lost.
+        LaunchError: As `run_attempt` raises it, the same on all nodes.
         PreemptedError: The ranks have stopped because a launcher was asked to stop them.
         PreflightError: A node could not start its ranks.
         Interrupted: A signal told a launcher to end; all ranks have ended.
     """
-    nodes = OtherNodes(channel, round_plan, inbox)
-    who = round_plan.name_of(0)
-    did = "could not start its ranks"
-    phase: Literal["start", "attempt"] = "start"
-    error: DDPSafeError | Interrupted | None = None
-    oom_kills_before = rank_readings.count_oom_kills()
-    config = plan.config
+    nodes = OtherNodes(channel, round_plan, inbox, parts)
+    ranks: list[RankState] = list(nodes.ranks)
+
+    def on_start(workers: Sequence[Worker], inbox: SignalInbox) -> None:
+        nodes.phase = "attempt"
+        ranks.extend(workers)
+        if parts.on_start is not None:
+            parts.on_start(workers, inbox)
+
     try:
-        with attempt.started_ranks(
-            number, plan=plan, call=call, run_rank=run_rank, directory=directory
-        ) as (workers, end_ranks):
-            did, phase = "could not continue the attempt", "attempt"
-            if on_start is not None:
-                on_start(workers, inbox)
-            with open_console(workers, plan.console, inbox=inbox, limit=config.timeouts.attempt):
-                watch = AttemptWatch(
-                    workers, timeouts=config.timeouts, inbox=inbox, peers=nodes, learned=learned
-                )
-                ending = watch.until_end()
-                if ending.reason not in ("done", "signal"):
-                    nodes.give_up_away()
-                if any(lost.is_silent for lost in nodes.lost.values()):
-                    nodes.wait_until(nodes.is_known_who_is_cut_off, Deadline.after(_OTHER_LOSSES))
-                for rank in (*workers, *nodes.ranks):
-                    checkpoint_folders |= rank.checkpoint_folders
-                ended = _collect(nodes, workers, ending, number, plan, directory, oom_kills_before)
-                grace = config.timeouts.grace
-                if ended.ending.reason == "failed":
-                    given_s = nodes.longest_grace_s(grace_period())
-                    grace = attempt.let_others_run(watch, workers, given_s, grace)
-                    ended = _with_late_returns(ended, [*workers, *nodes.ranks])
-                values: dict[int, object] = {}
-                try:
-                    values = _values_or_raise(
-                        ended, nodes, workers, watch.stop_request, inbox, directory, round_plan
-                    )
-                except (Exception, Interrupted) as exc:  # noqa: BLE001 - raised below
-                    error = as_error(exc, who, "could not end the attempt", phase="attempt")
-                    if isinstance(error, Interrupted):
-                        error.where = inbox.where or who
-                    # Before the ranks end here, so that all nodes end theirs at the same time.
-                    nodes.send(round_result_of(error))
-                end_ranks(workers, grace=grace)
-                # The store ends with this function, and the other nodes' ranks use it to the end.
-                limit = grace + _AFTER_GRACE
-                if ending.reason == "done":
-                    limit += config.timeouts.shutdown
-                longest: timedelta | None = limit
-                is_good = ending.reason == "done" and error is None
-                if is_good:
-                    # What the ranks of other nodes still do is part of the job.
-                    finish = config.timeouts.finish
-                    longest = None if finish is None else limit + finish
-                nodes.wait_until(
-                    lambda connected: (
-                        nodes.ended.issuperset(connected) or (is_good and is_order(inbox.received))
-                    ),
-                    Deadline.after(longest),
-                )
-                if nodes.failed and (error is None or isinstance(error, PreemptedError)):
-                    # That node cannot load what one of its ranks returned.
-                    directory.holds_failure = True
-                    error = _first_failed(nodes, ended)
-                    nodes.send(round_result_of(error))
-                if error is None and is_order(inbox.received):
-                    # It arrived while the ranks ended; a launch on one node raises it then, too.
-                    error = Interrupted(inbox.received, inbox.where or who)
-                    nodes.send(round_result_of(error))
-                if error is not None:
-                    raise error  # noqa: TRY301 - only now have the ranks ended
-            nodes.send(RoundResult(is_final=True))
-            return values
+        values = run_attempt(number, replace(parts, on_start=on_start), inbox=inbox, peers=nodes)
     except Exception as exc:
-        if exc is error:
-            raise
-        shared = as_error(exc, who, did, phase=phase)
-        if shared is exc:
-            name_failed_node(shared, who, did)
-        nodes.send(round_result_of(shared))
+        shared = nodes.announce_failure(exc)
         if shared is exc:
             raise
         raise shared from exc
-
-
-def _collect(
-    nodes: OtherNodes,
-    workers: Sequence[Worker],
-    ending: Ending,
-    number: int,
-    plan: LaunchPlan,
-    directory: RunDirectory,
-    oom_kills_before: int,
-) -> EndedAttempt:
-    """Find out what became of every rank of every node."""
-    if ending.reason in ("done", "signal") or nodes.has_lost_node():
-        outcomes = {worker.rank: worker.outcome() for worker in workers}
-        outcomes |= {rank.rank: rank.outcome() for rank in nodes.ranks}
-    else:
-        nodes.send(Collect())
-        attempt.ask_where(workers)
-        is_interrupted = nodes.wait_for_outcomes(_EVIDENCE)
-        outcomes = own_outcomes(workers) | {rank.rank: rank.outcome() for rank in nodes.ranks}
-        if not any(map(broke_by_itself, outcomes.values())):
-            # So far only peer errors are known: a launcher that is late may have the cause.
-            is_interrupted = is_interrupted or nodes.wait_for_outcomes(_LATE_EVIDENCE)
-            outcomes |= {rank.rank: rank.outcome() for rank in nodes.ranks}
-        for found in nodes.outcomes.values():
-            outcomes |= {each.rank: each for each in found.outcomes}
-        if is_interrupted and not any(map(broke_by_itself, outcomes.values())):
-            ending = replace(ending, reason="signal")  # the root cause can no longer become known
-    oom_kills = rank_readings.count_oom_kills() - oom_kills_before + sum(nodes.oom_kills.values())
-    return EndedAttempt(
-        outcomes=dict(sorted(outcomes.items())),
-        ending=ending,
-        attempt=number,
-        retry=plan.config.retry,
-        run_dir=directory.path,
-        oom_kills=oom_kills,
-        timeouts=plan.config.timeouts,
-        nnodes=plan.worlds[0].nnodes,
-    )
-
-
-def _with_late_returns(ended: EndedAttempt, ranks: Sequence[RankState]) -> EndedAttempt:
-    """Return the attempt with the ranks that have returned since they were asked where they are."""
-    outcomes = dict(ended.outcomes)
-    for rank in ranks:
-        outcome = outcomes[rank.rank]
-        if outcome.status == "stopped" and rank.returned is not None:
-            outcomes[rank.rank] = replace(outcome, status="returned")
-    return replace(ended, outcomes=outcomes)
-
-
-def own_outcomes(workers: Sequence[Worker]) -> dict[int, RankOutcome]:
-    """Return what became of the ranks of this node; those still running are about to be stopped."""
-    found = {worker.rank: worker.outcome() for worker in workers}
-    return {
-        rank: replace(each, status="stopped") if each.status == "running" else each
-        for rank, each in found.items()
-    }
-
-
-def _values_or_raise(
-    ended: EndedAttempt,
-    nodes: OtherNodes,
-    workers: Sequence[Worker],
-    request: StopRequest,
-    inbox: SignalInbox,
-    directory: RunDirectory,
-    round_plan: RoundPlan,
-) -> dict[int, object]:
-    """Return what the ranks of this node returned, or raise the attempt's error."""
-    if nodes.failed:
-        raise _first_failed(nodes, ended)
-    if nodes.lost and not any(map(broke_by_itself, ended.outcomes.values())):
-        # A node that got an insistent signal while this launcher was stopped has ended on its own.
-        lost = {node: why for node, why in nodes.lost.items() if node not in nodes.insisted}
-        if not lost and is_order(inbox.received):
-            raise Interrupted(inbox.received)
-        directory.holds_failure = True
-        error: DDPSafeError = node_lost(ended, round_plan, lost)
-        raise error
-    try:
-        return attempt.values_or_raise(
-            ended,
-            workers,
-            request,
-            inbox.received,
-            directory,
-            others=nodes.ranks,
-            details=nodes.silent_nodes(),
-        )
-    except LaunchError as failure:
-        failure.is_of_retried_type = getattr(failure, "rank", None) in nodes.retried
-        raise
+    finally:
+        for rank in ranks:
+            checkpoint_folders |= rank.checkpoint_folders
+    nodes.send(RoundResult(is_final=True))
+    return values
 
 
 def broke_by_itself(outcome: RankOutcome) -> bool:
@@ -543,11 +504,6 @@ def name_failed_node(error: DDPSafeError | Interrupted, who: str, did: str) -> N
     if isinstance(error, PreflightError):
         what = f"{who} {did}: {error.explanation.what}"
         error.explanation = replace(error.explanation, what=what)
-
-
-def _first_failed(nodes: OtherNodes, ended: EndedAttempt) -> DDPSafeError | Interrupted:
-    failed = next(iter(nodes.failed.values()))
-    return error_of(failed.result, outcomes=ended.outcomes, run_dir=ended.run_dir)
 
 
 def node_lost(ended: EndedAttempt, plan: RoundPlan, lost: dict[int, Lost]) -> NodeLostError:

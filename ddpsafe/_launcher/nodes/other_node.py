@@ -46,7 +46,6 @@ from ddpsafe._launcher.nodes.node_zero import (
     broke_by_itself,
     lost_node_error,
     name_failed_node,
-    own_outcomes,
     warn_of_outage,
 )
 from ddpsafe._launcher.processes.descendants import reap_orphans
@@ -67,13 +66,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ddpsafe._config import RetryPolicy
-    from ddpsafe._launcher.handle import GracePeriod, OnStart
     from ddpsafe._launcher.nodes.control_channel import Channel
     from ddpsafe._launcher.nodes.node_messages import RoundPlan
-    from ddpsafe._launcher.plan import LaunchPlan
+    from ddpsafe._launcher.parts import LaunchParts
     from ddpsafe._launcher.processes.rank_process import Worker
-    from ddpsafe._launcher.processes.start import CallFile, RunRank
-    from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._wire.messages import RankOutcome
 
@@ -115,29 +111,29 @@ class Participant:
 
     Args:
         number: The attempt, counted from 1.
-        plan: What to start.
+        parts: What to start, and how. Node 0 decides for all nodes, on a grace period, too.
         round_plan: What node 0 has decided.
         channel: The control channel to node 0.
         inbox: Signals to this launcher.
-        directory: Where the logs go.
-        grace_period: Returns what the caller asks for, see `run_attempt`; node 0 decides for all nodes.
     """
 
     def __init__(
         self,
         number: int,
+        parts: LaunchParts,
         *,
-        plan: LaunchPlan,
         round_plan: RoundPlan,
         channel: Channel,
         inbox: SignalInbox,
-        directory: RunDirectory,
-        grace_period: GracePeriod,
     ) -> None:
         """Keep the arguments; `run` starts the ranks."""
-        self._number, self._plan, self._round = number, plan, round_plan
-        self._channel, self._inbox, self._directory = channel, inbox, directory
-        self._grace_period = grace_period
+        self._number = number
+        self._parts = parts
+        self._plan = plan = parts.plan
+        self._directory = parts.directory
+        self._round = round_plan
+        self._channel = channel
+        self._inbox = inbox
         self._grace = plan.config.timeouts.grace
         self._may_run_on = False
         self._result: RoundResult | None = None
@@ -155,7 +151,7 @@ class Participant:
         self._started = Deadline.after(None)
         self._oom_kills = rank_readings.count_oom_kills()
 
-    def run(self, call: CallFile, run_rank: RunRank, on_start: OnStart | None = None) -> NodeResult:
+    def run(self) -> NodeResult:
         """Run the ranks until node 0 has reported how the attempt ended, and whether there is another."""
         plan = self._plan
         workers: Sequence[Worker] = []
@@ -163,20 +159,15 @@ class Participant:
         did = "could not start its ranks"
         phase: Literal["start", "attempt"] = "start"
         try:
-            with attempt.started_ranks(
-                self._number,
-                plan=plan,
-                call=call,
-                run_rank=run_rank,
-                directory=self._directory,
-            ) as (workers, end_ranks):
+            with attempt.started_ranks(self._number, self._parts, self._inbox) as (
+                workers,
+                end_ranks,
+            ):
                 did, phase = "could not continue the attempt", "attempt"
                 for worker in workers:
                     worker.relay = lambda message, rank=worker.rank: self._channel.send(
                         rank_report(rank, message)
                     )
-                if on_start is not None:
-                    on_start(workers, self._inbox)
                 self._channel.send(RanksStarted())
                 limit = plan.config.timeouts.attempt
                 with open_console(workers, plan.console, inbox=self._inbox, limit=limit):
@@ -265,10 +256,10 @@ class Participant:
                 policy = self._plan.config.retry
                 self._channel.send(
                     NodeOutcomes(
-                        outcomes=tuple(map(_for_others, own_outcomes(workers).values())),
+                        outcomes=tuple(map(_for_others, attempt.outcomes_of(workers).values())),
                         oom_kills=rank_readings.count_oom_kills() - self._oom_kills,
                         retried=tuple(each.rank for each in workers if is_retried(each, policy)),
-                        grace_s=self._grace_period(),
+                        grace_s=self._parts.grace_period(),
                     )
                 )
             if self._may_run_on:
@@ -395,10 +386,9 @@ class Participant:
         error = error_of(
             result, outcomes=outcomes, run_dir=self._directory.path, values=self._values
         )
-        own = self._failed
-        if isinstance(own, DDPSafeError) and getattr(error, "explanation", None) == own.explanation:
+        if result.failed_node == self._plan.worlds[0].node_rank:
             # It is this node's own error, which went to node 0 and back.
-            error.__cause__ = own.__cause__
+            error.__cause__ = None if self._failed is None else self._failed.__cause__
         elif isinstance(error, LaunchError) and not result.is_preempted:
             self._directory.note_tracebacks(outcomes.values())
             self._directory.report(self._number, error)

@@ -40,7 +40,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     error_of,
     round_result_of,
 )
-from ddpsafe._launcher.nodes.node_zero import coordinate, lost_node_error, world_of
+from ddpsafe._launcher.nodes.node_zero import lost_node_error, run_as_node_0, world_of
 from ddpsafe._launcher.nodes.other_node import Participant
 from ddpsafe._launcher.nodes.rendezvous import (
     NodeRendezvous,
@@ -59,14 +59,10 @@ from ddpsafe._logging import get_logger
 from ddpsafe._wire.spec import StorePlace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from threading import Event
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from ddpsafe._launcher.handle import GracePeriod, OnStart
-    from ddpsafe._launcher.plan import Calls, LaunchPlan
-    from ddpsafe._launcher.processes.start import RunRank
-    from ddpsafe._launcher.run_directory import RunDirectory
-    from ddpsafe._launcher.watch.hang_detection import LearnedGaps
+    from ddpsafe._launcher.parts import LaunchParts
+    from ddpsafe._launcher.plan import LaunchPlan
 
 logger = get_logger(__name__)
 
@@ -102,37 +98,13 @@ class NodeLaunch:
     """The launch of a job of several nodes, on this node.
 
     Args:
-        plan: What to start here; its ranks are numbered again in each round.
-        calls: What the ranks run.
-        run_rank: What their processes run.
-        directory: Where the logs go.
-        on_start: As `run_attempt` calls it.
-        cancelled: Set when the launcher has to stop.
-        grace_period: As `run_attempt` calls it.
-        learned: How long earlier attempts went without a step; each attempt adds to it.
-        require_ready_between_nodes: Examines the connections between the nodes, see `_preflight`.
+        parts: What to start here, and how.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts of a launch
-        self,
-        plan: LaunchPlan,
-        calls: Calls,
-        *,
-        run_rank: RunRank,
-        directory: RunDirectory,
-        on_start: OnStart | None = None,
-        cancelled: Event,
-        grace_period: GracePeriod,
-        learned: LearnedGaps,
-        require_ready_between_nodes: Callable[..., None],
-    ) -> None:
-        """Keep the arguments; `run` starts."""
-        self._grace_period = grace_period
-        self._learned = learned
-        self._require_ready_between_nodes = require_ready_between_nodes
-        self._plan, self._calls, self._run_rank = plan, calls, run_rank
-        self._on_start = on_start
-        self._directory, self._cancelled = directory, cancelled
+    def __init__(self, parts: LaunchParts) -> None:
+        """Keep the parts; `run` starts."""
+        self._parts = parts
+        self._plan = parts.plan
         self._channel: Channel | None = None
         self._is_between_rounds = False
         self._earlier: list[DDPSafeError] = []
@@ -152,7 +124,7 @@ class NodeLaunch:
                 inbox,
                 settings=settings_of(self._plan),
                 nproc=self._plan.nproc,
-                setup=setup_of(self._plan, self._calls.command),
+                setup=setup_of(self._plan, self._parts.calls.command),
             )
             try:
                 rendezvous.open()
@@ -178,14 +150,14 @@ class NodeLaunch:
             self._earlier.append(error)
             self._send_result(round_result_of(error, is_final=False))
             self._is_between_rounds = True
-            return self._calls.change(error)
+            return self._parts.calls.change(error)
 
         try:
             return run_attempts(
                 self._plan.config.retry,
                 lambda number: self._attempt_as_node_0(rendezvous, number),
                 change=announce,
-                cancelled=self._cancelled,
+                cancelled=self._parts.cancelled,
             )
         except _NoRound as exc:
             if isinstance(exc.error, DDPSafeError):
@@ -227,23 +199,15 @@ class NodeLaunch:
                 self._close_channel()
                 ports.close()
             try:
-                return coordinate(
+                return run_as_node_0(
                     number,
-                    plan=self._placed(round_plan, 0, rendezvous),
+                    self._placed(round_plan, 0, rendezvous),
                     round_plan=round_plan,
                     channel=channel,
-                    call=self._calls.current,
-                    run_rank=self._run_rank,
-                    on_start=self._on_start,
-                    directory=self._directory,
                     inbox=inbox,
-                    grace_period=self._grace_period,
-                    learned=self._learned,
                     checkpoint_folders=self._checkpoint_folders,
                 )
             finally:
-                if inbox.received is not None:
-                    self._cancelled.set()
                 self._forget_missing(rendezvous, round_plan, channel)
 
     @staticmethod
@@ -460,7 +424,7 @@ class NodeLaunch:
         if not plan.examines:
             return
         try:
-            self._require_ready_between_nodes(
+            self._parts.examine_nodes(
                 seat.board.store,
                 self._plan.config,
                 nnodes=seat.nnodes,
@@ -536,7 +500,7 @@ class NodeLaunch:
             when=f"attempt {plan.attempt}",
             attempt=plan.attempt,
             attempts=self._plan.config.retry.attempts,
-            run_dir=self._directory.path,
+            run_dir=self._parts.directory.path,
         )
 
     def _follow(self, rendezvous: NodeRendezvous) -> dict[int, object]:
@@ -574,13 +538,11 @@ class NodeLaunch:
                     raise error from exc
                 ended = Participant(
                     round_plan.attempt,
-                    plan=self._placed(round_plan, seat.node_rank, rendezvous),
+                    self._placed(round_plan, seat.node_rank, rendezvous),
                     round_plan=round_plan,
                     channel=self._channel,
                     inbox=inbox,
-                    directory=self._directory,
-                    grace_period=self._grace_period,
-                ).run(self._calls.current, self._run_rank, self._on_start)
+                ).run()
             if ended.error is None:
                 assert ended.values is not None  # noqa: S101 - without an error there are values
                 return ended.values
@@ -591,7 +553,7 @@ class NodeLaunch:
             self._earlier.append(ended.error)
             logger.warning("attempt %d failed: %s", self.attempts, ended.error.explanation.what)
             try:
-                self._calls.change(ended.error)
+                self._parts.calls.change(ended.error)
             except BaseException as exc:
                 here = rendezvous.facts.named(seat.node_rank)
                 error = as_error(exc, here, "could not begin another attempt", phase="retry")
@@ -694,8 +656,8 @@ class NodeLaunch:
                 Explanation(what, cause=cause, fix=fix), kind="startup-network"
             ) from exc
 
-    def _placed(self, round_plan: RoundPlan, node: int, rendezvous: NodeRendezvous) -> LaunchPlan:
-        """Return the plan with this node's ranks in the round, and the store where all ranks meet."""
+    def _placed(self, round_plan: RoundPlan, node: int, rendezvous: NodeRendezvous) -> LaunchParts:
+        """Return the parts with this node's ranks in the round, and the store where all ranks meet."""
         place = NodesPlace(
             store=StorePlace(
                 host=round_plan.address, port=round_plan.store_port, key=round_plan.round_id
@@ -704,7 +666,7 @@ class NodeLaunch:
             interfaces=rendezvous.interface_settings(),
         )
         worlds = tuple(world_of(round_plan, rank) for rank in round_plan.ranks_of(node))
-        return replace(self._plan, worlds=worlds, place=place)
+        return self._parts.with_plan(replace(self._plan, worlds=worlds, place=place))
 
     def _close_channel(self) -> None:
         channel, self._channel = self._channel, None

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import AwakeClock, Deadline
 from ddpsafe._launcher.processes.descendants import reap_orphans
@@ -25,12 +25,14 @@ from ddpsafe._text import signal_name
 from ddpsafe._wire.messages import is_peer_origin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from ddpsafe._config import Timeouts
+    from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
     from ddpsafe._launcher.diagnosis.wait_graph import Deadlock
     from ddpsafe._launcher.processes.rank_process import RankState, Worker
     from ddpsafe._launcher.watch.signals import SignalInbox
+    from ddpsafe._wire.messages import RankOutcome
 
 
 logger = get_logger(__name__)
@@ -46,29 +48,6 @@ _SETTLE_PEER_ERRORS: Final = timedelta(seconds=1)
 _ASK_THREADS_AFTER: Final = timedelta(seconds=3)
 _ASK_THREADS_AGAIN_AFTER: Final = timedelta(seconds=30)
 _THREADS_ANSWER: Final = timedelta(seconds=0.5)
-
-
-class Peers(Protocol):
-    """The ranks of other nodes, as seen by node 0's launcher."""
-
-    @property
-    def ranks(self) -> Sequence[RankState]:
-        """Return the ranks of all other nodes."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when their launchers have sent something."""
-
-    def take_news(self) -> None:
-        """Read what their launchers have sent."""
-
-    def has_lost_node(self) -> bool:
-        """Return whether a node is lost, or could not start its ranks."""
-
-    def let_leave(self) -> None:
-        """Notify their launchers that all ranks have returned."""
-
-    def let_run(self, limit: timedelta) -> None:
-        """Notify their launchers that a rank has failed, and that the others may run for so long."""
 
 
 EndReason = Literal[
@@ -122,6 +101,91 @@ class Ending:
     unfinished: Mapping[int, str] = field(default_factory=dict)
 
 
+class Peers:
+    """The ranks of other nodes, as node 0's launcher sees them; here for a job of one node, without any.
+
+    `OtherNodes` is for several.
+
+    Attributes:
+        retried: Ranks whose exception is of a type that is retried.
+    """
+
+    retried: Collection[int] = ()
+
+    @property
+    def ranks(self) -> Sequence[RankState]:
+        """Return the ranks of all other nodes."""
+        return ()
+
+    # During the attempt.
+
+    def handles(self) -> list[int]:
+        """Return descriptors that are readable when their launchers have sent something."""
+        return []
+
+    def take_news(self) -> None:
+        """Read what their launchers have sent."""
+
+    def has_lost_node(self) -> bool:
+        """Return whether a node is lost, or could not start its ranks."""
+        return False
+
+    def let_leave(self) -> None:
+        """Notify their launchers that all ranks have returned."""
+
+    def let_run(self, limit: timedelta) -> None:
+        """Notify their launchers that a rank has failed, and that the others may run for so long."""
+
+    # At its end, in this order.
+
+    def gather_evidence(
+        self,
+        ending: Ending,
+        workers: Sequence[Worker],
+        ask_where: Callable[[Sequence[Worker]], None],
+    ) -> Ending:
+        """Have the ranks of all nodes asked where they are; return why the attempt ended.
+
+        Args:
+            ending: Why it ended, as far as known before.
+            workers: The ranks of this node.
+            ask_where: Asks those.
+        """
+        if ending.reason not in ("done", "signal"):
+            ask_where(workers)
+        return ending
+
+    def longest_grace_s(self, own_s: float | None) -> float | None:
+        """Return the longest ``join(grace_period=…)`` of any node; ``None`` if no node asks for one."""
+        return own_s
+
+    def outcomes(self) -> dict[int, RankOutcome]:
+        """Return what became of their ranks."""
+        return {}
+
+    def oom_kills(self) -> int:
+        """Return how many processes their kernels have killed for memory during the attempt."""
+        return 0
+
+    def silent_nodes(self) -> list[str]:
+        """Return a line for each launcher that sends nothing although it is connected."""
+        return []
+
+    def require_all_nodes(self, ended: EndedAttempt) -> None:
+        """Raise the error of a node that is lost or has failed, if that is what ended the attempt."""
+
+    def announce(self, exc: BaseException) -> BaseException:
+        """Send their launchers the error of the attempt; return it in the form that all nodes raise."""
+        return exc
+
+    def await_ends(
+        self, ended: EndedAttempt, error: BaseException | None, grace: timedelta
+    ) -> BaseException | None:
+        """Wait until their ranks have ended; return the error, which that may bring."""
+        del ended, grace
+        return error
+
+
 class AttemptWatch:
     """Watches the ranks of one attempt, on all its nodes, until it has ended.
 
@@ -143,8 +207,9 @@ class AttemptWatch:
         learned: LearnedGaps | None = None,
     ) -> None:
         """Start the clocks."""
-        self._workers, self._peers = workers, peers
-        others = () if peers is None else peers.ranks
+        self._workers = workers
+        self._peers = Peers() if peers is None else peers
+        others = self._peers.ranks
         ranks: Sequence[RankState] = [*workers, *others]
         self._ranks = ranks
         self._timeouts = timeouts
@@ -187,8 +252,7 @@ class AttemptWatch:
                 self._stderr.look()
                 self._wait(min(deadline.remaining_s(), self._stderr.interval_s()))
         elif reason == "done":
-            if self._peers is not None:
-                self._peers.let_leave()
+            self._peers.let_leave()
             must_stop = False
 
             def is_over() -> bool:
@@ -227,12 +291,9 @@ class AttemptWatch:
             short.
         """
         deadline = Deadline.after(limit, clock=self._clock)
-        if self._peers is not None:
-            self._peers.let_run(limit)
+        self._peers.let_run(limit)
         while any(rank.alive for rank in self._ranks) and not deadline.expired():
-            if self.stop_request.must_end():
-                return False
-            if self._peers is not None and self._peers.has_lost_node():
+            if self.stop_request.must_end() or self._peers.has_lost_node():
                 return False
             self._wait(deadline.remaining_s())
         return True
@@ -246,7 +307,7 @@ class AttemptWatch:
         reasons: tuple[tuple[EndReason, Callable[[], bool]], ...] = (
             ("signal", self.stop_request.must_end),
             ("failed", lambda: any(map(has_failed, self._ranks))),
-            ("node-lost", lambda: self._peers is not None and self._peers.has_lost_node()),
+            ("node-lost", self._peers.has_lost_node),
             ("done", lambda: all(rank.returned is not None for rank in self._ranks)),
             ("stuck-with-error", self._flight.is_stuck),
             ("left", self._sequence.has_rank_left),
@@ -270,7 +331,7 @@ class AttemptWatch:
         handles = [self._inbox.fileno(), *(worker.end_handle() for worker in alive)]
         handles += self._live.handles()
         handles += [worker.receiver.fileno() for worker in alive if not worker.receiver.closed]
-        handles += [] if self._peers is None else [self._peers.fileno()]
+        handles += self._peers.handles()
         limit_s = min(limit_s, _LONGEST_WAIT_S)
         ready = wait(handles, limit_s)
         if self._clock.note_wait(limit_s):
@@ -285,8 +346,7 @@ class AttemptWatch:
             if worker.end_handle() in ready:
                 worker.note_end(seen_ns)
         reap_orphans()
-        if self._peers is not None:
-            self._peers.take_news()
+        self._peers.take_news()
 
 
 def let_ranks_leave(
