@@ -64,7 +64,7 @@ def test_a_forgotten_child_is_not_joined_at_exit(tmp_path: Path) -> None:
         path = scripts.write(tmp_path, "script.py", source)
         streams = [nothing.fileno(), file.fileno(), file.fileno()]
         process = scripts.start([str(path)], folder=tmp_path, streams=streams)
-    assert process.wait(60) == 0
+    assert process.wait(scripts.LIMIT_S) == 0
     pid, children = out.read_text().split(maxsplit=1)
     os.kill(int(pid), signal.SIGKILL)
     assert children == "[]\n"

@@ -19,7 +19,7 @@ def test_no_kill_loses_a_checkpoint_or_changes_the_result(kills: int, tmp_path: 
     The full test, with 300 kills that include launchers, is ``benchmarks/crash_checkpoint.py``.
     """
     options = ["--kills", str(kills), "--seed", "1", "--victims", "saver", "rank"]
-    run = scripts.Script([str(SCRIPT), *options], folder=tmp_path).end(220)
+    run = scripts.Script([str(SCRIPT), *options], folder=tmp_path).end()
     assert run.code == 0, run.out + run.err
     total = next(line for line in run.out.splitlines() if line.startswith("| all |"))
     _, _, killed, _, trainings, faults, _ = (cell.strip() for cell in total.split("|"))

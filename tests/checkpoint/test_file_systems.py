@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import checkpoint_programs as programs
 import psutil
 import pytest
+import scripts
 import torch
 from scripts import wait_until
 
@@ -264,7 +265,7 @@ def test_save_on_unresponsive_storage_times_out(mount: Mount) -> None:
         assert caught.value.waited_s < 10
         for thread in threading.enumerate():
             if thread.name == "ddpsafe-save-2":
-                thread.join(20)
+                thread.join(scripts.LIMIT_S)
         assert checkpointer.latest() == 1
         assert list(directory.glob(".saving*")) == []
         checkpointer.save({"x": 3}, 3)
@@ -293,7 +294,7 @@ def test_save_that_hangs_in_the_rename_publishes_nothing_later(
         monkeypatch.undo()
         for thread in threading.enumerate():
             if thread.name == "ddpsafe-save-2":
-                thread.join(20)
+                thread.join(scripts.LIMIT_S)
         assert checkpointer.latest() == 1
         assert list(directory.glob(".saving*")) == []
         checkpointer.save({"x": 3}, 3)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import checkpoint_programs as programs
 import forked_ranks
 import pytest
+import scripts
 import torch
 from torch.torch_version import TorchVersion
 
@@ -303,7 +304,7 @@ def test_dead_rank_ends_the_save_at_once_without_a_launcher(
     for each in ranks:
         each.start()
     for each in ranks:
-        each.join(60)
+        each.join(scripts.LIMIT_S)
         assert each.exitcode is not None
     told = json.loads((tmp_path / "told").read_text())
     assert (told["class"], told["rank"], told["origin"]) == (kind, victim, "peer-lost")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import scripts
 import torch
 
 import ddpsafe
@@ -257,7 +258,7 @@ checkpointer.save({{"x": 1}}, 1)
 _directory.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 checkpointer.save({{"x": 2}}, 2)
 """
-    run = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    run = subprocess.run([sys.executable, "-c", script], check=False, timeout=scripts.LIMIT_S)
     assert run.returncode == -signal.SIGKILL
     assert len(list((tmp_path / "c").glob(".saving-*"))) == 1
     state = {"x": 0}

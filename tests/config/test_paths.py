@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pydantic
 import pytest
+import scripts
 from hypothesis import given
 from hypothesis import strategies as st
 from texts import any_text
@@ -239,7 +240,7 @@ def _may_mount() -> bool:
     if sys.platform != "linux" or os.geteuid() != 0:
         return False
     tried = subprocess.run(
-        ["unshare", "--mount", "true"], check=False, capture_output=True, timeout=30
+        ["unshare", "--mount", "true"], check=False, capture_output=True, timeout=scripts.LIMIT_S
     )
     return tried.returncode == 0
 
@@ -251,4 +252,4 @@ def test_late_mount_is_distinguished_from_its_mount_point(tmp_path: Path) -> Non
     place = tmp_path / "with blank"
     place.mkdir()
     command = ["unshare", "--mount", sys.executable, "-c", LATE_MOUNT, str(place)]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=scripts.LIMIT_S)

@@ -77,7 +77,7 @@ def test_an_exiting_worker_is_named_even_if_one_of_its_batches_is_lost_first(
     mark = tmp_path / "is-ending"
     batches = iter(DataLoader(Ending(40, 9, mark), 4, num_workers=1))
     next(batches)  # requests the third batch, with sample 9; the second is not fetched yet
-    scripts.wait_until(mark.exists, within_s=30)
+    scripts.wait_until(mark.exists)
     with pytest.raises(WorkerDiedError, match=r"worker 0 .* exited with code 3"):
         next(batches)
 

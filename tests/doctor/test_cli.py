@@ -72,7 +72,7 @@ def test_a_reader_that_closed_the_pipe_causes_no_traceback(
         cwd=tmp_path,
         stdout=writing,
         stderr=writing if "no" in arguments else subprocess.PIPE,
-        timeout=30,
+        timeout=scripts.LIMIT_S,
         check=False,
     )
     os.close(writing)
@@ -242,7 +242,12 @@ def test_a_removed_working_directory_is_reported(arguments: str, tmp_path: Path)
     script = f"cd gone && rmdir ../gone && exec {python} -m ddpsafe {arguments}"
     env = {**os.environ, "PYTHONPATH": str(scripts.TESTS.parent)}
     ending = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, timeout=60, check=False
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        timeout=scripts.LIMIT_S,
+        check=False,
     )
     printed = (ending.stdout + ending.stderr).decode()
     assert "The current directory has been removed" in printed

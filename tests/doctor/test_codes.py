@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+import scripts
 from source_tree import CHECKOUT, PACKAGE, python_files
 
 from ddpsafe.cli import main
@@ -83,7 +84,7 @@ def test_installed_package_includes_the_pages(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=scripts.LIMIT_S,
     )
     assert done.stdout.startswith("# DS-NET-001: An interface variable names no interface")
     assert "## How to confirm" in done.stdout

@@ -212,7 +212,7 @@ def test_every_node_derives_the_findings_itself(tmp_path: Path) -> None:
     assert any("IFS" in line for line in pasted)
     # Each command becomes one that does nothing; shell expansions would still run.
     harmless = "\n".join(f": {line}" for line in pasted)
-    subprocess.run(["bash", "-c", harmless], cwd=tmp_path, check=True, timeout=30)
+    subprocess.run(["bash", "-c", harmless], cwd=tmp_path, check=True, timeout=scripts.LIMIT_S)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -287,7 +287,7 @@ def beside(honest: Callable[[], Any], hostile: Callable[[], Any]) -> Any:
     try:
         return honest()
     finally:
-        other.join(20)
+        other.join(scripts.LIMIT_S)
         assert not other.is_alive()
 
 
@@ -451,7 +451,7 @@ def test_code_in_an_unsafe_directory_does_not_run(tmp_path: Path, unsafe: str) -
         env={**scripts.clean_environment(), "MARK": str(mark)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scripts.LIMIT_S,
         check=False,
     )
     assert not mark.exists(), mark.read_text(encoding="utf-8")

@@ -161,7 +161,7 @@ def test_pid_1_of_a_container_needs_an_init() -> None:
         env={**scripts.clean_environment(), "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scripts.LIMIT_S,
         check=True,
     )
     found = Found(json.loads(run.stdout))

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+import scripts
 from hosts import Network, names_of_all
 from mesh_kit import (
     PROGRAM,
@@ -51,7 +52,7 @@ def test_a_node_that_dies_during_the_check_is_named(make_hosts: MakeHosts) -> No
     network = make_hosts(3)
     dying = start_one(network[2], network, die_at="trying")
     told = examine(network, hosts=[0, 1])
-    dying.communicate(timeout=20)
+    dying.communicate(timeout=scripts.LIMIT_S)
     report = agree(told)
     assert report.codes() == ["DS-MESH-010"]
     assert report.one("DS-MESH-010")["hosts"] == ["h2"]
@@ -144,7 +145,7 @@ def test_a_node_joins_again_when_node_rank_0_is_restarted(
     wait_for_line(again, "waiting for the file")
     wait_for_line(first, "2 of 3 nodes have joined")
     first.kill()
-    first.wait(10)
+    first.wait(scripts.LIMIT_S)
     (tmp_path / "go").touch()
     told = [read_one(each) for each in (again, other)]
     report = agree(told)

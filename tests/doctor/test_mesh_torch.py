@@ -93,7 +93,7 @@ def start_ranks(
 def test_ranks_join_after_a_full_preflight_of_healthy_nodes(make_hosts: MakeHosts) -> None:
     """The preflight uses only the port of the job, which the job then uses itself."""
     for rank, process in enumerate(start_ranks(make_hosts(2), 2)):
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=scripts.LIMIT_S)
         assert process.returncode == 0, err
         assert json.loads(out) == {str(rank): 10.0}
 
@@ -107,7 +107,7 @@ def test_full_preflight_reports_a_firewall_that_opens_only_the_port_of_the_job(
     for host in network:
         host.open_only(29500)
     for rank, process in enumerate(start_ranks(network, 2, shadow=tmp_path)):
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=scripts.LIMIT_S)
         assert process.returncode == 78, err
         assert "the nodes of this job are not ready for this launch: 1 problem; no process" in err
         if rank % 2:
@@ -124,9 +124,9 @@ def test_full_preflight_reports_ranks_that_are_not_consecutive_on_a_node(
     """Without NODE_RANK it is derived, here wrongly: two ranks would act for one node."""
     started = start_ranks(make_hosts(2), 2, by_node=True, shadow=tmp_path)
     first_ones = (started[0], started[2])  # one per host; the other host connects second
-    scripts.wait_until(lambda: any(each.poll() is not None for each in first_ones), within_s=60)
+    scripts.wait_until(lambda: any(each.poll() is not None for each in first_ones))
     ended = next(each for each in first_ones if each.poll() is not None)
-    _, err = ended.communicate(timeout=60)
+    _, err = ended.communicate(timeout=scripts.LIMIT_S)
     assert ended.returncode == 78, err
     assert "is not the only rank that considers itself the first of node 0" in err
 
@@ -152,7 +152,7 @@ def test_automatic_interface_works_where_hostnames_lead_to_loopback(
         for host in network
     ]
     for process in started:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=scripts.LIMIT_S)
         assert process.returncode == 0, err
         assert json.loads(out) == [3.0, "eth0"]
 
@@ -175,7 +175,7 @@ def test_automatic_interface_is_the_one_that_leads_to_rank_0(
     asked = json.dumps({"interface": interface, "host": "10.88.0.1"})
     for host in network:
         started = host.start([sys.executable, PROGRAM, "choose_interface", asked], env=env)
-        out, err = started.communicate(timeout=30)
+        out, err = started.communicate(timeout=scripts.LIMIT_S)
         assert started.returncode == 0, err
         variables = {f"{library}_SOCKET_IFNAME": value for library, value in expected.items()}
         assert json.loads(out) == variables

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+import scripts
 from hosts import names_as_debian, names_of_all, wait_for_state
 from mesh_kit import Told, agree, examine, start_one
 
@@ -40,7 +41,7 @@ def paste(network: Network, finding: dict[str, Any], env: Variables) -> None:
             variables = env[host.index]
             script = f"{command}\nenv -0"
             started = host.start(["bash", "-ec", script], env={**variables, "LEFT": ""})
-            out, err = started.communicate(timeout=30)
+            out, err = started.communicate(timeout=scripts.LIMIT_S)
             assert started.returncode == 0, f"{command}: {err}"
             after = dict(each.split("=", 1) for each in out.split("\0") if "=" in each)
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -65,7 +66,7 @@ def trains(network: Network, env: Variables) -> bool:
         )
         for host in network
     ]
-    outputs = [each.communicate(timeout=100) for each in started]
+    outputs = [each.communicate(timeout=scripts.LIMIT_S) for each in started]
     return all("TRAINED" in out for out, _ in outputs)
 
 

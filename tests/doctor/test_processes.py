@@ -78,7 +78,7 @@ def test_check_that_hangs_ends_at_its_deadline() -> None:
     def check_forever(subject: Subject, /) -> Iterator[Finding]:
         del subject
         yield ok("DS-LIM-002", "This came before.")
-        over.wait(60)
+        over.wait(scripts.LIMIT_S)
 
     subject = Subject(
         config=LaunchConfig(),

@@ -74,10 +74,10 @@ def signal_first_process(
         text=True,
     )
     containers.append(process)
-    scripts.wait_until((folder / "ready").exists, within_s=60)
+    scripts.wait_until((folder / "ready").exists)
     (first,) = psutil.Process(process.pid).children()
     first.send_signal(signum)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=scripts.LIMIT_S)
     return process.returncode, errors
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import socket
@@ -11,6 +10,7 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+import live_programs as programs
 import pytest
 import scripts
 from fault_kit import Touch, World
@@ -23,7 +23,6 @@ from ddpsafe._world import JOINED, joined_mark, require_not_inherited
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ddpsafe import RankContext
 
 INNER = """
 import ddpsafe
@@ -104,8 +103,6 @@ if __name__ == "__main__":
     print("afterwards", process.exitcode, flush=True)
 """
 
-JOINS = "import torch.distributed as dist; dist.init_process_group('gloo')"
-
 
 def test_a_program_of_a_rank_does_not_join_in_its_place(tmp_path: Path) -> None:
     """It would wait for the rank's peers for ever. With a clean environment it is a job of its own."""
@@ -163,20 +160,6 @@ def test_processes_of_ranks_form_no_group_of_their_own(tmp_path: Path) -> None:
     assert run.err.count("has its variables") == 4
 
 
-def start_a_program(ctx: RankContext, folder: Path) -> str:
-    """Let rank 0 wait for a program that joins as rank 0, until the watch has said so."""
-    for _ in range(5):  # from then on, the length of a step is known
-        ctx.all_reduce(1.0, op="sum")
-    if ctx.is_main:
-        program = subprocess.Popen([sys.executable, "-c", JOINS])
-        while not (folder / "warned").exists():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                program.wait(1)
-        program.kill()
-    ctx.barrier()
-    return "done"
-
-
 @pytest.mark.full
 def test_a_rank_that_waits_for_a_program_in_its_place_is_named_with_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -184,9 +167,9 @@ def test_a_rank_that_waits_for_a_program_in_its_place_is_named_with_it(
     """A program has none of ddpsafe's code, so the launcher says what the rank waits for, and the way out."""
     settings = dataclasses.replace(deadlock_watch.SETTINGS, quiet_s=3.0)
     monkeypatch.setattr(deadlock_watch, "SETTINGS", settings)
-    touch = Touch(tmp_path / "warned", "), which has the variables of rank 0")
+    touch = Touch(tmp_path / programs.MAY_CONTINUE, "), which has the variables of rank 0")
     monkeypatch.setattr(deadlock_watch.logger, "handlers", [touch])
-    result = World(folder=tmp_path, ranks=2).launch(start_a_program)
+    result = World(folder=tmp_path, ranks=2).launch(programs.wait_for_a_program_in_its_place)
     assert set(result.values.values()) == {"done"}
     assert "ddpsafe.clean_environment()" in caplog.text
 
@@ -199,7 +182,7 @@ def test_a_program_that_waits_for_the_job_counts_as_idle() -> None:
         port = free.getsockname()[1]
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     env = {**clean_environment(), **env, JOINED: joined_mark(0, env)}
-    with subprocess.Popen([sys.executable, "-c", JOINS], env=env) as program:
+    with subprocess.Popen([sys.executable, "-c", programs.JOINS], env=env) as program:
         try:
             scripts.wait_until(lambda: is_alone_in_job(program.pid))
             with socket.create_connection(("127.0.0.1", port)):

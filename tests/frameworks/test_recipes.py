@@ -10,11 +10,12 @@ import shlex
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import machine
 import pytest
 import scripts
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "how-to" / "frameworks.md"
-LIMIT_S: Final = 200.0
+LIMIT_S: Final = machine.hang_limit(200.0)
 
 NEEDS: Final[dict[str, str]] = {
     "hf.py": "transformers",

@@ -201,7 +201,7 @@ class Browser:
         """End the browser with all its processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(10)
+        self._process.wait(_LIMIT_S)
         os.close(self._to)
         os.close(self._from)
         shutil.rmtree(self._folder, ignore_errors=True)

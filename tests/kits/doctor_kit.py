@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import machine
 import pytest
 import scripts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-LIMIT_S: Final = 60
+LIMIT_S: Final = machine.hang_limit(60)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from warm_python import Forked
 
 PROGRAM: Final = str(Path(__file__).parents[1] / "programs" / "mesh_programs.py")
-_LIMIT_S: Final = 60
+_LIMIT_S: Final = machine.hang_limit(60)
 FORKED: Final = {"examine": ("ddpsafe.doctor._mesh", "mesh_programs")}
 """Programs that are forked without torch, and what they need imported."""
 

@@ -143,7 +143,7 @@ class Launcher:
                 f"{self.host.name} did not end: {self.lines[-10:]} {self.err[-3000:]}"
             ) from None
         for thread in self._threads:
-            thread.join(10)
+            thread.join(LIMIT_S)
         return code
 
     def kill(self) -> None:
@@ -263,4 +263,4 @@ def require_nothing_left(network: Network, *, besides: Sequence[int] = ()) -> No
         ]
         return [line for line in lines if "ps -eo" not in line]
 
-    scripts.wait_until(lambda: not left(), otherwise=left, within_s=10)
+    scripts.wait_until(lambda: not left(), otherwise=left)

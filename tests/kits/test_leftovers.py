@@ -13,6 +13,7 @@ from pathlib import Path
 
 import leftovers
 import pytest
+import scripts
 
 from ddpsafe._wire.spec import make_launch_id, semaphore_prefix
 
@@ -58,7 +59,7 @@ def test_thread_socket_and_files_are_found() -> None:
         found = "\n".join(leftovers.wait_until_gone(before, grace_s=0))
         assert str(server.getsockname()[1]) in found
     done.set()
-    thread.join(5)
+    thread.join(scripts.LIMIT_S)
     shared.unlink()
     run_dir.rmdir()
     assert "thread forgotten" in found
@@ -73,7 +74,7 @@ def test_helper_processes_of_multiprocessing_are_allowed() -> None:
     before = leftovers.Snapshot.take()
     worker = multiprocessing.get_context("forkserver").Process(target=os.getpid)
     worker.start()
-    worker.join(30)
+    worker.join(scripts.LIMIT_S)
     worker.close()
     assert leftovers.wait_until_gone(before, grace_s=1) == []
 

@@ -22,6 +22,7 @@ from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
+import machine
 from warm_server import MARK, asked_fork_server
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ PROGRAM: Final = Path(__file__).with_name("warm_server.py")
 FORK_SERVERS: Final[set[int]] = set()
 """Pids of this process's fork servers whose parent is another process."""
 
-_LIMIT_S: Final = 20
+_LIMIT_S: Final = machine.hang_limit(60)
 
 
 class Forked:

@@ -38,7 +38,7 @@ def test_an_unrelated_process_that_reuses_the_pid_of_a_rank_is_left_alone() -> N
         env=scripts.clean_environment(),
         text=True,
         check=False,
-        timeout=100,
+        timeout=scripts.LIMIT_S,
     )
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout) == {"told": [True, True, True], "not told": [True, True]}

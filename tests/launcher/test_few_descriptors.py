@@ -100,7 +100,7 @@ def _may_mount() -> bool:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         return False
     tried = subprocess.run(
-        ["unshare", "--mount", "true"], check=False, capture_output=True, timeout=30
+        ["unshare", "--mount", "true"], check=False, capture_output=True, timeout=scripts.LIMIT_S
     )
     return tried.returncode == 0
 

@@ -68,7 +68,7 @@ def _open_to_all(folder: Path) -> Iterator[None]:
 def _attack(folder: Path, facts: dict[str, object]) -> list[str]:
     """Attack from a process that first imports what it needs and then becomes the other user."""
     command = [str(scripts.write(folder, "attack.py", ATTACK)), json.dumps(facts)]
-    run = scripts.Script(command, folder=folder).end(100)
+    run = scripts.Script(command, folder=folder).end()
     assert run.code == 0, run.err
     found: list[str] = json.loads(run.out)
     return found

@@ -49,14 +49,14 @@ def test_it_cleans_up_after_a_launcher_killed_in_the_middle_of_a_message(folder:
     assert process.stdin is not None
     process.stdin.write(b'{"rank": {"pi')
     process.stdin.close()
-    assert process.wait(60) == 0
+    assert process.wait(scripts.LIMIT_S) == 0
     assert not folder.exists()
 
 
 def test_it_cleans_up_after_a_launcher_killed_before_the_first_look(folder: Path) -> None:
     """A process that the launcher forked may still hold the pipe open."""
     process = start(folder, launcher_pid=1)
-    assert process.wait(60) == 0
+    assert process.wait(scripts.LIMIT_S) == 0
     assert process.stdin is not None
     process.stdin.close()
     assert not folder.exists()
@@ -69,7 +69,7 @@ def test_no_signal_except_sigkill_ends_it(folder: Path) -> None:
         process.send_signal(signum)
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(60) == 0
+    assert process.wait(scripts.LIMIT_S) == 0
     assert not folder.exists()
 
 
@@ -87,7 +87,7 @@ def test_it_waits_for_a_file_system_that_is_briefly_unavailable(
     scripts.wait_until(tried.exists)
     away.mkdir()
     away.joinpath("ddpsafe").symlink_to(Path(ddpsafe.__file__).parent)
-    assert process.wait(60) == 0
+    assert process.wait(scripts.LIMIT_S) == 0
     assert not folder.exists()
 
 
@@ -103,7 +103,7 @@ def test_it_finds_a_package_that_is_not_on_sys_path(
     launcher.remove_later(folder)
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(90) == 0
+    assert process.wait(scripts.LIMIT_S) == 0
     assert not folder.exists()
 
 

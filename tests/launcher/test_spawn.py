@@ -275,7 +275,7 @@ def test_queues_locks_events_and_shared_tensors_are_inherited() -> None:
     weights = torch.zeros(2).share_memory_()
     handle = spawn(programs.share, (queue, lock, event, counter, weights), join=False, **FAST)
     event.set()
-    received = sorted(queue.get(timeout=30) for _ in range(2))
+    received = sorted(queue.get(timeout=scripts.LIMIT_S) for _ in range(2))
     assert handle.join()
     assert [(rank, len(text)) for rank, text in received] == [(0, 100_000), (1, 100_000)]
     assert counter.value == 200
@@ -318,7 +318,7 @@ def test_a_handle_shows_the_ranks_and_whether_they_have_ended(
     assert gated.join(timeout=0.1) is False
     assert gated.join(0) is False
     (tmp_path / "gate").touch()
-    assert gated.join(timeout=30) is True
+    assert gated.join(timeout=scripts.LIMIT_S) is True
     assert [process.exitcode for process in gated.processes] == [0, 0]
     assert gated.join() is True
     assert not any(psutil.pid_exists(pid) for pid in gated.pids())
@@ -355,7 +355,7 @@ def test_a_signal_right_after_the_start_ends_the_rank(start_method: str, run_dir
         handle = spawn(programs.wait_for_ever, join=False, **options)
         handle.processes[0].terminate()
         with pytest.raises(ddpsafe.RankKilledError) as caught:
-            handle.join(timeout=60)
+            handle.join(timeout=scripts.LIMIT_S)
         assert caught.value.signal == signal.SIGTERM
 
 
@@ -366,7 +366,7 @@ def test_ctrl_c_at_join_ends_the_ranks_and_is_raised(gated: SpawnHandle) -> None
     )
     interrupter.start()
     with pytest.raises(KeyboardInterrupt):
-        gated.join(timeout=30)
+        gated.join(timeout=scripts.LIMIT_S)
     interrupter.join()
     assert not any(psutil.pid_exists(pid) for pid in gated.pids())
 

@@ -137,10 +137,10 @@ def test_ranks_receive_their_index_and_join_reports_success(start_method: str) -
     """The index is the first argument, and every later join is true as well."""
     queue = multiprocessing.get_context(start_method).SimpleQueue()
     handle = ddpsafe.spawn(programs.put_index, (queue,), 2, join=False, start_method=start_method)
-    ready = multiprocessing.connection.wait(list(handle.sentinels), timeout=60)
+    ready = multiprocessing.connection.wait(list(handle.sentinels), timeout=scripts.LIMIT_S)
     assert {handle.sentinels[sentinel] for sentinel in ready if isinstance(sentinel, int)} <= {0, 1}
     assert ready
-    while not handle.join(timeout=60):
+    while not handle.join(timeout=scripts.LIMIT_S):
         pass
     assert handle.join(timeout=None)
     assert handle.join()
@@ -164,7 +164,7 @@ def test_children_of_a_killed_rank_end_with_it(tmp_path: Path, start_method: str
         handle.join()
     pids = [int(path.read_text()) for path in tmp_path.glob("inner-*")]
     assert len(pids) == 2
-    scripts.wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), within_s=10)
+    scripts.wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
 @pytest.mark.full(but=["60.0-True"])

@@ -184,9 +184,7 @@ def test_the_status_of_node_0_shows_the_ranks_of_all_nodes(
         return len(ranks) == 2 and all(each["where"] for each in ranks)
 
     try:
-        wait_until(
-            are_at_work, within_s=25, otherwise=lambda: f"{ranks} {launchers[0].err[-1500:]}"
-        )
+        wait_until(are_at_work, otherwise=lambda: f"{ranks} {launchers[0].err[-1500:]}")
         assert [each["rank"] for each in ranks] == [0, 1]
         assert ranks[0]["pid"]
         assert ranks[1]["pid"] is None
@@ -201,7 +199,7 @@ def test_the_status_of_node_0_shows_the_ranks_of_all_nodes(
                 return len(ranks) == 2 and ranks[node]["state"] == "stopped"
 
             try:
-                wait_until(is_shown_as_stopped, within_s=10, otherwise=lambda: f"{ranks}")
+                wait_until(is_shown_as_stopped, otherwise=lambda: f"{ranks}")
             finally:
                 network[node].shell(f"kill -CONT {pid}")
     finally:

@@ -81,7 +81,6 @@ def test_a_port_that_node_0_cannot_open_is_reported_on_all_nodes(
     scripts.wait_until(
         lambda: f":{port}" in network[0].run("ss", "-Hltn"),
         otherwise=lambda: launchers[0].err,
-        within_s=60,
     )
     with no_free_port(network[0]):
         (tmp_path / "no-port").touch()
@@ -117,7 +116,6 @@ def test_a_disk_that_takes_no_more_logs_is_reported_on_all_nodes(
     scripts.wait_until(  # for the other node, with the run directory made and tried
         lambda: connections_opened(host) > before,
         otherwise=lambda: launchers[victim].err,
-        within_s=60,
     )
     host.shell(f"mount -o remount,ro {disk}")
     try:
@@ -211,7 +209,6 @@ def test_a_signal_to_node_0_while_it_waits_ends_all_launchers(
     scripts.wait_until(
         lambda: all("2 of 3 nodes reached" in each.err for each in launchers),
         otherwise=lambda: [each.err for each in launchers],
-        within_s=60,
     )
     os.kill(launchers[0].pid, signum)
     require_interrupted(launchers, signum)
@@ -222,7 +219,6 @@ def test_a_signal_to_node_0_while_it_waits_ends_all_launchers(
     scripts.wait_until(
         lambda: "trying again in" in launchers[0].err and "attempt 1 failed" in launchers[1].err,
         otherwise=lambda: [each.err for each in launchers],
-        within_s=60,
     )
     os.kill(launchers[0].pid, signum)
     require_interrupted(launchers, signum)
@@ -254,6 +250,6 @@ def test_a_signal_to_node_0_while_it_opens_the_endpoint_is_not_lost(
 ) -> None:
     """Node 0 acts on it as soon as it waits for the others, which may take ten minutes to join."""
     launcher = Launcher(network[0], [str(scripts.write(tmp_path, "opens.py", WHILE_IT_OPENS))], {})
-    assert launcher.end(60) == -signal.SIGTERM, launcher.err
+    assert launcher.end() == -signal.SIGTERM, launcher.err
     assert "SIGTERM; no rank is left running" in launcher.err
     require_nothing_left(network)

@@ -92,7 +92,6 @@ def test_a_node_that_replaces_another_is_examined_before_its_ranks_start(
     scripts.wait_until(
         lambda: len(list(tmp_path.glob("running-job-1-*"))) == 2,
         otherwise=lambda: [each.err[-1500:] for each in (first, second)],
-        within_s=120,
     )
     own_network[2].open_only()
     own_network[1].power_off()

@@ -42,7 +42,6 @@ def test_a_lost_store_is_not_shown_as_cpp_frames_and_heartbeats(
     scripts.wait_until(
         lambda: len(list(tmp_path.glob("running-job-1-*"))) == 2,
         otherwise=lambda: (first.err, other.err),
-        within_s=120,
     )
     os.kill(first.pid, signal.SIGKILL)
     first.wait_for_end()

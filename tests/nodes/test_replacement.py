@@ -218,7 +218,6 @@ def test_a_spare_node_ends_well_with_the_job(network: Network, tmp_path: Path) -
     scripts.wait_until(
         lambda: "h2 waits, and joins" in launchers[2].err,
         otherwise=lambda: [each.err[-1500:] for each in launchers],
-        within_s=120,
     )
     (tmp_path / "release-spare").touch()
     found = finish_job(network, [case], launchers)
@@ -281,7 +280,6 @@ def test_a_warning_to_one_launcher_of_run_stops_the_ranks_of_all_nodes(
     scripts.wait_until(
         lambda: len(list(tmp_path.glob("ready-*"))) == 2,
         otherwise=lambda: [each.err for each in launchers],
-        within_s=120,
     )
     os.kill(launchers[victim].pid, signal.SIGUSR1)
     assert [each.end() for each in launchers] == [AGAIN, AGAIN], [each.err for each in launchers]

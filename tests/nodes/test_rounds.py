@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+import scripts
 from forked_ranks import free_port
 from nodes_kit import Case, run_job
 
@@ -96,6 +97,6 @@ def test_spawn_without_join_returns_once_the_ranks_have_started(tmp_path: Path) 
         subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    printed = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+    printed = [launcher.communicate(timeout=scripts.LIMIT_S)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0]
     assert printed == ["1 1\n", "1 1\n"]

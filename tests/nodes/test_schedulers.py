@@ -113,7 +113,7 @@ def test_pods_of_an_indexed_job_may_start_in_any_order(
     files = [pods.folder / f"hosts.{index}" for index in (0, 1)]
     before = files[0].read_text()
     try:
-        scripts.wait_until(lambda: bool(list((tmp_path / "run").glob("node-1-*"))), within_s=60)
+        scripts.wait_until(lambda: bool(list((tmp_path / "run").glob("node-1-*"))))
         for file in files:
             with file.open("a") as names:
                 names.write(LATE_NAME)
@@ -219,7 +219,7 @@ def test_the_ssh_loop_of_the_page_starts_a_job(network: Network, tmp_path: Path)
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scripts.LIMIT_S,
         check=False,
     )
     assert sorted(re.findall(r"rank (\d) of 2", ended.stdout)) == ["0", "1"], ended.stderr

@@ -200,7 +200,7 @@ def test_a_launcher_without_descriptors_waits_without_using_cpu() -> None:
         [sys.executable, "-c", OUT_OF_DESCRIPTORS],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scripts.LIMIT_S,
         check=True,
     )
     spent_s, said = done.stdout.split()
@@ -398,7 +398,6 @@ def test_a_job_ignores_whatever_an_unknown_host_sends_to_its_launchers(
     scripts.wait_until(
         lambda: len(list(tmp_path.glob("running-held-1-*"))) == 2,
         otherwise=lambda: [each.err for each in launchers],
-        within_s=120,
     )
     mark = tmp_path / "code of the unknown sender ran"
     for node, launcher in enumerate(launchers):
@@ -409,7 +408,7 @@ def test_a_job_ignores_whatever_an_unknown_host_sends_to_its_launchers(
         ports = [port for _, port in listening]
         command = [sys.executable, "-c", UNKNOWN_SENDER, address, json.dumps(ports), str(mark)]
         sender = network[2].start(command)
-        out, err = sender.communicate(timeout=120)
+        out, err = sender.communicate(timeout=scripts.LIMIT_S)
         assert out == "done\n", err
     (tmp_path / "release-held").touch()
     for results in finish_job(network, cases, launchers):

@@ -83,7 +83,7 @@ def places(output: str) -> list[tuple[list[int] | None, str]]:
 
 def await_ranks(folder: Path, number: int) -> None:
     """Wait until this many ranks train."""
-    scripts.wait_until(lambda: len(list(folder.glob("ready-*"))) == number, within_s=50)
+    scripts.wait_until(lambda: len(list(folder.glob("ready-*"))) == number)
 
 
 def require_saved(folder: Path, number: int) -> None:
@@ -385,6 +385,8 @@ def test_a_node_without_power_is_named_long_before_slurm_notices(tmp_path: Path)
             "allocated",
             "mixed",
         )
-    step.communicate(timeout=60)  # srun would wait for the node, but ended with its cluster
+    step.communicate(
+        timeout=scripts.LIMIT_S
+    )  # srun would wait for the node, but ended with its cluster
     for left in Path(tempfile.gettempdir()).glob("ddpsafe-*"):
         shutil.rmtree(left)  # left by the node without power; its disk is this machine's

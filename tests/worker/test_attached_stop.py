@@ -159,7 +159,7 @@ def test_sigterm_to_torchrun_lets_the_ranks_save(tmp_path: Path) -> None:
     """
     script = scripts.write(tmp_path, "train.py", source)
     agent = scripts.Script([str(script)], folder=tmp_path)
-    scripts.wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, within_s=60)
+    scripts.wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     os.kill(agent.pid, signal.SIGTERM)
     run = agent.end()
     saved = [path.read_text() for path in tmp_path.glob("saved-*")]

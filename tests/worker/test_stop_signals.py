@@ -324,7 +324,10 @@ def test_the_first_process_of_a_container_ends_by_sigterm_too(tmp_path: Path) ->
     """
     path = scripts.write(tmp_path, "script.py", source)
     command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, str(path)]
-    assert subprocess.run(command, check=False, timeout=60).returncode == 128 + signal.SIGTERM
+    assert (
+        subprocess.run(command, check=False, timeout=scripts.LIMIT_S).returncode
+        == 128 + signal.SIGTERM
+    )
 
 
 @pytest.mark.full
