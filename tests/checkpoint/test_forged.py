@@ -24,7 +24,7 @@ def test_no_forgery_executes_hangs_or_raises_an_error_of_another_kind(
     To run 5,000: ``python tests/kits/checkpoint_forger.py --count 5000 --seed 1000``.
     """
     command = [str(PROGRAM), "--count", str(count), "--seed", str(seed)]
-    run = scripts.Script(command, folder=tmp_path).end()
+    run = scripts.Script(command, folder=tmp_path).end(2 * scripts.LIMIT_S)
     assert run.code in (0, 1), run.err
     found = json.loads(run.out)
     assert found["faults"] == {}
