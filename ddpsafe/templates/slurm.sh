@@ -20,14 +20,22 @@ mkdir -p "$run_dir"
 # A restart starts everything again, so that the ranks may take as long to save as Slurm lets them.
 export DDPSAFE_TIMEOUTS__STOP="${DDPSAFE_TIMEOUTS__STOP:-9min}"
 
+# srun returns the highest code, which is 137 when one launcher was killed, and 75 on the others: so each
+# node notes with which code its launcher has ended by itself. The shell ignores the signals to launchers.
+ends="$run_dir/ends-${SLURM_RESTART_COUNT:-0}"
+mkdir -p "$ends"
+noting='trap : USR1 TERM INT; "$@"; code=$?; ((code == 0 || code > 128)) || touch "$0/$code"; exit $code'
+
 # Nodes, their order, the endpoint and the job's id come from srun's variables.
 # --kill-on-bad-exit=0: each launcher ends by itself and prints why, instead of being killed.
-srun --kill-on-bad-exit=0 ddpsafe run --run-dir "$run_dir" train.py # edit
+# --wait=60: the launchers end together, and a node without power never answers.
+srun --kill-on-bad-exit=0 --wait=60 bash -c "$noting" "$ends" \
+    ddpsafe run --run-dir "$run_dir" train.py # edit
 code=$?
 
-# 75: the ranks have saved and returned because they were asked to. More than one such restart in a
-# row costs nothing, so there is no limit. Any other failure ends the job with its code.
-if [[ $code -eq 75 ]]; then
+# 75: the ranks have saved and returned because they were asked to, or a node was lost. More than one such
+# restart in a row costs nothing, so there is no limit. Any other failure ends the job with its code.
+if [[ $(ls "$ends") == 75 ]]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -293,6 +293,11 @@ class Cluster:
 
         self._await(is_clear)
 
+    def kill(self, number: int, pid: int) -> None:
+        """Kill a process of a node by its pid there."""
+        command = self._nodes[number].inside("kill", "-KILL", str(pid))
+        subprocess.run([*command], check=True, env={**os.environ, "PATH": _SEARCHED})
+
     def power_off(self, number: int) -> None:
         """Power a node off: first no packet leaves it, then every process is killed."""
         link = ["ip", "link", "set", f"to-n{number}", "down"]

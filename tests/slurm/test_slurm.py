@@ -287,6 +287,62 @@ def test_the_template_requeues_a_job_that_was_asked_to_stop(slurm: Cluster, tmp_
     assert sorted(path.name.rpartition("-")[2] for path in logs.glob("node-*")) == ["n0", "n1"]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "state"),
+    [("launcher", "PENDING"), ("power", "PENDING"), ("rank", "FAILED"), ("raise", "FAILED")],
+)
+def test_the_template_requeues_a_job_that_has_lost_a_node(
+    tmp_path: Path, fault: str, state: str
+) -> None:
+    """Srun's own code would be 137 for a killed launcher, and it would wait for a node without power.
+
+    A rank that is killed ends all launchers with 137 as well, and that job is not started again.
+    """
+    require_slurm()
+    raises = "if os.path.exists(__file__ + '.raise') and rank == 1: raise ValueError('bad batch')"
+    source = f"""
+        import os, time, ddpsafe
+        from pathlib import Path
+
+        def train(ctx):
+            rank = ctx.rank
+            Path({str(tmp_path)!r}, f"running-{{rank}}").write_text(f"{{os.getppid()}} {{os.getpid()}}")
+            while True:
+                time.sleep(0.1)
+                {raises}
+                ctx.barrier()
+
+        if __name__ == "__main__":
+            ddpsafe.launch(train)
+    """
+    script = scripts.write(tmp_path, "train.py", source)
+    with started_cluster(2) as cluster:
+        options = ["--export=ALL,DDPSAFE_NPROC_PER_NODE=1", "--output=job.out", "--mem=0"]
+        path = write_template(tmp_path)
+        job = int(cluster.run("sbatch", "--parsable", *options, str(path), folder=tmp_path))
+        scripts.wait_until(
+            lambda: len(list(tmp_path.glob("running-*"))) == 2,
+            otherwise=(tmp_path / "job.out").read_text,
+            within_s=180,
+        )
+        launcher, rank = map(int, (tmp_path / "running-1").read_text().split())
+        if fault == "power":
+            cluster.power_off(1)
+        elif fault == "raise":
+            Path(f"{script}.raise").touch()
+        else:
+            cluster.kill(1, launcher if fault == "launcher" else rank)
+        if fault == "power":  # the job is requeued, and begins once Slurm has given the node up
+            cluster.await_state(job, "COMPLETING", "PENDING")
+            cluster.run("scontrol", "update", "NodeName=n1", "State=DOWN", "Reason=power")
+        found = cluster.await_state(job, state)
+        if state == "PENDING":
+            assert found["Restarts"] == "1", found
+    for left in Path(tempfile.gettempdir()).glob("ddpsafe-*"):
+        shutil.rmtree(left)  # left by the node without power; its disk is this machine's
+
+
 def launchers(folder: Path, call: str, *options: str) -> list[str]:
     """Write a script for ``ddpsafe run`` that runs one of the stop programs; return the command."""
     source = f"""
