@@ -16,7 +16,7 @@ from ddpsafe._errors import DDPSafeError, Explanation
 from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._launcher.attempt import run_attempt
 from ddpsafe._launcher.handle import SpawnHandle, as_torchs
-from ddpsafe._launcher.parts import LaunchParts
+from ddpsafe._launcher.launch_parts import LaunchParts
 from ddpsafe._launcher.plan import Calls, make_plan, require_main_guard, require_may_have_children
 from ddpsafe._launcher.retry import run_attempts
 from ddpsafe._launcher.run_directory import open_run_directory

@@ -2,7 +2,7 @@
 
 ::
 
-    parts          what a launch hands unchanged to its attempts
+    launch_parts   what a launch hands unchanged to its attempts
     attempt        one attempt, from start to result
     plan           config and call, resolved and checked before anything starts
     retry          whether and when another attempt begins

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._errors import LaunchError
     from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
-    from ddpsafe._launcher.parts import LaunchParts
+    from ddpsafe._launcher.launch_parts import LaunchParts
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.processes.rank_process import RankState, Worker
     from ddpsafe._launcher.processes.store_folder import LauncherStore

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import machine
 import scripts
 
-from ddpsafe._launcher.parts import LaunchParts
+from ddpsafe._launcher.launch_parts import LaunchParts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -64,9 +64,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
+    from ddpsafe._launcher.launch_parts import LaunchParts
     from ddpsafe._launcher.nodes.control_channel import Channel
     from ddpsafe._launcher.nodes.node_messages import NodeMessage, RoundPlan
-    from ddpsafe._launcher.parts import LaunchParts
     from ddpsafe._launcher.processes.rank_process import Worker
     from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._launcher.watch.supervisor import Ending

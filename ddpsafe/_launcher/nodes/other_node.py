@@ -66,9 +66,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ddpsafe._config import RetryPolicy
+    from ddpsafe._launcher.launch_parts import LaunchParts
     from ddpsafe._launcher.nodes.control_channel import Channel
     from ddpsafe._launcher.nodes.node_messages import RoundPlan
-    from ddpsafe._launcher.parts import LaunchParts
     from ddpsafe._launcher.processes.rank_process import Worker
     from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._wire.messages import RankOutcome

@@ -61,7 +61,7 @@ from ddpsafe._wire.spec import StorePlace
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ddpsafe._launcher.parts import LaunchParts
+    from ddpsafe._launcher.launch_parts import LaunchParts
     from ddpsafe._launcher.plan import LaunchPlan
 
 logger = get_logger(__name__)
