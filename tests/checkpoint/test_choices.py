@@ -309,7 +309,7 @@ class Compiled(torch.nn.Module):
         self.head = torch.nn.Linear(3, 1)
 
 
-@pytest.mark.full(but=["False-False", "True-False"])
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch warns on its own import
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("after", [False, True])

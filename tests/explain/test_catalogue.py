@@ -232,6 +232,7 @@ def test_two_rules_may_not_claim_one_example_or_have_none(tmp_path: Path) -> Non
     assert "c.toml:2: the rule has no example" in text
 
 
+@pytest.mark.full(but=["(a+)+b"])
 @pytest.mark.parametrize(
     "pattern", [r"(a+)+b", r"(\w+\s?)*:", r"x(.*),(.*),(.*),(.*)y", r"(?:[a-z]+ ?)+!"]
 )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Final
 
+import pytest
 from explained import explain
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def cpu_s(*command: str, cache: Path) -> float:
     return min(took)
 
 
+@pytest.mark.full
 def test_a_short_log_is_explained_at_once(tmp_path: Path) -> None:
     """Within 9 times what three imports of any small program cost; it is 4 to 5.
 

@@ -437,6 +437,7 @@ def test_a_line_that_denies_a_failure_is_not_one() -> None:
     assert explain_text("No CUDA out of memory seen\n") == []
 
 
+@pytest.mark.full
 def test_a_large_log_is_read_like_a_small_one() -> None:
     """Only for a large log numpy finds the lines; the causes are the same."""
     choose = random.Random(0)

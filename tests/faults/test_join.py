@@ -77,6 +77,7 @@ def test_a_rank_that_hangs_while_loading_its_arguments_is_named(tmp_path: Path, 
     assert "in load_slowly" in str(error)
 
 
+@pytest.mark.full
 def test_ranks_that_hang_while_importing_the_script_are_named(tmp_path: Path) -> None:
     """Top-level code of the script runs again in every rank, and the message says so."""
     arguments = write_script(
@@ -129,6 +130,7 @@ def test_a_scripts_timeouts_are_never_shortened(
     assert (tmp_path / "limits").read_text() == f"{float(group_s)} {float(join_s)}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_may_join_shortly_before_the_timeout(tmp_path: Path, ranks: int) -> None:
     """A slow start is not a failure."""

@@ -142,6 +142,7 @@ def test_the_exit_status_is_the_signal_without_a_stderr(
         job.require_all_ended()
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_a_launch_under_asyncio(tmp_path: Path) -> None:
     """The handler of asyncio would only cancel the task, which is blocked in the launch."""
     statements = """
@@ -261,6 +262,7 @@ def handles(pid: int, signum: signal.Signals) -> bool:
     return bool(int(caught, 16) >> (signum - 1) & 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)]
 )

@@ -63,6 +63,7 @@ def test_semaphores_are_removed_when_the_whole_process_group_is_killed(tmp_path:
         scripts.wait_until(lambda: not list(leftovers.own_semaphores()))
 
 
+@pytest.mark.full
 def test_os_exit_in_another_thread_ends_the_ranks(tmp_path: Path) -> None:
     """A user's watchdog thread exits in this way."""
     statements = f"""

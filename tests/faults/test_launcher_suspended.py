@@ -57,6 +57,7 @@ def test_time_that_the_launcher_was_suspended_does_not_count_against_ranks(
     assert "{0: 'went', 1: 'went'}" in run.out
 
 
+@pytest.mark.full
 def test_a_launcher_suspended_between_two_starts_starts_the_rest_later(
     tmp_path: Path, limit_s: float
 ) -> None:

@@ -57,7 +57,7 @@ def require_equal_training(found: list[dict[str, Any]]) -> None:
         )
 
 
-@pytest.mark.full(but=["fabric"])
+@pytest.mark.full
 @pytest.mark.parametrize(("train", "package"), FRAMEWORKS)
 def test_framework_trains_in_the_group_that_launch_made(train: Train, package: str) -> None:
     """The framework uses the existing group, makes no other, and takes a real step."""

@@ -206,7 +206,7 @@ def test_a_process_that_waits_is_idle(tmp_path: Path, what: str) -> None:
     assert not is_active_program(IDLE[what], tmp_path)
 
 
-@pytest.mark.full(but=["computes", "reads slowly"])
+@pytest.mark.full(but=["computes"])
 @pytest.mark.parametrize("what", ACTIVE)
 def test_a_slow_start_is_not_idle(tmp_path: Path, what: str) -> None:
     """However slow it is: compiling, reading, mapping, downloading."""

@@ -138,6 +138,7 @@ def test_script_runs_under_torchrun(tmp_path: Path) -> None:
     assert all(each["group_is_gone"] for each in found)
 
 
+@pytest.mark.full
 def test_restart_by_torchrun_is_the_next_attempt(tmp_path: Path) -> None:
     """Rank 1 fails once: torchrun's agent restarts both, and they continue with `ctx.attempt` 2."""
     source = """
@@ -212,7 +213,7 @@ def test_message_of_a_dead_rank_is_not_taken_for_its_successors() -> None:
     assert second[1] == []
 
 
-@pytest.mark.full(but=["slurm"])
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("launcher", "variables"),
     [("slurm", slurm), ("openmpi", openmpi)],
@@ -644,6 +645,7 @@ def test_two_jobs_on_one_port_never_join_each_other(rounds: int, tmp_path: Path)
     assert refused
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.soak)])
 def test_two_jobs_of_spawn_on_one_port_both_work(rounds: int, tmp_path: Path) -> None:
     """With ddpsafe.spawn, both jobs get their own sum, on every rank."""

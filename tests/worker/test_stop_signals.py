@@ -203,6 +203,7 @@ def test_no_process_but_a_descendant_is_sent_more_than_asked(tmp_path: Path) -> 
     assert scripts.run(tmp_path, source).lines() == ["False False False"]
 
 
+@pytest.mark.full(but=["fork"])
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_terminate_means_what_it_means_without_ddpsafe(tmp_path: Path, method: str) -> None:
     """A handler of the script's decides; a helper that runs no Python code ends; a program is left alone."""
@@ -252,6 +253,7 @@ def test_a_helper_has_the_signals_blocked_that_its_owner_had_blocked(
     assert scripts.run(tmp_path, source).lines() == ["[]", "['SIGUSR1']"]
 
 
+@pytest.mark.full(but=["forkserver"])
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_rank_that_a_rank_starts_is_no_helper(tmp_path: Path, method: str) -> None:
     """Its launcher ends it by SIGTERM, whatever the signal does to the launcher; its own children are."""
