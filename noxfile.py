@@ -129,7 +129,7 @@ def _pytest(session: nox.Session, command: str, *options: str, wrapper: Sequence
     if not any(argument.startswith(("-n", "--numprocesses")) for argument in arguments):
         # Most tests wait for processes that they started, so more run at a time than there are cores.
         # Each worker costs the import of torch and of all tests, which the quick session notices.
-        workers = ["-n", "6" if "--quick" in options else "8", "--dist", "worksteal"]
+        workers = ["-n", "4" if "--quick" in options else "6", "--dist", "worksteal"]
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
     # In an empty folder, neither the tests nor their processes can import the checkout;
     # --installed makes pytest refuse to run if they can.
