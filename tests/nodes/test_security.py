@@ -170,6 +170,22 @@ def test_a_flood_of_connections_keeps_no_node_out(channel: Channel) -> None:
         node.close()
 
 
+def test_a_flood_drops_no_node_that_is_slow_to_greet(channel: Channel) -> None:
+    """What is dropped is from the host that has opened the most connections."""
+    address = ("127.0.0.1", channel.port)
+    slow = socket.create_connection(address, 5)
+    flood = [
+        socket.create_connection(address, 5, source_address=("127.0.0.2", 0)) for _ in range(400)
+    ]
+    dial(channel, node=2).close()  # node 0 has accepted all that came before
+    slow.settimeout(0)
+    assert slow.recv(1000)
+    with pytest.raises(BlockingIOError):  # and not the end of the connection
+        slow.recv(1)
+    for each in (slow, *flood):
+        each.close()
+
+
 OUT_OF_DESCRIPTORS: Final = """
 import os, resource, socket, time
 from ddpsafe._launcher.nodes import node_messages

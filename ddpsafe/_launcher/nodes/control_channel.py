@@ -28,7 +28,7 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Literal
@@ -205,6 +205,7 @@ class _Connection:
     """One connection, with the bytes that are left to parse and to send.
 
     Attributes:
+        host: The address of the other side, if that has dialled.
         peer: The node; ``None`` until the other side has proved that it is one.
         challenge: What the other side has to sign for that.
         unanswered: Beats sent since something arrived.
@@ -212,6 +213,7 @@ class _Connection:
     """
 
     socket: socket.socket
+    host: str = ""
     peer: _Peer | None = None
     challenge: str = ""
     unanswered: int = 0
@@ -491,13 +493,19 @@ class Channel:
                 waiting = [each for each in self._connections() if each.to_send]
             for connection in waiting:
                 self._write(connection)
-            # A flood of connections that send no greeting must not keep the nodes out.
-            opened_after_s = time.monotonic() - _GREETING_S
-            # All nodes dial at once, and may wait for the answer for as long as a packet travels.
-            surplus = len(self._ungreeted) - _MAX_UNGREETED - self._nnodes
-            for number, connection in enumerate(list(self._ungreeted)):
-                if number < surplus or connection.since_s < opened_after_s:
-                    self._drop(connection)
+            self._drop_ungreeted()
+
+    def _drop_ungreeted(self) -> None:
+        """Drop connections that send no greeting, so that a flood of them does not keep the nodes out."""
+        opened_after_s = time.monotonic() - _GREETING_S
+        late = itertools.takewhile(lambda each: each.since_s < opened_after_s, self._ungreeted)
+        for connection in list(late):
+            self._drop(connection)
+        # All nodes dial at once, and may wait for the answer for as long as a packet travels.
+        while len(self._ungreeted) > self._nnodes + _MAX_UNGREETED:
+            # A node has one connection, so the host that has opened the most is none.
+            ((host, _),) = Counter(each.host for each in self._ungreeted).most_common(1)
+            self._drop(next(each for each in self._ungreeted if each.host == host))
 
     def _send_alive(self) -> None:
         with self._lock:
@@ -560,7 +568,7 @@ class Channel:
     def _accept(self) -> None:
         assert self._listening is not None  # noqa: S101 - registered with it
         try:
-            accepted, _ = self._listening.accept()
+            accepted, address = self._listening.accept()
         except (BlockingIOError, ConnectionError):
             return
         except OSError:
@@ -571,7 +579,7 @@ class Channel:
         with contextlib.suppress(OSError):
             accepted.settimeout(0)
             challenge = secrets.token_hex(16)
-            connection = _Connection(socket=accepted, challenge=challenge)
+            connection = _Connection(socket=accepted, host=address[0], challenge=challenge)
             self._selector.register(accepted, selectors.EVENT_READ, connection)
             self._ungreeted[connection] = None
             _notice_loss(accepted)
@@ -666,7 +674,8 @@ class Channel:
             is_left = bool(connection.to_send)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_left else 0)
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.modify(connection.socket, events, connection)
+            if self._selector.get_key(connection.socket).events != events:
+                self._selector.modify(connection.socket, events, connection)
 
     def _lose(self, connection: _Connection, exc: OSError | None) -> None:
         """Report the end of a connection, after everything that arrived before."""

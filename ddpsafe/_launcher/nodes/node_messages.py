@@ -58,6 +58,10 @@ T = TypeVar("T")
 logger = get_logger(__name__)
 
 
+_MAX_REPORTS_PER_S: Final = 128
+"""Reports of progress that node 0 reads: with more nodes, each of them reports less often."""
+
+
 class GarbledError(ValueError):
     """Something arrived that is not a message of ddpsafe."""
 
@@ -121,6 +125,11 @@ class RoundPlan:
     def address(self) -> str:
         """Where node 0 is reached."""
         return self.nodes[0].address
+
+    @property
+    def progress_every_s(self) -> float:
+        """How often each node reports how far its ranks are, in seconds."""
+        return max(1.0, len(self.nodes) / _MAX_REPORTS_PER_S)
 
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
@@ -532,8 +541,8 @@ def prepare() -> None:
 
 
 def to_json(value: object) -> Any:
-    """Return a dataclass as plain JSON values."""
-    return _adapter(type(value)).dump_python(value, mode="json")
+    """Return a dataclass as plain JSON values, without those that are the default anyway."""
+    return _adapter(type(value)).dump_python(value, mode="json", exclude_defaults=True)
 
 
 def from_json(cls: type[T], value: object) -> T:

@@ -31,6 +31,7 @@ from ddpsafe._launcher.nodes.control_channel import (
     SilenceWatch,
 )
 from ddpsafe._launcher.nodes.node_messages import (
+    Alive,
     ClockOffset,
     Collect,
     Continue,
@@ -200,7 +201,8 @@ class OtherNodes(Peers):
                 warn_of_outage(self._plan.name_of(node), event)
             else:
                 self._silence.heard(node)
-                self._take(node, event)
+                if not isinstance(event, Alive):
+                    self._take(node, event)
         self._silence.look(self._channel.connected() - self._channel.away())
 
     def _take(self, node: int, message: NodeMessage) -> None:

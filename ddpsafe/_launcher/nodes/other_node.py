@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_PROGRESS_S: Final = 1.0
+_LOOK_S: Final = 1.0
 _NO_ANSWER_S: Final = 3.0
 """A launcher that runs sends something each second: after so long this node may end without node 0."""
 
@@ -177,7 +177,7 @@ class Participant:
                         unfinished = let_ranks_leave(
                             workers,
                             plan.config.timeouts,
-                            wait=lambda limit_s: self._wait(workers, min(_PROGRESS_S, limit_s)),
+                            wait=lambda limit_s: self._wait(workers, min(_LOOK_S, limit_s)),
                             is_over=self._is_over,
                         )
                         warn_of_late_ends(workers)
@@ -216,7 +216,7 @@ class Participant:
         native_sent: set[int] = set()
         failures_logged: set[int] = set()
         while not self._is_over() and not self._may_leave:
-            self._wait(workers, min(_PROGRESS_S, stderr.interval_s()))
+            self._wait(workers, min(_LOOK_S, stderr.interval_s()))
             stderr.look()
             if self._channel.away() and any(map(has_failed, workers)):
                 self._channel.give_up_away()  # node 0 cannot decide what follows
@@ -241,7 +241,7 @@ class Participant:
                     native_sent.add(worker.rank)
                     self._channel.send(RankNativeError(rank=worker.rank, native=worker.native))
             if (now_s := time.monotonic()) >= next_progress_s:
-                next_progress_s = now_s + _PROGRESS_S
+                next_progress_s = now_s + self._round.progress_every_s
                 # A stopped launcher does not read: once its buffer is full, the kernel would report
                 # its host as lost.
                 if not self._silence.silent:
