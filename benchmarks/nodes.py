@@ -17,15 +17,18 @@ import contextlib
 import json
 import os
 import platform
+import resource
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from datetime import datetime, timedelta, timezone
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ LIMIT_S: Final = 60
 FAULT_AT: Final = 5
 RANKS: Final = 8
 WATCHED_S: Final = 20
+SETTLES_S: Final = 2.0
 
 
 # ---- two hosts: the ranks
@@ -169,9 +173,9 @@ def read_times(folder: Path, rounds: int) -> list[dict[str, float]]:
 
 
 def stand_in_nodes(
-    port: int, nodes: list[int], nnodes: int, watched_s: float, results: Any
+    port: int, nodes: list[int], nnodes: int, progress_s: float, fault: Any, results: Any
 ) -> None:
-    """Act as the launchers of some nodes: report as they do, and wait for the result."""
+    """Act as the launchers of some nodes: report as they do, fail when told to, and wait for the result."""
     from multiprocessing.connection import wait
 
     from ddpsafe._clock import Deadline
@@ -193,20 +197,21 @@ def stand_in_nodes(
         channels[node].send(node_messages.RanksStarted())
         for rank in range(node * RANKS, (node + 1) * RANKS):
             channels[node].send(node_messages.rank_report(rank, Entered(phase="running")))
-    fault_s, steps, next_s = time.time() + watched_s, 0, 0.0
+    steps, next_s = 0, 0.0
     culprit = nnodes - 1
+    has_failed = False
     waiting = dict(channels)
     while waiting:
         wait([channel.fileno() for channel in waiting.values()], 0.2)
         if time.monotonic() >= next_s:
-            next_s, steps = time.monotonic() + 1, steps + 10
+            next_s, steps = time.monotonic() + progress_s, steps + 10
             for node, channel in waiting.items():
                 ranks = range(node * RANKS, (node + 1) * RANKS)
                 progress = Progress(steps=steps, last_ns=time.monotonic_ns())
                 channel.send(node_messages.NodeProgress(ranks=dict.fromkeys(ranks, progress)))
-        if culprit in waiting and fault_s and time.time() >= fault_s:
+        if culprit in waiting and fault.is_set() and not has_failed:
             results.put(("fault", time.time()))
-            fault_s, now_ns = 0, time.monotonic_ns()
+            has_failed, now_ns = True, time.monotonic_ns()
             rank = culprit * RANKS
             ended = node_messages.RankEnded(rank=rank, exit_code=-9, ended_ns=now_ns)
             waiting[culprit].send(ended)
@@ -272,38 +277,53 @@ def coordinate_stand_ins(nnodes: int, watched_s: float) -> dict[str, float]:
         master_port=0,
     )
     context = get_context("fork")
-    results = context.SimpleQueue()
+    results, fault = context.SimpleQueue(), context.Event()
     others = list(range(1, nnodes))
-    began_s = time.monotonic()
     started = [
         context.Process(
             target=stand_in_nodes,
-            args=(listening.port, others[part::4], nnodes, watched_s, results),
+            args=(listening.port, others[part::4], nnodes, plan.progress_every_s, fault, results),
         )
         for part in range(4)
     ]
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
     for process in started:
         process.start()
     with open_inbox() as inbox:
-        peers = OtherNodes(listening, plan, inbox)
-        ready = {rank.rank for rank in peers.ranks}
-        while not all(rank.joined for rank in peers.ranks):
-            time.sleep(0.01)
-            peers.take_news()
-        start_s = time.monotonic() - began_s
-        before, before_s, bytes_before = time.process_time(), time.monotonic(), loopback_bytes()
+        before_s = time.thread_time()
+        parts: Any = SimpleNamespace(
+            directory=None, plan=SimpleNamespace(config=SimpleNamespace(timeouts=Timeouts()))
+        )
+        peers = OtherNodes(listening, plan, inbox, parts)
+        table_s = time.thread_time() - before_s
         watch = AttemptWatch([], timeouts=Timeouts(), inbox=inbox, peers=peers)
+        found: dict[str, float] = {}
+
+        def observe() -> None:
+            while not all(rank.joined for rank in peers.ranks):
+                time.sleep(0.05)
+            found["start_s"] = time.monotonic() - began_s
+            found["start_cpu_s"] = time.process_time() - began_cpu_s
+            time.sleep(SETTLES_S)
+            cpu_s, from_s, carried = time.process_time(), time.monotonic(), loopback_bytes()
+            time.sleep(watched_s)
+            took_s = time.monotonic() - from_s
+            found["cpu_share"] = (time.process_time() - cpu_s) / took_s
+            found["bytes_per_s"] = (loopback_bytes() - carried) / took_s
+            fault.set()
+
+        observing = threading.Thread(target=observe)
+        observing.start()
         watch.until_end()
-        share = (time.process_time() - before) / (time.monotonic() - before_s)
-        traffic = (loopback_bytes() - bytes_before) / (time.monotonic() - before_s)
+        observing.join()
         peers.send(node_messages.Collect())
         peers.wait_until(
-            lambda connected: connected <= peers.outcomes.keys(),
+            lambda connected: connected <= peers.reported.keys(),
             Deadline.after(timedelta(seconds=3)),
         )
         error = RankKilledError(
             Explanation("rank was killed"),
-            rank=max(ready),
+            rank=(nnodes - 1) * RANKS,
             local_rank=0,
             hostname="h",
             pid=1,
@@ -317,18 +337,18 @@ def coordinate_stand_ins(nnodes: int, watched_s: float) -> dict[str, float]:
     listening.close()
     for process in started:
         process.join()
-    found: dict[str, list[float]] = {"fault": [], "result": []}
+    times: dict[str, list[float]] = {"fault": [], "result": []}
     while not results.empty():
         name, at_s = results.get()
-        found[name].append(at_s)
+        times[name].append(at_s)
     return {
         "nodes": nnodes,
         "ranks": nnodes * RANKS,
-        "results": len(found["result"]),
-        "start_s": start_s,
-        "result_s": max(found["result"]) - found["fault"][0],
-        "bytes_per_s": traffic,
-        "cpu_share": share,
+        "results": len(times["result"]),
+        "table_s": table_s,
+        **found,
+        "result_s": max(times["result"]) - times["fault"][0],
+        "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
 
@@ -403,16 +423,16 @@ def as_page(found: dict[str, Any]) -> str:
             f"{RANKS} ranks each: they report as launchers do, without torch and without rank processes."
         ),
         (
-            "All run on the same cores, so the times of start and result are upper bounds; the last column "
-            "is the share of one core that the coordinator's process uses during training."
+            "All run on the same cores, so the times of start and result are upper bounds; the coordinator's "
+            "share is that of one core during training."
         ),
         "",
-        "| nodes | ranks | all connected and started | fault to result on all | control channel | coordinator |",
-        "|---|---|---|---|---|---|",
+        "| nodes | ranks | all connected and started | fault to result on all | control channel | coordinator | its memory |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {each['nodes']} | {each['ranks']} | {each['start_s']:.2f} s | {each['result_s']:.2f} s "
-        f"| {each['bytes_per_s'] / 1000:.0f} kB/s | {100 * each['cpu_share']:.1f} % |"
+        f"| {each['bytes_per_s'] / 1000:.0f} kB/s | {100 * each['cpu_share']:.1f} % | {each['memory_mb']:.0f} MB |"
         for each in stand
     ]
     largest = stand[-1]
@@ -435,10 +455,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from hosts import Network
 
     with Network(2) as network:
-        stand_ins = [
-            measure_stand_ins(network, count)
-            for count in sorted({options.nodes // 4, options.nodes})
-        ]
+        stand_ins = [measure_stand_ins(network, count) for count in sorted(options.nodes)]
         found = compare(network, options.rounds)
     return {
         **found,
@@ -455,7 +472,7 @@ def main() -> None:
     """Read the command line, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--be", nargs=3, help=argparse.SUPPRESS)
