@@ -85,6 +85,9 @@ def run_script(local_rank: int, script: Script) -> ScriptExit | None:
         main = ModuleType("__main__")
         vars(main)["__builtins__"] = builtins
         sys.modules["__main__"] = main
+        sys.modules["__mp_main__"] = (
+            main  # where spawned children find the classes that they send back
+        )
         if kind == "module":
             run_as_main(target)
         elif first == target:

@@ -55,9 +55,12 @@ def gathered():
     dist.all_gather_object(found, Config(float(rank)), group=dist.new_group([0, 1]))
     return found
 
-def in_a_pool():
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        return pool.map(square, [1, 2])
+def config_of(x):
+    return Config(x)
+
+def in_a_pool(method, function):
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        return pool.map(function, [1, 2])
 
 def trained():
     torch.manual_seed(0)
@@ -96,7 +99,8 @@ idioms = {
     "loader": lambda: [batch.tolist() for batch in DataLoader(range(4), 2, num_workers=1)],
     "loader with a lambda": lambda: [*DataLoader(range(4), 2, num_workers=1, collate_fn=lambda x: x)],
     "threads": lambda: list(ThreadPoolExecutor(2).map(square, [1, 2])),
-    "pool": in_a_pool,
+    "pool": lambda: in_a_pool("fork", square),
+    "classes of the script from a pool": lambda: in_a_pool("forkserver", config_of),
     "start method": multiprocessing.get_start_method,
     "process": lambda: (multiprocessing.current_process().name, multiprocessing.parent_process()),
     "thread": lambda: threading.current_thread().name,
@@ -115,6 +119,8 @@ idioms = {
     "stdin": lambda: sys.stdin.readline() if rank == "0" else None,
     "end": lambda: (dist.barrier(), dist.destroy_process_group(), dist.is_initialized()),
 }
+if __name__ != "__main__":
+    idioms = {}  # a worker of the pool imports the script
 seen = {}
 for name, idiom in idioms.items():
     try:
@@ -124,6 +130,8 @@ for name, idiom in idioms.items():
 
 @atexit.register
 def write():
+    if __name__ != "__main__":
+        return
     seen["exit function"] = repr((__name__, Config is sys.modules["__main__"].Config))
     with open(f"{os.environ['SEEN']}-{rank}.json", "w") as file:
         json.dump(seen, file)
