@@ -309,11 +309,14 @@ _UNFINISHED_REDUCTION: Final = re.compile(
 )
 _HANDLED: Final = re.compile(
     r"""
-    \b[A-Z]\w*(?:Error|Exception)\b
-    | \bout\ of\ memory\b
-    | \b(?:skip|ignor|drop|discard)(?:ped|ping|ed|ing|es|e|s)?\b.{0,40}\b(?:batch|sample|step|item|image|file)
+    \b(?-i:[A-Z]\w*(?:Error|Exception))\b(?!\s*(?:=|:\s*-?\d*\.\d))  # not a metric, such as TopKError: 0.23
+    | ^(?-i:ERROR)\b
+    | \bout\ of\ memory\b | \bOOM\b
+    | \b(?:skip|ignor|drop|discard)(?:ped|ping|ed|ing|es|e|s)?(?:\ [\w/.-]+){0,3}\ (?:batch|sample|step|item|image|file)
+    | ,\ skipp(?:ed|ing)\b
+    | \bfailed\ to\ (?:read|load|open|decode|parse|fetch)\b
     | \b(?:bad|corrupt\w*|broken|invalid)\ (?:batch|sample|image|file|data)\b
-    | \b(?:caught|exception)\b
+    | \bcaught\b(?!\ up) | (?<!no\ )\bexception\b(?!\ (?:ignored|handler))
     """,
     re.VERBOSE | re.IGNORECASE,
 )

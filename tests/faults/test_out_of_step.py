@@ -234,6 +234,18 @@ def test_an_error_that_a_rank_swallowed_is_shown(
         ("RuntimeError: Connection closed by peer [127.0.0.1]:5112", False),
         ("FutureWarning: use torch.amp; AttributeError in the next release", False),
         ("step 100, loss 0.2", False),
+        ("step 3: skipped, CUDA OOM", True),
+        ("failed to decode /data/3.jpg, skipping", True),
+        ("ERROR:root:cannot read /data/3.jpg", True),
+        ("KeyError: 17", True),
+        ("step 3 loss=0.51 val_error=0.123 MeanSquaredError=0.2", False),
+        ("Epoch 3 | WordError: 0.33 | TopKError: .23", False),
+        ("MeanAbsoluteError: 0.5", False),
+        ("Skipping download: the file /data/mnist.gz exists", False),
+        ("No checkpoint found, ignoring --resume; first step is 0", False),
+        ("Exception ignored in: <function f at 0x7f>", False),
+        ("WARNING: no exception handler", False),
+        ("caught up with the last step", False),
     ],
 )
 def test_only_lines_about_a_handled_error_are_shown(line: str, is_found: bool) -> None:  # noqa: FBT001 - a row

@@ -158,6 +158,7 @@ _BY_TOPIC: Final[dict[Topic, Advice]] = {
     ),
 }
 
+_NUMBER: Final = re.compile(r"\d+")
 _SWALLOWED: Final[Advice] = (
     "the rank probably handled the error below and skipped calls that the other ranks made.",
     "let the error through, or agree on all ranks to skip the batch: ctx.all_reduce(ok, op='min').",
@@ -384,7 +385,7 @@ def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> Laun
         likely, fix = _BY_TOPIC[topic]
     text = raised.message
     handled: list[str] = []
-    if topic == "unfinished-reduction" and (handled := handled_errors([root])):
+    if topic == "unfinished-reduction" and (handled := handled_errors([root], ended)):
         likely, fix = _SWALLOWED
     if raised.explanation is not None:  # an error of ddpsafe has its own advice
         text = "\n".join([raised.explanation.what, *raised.explanation.details])
@@ -439,7 +440,7 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         how += " in what its function had left running (a thread, a queue, an exit function)"
     details = [*last_output(root), *other_ranks(ended.outcomes.values(), cause)]
     if number == signal.SIGABRT:  # gloo aborts if the ranks pass different shapes
-        details += handled_errors(_first(root, ended))
+        details += handled_errors(_first(root, ended), ended)
         details += positions([out for out in ended.outcomes.values() if out.position is not None])
     message = Explanation(
         f"{ended.name(root)} was {how} {ended.place(root, kind)}.",
@@ -517,7 +518,7 @@ def _returned_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     if root.exited_at:
         likely = f"sys.exit(0) was called at {root.exited_at} while the other ranks had work left."
         fix = "remove that sys.exit(0), or let all ranks reach it together."
-    handled = handled_errors(_first(root, ended))
+    handled = handled_errors(_first(root, ended), ended)
     if handled:
         likely, fix = _SWALLOWED
     message = Explanation(
@@ -579,7 +580,7 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         fix=fix.format(host=root.hostname, pid=root.pid, setting=cls.setting),
         details=[
             *(each.what for each in at_barriers[:_SHOWN_BARRIERS]),
-            *handled_errors([root]),
+            *handled_errors([root], ended),
             *positions(outcomes),
             *last_traceback(root),
         ],
@@ -637,7 +638,7 @@ def _mismatch_error(
         else:
             did = f"named another root in {name} than other ranks"
             likely, fix = _OTHER_ROOTS
-    handled = [] if is_same else handled_errors(_first(root, ended))
+    handled = [] if is_same else handled_errors(_first(root, ended), ended)
     if handled:
         likely, fix = _SWALLOWED
     ranks_of: dict[str, list[RankOutcome]] = defaultdict(list)
@@ -965,30 +966,38 @@ def _first(root: RankOutcome, ended: EndedAttempt) -> list[RankOutcome]:
     return sorted(ended.outcomes.values(), key=lambda outcome: outcome is not root)
 
 
-def handled_errors(outcomes: Sequence[RankOutcome]) -> list[str]:
+def handled_errors(outcomes: Sequence[RankOutcome], ended: EndedAttempt) -> list[str]:
     """Return the last lines in which the first rank that has such lines talks of an error that it handled.
 
-    An error that an ``except`` swallows leaves nothing else behind, and then the ranks are out of step.
+    An error that an ``except`` swallows leaves nothing else behind, and then the ranks are out of step. What
+    every rank has written is the cause of no difference between them.
 
     Args:
         outcomes: The ranks to look at, the one that is named first.
+        ended: What is known about all ranks.
     """
+    said = {rank: _lines_about_errors(outcome) for rank, outcome in ended.outcomes.items()}
+    alike = [{_NUMBER.sub("", line) for line in lines} for lines in said.values()]
+    by_all = set.intersection(*alike) if len(alike) > 1 else set()
     for outcome in outcomes:
         raised = outcome.raised
         if raised is not None and outcome is not outcomes[0]:
             continue  # it has written about the error that ended it
-        texts = [outcome.error_text(), read_log(outcome.stdout) if outcome.stdout else ""]
         own = "" if raised is None else raised.type_name.rpartition(".")[2]
         lines = [
             line
-            for text in texts
-            for line in find_handled_errors(text)
-            if not own or not line.startswith(own)
+            for line in said[outcome.rank]
+            if _NUMBER.sub("", line) not in by_all and not (own and line.startswith(own))
         ]
         if lines:
             shown = [f"| {line[:_STDERR_WIDTH]}" for line in lines[-_HANDLED_LINES:]]
             return [f"rank {outcome.rank} has written about an error, and continued:", *shown]
     return []
+
+
+def _lines_about_errors(outcome: RankOutcome) -> list[str]:
+    texts = [outcome.error_text(), read_log(outcome.stdout) if outcome.stdout else ""]
+    return [line for text in texts for line in find_handled_errors(text)]
 
 
 def last_traceback(outcome: RankOutcome) -> list[str]:
