@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ddpsafe._errors import DDPSafeError
+from ddpsafe._stdlib_private import end_as_interpreter
 from ddpsafe._text import signal_name
 from ddpsafe._torch_private import workers_of
 from ddpsafe._wire.foreign_texts import (
@@ -276,6 +277,19 @@ def find_own_files(files: Iterable[str]) -> frozenset[str]:
     if own or not first:
         return own
     return frozenset(each for each in known if package_of(each) == first)
+
+
+_CRASHED: Final = re.compile(r"^Current thread .*\n((?: +File .*\n?)+)", re.MULTILINE)
+_FRAME_OF_DUMP: Final = re.compile(r'File "(.+)", line \d+ in (\S+)')
+
+
+def crashed_in_users_exit(stderr: str) -> bool:
+    """Return whether a process crashed in an exit function of the user's, by what faulthandler wrote."""
+    crashed = _CRASHED.search(stderr)
+    calls = _FRAME_OF_DUMP.findall(crashed[1]) if crashed else []  # the innermost first
+    names = [name for _, name in calls]
+    ending = end_as_interpreter.__name__
+    return ending in names and not all(is_library(file) for file, _ in calls[: names.index(ending)])
 
 
 def is_internal(filename: str) -> bool:

@@ -421,6 +421,10 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         _drop_signal_handlers()
         if reporter.is_rank_process():
             reporter.raised(exc, "final")
+            if isinstance(exc, SystemExit) and (threads := find_living_threads().places):
+                _write_line(
+                    f"sys.exit() ends this rank at once, without waiting for {', '.join(threads)}"
+                )
         elif exit_code_of(exc) is None:  # a fork's own error: no other process reports it
             with contextlib.suppress(Exception):  # its __str__ raises, or stderr is closed
                 traceback.print_exception(exc)
@@ -519,6 +523,11 @@ def _drop_signal_handlers() -> None:
             signal.signal(signum, signal.SIG_DFL if is_child else signal.SIG_IGN)
     except BaseException:  # noqa: BLE001 - one of them raised just now: remove the rest
         _drop_signal_handlers()
+
+
+def _write_line(text: str) -> None:
+    with contextlib.suppress(Exception):  # stderr is closed
+        sys.stderr.write(f"ddpsafe: {text}\n")
 
 
 def _flush() -> None:

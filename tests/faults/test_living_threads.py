@@ -123,7 +123,7 @@ def test_the_launcher_sleeps_until_the_ranks_have_exited(
 def test_an_abort_after_the_end_of_the_function_is_told_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is not a failure, and not silent either."""
+    """No function of the user's runs then, so it is not a failure, and not silent either."""
     with caplog.at_level(logging.WARNING):
         result = World(folder=tmp_path).launch(programs.abort_at_exit)
     assert result.values == {0: 0, 1: 1}
@@ -157,6 +157,7 @@ def test_a_slow_exit_handler_is_reported_as_one(
         ("thread", "_exit", ddpsafe.RankExitedError, 9),
         ("exit", "SIGKILL", ddpsafe.RankKilledError, 137),
         ("exit", "_exit", ddpsafe.RankExitedError, 9),
+        ("exit", "SIGSEGV", ddpsafe.RankKilledError, 139),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -171,11 +172,15 @@ def test_a_rank_that_dies_in_what_it_left_running_has_failed(
 
 
 @pytest.mark.full
-def test_a_crash_in_the_exit_function_of_a_library_is_no_failure(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Libraries that take themselves down crash there; the work is done, and one line says so."""
-    with caplog.at_level(logging.WARNING):
-        result = World(folder=tmp_path).launch(programs.die_later, "exit", "SIGSEGV")
-    assert result.values == {0: 0, 1: 1}
-    assert "rank 1 was killed by SIGSEGV after it had returned" in caplog.text
+def test_what_an_exit_code_cuts_off_is_told(tmp_path: Path) -> None:
+    """The rank has failed, so the others do not wait for its threads."""
+    source = """
+        import sys, threading, time
+        threading.Thread(target=time.sleep, args=[600], name="uploader").start()
+        sys.exit(3)
+    """
+    scripts.write(tmp_path, "train.py", source)
+    command = ["-m", "ddpsafe", "run", "--nproc-per-node", "1", "--run-dir", "run", "train.py"]
+    run = scripts.Script(command, folder=tmp_path).end()
+    assert run.code == 3
+    assert "sys.exit() ends this rank at once, without waiting for thread 'uploader'" in run.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from ddpsafe._launcher.processes.descendants import RankIdentity, open_pidfd
 from ddpsafe._logging import get_logger
 from ddpsafe._stdlib_private import forget_child
 from ddpsafe._wire import payload
+from ddpsafe._wire.exception_facts import crashed_in_users_exit
 from ddpsafe._wire.messages import (
     AcceptsStop,
     AskedToStop,
@@ -389,10 +391,14 @@ class Worker(RankState):
     def broke_late(self) -> bool:
         """Whether it died in what its function had left running, which is part of the job.
 
-        A crash in exit functions is left out: it is mostly of a library that takes itself down.
+        A crash in exit functions is left out if none of them is the user's: a library takes itself down.
         """
         died = bool(self.exitcode) and self.is_finishing and not self.is_being_ended
-        return died and (self.has_threads or not self.crashed)
+        return died and (self.has_threads or not self.crashed or self._is_users_crash)
+
+    @functools.cached_property
+    def _is_users_crash(self) -> bool:
+        return crashed_in_users_exit(self.error_text())
 
     def error_text(self) -> str:
         """Return what it wrote to stderr."""
