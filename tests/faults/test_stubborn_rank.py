@@ -34,7 +34,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(
         timeouts={"grace": GRACE_S},
     )
     require_rank(error, 1)
-    assert "ignored SIGTERM for 0.5 s; sending SIGKILL" in caplog.text
+    assert "0.5 s after SIGTERM (timeouts.grace); sending SIGKILL" in caplog.text
 
 
 @pytest.mark.parametrize("ranks", WORLD_SIZES)

@@ -101,8 +101,9 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
     stubborn = [worker.rank for worker in workers if worker.alive]
     if stubborn:
         logger.warning(
-            "%s ignored SIGTERM for %.1f s; sending SIGKILL",
+            "%s still %s %.1f s after SIGTERM (timeouts.grace); sending SIGKILL",
             ranks_text(stubborn),
+            "runs" if len(stubborn) == 1 else "run",
             grace.total_seconds(),
         )
     _kill(workers)

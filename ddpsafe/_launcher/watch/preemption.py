@@ -68,8 +68,8 @@ class StopRequest:
                 source = self.source()
                 if source != self._warned_of:
                     logger.warning(
-                        "%s: no rank has called stop_requested() yet, so all ranks are ended now, and none is "
-                        "asked to save"
+                        "%s: no rank has called stop_requested() yet, so all ranks get SIGTERM now, and "
+                        "SIGKILL if they still run after timeouts.grace"
                         if ordered
                         else "%s: training continues, because no rank has called stop_requested() yet; the stop "
                         "begins when one does",
