@@ -259,4 +259,5 @@ def test_ranks_that_handle_sigterm_are_ended_as_fast_as_others(tmp_path: Path) -
         ddpsafe.RankKilledError, programs.wait_in_gloo, timeouts={"grace": 20, "shutdown": 60}
     )
     require_rank(error, 1)
-    assert error.outcomes[2].exit_code == -signal.SIGTERM
+    # If its own error comes at the same moment, the rank ignores the signal while it reports that.
+    assert error.outcomes[2].exit_code in {-signal.SIGTERM, 128 + signal.SIGTERM}

@@ -397,8 +397,8 @@ def test_a_node_that_loses_node_0_reports_what_its_own_rank_raised(
     lost = "node 0 ('h0', ranks 0 and 1 of world_size 4) was lost"
     assert any(lost in line for line in said["details"]), said["whole"]
     first.end()
-    if how == "cable":  # it does not know of that error
-        require_named(first.results()["held"], node=1, from_s=said["at"], within_s=10.0)
+    if how == "cable":  # it does not know of that error, and waits for timeouts.node_loss
+        require_named(first.results()["held"], node=1, from_s=said["at"], within_s=30.0 + 10.0)
     require_nothing_left(own_network)
 
 

@@ -93,7 +93,7 @@ class Unloadable:
 
 
 def hold(ctx: RankContext, release: Path, fail: Path) -> int:
-    """Train until rank 0 sees a file; fail when the rank sees its own."""
+    """Train until rank 0 sees a file; fail when the rank sees its own, also while it waits for the others."""
     import torch
     import torch.distributed as dist
 
@@ -102,7 +102,12 @@ def hold(ctx: RankContext, release: Path, fail: Path) -> int:
         if fail.exists():
             _fail()
         may_end = torch.tensor(float(ctx.rank == 0 and release.exists()))
-        dist.all_reduce(may_end)
+        reduced = dist.all_reduce(may_end, async_op=True)
+        while not reduced.is_completed():
+            time.sleep(PACE_S / 10)
+            if fail.exists():
+                _fail()
+        reduced.wait()
         if may_end.item():
             return ctx.rank
 

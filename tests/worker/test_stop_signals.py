@@ -85,8 +85,8 @@ OWNER = """
         child.start()
         return child, ours.recv()
 
-    def send(pid, signum):
-        subprocess.run(["kill", f"-{signum:d}", str(pid)], check=True)  # as a scheduler: not the owner
+    # As a scheduler sends a signal. A program would do so while subprocess still blocks all signals here.
+    send = os.kill
 
     def end(child):
         child.terminate()
