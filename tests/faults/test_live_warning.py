@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import live_programs as programs
 import pytest
 from fault_kit import Touch, World
+from machine import require_in_time
 
 from ddpsafe._clock import AwakeClock
 from ddpsafe._launcher.watch import deadlock_watch, supervisor
@@ -104,6 +105,7 @@ def test_no_warning_in_a_busy_first_step(tmp_path: Path, caplog: pytest.LogCaptu
         "polls a lock file",
         pytest.param("lock", marks=pytest.mark.full),
         pytest.param("in a collective", marks=pytest.mark.full),
+        pytest.param("after computing", marks=pytest.mark.full),
     ],
 )
 def test_ranks_that_do_nothing_are_named_in_the_first_step_too(
@@ -124,6 +126,10 @@ def test_ranks_that_do_nothing_are_named_in_the_first_step_too(
         r"output\); ranks 0 and 1 are at .*live_programs\.py:\d+ in (wait_for_test|wait_before_the_first_step)$",
         messages[0],
     ), messages
+    if how == "after computing":  # however long ago the ranks were last asked
+        idle_s = max(path.stat().st_mtime for path in tmp_path.glob("idle-*"))
+        warned_s = (tmp_path / programs.MAY_CONTINUE).stat().st_mtime
+        require_in_time(warned_s - idle_s, 2 * QUIET_S, "the warning")
 
 
 @pytest.mark.full

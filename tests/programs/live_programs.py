@@ -29,6 +29,9 @@ SIZE = 4
 BATCH_S = 0.02
 """How long an evaluation waits for its next batch."""
 
+COMPUTES_S = 13.0
+"""The ranks are asked after 1.5, 3, 6, 12 and 24 s in a test that warns after 1.5 s."""
+
 MAY_CONTINUE = "may-continue"
 """The file whose existence ends a wait: what waits is found for as long as it takes."""
 
@@ -453,16 +456,25 @@ def reduce_often(ctx: RankContext, _folder: Path, slow_s: float) -> None:
         ctx.all_reduce(1.0)
 
 
+def compute(takes_s: float) -> None:
+    """Use the processor."""
+    ends_s = time.monotonic() + takes_s
+    while time.monotonic() < ends_s:
+        pass
+
+
 def compute_before_the_first_step(ctx: RankContext, _folder: Path, takes_s: float) -> None:
     """Compute on rank 1, as a compilation does, while rank 0 waits for its first gradients."""
-    ends_s = time.monotonic() + takes_s
-    while ctx.rank == 1 and time.monotonic() < ends_s:
-        pass
+    if ctx.rank == 1:
+        compute(takes_s)
     average_gradients()
 
 
 def wait_before_the_first_step(ctx: RankContext, folder: Path, how: str) -> None:
     """Wait for a lock that no process releases before the test lets the rank continue."""
+    if how == "after computing":
+        compute(COMPUTES_S)
+        (folder / f"idle-{ctx.rank}").touch()
     if ctx.rank == 1 or how != "in a collective":
         if how == "lock":
             with (folder / "lock").open("w") as one, (folder / "lock").open("w") as other:

@@ -349,6 +349,7 @@ class LiveWatch:
         self._next_look_s = 0.0
         self._pause_s = self._settings.quiet_s
         self._next_warning_s = 0.0
+        self._was_slow = False  # the start, when the ranks were last asked: no warning was due
         self._collectives = NewCollectives()
         self.proof: Deadlock | None = None
         self.longest_s = 0.0
@@ -408,6 +409,7 @@ class LiveWatch:
         elif not self._deadlocks.is_asking and self._is_late(now_s):
             self._next_warning_s = now_s + self._pause_s
             self._pause_s *= _PAUSE_FACTOR
+            self._was_slow = False
             self._is_to_warn = True
             self._start_inquiry(now_s)
         elif self._is_to_look():
@@ -449,7 +451,9 @@ class LiveWatch:
         return max(least_s, self._settings.step_factor * self.longest_s)
 
     def _is_late(self, now_s: float) -> bool:
-        if self._others or now_s < self._next_warning_s:
+        if self._others or (
+            now_s < self._next_warning_s and not (self._was_slow and self._is_idle())
+        ):
             return False
         if all(worker.returned is not None for worker in self._workers):
             return False
@@ -615,6 +619,7 @@ class LiveWatch:
             )
         )
         if now_s - self._last_progress_s < self._limit_s(is_slow=is_slow):
+            self._was_slow = is_slow
             return
         workers = {worker.rank: worker for worker in self._workers}
 
