@@ -440,7 +440,10 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         how += " in what its function had left running (a thread, a queue, an exit function)"
     details = [*last_output(root), *other_ranks(ended.outcomes.values(), cause)]
     if number == signal.SIGABRT:  # gloo aborts if the ranks pass different shapes
-        details += handled_errors(_first(root, ended), ended)
+        handled = handled_errors(_first(root, ended), ended)
+        if handled and (likely, fix) == _BY_SIGNAL[number]:
+            likely, fix = _SWALLOWED
+        details += handled
         details += positions([out for out in ended.outcomes.values() if out.position is not None])
     message = Explanation(
         f"{ended.name(root)} was {how} {ended.place(root, kind)}.",
