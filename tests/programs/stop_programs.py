@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -54,14 +55,22 @@ class Scenario:
     def send(self, folder: Path) -> None:
         """Wait for the ranks, and send the signals to this process."""
         ready = [folder / f"ready-{rank}" for rank in range(self.ranks)]
-        scripts.wait_until(lambda: all(path.exists() for path in ready), within_s=60)
+        scripts.wait_until(lambda: all(path.exists() for path in ready))
         processes = psutil.Process().children(recursive=True) if self.also_all else []
         pids = [process.pid for process in processes]
         (folder / "sent").write_text(str(time.monotonic()))
+        # Those to this process follow each other at once: after a second, another one means impatience.
+        _send(pids, self.signals)
         for signum in self.signals:
-            for pid in (*pids, os.getpid(), *pids):
-                os.kill(pid, signum)
+            os.kill(os.getpid(), signum)
             time.sleep(0.05)
+        _send(pids, self.signals)
+
+
+def _send(pids: list[int], signals: list[signal.Signals]) -> None:
+    for pid, signum in itertools.product(pids, signals):
+        with contextlib.suppress(ProcessLookupError):  # it has ended since
+            os.kill(pid, signum)
 
 
 def train_until_asked(ctx: RankContext, folder: Path, *, pace_s: float = 0.005) -> int:
@@ -79,7 +88,7 @@ def train_until_asked(ctx: RankContext, folder: Path, *, pace_s: float = 0.005) 
 def ask_late(ctx: RankContext, folder: Path) -> int:
     """Load for some time before the first step and the first call of `stop_requested()`."""
     (folder / f"ready-{ctx.rank}").touch()
-    scripts.wait_until((folder / "go").exists, within_s=60)
+    scripts.wait_until((folder / "go").exists)
     return train_until_asked(ctx, folder)
 
 
