@@ -80,6 +80,7 @@ import torch.distributed as dist
 
 def child():
     dist.init_process_group("gloo")
+    dist.barrier()  # or the one with the store ends while the other still joins
 
 if __name__ == "__main__":
     # Before the rank joins, as a server that a library has started.
