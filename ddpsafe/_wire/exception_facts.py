@@ -280,16 +280,21 @@ def find_own_files(files: Iterable[str]) -> frozenset[str]:
 
 
 _CRASHED: Final = re.compile(r"^Current thread .*\n((?: +File .*\n?)+)", re.MULTILINE)
-_FRAME_OF_DUMP: Final = re.compile(r'File "(.+)", line \d+ in (\S+)')
+DUMPED_CALL: Final = re.compile(
+    r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE
+)
+"""A call in what faulthandler writes, where the innermost comes first."""
 
 
 def crashed_in_users_exit(stderr: str) -> bool:
     """Return whether a process crashed in an exit function of the user's, by what faulthandler wrote."""
     crashed = _CRASHED.search(stderr)
-    calls = _FRAME_OF_DUMP.findall(crashed[1]) if crashed else []  # the innermost first
-    names = [name for _, name in calls]
+    calls = list(DUMPED_CALL.finditer(crashed[1])) if crashed else []
+    names = [call["name"] for call in calls]
     ending = end_as_interpreter.__name__
-    return ending in names and not all(is_library(file) for file, _ in calls[: names.index(ending)])
+    return ending in names and not all(
+        is_library(call["file"]) for call in calls[: names.index(ending)]
+    )
 
 
 def is_internal(filename: str) -> bool:

@@ -81,13 +81,11 @@ def run_script(local_rank: int, script: Script) -> ScriptExit | None:
         sys.path.insert(0, first)
     try:
         # Its module stays `__main__` until the interpreter ends: threads and exit functions still pickle
-        # its classes then. `runpy.run_path` and `run_module` would put the previous one back.
+        # its classes then. `runpy.run_path` and `run_module` would put the previous one back. Instances that
+        # spawned children send back name their classes `__mp_main__.X`.
         main = ModuleType("__main__")
         vars(main)["__builtins__"] = builtins
-        sys.modules["__main__"] = main
-        sys.modules["__mp_main__"] = (
-            main  # where spawned children find the classes that they send back
-        )
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main
         if kind == "module":
             run_as_main(target)
         elif first == target:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -145,16 +142,12 @@ def test_the_idioms_of_scripts_are_as_under_torchrun(tmp_path: Path) -> None:
     scripts.write(tmp_path, "sub/sibling.py", "WORD = 'sibling'")
     found: dict[str, list[dict[str, str]]] = {}
     for launcher in (["torch.distributed.run"], ["ddpsafe", "run"]):
-        command = [sys.executable, "-m", *launcher, "--nproc-per-node", "2", "sub/idioms.py"]
-        done = subprocess.run(
-            [*command, "--lr", "0.1"],
-            cwd=tmp_path,
-            input="hello\n",
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=scripts.LIMIT_S,
-            env={**os.environ, **scripts.SPAWNING, "SEEN": launcher[-1]},
+        options = ["--nproc-per-node", "2", "sub/idioms.py", "--lr", "0.1"]
+        done = scripts.run_with_input(
+            ["-m", *launcher, *options],
+            folder=tmp_path,
+            given="hello\n",
+            env={"SEEN": launcher[-1]},
         )
         assert done.returncode == 0, done.stderr
         found[launcher[-1]] = [

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -483,16 +481,7 @@ def test_a_script_finds_what_it_finds_under_torchrun(tmp_path: Path) -> None:
     """
     scripts.write(tmp_path, "sub/train.py", INTERPRETER)
     command = ["-m", "ddpsafe", "run", "--nproc-per-node", "2", "--role", "trainer", "sub/train.py"]
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        input="hello\n",
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=scripts.LIMIT_S,
-        env={**os.environ, **scripts.SPAWNING},
-    )
+    done = scripts.run_with_input(command, folder=tmp_path, given="hello\n", env={})
     assert (done.returncode, done.stderr) == (0, "")
     same = "[] 1 True False {rank} trainer 2 0 1 0 True False sub/train.py {line!r}"
     assert sorted(done.stdout.splitlines()) == [

@@ -20,7 +20,7 @@ import psutil
 
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.processes.descendants import command_of, describe_program
-from ddpsafe._wire.exception_facts import find_own_files, is_point_to_point
+from ddpsafe._wire.exception_facts import DUMPED_CALL, find_own_files, is_point_to_point
 from ddpsafe._wire.foreign_texts import find_native_text, read_places
 from ddpsafe._wire.messages import (
     UNKNOWN_COLLECTIVE,
@@ -50,7 +50,6 @@ _NOT_RUNNING: Final = {
 _POLL_S: Final = 0.02
 # Timeouts of collectives are measured from a moment after they have been entered.
 _SAME_MOMENT_NS: Final = 200_000_000
-_FRAME: Final = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _CAUGHT_SIGNALS: Final = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
 _BACKWARD: Final = re.compile(r"/torch/(?:autograd|nn/parallel)/")
 _CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -596,7 +595,7 @@ def _threads_of(dump: str) -> list[str]:
 
 
 def _frames_of(thread: str) -> list[Frame]:
-    found = [match for line in thread.splitlines() if (match := _FRAME.match(line))]
+    found = [match for line in thread.splitlines() if (match := DUMPED_CALL.match(line))]
     return [Frame(match["file"], int(match["line"]), match["name"]) for match in found]
 
 
