@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# pytest-timeout's limit, for a test that hangs.
-os.environ.setdefault("PYTEST_TIMEOUT", str(machine.hang_limit(240)))
+# pytest-timeout's limit, for a test that hangs; a wait of the kits ends before, and says for what.
+os.environ.setdefault("PYTEST_TIMEOUT", str(machine.hang_limit(300)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,16 +21,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 LEAVES_ORPHANS = """
-import os, subprocess, time
+import subprocess, time
 from pathlib import Path
+
+import psutil
 
 for _ in range(5):
     subprocess.run(["sh", "-c", "(sleep 0.1 &)"])
 subprocess.run(["sh", "-c", "setsid sleep 2.5 &"])
 def zombies():
-    stats = [Path(f"/proc/{pid}/stat").read_text() for pid in os.listdir("/proc") if pid.isdigit()]
-    return [stat for stat in stats if ") Z " in stat or "(sleep)" in stat]
-ends = time.monotonic() + 20
+    found = [process.info for process in psutil.process_iter(["name", "status"])]
+    return [each for each in found if psutil.STATUS_ZOMBIE in each.values() or each["name"] == "sleep"]
+ends = time.monotonic() + 120
 while zombies() and time.monotonic() < ends:
     time.sleep(0.05)
 Path("zombies").write_text(str(zombies()))
@@ -59,8 +61,8 @@ def container() -> Iterator[list[subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
     yield started
     for each in started:
-        each.kill()  # and with it the first process of the container
-        each.wait()
+        with each:
+            each.kill()  # and with it the first process of the container
 
 
 def signal_first_process(
@@ -74,7 +76,8 @@ def signal_first_process(
         text=True,
     )
     containers.append(process)
-    scripts.wait_until((folder / "ready").exists)
+    scripts.wait_until(lambda: (folder / "ready").exists() or process.poll() is not None)
+    assert process.returncode is None, process.communicate()[1]
     (first,) = psutil.Process(process.pid).children()
     first.send_signal(signum)
     _, errors = process.communicate(timeout=scripts.LIMIT_S)
