@@ -24,7 +24,7 @@ from ddpsafe._launcher.diagnosis.stragglers import log_stragglers
 from ddpsafe._launcher.plan import rank_env
 from ddpsafe._launcher.processes import shutdown
 from ddpsafe._launcher.processes.reaper import running_reaper
-from ddpsafe._launcher.processes.start import require_room, started_workers
+from ddpsafe._launcher.processes.start import require_room, started_processes
 from ddpsafe._launcher.processes.store_folder import open_store
 from ddpsafe._launcher.watch.console import open_console, terminal_variables
 from ddpsafe._launcher.watch.signals import Interrupted, is_order
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
     from ddpsafe._launcher.launch_parts import LaunchParts
     from ddpsafe._launcher.plan import LaunchPlan
-    from ddpsafe._launcher.processes.rank_process import RankState, Worker
+    from ddpsafe._launcher.processes.rank_process import RankProcess, RankState
     from ddpsafe._launcher.processes.store_folder import LauncherStore
     from ddpsafe._launcher.run_directory import RunDirectory
     from ddpsafe._launcher.watch.preemption import StopRequest
@@ -79,22 +79,22 @@ def run_attempt(
     error: BaseException | None = None
     try:
         with ExitStack() as stack:
-            workers, end_ranks = stack.enter_context(started_ranks(number, parts, inbox))
+            processes, end_ranks = stack.enter_context(started_ranks(number, parts, inbox))
             stack.enter_context(
-                open_console(workers, plan.console, inbox=inbox, limit=timeouts.attempt)
+                open_console(processes, plan.console, inbox=inbox, limit=timeouts.attempt)
             )
             watch = AttemptWatch(
-                workers, timeouts=timeouts, inbox=inbox, peers=peers, learned=parts.learned
+                processes, timeouts=timeouts, inbox=inbox, peers=peers, learned=parts.learned
             )
-            ending = peers.gather_evidence(watch.until_end(), workers, ask_where)
+            ending = peers.gather_evidence(watch.until_end(), processes, ask_where)
             grace = timeouts.grace
             if ending.reason == "failed":
                 given_s = peers.longest_grace_s(parts.grace_period())
-                grace = let_others_run(watch, workers, given_s, grace)
+                grace = let_others_run(watch, processes, given_s, grace)
             if is_alone:
-                end_ranks(workers, grace=grace)  # how ranks end is evidence, too
+                end_ranks(processes, grace=grace)  # how ranks end is evidence, too
             ended = attempt_error.EndedAttempt(
-                outcomes=dict(sorted((outcomes_of(workers) | peers.outcomes()).items())),
+                outcomes=dict(sorted((outcomes_of(processes) | peers.outcomes()).items())),
                 ending=ending,
                 attempt=number,
                 retry=plan.config.retry,
@@ -110,7 +110,7 @@ def run_attempt(
                 peers.require_all_nodes(ended)
                 values = values_or_raise(
                     ended,
-                    workers,
+                    processes,
                     watch.stop_request,
                     inbox.received,
                     parts.directory,
@@ -120,7 +120,7 @@ def run_attempt(
                 error = peers.announce(exc)
             if not is_alone:
                 # The decision came first, so that the ranks of all nodes end at the same time.
-                end_ranks(workers, grace=grace)
+                end_ranks(processes, grace=grace)
             error = peers.await_ends(ended, error, grace)
             if error is not None:
                 raise error
@@ -131,9 +131,9 @@ def run_attempt(
             parts.cancelled.set()  # no further attempt, whatever the result of this one
 
 
-def outcomes_of(workers: Sequence[Worker]) -> dict[int, RankOutcome]:
+def outcomes_of(processes: Sequence[RankProcess]) -> dict[int, RankOutcome]:
     """Return what became of the ranks of this node; those still running are about to be ended."""
-    found = {worker.rank: worker.outcome() for worker in workers}
+    found = {process.rank: process.outcome() for process in processes}
     return {
         rank: replace(outcome, status="stopped") if outcome.status == "running" else outcome
         for rank, outcome in found.items()
@@ -141,16 +141,16 @@ def outcomes_of(workers: Sequence[Worker]) -> dict[int, RankOutcome]:
 
 
 class EndRanks(Protocol):
-    """`shutdown.end_workers` for this launch, with ``timeouts.grace`` unless `grace` is given."""
+    """`shutdown.end_processes` for this launch, with ``timeouts.grace`` unless `grace` is given."""
 
-    def __call__(self, workers: Sequence[Worker], *, grace: timedelta = ...) -> None:
+    def __call__(self, processes: Sequence[RankProcess], *, grace: timedelta = ...) -> None:
         """End the ranks that still run, and everything that any rank has started."""
 
 
 @contextmanager
 def started_ranks(
     number: int, parts: LaunchParts, inbox: SignalInbox
-) -> Iterator[tuple[list[Worker], EndRanks]]:
+) -> Iterator[tuple[list[RankProcess], EndRanks]]:
     """Start the ranks of this node for one attempt; leaving the context ends those still running.
 
     Yields:
@@ -180,12 +180,12 @@ def started_ranks(
         )
 
         def end_ranks(
-            workers: Sequence[Worker], *, grace: timedelta = config.timeouts.grace
+            processes: Sequence[RankProcess], *, grace: timedelta = config.timeouts.grace
         ) -> None:
-            shutdown.end_workers(workers, grace=grace, launch_id=plan.launch_id)
+            shutdown.end_processes(processes, grace=grace, launch_id=plan.launch_id)
 
-        workers = stack.enter_context(
-            started_workers(
+        processes = stack.enter_context(
+            started_processes(
                 _specs(plan, number, store, directory),
                 parts.calls.current,
                 start_method=config.start_method,
@@ -197,29 +197,29 @@ def started_ranks(
             )
         )
         if parts.on_start is not None:
-            parts.on_start(workers, inbox)
-        yield workers, end_ranks
+            parts.on_start(processes, inbox)
+        yield processes, end_ranks
 
 
-def ask_where(workers: Sequence[Worker]) -> None:
+def ask_where(processes: Sequence[RankProcess]) -> None:
     """Ask the ranks that are alive where they are, before they are ended.
 
     If one of them is suspended, `rank_readings.collect` may leave all of them so; `EndRanks` resumes and
     ends them.
     """
     # A rank may have died unnoticed, as while the launcher was suspended, or may die while it is asked.
-    shutdown.note_ends(workers)
-    found = rank_readings.collect(workers)
-    for worker in workers:
-        worker.note_reading(found.get(worker.rank))
-    before = rank_readings.find_before_first_end(workers)
-    for worker in workers:
-        worker.note_before(before.get(worker.rank))
-    shutdown.note_ends(workers)
+    shutdown.note_ends(processes)
+    found = rank_readings.collect(processes)
+    for process in processes:
+        process.note_reading(found.get(process.rank))
+    before = rank_readings.find_before_first_end(processes)
+    for process in processes:
+        process.note_before(before.get(process.rank))
+    shutdown.note_ends(processes)
 
 
 def let_others_run(
-    watch: AttemptWatch, workers: Sequence[Worker], given_s: float | None, grace: timedelta
+    watch: AttemptWatch, processes: Sequence[RankProcess], given_s: float | None, grace: timedelta
 ) -> timedelta:
     """Let the other ranks run on after one has failed, if ``join(grace_period=…)`` asks for it.
 
@@ -229,14 +229,14 @@ def let_others_run(
     """
     if given_s is None:
         return grace
-    rank_readings.continue_suspended(workers)
+    rank_readings.continue_suspended(processes)
     given = timedelta(seconds=given_s)
     return given if watch.let_ranks_run(given) else grace
 
 
 def values_or_raise(
     ended: EndedAttempt,
-    workers: Sequence[Worker],
+    processes: Sequence[RankProcess],
     request: StopRequest,
     received: signal.Signals | None,
     directory: RunDirectory,
@@ -247,7 +247,7 @@ def values_or_raise(
 
     Args:
         ended: What is known about the attempt, on all its nodes.
-        workers: The ranks of this node.
+        processes: The ranks of this node.
         request: The request to stop, if there was one.
         received: The signal that this launcher, or another node's, received.
         directory: Where the report of a failure goes.
@@ -259,12 +259,12 @@ def values_or_raise(
         Interrupted: The launcher has to stop.
     """
     reason = ended.ending.reason
-    ranks: list[RankState] = [*workers, *peers.ranks]
+    ranks: list[RankState] = [*processes, *peers.ranks]
     if reason == "stop-timeout" or (
         reason == "done" and any(rank.stop.is_stopping for rank in ranks)
     ):
         values = dict.fromkeys(rank.rank for rank in peers.ranks if rank.returned is not None)
-        values |= values_of(workers, ended, directory)
+        values |= values_of(processes, ended, directory)
         values = {
             rank: each for rank, each in values.items() if rank not in ended.ending.unfinished
         }
@@ -272,7 +272,7 @@ def values_or_raise(
         directory.holds_failure |= bool(stopped.unfinished_ranks)
         raise stopped
     if reason == "done" and not is_order(received):
-        return values_of(workers, ended, directory)
+        return values_of(processes, ended, directory)
     if reason in ("done", "signal"):
         raise Interrupted(received or signal.SIGTERM)
     directory.note_tracebacks(ended.outcomes.values())
@@ -376,7 +376,7 @@ def preempted_error(
 
 
 def values_of(
-    workers: Sequence[Worker], ended: EndedAttempt, directory: RunDirectory
+    processes: Sequence[RankProcess], ended: EndedAttempt, directory: RunDirectory
 ) -> dict[int, object]:
     """Return what the ranks of this node returned.
 
@@ -385,12 +385,12 @@ def values_of(
     """
     log_stragglers(ended.outcomes)
     values: dict[int, object] = {}
-    for worker in workers:
-        if worker.returned is not None:
+    for process in processes:
+        if process.returned is not None:
             try:
-                values[worker.rank] = _load(worker.result)
+                values[process.rank] = _load(process.result)
             except Exception as exc:
-                error = attempt_error.unloadable(ended, worker.rank, exc)
+                error = attempt_error.unloadable(ended, process.rank, exc)
                 directory.report(ended.attempt, error)
                 raise error from exc
     directory.note_end(ended.attempt, ended.outcomes)

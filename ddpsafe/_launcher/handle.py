@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.process import BaseProcess
 
-    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._launcher.processes.rank_process import RankProcess
     from ddpsafe._launcher.watch.signals import SignalInbox
 
-    OnStart = Callable[[Sequence[Worker], SignalInbox], None]
+    OnStart = Callable[[Sequence[RankProcess], SignalInbox], None]
     GracePeriod = Callable[[], float | None]
 
 
@@ -208,11 +208,11 @@ class SpawnHandle:
             with json_scope(on=error.shown_as_json):
                 write_message(f"ranks that were never joined have failed: {error}")
 
-    def _note(self, workers: Sequence[Worker], inbox: SignalInbox) -> None:
-        self.processes = [worker.lend_process() for worker in workers]
+    def _note(self, processes: Sequence[RankProcess], inbox: SignalInbox) -> None:
+        self.processes = [process.lend_process() for process in processes]
         self.sentinels = {process.sentinel: rank for rank, process in enumerate(self.processes)}
-        self.error_files = [worker.spec.logs.stderr for worker in workers]
-        self._pids = [worker.pid for worker in workers if worker.pid is not None]
+        self.error_files = [process.spec.logs.stderr for process in processes]
+        self._pids = [process.pid for process in processes if process.pid is not None]
         self._inbox = inbox
         if self._cancelled.is_set():
             inbox.put(signal.SIGINT, None)

@@ -12,7 +12,7 @@ from fault_kit import BY_TIMEOUT, COLLECTIVE_S, HANG_S, WORLDS, World, require_h
 from training_programs import train, train_by_hand
 
 import ddpsafe
-from ddpsafe._launcher.processes.rank_process import Worker
+from ddpsafe._launcher.processes.rank_process import RankProcess
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,4 +76,4 @@ def test_a_stopped_rank_counts_as_killed_only_by_anothers_sigkill(
         was_stopped=True,
         broke_late=False,
     )
-    assert Worker._status(state) == status
+    assert RankProcess._status(state) == status

@@ -16,7 +16,7 @@ import forked_ranks
 import psutil
 
 import ddpsafe
-from ddpsafe._launcher.processes.rank_process import Worker
+from ddpsafe._launcher.processes.rank_process import RankProcess
 
 if TYPE_CHECKING:
     from ddpsafe import RankContext
@@ -120,14 +120,14 @@ def _start_forkserver() -> None:
 def _note_exit_codes() -> dict[str, int]:
     """Count the ranks' exit codes, which a launch does not show once a rank has reported."""
     counts: dict[str, int] = {}
-    close = Worker.close
+    close = RankProcess.close
 
-    def noting_close(worker: Worker) -> None:
-        code = str(worker.exitcode)
+    def noting_close(process: RankProcess) -> None:
+        code = str(process.exitcode)
         counts[code] = counts.get(code, 0) + 1
-        close(worker)
+        close(process)
 
-    Worker.close = noting_close  # type: ignore[method-assign]
+    RankProcess.close = noting_close  # type: ignore[method-assign]
     return counts
 
 

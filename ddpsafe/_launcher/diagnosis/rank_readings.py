@@ -36,7 +36,7 @@ from ddpsafe._world import is_inherited
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._launcher.processes.rank_process import RankProcess
 
 _ANSWER_TIMEOUT: Final = timedelta(seconds=0.8)
 _ALL_STACKS_TIMEOUT: Final = timedelta(seconds=0.4)
@@ -108,39 +108,39 @@ class RankReading:
     native: NativeError | None = None
 
 
-def collect(workers: Sequence[Worker]) -> dict[int, RankReading]:
+def collect(processes: Sequence[RankProcess]) -> dict[int, RankReading]:
     """Read state, stack and position of every rank that is alive, within one to three seconds.
 
     The main thread's stack comes from faulthandler, which needs no GIL. The position comes from a thread,
     which does. A suspended process does neither until it is resumed, and it is suspended again as soon as
     it has answered. In that case all ranks are left suspended, because what it sent meanwhile could let
-    the others finish their function; `Worker.end` resumes them.
+    the others finish their function; `RankProcess.end` resumes them.
 
     Returns:
         What was read, by rank, without ranks that ended without a crash.
     """
-    asked = [worker for worker in workers if worker.alive and worker.returned is None]
-    states = {worker.rank: _state(worker) for worker in asked}
-    stopped = [worker for worker in asked if states[worker.rank] == psutil.STATUS_STOPPED]
-    running = [worker for worker in asked if worker not in stopped]
+    asked = [process for process in processes if process.alive and process.returned is None]
+    states = {process.rank: _state(process) for process in asked}
+    stopped = [process for process in asked if states[process.rank] == psutil.STATUS_STOPPED]
+    running = [process for process in asked if process not in stopped]
     found = _question(running, states)
     if stopped:
         for (
-            worker
+            process
         ) in running:  # otherwise they continue as soon as the rank that they wait for does
-            worker.signal(signal.SIGSTOP)
+            process.signal(signal.SIGSTOP)
         # The main thread takes the signal; until then, the other threads may run.
         deadline = Deadline.after(_SUSPEND_TIMEOUT)
-        for worker in running:
-            while not deadline.expired() and _state(worker) not in _NOT_RUNNING:
+        for process in running:
+            while not deadline.expired() and _state(process) not in _NOT_RUNNING:
                 wait([], _POLL_S)
-        for worker in stopped:
-            worker.was_stopped = True
+        for process in stopped:
+            process.was_stopped = True
         found |= _question(stopped, states)
-    for worker in filter(lambda each: each.crashed, workers):
-        stderr = worker.error_text()
-        known = found.get(worker.rank, RankReading(position=worker.position))
-        found[worker.rank] = replace(
+    for process in filter(lambda each: each.crashed, processes):
+        stderr = process.error_text()
+        known = found.get(process.rank, RankReading(position=process.position))
+        found[process.rank] = replace(
             known,
             place=read_crash(stderr),
             native=read_native_error(stderr),
@@ -149,16 +149,16 @@ def collect(workers: Sequence[Worker]) -> dict[int, RankReading]:
     return found | {each.rank: _complete(each, found[each.rank]) for each in asked}
 
 
-def find_before_first_end(workers: Sequence[Worker]) -> dict[int, BeforeFirstEnd]:
+def find_before_first_end(processes: Sequence[RankProcess]) -> dict[int, BeforeFirstEnd]:
     """Find the ranks that went on only when another one had given up waiting, and where they were before.
 
     A rank that gives up releases what it holds, such as the lock of a file, and a rank that waited for that
     enters the collective then: too late to be late. What was seen of it before counts.
     """
     gave_up = [
-        worker.raised
-        for worker in workers
-        if worker.raised is not None and worker.raised.origin == "timeout"
+        process.raised
+        for process in processes
+        if process.raised is not None and process.raised.origin == "timeout"
     ]
     if not gave_up:
         return {}
@@ -170,23 +170,23 @@ def find_before_first_end(workers: Sequence[Worker]) -> dict[int, BeforeFirstEnd
         end_ns = min(end_ns, wait.entered_ns + int(wait.timeout_s * 1e9))
     ago_ns = first.at_ns - (first.wall_ns - end_ns)
     found = {}
-    for worker in workers:
-        seen = [each for each in worker.sightings if each.at_ns <= ago_ns]
-        if not seen or worker.raised is first or worker.was_stopped:
+    for process in processes:
+        seen = [each for each in process.sightings if each.at_ns <= ago_ns]
+        if not seen or process.raised is first or process.was_stopped:
             continue
         at = seen[-1].at
         place = read_frames(at.threads[0].frames if at.threads else ())
         if not place.stack or place.in_collective:
             continue
         numbers = {each.group: each.number for each in at.position.collectives}
-        position = None if worker.returned is None else worker.returned.position
-        position = position or worker.position
+        position = None if process.returned is None else process.returned.position
+        position = position or process.position
         later = [
             each
             for each in (() if position is None else position.collectives)
             if each.number > numbers.get(each.group, 0)
         ]
-        has_returned = worker.returned is not None and worker.began_ns["leaving"] >= ago_ns
+        has_returned = process.returned is not None and process.began_ns["leaving"] >= ago_ns
         if not (later or has_returned) or any(
             each.entered_ns < end_ns - _SAME_MOMENT_NS for each in later
         ):
@@ -195,7 +195,7 @@ def find_before_first_end(workers: Sequence[Worker]) -> dict[int, BeforeFirstEnd
         if later:
             after_s = max(0, later[0].entered_ns - end_ns) / 1e9
             then = f"entered {later[0]} only {after_s:.2f} s after another rank had given up"
-        found[worker.rank] = BeforeFirstEnd(
+        found[process.rank] = BeforeFirstEnd(
             stack=place.stack,
             waited_s=(ago_ns - seen[-1].since_ns) / 1e9,
             position=at.position,
@@ -204,44 +204,44 @@ def find_before_first_end(workers: Sequence[Worker]) -> dict[int, BeforeFirstEnd
     return found
 
 
-def _state(worker: Worker) -> str:
+def _state(process: RankProcess) -> str:
     with contextlib.suppress(psutil.Error):
-        if worker.pid is not None:
-            return str(psutil.Process(worker.pid).status())
+        if process.pid is not None:
+            return str(psutil.Process(process.pid).status())
     return ""
 
 
-def continue_suspended(workers: Sequence[Worker]) -> None:
+def continue_suspended(processes: Sequence[RankProcess]) -> None:
     """Resume the ranks that `collect` has suspended, but not those that were suspended before."""
-    for worker in workers:
-        if not worker.was_stopped:
-            worker.signal(signal.SIGCONT)
+    for process in processes:
+        if not process.was_stopped:
+            process.signal(signal.SIGCONT)
 
 
-def _complete(worker: Worker, reading: RankReading) -> RankReading:
+def _complete(process: RankProcess, reading: RankReading) -> RankReading:
     """Complete the reading of a rank with what its own answer does not show."""
     position, place = reading.position, reading.place
-    serves = read_rpc(_dump_of(worker))
+    serves = read_rpc(_dump_of(process))
     if serves is not None:
         place = serves
     elif not place.stack:
         # In the kernel, its main thread takes no signal, but another thread may have written its stack since.
-        place = read_stack(_dump_of(worker))
+        place = read_stack(_dump_of(process))
     # If its pipe is closed and its signal handlers are gone, it has probably called exec.
-    is_cut_off = worker.alive and worker.receiver.closed
-    if not place.stack and is_cut_off and not _catches_stacks_signal(worker):
+    is_cut_off = process.alive and process.receiver.closed
+    if not place.stack and is_cut_off and not _catches_stacks_signal(process):
         name = "another program"
         with contextlib.suppress(psutil.Error):
-            name = psutil.Process(worker.pid).name()
+            name = psutil.Process(process.pid).name()
         place = StackReading(stack=f"exec of {name}", in_collective=False)
-    waits_for = name_awaited_processes(worker, _main_thread(_dump_of(worker)))
+    waits_for = name_awaited_processes(process, _main_thread(_dump_of(process)))
     # NCCL's watchdog may have written the position that the recorder does not have.
     if reading.native is not None and (position is None or not position.collectives):
-        position = read_position(worker.error_text(), position)
+        position = read_position(process.error_text(), position)
     # While the GPU is in a collective that the rank has queued, its Python code may be anywhere.
     newest = None if position is None else position.newest()
     is_queued = newest is not None and newest.is_queued_ahead and not newest.done
-    if worker.was_stopped and not place.in_collective and not is_queued:
+    if process.was_stopped and not place.in_collective and not is_queued:
         position = None  # it may have entered a collective after it was resumed to be asked
     place = replace(
         place,
@@ -251,55 +251,55 @@ def _complete(worker: Worker, reading: RankReading) -> RankReading:
     return replace(reading, place=place, position=position)
 
 
-def _question(asked: Sequence[Worker], states: Mapping[int, str]) -> dict[int, RankReading]:
-    known = {worker.rank: worker.position for worker in asked}
-    for worker in asked:
-        _ask(worker)
+def _question(asked: Sequence[RankProcess], states: Mapping[int, str]) -> dict[int, RankReading]:
+    known = {process.rank: process.position for process in asked}
+    for process in asked:
+        _ask(process)
     _await_answers(asked, known, Deadline.after(_ANSWER_TIMEOUT))
-    for worker in asked:
-        if worker.was_stopped:
-            worker.signal(signal.SIGSTOP)
-    places = {worker.rank: read_stack(_dump_of(worker)) for worker in asked}
+    for process in asked:
+        if process.was_stopped:
+            process.signal(signal.SIGSTOP)
+    places = {process.rank: read_stack(_dump_of(process)) for process in asked}
     # Ranks that answer also write the stacks of all their threads, for the report.
     answering = [
         each for each in asked if _new_position(each, known) is not None and not each.was_stopped
     ]
-    before = {worker.rank: worker.position for worker in answering}
-    for worker in answering:
-        worker.ask_stacks()
+    before = {process.rank: process.position for process in answering}
+    for process in answering:
+        process.ask_stacks()
     _await_answers(answering, before, Deadline.after(_ALL_STACKS_TIMEOUT))
     return {
-        worker.rank: RankReading(
-            state=states[worker.rank],
-            place=places[worker.rank],
-            position=_new_position(worker, known),
-            native=worker.native,
+        process.rank: RankReading(
+            state=states[process.rank],
+            place=places[process.rank],
+            position=_new_position(process, known),
+            native=process.native,
         )
-        for worker in asked
+        for process in asked
     }
 
 
-def _new_position(worker: Worker, known: Mapping[int, Position | None]) -> Position | None:
+def _new_position(process: RankProcess, known: Mapping[int, Position | None]) -> Position | None:
     """Return a rank's position unless it is an old answer, by which the rank could look behind."""
-    is_old = worker.raised is None and worker.position is known[worker.rank]
-    return None if is_old else worker.position
+    is_old = process.raised is None and process.position is known[process.rank]
+    return None if is_old else process.position
 
 
-def _ask(worker: Worker) -> None:
+def _ask(process: RankProcess) -> None:
     # The live watch may have asked the rank or its DataLoader workers before: remove those stacks.
     with contextlib.suppress(OSError):  # the run directory may have been removed
-        os.close(open_log(worker.spec.logs.stacks, os.O_WRONLY | os.O_TRUNC))
-    worker.ask_position()
+        os.close(open_log(process.spec.logs.stacks, os.O_WRONLY | os.O_TRUNC))
+    process.ask_position()
     # Without ddpsafe's handler the signal would end the process; without its file faulthandler would write
     # to whatever has that descriptor now.
-    if worker.phase != "starting" and _catches_stacks_signal(worker) and _holds_stacks(worker):
-        _ask_stacks(worker)
-    if worker.was_stopped:
-        worker.signal(signal.SIGCONT)
+    if process.phase != "starting" and _catches_stacks_signal(process) and _holds_stacks(process):
+        _ask_stacks(process)
+    if process.was_stopped:
+        process.signal(signal.SIGCONT)
 
 
 def _await_answers(
-    asked: Sequence[Worker], known: Mapping[int, Position | None], deadline: Deadline
+    asked: Sequence[RankProcess], known: Mapping[int, Position | None], deadline: Deadline
 ) -> None:
     while not deadline.expired():
         # If the run directory was removed, there will be no stacks to wait for.
@@ -314,73 +314,75 @@ def _await_answers(
         ]
         if not silent:
             return
-        wait([worker.receiver.fileno() for worker in asked if not worker.receiver.closed], _POLL_S)
-        for worker in asked:
-            worker.take_reports()
+        wait(
+            [process.receiver.fileno() for process in asked if not process.receiver.closed], _POLL_S
+        )
+        for process in asked:
+            process.take_reports()
 
 
-def _ask_stacks(worker: Worker) -> None:
+def _ask_stacks(process: RankProcess) -> None:
     """Send the signal to the main thread, which then writes its stack before it does anything else.
 
     If it were sent to a suspended process, any thread could take it after SIGCONT while the main thread
     continues.
     """
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30
-    if tgkill is None or worker.pid is None or worker.exitcode is not None:
-        worker.signal(STACKS_SIGNAL)
+    if tgkill is None or process.pid is None or process.exitcode is not None:
+        process.signal(STACKS_SIGNAL)
     else:
-        tgkill(worker.pid, worker.pid, STACKS_SIGNAL)
+        tgkill(process.pid, process.pid, STACKS_SIGNAL)
 
 
-def ask_for_stacks(worker: Worker) -> int:
+def ask_for_stacks(process: RankProcess) -> int:
     """Make a rank that does not answer write its main thread's stack, by a signal, if that is safe.
 
     Returns:
         The length of its stacks file before that.
     """
-    before = len(_dump_of(worker))
-    if worker.alive and _catches_stacks_signal(worker) and _holds_stacks(worker):
-        _ask_stacks(worker)
+    before = len(_dump_of(process))
+    if process.alive and _catches_stacks_signal(process) and _holds_stacks(process):
+        _ask_stacks(process)
     return before
 
 
-def read_new_stack(worker: Worker, before: int) -> list[Frame]:
+def read_new_stack(process: RankProcess, before: int) -> list[Frame]:
     """Return the stack that its main thread has written since, the innermost call first."""
-    return _main_thread(_dump_of(worker)[before:])
+    return _main_thread(_dump_of(process)[before:])
 
 
-def name_awaited_processes(worker: Worker, frames: Sequence[Frame]) -> str:
+def name_awaited_processes(process: RankProcess, frames: Sequence[Frame]) -> str:
     """Return a suffix for the rank's line that names the processes of its own that it waits for.
 
     Those are workers of a DataLoader, and a program that has the rank's place in the job.
 
     Args:
-        worker: The rank.
+        process: The rank.
         frames: The stack of its main thread; the suffix is empty if it waits for no such process.
     """
     found: list[object] = []
     if any(frame.file.endswith(_DATALOADER) for frame in frames):
-        found += find_busy_loader_workers(worker)
+        found += find_busy_loader_workers(process)
     elif any(frame.file.endswith(_WAITS_FOR_CHILD) for frame in frames):
-        found += _find_programs_in_its_place(worker)
+        found += _find_programs_in_its_place(process)
     return "".join(f", waiting for {each}" for each in found)
 
 
-def _find_programs_in_its_place(worker: Worker) -> list[str]:
+def _find_programs_in_its_place(process: RankProcess) -> list[str]:
     """Describe the programs that a rank has started with its variables, and that have loaded torch.
 
     They would join the rank's job, whose ranks have joined already.
     """
     found = []
     with contextlib.suppress(psutil.Error, OSError):  # one may end at any moment
-        rank = psutil.Process(worker.pid)
+        rank = psutil.Process(process.pid)
         for child in rank.children(recursive=True):
             environment = child.environ()
             has_torch = any("libtorch" in each.path for each in child.memory_maps())
             if has_torch and is_inherited(environment, child.pid):
                 program = describe_program(child.pid, command_of(child))
                 found.append(
-                    f"{program}, which has the variables of rank {worker.rank} and so "
+                    f"{program}, which has the variables of rank {process.rank} and so "
                     "would wait for the job if it joins; start it with env=ddpsafe.clean_environment()"
                 )
     return found
@@ -420,7 +422,7 @@ class LoaderWorker(NamedTuple):
         return f"{self.name} (pid {self.pid}) at {_line_of(self.frames)}"
 
 
-def find_busy_loader_workers(worker: Worker) -> list[LoaderWorker]:
+def find_busy_loader_workers(process: RankProcess) -> list[LoaderWorker]:
     """Ask each DataLoader worker of a rank for its stack; leave out those that wait for an index.
 
     A forked worker has inherited the rank's signal handler and the file that it writes to. The workers
@@ -429,15 +431,17 @@ def find_busy_loader_workers(worker: Worker) -> list[LoaderWorker]:
     deadline = Deadline.after(_ANSWER_TIMEOUT)
     found = []
     with contextlib.suppress(psutil.Error, OSError):  # a worker may end at any moment
-        for child in psutil.Process(worker.pid).children():
-            before = len(_dump_of(worker))
-            if not (_catches_stacks_signal(worker, child.pid) and _holds_stacks(worker, child.pid)):
+        for child in psutil.Process(process.pid).children():
+            before = len(_dump_of(process))
+            if not (
+                _catches_stacks_signal(process, child.pid) and _holds_stacks(process, child.pid)
+            ):
                 continue
             os.kill(child.pid, STACKS_SIGNAL)
             answer = ""
             while not _RUN_RANK.search(answer) and not deadline.expired():
                 wait([], _POLL_S)
-                answer = _dump_of(worker)[before:]
+                answer = _dump_of(process)[before:]
             frames = _main_thread(answer)
             ends = [i for i, each in enumerate(frames) if each.file.endswith(_WORKER_LOOP)]
             inner = frames[: ends[0]] if ends else []
@@ -447,13 +451,13 @@ def find_busy_loader_workers(worker: Worker) -> list[LoaderWorker]:
     return found
 
 
-def _catches_stacks_signal(worker: Worker, pid: int | None = None) -> bool:
+def _catches_stacks_signal(process: RankProcess, pid: int | None = None) -> bool:
     """Return whether the process has ddpsafe's signal handler; true if the system does not show it.
 
     It has none after exec, or if the script has reset all signals.
     """
     try:
-        status = Path(f"/proc/{pid or worker.pid}/status").read_text(
+        status = Path(f"/proc/{pid or process.pid}/status").read_text(
             encoding="ascii", errors="replace"
         )
     except OSError:
@@ -462,11 +466,11 @@ def _catches_stacks_signal(worker: Worker, pid: int | None = None) -> bool:
     return caught is None or bool(int(caught[1], 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
-def _holds_stacks(worker: Worker, pid: int | None = None) -> bool:
+def _holds_stacks(process: RankProcess, pid: int | None = None) -> bool:
     """Return whether the process still has the stacks file open; faulthandler itself does not check."""
-    path = os.path.realpath(worker.spec.logs.stacks)
+    path = os.path.realpath(process.spec.logs.stacks)
     try:
-        links = list(Path(f"/proc/{pid or worker.pid}/fd").iterdir())
+        links = list(Path(f"/proc/{pid or process.pid}/fd").iterdir())
     except OSError:  # the system does not show it
         return True
     for link in links:
@@ -477,8 +481,8 @@ def _holds_stacks(worker: Worker, pid: int | None = None) -> bool:
     return False
 
 
-def _dump_of(worker: Worker) -> str:
-    return read_log(worker.spec.logs.stacks)
+def _dump_of(process: RankProcess) -> str:
+    return read_log(process.spec.logs.stacks)
 
 
 def read_stack(dump: str) -> StackReading:

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.launch_parts import LaunchParts
     from ddpsafe._launcher.nodes.control_channel import Channel
     from ddpsafe._launcher.nodes.node_messages import NodeMessage, RoundPlan
-    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._launcher.processes.rank_process import RankProcess
     from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._launcher.watch.supervisor import Ending
 
@@ -318,8 +318,8 @@ class OtherNodes(Peers):
     def gather_evidence(
         self,
         ending: Ending,
-        workers: Sequence[Worker],
-        ask_where: Callable[[Sequence[Worker]], None],
+        processes: Sequence[RankProcess],
+        ask_where: Callable[[Sequence[RankProcess]], None],
     ) -> Ending:
         """Have the ranks of all nodes asked where they are; wait until the cause can be known."""
         if ending.reason not in ("done", "signal"):
@@ -330,9 +330,9 @@ class OtherNodes(Peers):
             return ending
         self._has_asked = True
         self.send(Collect())
-        ask_where(workers)
+        ask_where(processes)
         is_interrupted = self.wait_for_outcomes(_EVIDENCE)
-        own = outcomes_of(workers).values()
+        own = outcomes_of(processes).values()
         if not any(map(broke_by_itself, (*own, *self._described()))):
             # So far only peer errors are known: a launcher that is late may have the cause.
             is_interrupted = is_interrupted or self.wait_for_outcomes(_LATE_EVIDENCE)
@@ -475,11 +475,11 @@ def run_as_node_0(
     nodes = OtherNodes(channel, round_plan, inbox, parts)
     ranks: list[RankState] = list(nodes.ranks)
 
-    def on_start(workers: Sequence[Worker], inbox: SignalInbox) -> None:
+    def on_start(processes: Sequence[RankProcess], inbox: SignalInbox) -> None:
         nodes.phase = "attempt"
-        ranks.extend(workers)
+        ranks.extend(processes)
         if parts.on_start is not None:
-            parts.on_start(workers, inbox)
+            parts.on_start(processes, inbox)
 
     try:
         values = run_attempt(number, replace(parts, on_start=on_start), inbox=inbox, peers=nodes)

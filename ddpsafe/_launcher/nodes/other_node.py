@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.launch_parts import LaunchParts
     from ddpsafe._launcher.nodes.control_channel import Channel
     from ddpsafe._launcher.nodes.node_messages import RoundPlan
-    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._launcher.processes.rank_process import RankProcess
     from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._wire.messages import RankOutcome
 
@@ -154,38 +154,38 @@ class Participant:
     def run(self) -> NodeResult:
         """Run the ranks until node 0 has reported how the attempt ended, and whether there is another."""
         plan = self._plan
-        workers: Sequence[Worker] = []
+        processes: Sequence[RankProcess] = []
         outcomes: dict[int, RankOutcome] = {}
         did = "could not start its ranks"
         phase: Literal["start", "attempt"] = "start"
         try:
             with attempt.started_ranks(self._number, self._parts, self._inbox) as (
-                workers,
+                processes,
                 end_ranks,
             ):
                 did, phase = "could not continue the attempt", "attempt"
-                for worker in workers:
-                    worker.relay = lambda message, rank=worker.rank: self._channel.send(
+                for process in processes:
+                    process.relay = lambda message, rank=process.rank: self._channel.send(
                         rank_report(rank, message)
                     )
                 self._channel.send(RanksStarted())
                 limit = plan.config.timeouts.attempt
-                with open_console(workers, plan.console, inbox=self._inbox, limit=limit):
-                    self._watch(workers)
+                with open_console(processes, plan.console, inbox=self._inbox, limit=limit):
+                    self._watch(processes)
                     unfinished: dict[int, str] = {}
                     if self._may_leave and self._result is None:
                         unfinished = let_ranks_leave(
-                            workers,
+                            processes,
                             plan.config.timeouts,
-                            wait=lambda limit_s: self._wait(workers, min(_LOOK_S, limit_s)),
+                            wait=lambda limit_s: self._wait(processes, min(_LOOK_S, limit_s)),
                             is_over=self._is_over,
                         )
-                        warn_of_late_ends(workers)
-                    has_broken = any(worker.broke_late for worker in workers)
-                    for worker in workers:
-                        worker.relay = None
-                    end_ranks(workers, grace=self._grace)
-                outcomes = {worker.rank: worker.outcome() for worker in workers}
+                        warn_of_late_ends(processes)
+                    has_broken = any(process.broke_late for process in processes)
+                    for process in processes:
+                        process.relay = None
+                    end_ranks(processes, grace=self._grace)
+                outcomes = {process.rank: process.outcome() for process in processes}
             if (unfinished or has_broken) and not self._is_over():
                 ended = self._ended(outcomes)
                 reason: EndReason = "finish-timeout" if unfinished else "failed"
@@ -193,12 +193,12 @@ class Participant:
                 raise make_error(replace(ended, ending=ending))  # noqa: TRY301 - reported like any other
             did = "could not load what its ranks returned"
             if self._may_leave or (self._result is not None and self._result.is_preempted):
-                self._values = attempt.values_of(workers, self._ended(outcomes), self._directory)
+                self._values = attempt.values_of(processes, self._ended(outcomes), self._directory)
         except Exception as exc:  # noqa: BLE001 - all nodes end with it
             self._report_failure(exc, did, phase)
         self._channel.send(RanksEnded())
         self._await_decision()
-        return self._conclude(workers, outcomes)
+        return self._conclude(processes, outcomes)
 
     def _report_failure(self, exc: Exception, did: str, phase: Literal["start", "attempt"]) -> None:
         """Report to node 0 that this node has failed, so that all nodes end with the same error."""
@@ -210,20 +210,20 @@ class Participant:
         self._failed = error
         self._channel.send(NodeFailed(result=round_result_of(error, failed_node=node)))
 
-    def _watch(self, workers: Sequence[Worker]) -> None:
+    def _watch(self, processes: Sequence[RankProcess]) -> None:
         """Relay what the ranks report, until the attempt is over."""
-        stderr, next_progress_s = StderrWatch(workers), 0.0
+        stderr, next_progress_s = StderrWatch(processes), 0.0
         native_sent: set[int] = set()
         failures_logged: set[int] = set()
         while not self._is_over() and not self._may_leave:
-            self._wait(workers, min(_LOOK_S, stderr.interval_s()))
+            self._wait(processes, min(_LOOK_S, stderr.interval_s()))
             stderr.look()
-            if self._channel.away() and any(map(has_failed, workers)):
+            if self._channel.away() and any(map(has_failed, processes)):
                 self._channel.give_up_away()  # node 0 cannot decide what follows
             if self._silence.silent:
                 failed = [
                     each
-                    for each in workers
+                    for each in processes
                     if has_failed(each) and each.rank not in failures_logged
                 ]
                 failures_logged |= {each.rank for each in failed}
@@ -236,60 +236,60 @@ class Participant:
                         first_line(outcome),
                         self._node_0,
                     )
-            for worker in workers:
-                if worker.native is not None and worker.rank not in native_sent:
-                    native_sent.add(worker.rank)
-                    self._channel.send(RankNativeError(rank=worker.rank, native=worker.native))
+            for process in processes:
+                if process.native is not None and process.rank not in native_sent:
+                    native_sent.add(process.rank)
+                    self._channel.send(RankNativeError(rank=process.rank, native=process.native))
             if (now_s := time.monotonic()) >= next_progress_s:
                 next_progress_s = now_s + self._round.progress_every_s
                 # A stopped launcher does not read: once its buffer is full, the kernel would report
                 # its host as lost.
                 if not self._silence.silent:
-                    progress = {worker.rank: worker.progress() for worker in workers}
+                    progress = {process.rank: process.progress() for process in processes}
                     stopped = (
-                        each.rank for each in workers if read_activity(each.pid).state == "T"
+                        each.rank for each in processes if read_activity(each.pid).state == "T"
                     )
                     self._channel.send(NodeProgress(ranks=progress, stopped=tuple(stopped)))
             if self._wants_evidence:
                 self._wants_evidence = False
-                attempt.ask_where(workers)
+                attempt.ask_where(processes)
                 policy = self._plan.config.retry
                 self._channel.send(
                     NodeOutcomes(
-                        outcomes=tuple(map(_for_others, attempt.outcomes_of(workers).values())),
+                        outcomes=tuple(map(_for_others, attempt.outcomes_of(processes).values())),
                         oom_kills=rank_readings.count_oom_kills() - self._oom_kills,
-                        retried=tuple(each.rank for each in workers if is_retried(each, policy)),
+                        retried=tuple(each.rank for each in processes if is_retried(each, policy)),
                         grace_s=self._parts.grace_period(),
                     )
                 )
             if self._may_run_on:
                 self._may_run_on = False
-                rank_readings.continue_suspended(workers)
+                rank_readings.continue_suspended(processes)
 
-    def _wait(self, workers: Sequence[Worker], longest_s: float) -> None:
-        alive = [worker for worker in workers if worker.alive]
+    def _wait(self, processes: Sequence[RankProcess], longest_s: float) -> None:
+        alive = [process for process in processes if process.alive]
         handles = [self._inbox.fileno(), self._channel.fileno()]
-        handles += [worker.end_handle() for worker in alive]
-        handles += [worker.receiver.fileno() for worker in alive if not worker.receiver.closed]
+        handles += [process.end_handle() for process in alive]
+        handles += [process.receiver.fileno() for process in alive if not process.receiver.closed]
         ready = wait(handles, longest_s)
         seen_ns = time.monotonic_ns()
         if self._inbox.fileno() in ready:
             os.read(self._inbox.fileno(), 1)
         self._report_signal()
-        for worker in alive:
-            worker.take_reports()
-            if worker.end_handle() in ready:
-                worker.note_end(seen_ns)
+        for process in alive:
+            process.take_reports()
+            if process.end_handle() in ready:
+                process.note_end(seen_ns)
                 self._channel.send(
                     RankEnded(
-                        rank=worker.rank,
-                        exit_code=worker.exitcode,
+                        rank=process.rank,
+                        exit_code=process.exitcode,
                         ended_ns=seen_ns,
                         oom_kills=rank_readings.count_oom_kills() - self._oom_kills,
                     )
                 )
         reap_orphans()
-        self._take_messages(workers)
+        self._take_messages(processes)
 
     def _report_signal(self) -> None:
         if self._inbox.received is None:
@@ -300,8 +300,8 @@ class Participant:
             self._has_warned_of_silence = False
             self._channel.send(message)
 
-    def _take_messages(self, workers: Sequence[Worker]) -> None:
-        by_rank = {worker.rank: worker for worker in workers}
+    def _take_messages(self, processes: Sequence[RankProcess]) -> None:
+        by_rank = {process.rank: process for process in processes}
         for _, event in self._channel.events():
             if isinstance(event, Lost):
                 self._lost = event
@@ -368,7 +368,9 @@ class Participant:
             self._report_signal()
             self._take_messages(())
 
-    def _conclude(self, workers: Sequence[Worker], outcomes: dict[int, RankOutcome]) -> NodeResult:
+    def _conclude(
+        self, processes: Sequence[RankProcess], outcomes: dict[int, RankOutcome]
+    ) -> NodeResult:
         result = self._result
         ended = self._ended(outcomes)
         is_good = result is not None and result.is_good
@@ -393,7 +395,7 @@ class Participant:
             self._directory.note_tracebacks(outcomes.values())
             self._directory.report(self._number, error)
             raised = next(
-                (w.raised for w in workers if w.rank == getattr(error, "rank", None)), None
+                (w.raised for w in processes if w.rank == getattr(error, "rank", None)), None
             )
             if raised is not None:
                 error.__cause__ = original_of(raised)
@@ -443,11 +445,13 @@ class Participant:
         return NodeResult(values=None, error=error, is_again=False)
 
 
-def is_retried(worker: Worker, policy: RetryPolicy) -> bool:
+def is_retried(process: RankProcess, policy: RetryPolicy) -> bool:
     """Return whether a rank raised an exception of a retried type: the exception itself is not sent."""
     types = tuple(entry for entry in policy.on if isinstance(entry, type))
     return (
-        bool(types) and worker.raised is not None and isinstance(original_of(worker.raised), types)
+        bool(types)
+        and process.raised is not None
+        and isinstance(original_of(process.raised), types)
     )
 
 

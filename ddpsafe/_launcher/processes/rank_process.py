@@ -140,7 +140,7 @@ _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal
 class RankState:
     """What is known about one rank: what it has reported, and what the launcher has found out.
 
-    The rank may be a process of this launcher (`Worker`) or of another node's.
+    The rank may be a process of this launcher (`RankProcess`) or of another node's.
 
     Attributes:
         phase: The last phase it reported.
@@ -281,7 +281,7 @@ class RankState:
         self._send(ASK_THREADS)
 
 
-class Worker(RankState):
+class RankProcess(RankState):
     """One rank that is a process of this launcher.
 
     Attributes:

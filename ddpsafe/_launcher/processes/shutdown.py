@@ -31,7 +31,7 @@ from ddpsafe._wire.spec import semaphore_prefix
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._launcher.processes.rank_process import RankProcess
 
 
 logger = get_logger(__name__)
@@ -84,21 +84,21 @@ _LEFTOVERS_S = 1.0
 _LONGEST_WAIT_S = 60.0  # poll() accepts at most 24 days, and a deadline may be infinite
 
 
-def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) -> None:
+def end_processes(processes: Sequence[RankProcess], *, grace: timedelta, launch_id: str) -> None:
     """End the ranks that still run, and everything that any rank has started.
 
     Args:
-        workers: The ranks of the attempt.
+        processes: The ranks of the attempt.
         grace: How long a rank may take to end after SIGTERM.
         launch_id: Marks the processes of this launch.
     """
-    if workers and all(worker.is_swept for worker in workers):
+    if processes and all(process.is_swept for process in processes):
         return
     started_ns = time.monotonic_ns()
-    for worker in workers:
-        worker.note_teardown(started_ns)
-    _end(workers, signal.SIGTERM, Deadline.after(grace))
-    stubborn = [worker.rank for worker in workers if worker.alive]
+    for process in processes:
+        process.note_teardown(started_ns)
+    _end(processes, signal.SIGTERM, Deadline.after(grace))
+    stubborn = [process.rank for process in processes if process.alive]
     if stubborn:
         logger.warning(
             "%s still %s %.1f s after SIGTERM (timeouts.grace); sending SIGKILL",
@@ -106,17 +106,17 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
             "runs" if len(stubborn) == 1 else "run",
             grace.total_seconds(),
         )
-    _kill(workers)
-    immortal = [worker for worker in workers if worker.alive]
-    for worker in immortal:
+    _kill(processes)
+    immortal = [process for process in processes if process.alive]
+    for process in immortal:
         logger.error(
             "rank %d (pid %s) did not end after SIGKILL: it is waiting inside the kernel for a disk "
             "or a device",
-            worker.rank,
-            worker.pid,
+            process.rank,
+            process.pid,
         )
-        worker.abandon()
-    identities = [worker.identity for worker in workers if worker.identity is not None]
+        process.abandon()
+    identities = [process.identity for process in processes if process.identity is not None]
     leftovers = kill_members(identities, launch_id, within_s=_LEFTOVERS_S)
     if leftovers:
         logger.info("ended %d processes that ranks had left behind", len(leftovers))
@@ -125,14 +125,14 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
         for process, command in leftovers.items()
         if command and not any(part in command for part in _HELPERS)
     ]
-    if programs and all(worker.returned is not None for worker in workers):
+    if programs and all(process.returned is not None for process in processes):
         logger.warning(
             "all ranks have returned, so what they had left running was ended: %s; wait for it in the rank "
             "that has started it",
             ", ".join(programs[:_SHOWN_PROGRAMS]),
         )
     # The driver may free the GPU memory of ranks that were ended only some time afterwards.
-    pids = [each.pid for each in workers if each.spec.device != "cpu" and each.exitcode != 0]
+    pids = [each.pid for each in processes if each.spec.device != "cpu" and each.exitcode != 0]
     waiting = Deadline.after(_MEMORY_WAIT)
     is_free = _gpus.wait_for_memory([pid for pid in pids if pid is not None], waiting)
     if not is_free or waiting.waited_s() > _LOOK.total_seconds():
@@ -144,50 +144,50 @@ def end_workers(workers: Sequence[Worker], *, grace: timedelta, launch_id: str) 
         )
     remove_semaphores(launch_id)
     reap_orphans()
-    for worker in workers:
-        worker.note_swept()
+    for process in processes:
+        process.note_swept()
 
 
-def _end(workers: Sequence[Worker], signum: signal.Signals, deadline: Deadline) -> None:
-    note_ends(workers)
-    for worker in workers:
-        worker.end(signum)
-    await_ends(workers, deadline)
+def _end(processes: Sequence[RankProcess], signum: signal.Signals, deadline: Deadline) -> None:
+    note_ends(processes)
+    for process in processes:
+        process.end(signum)
+    await_ends(processes, deadline)
 
 
-def note_ends(workers: Sequence[Worker]) -> None:
+def note_ends(processes: Sequence[RankProcess]) -> None:
     """Record which ranks have ended; before the launcher ends ranks, each of those is evidence."""
     seen_ns = time.monotonic_ns()
-    for worker in workers:
-        if worker.alive and wait([worker.end_handle()], 0):
-            worker.note_end(seen_ns)
+    for process in processes:
+        if process.alive and wait([process.end_handle()], 0):
+            process.note_end(seen_ns)
 
 
-def _kill(workers: Sequence[Worker]) -> None:
+def _kill(processes: Sequence[RankProcess]) -> None:
     """Send SIGKILL; wait long for ranks on GPUs, but not for ranks that wait for a disk or a device."""
-    on_gpu = any(worker.alive and worker.spec.device != "cpu" for worker in workers)
+    on_gpu = any(process.alive and process.spec.device != "cpu" for process in processes)
     deadline = Deadline.after(_KILL_WAIT_ON_GPU if on_gpu else _KILL_WAIT)
-    _end(workers, signal.SIGKILL, Deadline.after(_LOOK))
+    _end(processes, signal.SIGKILL, Deadline.after(_LOOK))
     # A rank that already waited for a disk or a device when it was asked, and still does, will not
     # end soon.
     if not all(
-        worker.reading is not None
-        and worker.reading.state == psutil.STATUS_DISK_SLEEP
-        and is_in_kernel(worker.pid)
-        for worker in workers
-        if worker.alive
+        process.reading is not None
+        and process.reading.state == psutil.STATUS_DISK_SLEEP
+        and is_in_kernel(process.pid)
+        for process in processes
+        if process.alive
     ):
-        await_ends(workers, deadline)
+        await_ends(processes, deadline)
 
 
-def await_ends(workers: Sequence[Worker], deadline: Deadline) -> None:
+def await_ends(processes: Sequence[RankProcess], deadline: Deadline) -> None:
     """Wait until all have ended or the deadline has passed, and read their reports meanwhile."""
-    while alive := [worker for worker in workers if worker.alive]:
-        handles = [worker.end_handle() for worker in alive]
-        handles += [worker.receiver.fileno() for worker in alive if not worker.receiver.closed]
+    while alive := [process for process in processes if process.alive]:
+        handles = [process.end_handle() for process in alive]
+        handles += [process.receiver.fileno() for process in alive if not process.receiver.closed]
         wait(handles, min(deadline.remaining_s(), _LONGEST_WAIT_S))
-        for worker in alive:
-            worker.take_reports()
+        for process in alive:
+            process.take_reports()
         note_ends(alive)
         if deadline.expired():
             return

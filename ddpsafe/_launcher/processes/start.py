@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from ddpsafe._advice import ADVICE
 from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._host import is_directory_foreign
-from ddpsafe._launcher.processes.rank_process import Worker
+from ddpsafe._launcher.processes.rank_process import RankProcess
 from ddpsafe._launcher.processes.reaper import LIMITS
 from ddpsafe._logging import get_logger
 from ddpsafe._secrets import withheld_own_secrets
@@ -116,7 +116,7 @@ def _count_open_files(limit: int) -> int:
 
 
 @contextlib.contextmanager
-def started_workers(
+def started_processes(
     specs: Sequence[RankSpec],
     call: CallFile,
     *,
@@ -125,8 +125,8 @@ def started_workers(
     daemon: bool,
     run_rank: RunRank,
     reaper: Reaper,
-    end: Callable[[Sequence[Worker]], None],
-) -> Iterator[list[Worker]]:
+    end: Callable[[Sequence[RankProcess]], None],
+) -> Iterator[list[RankProcess]]:
     """Start one process for each spec; leaving the context ends and reaps all that still run.
 
     Each process is started by itself, through the `multiprocessing` context that torch uses, too.
@@ -141,7 +141,7 @@ def started_workers(
         daemon: See `LaunchPlan`.
         run_rank: The function that each process runs; it is imported there by name.
         reaper: Ends the ranks if this process is killed.
-        end: Ends and reaps workers.
+        end: Ends and reaps ranks.
 
     Raises:
         PreflightError: The system did not start a process.
@@ -154,9 +154,9 @@ def started_workers(
             *sys.version_info[:2],
         )
     context = _context(start_method, expects_restarts=expects_restarts)
-    workers: list[Worker] = []
+    processes: list[RankProcess] = []
     with contextlib.ExitStack() as closing, contextlib.ExitStack() as ending:
-        ending.callback(end, workers)
+        ending.callback(end, processes)
         # Schedulers send SIGUSR1 to whole process groups, and it must not end Python's resource
         # tracker, which inherits this mask.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -173,7 +173,7 @@ def started_workers(
                 with contextlib.suppress(AttributeError, ValueError):
                     stream.flush()
             with _translated(spec):
-                worker = _start(
+                process = _start(
                     context,
                     spec,
                     call_file,
@@ -182,11 +182,11 @@ def started_workers(
                     run_rank=run_rank,
                     track=reaper.track,
                 )
-            closing.callback(worker.close)
-            workers.append(worker)
-        for worker in workers:
-            worker.announce_all_started()
-        yield workers
+            closing.callback(process.close)
+            processes.append(process)
+        for process in processes:
+            process.announce_all_started()
+        yield processes
 
 
 @contextlib.contextmanager
@@ -231,7 +231,7 @@ def _start(
     daemon: bool,
     run_rank: RunRank,
     track: Callable[[RankIdentity], None],
-) -> Worker:
+) -> RankProcess:
     with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as theirs:
         report_read, report_write = os.pipe()
         on_failure.callback(os.close, report_read)
@@ -242,7 +242,7 @@ def _start(
         shared = on_failure.enter_context(open_memory())
         shared.write(StepCounter.EMPTY)
         shared.flush()
-        process = context.Process(
+        child = context.Process(
             target=run_rank,
             args=(
                 spec,
@@ -258,26 +258,26 @@ def _start(
             daemon=daemon,
         )
         # If a rank launches ranks: their launcher, not the signal, decides when they stop.
-        withhold_from_child(process, HELPER)
+        withhold_from_child(child, HELPER)
         with (
             _main_to_import(spec.style),
             _search_path_of_text(),
             withheld_own_secrets(),
             _no_foreign_modules(),
         ):
-            process.start()
-        on_failure.callback(process.join)
-        on_failure.callback(process.kill)
-        worker = Worker(
+            child.start()
+        on_failure.callback(child.join)
+        on_failure.callback(child.kill)
+        process = RankProcess(
             spec,
-            process,
+            child,
             report_fd=report_read,
             lifeline_fd=lifeline_write,
             shared=shared,
             track=track,
         )
         on_failure.pop_all()
-    return worker
+    return process
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from ddpsafe._wire.spec import open_log
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._launcher.processes.rank_process import RankProcess
     from ddpsafe._launcher.watch.signals import SignalInbox
 
 # How often it looks for new output while there is some, or was a moment ago, and otherwise. With every
@@ -82,13 +82,15 @@ class _Tail:
         hides_cursor: Whether the rank has hidden the terminal's cursor and not shown it again.
     """
 
-    def __init__(self, worker: Worker, path: str, stream: TextIO, *, name: str, form: Form) -> None:
+    def __init__(
+        self, process: RankProcess, path: str, stream: TextIO, *, name: str, form: Form
+    ) -> None:
         self._path = Path(path)
         self._stream = stream
         self._name = name
         self._form = form
-        self._world = worker.spec.world
-        self._attempt = worker.spec.attempt
+        self._world = process.spec.world
+        self._attempt = process.spec.attempt
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = ""
@@ -215,7 +217,7 @@ class Console:
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        processes: Sequence[RankProcess],
         show: str,
         *,
         inbox: SignalInbox,
@@ -224,12 +226,12 @@ class Console:
         """Choose the outputs to copy, and start the thread.
 
         Args:
-            workers: The ranks.
+            processes: The ranks.
             show: ``rank-zero``, ``all``, ``tagged``, ``json`` or ``none``.
             inbox: Signals to the launcher.
             limit: How long the attempt may take.
         """
-        self._workers = workers
+        self._processes = processes
         self._inbox = inbox
         self._attempt = Deadline.after(limit)
         self._started_s = time.monotonic()
@@ -246,16 +248,16 @@ class Console:
         self._is_closed_lock = threading.Lock()
         self._is_closed = False
         self._tails: list[_Tail] = []
-        for worker in workers:
-            if show == "none" or (show == "rank-zero" and worker.rank != 0):
+        for process in processes:
+            if show == "none" or (show == "rank-zero" and process.rank != 0):
                 continue
-            logs = worker.spec.logs
+            logs = process.spec.logs
             for path, stream, name in (
                 (logs.stdout, sys.stdout, "stdout"),
                 (logs.stderr, sys.stderr, "stderr"),
             ):
                 if stream is not None:  # a service may have none
-                    tail = _Tail(worker, path, stream, name=name, form=_FORMS[show])
+                    tail = _Tail(process, path, stream, name=name, form=_FORMS[show])
                     self._tails.append(tail)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpsafe-console", daemon=True)
@@ -284,8 +286,8 @@ class Console:
                 continue
             # After a success, wait for the reader without limit: the logs may be removed afterwards.
             has_succeeded = all(
-                worker.returned is not None and not worker.stop.is_stopping
-                for worker in self._workers
+                process.returned is not None and not process.stop.is_stopping
+                for process in self._processes
             )
             if has_succeeded or self._pieces() > pieces:
                 pieces, pause = self._pieces(), Deadline.after(_PAUSE, clock=clock)
@@ -322,7 +324,7 @@ class Console:
         rows = [row for tail in self._tails if (row := tail.as_row())] if not final else []
         if not self._has_rows:
             news += [(tail, text) for tail in self._tails if (text := tail.take_drawn(now_s))]
-        starting = not final and not all(worker.joined for worker in self._workers)
+        starting = not final and not all(process.joined for process in self._processes)
         if news:
             self._quiet = Deadline.after(_QUIET)
         elif starting and not self._is_silent and self._quiet.expired() and sys.stderr is not None:
@@ -371,16 +373,16 @@ class Console:
     def _starting_row(self) -> list[str]:
         """Return the line of the start as a row; if there are no rows, write it every half minute."""
         elapsed_s = time.monotonic() - self._started_s
-        total = len(self._workers)
+        total = len(self._processes)
         # Ranks in "joining" have arrived, and wait for the others.
-        late = [w.rank for w in self._workers if w.phase in ("starting", "loading")]
+        late = [w.rank for w in self._processes if w.phase in ("starting", "loading")]
         what = f"waiting for {ranks_text(late)}" if late else "connecting them"
         line = f"{total - len(late)} of {total} ranks have joined, {what} ({elapsed_s:.0f} s)"
         if self._has_rows:
             return [f"ddpsafe: {line}"]
         if elapsed_s >= self._next_line_s:
             self._next_line_s += _PLAIN_EVERY_S
-            fields = replace(current_fields(), attempt=self._workers[0].spec.attempt)
+            fields = replace(current_fields(), attempt=self._processes[0].spec.attempt)
             text = json_line("INFO", line, fields) if self._is_json else f"ddpsafe: {line}"
             list(write_in_pieces(sys.stderr, text + "\n"))
         return []
@@ -436,17 +438,17 @@ def _size() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def open_console(
-    workers: Sequence[Worker], show: str, *, inbox: SignalInbox, limit: timedelta | None
+    processes: Sequence[RankProcess], show: str, *, inbox: SignalInbox, limit: timedelta | None
 ) -> Iterator[None]:
     """Show the ranks' output while the context is open, and the rest of it at the end.
 
     Args:
-        workers: The ranks.
+        processes: The ranks.
         show: ``rank-zero``, ``all``, ``tagged``, ``json`` or ``none``.
         inbox: Signals to the launcher.
         limit: How long the attempt may take.
     """
-    console = Console(workers, show, inbox=inbox, limit=limit)
+    console = Console(processes, show, inbox=inbox, limit=limit)
     try:
         yield
     finally:

@@ -48,7 +48,7 @@ from ddpsafe._wire.messages import Whereabouts
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ddpsafe._launcher.processes.rank_process import RankState, Worker
+    from ddpsafe._launcher.processes.rank_process import RankProcess, RankState
     from ddpsafe._wire.messages import Collective, Frame, RankOutcome
 
 logger = get_logger(__name__)
@@ -138,8 +138,8 @@ def read_activity(pid: int | None) -> Activity:
 class _MainThread:
     """How long the main thread of one rank has been asleep or stopped."""
 
-    def __init__(self, worker: Worker, now_s: float) -> None:
-        self.worker = worker
+    def __init__(self, process: RankProcess, now_s: float) -> None:
+        self.process = process
         self.activity = Activity()
         self.since_s = now_s
         self.stopped_since_s: float | None = None
@@ -148,11 +148,11 @@ class _MainThread:
     def look(self, now_s: float) -> float:
         """Look again; if it has run since, return how long it had slept before that, else 0."""
         before, steps_before = self.activity, self._steps
-        self._steps = self.worker.progress().steps
+        self._steps = self.process.progress().steps
         # A rank that has made a step has run. Most looks find that, and reading /proc for each of many
         # ranks would be most of what they cost.
         has_stepped = self._steps != steps_before
-        self.activity = Activity() if has_stepped else read_activity(self.worker.pid)
+        self.activity = Activity() if has_stepped else read_activity(self.process.pid)
         slept_s = 0.0
         if (
             self.activity.ran is None
@@ -174,33 +174,36 @@ class _MainThread:
 class _Inquiry:
     """Asks some ranks where they are, once, and collects their answers."""
 
-    def __init__(self, workers: Sequence[RankState], *, ends_s: float) -> None:
-        self._known = {worker.rank: worker.whereabouts for worker in workers}
-        self.workers = list(workers)
+    def __init__(self, processes: Sequence[RankState], *, ends_s: float) -> None:
+        self._known = {process.rank: process.whereabouts for process in processes}
+        self.processes = list(processes)
         self.ends_s = ends_s
-        for worker in workers:
-            worker.ask_whereabouts()
+        for process in processes:
+            process.ask_whereabouts()
 
     def answers(self) -> dict[int, Whereabouts]:
         """Return the answers received so far, by rank."""
         return {
-            worker.rank: worker.whereabouts
-            for worker in self.workers
-            if worker.whereabouts is not None and worker.whereabouts is not self._known[worker.rank]
+            process.rank: process.whereabouts
+            for process in self.processes
+            if process.whereabouts is not None
+            and process.whereabouts is not self._known[process.rank]
         }
 
     def is_over(self, now_s: float) -> bool:
         """Return whether all have answered, or the time is up."""
-        return len(self.answers()) == len(self.workers) or now_s >= self.ends_s
+        return len(self.answers()) == len(self.processes) or now_s >= self.ends_s
 
 
 class DeadlockWatch:
     """Notices ranks that are proved to wait for ever; see `wait_graph`."""
 
-    def __init__(self, workers: Sequence[Worker], settings: LiveSettings, *, now_s: float) -> None:
+    def __init__(
+        self, processes: Sequence[RankProcess], settings: LiveSettings, *, now_s: float
+    ) -> None:
         """Take every main thread as awake."""
         self._settings = settings
-        self._threads = {worker.rank: _MainThread(worker, now_s) for worker in workers}
+        self._threads = {process.rank: _MainThread(process, now_s) for process in processes}
         self._sleep_s = settings.sleep_s
         self._asked: set[int] = set()
         self._next_s = 0.0
@@ -216,7 +219,7 @@ class DeadlockWatch:
 
     def state(self, rank: int) -> str:
         """Return the state of a rank's main thread now, as ``ps`` shows it."""
-        return read_activity(self._threads[rank].worker.pid).state
+        return read_activity(self._threads[rank].process.pid).state
 
     def is_running(self) -> bool:
         """Return whether a main thread was running, or ready to run, at the last look."""
@@ -236,7 +239,7 @@ class DeadlockWatch:
             if self._first_answers is None:
                 if find_deadlock(self._views(answers, now_s)) is not None:
                     self._first_answers = answers
-                    self._ask([self._threads[rank].worker for rank in answers], now_s)
+                    self._ask([self._threads[rank].process for rank in answers], now_s)
                 return None
             # A rank with the same answer twice was there at the instant between all first and all second
             # answers, at which the proof has to hold; see `unchanged`.
@@ -252,21 +255,21 @@ class DeadlockWatch:
             if slept_s:
                 self._asked.discard(rank)
         asleep = [
-            each.worker
+            each.process
             for each in self._threads.values()
-            if each.worker.alive
-            and each.worker.joined
-            and each.worker.returned is None
+            if each.process.alive
+            and each.process.joined
+            and each.process.returned is None
             and now_s - each.since_s >= self._sleep_s
         ]
         out_of_action = [
             each
             for each in self._threads.values()
-            if each.worker.returned is not None or each.is_stopped(now_s)
+            if each.process.returned is not None or each.is_stopped(now_s)
         ]
         if not asleep or len(asleep) + len(out_of_action) < 2:  # noqa: PLR2004 - one waits for another
             return None
-        ranks = {worker.rank for worker in asleep}
+        ranks = {process.rank for process in asleep}
         if ranks <= self._asked and now_s < self._next_s:
             return None
         is_new = bool(ranks - self._asked)
@@ -276,16 +279,16 @@ class DeadlockWatch:
         self._ask(asleep, now_s)
         return None
 
-    def _ask(self, workers: Sequence[Worker], now_s: float) -> None:
+    def _ask(self, processes: Sequence[RankProcess], now_s: float) -> None:
         self._ran_when_asked = {
-            each.rank: self._threads[each.rank].activity.ran for each in workers
+            each.rank: self._threads[each.rank].activity.ran for each in processes
         }
-        self._inquiry = _Inquiry(workers, ends_s=now_s + self._settings.answer_s)
+        self._inquiry = _Inquiry(processes, ends_s=now_s + self._settings.answer_s)
 
     def _views(self, answers: dict[int, Whereabouts], now_s: float) -> dict[int, RankView]:
         # If the user has set a timeout for collectives, a stopped rank gets that time to be continued.
         defaults = {0.0, *_TORCH_TIMEOUTS_S}
-        timeouts = next(iter(self._threads.values())).worker.spec.timeouts
+        timeouts = next(iter(self._threads.values())).process.spec.timeouts
         if "collective" not in timeouts.chosen:
             defaults.add(timeouts.collective.total_seconds())
         is_bounded = any(
@@ -296,16 +299,16 @@ class DeadlockWatch:
         )
         views = {}
         for rank, thread in self._threads.items():
-            worker, at = thread.worker, answers.get(rank)
-            if worker.returned is not None:
-                at = Whereabouts(position=worker.returned.position)
+            process, at = thread.process, answers.get(rank)
+            if process.returned is not None:
+                at = Whereabouts(position=process.returned.position)
             thread.look(now_s)
             views[rank] = RankView(
                 rank=rank,
                 at=at,
                 is_asleep=rank in self._ran_when_asked
                 and thread.activity.ran == self._ran_when_asked[rank],
-                has_left=worker.returned is not None,
+                has_left=process.returned is not None,
                 is_stopped=thread.is_stopped(now_s) and not is_bounded,
             )
         return views
@@ -317,7 +320,7 @@ class LiveWatch:
     All three ask the ranks where they are, and `is_deadlocked` does the next step of each.
 
     Args:
-        workers: The ranks of this host.
+        processes: The ranks of this host.
         clock: Returns the time in seconds.
         others: The ranks of other hosts. They appear in the status only: a proof needs ``/proc``, and
             the ranks of one host prove nothing about a job on several.
@@ -329,17 +332,17 @@ class LiveWatch:
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        processes: Sequence[RankProcess],
         *,
         clock: Callable[[], float],
         others: Sequence[RankState] = (),
     ) -> None:
         """Start the clocks."""
-        self._workers, self._others = workers, others
+        self._processes, self._others = processes, others
         self._clock = clock
         self._settings = SETTINGS
-        self._deadlocks = DeadlockWatch(workers, self._settings, now_s=clock())
-        self._idle = IdleWatch(workers, sample_s=self._settings.idle_sample_s)
+        self._deadlocks = DeadlockWatch(processes, self._settings, now_s=clock())
+        self._idle = IdleWatch(processes, sample_s=self._settings.idle_sample_s)
         self._has_looked = False
         self._inquiry: _Inquiry | None = None
         self._signalled: dict[int, int] | None = None
@@ -354,7 +357,7 @@ class LiveWatch:
         self.proof: Deadlock | None = None
         self.longest_s = 0.0
         self._rates = Rates(clock)
-        self._socket = StatusSocket(Path(workers[0].spec.run_dir)) if workers else None
+        self._socket = StatusSocket(Path(processes[0].spec.run_dir)) if processes else None
         self._wants_stacks = False
 
     def handles(self) -> list[int]:
@@ -368,7 +371,7 @@ class LiveWatch:
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
-        if not self._workers:
+        if not self._processes:
             return math.inf
         if self._deadlocks.is_asking or self._inquiry is not None:
             return _LOOK_FOR_ANSWERS_S
@@ -377,7 +380,7 @@ class LiveWatch:
     def is_deadlocked(self) -> bool:
         """Look if it is time to; return whether the ranks are proved to wait for ever."""
         now_s = self._clock()
-        if not self._workers:
+        if not self._processes:
             return False
         # A request for the status asks the ranks, too; requests that come before the answer share it.
         wants_stacks = None if self._socket is None else self._socket.accept()
@@ -389,15 +392,16 @@ class LiveWatch:
         if now_s < self._next_look_s and not self._deadlocks.is_asking and self._inquiry is None:
             return False
         self._next_look_s = now_s + self._settings.look_s
-        progress = {each.rank: each.progress() for each in (*self._workers, *self._others)}
+        progress = {each.rank: each.progress() for each in (*self._processes, *self._others)}
         self._rates.note({rank: made.steps for rank, made in progress.items()})
-        if len(self._workers) > 1 and not self._others:
+        if len(self._processes) > 1 and not self._others:
             self.proof = self._deadlocks.look(now_s)
         else:
             self._deadlocks.read_states(now_s)
-        own = [(worker, progress[worker.rank]) for worker in self._workers]
+        own = [(process, progress[process.rank]) for process in self._processes]
         seen = [
-            (worker.phase, worker.returned is None, made.steps, made.saves) for worker, made in own
+            (process.phase, process.returned is None, made.steps, made.saves)
+            for process, made in own
         ]
         if seen != self._seen:
             self._seen = seen
@@ -455,14 +459,14 @@ class LiveWatch:
             now_s < self._next_warning_s and not (self._was_slow and self._is_idle())
         ):
             return False
-        if all(worker.returned is not None for worker in self._workers):
+        if all(process.returned is not None for process in self._processes):
             return False
         # Imports and the preparation of data may take minutes.
-        is_slow = not all(worker.joined for worker in self._workers) and not self._is_idle()
+        is_slow = not all(process.joined for process in self._processes) and not self._is_idle()
         return now_s - self._last_progress_s >= self._limit_s(is_slow=is_slow)
 
     def _start_inquiry(self, now_s: float) -> None:
-        asked: list[RankState] = [each for each in self._workers if each.alive]
+        asked: list[RankState] = [each for each in self._processes if each.alive]
         asked += [each for each in self._others if each.joined and each.ended_ns is None]
         asked = [each for each in asked if each.returned is None]
         self._signalled = None
@@ -477,8 +481,8 @@ class LiveWatch:
         if not inquiry.is_over(now_s):
             return
         answers = inquiry.answers()
-        asked = {each.rank for each in inquiry.workers}
-        own = [each for each in self._workers if each.rank in asked]
+        asked = {each.rank for each in inquiry.processes}
+        own = [each for each in self._processes if each.rank in asked]
         silent = [each for each in own if each.rank not in answers]
         if silent and self._signalled is None:
             self._signalled = {each.rank: ask_for_stacks(each) for each in silent}
@@ -498,7 +502,7 @@ class LiveWatch:
     def _facts(
         self, answers: dict[int, Whereabouts], stacks: dict[int, list[Frame]]
     ) -> dict[str, Any]:
-        spec = self._workers[0].spec
+        spec = self._processes[0].spec
         facts: dict[str, Any] = {
             "schema": 1,
             "pid": os.getpid(),
@@ -511,14 +515,17 @@ class LiveWatch:
                 for each in find_stragglers(
                     {rank: at.position.arrivals for rank, at in answers.items()},
                     {
-                        **{worker.rank: worker.spec.world.node_rank for worker in self._workers},
+                        **{
+                            process.rank: process.spec.world.node_rank
+                            for process in self._processes
+                        },
                         **{other.rank: other.outcome().node_rank for other in self._others},
                     },
                 )
             ],
             "ranks": [
-                self._facts_of(worker, answers.get(worker.rank), stacks.get(worker.rank))
-                for worker in self._workers
+                self._facts_of(process, answers.get(process.rank), stacks.get(process.rank))
+                for process in self._processes
             ],
         }
         for other in self._others:
@@ -532,20 +539,20 @@ class LiveWatch:
         return facts
 
     def _facts_of(
-        self, worker: Worker, at: Whereabouts | None, stack: list[Frame] | None
+        self, process: RankProcess, at: Whereabouts | None, stack: list[Frame] | None
     ) -> dict[str, object]:
         """Return what is known about a rank of this host: `_shared_facts` and more."""
-        made = worker.progress()
+        made = process.progress()
         frames = at.threads[0].frames if at is not None and at.threads else stack or ()
-        outcome = self._outcome(worker, at, frames)
+        outcome = self._outcome(process, at, frames)
         threads = [] if at is None else [(each.name, each.frames) for each in at.threads]
         loader_workers = (
-            find_busy_loader_workers(worker) if self._wants_stacks and worker.alive else []
+            find_busy_loader_workers(process) if self._wants_stacks and process.alive else []
         )
         return {
-            **self._shared_facts(worker, outcome, at),
-            "pid": worker.pid,
-            "state": outcome.state or self._deadlocks.state(worker.rank),
+            **self._shared_facts(process, outcome, at),
+            "pid": process.pid,
+            "state": outcome.state or self._deadlocks.state(process.rank),
             "last_step_s": round((time.monotonic_ns() - made.last_ns) / 1e9, 3)
             if made.last_ns
             else None,
@@ -592,10 +599,10 @@ class LiveWatch:
         }
         frames.update(stacks)
         outcomes = {
-            worker.rank: self._outcome(
-                worker, answers.get(worker.rank), frames.get(worker.rank, ())
+            process.rank: self._outcome(
+                process, answers.get(process.rank), frames.get(process.rank, ())
             )
-            for worker in self._workers
+            for process in self._processes
         }
         # Collectives show progress where steps are not counted. Only new ones count: converted from the
         # wall clock, the time at which the same one was entered differs a little at each look.
@@ -621,11 +628,11 @@ class LiveWatch:
         if now_s - self._last_progress_s < self._limit_s(is_slow=is_slow):
             self._was_slow = is_slow
             return
-        workers = {worker.rank: worker for worker in self._workers}
+        processes = {process.rank: process for process in self._processes}
 
         def place_of(outcome: RankOutcome) -> str:
             seen = frames.get(outcome.rank, ())
-            return _place_of(outcome) + name_awaited_processes(workers[outcome.rank], seen)
+            return _place_of(outcome) + name_awaited_processes(processes[outcome.rank], seen)
 
         if differ:
             calls = [(out.rank, each) for out, each in cause.evidence.calls]
@@ -674,14 +681,14 @@ class LiveWatch:
         )
 
     def _outcome(
-        self, worker: Worker, at: Whereabouts | None, frames: Sequence[Frame]
+        self, process: RankProcess, at: Whereabouts | None, frames: Sequence[Frame]
     ) -> RankOutcome:
         """Return the outcome that the diagnosis would get if the attempt ended now."""
         reading = read_frames(frames)
-        outcome = worker.outcome()
+        outcome = process.outcome()
         if outcome.status == "returned":
             return outcome
-        is_stopped = self._deadlocks.state(worker.rank) == "T"
+        is_stopped = self._deadlocks.state(process.rank) == "T"
         return replace(
             outcome,
             position=None if at is None else at.position,
@@ -693,7 +700,7 @@ class LiveWatch:
 
     def _has_begun(self, answers: dict[int, Whereabouts], goal: Collective | None) -> bool:
         """Return whether the length of a step is known, or of the collective that the ranks wait in."""
-        if any(worker.progress().steps >= _KNOWN_STEPS for worker in self._workers):
+        if any(process.progress().steps >= _KNOWN_STEPS for process in self._processes):
             return True
         if goal is not None and goal.number > _MANY_COLLECTIVES:
             return True

@@ -18,7 +18,7 @@ from ddpsafe._wire.messages import MAIN_GROUP, last_in_main
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ddpsafe._launcher.processes.rank_process import RankState, Worker
+    from ddpsafe._launcher.processes.rank_process import RankProcess, RankState
     from ddpsafe._wire.messages import Collective, Position
     from ddpsafe._wire.rank_pipe import Progress
 
@@ -73,9 +73,9 @@ class SequenceWatch:
     the group of all ranks waits for ever, so there is no need to wait for a timeout.
     """
 
-    def __init__(self, workers: Sequence[RankState]) -> None:
+    def __init__(self, processes: Sequence[RankState]) -> None:
         """Ask no rank until one has returned."""
-        self._workers = workers
+        self._processes = processes
         self._schedule = _AskSchedule(_FIRST_PAUSE_RETURNED_S)
         self._returned = 0
         self._waiting: dict[int, Collective] = {}
@@ -89,37 +89,37 @@ class SequenceWatch:
         """Return whether two answers in a row show that a rank waits for one that has returned."""
         if not self._is_needed():
             return False
-        returned = sum(worker.returned is not None for worker in self._workers)
+        returned = sum(process.returned is not None for process in self._processes)
         if returned != self._returned:
             self._returned = returned
             self._schedule.restart()
         if not self._schedule.is_due():
             return False
         ends = [
-            0 if (last := last_in_main(worker.returned.position)) is None else last.number
-            for worker in self._workers
-            if worker.returned is not None and worker.returned.is_reported
+            0 if (last := last_in_main(process.returned.position)) is None else last.number
+            for process in self._processes
+            if process.returned is not None and process.returned.is_reported
         ]
         waiting = {
-            worker.rank: last
-            for worker in self._workers
-            if worker.returned is None
-            and (last := last_in_main(worker.position)) is not None
+            process.rank: last
+            for process in self._processes
+            if process.returned is None
+            and (last := last_in_main(process.position)) is not None
             and not last.done
             and last.number > min(ends, default=last.number)
         }
-        answers = {worker.rank: worker.position for worker in self._workers}
+        answers = {process.rank: process.position for process in self._processes}
         # The same answer as at the last look is not a second one.
         fresh = {rank for rank in waiting if answers[rank] is not self._answers.get(rank)}
         same = {rank for rank in fresh if self._waiting.get(rank) == waiting[rank]}
         self._waiting, self._answers = waiting, answers
-        for worker in self._workers:
-            if worker.alive and worker.returned is None:
-                worker.ask_position()
+        for process in self._processes:
+            if process.alive and process.returned is None:
+                process.ask_position()
         return bool(same)
 
     def _is_needed(self) -> bool:
-        returned = [worker.returned is not None for worker in self._workers]
+        returned = [process.returned is not None for process in self._processes]
         return any(returned) and not all(returned)
 
 
@@ -130,9 +130,9 @@ class FlightWatch:
     before its timeout, and there is nothing left to learn from waiting for it.
     """
 
-    def __init__(self, workers: Sequence[RankState]) -> None:
+    def __init__(self, processes: Sequence[RankState]) -> None:
         """Ask no rank until an exception has been seen in flight."""
-        self._workers = workers
+        self._processes = processes
         self._schedule = _AskSchedule(_FIRST_PAUSE_IN_FLIGHT_S)
         self._answers: dict[int, Position | None] = {}
         self._repeats: Counter[int] = Counter()
@@ -140,21 +140,21 @@ class FlightWatch:
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
-        needed = any(map(_has_exception_in_flight, self._workers))
+        needed = any(map(_has_exception_in_flight, self._processes))
         return self._schedule.interval_s() if needed else _NEVER_S
 
     def is_stuck(self) -> bool:
         """Return whether such a rank and one that waits for it stay where they are."""
-        failing = {worker.rank for worker in self._workers if _has_exception_in_flight(worker)}
+        failing = {process.rank for process in self._processes if _has_exception_in_flight(process)}
         new, self._failing = failing - self._failing, failing
         if new:
             self._schedule.restart()
         if not failing or not self._schedule.is_due():
             return False
-        for worker in self._workers:
-            if worker.alive and worker.returned is None:
-                self._compare(worker, is_new=worker.rank in new)
-                worker.ask_position()
+        for process in self._processes:
+            if process.alive and process.returned is None:
+                self._compare(process, is_new=process.rank in new)
+                process.ask_position()
         staying = {rank for rank, repeats in self._repeats.items() if repeats >= _REPEATS}
         places = {rank: self._answers[rank] for rank in staying}
         for mine in failing & staying:
@@ -167,19 +167,19 @@ class FlightWatch:
                 return True
         return False
 
-    def _compare(self, worker: RankState, *, is_new: bool) -> None:
+    def _compare(self, process: RankState, *, is_new: bool) -> None:
         """Count how many answers in a row show the rank in the same place."""
-        before, now = self._answers.get(worker.rank), worker.position
+        before, now = self._answers.get(process.rank), process.position
         if is_new or last_in_main(before) != last_in_main(now):
-            self._repeats[worker.rank] = 0
+            self._repeats[process.rank] = 0
         elif now is not before:  # the rank has answered again
-            self._repeats[worker.rank] += 1
-        self._answers[worker.rank] = now
+            self._repeats[process.rank] += 1
+        self._answers[process.rank] = now
 
 
-def _has_exception_in_flight(worker: RankState) -> bool:
-    is_running = worker.alive and worker.returned is None
-    return is_running and worker.raised is not None and not worker.failed
+def _has_exception_in_flight(process: RankState) -> bool:
+    is_running = process.alive and process.returned is None
+    return is_running and process.raised is not None and not process.failed
 
 
 def _wait_for_each_other(mine: Collective | None, theirs: Collective | None) -> bool:
@@ -198,16 +198,16 @@ class StderrWatch:
     ranks are alive, and can still be asked where they are.
     """
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
+    def __init__(self, processes: Sequence[RankProcess]) -> None:
         """Read nothing yet."""
         self._watched = []
-        for worker in workers:
+        for process in processes:
             # With other settings the watchdog does not end the process: the script handles NCCL errors.
-            env = {**(worker.spec.inherited_env or os.environ), **worker.spec.env}
+            env = {**(process.spec.inherited_env or os.environ), **process.spec.env}
             tears_down = env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") in ("1", "3")
             raises = env.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("0", "")
             if tears_down and not raises:
-                self._watched.append(worker)
+                self._watched.append(process)
         self._read: dict[int, int] = {}
 
     def interval_s(self) -> float:
@@ -216,21 +216,21 @@ class StderrWatch:
 
     def look(self) -> None:
         """Read what ranks have written since the last look; keep the watchdog's message."""
-        for worker in filter(_may_announce, self._watched):
-            path, read = worker.spec.logs.stderr, self._read.get(worker.rank, 0)
+        for process in filter(_may_announce, self._watched):
+            path, read = process.spec.logs.stderr, self._read.get(process.rank, 0)
             with contextlib.suppress(OSError):
                 size = os.stat(path).st_size  # noqa: PTH116 - twice a second for each rank
                 if size > read:
                     with Path(path).open("rb") as file:
                         file.seek(max(0, read - _OVERLAP_BYTES))
                         is_announced = says_that_it_ends(file.read())
-                    self._read[worker.rank] = size
+                    self._read[process.rank] = size
                     if is_announced:
-                        worker.note_native(read_native_error(worker.error_text()))
+                        process.note_native(read_native_error(process.error_text()))
 
 
-def _may_announce(worker: Worker) -> bool:
-    return worker.alive and worker.returned is None and worker.native is None
+def _may_announce(process: RankProcess) -> bool:
+    return process.alive and process.returned is None and process.native is None
 
 
 class LearnedGaps:
@@ -318,13 +318,13 @@ class ProgressWatch:
 
     def __init__(
         self,
-        workers: Sequence[RankState],
+        processes: Sequence[RankState],
         limit: timedelta | Literal["auto"] | None,
         *,
         learned: LearnedGaps | None = None,
     ) -> None:
         """Start to measure; with ``None`` nothing is too long."""
-        self._workers = workers
+        self._processes = processes
         self._is_auto = limit == "auto"
         self._learned = learned or LearnedGaps()
         self._limit = limit if isinstance(limit, timedelta) else None
@@ -352,13 +352,13 @@ class ProgressWatch:
         """Return whether the deadline has passed without a sign of progress."""
         if self._limit is None and not self._is_auto:
             return False
-        progress = [worker.progress() for worker in self._workers]
+        progress = [process.progress() for process in self._processes]
         seen = [
             (each.phase, made, each.returned is None)
-            for each, made in zip(self._workers, progress, strict=True)
+            for each, made in zip(self._processes, progress, strict=True)
         ]
         # `timeouts.rendezvous` limits the time until all have joined.
-        starting = not all(worker.joined for worker in self._workers)
+        starting = not all(process.joined for process in self._processes)
         if starting or seen != self._seen:
             self._learn(progress, starting=starting)
             self._seen = seen
@@ -366,7 +366,7 @@ class ProgressWatch:
         if self._limit is None:
             return False
         # A collective is a sign of progress, too: measure from the last one that a rank has entered.
-        entered_ns = self._collectives.last_entered_ns(each.position for each in self._workers)
+        entered_ns = self._collectives.last_entered_ns(each.position for each in self._processes)
         if entered_ns:
             ago = timedelta(seconds=max(0, time.time_ns() - entered_ns) / 1e9)
             if self._limit - ago > timedelta(seconds=self._deadline.remaining_s()):
@@ -374,9 +374,9 @@ class ProgressWatch:
         left_s = self._deadline.remaining_s()
         if left_s <= self._ask_at_s:
             self._ask_at_s = left_s / 2 if left_s > _LAST_QUESTION_S else 0.0
-            for worker in self._workers:
-                if worker.alive and worker.joined:
-                    worker.ask_position()
+            for process in self._processes:
+                if process.alive and process.joined:
+                    process.ask_position()
         return self._deadline.expired()
 
     def restart(self) -> None:
@@ -401,7 +401,7 @@ class ProgressWatch:
         self._was_starting, self._was_saving = starting, is_saving
         # A step may be seen in shared memory before the rank's report that it has joined is read.
         self._is_first = starting or not has_stepped
-        leaves = any(each.returned is not None for each in self._workers)
+        leaves = any(each.returned is not None for each in self._processes)
         self._limit = (
             None
             if starting or leaves  # how long the end takes after the last step was never learned

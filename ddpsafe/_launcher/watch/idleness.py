@@ -21,7 +21,7 @@ from ddpsafe._launcher.diagnosis.rank_readings import is_alone_in_job
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ddpsafe._launcher.processes.rank_process import Worker
+    from ddpsafe._launcher.processes.rank_process import RankProcess
 
 _SAMPLE_S: Final = 5.0
 # A thread that polls a lock 20 times a second uses less.
@@ -186,20 +186,20 @@ class IdleWatch:
     """Measures for how long all ranks of this host have been idle.
 
     Args:
-        workers: The ranks.
+        processes: The ranks.
         sample_s: The time between two samples, in seconds.
         read: Reads what the ranks have used.
     """
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        processes: Sequence[RankProcess],
         *,
         sample_s: float = _SAMPLE_S,
         read: Callable[[Sequence[int]], Mapping[int, Usage | None]] = read_usage,
     ) -> None:
         """Know nothing yet."""
-        self._workers = workers
+        self._processes = processes
         self._sample_s = sample_s
         self._read = read
         self._last: Mapping[int, Usage | None] = {}
@@ -221,10 +221,10 @@ class IdleWatch:
             return
         ranks = [
             each.pid
-            for each in self._workers
+            for each in self._processes
             if each.pid is not None and each.alive and each.returned is None
         ]
-        answers = [(each.whereabouts, each.position) for each in self._workers]
+        answers = [(each.whereabouts, each.position) for each in self._processes]
         usage = self._read(ranks)
         has_answered = len(answers) != len(self._answers) or any(
             one is not other

@@ -32,7 +32,7 @@ class StopRequest:
 
     def __init__(
         self,
-        workers: Sequence[RankState],
+        processes: Sequence[RankState],
         inbox: SignalInbox,
         *,
         limit: timedelta,
@@ -41,12 +41,12 @@ class StopRequest:
         """Start without a request.
 
         Args:
-            workers: The ranks.
+            processes: The ranks.
             inbox: Signals to the launcher.
             limit: How long ranks may take to save and return.
             clock: The clock for the limit.
         """
-        self._workers = workers
+        self._processes = processes
         self._inbox = inbox
         self.limit = limit
         self._clock = clock
@@ -56,13 +56,13 @@ class StopRequest:
 
     def must_end(self) -> bool:
         """Return whether the ranks have to be ended now; if not, ask them to stop by themselves."""
-        asked = any(worker.stop.asked_by is not None for worker in self._workers)
+        asked = any(process.stop.asked_by is not None for process in self._processes)
         if self._inbox.received is None and not asked:
             return False
         if self._inbox.received == signal.SIGINT or self._inbox.insists:
             return True
         if self.deadline is None:
-            if not any(worker.stop.accepts for worker in self._workers):
+            if not any(process.stop.accepts for process in self._processes):
                 # SIGUSR1, or a signal to one rank only, is an early warning that can wait.
                 ordered = is_order(self._inbox.received)
                 source = self.source()
@@ -78,8 +78,8 @@ class StopRequest:
                     self._warned_of = source
                 return ordered
             self.deadline = Deadline.after(self.limit, clock=self._clock)
-            for worker in self._workers:
-                worker.stop.ask()
+            for process in self._processes:
+                process.stop.ask()
             logger.warning(
                 "%s: the ranks are asked to save and return, within %.0f s (timeouts.stop)",
                 self.source(),
@@ -87,11 +87,11 @@ class StopRequest:
             )
         if not self._is_agreed:
             # All ranks stop at the agreed step: the first call that none of them has answered.
-            promises = [worker.stop.promise for worker in self._workers]
+            promises = [process.stop.promise for process in self._processes]
             known = [promise for promise in promises if promise is not None]
             if len(known) == len(promises):
-                for worker in self._workers:
-                    worker.stop.stop_at(max(known))
+                for process in self._processes:
+                    process.stop.stop_at(max(known))
                 self._is_agreed = True
         return False
 
@@ -103,5 +103,5 @@ class StopRequest:
         """Return which signal was received, and by which process."""
         if self._inbox.received is not None:
             return f"{self._inbox.received.name} to the launcher"
-        asked = [worker for worker in self._workers if worker.stop.asked_by is not None]
-        return ", ".join(f"{worker.stop.asked_by} to rank {worker.rank}" for worker in asked)
+        asked = [process for process in self._processes if process.stop.asked_by is not None]
+        return ", ".join(f"{process.stop.asked_by} to rank {process.rank}" for process in asked)

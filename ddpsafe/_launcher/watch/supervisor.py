@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ddpsafe._config import Timeouts
     from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
     from ddpsafe._launcher.diagnosis.wait_graph import Deadlock
-    from ddpsafe._launcher.processes.rank_process import RankState, Worker
+    from ddpsafe._launcher.processes.rank_process import RankProcess, RankState
     from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._wire.messages import RankOutcome
 
@@ -141,18 +141,18 @@ class Peers:
     def gather_evidence(
         self,
         ending: Ending,
-        workers: Sequence[Worker],
-        ask_where: Callable[[Sequence[Worker]], None],
+        processes: Sequence[RankProcess],
+        ask_where: Callable[[Sequence[RankProcess]], None],
     ) -> Ending:
         """Have the ranks of all nodes asked where they are; return why the attempt ended.
 
         Args:
             ending: Why it ended, as far as known before.
-            workers: The ranks of this node.
+            processes: The ranks of this node.
             ask_where: Asks those.
         """
         if ending.reason not in ("done", "signal"):
-            ask_where(workers)
+            ask_where(processes)
         return ending
 
     def longest_grace_s(self, own_s: float | None) -> float | None:
@@ -190,7 +190,7 @@ class AttemptWatch:
     """Watches the ranks of one attempt, on all its nodes, until it has ended.
 
     Args:
-        workers: The ranks of this node.
+        processes: The ranks of this node.
         timeouts: The launcher's deadlines.
         inbox: Signals to the launcher.
         peers: The ranks of other nodes, if there are any.
@@ -199,7 +199,7 @@ class AttemptWatch:
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        processes: Sequence[RankProcess],
         *,
         timeouts: Timeouts,
         inbox: SignalInbox,
@@ -207,10 +207,10 @@ class AttemptWatch:
         learned: LearnedGaps | None = None,
     ) -> None:
         """Start the clocks."""
-        self._workers = workers
+        self._processes = processes
         self._peers = Peers() if peers is None else peers
         others = self._peers.ranks
-        ranks: Sequence[RankState] = [*workers, *others]
+        ranks: Sequence[RankState] = [*processes, *others]
         self._ranks = ranks
         self._timeouts = timeouts
         self._inbox = inbox
@@ -221,9 +221,9 @@ class AttemptWatch:
         self.stop_request = StopRequest(ranks, inbox, limit=timeouts.stop, clock=self._clock)
         self._sequence = SequenceWatch(ranks)
         self._flight = FlightWatch(ranks)
-        self._stderr = StderrWatch(workers)
+        self._stderr = StderrWatch(processes)
         self._progress = ProgressWatch(ranks, timeouts.progress, learned=learned)
-        self._live = LiveWatch(workers, clock=self._clock, others=others)
+        self._live = LiveWatch(processes, clock=self._clock, others=others)
 
     def until_end(self) -> Ending:
         """Wait until the attempt has ended, successfully or not.
@@ -262,18 +262,18 @@ class AttemptWatch:
                 return must_stop
 
             unfinished = let_ranks_leave(
-                self._workers,
+                self._processes,
                 self._timeouts,
                 clock=self._clock,
                 wait=self._wait,
                 is_over=is_over,
             )
-            warn_of_late_ends(self._workers)
+            warn_of_late_ends(self._processes)
             if unfinished and self.stop_request.is_overdue():
                 reason = "stop-timeout"
             elif unfinished and not must_stop:
                 reason = "finish-timeout"
-            elif not must_stop and any(worker.broke_late for worker in self._workers):
+            elif not must_stop and any(process.broke_late for process in self._processes):
                 reason = "failed"
         return Ending(
             reason=reason,
@@ -327,10 +327,10 @@ class AttemptWatch:
 
     def _wait(self, limit_s: float) -> None:
         """Wait up to `limit_s` seconds for a rank's report or end, or a signal, and take note of it."""
-        alive = [worker for worker in self._workers if worker.alive]
-        handles = [self._inbox.fileno(), *(worker.end_handle() for worker in alive)]
+        alive = [process for process in self._processes if process.alive]
+        handles = [self._inbox.fileno(), *(process.end_handle() for process in alive)]
         handles += self._live.handles()
-        handles += [worker.receiver.fileno() for worker in alive if not worker.receiver.closed]
+        handles += [process.receiver.fileno() for process in alive if not process.receiver.closed]
         handles += self._peers.handles()
         limit_s = min(limit_s, _LONGEST_WAIT_S)
         ready = wait(handles, limit_s)
@@ -341,16 +341,16 @@ class AttemptWatch:
         seen_ns = time.monotonic_ns()
         if self._inbox.fileno() in ready:
             os.read(self._inbox.fileno(), 1)
-        for worker in alive:
-            worker.take_reports()
-            if worker.end_handle() in ready:
-                worker.note_end(seen_ns)
+        for process in alive:
+            process.take_reports()
+            if process.end_handle() in ready:
+                process.note_end(seen_ns)
         reap_orphans()
         self._peers.take_news()
 
 
 def let_ranks_leave(
-    workers: Sequence[Worker],
+    processes: Sequence[RankProcess],
     timeouts: Timeouts,
     *,
     wait: Callable[[float], object],
@@ -364,7 +364,7 @@ def let_ranks_leave(
     gets the time it needs, or ``timeouts.finish``. A warning names it from time to time.
 
     Args:
-        workers: The ranks of this node.
+        processes: The ranks of this node.
         timeouts: Their limits.
         wait: Waits up to so many seconds for reports and ends of the ranks, and takes note of them.
         is_over: Returns whether the ranks have to be ended now.
@@ -379,90 +379,90 @@ def let_ranks_leave(
     has_asked = False
     stuck: set[int] = set()
     while True:
-        alive = [each for each in workers if each.alive]
+        alive = [each for each in processes if each.alive]
         if shutdown.expired():
-            for worker in alive:
-                if not worker.is_finishing and worker.rank not in stuck:
-                    stuck.add(worker.rank)
+            for process in alive:
+                if not process.is_finishing and process.rank not in stuck:
+                    stuck.add(process.rank)
                     logger.warning(
                         "rank %d has returned, but did not leave its process group within %g s "
                         "(timeouts.shutdown), so it will be ended; its return value is kept",
-                        worker.rank,
+                        process.rank,
                         timeouts.shutdown.total_seconds(),
                     )
         waited_for = [each for each in alive if each.rank not in stuck]
         if not waited_for:
             return {}
-        for worker in waited_for:
-            if worker.is_finishing:
-                finish.setdefault(worker.rank, Deadline.after(timeouts.finish, clock=clock))
+        for process in waited_for:
+            if process.is_finishing:
+                finish.setdefault(process.rank, Deadline.after(timeouts.finish, clock=clock))
         finishing = [each for each in waited_for if each.rank in finish]
         if is_over() or any(finish[each.rank].expired() for each in finishing):
             return {each.rank: _what_runs(each) for each in finishing}
         if next_step.expired():
-            for worker in waited_for:
+            for process in waited_for:
                 if has_asked:
                     logger.warning(
                         "rank %d has returned, but its process (pid %s) has not exited after %.0f s: it "
                         "waits for %s%s",
-                        worker.rank,
-                        worker.pid,
+                        process.rank,
+                        process.pid,
                         shutdown.waited_s(),
-                        _what_runs(worker),
-                        _what_then(worker, timeouts),
+                        _what_runs(process),
+                        _what_then(process, timeouts),
                     )
                 else:
-                    worker.ask_threads()
+                    process.ask_threads()
             pause = _ASK_THREADS_AGAIN_AFTER if has_asked else _THREADS_ANSWER
             next_step = Deadline.after(pause, clock=clock)
             has_asked = not has_asked
         limit = next_step if shutdown.expired() else next_step.earlier(shutdown)
-        for worker in finishing:
-            limit = limit.earlier(finish[worker.rank])
+        for process in finishing:
+            limit = limit.earlier(finish[process.rank])
         wait(limit.remaining_s())
 
 
-def warn_of_late_ends(workers: Sequence[Worker]) -> None:
+def warn_of_late_ends(processes: Sequence[RankProcess]) -> None:
     """Warn of ranks that broke after their function had returned: no failure, but something to know."""
-    for worker in workers:
-        code = worker.exitcode
-        is_late = worker.returned is not None and not worker.is_being_ended
-        if is_late and code and not worker.broke_late:
+    for process in processes:
+        code = process.exitcode
+        is_late = process.returned is not None and not process.is_being_ended
+        if is_late and code and not process.broke_late:
             logger.warning(
                 "rank %d %s after it had returned, in an exit function or in the end of a library; its "
                 "return value is kept (with run_dir=, so is its log)",
-                worker.rank,
+                process.rank,
                 f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}",
             )
 
 
-def _what_runs(worker: Worker) -> str:
+def _what_runs(process: RankProcess) -> str:
     """Return what keeps the process of a rank that has returned alive, if the rank has answered."""
-    if not worker.is_finishing:
+    if not process.is_finishing:
         return "its process group to end"
-    return "its own code" if worker.living_threads is None else str(worker.living_threads)
+    return "its own code" if process.living_threads is None else str(process.living_threads)
 
 
-def _what_then(worker: Worker, timeouts: Timeouts) -> str:
-    if not worker.is_finishing:
+def _what_then(process: RankProcess, timeouts: Timeouts) -> str:
+    if not process.is_finishing:
         limit_s = timeouts.shutdown.total_seconds()
         return f"; it will be ended after {limit_s:g} s (timeouts.shutdown)"
     limit = "" if timeouts.finish is None else f", at most {timeouts.finish.total_seconds():g} s"
     advice = "the launch ends when that is done"
-    if worker.living_threads is not None and worker.living_threads.queue:
+    if process.living_threads is not None and process.living_threads.queue:
         advice = "read the queue before you wait for the ranks; if the caller of spawn() reads it, use join=False"
     return f"; {advice}{limit} (timeouts.finish)"
 
 
-def has_failed(worker: RankState) -> bool:
+def has_failed(process: RankState) -> bool:
     """Return whether a rank has reported a failure, or ended without any report."""
-    if worker.returned is not None:
+    if process.returned is not None:
         return False
-    return worker.failed or worker.native is not None or not worker.alive
+    return process.failed or process.native is not None or not process.alive
 
 
-def _blames_a_peer(worker: RankState) -> bool:
+def _blames_a_peer(process: RankState) -> bool:
     """Return whether a failed rank has so far reported only that another rank failed."""
-    if worker.raised is not None:
-        return worker.raised.is_peer_error
-    return worker.native is not None and is_peer_origin(worker.native.origin)
+    if process.raised is not None:
+        return process.raised.is_peer_error
+    return process.native is not None and is_peer_origin(process.native.origin)
