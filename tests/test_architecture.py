@@ -60,7 +60,7 @@ BETWEEN_SIBLINGS: Final = {
     ): "ctx.loader makes the rank's loader; late",
     (
         "ddpsafe.data._loader.equal_readers",
-        "ddpsafe._worker.session",
+        "ddpsafe._worker.rank",
     ): "the store in which ranks compare what they read; late",
     (
         "ddpsafe.data._loader.equal_readers",
@@ -72,15 +72,15 @@ BETWEEN_SIBLINGS: Final = {
     ): "nodes are examined over a store; late",
     ("ddpsafe._worker.join.network", "ddpsafe.doctor._findings"): "as above",
     (
-        "ddpsafe.checkpoint._exchange",
+        "ddpsafe.checkpoint._checkpointer",
         "ddpsafe._worker.join.attached",
     ): "who and where the ranks are; late",
     (
-        "ddpsafe.checkpoint._exchange",
+        "ddpsafe.checkpoint._ranks",
         "ddpsafe._worker.pending_exception",
     ): "announces a wait; late",
     (
-        "ddpsafe.checkpoint._exchange",
+        "ddpsafe.checkpoint._ranks",
         "ddpsafe._worker.environment",
     ): "tells how far a rank is; late",
 }

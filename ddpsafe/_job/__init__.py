@@ -1,5 +1,10 @@
-"""What the processes of one job need to trust each other, whoever started them.
+"""How the processes of one job trust each other and agree, whoever has started them.
 
-Launchers of several nodes, ranks under another launcher and the doctors of several hosts use the same
-parts: `secret`.
+::
+
+    secret      the job's secret, and values that are signed with it
+    store_keys  the keys of a store: torch's, a folder's, signed ones
+    control     barriers and messages between ranks over a store
+    agreement   all report, one decides, all get the answer or raise the same error
+    peers       a rank that has ended is noticed while others wait for it
 """

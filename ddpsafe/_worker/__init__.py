@@ -9,7 +9,6 @@
     collectives        reduce, gather and broadcast
     model_check        compares the model over the ranks before DDP copies it
     process_group      `init_process_group` under a deadline, and its end
-    store_sync         barriers and messages over the store
     torch_hooks        every private name of torch, guarded
     whereabouts        where the rank is, read while it keeps running
     pending_exception  exceptions that a rank is handling when it begins to wait

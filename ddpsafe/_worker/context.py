@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TextIO, TypeVar, cast, 
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import BarrierTimeoutError, Explanation, RankRaisedError
+from ddpsafe._job.agreement import Group
 from ddpsafe._text import ranks_text
 from ddpsafe._wire.exception_facts import clip, text_of
-from ddpsafe._worker import collectives, pending_exception, stop_agreement
+from ddpsafe._worker import collectives, pending_exception
+from ddpsafe._worker.rank import this_rank
 from ddpsafe._worker.stop_agreement import NoAgreementError
 
 if TYPE_CHECKING:
@@ -25,14 +27,15 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from ddpsafe._config.durations import DurationLike
+    from ddpsafe._job.agreement import Absence
+    from ddpsafe._job.control import Control, Departure
     from ddpsafe._worker.collectives import ReduceOp
-    from ddpsafe._worker.store_sync import Control, Departure
     from ddpsafe._world import World
     from ddpsafe.data import DataLoader
 
 
 def barrier_timeout_error(
-    context: RankContext, label: str, missing: list[int], deadline: Deadline
+    context: RankContext, label: str, missing: list[int], deadline: Deadline, *, lost: str = ""
 ) -> BarrierTimeoutError:
     """Return the error of a rank whose barrier ended before all ranks had reached it.
 
@@ -41,6 +44,7 @@ def barrier_timeout_error(
         label: Name of the barrier.
         missing: The ranks that did not reach it.
         deadline: The deadline of the wait.
+        lost: Why the first of those ranks will never reach it, if that is known.
     """
     waited_s = deadline.waited_s()
     names = ranks_text(missing)
@@ -49,7 +53,10 @@ def barrier_timeout_error(
         f"in attempt {context.attempt}: {names} did not reach it."
     )
     departure = None if context.control is None else context.control.departure()
-    if departure is None:
+    if departure is None and lost:
+        cause = f"rank {missing[0]} is lost: {lost}"
+        fix = f"look at the last lines of rank {missing[0]}'s output."
+    elif departure is None:
         verb = "is slower, hangs," if len(missing) == 1 else "are slower, hang,"
         cause = f"{names} {verb} or took another branch of the script."
         fix = "let every rank call the same barriers in the same order, or raise timeouts.barrier."
@@ -102,44 +109,57 @@ def _after_departure(departure: Departure) -> tuple[str, str]:
 _MAX_MESSAGE: Final = 1_000
 
 
+class _Followers(Group):
+    """The ranks that one of them precedes; see `RankContext.rank_zero_first`."""
+
+    def __init__(self, context: RankContext, control: Control, *, local: bool) -> None:
+        # torchrun, Slurm by default, and ddpsafe number ranks node by node.
+        first = context.rank - context.local_rank
+        ranks = range(context.world_size)
+        if local:
+            ranks = range(first, first + context.local_world_size)
+        name = control.next_use(f"rank-zero-first/{context.node_rank if local else 'all'}")
+        super().__init__(control, name, context.world, ranks)
+        self._attempt = context.attempt
+
+    def as_own_error(self, error: BaseException) -> RankRaisedError:
+        """Return the error of the other ranks for whatever the first one has raised."""
+        return RankRaisedError(
+            Explanation(
+                f"rank {self.rank} failed in rank_zero_first: {type(error).__name__}: "
+                f"{clip(text_of(error), _MAX_MESSAGE)}.",
+                cause=f"the error of rank {self.rank} above.",
+                fix=f"see the error of rank {self.rank} itself; this rank only waited for it.",
+            ),
+            rank=self.rank,
+            local_rank=0,
+            hostname="",
+            attempt=self._attempt,
+        )
+
+
 @contextlib.contextmanager
 def following(context: RankContext, *, local: bool) -> Iterator[None]:
     """Run the body on the leading rank first, then on the others; see `RankContext.rank_zero_first`."""
-    control = context.control
-    if control is None:
+    if context.control is None:
         collectives.require_group(context.world)
         yield
         return
-    name = f"rank-zero-first/{context.node_rank if local else 'all'}"
-    leads = context.is_local_main if local else context.is_main
-    if not leads:
-        # torchrun, Slurm by default, and ddpsafe number ranks node by node.
-        leader = context.rank - context.local_rank if local else 0
-        deadline = Deadline.after(context.barrier_timeout)
-        is_published, failure = control.result_of(name, deadline=deadline)
-        if not is_published:
-            raise barrier_timeout_error(context, "rank_zero_first", [leader], deadline)
-        if failure is not None:
-            failed = failure.rank
-            what = f"rank {failed} failed in rank_zero_first: {failure.error} (seen by {context.world})."
-            fix = f"see the error of rank {failed} itself; this rank only waited for it."
-            error = RankRaisedError(
-                Explanation(what, cause=f"the error of rank {failed} above.", fix=fix),
-                rank=failed,
-                local_rank=0,
-                hostname="",
-                attempt=context.attempt,
-            )
-            error.origin = "peer-lost"
-            raise error
-        yield
-        return
-    try:
-        yield
-    except BaseException as exc:
-        control.publish(name, f"{type(exc).__name__}: {clip(text_of(exc), _MAX_MESSAGE)}")
-        raise
-    control.publish(name, None)
+    deadline = Deadline.after(context.barrier_timeout)
+
+    def absence_error(absence: Absence) -> BarrierTimeoutError:
+        return barrier_timeout_error(
+            context, "rank_zero_first", absence.ranks, deadline, lost=absence.lost
+        )
+
+    with _Followers(context, context.control, local=local) as group:
+        exchange = group.begin("rank_zero_first")
+        if group.leads:
+            with exchange.leading():
+                yield
+            return
+        exchange.receive(deadline, absence_error)
+    yield
 
 
 P = ParamSpec("P")
@@ -292,7 +312,7 @@ class RankContext:
 
         Raises:
             RankRaisedError: On the other ranks, as soon as rank 0 has failed.
-            BarrierTimeoutError: Rank 0 was not done within ``timeouts.barrier``.
+            BarrierTimeoutError: Rank 0 was not done within ``timeouts.barrier``, or has ended.
         """
         if fn is None:
             return following(self, local=local)
@@ -410,7 +430,7 @@ class RankContext:
                 the call at which to do so.
         """
         collectives.require_group(self.world)
-        stop = stop_agreement.find_current()
+        stop = this_rank.stopping
         if stop is None:
             return False
         try:

@@ -60,6 +60,7 @@ from ddpsafe._wire.rank_pipe import (
 from ddpsafe._wire.spec import open_log, unreported_mark
 from ddpsafe._worker import environment, pending_exception, stop_agreement
 from ddpsafe._worker.inherited_place import prepare_interpreters
+from ddpsafe._worker.rank import this_rank
 from ddpsafe._worker.stop_agreement import LauncherLine, StopCalls
 from ddpsafe._worker.stop_signals import prepare_helpers, set_death_signal
 
@@ -379,7 +380,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
     # The calls of `stop_requested` are numbered, and the ranks agree on the number at which all stop.
     launcher_line = LauncherLine(sender, StopCalls())
     stopping = stop_agreement.Stopping(launcher_line.calls, launcher_line)
-    stop_agreement.enter(stopping)
+    this_rank.stopping = stopping
     stacks = environment.Stacks(spec.logs)
     since_start = HeldClock()
     _tie_to_launcher(
@@ -450,9 +451,9 @@ def _run_user_code(
     from ddpsafe._worker import session
     from ddpsafe._worker.torch_hooks import after_import_of_torch, import_torch, is_torch_loaded
 
-    pending_exception.report_to(reporter)
+    this_rank.reporter = reporter
     name_rank(spec.world, spec.attempt)
-    session.begin(spec, since_start)
+    this_rank.spec, this_rank.since_start = spec, since_start
 
     def use_torch() -> torch.device:
         session.install_hooks(spec)

@@ -14,6 +14,7 @@ from ddpsafe import _stdlib_private
 from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._wire.rank_pipe import Claim, StepCounter
 from ddpsafe._wire.spec import SAFE_PATH, STACKS_SIGNAL, open_log, semaphore_prefix
+from ddpsafe._worker.rank import this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -105,21 +106,18 @@ def apply_environment(spec: RankSpec) -> None:
 def borrow(variables: Mapping[str, str]) -> None:
     """Set variables until `give_back`, for as long as the process group exists."""
     for name, text in variables.items():
-        _borrowed.setdefault(name, os.environ.get(name))
+        this_rank.borrowed.setdefault(name, os.environ.get(name))
         os.environ[name] = text
 
 
 def give_back() -> None:
     """Restore the variables that `borrow` set."""
-    for name, text in _borrowed.items():
+    for name, text in this_rank.borrowed.items():
         if text is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = text
-    _borrowed.clear()
-
-
-_borrowed: dict[str, str | None] = {}
+    this_rank.borrowed.clear()
 
 
 def name_semaphores(launch_id: str) -> None:
@@ -172,9 +170,8 @@ def count_steps(
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    global _counter, _report_folder  # noqa: PLW0603 - one process is one rank
-    _counter = counter = StepCounter(fd)
-    _report_folder = report_folder
+    this_rank.counter = counter = StepCounter(fd)
+    this_rank.report_folder = report_folder
     rank_pid = os.getpid()
 
     def count(*_: object) -> None:
@@ -185,26 +182,22 @@ def count_steps(
     register_optimizer_step_post_hook(count)
 
 
-_counter: StepCounter | None = None
-_report_folder: Callable[[str], None] | None = None
-
-
 def note_checkpoint(step: int, *, is_new: bool) -> None:
     """Note a checkpoint for the launcher, which stops retrying if attempts get no further."""
-    if _counter is not None:
-        _counter.note_checkpoint(step, is_new=is_new)
+    if this_rank.counter is not None:
+        this_rank.counter.note_checkpoint(step, is_new=is_new)
 
 
 def note_checkpoint_folder(path: str) -> None:
     """Report where checkpoints are: a node that joins later must see the same folder."""
-    if _report_folder is not None:
-        _report_folder(path)
+    if this_rank.report_folder is not None:
+        this_rank.report_folder(path)
 
 
 def note_saving() -> None:
     """Note for the launcher that the rank is saving, which may take longer than its steps."""
-    if _counter is not None:
-        _counter.note_saving()
+    if this_rank.counter is not None:
+        this_rank.counter.note_saving()
 
 
 def use_device(name: str, *, is_current: bool = True) -> torch.device:
@@ -241,9 +234,7 @@ def seed_all(seed: int) -> None:
 
     import torch
 
-    from ddpsafe._worker.session import current_world
-
-    rank = current_world().rank
+    rank = this_rank.world.rank
     torch.manual_seed(seed)
     random.seed(f"ddpsafe/{seed}/{rank}")
     if "numpy" in sys.modules:

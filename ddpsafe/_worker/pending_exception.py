@@ -20,6 +20,7 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 
 from ddpsafe._wire.exception_facts import has_continued, note_wait
+from ddpsafe._worker.rank import this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,50 +36,37 @@ class ExceptionReporter(Protocol):
         """Withdraw the report."""
 
 
-_reporter: ExceptionReporter | None = None
-# Thread and id of the exception. A reference to it would keep the tensors of its frames alive.
-_open_report: tuple[int, int] | None = None
-
-
-def report_to(reporter: ExceptionReporter) -> None:
-    """Use this reporter from now on."""
-    global _reporter  # noqa: PLW0603 - one process is one rank
-    _reporter = reporter
-
-
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
     """Enclose a wait for other ranks: report an exception in flight before, withdraw it after."""
     exc = None
     handled = sys.exc_info()[1]
     # The rank may do its normal work inside an ``except`` block.
-    if _reporter is not None and (handled is None or not has_continued(handled)):
-        exc = _reporter.exception_in_flight()
+    if this_rank.reporter is not None and (handled is None or not has_continued(handled)):
+        exc = this_rank.reporter.exception_in_flight()
     yield
-    if _reporter is not None and exc is not None:
+    if this_rank.reporter is not None and exc is not None:
         note_wait(exc)
-        _reporter.recovered()
+        this_rank.reporter.recovered()
 
 
 def leaving_group() -> None:
     """Report the exception that the script handles while it destroys its process group."""
-    global _open_report  # noqa: PLW0603 - one process is one rank
-    exc = None if _reporter is None else _reporter.exception_in_flight()
+    exc = None if this_rank.reporter is None else this_rank.reporter.exception_in_flight()
     if exc is not None:
-        _open_report = (threading.get_ident(), id(exc))
+        this_rank.reported = (threading.get_ident(), id(exc))
 
 
 def withdraw_report() -> None:
     """Withdraw the report of `leaving_group`: the script continues."""
-    global _open_report  # noqa: PLW0603 - one process is one rank
-    if _reporter is not None and _open_report is not None:
-        _open_report = None
-        _reporter.recovered()
+    if this_rank.reporter is not None and this_rank.reported is not None:
+        this_rank.reported = None
+        this_rank.reporter.recovered()
 
 
 def after_step() -> None:
     """Withdraw the report of `leaving_group` if an optimizer steps outside of the ``except`` block."""
-    if _open_report is not None:
-        thread, exc = _open_report
+    if this_rank.reported is not None:
+        thread, exc = this_rank.reported
         if threading.get_ident() == thread and id(sys.exc_info()[1]) != exc:
             withdraw_report()

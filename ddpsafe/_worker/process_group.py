@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ddpsafe._clock import BoundedCall
 from ddpsafe._errors import CollectiveTimeoutError, Explanation, RendezvousTimeoutError
+from ddpsafe._job.agreement import Absence
 from ddpsafe._logging import get_logger
 from ddpsafe._text import ranks_text
 from ddpsafe._worker import pending_exception
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from ddpsafe._clock import Deadline
-    from ddpsafe._worker.store_sync import Control
+    from ddpsafe._job.control import Control
     from ddpsafe._world import World
 
 logger = get_logger(__name__)
@@ -83,26 +84,27 @@ def wait_for_everyone(control: Control | None, world: World, *, deadline: Deadli
     """
     missing = [] if control is None else control.barrier("join", deadline=deadline)
     if missing:
-        raise not_joined(world, missing, deadline)
+        raise absence_error(world, Absence(ranks=missing, waited_s=deadline.waited_s()))
     forget_collectives()
     pending_exception.withdraw_report()
 
 
-def not_joined(world: World, missing: list[int], deadline: Deadline) -> RendezvousTimeoutError:
+def absence_error(world: World, absence: Absence) -> RendezvousTimeoutError:
     """Return the error of a rank that waited for others to join."""
-    waited_s = deadline.waited_s()
-    names = ranks_text(missing)
-    what = f"{world} waited {waited_s:.1f} s to start, but {names} did not join."
-    verb = "was" if len(missing) == 1 else "were"
+    names = ranks_text(absence.ranks)
+    what = f"{world} waited {absence.waited_s:.1f} s to start, but {names} did not join."
+    verb = "was" if len(absence.ranks) == 1 else "were"
     cause = f"{names} {verb} never started, died during imports, or cannot reach the store."
+    if absence.lost:
+        cause = f"rank {absence.ranks[0]} is lost: {absence.lost}"
     fix = (
         f"look at the log of {names}; check that {world.world_size} processes were started; "
         "raise timeouts.rendezvous if starting them takes longer."
     )
     return RendezvousTimeoutError(
         Explanation(what, cause=cause, fix=fix),
-        waited_s=waited_s,
-        missing_ranks=missing,
+        waited_s=absence.waited_s,
+        missing_ranks=absence.ranks,
         kind="startup-network",
     )
 

@@ -2,74 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import Deadline
 from ddpsafe._host import without_cpp_warnings
+from ddpsafe._job.control import Control
+from ddpsafe._job.store_keys import FolderStore
 from ddpsafe._worker import context, model_check, pending_exception, process_group, torch_hooks
+from ddpsafe._worker.rank import this_rank
 from ddpsafe._worker.stop_signals import protect_torchs_helper
-from ddpsafe._worker.store_sync import Control, FolderStore
-from ddpsafe._world import JOINED, World, find_world, joined_mark, loopback_interfaces
+from ddpsafe._world import JOINED, joined_mark, loopback_interfaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
 
     import torch
-    from torch.distributed import Store, TCPStore
+    from torch.distributed import Store
 
+    from ddpsafe._job.store_keys import Keys
     from ddpsafe._wire.messages import Phase
     from ddpsafe._wire.spec import RankSpec, StorePlace
-    from ddpsafe._worker.context import RankContext
-    from ddpsafe._worker.store_sync import Keys
-
-
-_current: RankContext | None = None
-
-
-def enter(context: RankContext | None) -> RankContext | None:
-    """Make a context the current one; return the previous one."""
-    global _current
-    before, _current = _current, context
-    return before
-
-
-def find_current() -> RankContext | None:
-    """Return the context of this rank, or ``None`` if this process is not a rank."""
-    return _current
-
-
-def current_world() -> World:
-    """Return this process's world: from the context, else from the environment, else alone."""
-    if _current is not None:
-        return _current.world
-    return find_world(os.environ) or World.alone()
-
-
-_spec: RankSpec | None = None
-_since_start: Callable[[], float] = time.monotonic
-
-
-def find_spec() -> RankSpec | None:
-    """Return the spec of this rank, or ``None`` if ddpsafe's launcher did not start this process."""
-    return _spec
-
-
-def begin(spec: RankSpec, since_start: Callable[[], float]) -> None:
-    """Make this process a rank.
-
-    Args:
-        spec: The spec of this rank.
-        since_start: The clock for waits at the rendezvous. It stands still until the launcher has
-            started all ranks: if the launcher is suspended before (Ctrl-Z), it starts the rest only
-            when it resumes.
-    """
-    global _spec, _since_start
-    _spec, _since_start = spec, since_start
 
 
 def install_hooks(spec: RankSpec) -> None:
@@ -102,14 +57,14 @@ def _leave_loopback(spec: RankSpec) -> None:
 
 def _store_of_all_ranks(spec: RankSpec, timeout: timedelta | None) -> Store:
     """Wait for all ranks, then open the store for the group that the script makes."""
-    member = find_current()
+    member = this_rank.context
     control = None if member is None else member.control
     limit = spec.timeouts.rendezvous
     if timeout is None or torch_hooks.is_default_timeout(timeout):
         timeout = torch_hooks.DEFAULT_TIMEOUT
     if spec.style != "launch" and "rendezvous" not in spec.timeouts.chosen:
         limit = timeout  # a default of ddpsafe's must not end a script that works without it
-    deadline = Deadline.after(min(timeout, limit), clock=_since_start)
+    deadline = Deadline.after(min(timeout, limit), clock=this_rank.since_start)
     # gloo and NCCL would not name a missing rank.
     process_group.wait_for_everyone(control, spec.world, deadline=deadline)
     return open_fresh_store(spec)
@@ -132,7 +87,7 @@ def join(
         barrier_timeout=spec.timeouts.barrier,
         control=control,
     )
-    enter(member)
+    this_rank.context = member
     return member
 
 
@@ -149,7 +104,7 @@ def _open_control(spec: RankSpec) -> Control | None:
 
 def rendezvous_deadline(spec: RankSpec) -> Deadline:
     """Return the deadline of a rendezvous; time counts once the launcher has started all ranks."""
-    return Deadline.after(spec.timeouts.rendezvous, clock=_since_start)
+    return Deadline.after(spec.timeouts.rendezvous, clock=this_rank.since_start)
 
 
 def open_group(
@@ -169,9 +124,9 @@ def open_group(
 
 def leave(deadline: Deadline) -> None:
     """Leave the launch after success: wait for the other ranks and close the group."""
-    member = enter(None)
-    if member is None and _spec is not None:  # the script has not imported torch
-        control = _open_control(_spec) if _spec.store_place is None else None
+    member, this_rank.context, spec = this_rank.context, None, this_rank.spec
+    if member is None and spec is not None:  # the script has not imported torch
+        control = _open_control(spec) if spec.store_place is None else None
         if control is not None:
             control.arrive("leave")
         return
@@ -184,28 +139,24 @@ def leave(deadline: Deadline) -> None:
         control.arrive("leave")
 
 
-_groups = itertools.count()
-_clients: dict[str, TCPStore] = {}
-
-
 def _client(place: StorePlace, use: str) -> Store:
     """Return this use's connection to the launcher's store."""
     import torch.distributed as dist
 
-    # One connection for each use: a client serialises its calls, so a wait would block the others.
-    if use not in _clients:
+    key = (use,)  # one connection for each: a client serialises its calls
+    if key not in this_rank.clients:
         with without_cpp_warnings():
-            _clients[use] = dist.TCPStore(
+            this_rank.clients[key] = dist.TCPStore(
                 place.host, place.port, is_master=False, wait_for_workers=False
             )
-    return dist.PrefixStore(f"{place.key}/{use}", _clients[use])
+    return dist.PrefixStore(f"{place.key}/{use}", this_rank.clients[key])
 
 
 def open_fresh_store(spec: RankSpec) -> Store:
     """Open a store for the next group, which must not read the addresses of the previous one."""
     import torch.distributed as dist
 
-    name = f"group-{next(_groups)}"
+    name = f"group-{next(this_rank.groups)}"
     store: Store
     if spec.store_place is None:
         store = dist.FileStore(str(Path(spec.store_dir, name)), -1)

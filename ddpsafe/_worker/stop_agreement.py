@@ -19,8 +19,8 @@ from ddpsafe._worker.stop_signals import StopSignals
 if TYPE_CHECKING:
     from datetime import timedelta
 
+    from ddpsafe._job.store_keys import Keys
     from ddpsafe._wire.rank_pipe import Sender
-    from ddpsafe._worker.store_sync import Keys
 
 
 _REQUEST_POLL_S: Final = 0.5
@@ -323,18 +323,3 @@ class Stopping:
         # SIGUSR1 is only a warning, which a rank at its end does not need.
         if self.signals.noted == signal.SIGTERM and not self.answered:
             self.signals.raise_again()
-
-
-_current: Stopping | None = None
-
-
-def enter(stopping: Stopping | None) -> Stopping | None:
-    """Make it this process's state; return the previous one."""
-    global _current
-    before, _current = _current, stopping
-    return before
-
-
-def find_current() -> Stopping | None:
-    """Return this process's state, or ``None`` if it is not a rank."""
-    return _current

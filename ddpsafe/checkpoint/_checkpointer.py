@@ -16,12 +16,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ddpsafe._errors import Explanation
+from ddpsafe._job.agreement import Message
 from ddpsafe._torch_private import changes_of
 from ddpsafe.checkpoint import _directory, _restore, _save
 from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._directory import Keep, is_whole
-from ddpsafe.checkpoint._exchange import Message, Ranks
 from ddpsafe.checkpoint._format import REPLICATED, OptimizerFacts, from_json, read_manifest
+from ddpsafe.checkpoint._ranks import Ranks, explain_absence
 from ddpsafe.checkpoint._sharded import is_sharded
 from ddpsafe.checkpoint._state import (
     Snapshot,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from ddpsafe.checkpoint._exchange import Absence
+    from ddpsafe._job.agreement import Absence
 
 # How long a `with` block that an error leaves waits for a save in the background.
 _WAIT_ON_ERROR: Final = timedelta(seconds=5)
@@ -128,6 +129,8 @@ class Checkpointer:
         access: Literal["write", "read"] = "write",
         rng: bool = True,
     ) -> None:
+        from ddpsafe._worker.join.attached import current
+
         self._directory = _require_absolute(directory)
         _check_arguments(keep, every, timeout, on_failure=on_failure, access=access)
         rules = keep if isinstance(keep, Keep) else Keep(newest=keep)
@@ -135,7 +138,7 @@ class Checkpointer:
         self._on_failure = on_failure
         self._access = access
         self._rng = rng
-        self._ranks = Ranks(timeout)
+        self._ranks = Ranks(current(), timeout)
         self._newest: int | None = None
         self._newest_is_ours = False
         self._versions: dict[str, int] = {}
@@ -640,13 +643,12 @@ class _Schedule:
             return False
         exchange = ranks.begin("is_due()")
         exchange.send(Message(facts={}))
-        if ranks.is_main:
-            answer = self._decide(step, self._every.total_seconds())
-            exchange.announce(answer)
+        absence_error = functools.partial(_absence_error, ranks, step)
+        every_s = self._every.total_seconds()
+        if ranks.leads:
+            answer = exchange.lead(lambda: self._decide(step, every_s))
         else:
-            answer = exchange.receive(
-                ranks.deadline(), functools.partial(_absence_error, ranks, step)
-            )
+            answer = exchange.receive(ranks.deadline(), absence_error)
         self._next_check = answer["next"]
         return bool(answer["due"])
 
@@ -666,7 +668,8 @@ class _Schedule:
 
 def _absence_error(ranks: Ranks, step: int, absence: Absence) -> SaveError:
     error = SaveError(
-        absence.explain(
+        explain_absence(
+            absence,
             ranks,
             f"decide whether a save is due at step {step}",
             cause="did not call is_due(), hangs, or is much slower.",

@@ -28,11 +28,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ddpsafe._advice import ADVICE
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import Explanation
+from ddpsafe._job.agreement import Message
 from ddpsafe._text import ranks_text
 from ddpsafe.checkpoint._checksums import DamagedFileError
-from ddpsafe.checkpoint._exchange import Message
 from ddpsafe.checkpoint._format import read_manifest
 from ddpsafe.checkpoint._lock import DirectoryLock, Owner, read_owner
+from ddpsafe.checkpoint._ranks import explain_absence
 from ddpsafe.checkpoint.errors import (
     CheckpointConfigError,
     CheckpointError,
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from ddpsafe.checkpoint._exchange import Absence, Ranks
+    from ddpsafe._job.agreement import Absence
+    from ddpsafe.checkpoint._ranks import Ranks
 
 _STEP: Final = re.compile(r"step-([0-9]{12,18})")
 _ASIDE: Final = ".aside-"
@@ -374,10 +376,10 @@ def open_directory(ranks: Ranks, directory: Path) -> tuple[DirectoryLock | None,
 
     try:
         opening.send(Message(facts={}))
-        facts = opening.agree(lead, absence_error)
+        facts = opening.agree(lead, absence_error, ranks.deadline())
         sees = ranks.is_main or _sees(directory, facts["id"])
         seeing.send(Message(facts={"sees": sees, "host": ranks.host, "directory": str(directory)}))
-        seeing.agree(require_seen, absence_error)
+        seeing.agree(require_seen, absence_error, ranks.deadline())
     except BaseException:
         for lock in locks:
             lock.release()
@@ -458,7 +460,8 @@ def _sees(directory: Path, lock_id: str) -> bool:
 
 def _absence_error(ranks: Ranks, directory: Path, absence: Absence) -> CheckpointError:
     error = DirectoryError(
-        absence.explain(
+        explain_absence(
+            absence,
             ranks,
             f"open {directory}",
             cause="did not create a Checkpointer, hangs, or waits for a file system that does not "

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import Explanation
+from ddpsafe._job.agreement import Message
 from ddpsafe._text import listed
 from ddpsafe.checkpoint import _compare, _directory, _sharded
 from ddpsafe.checkpoint._checksums import DamagedFileError
-from ddpsafe.checkpoint._exchange import Message, plain_failure
 from ddpsafe.checkpoint._format import (
     NAME,
     NOT_DAMAGE,
@@ -29,6 +29,7 @@ from ddpsafe.checkpoint._format import (
     Manifest,
     read_manifest,
 )
+from ddpsafe.checkpoint._ranks import explain_absence
 from ddpsafe.checkpoint._state import (
     PerRank,
     is_stateful,
@@ -54,8 +55,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ddpsafe._job.agreement import Absence
     from ddpsafe.checkpoint._checksums import VerifiedFile
-    from ddpsafe.checkpoint._exchange import Absence, Ranks
+    from ddpsafe.checkpoint._ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +131,9 @@ def restore(request: RestoreRequest) -> int | None:
         raise
     exchange.send(Message(facts={"steps": own, "host": ranks.host, "asked": request.step}))
     absence_error = functools.partial(_absence_error, ranks)
-    answer = exchange.agree(functools.partial(_agree_on_steps, request), absence_error)
+    answer = exchange.agree(
+        functools.partial(_agree_on_steps, request), absence_error, ranks.deadline()
+    )
     steps: list[int] = answer["steps"]  # those that every rank sees, newest first
     seen: list[int] = answer["seen"]  # those that at least one rank sees
     problems: list[str] = []
@@ -138,7 +142,9 @@ def restore(request: RestoreRequest) -> int | None:
         loaded, message = _load(request, step)
         exchange.send(message)
         answer = exchange.agree(
-            functools.partial(_agree_on_damage, request.directory, step), absence_error
+            functools.partial(_agree_on_damage, request.directory, step),
+            absence_error,
+            ranks.deadline(),
         )
         if loaded is not None and answer["use"]:  # every rank could load it
             _apply_everywhere(request, loaded)
@@ -297,7 +303,7 @@ def _load(request: RestoreRequest, step: int) -> tuple[Loaded | None, Message]:
         if ranks.world_size > 1:
             logger.debug("step %d cannot be restored", step, exc_info=True)
             error = _unreadable(request.directory, step, exc) if isinstance(exc, OSError) else exc
-            return None, Message(facts=facts, failure=plain_failure(error, rank=ranks.rank))
+            return None, Message(facts=facts, failure=ranks.failure_of(error))
         if isinstance(exc, OSError):
             raise _unreadable(request.directory, step, exc) from exc
         raise
@@ -433,7 +439,8 @@ def _apply_everywhere(request: RestoreRequest, loaded: Loaded) -> None:
         exchange.fail(exc)
         raise
     exchange.send(Message(facts={}))
-    exchange.agree(lambda _: {}, functools.partial(_absence_error, request.ranks))
+    absence_error = functools.partial(_absence_error, request.ranks)
+    exchange.agree(lambda _: {}, absence_error, request.ranks.deadline())
     if loaded.left and request.ranks.is_main:
         listed = "; ".join(f"{path}: {why}" for path, why in list(loaded.left.items())[:8])
         more = f"; … and {len(loaded.left) - 8} more" if len(loaded.left) > 8 else ""  # noqa: PLR2004
@@ -463,7 +470,8 @@ def _set_aside(request: RestoreRequest, newer: list[int], problems: list[str]) -
 
 def _absence_error(ranks: Ranks, absence: Absence) -> RestoreError:
     error = RestoreError(
-        absence.explain(
+        explain_absence(
+            absence,
             ranks,
             "restore",
             cause="did not call restore(), hangs, or reads from slow storage.",

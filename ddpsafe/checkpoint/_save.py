@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._clock import BoundedCall
 from ddpsafe._errors import Explanation
+from ddpsafe._job.agreement import Message
 from ddpsafe.checkpoint import _directory, _sharded
 from ddpsafe.checkpoint._checksums import ChecksumWriter, DamagedFileError
-from ddpsafe.checkpoint._exchange import Message
 from ddpsafe.checkpoint._format import (
     NAME,
     RANKS,
@@ -37,6 +37,7 @@ from ddpsafe.checkpoint._format import (
     ShardedTensor,
     parse_manifest,
 )
+from ddpsafe.checkpoint._ranks import explain_absence
 from ddpsafe.checkpoint._state import explaining
 from ddpsafe.checkpoint._trees import size_bytes
 from ddpsafe.checkpoint.errors import (
@@ -49,8 +50,9 @@ from ddpsafe.checkpoint.errors import (
 )
 
 if TYPE_CHECKING:
-    from ddpsafe.checkpoint._exchange import Absence, Exchange, Ranks
+    from ddpsafe._job.agreement import Absence, Exchange
     from ddpsafe.checkpoint._lock import DirectoryLock
+    from ddpsafe.checkpoint._ranks import Ranks
     from ddpsafe.checkpoint._state import Snapshot
 
 # At the deadline a thread may already be publishing, which takes one rename and a few fsyncs.
@@ -317,7 +319,8 @@ class Save:
 
     def _absence_error(self, absence: Absence) -> SaveError:
         only_writer_missing = absence.ranks == [0] and not self._ranks.is_main
-        explanation = absence.explain(
+        explanation = explain_absence(
+            absence,
             self._ranks,
             f"save step {self._step}",
             cause="waits for storage that is slow or does not respond, is stopped, or hangs."

@@ -5,13 +5,17 @@ from __future__ import annotations
 import inspect
 import json
 import pickle
+from datetime import timedelta
 from typing import Any, Final
 
 import pytest
+import torch
 
 from ddpsafe._errors import Explanation
+from ddpsafe._worker.join.joining import describe
+from ddpsafe._world import World
 from ddpsafe.checkpoint import errors
-from ddpsafe.checkpoint._exchange import peer_error, plain_failure
+from ddpsafe.checkpoint._ranks import Ranks
 
 FACTS: Final[dict[str, Any]] = {
     "differences": {"weight": ((2, 3), (3, 2))},
@@ -46,6 +50,28 @@ def build(cls: type[errors.CheckpointError]) -> errors.CheckpointError:
     )
 
 
+def ranks_of(rank: int) -> Ranks:
+    """Return a rank of four."""
+    world = World(
+        rank=rank,
+        world_size=4,
+        local_rank=rank,
+        local_world_size=4,
+        node_rank=0,
+        nnodes=1,
+        started_by="alone",
+    )
+    return Ranks(describe(world, torch.device("cpu"), "gloo", None), timedelta(seconds=1))
+
+
+def sent(error: BaseException, *, by: int, to: int) -> errors.CheckpointError:
+    """Return an error of one rank as another one raises it."""
+    failure = json.loads(json.dumps(ranks_of(by).failure_of(error)))
+    seen = ranks_of(to).peer_error(failure)
+    assert isinstance(seen, errors.CheckpointError)
+    return seen
+
+
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_error_survives_pickling_with_its_facts(cls: type[errors.CheckpointError]) -> None:
     """Type, message and every fact are unchanged."""
@@ -59,17 +85,17 @@ def test_error_survives_pickling_with_its_facts(cls: type[errors.CheckpointError
 def test_error_is_the_same_on_every_rank(cls: type[errors.CheckpointError]) -> None:
     """It travels as JSON; the text names the rank that raised it and the ranks that received it."""
     error = build(cls)
-    seen = peer_error(json.loads(json.dumps(plain_failure(error, rank=0))), "rank 1 (world_size 4)")
+    seen = sent(error, by=0, to=1)
     assert type(seen) is cls
     assert vars(seen).keys() == vars(error).keys() | {"origin"}
     assert seen.origin == "peer-lost"
     assert seen.rank == 3
-    what = "what happened (raised on rank 3, seen by rank 1 (world_size 4))"
+    what = f"what happened (raised on rank 3, seen by {ranks_of(1)})"
     assert seen.explanation == Explanation(what, "why", "do this")
 
 
 def test_error_of_a_foreign_class_is_reported_with_its_class() -> None:
     """It may be anything that a user's object raises in state_dict()."""
-    seen = peer_error(plain_failure(ZeroDivisionError("by zero"), rank=2), "rank 0 (world_size 4)")
+    seen = sent(ZeroDivisionError("by zero"), by=2, to=0)
     assert type(seen) is errors.CheckpointError
     assert str(seen).startswith("ZeroDivisionError: by zero (raised on rank 2, seen by rank 0")

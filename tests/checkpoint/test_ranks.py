@@ -18,8 +18,9 @@ import torch
 from torch.torch_version import TorchVersion
 
 import ddpsafe
-from ddpsafe._worker.store_sync import Control
-from ddpsafe.checkpoint import Checkpointer, _exchange
+from ddpsafe._job import peers
+from ddpsafe._job.control import Control
+from ddpsafe.checkpoint import Checkpointer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -177,17 +178,17 @@ def test_other_number_of_ranks_reads_every_sample_once(tmp_path: Path) -> None:
 
 def test_rank_without_heartbeat_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank on another host is checked by its heartbeat, and only while this rank reads it."""
-    monkeypatch.setattr(_exchange, "SILENCE_S", 0.2)
-    monkeypatch.setattr(_exchange, "_CHECK_S", 0.0)
+    monkeypatch.setattr(peers, "SILENCE_S", 0.2)
+    monkeypatch.setattr(peers, "_CHECK_S", 0.0)
     control = Control(torch.distributed.HashStore(), rank=0, world_size=3)
-    peers = _exchange._PeerWatch(control, "here", 0, on_many_hosts=False)
+    watch = peers.PeerWatch(control, "here", 0, on_many_hosts=False)
     there = {"host": "gpu-07", "kernel": "another", "pid": 1, "started": "5"}
     control.put("here/process/1", json.dumps(there).encode())
 
     def look(limit_s: float) -> tuple[int, str] | None:
         ends = time.monotonic() + limit_s
         while time.monotonic() < ends:
-            lost = peers.find_lost([1, 2], lambda _: False)
+            lost = watch.find_lost([1, 2], lambda _: False)
             if lost is not None:
                 return lost
         return None
@@ -197,7 +198,7 @@ def test_rank_without_heartbeat_is_lost(monkeypatch: pytest.MonkeyPatch) -> None
         control.put("here/beat/1", str(number).encode())
         assert look(0.02) is None
     assert look(10) == (1, "it has sent no heartbeat from gpu-07 for 0.2 s.")
-    assert peers.find_lost([1], lambda _: True) is None  # it has sent its message
+    assert watch.find_lost([1], lambda _: True) is None  # it has sent its message
 
 
 def test_ranks_agree_when_a_save_is_due(disagreement: dict[int, dict[str, Any]]) -> None:

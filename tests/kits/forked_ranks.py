@@ -7,6 +7,7 @@ interpreter takes two. Tests of the interpreter's exit use real scripts.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import multiprocessing.process
 import os
@@ -41,7 +42,7 @@ class Ended:
     Attributes:
         value: The return value of the program.
         error: The exception that it raised.
-        took_s: Its run time, in seconds.
+        took_s: Its run time, in seconds; not a number if it was killed.
         stderr: Its output to file descriptor 2.
         exitcode: The exit code of its process.
     """
@@ -135,7 +136,9 @@ def _environment(env: Env) -> dict[str, str]:
 
 def _await(process: BaseProcess, reports: Connection, log: Path, ends_s: float) -> Ended:
     assert reports.poll(max(0.0, ends_s - time.monotonic())), f"it did not end: {log.read_text()}"
-    value, error, took_s = reports.recv()
+    value, error, took_s = None, None, math.nan
+    with contextlib.suppress(EOFError):  # it was killed
+        value, error, took_s = reports.recv()
     process.join(max(0.0, ends_s - time.monotonic()))
     return Ended(
         value=value,

@@ -20,7 +20,8 @@ import scripts
 
 import ddpsafe
 from ddpsafe._clock import Deadline
-from ddpsafe._worker.store_sync import Control, FolderStore
+from ddpsafe._job.control import Control
+from ddpsafe._job.store_keys import FolderStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -196,6 +198,21 @@ def fail_first() -> None:
         if ctx.is_main:
             msg = "the mirror is gone"
             raise ConnectionRefusedError(msg)
+
+
+def lead_until_killed(folder: str) -> None:
+    """Let the first rank of the second node be killed while it leads; the others outlive it."""
+    told = Path(folder, "told")
+    with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+        try:
+            with ctx.rank_zero_first(local=True):
+                if ctx.rank == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            if ctx.rank == 3:
+                told.touch()
+        scripts.wait_until(told.exists)
+        sys.exit(0)
 
 
 def miss_a_barrier(absent: int, limit_s: float) -> None:

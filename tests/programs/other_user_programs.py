@@ -26,9 +26,9 @@ def train_under_attack(ctx: RankContext, folder: Path) -> float:
     import torch
     import torch.distributed as dist
 
-    from ddpsafe._worker import session
+    from ddpsafe._worker.rank import this_rank
 
-    spec = session.find_spec()
+    spec = this_rank.spec
     assert spec is not None
     pids = [os.getpid(), spec.launcher_pid]
     ports = {pid: _listens_at(pid) for pid in pids}

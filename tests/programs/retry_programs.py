@@ -103,9 +103,9 @@ def describe_meeting(ctx: RankContext, folder: Path) -> dict[str, list[str]]:
     Returns:
         Of the first attempt: the processes that are alive, and the stores that still exist.
     """
-    from ddpsafe._worker import session
+    from ddpsafe._worker.rank import this_rank
 
-    spec = session.find_spec()
+    spec = this_rank.spec
     assert spec is not None
     assert spec.logs is not None
     facts = [str(os.getpid()), spec.store_dir, str(spec.attempt), spec.logs.stderr]

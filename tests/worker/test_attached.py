@@ -19,10 +19,10 @@ from forked_ranks import by_hand, free_port
 import ddpsafe
 from ddpsafe._clock import Deadline
 from ddpsafe._host import serves_by_libuv
+from ddpsafe._job.control import Control
 from ddpsafe._worker.join import attached
 from ddpsafe._worker.join.store import agree_on_generation
 from ddpsafe._worker.join.store_endpoint import StoreEndpoint, find_endpoint
-from ddpsafe._worker.store_sync import Control
 from ddpsafe._world import find_world
 
 if TYPE_CHECKING:
@@ -409,6 +409,22 @@ def test_failure_of_rank_zero_reaches_the_ranks_that_wait_for_it(tmp_path: Path)
         assert rank.took_s < 20
 
 
+def on_two_nodes(rank: int, port: int) -> dict[str, str]:
+    """Return the variables of a rank of four on two nodes."""
+    local = {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": str(rank // 2)}
+    return by_hand(rank, 4, port) | local
+
+
+def test_a_killed_leader_is_not_waited_for(tmp_path: Path) -> None:
+    """No launcher of ours ends the ranks that wait for it, and it does not serve the store."""
+    port = free_port()
+    envs = [on_two_nodes(rank, port) for rank in range(4)]
+    *_, waiting = forked_ranks.run(programs.lead_until_killed, envs, str(tmp_path), folder=tmp_path)
+    assert isinstance(waiting.error, ddpsafe.BarrierTimeoutError)
+    assert waiting.error.missing_ranks == (2,)
+    assert "rank 2 is lost: its process" in str(waiting.error)
+
+
 @pytest.mark.full(but=["0"])
 @pytest.mark.parametrize("absent", [0, 1])
 def test_rank_that_misses_a_barrier_is_named_on_every_rank(absent: int, tmp_path: Path) -> None:
@@ -427,11 +443,7 @@ def test_rank_that_misses_a_barrier_is_named_on_every_rank(absent: int, tmp_path
 def test_rank_that_leads_its_node_is_the_one_reported_missing(tmp_path: Path) -> None:
     """The other ranks of the second node wait for rank 2, not for rank 0."""
     port = free_port()
-    envs = [
-        by_hand(rank, 4, port)
-        | {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": str(rank // 2)}
-        for rank in range(4)
-    ]
+    envs = [on_two_nodes(rank, port) for rank in range(4)]
     ranks = forked_ranks.run(programs.follow_on_each_node, envs, folder=tmp_path)
     assert forked_ranks.values(ranks) == [(), (0,), (), (2,)]
 

@@ -12,8 +12,8 @@ import scripts
 from forked_ranks import by_hand, free_port
 
 import ddpsafe
+from ddpsafe._job.store_keys import FolderStore, SignedKeys
 from ddpsafe._worker.join.store_endpoint import job_secret
-from ddpsafe._worker.store_sync import FolderStore, SignedKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,7 @@ from ddpsafe._wire.exception_facts import (
     text_of,
     type_name_of,
 )
-from ddpsafe._worker import environment, session, stop_agreement
+from ddpsafe._worker import environment, stop_agreement
 from ddpsafe._worker import process_group as groups
 from ddpsafe._worker.context import barrier_timeout_error, peer_failed_error, peer_failure_line
 from ddpsafe._worker.join.joining import (
@@ -32,7 +32,7 @@ from ddpsafe._worker.join.joining import (
     join_launch,
     place_of,
 )
-from ddpsafe._worker.session import enter, find_current
+from ddpsafe._worker.rank import this_rank
 from ddpsafe._world import JOINED, World, find_world, joined_mark, require_not_inherited
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ddpsafe._config import GroupFields, LaunchConfig
+    from ddpsafe._job.control import Control, Departure
     from ddpsafe._worker.context import RankContext
-    from ddpsafe._worker.store_sync import Control, Departure
 
 
 def is_rank(env: Mapping[str, str]) -> bool:
@@ -51,7 +51,7 @@ def is_rank(env: Mapping[str, str]) -> bool:
     The only task of a Slurm step is not one: ``srun python train.py`` only runs a program on a node
     of the allocation, and that program may start its own ranks.
     """
-    if session.find_spec() is not None:
+    if this_rank.is_launched:
         return True
     world = find_world(env)
     return world is not None and (world.started_by, world.world_size) != ("slurm", 1)
@@ -64,7 +64,7 @@ def find_place(env: Mapping[str, str]) -> World | None:
         ``None`` in a rank of `launch` or `spawn`, whose launcher has read it already, and in a
         process that no launcher started.
     """
-    return None if session.find_spec() is not None else find_world(env)
+    return None if this_rank.is_launched else find_world(env)
 
 
 @contextlib.contextmanager
@@ -113,14 +113,6 @@ logger = get_logger(__name__)
 _DEPART_S: Final = 2.0
 _MAX_REASON: Final = 300
 
-_opened: RankContext | None = None
-"""The rank whose group `setup` has joined, until `cleanup`."""
-
-_handled_at_setup: BaseException | None = None
-"""The exception that was being handled when `setup` was called: this group has not failed with it."""
-
-_joined_with: LaunchConfig | None = None
-
 
 def setup(
     rank: int | None = None,
@@ -147,10 +139,9 @@ def setup(
         PreflightError: As in `process_group`.
         RendezvousTimeoutError: As in `process_group`.
     """
-    global _opened, _handled_at_setup
     member, opened = _enter(rank, world_size, backend or "auto", config, fields)
     if opened:
-        _opened, _handled_at_setup = member, sys.exc_info()[1]
+        this_rank.opened, this_rank.handled_at_setup = member, sys.exc_info()[1]
     return member
 
 
@@ -159,12 +150,11 @@ def cleanup() -> None:
 
     While an exception propagates, as in ``finally: cleanup()``, it does not wait for the others.
     """
-    global _opened
-    member, _opened = _opened, None
+    member, this_rank.opened = this_rank.opened, None
     if member is None:
         return
     exc = sys.exc_info()[1]
-    if exc is None or exc is _handled_at_setup:
+    if exc is None or exc is this_rank.handled_at_setup:
         _close(member, opened=True)
     else:
         _abandon(member, exc)
@@ -195,7 +185,7 @@ def _abandon(member: RankContext, exc: BaseException) -> None:
 def report_departure(control: Control, exc: BaseException) -> Departure | None:
     """Report to the others that this rank fails; for a peer error, return who failed first."""
     first = None
-    if session.find_spec() is None:  # under ddpsafe's launcher, the launcher reports the cause
+    if not this_rank.is_launched:  # under ddpsafe's launcher, the launcher reports the cause
         facts = read_chain(exc)
         error = f"{type_name_of(facts.shown)}: {text_of(facts.shown)}"
         is_failure = exit_code_of(exc) != 0
@@ -216,15 +206,14 @@ def _enter(
     fields: GroupFields,
 ) -> tuple[RankContext, bool]:
     """Return the context, and whether the caller has to close the group."""
-    global _joined_with  # noqa: PLW0603 - the process has one group
     import torch.distributed as dist
 
-    current = find_current()
+    current = this_rank.context
     is_joined = dist.is_initialized()
-    if not is_joined and session.find_spec() is None:
+    if not is_joined and not this_rank.is_launched:
         require_not_inherited(os.environ)
     asks_for_this_launch = current is not None and world_size in (None, current.world_size)
-    in_launch = current is not None and asks_for_this_launch and session.find_spec() is not None
+    in_launch = current is not None and asks_for_this_launch and this_rank.is_launched
     if not fields and is_joined:
         return current or adopt_group(), False
     if not fields and current is not None and in_launch:
@@ -242,7 +231,9 @@ def _enter(
     asked = {**fields, "backend": backend} if backend != "auto" else dict(fields)
     resolved = LaunchConfig.resolve(config, **asked)  # type: ignore[arg-type] # checked there
     if is_joined:
-        if resolved != _joined_with:  # a script may call setup() twice with the same fields
+        if (
+            resolved != this_rank.joined_with
+        ):  # a script may call setup() twice with the same fields
             _warn_of_late(fields, "the process group exists already")
         return current or adopt_group(), False
     if current is not None and in_launch:
@@ -251,7 +242,7 @@ def _enter(
     require_data_paths(resolved.data_paths)
     member = join_job(place_of(rank, world_size), resolved)
     environment.borrow({JOINED: joined_mark(member.rank, os.environ)})
-    _joined_with = resolved
+    this_rank.joined_with = resolved
     return member, True
 
 
@@ -268,7 +259,7 @@ def current() -> RankContext:
     """
     import torch.distributed as dist
 
-    member = find_current()
+    member = this_rank.context
     if member is not None:
         return as_in_script(member)
     if dist.is_available() and dist.is_initialized():
@@ -284,7 +275,7 @@ def _close(member: RankContext, *, opened: bool) -> None:
     stop = _own_stopping()
     if stop is not None:
         stop.leave()
-    is_supervised = session.find_spec() is not None
+    is_supervised = this_rank.is_launched
     missing = groups.close_group(member.control, deadline=deadline, is_supervised=is_supervised)
     if missing:
         if stop is not None:
@@ -300,7 +291,7 @@ def _close(member: RankContext, *, opened: bool) -> None:
 
 def has_stopped() -> bool:
     """Return whether this rank's last group was asked to stop, and the rank has seen the request."""
-    stop = stop_agreement.find_current()
+    stop = this_rank.stopping
     return stop is not None and stop.answered
 
 
@@ -320,11 +311,11 @@ def stopped_error(member: RankContext, value: object) -> PreemptedError:
 
 
 def _forget(member: RankContext) -> None:
-    if session.find_spec() is None and find_current() is member:
-        enter(None)
+    if not this_rank.is_launched and this_rank.context is member:
+        this_rank.context = None
         environment.give_back()
 
 
 def _own_stopping() -> stop_agreement.Stopping | None:
     """Return this rank's part in stopping; ``None`` under ddpsafe's launcher, which manages it."""
-    return stop_agreement.find_current() if session.find_spec() is None else None
+    return this_rank.stopping if not this_rank.is_launched else None

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe import _gpus
 from ddpsafe._clock import Deadline
 from ddpsafe._config.backend_names import require_backend
-from ddpsafe._errors import ConfigError, Explanation, from_plain, to_plain
+from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._job.agreement import Group, Message
+from ddpsafe._job.control import Control
+from ddpsafe._job.store_keys import SignedKeys
 from ddpsafe._logging import name_rank
 from ddpsafe._secrets import take_own_secrets
 from ddpsafe._worker import environment, process_group, session, stop_agreement, torch_hooks
@@ -20,10 +23,9 @@ from ddpsafe._worker.context import RankContext
 from ddpsafe._worker.join import network
 from ddpsafe._worker.join.store import open_stores
 from ddpsafe._worker.join.store_endpoint import find_endpoint, job_secret
-from ddpsafe._worker.session import enter
+from ddpsafe._worker.rank import this_rank
 from ddpsafe._worker.stop_agreement import StopBoard, StopCalls
 from ddpsafe._worker.stop_signals import prepare_helpers, protect_torchs_helper
-from ddpsafe._worker.store_sync import Control, SignedKeys
 from ddpsafe._world import World, find_world, loopback_interfaces, require_int
 
 if TYPE_CHECKING:
@@ -31,13 +33,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from ddpsafe._config import LaunchConfig
-    from ddpsafe._worker.store_sync import Keys
+    from ddpsafe._job.store_keys import Keys
 
 
 _ADOPTED: Final = "ddpsafe/adopted"
-
-_joined: RankContext | None = None
-"""This rank, if `join_launch` has made its group and not the script."""
 
 
 def place_of(rank: int | None, world_size: int | None) -> World:
@@ -100,15 +99,14 @@ def join_launch(current: RankContext, backend: str) -> RankContext:
         current: This rank.
         backend: The backend; ``auto`` for the one that was passed to the launch.
     """
-    global _joined  # noqa: PLW0603 - one process is one rank
-    spec = session.find_spec()
+    spec = this_rank.spec
     assert spec is not None  # noqa: S101 - checked by the caller
     deadline = session.rendezvous_deadline(spec)
     asked = spec.asked_backend if backend == "auto" else backend
     chosen, device = agree_on_devices(asked, current.world, current.control, deadline=deadline)
     session.open_group(spec, current.control, backend=chosen, device=device)
-    _joined = member = replace(current, backend=chosen, device=device)
-    enter(member)
+    this_rank.joined = member = replace(current, backend=chosen, device=device)
+    this_rank.context = member
     return member
 
 
@@ -172,7 +170,7 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
     attempt = _own_attempt() if control is None else control.number("attempt")
     member = replace(_remember(world, device, backend, control, config=config), attempt=attempt)
     name_rank(world, attempt)
-    enter(member)
+    this_rank.context = member
     if config.seed is not None:
         environment.seed_run(config.seed)
     return member
@@ -217,34 +215,20 @@ def agree_on_devices(
         agreed = _gpus.assign([replace(mine, rank=0)])
         index = agreed.indexes[0] if agreed.indexes else None
         return agreed.backend, _use(index)
-    control.put(f"gpus/{world.rank}", json.dumps(dataclasses.asdict(mine)).encode())
-    missing = control.barrier("gpus", deadline=deadline)
-    if missing:
-        raise process_group.not_joined(world, missing, deadline)
-    if world.rank == 0:
-        # Rank 0 decides for all, and publishes the decision even if it is a refusal.
-        taken = [
-            control.take(f"gpus/{rank}", deadline=deadline) for rank in range(world.world_size)
-        ]
-        facts = [json.loads(data) for data in taken if data is not None]
-        ranks = [_gpus.VisibleGpus(**{**fact, "uuids": tuple(fact["uuids"])}) for fact in facts]
-        try:
-            agreed = _gpus.assign(ranks)
-        except ConfigError as error:
-            control.put("gpus/agreed", json.dumps({"refused": to_plain(error)}).encode())
-            control.stay("gpus/agreed")
-            raise
-        control.put("gpus/agreed", json.dumps(dataclasses.asdict(agreed)).encode())
-    else:
-        data = control.take("gpus/agreed", deadline=deadline)
-        if data is None:
-            raise process_group.not_joined(world, [0], deadline)
-        answer = json.loads(data)
-        control.acknowledge("gpus/agreed")
-        if "refused" in answer:
-            raise from_plain(answer["refused"])
-        agreed = _gpus.Assignment(backend=answer["backend"], indexes=tuple(answer["indexes"]))
+    with Group(control, control.next_use("gpus"), world, range(world.world_size)) as group:
+        exchange = group.begin("the choice of devices")
+        exchange.send(Message(facts=dataclasses.asdict(mine)))
+        absence_error = partial(process_group.absence_error, world)
+        answer = exchange.agree(_assign, absence_error, deadline)
+    agreed = _gpus.Assignment(backend=answer["backend"], indexes=tuple(answer["indexes"]))
     return agreed.backend, _use(agreed.indexes[world.rank] if agreed.indexes else None)
+
+
+def _assign(messages: dict[int, Message]) -> dict[str, Any]:
+    """Decide on rank 0 for all ranks; see `_gpus.assign`."""
+    facts = [messages[rank].facts for rank in sorted(messages)]
+    ranks = [_gpus.VisibleGpus(**{**fact, "uuids": tuple(fact["uuids"])}) for fact in facts]
+    return dataclasses.asdict(_gpus.assign(ranks))
 
 
 def _use(index: int | None) -> torch.device:
@@ -256,8 +240,8 @@ def as_in_script(member: RankContext) -> RankContext:
     import torch
     import torch.distributed as dist
 
-    spec = session.find_spec()
-    if spec is None or spec.style == "launch" or member is _joined:
+    spec = this_rank.spec
+    if spec is None or spec.style == "launch" or member is this_rank.joined:
         return member
     device, backend = member.device, member.backend
     if dist.is_initialized():
@@ -266,7 +250,7 @@ def as_in_script(member: RankContext) -> RankContext:
         device = torch.device("cuda", 0)
     if (device, backend) != (member.device, member.backend):
         member = replace(member, device=device, backend=backend)
-        enter(member)
+        this_rank.context = member
     return member
 
 
@@ -303,16 +287,16 @@ def _remember(
     config: LaunchConfig | None = None,
 ) -> RankContext:
     member = describe(world, device, backend, control, config=config)
-    enter(member)
+    this_rank.context = member
     prepare_helpers()
     protect_torchs_helper()
     calls = StopCalls()
     if member.control is None:
-        stop_agreement.enter(stop_agreement.Stopping(calls, stop_agreement.Alone(calls)))
+        this_rank.stopping = stop_agreement.Stopping(calls, stop_agreement.Alone(calls))
         return member
     store = member.control.store
     board = StopBoard(store, rank=member.rank, world_size=member.world_size, calls=calls)
-    stop_agreement.enter(stop_agreement.Stopping(calls, board, limit=member.barrier_timeout))
+    this_rank.stopping = stop_agreement.Stopping(calls, board, limit=member.barrier_timeout)
     return member
 
 

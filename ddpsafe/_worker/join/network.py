@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import socket
@@ -12,24 +11,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import BoundedCall, Deadline
-from ddpsafe._errors import (
-    ConfigError,
-    DDPSafeError,
-    Explanation,
-    PreflightError,
-    from_plain,
-    to_plain,
-)
+from ddpsafe._errors import ConfigError, Explanation, PreflightError
 from ddpsafe._host import find_address_towards, find_interface_of, interface_variables, list_names
+from ddpsafe._job.agreement import Group
 from ddpsafe._logging import get_logger
 from ddpsafe._worker import environment
+from ddpsafe._worker.rank import this_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from ddpsafe._config import LaunchConfig
+    from ddpsafe._job.agreement import Absence
+    from ddpsafe._job.control import Control
+    from ddpsafe._job.store_keys import Keys
     from ddpsafe._worker.join.store_endpoint import StoreEndpoint
-    from ddpsafe._worker.store_sync import Control, Keys
     from ddpsafe._world import World
 
 
@@ -92,8 +88,6 @@ _KEY: Final = "preflight"
 _EXAMINATION: Final = timedelta(seconds=45)
 """How long the examination may take once all nodes have joined: connecting, comparing, and slack."""
 
-_examined: set[StoreEndpoint] = set()
-
 
 def require_connected_nodes(
     config: LaunchConfig,
@@ -123,35 +117,43 @@ def require_connected_nodes(
         PreflightError: Some connections will break the job; the error of each node's first rank has
             the report.
     """
-    if endpoint in _examined:
+    if endpoint in this_rank.examined:
         return
+    first = world.rank - world.local_rank
+    ranks = range(first, first + world.local_world_size)
+    name = f"{_KEY}/{world.node_rank}"
     try:
-        if world.local_rank == 0:
-            examine = partial(
-                _examine, config, world, endpoint, board, backend=backend, deadline=deadline
-            )
-            _lead(world, control, examine)
-        else:
-            _follow(world, control, deadline)
-    finally:
-        if world.rank != 0:
-            with _suppress_lost_store():
-                control.acknowledge(_KEY)
-    _examined.add(endpoint)
-
-
-def _lead(world: World, control: Control, examine: Callable[[], None]) -> None:
-    """Examine, and send the result to the other ranks of this node, whatever it is."""
-    try:
-        examine()
-    except BaseException as error:
-        what = f"{type(error).__name__}: {error}"
-        sent = error if isinstance(error, DDPSafeError) else PreflightError(what)
-        _send_result(world, control, sent)
-        if world.rank == 0:  # the store may end with this rank
+        with Group(control, name, world, ranks, error_type=PreflightError) as group:
+            exchange = group.begin("the check of the nodes")
+            if group.leads:
+                with exchange.leading():
+                    _examine(config, world, endpoint, board, backend=backend, deadline=deadline)
+            else:
+                # Ranks that never join are named by the group that is made later.
+                limit = timedelta(seconds=deadline.remaining_s()) + _EXAMINATION
+                exchange.receive(Deadline.after(limit), partial(_not_reported, world))
+    except BaseException:
+        if world.rank == 0:  # the store may end with this rank, and other nodes still read it
             control.stay(_KEY)
         raise
-    _send_result(world, control, None)
+    finally:
+        if world.rank != 0:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # torch's error for a store that ended with rank 0
+                control.acknowledge(_KEY)
+    this_rank.examined.add(endpoint)
+
+
+def _not_reported(world: World, absence: Absence) -> PreflightError:
+    first = f"rank {absence.ranks[0]}, the first one of this node,"
+    return PreflightError(
+        Explanation(
+            f"{world}: {first} did not report the result of the node check in time.",
+            cause=absence.lost or "it hangs, or has died.",
+            fix="see the error or the log of that rank.",
+        )
+    )
 
 
 def _examine(
@@ -187,41 +189,4 @@ def _examine(
         who="the nodes of this job are",
         outcome="no process group was made",
         speaks=world.node_rank == 0,
-    )
-
-
-def _own_key(world: World) -> str:
-    return f"{_KEY}/{world.node_rank}"
-
-
-def _send_result(world: World, control: Control, error: DDPSafeError | None) -> None:
-    result = None if error is None else to_plain(error)
-    with _suppress_lost_store():
-        control.put(_own_key(world), json.dumps(result).encode())
-
-
-def _suppress_lost_store() -> contextlib.suppress:
-    """Suppress torch's error for a store that has ended with rank 0."""
-    return contextlib.suppress(RuntimeError)
-
-
-def _follow(world: World, control: Control, deadline: Deadline) -> None:
-    """Wait for the result of this node's first rank; ranks that never join are named by the group."""
-    waiting = Deadline.after(timedelta(seconds=deadline.remaining_s()) + _EXAMINATION)
-    result: bytes | None = None
-    with _suppress_lost_store():
-        result = control.take(_own_key(world), deadline=waiting)
-    if result is None:
-        what = "the first rank of this node did not report the result of the node check in time."
-        found = Explanation(what, cause="it hangs, or has died.")
-    elif (plain := json.loads(result)) is not None:
-        found = from_plain(plain).explanation
-    else:
-        return
-    raise PreflightError(
-        Explanation(
-            f"{world}: {found.what}",
-            cause=found.cause or "the check of the nodes failed on this node.",
-            fix=found.fix or "see the error of that rank, which has the report.",
-        )
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import socket
 import time
 import uuid
@@ -18,6 +17,9 @@ from ddpsafe._advice import ADVICE
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import Explanation, PreflightError, RendezvousTimeoutError
 from ddpsafe._host import open_tcp_store, serves_by_libuv
+from ddpsafe._job.agreement import Absence
+from ddpsafe._job.control import Control
+from ddpsafe._job.store_keys import SignedKeys
 from ddpsafe._worker.join.store_endpoint import (
     fingerprint_of,
     job_secret,
@@ -25,8 +27,8 @@ from ddpsafe._worker.join.store_endpoint import (
     require_same_job,
     require_same_secret,
 )
-from ddpsafe._worker.process_group import not_joined
-from ddpsafe._worker.store_sync import Control, SignedKeys
+from ddpsafe._worker.process_group import absence_error
+from ddpsafe._worker.rank import this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
     from ddpsafe._errors import FailureKind
+    from ddpsafe._job.store_keys import Keys
     from ddpsafe._worker.join.store_endpoint import StoreEndpoint
-    from ddpsafe._worker.store_sync import Keys
     from ddpsafe._world import World
 
 
@@ -92,10 +94,6 @@ _BACKLOG: Final = 1024
 _DNS_RETRY: Final = timedelta(seconds=10)
 
 _FINGERPRINT: Final = "ddpsafe/secret"
-
-_groups = itertools.count()
-_generations: dict[StoreEndpoint, str] = {}
-_stores: dict[tuple[StoreEndpoint, int, int], TCPStore] = {}
 
 
 class Stores(NamedTuple):
@@ -173,14 +171,14 @@ def _agree(
         # earlier may be replayed.
         generation = "group"
     else:
-        if endpoint not in _generations:
+        if endpoint not in this_rank.generations:
             keys = _keys(control_client, "ddpsafe/generation", secret)
             name, missing = agree_on_generation(keys, world, deadline=deadline)
             if missing:
-                raise not_joined(world, missing, deadline)
-            _generations[endpoint] = name
-        generation = _generations[endpoint]
-    prefix = f"ddpsafe/{generation}/{next(_groups)}"
+                raise absence_error(world, Absence(ranks=missing, waited_s=deadline.waited_s()))
+            this_rank.generations[endpoint] = name
+        generation = this_rank.generations[endpoint]
+    prefix = f"ddpsafe/{generation}/{next(this_rank.groups)}"
     control = Control(
         _keys(control_client, prefix, secret),
         rank=world.rank,
@@ -205,7 +203,7 @@ def _keys(client: TCPStore, prefix: str, secret: bytes | None) -> Keys:
 
 def has_met(endpoint: StoreEndpoint) -> bool:
     """Return whether this process has connected to the store there before."""
-    return any(where == endpoint for where, _, _ in _stores)
+    return any(key[0] == endpoint for key in this_rank.clients)
 
 
 def require_name(endpoint: StoreEndpoint, world: World, *, deadline: Deadline) -> None:
@@ -235,7 +233,7 @@ def _connection(
     endpoint: StoreEndpoint, world: World, deadline: Deadline, *, serves: bool, line: int
 ) -> TCPStore:
     key = (endpoint, world.world_size, line)
-    if key not in _stores:
+    if key not in this_rank.clients:
         if not serves:
             # Try a plain socket first: torch's client takes 8 s to report a closed port.
             retrying = tenacity.Retrying(
@@ -251,8 +249,8 @@ def _connection(
                 raise _not_served(endpoint, world, dropped, deadline) from exc
             except OSError as exc:
                 raise _not_served(endpoint, world, str(exc.strerror or exc), deadline) from exc
-        _stores[key] = _connect(endpoint, world, deadline, serves=serves)
-    return _stores[key]
+        this_rank.clients[key] = _connect(endpoint, world, deadline, serves=serves)
+    return this_rank.clients[key]
 
 
 def _connect(

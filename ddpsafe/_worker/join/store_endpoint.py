@@ -22,7 +22,7 @@ from ddpsafe._world import expand_hosts, job_variables, require_int, trimmed
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ddpsafe._worker.store_sync import Keys
+    from ddpsafe._job.store_keys import Keys
     from ddpsafe._world import World
 
 

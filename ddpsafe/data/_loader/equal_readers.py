@@ -28,7 +28,7 @@ from ddpsafe.data.errors import UndividedStreamError
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from ddpsafe._worker.store_sync import Keys
+    from ddpsafe._job.store_keys import Keys
 
 # Fewer different samples, in the same order, may be equal by chance: constants, padding, few labels.
 _DIFFERENT_SAMPLES: Final = 8
@@ -198,9 +198,10 @@ def _length_of(column: Any) -> int | None:
 
 def _find_store() -> Keys | None:
     """Return the store of this launch's ranks, else that of the process group, if there is one."""
-    from ddpsafe._worker import session, torch_hooks
+    from ddpsafe._worker import torch_hooks
+    from ddpsafe._worker.rank import this_rank
 
-    member = session.find_current()
+    member = this_rank.context
     if member is not None and member.control is not None:
         return member.control.store
     with contextlib.suppress(ValueError):  # there is no group

@@ -1,0 +1,129 @@
+"""The ranks that save and restore together: how they agree, and what they tell the launcher."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._clock import Deadline
+from ddpsafe._errors import Explanation
+from ddpsafe._job.agreement import Group
+from ddpsafe._text import ranks_text
+from ddpsafe.checkpoint import errors
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+    from pathlib import Path
+
+    from torch import nn
+
+    from ddpsafe._job.agreement import Absence
+    from ddpsafe._worker.context import RankContext
+
+_MAX_ERROR_CHARS: Final = 4_000
+_numbers: Final = itertools.count()
+
+
+class Ranks(Group):
+    """This rank among the ranks of the job; a world of one without a process group.
+
+    Args:
+        context: This rank.
+        timeout: How long an exchange may wait for rank 0, or for the other ranks.
+
+    Attributes:
+        world_size: Number of ranks.
+        host: Name of this rank's host.
+        timeout: As given.
+    """
+
+    def __init__(self, context: RankContext, timeout: timedelta) -> None:
+        from ddpsafe._worker import pending_exception
+
+        self._context = context
+        self.world_size = context.world_size if context.control is not None else 1
+        self.host = socket.gethostname()
+        self.timeout = timeout
+        super().__init__(
+            context.control,
+            f"checkpoint/{next(_numbers)}",
+            context.world,
+            range(self.world_size),
+            waiting=pending_exception.waiting,
+        )
+
+    def __str__(self) -> str:
+        return f"{self._context.world} on {self.host} in attempt {self._context.attempt}"
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, which writes the checkpoint."""
+        return self._context.is_main
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model inside the wrappers of DDP and torch.compile."""
+        return self._context.unwrap(model)
+
+    def note_checkpoint(self, step: int, *, is_new: bool) -> None:
+        """Report the newest saved or restored step to the launcher, if ddpsafe started this rank."""
+        from ddpsafe._worker.environment import note_checkpoint
+
+        note_checkpoint(step, is_new=is_new)
+
+    def note_folder(self, path: Path) -> None:
+        """Report the directory of the checkpoints to the launcher, if ddpsafe started this rank."""
+        from ddpsafe._worker.environment import note_checkpoint_folder
+
+        note_checkpoint_folder(str(path))
+
+    def note_saving(self) -> None:
+        """Report the begin of a save to the launcher, if ddpsafe started this rank."""
+        from ddpsafe._worker.environment import note_saving
+
+        note_saving()
+
+    def deadline(self) -> Deadline:
+        """Return the end of a wait that begins now."""
+        return Deadline.after(self.timeout)
+
+    def as_own_error(self, error: BaseException) -> errors.CheckpointError:
+        """Return a `CheckpointError` that has the rank."""
+        if not isinstance(error, errors.CheckpointError):
+            error = errors.CheckpointError(f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS])
+        if error.rank is None:
+            error.rank = self.rank
+        return error
+
+    def other_call_error(self, rank: int, call: str, own: str) -> errors.CheckpointConfigError:
+        """Return the error for a rank that is in another call than this one."""
+        explanation = super().other_call_error(rank, call, own).explanation
+        return errors.CheckpointConfigError(explanation, rank=rank)
+
+
+def explain_absence(
+    absence: Absence, who: object, doing: str, *, cause: str, fix: str
+) -> Explanation:
+    """Explain what the ranks were doing, and why it failed.
+
+    Args:
+        absence: The ranks that another one waited for.
+        who: The rank that waited.
+        doing: What the ranks were doing, as an infinitive without "to".
+        cause: Why the ranks may be late; a predicate that follows their names.
+        fix: What to do about that.
+    """
+    first = absence.ranks[0]
+    if absence.lost:
+        return Explanation(
+            f"{who} cannot {doing}: rank {first} is lost (noticed after {absence.waited_s:.1f} s).",
+            cause=absence.lost,
+            fix=f"look at the last lines of rank {first}'s output; earlier checkpoints are "
+            "unharmed.",
+        )
+    names = ranks_text(absence.ranks)
+    return Explanation(
+        f"{who} waited {absence.waited_s:.1f} s for {names} to {doing}.",
+        cause=f"{names} {cause}",
+        fix=fix,
+    )
