@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._host import boot_id
+from ddpsafe._host import boot_id, read_stat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -35,7 +35,7 @@ class Process:
     host: str
     kernel: str
     pid: int
-    started: str
+    started: int | None
 
     @classmethod
     def myself(cls) -> Process:
@@ -45,26 +45,20 @@ class Process:
         except OSError:
             namespace = socket.gethostname()
         pid = os.getpid()
-        return cls(socket.gethostname(), f"{boot_id()} {namespace}", pid, _start_of(pid) or "")
+        return cls(socket.gethostname(), f"{boot_id()} {namespace}", pid, _start_of(pid))
 
     def has_ended(self) -> bool:
         """Return whether it has exited; only for processes of this kernel and pid namespace."""
-        return bool(self.started) and _start_of(self.pid) != self.started
+        return self.started is not None and _start_of(self.pid) != self.started
 
 
-def _start_of(pid: int) -> str | None:
-    """Return when a process started, in clock ticks since boot; ``None`` once it has exited.
-
-    With the pid it identifies a process even after the kernel has given the pid to another one.
-    """
+def _start_of(pid: int) -> int | None:
+    """Return when a process started, see `ProcessStat`; ``None`` once it has exited, or if unknown."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        stat = read_stat(pid)
     except OSError:
         return None
-    # The name, in parentheses, may contain anything, parentheses too. The state is field 3 of proc(5),
-    # Z for a zombie and X for a dead process, and the start time is field 22.
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in ("Z", "X") else fields[19]
+    return None if stat.state in ("Z", "X") else stat.started
 
 
 class PeerWatch:

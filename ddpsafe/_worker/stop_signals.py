@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe import _stdlib_private
-from ddpsafe._host import act_by_default, end_by_signal
+from ddpsafe._host import act_by_default, end_by_signal, read_stat
 from ddpsafe._torch_private import WORKER_SIGNALS
 from ddpsafe._wire.spec import HELPER
 
@@ -190,10 +190,9 @@ def _kill(pid: int, signum: int, /) -> None:
 
 def _is_below(pid: int) -> bool:
     """Return whether a process descends from this one."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    with contextlib.suppress(OSError):
         while pid > 1:
-            stat = Path(f"/proc/{pid}/stat").read_bytes()
-            pid = int(stat.rpartition(b")")[2].split()[1])
+            pid = read_stat(pid).parent
             if pid == os.getpid():
                 return True
     return False

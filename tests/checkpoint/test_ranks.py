@@ -182,7 +182,7 @@ def test_rank_without_heartbeat_is_lost(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(peers, "_CHECK_S", 0.0)
     control = Control(torch.distributed.HashStore(), rank=0, world_size=3)
     watch = peers.PeerWatch(control, "here", 0, on_many_hosts=False)
-    there = {"host": "gpu-07", "kernel": "another", "pid": 1, "started": "5"}
+    there = {"host": "gpu-07", "kernel": "another", "pid": 1, "started": 5}
     control.put("here/process/1", json.dumps(there).encode())
 
     def look(limit_s: float) -> tuple[int, str] | None:

@@ -163,7 +163,7 @@ def test_a_process_that_has_ended_is_not_waited_for(
     present: tuple[int, ...], lost: int, tmp_path: Path
 ) -> None:
     """Its pid may belong to another process by now: the time of its start tells them apart."""
-    gone = replace(Process.myself(), started="1")
+    gone = replace(Process.myself(), started=1)
     control_of(tmp_path, lost).put(f"test/process/{lost}", json.dumps(asdict(gone)).encode())
     for error in agree(tmp_path, *present):
         assert f"missing [{lost}]" in str(error)

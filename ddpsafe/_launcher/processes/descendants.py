@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
+from ddpsafe._host import read_stat
 from ddpsafe._wire.exception_facts import clip
 from ddpsafe._wire.spec import MARKER
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 _MAX_COMMAND: Final = 80
 _FEWEST_LOOKS: Final = 3
-_START_FIELD: Final = 19  # of /proc/PID/stat, counted after the name: field 22 of proc(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +266,7 @@ def _start_of(pid: int) -> float:
     """
     if sys.platform != "linux":
         return float(psutil.Process(pid).create_time())
-    _, _, fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
-    return float(fields.split()[_START_FIELD])
+    return float(read_stat(pid).started)
 
 
 def _session_of(pid: int) -> int | None:
