@@ -7,6 +7,7 @@ the fields of `LaunchConfig`. Prints one JSON object for each.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import machine
 
 import ddpsafe
+from ddpsafe._launcher.watch import deadlock_watch
 
 if TYPE_CHECKING:
     from ddpsafe import RankContext
@@ -52,13 +54,17 @@ def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) ->
         return go_on(ctx, folder, name)
     if what == "held":
         return hold(ctx, folder / f"release-{name}", folder / f"fail-{name}-{ctx.rank}")
+    if what == "crossed":
+        cross(folder, name, is_first=ctx.rank == culprit)
     for step in range(LONG if what == "long" else STEPS):
         if what == "long":
             time.sleep(PACE_S)
         if step == FAULT_AT and what == "both":
             time.sleep(0.0 if ctx.rank == culprit else 0.2)
             _fail()
-        if step == FAULT_AT and ctx.rank == culprit and what not in ("none", "long"):
+        if step == 0 and what == "all-wait":
+            wait_for(folder, name)
+        if step == FAULT_AT and ctx.rank == culprit and what not in ("none", "long", "all-wait"):
             strike(folder, f"{name}-{ctx.attempt}" if "until" in what else name)
             if what == "return":
                 return ctx.rank
@@ -73,6 +79,8 @@ def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) ->
             if what == "linger":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 threading.Thread(target=time.sleep, args=[600]).start()
+            if what == "wait":
+                wait_for(folder, name)
             if what == "unloadable":
                 result = Unloadable()
             break_down(what, ctx)
@@ -110,6 +118,21 @@ def hold(ctx: RankContext, release: Path, fail: Path) -> int:
         reduced.wait()
         if may_end.item():
             return ctx.rank
+
+
+def cross(folder: Path, name: str, *, is_first: bool) -> None:
+    """Wait in one of two groups for ranks that wait in the other one."""
+    import torch
+    import torch.distributed as dist
+
+    first, second = dist.new_group(), dist.new_group()
+    strike(folder, name)
+    dist.all_reduce(torch.ones(1), group=first if is_first else second)
+
+
+def wait_for(folder: Path, name: str) -> None:
+    """Do nothing at all until the test opens a pipe."""
+    (folder / f"wait-{name}").read_text()
 
 
 def go_on(ctx: RankContext, folder: Path, name: str) -> dict[str, int]:
@@ -222,6 +245,13 @@ def main(folder: Path, endpoint: str, cases: list[dict[str, Any]]) -> None:
         while case["after"] and not list(folder.glob(case["after"])):
             time.sleep(0.02)
         os.environ.update(case["env"])
+        if "QUIET_S" in case["env"]:
+            deadlock_watch.SETTINGS = dataclasses.replace(
+                deadlock_watch.SETTINGS,
+                look_s=0.2,
+                quiet_s=float(case["env"]["QUIET_S"]),
+                idle_sample_s=1.0,
+            )
         meets = {"endpoint": f"{host}:{int(port) + number}", "join": machine.hang_limit(120)}
         fields = {"rendezvous": {**meets, **case["fields"].pop("rendezvous", {})}}
         said["began"] = time.time()

@@ -176,7 +176,7 @@ def find_deadlock(views: Mapping[int, RankView]) -> Deadlock | None:
     inactive = {view.rank for view in views.values() if view.has_left or view.is_stopped}
     stuck = {view.rank for view in views.values() if view.blocked_in is not None}
     while True:
-        waits = {rank: _find_endless(views, members, rank, inactive | stuck) for rank in stuck}
+        waits = _find_endless(views, members, stuck, inactive | stuck)
         free = {rank for rank, wait in waits.items() if wait is None}
         if not free:
             break
@@ -274,27 +274,39 @@ def _is_for_one(collective: Collective) -> bool:
 def _find_endless(
     views: Mapping[int, RankView],
     members: Mapping[str, tuple[int, ...]],
-    rank: int,
+    blocked: Iterable[int],
     inactive: set[int],
-) -> Wait | None:
-    """Return the wait of a blocked rank if it needs ranks that never enter the collective."""
-    collective = views[rank].blocked_in
-    assert collective is not None  # noqa: S101 - the caller passes only such ranks
-    others = [each for each in members.get(collective.group, ()) if each != rank]
-    # Ranks that have not entered it, or are stopped and so take no part in it.
-    awaited = [
-        each
-        for each in others
-        if (view := views.get(each)) is not None
-        and (
-            view.is_stopped
-            or (view.at is not None and view.entered.get(collective.group, 0) < collective.number)
+) -> dict[int, Wait | None]:
+    """Return the wait of each blocked rank if it needs ranks that never enter its collective.
+
+    Most of thousands of ranks wait in the same collective, and for the same ranks.
+    """
+    never: dict[tuple[str, int], tuple[int, ...]] = {}
+    waits: dict[int, Wait | None] = {}
+    for rank in blocked:
+        collective = views[rank].blocked_in
+        assert collective is not None  # noqa: S101 - the caller passes only such ranks
+        place, group = _place(collective), members.get(collective.group, ())
+        if place not in never:
+            # Ranks that have not entered it, or are stopped and so take no part in it.
+            awaited = (
+                view
+                for each in group
+                if (view := views.get(each)) is not None
+                and (
+                    view.is_stopped
+                    or (
+                        view.at is not None
+                        and view.entered.get(collective.group, 0) < collective.number
+                    )
+                )
+            )
+            never[place] = tuple(view.rank for view in awaited if view.rank in inactive)
+        is_enough = _is_for_one(collective) and len(never[place]) < len(group) - 1
+        waits[rank] = (
+            None if is_enough or not never[place] else Wait(rank, collective, never[place])
         )
-    ]
-    never = tuple(each for each in awaited if each in inactive)
-    if not never or (_is_for_one(collective) and len(never) < len(others)):
-        return None
-    return Wait(rank, collective, never)
+    return waits
 
 
 def _find_stopped(
@@ -303,6 +315,7 @@ def _find_stopped(
     found: Mapping[int, Wait],
 ) -> Deadlock | None:
     """Find a stopped rank that all others wait for."""
+    sets = {group: frozenset(ranks) for group, ranks in members.items()}
     for culprit in views.values():
         if not culprit.is_stopped:
             continue
@@ -317,7 +330,7 @@ def _find_stopped(
             unfinished = [
                 each
                 for each in view.incomplete()
-                if culprit.rank in members.get(each.group, ()) and view.is_asleep
+                if culprit.rank in sets.get(each.group, ()) and view.is_asleep
             ]
             if not unfinished:
                 break

@@ -29,6 +29,7 @@ from ddpsafe._errors import (
     from_plain,
     to_plain,
 )
+from ddpsafe._launcher.processes.rank_process import Activity  # noqa: TC001 - read by pydantic
 from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._logging import get_logger
 from ddpsafe._wire.exception_facts import text_of
@@ -248,12 +249,27 @@ class NodeProgress:
     """How far the ranks of a node are.
 
     Attributes:
+        at_ns: When the launcher began to look at them, on the node's monotonic clock.
         ranks: The progress of each, by rank.
-        stopped: The ranks that a signal has stopped.
+        activity: What the main thread of each does, by rank.
+        idle_s: For how long all of them have been idle.
     """
 
+    at_ns: int
     ranks: dict[int, Progress]
-    stopped: tuple[int, ...] = ()
+    activity: dict[int, Activity] = field(default_factory=dict)
+    idle_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warned:
+    """Node 0 warns of something that concerns all nodes.
+
+    Attributes:
+        text: The warning.
+    """
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -500,6 +516,7 @@ NodeMessage: TypeAlias = (
     | Collect
     | Continue
     | Leave
+    | Warned
     | RoundResult
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -47,17 +48,18 @@ from ddpsafe._launcher.nodes.node_messages import (
     RanksEnded,
     RoundResult,
     SignalReceived,
+    Warned,
     as_error,
     error_of,
     read_rank_report,
     round_result_of,
 )
-from ddpsafe._launcher.processes.rank_process import RankState
+from ddpsafe._launcher.processes.rank_process import Activity, RankState
 from ddpsafe._launcher.watch.signals import Interrupted, is_order
 from ddpsafe._launcher.watch.supervisor import Peers
 from ddpsafe._logging import get_logger
 from ddpsafe._text import ranks_text
-from ddpsafe._wire.messages import RankOutcome
+from ddpsafe._wire.messages import RankOutcome, Whereabouts
 from ddpsafe._wire.rank_pipe import Progress
 from ddpsafe._world import World
 
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.processes.rank_process import RankProcess
     from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._launcher.watch.supervisor import Ending
+    from ddpsafe._wire.messages import Message
 
 logger = get_logger(__name__)
 
@@ -80,6 +83,12 @@ _LATE_EVIDENCE: Final = timedelta(seconds=12)
 
 _OTHER_LOSSES: Final = timedelta(seconds=2 * BEAT_S)
 """A network failure ends connections up to a beat apart: each once its next packet is not acknowledged."""
+
+_LATE_REPORTS: Final = 4
+"""What is known of a node is old if so many reports of its progress would have fitted in since."""
+
+_CLOCK_MARGIN_NS: Final = 100_000_000
+"""How well the clocks of two hosts are compared, at worst."""
 
 _AFTER_GRACE: Final = timedelta(seconds=10)
 """After the grace period come SIGKILL and the removal of what the ranks left behind."""
@@ -92,10 +101,10 @@ class RemoteRank(RankState):
         world: Its place.
         hostname: Its host.
         exit_code: Exit status of its process, once that has ended.
-        is_stopped: Whether a signal had stopped it, according to its launcher's last report.
+        idle_s: For how long all ranks of its node had been idle at the last report.
     """
 
-    def __init__(self, world: World, hostname: str, channel: Channel) -> None:
+    def __init__(self, world: World, plan: RoundPlan, channel: Channel) -> None:
         """Know nothing yet; what is sent to the rank goes through its launcher."""
 
         def send(request: bytes) -> None:
@@ -103,19 +112,60 @@ class RemoteRank(RankState):
             channel.send(message, to=world.node_rank)
 
         super().__init__(send)
-        self.world, self.hostname = world, hostname
+        self.world = world
+        self.hostname = plan.nodes[world.node_rank].hostname
         self.exit_code: int | None = None
-        self.is_stopped = False
-        self.last_progress = Progress()
+        self._progress = Progress()
+        self._activity = Activity()
+        self._is_seen_since_answer = False
+        self._reports_every_s = plan.progress_every_s
+        self._known_ns = time.monotonic_ns()
 
     @property
     def rank(self) -> int:
         """Its rank."""
         return self.world.rank
 
+    def take(self, message: Message) -> None:
+        """Record a message from the rank."""
+        super().take(message)
+        if isinstance(message, Whereabouts):
+            self._is_seen_since_answer = False
+
+    def note_report(self, report: NodeProgress, offset: ClockOffset) -> None:
+        """Record what its launcher reports.
+
+        What the launcher has relayed before is older: it looks at its ranks after that.
+        """
+        self._progress = offset.shift_progress(report.ranks[self.rank])
+        self._activity = report.activity.get(self.rank, Activity())
+        self.idle_s = report.idle_s
+        self._is_seen_since_answer = True
+        self._known_ns = report.at_ns + offset.mono_ns - _CLOCK_MARGIN_NS
+
+    @property
+    def is_seen_since_answer(self) -> bool:
+        """Whether its launcher has reported since its last answer."""
+        return self._is_seen_since_answer
+
+    @property
+    def known_ns(self) -> int:
+        """Of which moment its launcher's last report is."""
+        return self._known_ns
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether its launcher has reported lately."""
+        age_s = (time.monotonic_ns() - self._known_ns) / 1e9
+        return age_s < _LATE_REPORTS * self._reports_every_s
+
     def progress(self) -> Progress:
         """Return its progress, according to its launcher's last report."""
-        return self.last_progress
+        return self._progress
+
+    def activity(self) -> Activity:
+        """Return what its main thread did at its launcher's last report, if that is recent."""
+        return self._activity if self.is_heard else Activity()
 
     def outcome(self) -> RankOutcome:
         """Return what is known of it without asking its launcher, which may be lost."""
@@ -137,8 +187,8 @@ class RemoteRank(RankState):
             native=self.native,
             ended_ns=self.ended_ns,
             position=self.position,
-            progress=self.last_progress,
-            state=psutil.STATUS_STOPPED if self.is_stopped and self.ended_ns is None else "",
+            progress=self._progress,
+            state=psutil.STATUS_STOPPED if self._activity.state == "T" and self.alive else "",
             said="",
         )
 
@@ -168,7 +218,7 @@ class OtherNodes(Peers):
         self._has_asked = False
         self.phase: Literal["start", "attempt"] = "start"
         self._by_rank = {
-            rank: RemoteRank(world_of(plan, rank), plan.nodes[node].hostname, channel)
+            rank: RemoteRank(world_of(plan, rank), plan, channel)
             for node in range(1, len(plan.nodes))
             for rank in plan.ranks_of(node)
         }
@@ -214,8 +264,7 @@ class OtherNodes(Peers):
                 self._take_of_rank(self._by_rank[message.rank], message, offset)
         elif isinstance(message, NodeProgress):
             for rank in set(self._plan.ranks_of(node)) & message.ranks.keys():
-                self._by_rank[rank].last_progress = offset.shift_progress(message.ranks[rank])
-                self._by_rank[rank].is_stopped = rank in message.stopped
+                self._by_rank[rank].note_report(message, offset)
         elif isinstance(message, NodeOutcomes):
             shifted = tuple(offset.shift_outcome(each) for each in message.outcomes)
             self.reported[node] = replace(message, outcomes=shifted)
@@ -280,6 +329,10 @@ class OtherNodes(Peers):
         """Return the longest ``join(grace_period=…)`` of any node; ``None`` if no node asks for one."""
         wanted_s = [own_s, *(node.grace_s for node in self.reported.values())]
         return max((grace_s for grace_s in wanted_s if grace_s is not None), default=None)
+
+    def tell(self, text: str) -> None:
+        """Show a warning on all other nodes."""
+        self.send(Warned(text=text))
 
     def send(self, message: NodeMessage) -> None:
         """Send to all nodes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -37,6 +38,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     RanksStarted,
     RoundResult,
     SignalReceived,
+    Warned,
     as_error,
     error_of,
     rank_report,
@@ -49,9 +51,10 @@ from ddpsafe._launcher.nodes.node_zero import (
     warn_of_outage,
 )
 from ddpsafe._launcher.processes.descendants import reap_orphans
+from ddpsafe._launcher.watch import deadlock_watch
 from ddpsafe._launcher.watch.console import open_console
-from ddpsafe._launcher.watch.deadlock_watch import read_activity
 from ddpsafe._launcher.watch.hang_detection import StderrWatch
+from ddpsafe._launcher.watch.idleness import IdleWatch
 from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._launcher.watch.supervisor import (
     Ending,
@@ -61,6 +64,7 @@ from ddpsafe._launcher.watch.supervisor import (
     warn_of_late_ends,
 )
 from ddpsafe._logging import get_logger
+from ddpsafe._wire.messages import Whereabouts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +75,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.nodes.node_messages import RoundPlan
     from ddpsafe._launcher.processes.rank_process import RankProcess
     from ddpsafe._launcher.watch.signals import SignalInbox
-    from ddpsafe._wire.messages import RankOutcome
+    from ddpsafe._wire.messages import Message, RankOutcome
 
 logger = get_logger(__name__)
 
@@ -145,6 +149,7 @@ class Participant:
         self._reported: SignalReceived | None = None
         self._reported_s = 0.0
         self._has_warned_of_silence = False
+        self._next_progress_s = 0.0
         self._ends_alone_by: signal.Signals | None = None
         self._node_0 = round_plan.name_of(0)
         self._silence = SilenceWatch({0: self._node_0})
@@ -165,9 +170,7 @@ class Participant:
             ):
                 did, phase = "could not continue the attempt", "attempt"
                 for process in processes:
-                    process.relay = lambda message, rank=process.rank: self._channel.send(
-                        rank_report(rank, message)
-                    )
+                    process.relay = functools.partial(self._relay, process.rank)
                 self._channel.send(RanksStarted())
                 limit = plan.config.timeouts.attempt
                 with open_console(processes, plan.console, inbox=self._inbox, limit=limit):
@@ -212,7 +215,8 @@ class Participant:
 
     def _watch(self, processes: Sequence[RankProcess]) -> None:
         """Relay what the ranks report, until the attempt is over."""
-        stderr, next_progress_s = StderrWatch(processes), 0.0
+        stderr = StderrWatch(processes)
+        idle = IdleWatch(processes, sample_s=deadlock_watch.SETTINGS.idle_sample_s)
         native_sent: set[int] = set()
         failures_logged: set[int] = set()
         while not self._is_over() and not self._may_leave:
@@ -240,16 +244,8 @@ class Participant:
                 if process.native is not None and process.rank not in native_sent:
                     native_sent.add(process.rank)
                     self._channel.send(RankNativeError(rank=process.rank, native=process.native))
-            if (now_s := time.monotonic()) >= next_progress_s:
-                next_progress_s = now_s + self._round.progress_every_s
-                # A stopped launcher does not read: once its buffer is full, the kernel would report
-                # its host as lost.
-                if not self._silence.silent:
-                    progress = {process.rank: process.progress() for process in processes}
-                    stopped = (
-                        each.rank for each in processes if read_activity(each.pid).state == "T"
-                    )
-                    self._channel.send(NodeProgress(ranks=progress, stopped=tuple(stopped)))
+            if time.monotonic() >= self._next_progress_s:
+                self._report_progress(processes, idle)
             if self._wants_evidence:
                 self._wants_evidence = False
                 attempt.ask_where(processes)
@@ -265,6 +261,29 @@ class Participant:
             if self._may_run_on:
                 self._may_run_on = False
                 rank_readings.continue_suspended(processes)
+
+    def _relay(self, rank: int, message: Message) -> None:
+        """Pass on what a rank reports; an answer is worth more with what the rank does after it."""
+        self._channel.send(rank_report(rank, message))
+        if isinstance(message, Whereabouts):
+            self._next_progress_s = 0.0
+
+    def _report_progress(self, processes: Sequence[RankProcess], idle: IdleWatch) -> None:
+        at_ns, now_s = time.monotonic_ns(), time.monotonic()
+        self._next_progress_s = now_s + self._round.progress_every_s
+        activity = {process.rank: process.activity() for process in processes}
+        idle.look(now_s, is_running=any(each.state == "R" for each in activity.values()))
+        # A stopped launcher does not read: once its buffer is full, the kernel would report its host as
+        # lost.
+        if not self._silence.silent:
+            self._channel.send(
+                NodeProgress(
+                    at_ns=at_ns,
+                    ranks={process.rank: process.progress() for process in processes},
+                    activity=activity,
+                    idle_s=idle.idle_s(),
+                )
+            )
 
     def _wait(self, processes: Sequence[RankProcess], longest_s: float) -> None:
         alive = [process for process in processes if process.alive]
@@ -318,6 +337,8 @@ class Participant:
             elif isinstance(event, Continue):
                 self._may_run_on = True
                 self._grace = timedelta(seconds=event.grace_s)
+            elif isinstance(event, Warned):
+                logger.warning("%s", event.text)
             elif isinstance(event, Leave):
                 self._may_leave = True
             elif isinstance(event, RoundResult):

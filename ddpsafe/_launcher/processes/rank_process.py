@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, NamedTuple
 
+from ddpsafe._host import read_stat
 from ddpsafe._launcher.processes.descendants import RankIdentity, open_pidfd
 from ddpsafe._logging import get_logger
 from ddpsafe._stdlib_private import forget_child
@@ -137,6 +138,30 @@ _REAP_S = 0.5
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
+class Activity(NamedTuple):
+    """What ``/proc`` shows of a rank's main thread.
+
+    Attributes:
+        state: Its state, as ``ps`` shows it; empty if unknown.
+        ran: Counters that grow whenever it runs at all; ``None`` if unknown.
+    """
+
+    state: str = ""
+    ran: tuple[int, ...] | None = None
+
+
+def read_activity(pid: int | None) -> Activity:
+    """Read the activity of a process's main thread, in 20 microseconds; an empty one if unknown."""
+    task = f"{pid}/task/{pid}"
+    try:
+        state = read_stat(task).state
+        with open(f"/proc/{task}/schedstat", "rb") as file:  # noqa: PTH123 - once a second for each rank
+            spent_ns, _, slices = map(int, file.read().split())
+    except (OSError, ValueError, IndexError):
+        return Activity()
+    return Activity(state=state, ran=(spent_ns, slices))
+
+
 class RankState:
     """What is known about one rank: what it has reported, and what the launcher has found out.
 
@@ -160,11 +185,15 @@ class RankState:
         living_threads: Its last answer to `ask_threads`.
         checkpoint_folders: Its checkpoint folders, which the ranks of all nodes have to see.
         stop: The state of a request to stop.
+        idle_s: For how long all ranks of its node have been idle, if another launcher reports that.
     """
+
+    idle_s = 0.0
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         """Know nothing yet; `send` sends bytes to the rank, and drops them if it has exited."""
         self._send = send
+        self._questions = 0
         self.phase: Phase = "starting"
         self.began_ns: dict[Phase, int] = {"starting": time.monotonic_ns()}
         self.returned: Returned | None = None
@@ -198,8 +227,35 @@ class RankState:
         """Whether it has reached the user's function."""
         return self.phase in ("running", "leaving")
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether it has answered `ask_whereabouts` as often as it was asked.
+
+        Otherwise its last answer may be to an earlier question, and describe an earlier moment.
+        """
+        return self._questions == 0
+
+    @property
+    def is_seen_since_answer(self) -> bool:
+        """Whether `activity` is newer than its last answer."""
+        return True
+
+    @property
+    def known_ns(self) -> int:
+        """Of which moment `activity` is (monotonic)."""
+        return time.monotonic_ns()
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether what is known of it is recent: its launcher can be reached, and responds."""
+        return True
+
     def progress(self) -> Progress:
         """Return its progress so far."""
+        raise NotImplementedError
+
+    def activity(self) -> Activity:
+        """Return what its main thread does; an empty one if that is unknown."""
         raise NotImplementedError
 
     def outcome(self) -> RankOutcome:
@@ -220,6 +276,7 @@ class RankState:
             self.position = message
         elif isinstance(message, Whereabouts):
             self.whereabouts = message
+            self._questions = max(0, self._questions - 1)
             now_ns = time.monotonic_ns()
             last = self.sightings[-1:]
             new = last[0].then(message, now_ns) if last else Sighting(message, now_ns, now_ns)
@@ -270,6 +327,7 @@ class RankState:
 
     def ask_whereabouts(self) -> None:
         """Ask where it is and what its threads do, while it continues to run."""
+        self._questions += 1
         self._send(ASK_WHEREABOUTS)
 
     def ask_stacks(self) -> None:
@@ -407,6 +465,10 @@ class RankProcess(RankState):
     def progress(self) -> Progress:
         """Return its progress so far."""
         return self._steps.read()
+
+    def activity(self) -> Activity:
+        """Return what its main thread does."""
+        return read_activity(self.pid)
 
     def send(self, data: bytes) -> None:
         """Send the rank one of the messages of `_wire.rank_pipe`, unless it no longer reads them."""

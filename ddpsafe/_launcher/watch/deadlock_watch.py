@@ -18,7 +18,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
@@ -38,6 +38,7 @@ from ddpsafe._launcher.diagnosis.wait_graph import (
     find_deadlock,
     unchanged,
 )
+from ddpsafe._launcher.processes.rank_process import Activity, RankProcess
 from ddpsafe._launcher.watch.hang_detection import NewCollectives
 from ddpsafe._launcher.watch.idleness import IdleWatch
 from ddpsafe._launcher.watch.status_socket import Rates, StatusSocket
@@ -47,8 +48,9 @@ from ddpsafe._wire.messages import Whereabouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
 
-    from ddpsafe._launcher.processes.rank_process import RankProcess, RankState
+    from ddpsafe._launcher.processes.rank_process import RankState
     from ddpsafe._wire.messages import Collective, Frame, RankOutcome
 
 logger = get_logger(__name__)
@@ -66,6 +68,7 @@ class LiveSettings:
             wait for is in something known to be slow: a checkpoint, an evaluation, a compilation.
         step_factor: The time without a step also has to be so many times the longest step so far.
         answer_s: How long a rank may take to answer.
+        remote_answer_s: The same for a rank of another node, which its launcher asks.
         idle_sample_s: How often it measures whether the ranks do anything, while they make no step.
         idle_look_s: How long all ranks have to be idle before they are asked once, without a warning.
     """
@@ -76,6 +79,7 @@ class LiveSettings:
     first_s: float = 300.0
     step_factor: float = 2.0
     answer_s: float = 1.0
+    remote_answer_s: float = 5.0
     idle_sample_s: float = 5.0
     idle_look_s: float = 8.0
 
@@ -110,36 +114,11 @@ _SLOW_FILES: Final = (
 """A call into one of these may take minutes while all is well."""
 
 
-class Activity(NamedTuple):
-    """What ``/proc`` shows of a rank's main thread.
-
-    Attributes:
-        state: Its state, as ``ps`` shows it.
-        ran: Counters that grow whenever it runs at all; ``None`` if unknown.
-    """
-
-    state: str = ""
-    ran: tuple[int, ...] | None = None
-
-
-def read_activity(pid: int | None) -> Activity:
-    """Read the activity of a process's main thread, in 20 microseconds; an empty one if unknown."""
-    task = f"/proc/{pid}/task/{pid}"
-    try:
-        with open(f"{task}/stat", "rb") as file:  # noqa: PTH123 - once a second for each rank
-            state = file.read().rpartition(b")")[2].split()[0].decode()
-        with open(f"{task}/schedstat", "rb") as file:  # noqa: PTH123 - as above
-            spent_ns, _, slices = map(int, file.read().split())
-    except (OSError, ValueError, IndexError):
-        return Activity()
-    return Activity(state=state, ran=(spent_ns, slices))
-
-
 class _MainThread:
     """How long the main thread of one rank has been asleep or stopped."""
 
-    def __init__(self, process: RankProcess, now_s: float) -> None:
-        self.process = process
+    def __init__(self, rank: RankState, now_s: float) -> None:
+        self.rank = rank
         self.activity = Activity()
         self.since_s = now_s
         self.stopped_since_s: float | None = None
@@ -148,11 +127,11 @@ class _MainThread:
     def look(self, now_s: float) -> float:
         """Look again; if it has run since, return how long it had slept before that, else 0."""
         before, steps_before = self.activity, self._steps
-        self._steps = self.process.progress().steps
+        self._steps = self.rank.progress().steps
         # A rank that has made a step has run. Most looks find that, and reading /proc for each of many
         # ranks would be most of what they cost.
         has_stepped = self._steps != steps_before
-        self.activity = Activity() if has_stepped else read_activity(self.process.pid)
+        self.activity = Activity() if has_stepped else self.rank.activity()
         slept_s = 0.0
         if (
             self.activity.ran is None
@@ -174,42 +153,66 @@ class _MainThread:
 class _Inquiry:
     """Asks some ranks where they are, once, and collects their answers."""
 
-    def __init__(self, processes: Sequence[RankState], *, ends_s: float) -> None:
-        self._known = {process.rank: process.whereabouts for process in processes}
-        self.processes = list(processes)
-        self.ends_s = ends_s
-        for process in processes:
-            process.ask_whereabouts()
+    def __init__(
+        self,
+        ranks: Sequence[RankState],
+        settings: LiveSettings,
+        *,
+        now_s: float,
+        stopped: Sequence[RankState] = (),
+    ) -> None:
+        self._known = {rank.rank: rank.whereabouts for rank in ranks}
+        self.ranks = list(ranks)
+        self._stopped = stopped
+        self.asked_ns = time.monotonic_ns()
+        is_local = all(isinstance(rank, RankProcess) for rank in ranks)
+        self.ends_s = now_s + (settings.answer_s if is_local else settings.remote_answer_s)
+        for rank in ranks:
+            rank.ask_whereabouts()
 
     def answers(self) -> dict[int, Whereabouts]:
         """Return the answers received so far, by rank."""
         return {
-            process.rank: process.whereabouts
-            for process in self.processes
-            if process.whereabouts is not None
-            and process.whereabouts is not self._known[process.rank]
+            rank.rank: rank.whereabouts
+            for rank in self.ranks
+            if rank.whereabouts is not None
+            and rank.whereabouts is not self._known[rank.rank]
+            and rank.has_answered
         }
 
     def is_over(self, now_s: float) -> bool:
-        """Return whether all have answered, or the time is up."""
-        return len(self.answers()) == len(self.processes) or now_s >= self.ends_s
+        """Return whether all have answered, and been seen since, or the time is up."""
+        if now_s >= self.ends_s:
+            return True
+        return (
+            len(self.answers()) == len(self.ranks)
+            and all(rank.is_seen_since_answer for rank in self.ranks)
+            and all(rank.known_ns >= self.asked_ns for rank in self._stopped)
+        )
 
 
 class DeadlockWatch:
     """Notices ranks that are proved to wait for ever; see `wait_graph`."""
 
     def __init__(
-        self, processes: Sequence[RankProcess], settings: LiveSettings, *, now_s: float
+        self,
+        ranks: Sequence[RankState],
+        settings: LiveSettings,
+        *,
+        now_s: float,
+        limit: timedelta | None,
     ) -> None:
-        """Take every main thread as awake."""
+        """Take every main thread as awake; `limit` is ddpsafe's for collectives, if the user set none."""
         self._settings = settings
-        self._threads = {process.rank: _MainThread(process, now_s) for process in processes}
+        self._limit = limit
+        self._threads = {rank.rank: _MainThread(rank, now_s) for rank in ranks}
         self._sleep_s = settings.sleep_s
         self._asked: set[int] = set()
         self._next_s = 0.0
         self._pause_s = settings.sleep_s
         self._first_answers: dict[int, Whereabouts] | None = None
         self._ran_when_asked: dict[int, tuple[int, ...] | None] = {}
+        self._asked_ns = 0
         self._inquiry: _Inquiry | None = None
 
     @property
@@ -219,7 +222,7 @@ class DeadlockWatch:
 
     def state(self, rank: int) -> str:
         """Return the state of a rank's main thread now, as ``ps`` shows it."""
-        return read_activity(self._threads[rank].process.pid).state
+        return self._threads[rank].rank.activity().state
 
     def is_running(self) -> bool:
         """Return whether a main thread was running, or ready to run, at the last look."""
@@ -239,7 +242,7 @@ class DeadlockWatch:
             if self._first_answers is None:
                 if find_deadlock(self._views(answers, now_s)) is not None:
                     self._first_answers = answers
-                    self._ask([self._threads[rank].process for rank in answers], now_s)
+                    self._ask([self._threads[rank].rank for rank in answers], now_s)
                 return None
             # A rank with the same answer twice was there at the instant between all first and all second
             # answers, at which the proof has to hold; see `unchanged`.
@@ -255,61 +258,66 @@ class DeadlockWatch:
             if slept_s:
                 self._asked.discard(rank)
         asleep = [
-            each.process
-            for each in self._threads.values()
-            if each.process.alive
-            and each.process.joined
-            and each.process.returned is None
-            and now_s - each.since_s >= self._sleep_s
+            thread.rank
+            for thread in self._threads.values()
+            if thread.rank.alive
+            and thread.rank.joined
+            and thread.rank.returned is None
+            and now_s - thread.since_s >= self._sleep_s
         ]
         out_of_action = [
-            each
-            for each in self._threads.values()
-            if each.process.returned is not None or each.is_stopped(now_s)
+            thread
+            for thread in self._threads.values()
+            if thread.rank.returned is not None or thread.is_stopped(now_s)
         ]
         if not asleep or len(asleep) + len(out_of_action) < 2:  # noqa: PLR2004 - one waits for another
             return None
-        ranks = {process.rank for process in asleep}
+        ranks = {rank.rank for rank in asleep}
         if ranks <= self._asked and now_s < self._next_s:
             return None
         is_new = bool(ranks - self._asked)
         self._pause_s = self._settings.sleep_s if is_new else self._pause_s * _PAUSE_FACTOR
         self._next_s = now_s + self._pause_s
         self._asked = ranks
+        self._ran_when_asked = {rank.rank: self._threads[rank.rank].activity.ran for rank in asleep}
         self._ask(asleep, now_s)
         return None
 
-    def _ask(self, processes: Sequence[RankProcess], now_s: float) -> None:
-        self._ran_when_asked = {
-            each.rank: self._threads[each.rank].activity.ran for each in processes
-        }
-        self._inquiry = _Inquiry(processes, ends_s=now_s + self._settings.answer_s)
+    def _ask(self, ranks: Sequence[RankState], now_s: float) -> None:
+        stopped = [each.rank for each in self._threads.values() if each.is_stopped(now_s)]
+        self._inquiry = _Inquiry(ranks, self._settings, now_s=now_s, stopped=stopped)
+        self._asked_ns = self._inquiry.asked_ns
 
     def _views(self, answers: dict[int, Whereabouts], now_s: float) -> dict[int, RankView]:
         # If the user has set a timeout for collectives, a stopped rank gets that time to be continued.
         defaults = {0.0, *_TORCH_TIMEOUTS_S}
-        timeouts = next(iter(self._threads.values())).process.spec.timeouts
-        if "collective" not in timeouts.chosen:
-            defaults.add(timeouts.collective.total_seconds())
+        if self._limit is not None:
+            defaults.add(self._limit.total_seconds())
         is_bounded = any(
-            each.timeout_s not in defaults
+            collective.timeout_s not in defaults
             for at in answers.values()
-            for each in at.position.collectives
-            if not each.done
+            for collective in at.position.collectives
+            if not collective.done
         )
         views = {}
-        for rank, thread in self._threads.items():
-            process, at = thread.process, answers.get(rank)
-            if process.returned is not None:
-                at = Whereabouts(position=process.returned.position)
+        for number, thread in self._threads.items():
+            rank, at = thread.rank, answers.get(number)
+            if rank.returned is not None:
+                at = Whereabouts(position=rank.returned.position)
             thread.look(now_s)
-            views[rank] = RankView(
-                rank=rank,
+            ran = thread.activity.ran
+            views[number] = RankView(
+                rank=number,
                 at=at,
-                is_asleep=rank in self._ran_when_asked
-                and thread.activity.ran == self._ran_when_asked[rank],
-                has_left=process.returned is not None,
-                is_stopped=thread.is_stopped(now_s) and not is_bounded,
+                # Both answers describe one moment of a thread that has not run from before the first
+                # question until after the second answer.
+                is_asleep=ran is not None
+                and ran == self._ran_when_asked.get(number)
+                and rank.is_seen_since_answer,
+                has_left=rank.returned is not None,
+                is_stopped=thread.is_stopped(now_s)
+                and rank.known_ns >= self._asked_ns
+                and not is_bounded,
             )
         return views
 
@@ -322,8 +330,8 @@ class LiveWatch:
     Args:
         processes: The ranks of this host.
         clock: Returns the time in seconds.
-        others: The ranks of other hosts. They appear in the status only: a proof needs ``/proc``, and
-            the ranks of one host prove nothing about a job on several.
+        others: The ranks of other nodes, whose launchers report what ``/proc`` shows there.
+        tell: Shows a warning on the other nodes, too.
 
     Attributes:
         proof: The deadlock, once one has been found.
@@ -336,12 +344,18 @@ class LiveWatch:
         *,
         clock: Callable[[], float],
         others: Sequence[RankState] = (),
+        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Start the clocks."""
         self._processes, self._others = processes, others
+        self._ranks: Sequence[RankState] = [*processes, *others]
+        self._tell = tell
         self._clock = clock
         self._settings = SETTINGS
-        self._deadlocks = DeadlockWatch(processes, self._settings, now_s=clock())
+        limit = None
+        if processes and "collective" not in processes[0].spec.timeouts.chosen:
+            limit = processes[0].spec.timeouts.collective
+        self._deadlocks = DeadlockWatch(self._ranks, self._settings, now_s=clock(), limit=limit)
         self._idle = IdleWatch(processes, sample_s=self._settings.idle_sample_s)
         self._has_looked = False
         self._inquiry: _Inquiry | None = None
@@ -392,22 +406,21 @@ class LiveWatch:
         if now_s < self._next_look_s and not self._deadlocks.is_asking and self._inquiry is None:
             return False
         self._next_look_s = now_s + self._settings.look_s
-        progress = {each.rank: each.progress() for each in (*self._processes, *self._others)}
+        progress = {rank.rank: rank.progress() for rank in self._ranks}
         self._rates.note({rank: made.steps for rank, made in progress.items()})
-        if len(self._processes) > 1 and not self._others:
+        if len(self._ranks) > 1:
             self.proof = self._deadlocks.look(now_s)
         else:
             self._deadlocks.read_states(now_s)
-        own = [(process, progress[process.rank]) for process in self._processes]
         seen = [
-            (process.phase, process.returned is None, made.steps, made.saves)
-            for process, made in own
+            (rank.phase, rank.returned is None, made.steps, made.saves)
+            for rank, made in zip(self._ranks, progress.values(), strict=True)
         ]
         if seen != self._seen:
             self._seen = seen
             self._note_progress(now_s)
         self._look_at_idleness(now_s)
-        self.longest_s = max(self.longest_s, *(made.longest_s for _, made in own))
+        self.longest_s = max(self.longest_s, *(each.longest_s for each in progress.values()))
         if self._inquiry is not None:
             self._end_inquiry(self._inquiry, now_s)
         elif not self._deadlocks.is_asking and self._is_late(now_s):
@@ -423,16 +436,16 @@ class LiveWatch:
 
     def _look_at_idleness(self, now_s: float) -> None:
         """Measure whether the ranks do anything, unless they make steps or a main thread is running."""
-        is_quiet = now_s - self._last_progress_s >= self._settings.idle_sample_s
-        if not is_quiet or self._others:
-            self._idle.reset()
+        if not self._idle.look(now_s, is_running=self._deadlocks.is_running()):
             self._has_looked = False
-        elif not self._deadlocks.is_running():
-            self._idle.look(now_s)
+
+    def _idle_s(self) -> float:
+        """Return for how long all ranks of all nodes have been idle."""
+        return min(self._idle.idle_s(), *(rank.idle_s for rank in self._others), math.inf)
 
     def _is_idle(self) -> bool:
         """Return whether all ranks have been idle for so long that no slow start explains it."""
-        longest_s = self._idle.idle_s()
+        longest_s = self._idle_s()
         return 0 < longest_s >= self._settings.quiet_s - self._settings.idle_sample_s
 
     def _is_to_look(self) -> bool:
@@ -442,7 +455,7 @@ class LiveWatch:
         """
         if self._has_looked or self._deadlocks.is_asking:
             return False
-        self._has_looked = self._idle.idle_s() >= self._settings.idle_look_s
+        self._has_looked = self._idle_s() >= self._settings.idle_look_s
         return self._has_looked
 
     def _note_progress(self, at_s: float) -> None:
@@ -455,22 +468,22 @@ class LiveWatch:
         return max(least_s, self._settings.step_factor * self.longest_s)
 
     def _is_late(self, now_s: float) -> bool:
-        if self._others or (
-            now_s < self._next_warning_s and not (self._was_slow and self._is_idle())
-        ):
+        if now_s < self._next_warning_s and not (self._was_slow and self._is_idle()):
             return False
-        if all(process.returned is not None for process in self._processes):
+        if all(rank.returned is not None for rank in self._ranks):
+            return False
+        if not all(rank.is_heard for rank in self._ranks):  # another warning says which node is not
             return False
         # Imports and the preparation of data may take minutes.
-        is_slow = not all(process.joined for process in self._processes) and not self._is_idle()
+        is_slow = not all(rank.joined for rank in self._ranks) and not self._is_idle()
         return now_s - self._last_progress_s >= self._limit_s(is_slow=is_slow)
 
     def _start_inquiry(self, now_s: float) -> None:
         asked: list[RankState] = [each for each in self._processes if each.alive]
-        asked += [each for each in self._others if each.joined and each.ended_ns is None]
+        asked += [each for each in self._others if each.joined and each.alive and each.is_heard]
         asked = [each for each in asked if each.returned is None]
         self._signalled = None
-        self._inquiry = _Inquiry(asked, ends_s=now_s + self._settings.answer_s)
+        self._inquiry = _Inquiry(asked, self._settings, now_s=now_s)
 
     def _end_inquiry(self, inquiry: _Inquiry, now_s: float) -> None:
         """Warn once the answers are in; first get the stack of each rank that did not answer.
@@ -481,7 +494,7 @@ class LiveWatch:
         if not inquiry.is_over(now_s):
             return
         answers = inquiry.answers()
-        asked = {each.rank for each in inquiry.processes}
+        asked = {each.rank for each in inquiry.ranks}
         own = [each for each in self._processes if each.rank in asked]
         silent = [each for each in own if each.rank not in answers]
         if silent and self._signalled is None:
@@ -530,9 +543,8 @@ class LiveWatch:
         }
         for other in self._others:
             at = answers.get(other.rank)
-            reading = read_frames(at.threads[0].frames if at is not None and at.threads else ())
-            outcome = replace(
-                other.outcome(), stack=reading.stack, in_collective=reading.in_collective
+            outcome = self._outcome(
+                other, at, at.threads[0].frames if at is not None and at.threads else ()
             )
             facts["ranks"].append(self._shared_facts(other, outcome, at))
         facts["ranks"].sort(key=lambda each: each["rank"])
@@ -599,10 +611,8 @@ class LiveWatch:
         }
         frames.update(stacks)
         outcomes = {
-            process.rank: self._outcome(
-                process, answers.get(process.rank), frames.get(process.rank, ())
-            )
-            for process in self._processes
+            rank.rank: self._outcome(rank, answers.get(rank.rank), frames.get(rank.rank, ()))
+            for rank in self._ranks
         }
         # Collectives show progress where steps are not counted. Only new ones count: converted from the
         # wall clock, the time at which the same one was entered differs a little at each look.
@@ -631,17 +641,20 @@ class LiveWatch:
         processes = {process.rank: process for process in self._processes}
 
         def place_of(outcome: RankOutcome) -> str:
-            seen = frames.get(outcome.rank, ())
-            return _place_of(outcome) + name_awaited_processes(processes[outcome.rank], seen)
+            place = _place_of(outcome)
+            if outcome.rank in processes:
+                seen = frames.get(outcome.rank, ())
+                place += name_awaited_processes(processes[outcome.rank], seen)
+            if self._others:
+                place += f", on node {outcome.node_rank} ({outcome.hostname})"
+            return place
 
         if differ:
             calls = [(out.rank, each) for out, each in cause.evidence.calls]
-            logger.warning(
-                "no rank has made a step for %.0f s, and the ranks differ in a collective: %s; rank %d is %s",
-                now_s - self._last_progress_s,
-                "; ".join(call_lines(calls)),
-                cause.root.rank,
-                place_of(cause.root),
+            self._warn_all(
+                f"no rank has made a step for {now_s - self._last_progress_s:.0f} s, and the ranks "
+                f"differ in a collective: {'; '.join(call_lines(calls))}; rank {cause.root.rank} is "
+                f"{place_of(cause.root)}"
             )
             return
         longest = f" (longest step so far: {self.longest_s:.1f} s)" if self.longest_s else ""
@@ -653,42 +666,37 @@ class LiveWatch:
                 entered_ns.append((entered or goal).entered_ns)
             waited_s = max(0.0, time.time_ns() - max(entered_ns)) / 1e9
             have = "has" if len(waiting) == 1 else "have"
-            logger.warning(
-                "%s %s waited %.0f s for rank %d in %s%s; rank %d is %s",
-                ranks_text(waiting),
-                have,
-                waited_s,
-                cause.root.rank,
-                goal,
-                longest,
-                cause.root.rank,
-                place_of(cause.root),
+            self._warn_all(
+                f"{ranks_text(waiting)} {have} waited {waited_s:.0f} s for rank {cause.root.rank} in "
+                f"{goal}{longest}; rank {cause.root.rank} is {place_of(cause.root)}"
             )
             return
         places: dict[str, list[int]] = {}
         for outcome in outcomes.values():
             places.setdefault(place_of(outcome), []).append(outcome.rank)
         idle = ", and none does anything (no processor time, no input or output)" if is_idle else ""
-        logger.warning(
-            "no rank has made a step for %.0f s%s%s; %s",
-            now_s - self._last_progress_s,
-            longest,
-            idle,
-            ", ".join(
-                f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}"
-                for place, ranks in list(places.items())[:_SHOWN_PLACES]
-            ),
+        where = ", ".join(
+            f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}"
+            for place, ranks in list(places.items())[:_SHOWN_PLACES]
+        )
+        self._warn_all(
+            f"no rank has made a step for {now_s - self._last_progress_s:.0f} s{longest}{idle}; {where}"
         )
 
+    def _warn_all(self, text: str) -> None:
+        """Warn here and on the other nodes."""
+        logger.warning("%s", text)
+        self._tell(text)
+
     def _outcome(
-        self, process: RankProcess, at: Whereabouts | None, frames: Sequence[Frame]
+        self, rank: RankState, at: Whereabouts | None, frames: Sequence[Frame]
     ) -> RankOutcome:
         """Return the outcome that the diagnosis would get if the attempt ended now."""
         reading = read_frames(frames)
-        outcome = process.outcome()
+        outcome = rank.outcome()
         if outcome.status == "returned":
             return outcome
-        is_stopped = self._deadlocks.state(process.rank) == "T"
+        is_stopped = self._deadlocks.state(rank.rank) == "T"
         return replace(
             outcome,
             position=None if at is None else at.position,
@@ -700,7 +708,7 @@ class LiveWatch:
 
     def _has_begun(self, answers: dict[int, Whereabouts], goal: Collective | None) -> bool:
         """Return whether the length of a step is known, or of the collective that the ranks wait in."""
-        if any(process.progress().steps >= _KNOWN_STEPS for process in self._processes):
+        if any(rank.progress().steps >= _KNOWN_STEPS for rank in self._ranks):
             return True
         if goal is not None and goal.number > _MANY_COLLECTIVES:
             return True

@@ -16,6 +16,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from ddpsafe._host import ProcessStat, read_stat
 from ddpsafe._launcher.diagnosis.rank_readings import is_alone_in_job
 
 if TYPE_CHECKING:
@@ -38,9 +39,6 @@ _GLOO_CPU_SHARE: Final = 0.02
 # To answer a question, a rank reads torch's recorder and sends it with the stacks of all threads.
 _ANSWER_CPU_S: Final = 1.0
 _ANSWER_BYTES: Final = 4 * 1024 * 1024
-
-# Fields of /proc/PID/stat, counted after the name; see proc(5).
-_STATE, _PARENT, _SESSION, _MAJOR_FAULTS, _RESIDENT = 0, 1, 3, 9, 21
 
 
 class ThreadUsage(NamedTuple):
@@ -113,44 +111,40 @@ def read_usage(ranks: Sequence[int]) -> dict[int, Usage | None]:
     Args:
         ranks: The process ids of the ranks, each the leader of its session.
     """
-    stats = dict(_read_stats())
+    stats = _read_stats()
     families: dict[int, list[int]] = {rank: [] for rank in ranks}
-    for pid, fields in stats.items():
-        owner = _owner_of(pid, int(fields[_SESSION]), stats, families)
+    for pid in stats:
+        owner = _owner_of(pid, stats, families)
         if owner is not None:
             families[owner].append(pid)
     return {rank: _usage_of(rank, family, stats) for rank, family in families.items()}
 
 
-def _read_stats() -> list[tuple[int, list[str]]]:
-    found = []
+def _read_stats() -> dict[int, ProcessStat]:
+    stats = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - names only, every few seconds
         if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123 - as above
-                text = file.read().rpartition(b")")[2].decode()
-                found.append((int(name), text.split()))
-    return found
+            with contextlib.suppress(OSError):
+                stats[int(name)] = read_stat(name)
+    return stats
 
 
 def _owner_of(
-    pid: int,
-    session: int,
-    stats: Mapping[int, Sequence[str]],
-    families: Mapping[int, Sequence[int]],
+    pid: int, stats: Mapping[int, ProcessStat], families: Mapping[int, Sequence[int]]
 ) -> int | None:
     """Return the rank that a process is or descends from."""
-    if session in families:
-        return session
+    if stats[pid].session in families:
+        return stats[pid].session
     seen: set[int] = set()
     while pid in stats and pid not in seen:
         if pid in families:
             return pid
         seen.add(pid)
-        pid = int(stats[pid][_PARENT])
+        pid = stats[pid].parent
     return None
 
 
-def _usage_of(rank: int, family: Sequence[int], stats: Mapping[int, Sequence[str]]) -> Usage | None:
+def _usage_of(rank: int, family: Sequence[int], stats: Mapping[int, ProcessStat]) -> Usage | None:
     if rank not in family:
         return None
     threads: dict[int, ThreadUsage] = {}
@@ -176,9 +170,9 @@ def _usage_of(rank: int, family: Sequence[int], stats: Mapping[int, Sequence[str
         processes=frozenset(family),
         threads=threads,
         io_bytes=io_bytes,
-        memory_bytes=page * sum(int(stats[pid][_RESIDENT]) for pid in family),
-        faults=sum(int(stats[pid][_MAJOR_FAULTS]) for pid in family),
-        waits_for_disk=any(stats[pid][_STATE] == "D" for pid in family),
+        memory_bytes=page * sum(stats[pid].resident_pages for pid in family),
+        faults=sum(stats[pid].major_faults for pid in family),
+        waits_for_disk=any(stats[pid].state == "D" for pid in family),
     )
 
 
@@ -206,19 +200,38 @@ class IdleWatch:
         self._answers: Sequence[tuple[object, object]] = ()
         self._last_s = 0.0
         self._since_s: float | None = None
+        self._progress: object = None
+        self._progress_s = 0.0
 
     def idle_s(self) -> float:
         """Return for how long all ranks had been idle at the last sample; 0 if one was not, or may not."""
         return 0.0 if self._since_s is None else self._last_s - self._since_s
 
-    def reset(self) -> None:
-        """Start over: a rank has made progress."""
-        self._since_s, self._last = None, {}
+    def look(self, now_s: float, *, is_running: bool) -> bool:
+        """Take a sample if it is time to, unless a rank makes progress.
 
-    def look(self, now_s: float) -> None:
-        """Take a sample if it is time to; call it only while no rank makes progress."""
-        if self._last and now_s - self._last_s < self._sample_s:
-            return
+        Args:
+            now_s: The time.
+            is_running: Whether a main thread is running: a sample would only show that.
+
+        Returns:
+            Whether no rank has made progress for the time between two samples.
+        """
+        progress = [
+            (rank.phase, rank.returned is None, made.steps, made.saves)
+            for rank in self._processes
+            for made in [rank.progress()]
+        ]
+        if progress != self._progress:
+            self._progress, self._progress_s = progress, now_s
+        if now_s - self._progress_s < self._sample_s:
+            self._since_s, self._last = None, {}
+            return False
+        if not is_running and not (self._last and now_s - self._last_s < self._sample_s):
+            self._take_sample(now_s)
+        return True
+
+    def _take_sample(self, now_s: float) -> None:
         ranks = [
             each.pid
             for each in self._processes

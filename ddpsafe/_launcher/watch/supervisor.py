@@ -126,6 +126,9 @@ class Peers:
     def take_news(self) -> None:
         """Read what their launchers have sent."""
 
+    def tell(self, text: str) -> None:
+        """Show a warning on all other nodes."""
+
     def has_lost_node(self) -> bool:
         """Return whether a node is lost, or could not start its ranks."""
         return False
@@ -223,7 +226,7 @@ class AttemptWatch:
         self._flight = FlightWatch(ranks)
         self._stderr = StderrWatch(processes)
         self._progress = ProgressWatch(ranks, timeouts.progress, learned=learned)
-        self._live = LiveWatch(processes, clock=self._clock, others=others)
+        self._live = LiveWatch(processes, clock=self._clock, others=others, tell=self._peers.tell)
 
     def until_end(self) -> Ending:
         """Wait until the attempt has ended, successfully or not.
