@@ -45,7 +45,7 @@ class Message:
     Attributes:
         facts: Plain values.
         data: Bytes that go with them.
-        failure: The sender's error as `Group.failure_of` returns it; ``None`` if it has not failed.
+        failure: The sender's error as `RankGroup.failure_of` returns it; ``None`` if it has not failed.
         call: The call that it belongs to; set by `Exchange.send`.
     """
 
@@ -86,7 +86,7 @@ class Absence:
         return "peer-lost" if self.lost else "timeout"
 
 
-class Group:
+class RankGroup:
     """One rank among those that agree with each other; a group of one without a control line.
 
     A subclass may have errors of its own (`as_own_error`, `other_call_error`).
@@ -216,8 +216,8 @@ class Group:
 class Exchange:
     """All ranks send the leader a message, and the leader sends all of them one answer."""
 
-    def __init__(self, group: Group, name: str, call: str) -> None:
-        """Begin; see `Group.begin`."""
+    def __init__(self, group: RankGroup, name: str, call: str) -> None:
+        """Begin; see `RankGroup.begin`."""
         self._group = group
         self._name = name
         self._call = call

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TextIO, TypeVar, cast, 
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import BarrierTimeoutError, Explanation, RankRaisedError
-from ddpsafe._job.agreement import Group
+from ddpsafe._job.agreement import RankGroup
 from ddpsafe._text import ranks_text
 from ddpsafe._wire.exception_facts import clip, text_of
 from ddpsafe._worker import collectives, pending_exception
@@ -109,7 +109,7 @@ def _after_departure(departure: Departure) -> tuple[str, str]:
 _MAX_MESSAGE: Final = 1_000
 
 
-class _Followers(Group):
+class _Followers(RankGroup):
     """The ranks that one of them precedes; see `RankContext.rank_zero_first`."""
 
     def __init__(self, context: RankContext, control: Control, *, local: bool) -> None:

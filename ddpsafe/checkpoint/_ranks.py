@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import Explanation
-from ddpsafe._job.agreement import Group
+from ddpsafe._job.agreement import RankGroup
 from ddpsafe._text import ranks_text
 from ddpsafe.checkpoint import errors
 
@@ -25,7 +25,7 @@ _MAX_ERROR_CHARS: Final = 4_000
 _numbers: Final = itertools.count()
 
 
-class Ranks(Group):
+class Ranks(RankGroup):
     """This rank among the ranks of the job; a world of one without a process group.
 
     Args:

@@ -20,7 +20,7 @@ from ddpsafe._errors import (
     Explanation,
     PreflightError,
 )
-from ddpsafe._job.agreement import Absence, Exchange, Group, Message
+from ddpsafe._job.agreement import Absence, Exchange, Message, RankGroup
 from ddpsafe._job.control import Control
 from ddpsafe._job.peers import Process
 from ddpsafe._job.store_keys import FolderStore
@@ -89,7 +89,9 @@ def take_part(
 ) -> object:
     """Agree as one rank; return the answer or the error."""
     ranks, world = range(RANKS), world_of(rank)
-    with Group(control_of(folder, rank), "test", world, ranks, error_type=PreflightError) as group:
+    with RankGroup(
+        control_of(folder, rank), "test", world, ranks, error_type=PreflightError
+    ) as group:
         exchange = group.begin(call)
         try:
             before(exchange)
@@ -190,7 +192,7 @@ def test_the_first_rank_of_a_node_leads_it(tmp_path: Path) -> None:
     def follow(rank: int) -> object:
         control = Control(FolderStore(tmp_path), rank=rank, world_size=4)
         place = replace(world, rank=rank, local_rank=rank - 2, node_rank=1, nnodes=2)
-        with Group(control, "node", place, range(2, 4)) as group:
+        with RankGroup(control, "node", place, range(2, 4)) as group:
             exchange = group.begin("its disk")
             if group.leads:
                 with exchange.leading() as answer:
@@ -208,7 +210,9 @@ def test_a_finished_group_leaves_one_key_in_the_store(tmp_path: Path) -> None:
         with contextlib.ExitStack() as stack:
             groups = [
                 stack.enter_context(
-                    Group(control_of(tmp_path, rank), f"use/{number}", world_of(rank), range(RANKS))
+                    RankGroup(
+                        control_of(tmp_path, rank), f"use/{number}", world_of(rank), range(RANKS)
+                    )
                 )
                 for rank in range(RANKS)
             ]

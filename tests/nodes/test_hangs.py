@@ -1,4 +1,4 @@
-"""Ranks of several nodes wait for each other: that is told on every node, and proved where it can be."""
+"""Ranks of several nodes wait for each other: that is reported on every node, and proved where it can be."""
 
 from __future__ import annotations
 

@@ -416,7 +416,7 @@ def on_two_nodes(rank: int, port: int) -> dict[str, str]:
 
 
 def test_a_killed_leader_is_not_waited_for(tmp_path: Path) -> None:
-    """No launcher of ours ends the ranks that wait for it, and it does not serve the store."""
+    """No launcher of ddpsafe's ends the ranks that wait for it, and it does not serve the store."""
     port = free_port()
     envs = [on_two_nodes(rank, port) for rank in range(4)]
     *_, waiting = forked_ranks.run(programs.lead_until_killed, envs, str(tmp_path), folder=tmp_path)

@@ -13,7 +13,7 @@ from ddpsafe import _gpus
 from ddpsafe._clock import Deadline
 from ddpsafe._config.backend_names import require_backend
 from ddpsafe._errors import ConfigError, Explanation
-from ddpsafe._job.agreement import Group, Message
+from ddpsafe._job.agreement import Message, RankGroup
 from ddpsafe._job.control import Control
 from ddpsafe._job.store_keys import SignedKeys
 from ddpsafe._logging import name_rank
@@ -215,7 +215,7 @@ def agree_on_devices(
         agreed = _gpus.assign([replace(mine, rank=0)])
         index = agreed.indexes[0] if agreed.indexes else None
         return agreed.backend, _use(index)
-    with Group(control, control.next_use("gpus"), world, range(world.world_size)) as group:
+    with RankGroup(control, control.next_use("gpus"), world, range(world.world_size)) as group:
         exchange = group.begin("the choice of devices")
         exchange.send(Message(facts=dataclasses.asdict(mine)))
         absence_error = partial(process_group.absence_error, world)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import ConfigError, Explanation, PreflightError
 from ddpsafe._host import find_address_towards, find_interface_of, interface_variables, list_names
-from ddpsafe._job.agreement import Group
+from ddpsafe._job.agreement import RankGroup
 from ddpsafe._logging import get_logger
 from ddpsafe._worker import environment
 from ddpsafe._worker.rank import this_rank
@@ -123,7 +123,7 @@ def require_connected_nodes(
     ranks = range(first, first + world.local_world_size)
     name = f"{_KEY}/{world.node_rank}"
     try:
-        with Group(control, name, world, ranks, error_type=PreflightError) as group:
+        with RankGroup(control, name, world, ranks, error_type=PreflightError) as group:
             exchange = group.begin("the check of the nodes")
             if group.leads:
                 with exchange.leading():
