@@ -181,6 +181,7 @@ def stand_in_nodes(
     from ddpsafe._clock import Deadline
     from ddpsafe._launcher.nodes import node_messages
     from ddpsafe._launcher.nodes.control_channel import Channel
+    from ddpsafe._launcher.processes.rank_process import Activity
     from ddpsafe._wire.messages import Entered
     from ddpsafe._wire.rank_pipe import Progress
 
@@ -208,7 +209,12 @@ def stand_in_nodes(
             for node, channel in waiting.items():
                 ranks = range(node * RANKS, (node + 1) * RANKS)
                 progress = Progress(steps=steps, last_ns=time.monotonic_ns())
-                channel.send(node_messages.NodeProgress(ranks=dict.fromkeys(ranks, progress)))
+                report = node_messages.NodeProgress(
+                    at_ns=time.monotonic_ns(),
+                    ranks=dict.fromkeys(ranks, progress),
+                    activity=dict.fromkeys(ranks, Activity("R", (steps, steps))),
+                )
+                channel.send(report)
         if culprit in waiting and fault.is_set() and not has_failed:
             results.put(("fault", time.time()))
             has_failed, now_ns = True, time.monotonic_ns()
