@@ -145,7 +145,7 @@ def run(network: Network, commands: list[list[str]], limit_s: float = LIMIT_S) -
             process.communicate(timeout=max(1.0, ends_s - time.monotonic()))
         process.kill()
     for node in range(len(commands)):  # ranks that survive their launcher keep its pipes open
-        network[node].shell("pkill -KILL -f nodes.py || true")
+        network[node].shell("pkill -KILL -f '[n]odes.py' || true")
     for process in started:
         process.communicate()
 
