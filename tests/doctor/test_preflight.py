@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import launch_programs as programs
+import machine
 import pytest
 import scripts
 from doctor_kit import examine, needs_namespaces
@@ -41,8 +42,8 @@ def test_preflight_costs_less_than_100_ms(tmp_path: Path) -> None:
     """
     scripts.run(tmp_path, code)  # the second run finds compiled modules, as users do
     first_s, *later_s = map(float, scripts.run(tmp_path, code).lines()[0].split())
-    assert first_s < 0.1
-    assert min(later_s) < 0.05
+    assert first_s < machine.hang_limit(0.1)
+    assert min(later_s) < machine.hang_limit(0.05)
 
 
 def test_preflight_of_a_healthy_machine_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:

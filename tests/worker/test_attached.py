@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attached_programs as programs
 import forked_ranks
+import machine
 import pytest
 import scripts
 from forked_ranks import by_hand, free_port
@@ -38,7 +39,7 @@ LOOPBACK: Final = {"127.0.0.1"}
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 """Without it, torchrun and Accelerate write to stderr that they choose a number themselves."""
 
-SLACK_S: Final = 10
+SLACK_S: Final = machine.hang_limit(20)
 """Allowance on a deadline for a busy machine."""
 
 
@@ -406,7 +407,7 @@ def test_failure_of_rank_zero_reaches_the_ranks_that_wait_for_it(tmp_path: Path)
         assert isinstance(rank.error, ddpsafe.RankRaisedError)
         assert rank.error.rank == 0
         assert "the mirror is gone" in str(rank.error)
-        assert rank.took_s < 20
+        assert rank.took_s < machine.hang_limit(20)
 
 
 def on_two_nodes(rank: int, port: int) -> dict[str, str]:

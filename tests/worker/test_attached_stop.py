@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import attached_stop_programs as programs
 import forked_ranks
+import machine
 import pytest
 import scripts
 from forked_ranks import by_hand, free_port
@@ -124,7 +125,7 @@ def test_failed_rank_is_not_waited_for_at_a_barrier(tmp_path: Path) -> None:
         assert isinstance(rank.error, ddpsafe.BarrierTimeoutError)
         assert rank.error.missing_ranks == (1,)  # any other rank was still on its way
         assert "rank 1 has failed: ValueError: bad batch" in str(rank.error)
-        assert rank.took_s < 20
+        assert rank.took_s < machine.hang_limit(20)
 
 
 def test_environment_is_restored(tmp_path: Path) -> None:
