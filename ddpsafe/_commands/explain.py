@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe._explain.catalogue import Catalogue
-    from ddpsafe._explain.rank import Cause
+    from ddpsafe._explain.ranking import Cause
 
 _SHOWN: Final = 5
 _LOGS: Final = {".log", ".out", ".err", ".txt", ".json", ".stacks", ".pkl", ".pickle", ""}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._explain import normalise, rank
+from ddpsafe._explain import normalise, ranking
 from ddpsafe._explain.catalogue import built_in
 from ddpsafe._explain.match import Matcher, Sieve, strength
 from ddpsafe._explain.normalise import Folds, Line
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ddpsafe._explain.catalogue import Catalogue
     from ddpsafe._explain.flight import RecordedFailure
     from ddpsafe._explain.match import Match
-    from ddpsafe._explain.rank import Cause
+    from ddpsafe._explain.ranking import Cause
 
 _CHUNK_BYTES: Final = 1 << 20
 _MAX_LINE_BYTES: Final = 4_000
@@ -46,7 +46,7 @@ class LogReader:
         """Begin a log; by default with the catalogue that comes with ddpsafe."""
         self._catalogue = built_in() if catalogue is None else catalogue
         self._matcher = Matcher(self._catalogue)
-        self._findings = rank.Findings(self._catalogue)
+        self._findings = ranking.Findings(self._catalogue)
         self._tracebacks = Tracebacks()
         self._sieve: Sieve | None = None
         # A shape is a line without its digits.
@@ -144,7 +144,7 @@ class LogReader:
         is_frequent = seen >= _MAX_SAME_LINES and not is_call and not self._findings.expects_rank
         if is_frequent and self._is_known(number, raw, shape):
             return
-        if len(self._shapes) < rank.MAX_DISTINCT:
+        if len(self._shapes) < ranking.MAX_DISTINCT:
             self._shapes[shape] = seen + 1
         self._tracebacks.next_line()
         # A carriage return redraws a progress bar: what follows it is a new line.
@@ -157,7 +157,7 @@ class LogReader:
                 prefix = text.removesuffix(normalise.without_prefix(text))
                 self._read_line(number, f"{prefix}{end}", shape, grams)
         if self._ended:
-            if len(self._ended_by_shape) < rank.MAX_DISTINCT:
+            if len(self._ended_by_shape) < ranking.MAX_DISTINCT:
                 self._ended_by_shape[shape] = tuple(self._ended)
             self._ended.clear()
 
@@ -169,7 +169,7 @@ class LogReader:
         if cause is None:
             return True
         if self._findings.note_again(cause, number):
-            if rank.is_timeout(cause.code):  # lines that differ in the numbers that matter
+            if ranking.is_timeout(cause.code):  # lines that differ in the numbers that matter
                 text = raw[:_MAX_LINE_BYTES].decode("utf-8", "replace")
                 named, _ = normalise.rank_of(text)
                 self._findings.compare_sequence(
@@ -222,7 +222,7 @@ class LogReader:
             return
         self._tracebacks.read_ignored(body, named)
         cause = self._match(line, grams)
-        if cause is not None and len(self._cause_of_shape) < rank.MAX_DISTINCT:
+        if cause is not None and len(self._cause_of_shape) < ranking.MAX_DISTINCT:
             self._cause_of_shape[shape] = cause
         if grams:
             key = frozenset(grams)
@@ -307,7 +307,7 @@ class LogReader:
         is_by_words = best is None or (
             best[0].fallback and (best[0].raised_in is not None or best[0].level == "exception")
         )
-        if is_by_words and not rank.is_passed_on(raised):
+        if is_by_words and not ranking.is_passed_on(raised):
             return self._matcher.find_by_place(raised, innermost) or best
         return best
 
