@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from contextlib import AbstractContextManager
 
-    from typing_extensions import Self
-
     from ddpsafe._clock import Deadline
     from ddpsafe._errors import Origin
     from ddpsafe._job.control import Control
@@ -96,6 +94,7 @@ class RankGroup:
         name: The same for all ranks of the group, and new on that line.
         world: This rank's place.
         ranks: All of the group, the ranks of a node or of the job. The first of them leads.
+        sends_beats: Whether ranks on other hosts can be found lost by their silence; see `PeerWatch`.
         error_type: What the other ranks raise for an exception that is not ddpsafe's.
         waiting: Encloses a wait for the leader's answer.
 
@@ -113,6 +112,7 @@ class RankGroup:
         world: World,
         ranks: range,
         *,
+        sends_beats: bool = False,
         error_type: type[DDPSafeError] = DDPSafeError,
         waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
@@ -127,19 +127,13 @@ class RankGroup:
         self._name = name
         self._exchanges = itertools.count()
         self._peers = None
-        if self.control is not None:
-            several = len(ranks) > world.local_world_size
-            self._peers = PeerWatch(self.control, name, world.rank, on_many_hosts=several)
+        # Where a launcher numbers ranks across the nodes, those of this node are not known.
+        if self.control is not None and ranks.start in (0, world.node_rank * len(ranks)):
+            has_others = len(ranks) > world.local_world_size
+            beats = name if sends_beats and has_others else ""
+            self._peers = PeerWatch(self.control, world.rank, beats=beats)
             weakref.finalize(self, self._peers.stop)
-
-    def __enter__(self) -> Self:
-        """Return the group."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End the group, from which no rank needs anything any longer."""
-        if self._peers is not None:
-            self._peers.forget()
+        self._received: tuple[weakref.ref[DDPSafeError], dict[str, Any]] | None = None
 
     def __str__(self) -> str:
         """Return this rank, for the text of an error."""
@@ -170,9 +164,11 @@ class RankGroup:
         """Return a rank that is lost and has not sent its message, and why it is lost, if any."""
         return None if self._peers is None else self._peers.find_lost(ranks, has_sent)
 
-    def has_ended(self, rank: int) -> bool:
-        """Return whether a rank is known to be lost."""
-        return self.find_lost([rank], lambda _: False) is not None
+    def is_gone(self, rank: int) -> bool:
+        """Return whether a rank is known to be lost, or has never come."""
+        if self._peers is None:
+            return False
+        return not self._peers.knows(rank) or self.find_lost([rank], lambda _: False) is not None
 
     def drop_read_keys(self) -> None:
         """Remove the messages of finished exchanges, or the store would grow with every one."""
@@ -183,6 +179,8 @@ class RankGroup:
 
     def failure_of(self, error: BaseException) -> dict[str, Any]:
         """Return an error of this rank, or one that it received, as plain values for `peer_error`."""
+        if self._received is not None and self._received[0]() is error:
+            return self._received[1]
         error = self.as_own_error(error)
         raised_on = getattr(error, "rank", None)
         return {**to_plain(error), "raised_on": self.rank if raised_on is None else raised_on}
@@ -191,7 +189,7 @@ class RankGroup:
         """Return the error as the other ranks are to raise it."""
         if isinstance(error, DDPSafeError):
             return error
-        return self._error_type(f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS])
+        return self._error_type(as_line(error))
 
     def peer_error(self, failure: dict[str, Any]) -> DDPSafeError:
         """Return another rank's error, with a note on which rank raised it first."""
@@ -199,6 +197,7 @@ class RankGroup:
         what = f"{error.explanation.what} (raised on rank {failure['raised_on']}, seen by {self})"
         error.explanation = replace(error.explanation, what=what)
         error.origin = "peer-lost"  # another rank failed; this one only waited for it
+        self._received = (weakref.ref(error), failure)
         return error
 
     def other_call_error(self, rank: int, call: str, own: str) -> DDPSafeError:
@@ -243,6 +242,9 @@ class Exchange:
             decide: Makes the answer from the messages, on the leader. If it raises, every rank raises.
             absence_error: Makes the error for ranks that did not send their message.
             deadline: When to stop waiting.
+
+        A rank whose deadline passes first raises alone: the leader may still hear from all. The others then
+        miss it in what they do next.
 
         Raises:
             DDPSafeError: A rank failed, or sent nothing, or the leader rejected its message.
@@ -314,11 +316,13 @@ class Exchange:
             return
         failure = None if error is None else group.failure_of(error)
         message = Message(facts=answer or {}, failure=failure, call=self._call)
-        group.control.put(self._answer, message.dumps())
-        group.read_keys.append(self._answer)
-        # The error may end this rank, and under torchrun the store with it, before others read it.
-        if error is not None:
-            group.control.stay(self._name, group.ranks[1:], group.has_ended)
+        # Where the store has ended with rank 0, the others notice that themselves; the error counts here.
+        with contextlib.suppress(*(() if error is None and group.rank == 0 else (RuntimeError,))):
+            group.control.put(self._answer, message.dumps())
+            group.read_keys.append(self._answer)
+            # The error may end this rank, and under torchrun the store with it, before others read it.
+            if error is not None and not isinstance(error, KeyboardInterrupt):
+                group.control.stay(self._name, group.ranks[1:], group.is_gone)
 
     def fail(self, error: BaseException) -> None:
         """Report on any rank that this exchange has failed."""
@@ -345,16 +349,16 @@ class Exchange:
                     deadline,
                     lambda _: control.find(self._answer) is not None,
                 )
+                # Name the ranks that have not sent; if all have, the leader alone, which has not answered.
+                senders = group.ranks if self._sends and raw is None and lost is None else ()
+                silent = [rank for rank in senders if not self._has_sent(rank)]
             except RuntimeError as exc:  # torch raises it when the store does not respond
                 why = "the store, which it or the launcher served, is no longer reachable."
                 raise absence_error(
                     Absence(ranks=[group.leader], waited_s=deadline.waited_s(), lost=why)
                 ) from exc
         if raw is None:
-            # Name the ranks that have not sent; if all have, the leader alone, which has not answered.
-            senders = group.ranks if self._sends else ()
-            silent = [rank for rank in senders if not self._has_sent(rank)]
-            missing = [group.leader] if lost else silent or [group.leader]
+            missing = silent or [group.leader]
             why = "" if lost is None else lost[1]
             raise absence_error(Absence(ranks=missing, waited_s=deadline.waited_s(), lost=why))
         message = Message.loads(raw)
@@ -401,3 +405,8 @@ class Exchange:
                 return None, lost
             time.sleep(pause_s)
         return None, None
+
+
+def as_line(error: BaseException) -> str:
+    """Return an exception that is not ddpsafe's as the others are to read it."""
+    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]

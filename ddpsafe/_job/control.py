@@ -45,6 +45,7 @@ class Control:
 
     Attributes:
         store: The store, also for keys that are not `Control`'s.
+        has_introduced_itself: Whether the others can know which process this rank is; see `PeerWatch`.
         failed_peer: The rank that had failed when the last barrier (`is_last`) ended, if known.
 
     Args:
@@ -64,6 +65,7 @@ class Control:
         self._world_size = world_size
         self._served_by_rank_zero = served_by_rank_zero
         self._uses: dict[str, int] = {}
+        self.has_introduced_itself = False
         self.failed_peer: Departure | None = None
 
     def barrier(self, name: str, *, deadline: Deadline, is_last: bool = False) -> list[int]:

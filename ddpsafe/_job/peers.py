@@ -26,6 +26,8 @@ SILENCE_S: Final = 30.0
 """A rank on another host counts as lost if its heartbeat has not changed for this long."""
 _CHECK_S: Final = 0.25
 """How often a waiting rank checks that the others are alive."""
+_SEARCH_S: Final = 1.0
+"""How often it looks for those that have not told which process they are: each costs a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,43 +64,48 @@ def _start_of(pid: int) -> int | None:
 
 
 class PeerWatch:
-    """Finds ranks that have exited: on this host by their process, on others by their heartbeat.
+    """Finds ranks that have exited: on this host by their process, on others by their heartbeat, if any.
 
     A thread renews this rank's own heartbeat. It refers only to the control line, not to this object,
     so that it can be stopped when the owner of this one is garbage-collected.
 
     Args:
         control: This rank's control line to the others.
-        name: Names what the ranks do meanwhile; the same for all of them.
         rank: This rank.
-        on_many_hosts: Whether others may be on other hosts, and need a heartbeat.
+        beats: The name under which all ranks send heartbeats; empty to send none. A rank that holds the
+            interpreter's lock sends none meanwhile, so only code of ddpsafe may run then.
     """
 
-    def __init__(self, control: Control, name: str, rank: int, *, on_many_hosts: bool) -> None:
+    def __init__(self, control: Control, rank: int, *, beats: str = "") -> None:
         """Tell the others which process this is."""
         self._control = control
-        self._name = name
+        self._beats = beats
         self._myself = Process.myself()
         self._processes: dict[int, Process] = {}
         # By rank: its heartbeat, since when it has been unchanged, and when it was last read.
         self._heartbeats: dict[int, tuple[bytes | None, float, float]] = {}
-        self._next_check_s = 0.0
+        self._next_check_s = self._next_search_s = 0.0
         self._stop = threading.Event()
-        self._own_key = f"{name}/process/{rank}"
-        control.put(self._own_key, json.dumps(asdict(self._myself)).encode())
-        if on_many_hosts:
-            work = (control, f"{name}/beat/{rank}", self._stop)
+        with contextlib.suppress(RuntimeError):  # the store has ended, which the first wait reports
+            if not control.has_introduced_itself:
+                control.put(_key_of(rank), json.dumps(asdict(self._myself)).encode())
+                control.has_introduced_itself = True
+        if beats:
+            work = (control, f"{beats}/beat/{rank}", self._stop)
             threading.Thread(target=_beat, args=work, name="ddpsafe-beat", daemon=True).start()
 
     def stop(self) -> None:
         """Stop this rank's heartbeat."""
         self._stop.set()
 
-    def forget(self) -> None:
-        """Stop, and remove what the others know of this rank, since none waits for it any longer."""
-        self.stop()
-        with contextlib.suppress(RuntimeError):  # the store may have ended
-            self._control.drop(self._own_key)
+    def knows(self, rank: int) -> bool:
+        """Return whether a rank has told which process it is."""
+        if rank not in self._processes:
+            raw = self._control.find(_key_of(rank))
+            if raw is None:
+                return False
+            self._processes[rank] = Process(**json.loads(raw))
+        return True
 
     def find_lost(
         self, ranks: Collection[int], has_sent: Callable[[int], bool]
@@ -108,32 +115,33 @@ class PeerWatch:
         if now < self._next_check_s:
             return None
         self._next_check_s = now + _CHECK_S
+        departed = self._control.departure()
+        may_search = now >= self._next_search_s
+        if may_search:
+            self._next_search_s = now + _SEARCH_S
         for rank in ranks:
-            why = self._why_lost(rank, now)
+            if departed is not None and departed.rank == rank:
+                why = f"it has failed: {departed.error}"
+            elif rank in self._processes or (may_search and self.knows(rank)):
+                why = self._why_lost(rank, now)
+            else:
+                continue
             if why and not has_sent(rank):
                 return rank, why
         return None
 
     def _why_lost(self, rank: int, now: float) -> str:
-        departed = self._control.departure()
-        if departed is not None and departed.rank == rank:
-            return f"it has failed: {departed.error}"
-        if rank not in self._processes:
-            raw = self._control.find(f"{self._name}/process/{rank}")
-            if raw is None:
-                return ""
-            self._processes[rank] = Process(**json.loads(raw))
         process = self._processes[rank]
         if process.kernel == self._myself.kernel:
             where = f"{process.pid} on {process.host}"
             return f"its process {where} has ended." if process.has_ended() else ""
-        silent = self._is_silent(rank, now)
+        silent = self._beats and self._is_silent(rank, now)
         return (
             f"it has sent no heartbeat from {process.host} for {SILENCE_S:g} s." if silent else ""
         )
 
     def _is_silent(self, rank: int, now: float) -> bool:
-        beat = self._control.find(f"{self._name}/beat/{rank}")
+        beat = self._control.find(f"{self._beats}/beat/{rank}")
         before, since_s, read_s = self._heartbeats.get(rank, (None, now, now))
         # Count only the time in which this rank kept reading: it does not read between two waits,
         # nor while its process is suspended. A rank without any heartbeat does not count as silent.
@@ -141,6 +149,10 @@ class PeerWatch:
             since_s = now
         self._heartbeats[rank] = (beat, since_s, now)
         return now - since_s > SILENCE_S
+
+
+def _key_of(rank: int) -> str:
+    return f"process/{rank}"
 
 
 def _beat(control: Control, key: str, stop: threading.Event) -> None:

@@ -126,8 +126,8 @@ class _Followers(RankGroup):
         """Return the error of the other ranks for whatever the first one has raised."""
         return RankRaisedError(
             Explanation(
-                f"rank {self.rank} failed in rank_zero_first: {type(error).__name__}: "
-                f"{clip(text_of(error), _MAX_MESSAGE)}.",
+                f"rank_zero_first has failed with {type(error).__name__}: "
+                f"{clip(text_of(error), _MAX_MESSAGE)}",
                 cause=f"the error of rank {self.rank} above.",
                 fix=f"see the error of rank {self.rank} itself; this rank only waited for it.",
             ),
@@ -152,13 +152,13 @@ def following(context: RankContext, *, local: bool) -> Iterator[None]:
             context, "rank_zero_first", absence.ranks, deadline, lost=absence.lost
         )
 
-    with _Followers(context, context.control, local=local) as group:
-        exchange = group.begin("rank_zero_first")
-        if group.leads:
-            with exchange.leading():
-                yield
-            return
-        exchange.receive(deadline, absence_error)
+    group = _Followers(context, context.control, local=local)
+    exchange = group.begin("rank_zero_first")
+    if group.leads:
+        with exchange.leading():
+            yield
+        return
+    exchange.receive(deadline, absence_error)
     yield
 
 

@@ -41,6 +41,7 @@ from ddpsafe._wire.messages import (
     Recovered,
     Returned,
     ScriptExit,
+    Whereabouts,
     in_a_line,
 )
 from ddpsafe._wire.rank_pipe import (
@@ -285,7 +286,12 @@ class Reporter:
         """Report where this rank is and what its threads do, while it keeps running."""
         from ddpsafe._worker.whereabouts import read_whereabouts
 
-        self._sender.send(read_whereabouts())
+        at = Whereabouts(position=Position(collectives=()))
+        with contextlib.suppress(
+            Exception
+        ):  # each question has an answer: the launcher counts them
+            at = read_whereabouts()
+        self._sender.send(at)
 
     def evidence(self, dump_stacks: Callable[[], None]) -> None:
         """Provide what the diagnosis needs from this rank once the attempt is over.

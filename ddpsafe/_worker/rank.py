@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ddpsafe._wire.rank_pipe import StepCounter
     from ddpsafe._wire.spec import RankSpec
     from ddpsafe._worker.context import RankContext
+    from ddpsafe._worker.join.store_endpoint import StoreEndpoint
     from ddpsafe._worker.pending_exception import ExceptionReporter
     from ddpsafe._worker.stop_agreement import Stopping
 
@@ -31,13 +32,13 @@ class ThisRank:
         context: Its context, while it has one.
         stopping: Its part in agreeing on a stop.
         borrowed: Variables that it has set for as long as its group exists, with their values before.
-        clients: Its connections to stores, by what they are for.
         groups: Numbers its process groups.
 
         spec: How ddpsafe's launcher has started it; ``None`` if another one has.
         since_start: The clock for waits at the rendezvous. It stands still until the launcher has
             started all ranks: if the launcher is suspended before (Ctrl-Z), it starts the rest only
             when it resumes.
+        clients: Its connections to the launcher's store, by what they are for.
         reporter: Reports exceptions in flight to the launcher.
         reported: Thread and id of the exception that `pending_exception.leaving_group` has reported. A
             reference to it would keep the tensors of its frames alive.
@@ -49,6 +50,7 @@ class ThisRank:
         handled_at_setup: The exception that was handled when `setup` was called: this group has not
             failed with it.
         joined_with: The configuration with which it has joined.
+        stores: Its connections to the stores of the job, by endpoint, world size and line.
         generations: The name of this start of the ranks, by the endpoint where they have met.
         examined: The endpoints whose nodes have been examined.
     """
@@ -56,11 +58,11 @@ class ThisRank:
     context: RankContext | None = None
     stopping: Stopping | None = None
     borrowed: dict[str, str | None] = field(default_factory=dict)
-    clients: dict[tuple[object, ...], TCPStore] = field(default_factory=dict)
     groups: Iterator[int] = field(default_factory=itertools.count)
 
     spec: RankSpec | None = None
     since_start: Callable[[], float] = time.monotonic
+    clients: dict[str, TCPStore] = field(default_factory=dict)
     reporter: ExceptionReporter | None = None
     reported: tuple[int, int] | None = None
     counter: StepCounter | None = None
@@ -70,8 +72,9 @@ class ThisRank:
     opened: RankContext | None = None
     handled_at_setup: BaseException | None = None
     joined_with: LaunchConfig | None = None
-    generations: dict[object, str] = field(default_factory=dict)
-    examined: set[object] = field(default_factory=set)
+    stores: dict[tuple[StoreEndpoint, int, int], TCPStore] = field(default_factory=dict)
+    generations: dict[StoreEndpoint, str] = field(default_factory=dict)
+    examined: set[StoreEndpoint] = field(default_factory=set)
 
     @property
     def world(self) -> World:

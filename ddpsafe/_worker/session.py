@@ -143,13 +143,13 @@ def _client(place: StorePlace, use: str) -> Store:
     """Return this use's connection to the launcher's store."""
     import torch.distributed as dist
 
-    key = (use,)  # one connection for each: a client serialises its calls
-    if key not in this_rank.clients:
+    # One connection for each use: a client serialises its calls, so a wait would block the others.
+    if use not in this_rank.clients:
         with without_cpp_warnings():
-            this_rank.clients[key] = dist.TCPStore(
+            this_rank.clients[use] = dist.TCPStore(
                 place.host, place.port, is_master=False, wait_for_workers=False
             )
-    return dist.PrefixStore(f"{place.key}/{use}", this_rank.clients[key])
+    return dist.PrefixStore(f"{place.key}/{use}", this_rank.clients[use])
 
 
 def open_fresh_store(spec: RankSpec) -> Store:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import Explanation
-from ddpsafe._job.agreement import RankGroup
+from ddpsafe._job.agreement import RankGroup, as_line
 from ddpsafe._text import ranks_text
 from ddpsafe.checkpoint import errors
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ddpsafe._job.agreement import Absence
     from ddpsafe._worker.context import RankContext
 
-_MAX_ERROR_CHARS: Final = 4_000
 _numbers: Final = itertools.count()
 
 
@@ -50,6 +49,7 @@ class Ranks(RankGroup):
             f"checkpoint/{next(_numbers)}",
             context.world,
             range(self.world_size),
+            sends_beats=True,
             waiting=pending_exception.waiting,
         )
 
@@ -90,7 +90,7 @@ class Ranks(RankGroup):
     def as_own_error(self, error: BaseException) -> errors.CheckpointError:
         """Return a `CheckpointError` that has the rank."""
         if not isinstance(error, errors.CheckpointError):
-            error = errors.CheckpointError(f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS])
+            error = errors.CheckpointError(as_line(error))
         if error.rank is None:
             error.rank = self.rank
         return error

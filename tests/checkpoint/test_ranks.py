@@ -180,10 +180,11 @@ def test_rank_without_heartbeat_is_lost(monkeypatch: pytest.MonkeyPatch) -> None
     """A rank on another host is checked by its heartbeat, and only while this rank reads it."""
     monkeypatch.setattr(peers, "SILENCE_S", 0.2)
     monkeypatch.setattr(peers, "_CHECK_S", 0.0)
+    monkeypatch.setattr(peers, "_SEARCH_S", 0.0)
     control = Control(torch.distributed.HashStore(), rank=0, world_size=3)
-    watch = peers.PeerWatch(control, "here", 0, on_many_hosts=False)
+    watch = peers.PeerWatch(control, 0, beats="here")
     there = {"host": "gpu-07", "kernel": "another", "pid": 1, "started": 5}
-    control.put("here/process/1", json.dumps(there).encode())
+    control.put("process/1", json.dumps(there).encode())
 
     def look(limit_s: float) -> tuple[int, str] | None:
         ends = time.monotonic() + limit_s
@@ -199,6 +200,7 @@ def test_rank_without_heartbeat_is_lost(monkeypatch: pytest.MonkeyPatch) -> None
         assert look(0.02) is None
     assert look(10) == (1, "it has sent no heartbeat from gpu-07 for 0.2 s.")
     assert watch.find_lost([1], lambda _: True) is None  # it has sent its message
+    watch.stop()
 
 
 def test_ranks_agree_when_a_save_is_due(disagreement: dict[int, dict[str, Any]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -89,20 +88,18 @@ def take_part(
 ) -> object:
     """Agree as one rank; return the answer or the error."""
     ranks, world = range(RANKS), world_of(rank)
-    with RankGroup(
-        control_of(folder, rank), "test", world, ranks, error_type=PreflightError
-    ) as group:
-        exchange = group.begin(call)
-        try:
-            before(exchange)
-            exchange.send(Message(facts={"number": rank}))
-            deadline = Deadline.after(timedelta(seconds=limit_s))
-            return exchange.agree(decide, absence_error, deadline)
-        except DDPSafeError as error:
-            return error
-        except ArithmeticError as error:
-            exchange.fail(error)
-            return error
+    group = RankGroup(control_of(folder, rank), "test", world, ranks, error_type=PreflightError)
+    exchange = group.begin(call)
+    try:
+        before(exchange)
+        exchange.send(Message(facts={"number": rank}))
+        deadline = Deadline.after(timedelta(seconds=limit_s))
+        return exchange.agree(decide, absence_error, deadline)
+    except DDPSafeError as error:
+        return error
+    except ArithmeticError as error:
+        exchange.fail(error)
+        return error
 
 
 def agree(folder: Path, *ranks: int, **options: Any) -> list[Any]:
@@ -166,7 +163,7 @@ def test_a_process_that_has_ended_is_not_waited_for(
 ) -> None:
     """Its pid may belong to another process by now: the time of its start tells them apart."""
     gone = replace(Process.myself(), started=1)
-    control_of(tmp_path, lost).put(f"test/process/{lost}", json.dumps(asdict(gone)).encode())
+    control_of(tmp_path, lost).put(f"process/{lost}", json.dumps(asdict(gone)).encode())
     for error in agree(tmp_path, *present):
         assert f"missing [{lost}]" in str(error)
         assert f"its process {gone.pid} on {gone.host} has ended." in str(error)
@@ -192,33 +189,40 @@ def test_the_first_rank_of_a_node_leads_it(tmp_path: Path) -> None:
     def follow(rank: int) -> object:
         control = Control(FolderStore(tmp_path), rank=rank, world_size=4)
         place = replace(world, rank=rank, local_rank=rank - 2, node_rank=1, nnodes=2)
-        with RankGroup(control, "node", place, range(2, 4)) as group:
-            exchange = group.begin("its disk")
-            if group.leads:
-                with exchange.leading() as answer:
-                    answer["folder"] = "prepared"
-                return answer
-            return exchange.receive(Deadline.after(timedelta(seconds=LIMIT_S)), absence_error)
+        group = RankGroup(control, "node", place, range(2, 4))
+        exchange = group.begin("its disk")
+        if group.leads:
+            with exchange.leading() as answer:
+                answer["folder"] = "prepared"
+            return answer
+        return exchange.receive(Deadline.after(timedelta(seconds=LIMIT_S)), absence_error)
 
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(follow, (2, 3))] == [{"folder": "prepared"}] * 2
 
 
-def test_a_finished_group_leaves_one_key_in_the_store(tmp_path: Path) -> None:
+def test_a_use_leaves_one_key_in_the_store(tmp_path: Path) -> None:
     """A rank that calls `rank_zero_first` in every step would fill it otherwise."""
+    controls = [control_of(tmp_path, rank) for rank in range(RANKS)]
     for number in range(3):
-        with contextlib.ExitStack() as stack:
-            groups = [
-                stack.enter_context(
-                    RankGroup(
-                        control_of(tmp_path, rank), f"use/{number}", world_of(rank), range(RANKS)
-                    )
-                )
-                for rank in range(RANKS)
-            ]
-            exchanges = [group.begin("") for group in groups]
-            with exchanges[0].leading():
-                pass
-            for exchange in exchanges[1:]:
-                exchange.receive(Deadline.after(timedelta(seconds=LIMIT_S)), absence_error)
-        assert len([*tmp_path.iterdir()]) == number + 1
+        groups = [
+            RankGroup(control, f"use/{number}", world_of(rank), range(RANKS))
+            for rank, control in enumerate(controls)
+        ]
+        exchanges = [group.begin("") for group in groups]
+        with exchanges[0].leading():
+            pass
+        for exchange in exchanges[1:]:
+            exchange.receive(Deadline.after(timedelta(seconds=LIMIT_S)), absence_error)
+        assert len([*tmp_path.iterdir()]) == RANKS + number + 1
+
+
+def test_an_error_is_passed_on_as_it_came(tmp_path: Path) -> None:
+    """The rank that raised it stays the one that is named, once."""
+    ranks = [
+        RankGroup(control_of(tmp_path, rank), "test", world_of(rank), range(RANKS))
+        for rank in range(RANKS)
+    ]
+    first = ranks[2].failure_of(ConfigError("no"))
+    second = ranks[0].failure_of(ranks[0].peer_error(first))
+    assert str(ranks[1].peer_error(second)) == f"no (raised on rank 2, seen by {world_of(1)})"

@@ -180,7 +180,12 @@ class Cluster:
         for number, node in self.nodes.items():
             node.ranks = plan.ranks_of(number)
             for rank in node.ranks:
-                self.ranks[rank] = RemoteRank(world_of(plan, rank), plan, node)  # type: ignore[arg-type]
+                self.ranks[rank] = RemoteRank(
+                    world_of(plan, rank),
+                    plan,
+                    node,  # type: ignore[arg-type]
+                    tuple(range(plan.world_size)),
+                )
                 self.ranks[rank].take(Entered(phase="running"))
         self._speed = {rank: choose.choice([0.1, 0.2, 0.6]) for rank in self.ranks}
         settings = LiveSettings(

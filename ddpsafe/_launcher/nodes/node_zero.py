@@ -104,8 +104,17 @@ class RemoteRank(RankState):
         idle_s: For how long all ranks of its node had been idle at the last report.
     """
 
-    def __init__(self, world: World, plan: RoundPlan, channel: Channel) -> None:
-        """Know nothing yet; what is sent to the rank goes through its launcher."""
+    def __init__(
+        self, world: World, plan: RoundPlan, channel: Channel, everyone: tuple[int, ...]
+    ) -> None:
+        """Know nothing yet; what is sent to the rank goes through its launcher.
+
+        Args:
+            world: Its place.
+            plan: The round.
+            channel: The control channel.
+            everyone: All ranks of the job: one tuple for all of them.
+        """
 
         def send(request: bytes) -> None:
             message = RankRequest(rank=world.rank, request=request.hex())
@@ -118,7 +127,8 @@ class RemoteRank(RankState):
         self._progress = Progress()
         self._activity = Activity()
         self._is_seen_since_answer = False
-        self._reports_every_s = plan.progress_every_s
+        self._everyone = everyone
+        self.reports_every_s = plan.progress_every_s
         self._known_ns = time.monotonic_ns()
 
     @property
@@ -128,9 +138,11 @@ class RemoteRank(RankState):
 
     def take(self, message: Message) -> None:
         """Record a message from the rank."""
-        super().take(message)
         if isinstance(message, Whereabouts):
             self._is_seen_since_answer = False
+            groups = {name: ranks or self._everyone for name, ranks in message.groups.items()}
+            message = replace(message, groups=groups)
+        super().take(message)
 
     def note_report(self, report: NodeProgress, offset: ClockOffset) -> None:
         """Record what its launcher reports.
@@ -157,7 +169,7 @@ class RemoteRank(RankState):
     def is_heard(self) -> bool:
         """Whether its launcher has reported lately."""
         age_s = (time.monotonic_ns() - self._known_ns) / 1e9
-        return age_s < _LATE_REPORTS * self._reports_every_s
+        return age_s < _LATE_REPORTS * self.reports_every_s
 
     def progress(self) -> Progress:
         """Return its progress, according to its launcher's last report."""
@@ -217,8 +229,9 @@ class OtherNodes(Peers):
         self._error: BaseException | None = None
         self._has_asked = False
         self.phase: Literal["start", "attempt"] = "start"
+        everyone = tuple(range(plan.world_size))
         self._by_rank = {
-            rank: RemoteRank(world_of(plan, rank), plan, channel)
+            rank: RemoteRank(world_of(plan, rank), plan, channel, everyone)
             for node in range(1, len(plan.nodes))
             for rank in plan.ranks_of(node)
         }

@@ -80,6 +80,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _LOOK_S: Final = 1.0
+_AFTER_ANSWER_S: Final = 0.05
+"""How soon a report follows the answer of a rank; the others mostly answer meanwhile."""
+
 _NO_ANSWER_S: Final = 3.0
 """A launcher that runs sends something each second: after so long this node may end without node 0."""
 
@@ -220,7 +223,8 @@ class Participant:
         native_sent: set[int] = set()
         failures_logged: set[int] = set()
         while not self._is_over() and not self._may_leave:
-            self._wait(processes, min(_LOOK_S, stderr.interval_s()))
+            until_report_s = max(0.0, self._next_progress_s - time.monotonic())
+            self._wait(processes, min(_LOOK_S, stderr.interval_s(), until_report_s))
             stderr.look()
             if self._channel.away() and any(map(has_failed, processes)):
                 self._channel.give_up_away()  # node 0 cannot decide what follows
@@ -264,9 +268,15 @@ class Participant:
 
     def _relay(self, rank: int, message: Message) -> None:
         """Pass on what a rank reports; an answer is worth more with what the rank does after it."""
-        self._channel.send(rank_report(rank, message))
         if isinstance(message, Whereabouts):
-            self._next_progress_s = 0.0
+            size = self._round.world_size
+            # A group of all ranks is sent as an empty one: thousands of ranks would send thousands each.
+            groups = {
+                name: () if len(ranks) == size else ranks for name, ranks in message.groups.items()
+            }
+            message = replace(message, groups=groups)
+            self._next_progress_s = min(self._next_progress_s, time.monotonic() + _AFTER_ANSWER_S)
+        self._channel.send(rank_report(rank, message))
 
     def _report_progress(self, processes: Sequence[RankProcess], idle: IdleWatch) -> None:
         at_ns, now_s = time.monotonic_ns(), time.monotonic()

@@ -186,9 +186,11 @@ class RankState:
         checkpoint_folders: Its checkpoint folders, which the ranks of all nodes have to see.
         stop: The state of a request to stop.
         idle_s: For how long all ranks of its node have been idle, if another launcher reports that.
+        reports_every_s: How often that launcher does; 0 if it is this one.
     """
 
     idle_s = 0.0
+    reports_every_s = 0.0
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         """Know nothing yet; `send` sends bytes to the rank, and drops them if it has exited."""

@@ -87,6 +87,20 @@ class LiveSettings:
 SETTINGS = LiveSettings()
 """What launches of this process use; tests replace it with shorter times."""
 
+_SLEEP_REPORTS: Final = 2
+_ANSWER_REPORTS: Final = 3
+"""How many reports of a node, which come less often where there are many, such a limit has to span."""
+
+
+def _fit(settings: LiveSettings, reports_every_s: float) -> LiveSettings:
+    """Return the settings for a job whose other nodes report that often."""
+    return replace(
+        settings,
+        sleep_s=max(settings.sleep_s, _SLEEP_REPORTS * reports_every_s),
+        remote_answer_s=max(settings.remote_answer_s, _ANSWER_REPORTS * reports_every_s),
+    )
+
+
 _LOOK_FOR_ANSWERS_S: Final = 0.05
 # A rank that was asked, and then ran again after all, was in an ordinary wait: from then on main
 # threads have to sleep longer than that wait before they are asked, up to a limit.
@@ -165,7 +179,7 @@ class _Inquiry:
         self.ranks = list(ranks)
         self._stopped = stopped
         self.asked_ns = time.monotonic_ns()
-        is_local = all(isinstance(rank, RankProcess) for rank in ranks)
+        is_local = all(isinstance(rank, RankProcess) for rank in (*ranks, *stopped))
         self.ends_s = now_s + (settings.answer_s if is_local else settings.remote_answer_s)
         for rank in ranks:
             rank.ask_whereabouts()
@@ -351,7 +365,7 @@ class LiveWatch:
         self._ranks: Sequence[RankState] = [*processes, *others]
         self._tell = tell
         self._clock = clock
-        self._settings = SETTINGS
+        self._settings = _fit(SETTINGS, max((rank.reports_every_s for rank in others), default=0.0))
         limit = None
         if processes and "collective" not in processes[0].spec.timeouts.chosen:
             limit = processes[0].spec.timeouts.collective
@@ -480,7 +494,7 @@ class LiveWatch:
 
     def _start_inquiry(self, now_s: float) -> None:
         asked: list[RankState] = [each for each in self._processes if each.alive]
-        asked += [each for each in self._others if each.joined and each.alive and each.is_heard]
+        asked += [each for each in self._others if each.alive and each.is_heard]
         asked = [each for each in asked if each.returned is None]
         self._signalled = None
         self._inquiry = _Inquiry(asked, self._settings, now_s=now_s)

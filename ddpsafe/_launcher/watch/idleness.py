@@ -225,9 +225,9 @@ class IdleWatch:
         if progress != self._progress:
             self._progress, self._progress_s = progress, now_s
         if now_s - self._progress_s < self._sample_s:
-            self._since_s, self._last = None, {}
+            self._since_s, self._last, self._last_s = None, {}, 0.0
             return False
-        if not is_running and not (self._last and now_s - self._last_s < self._sample_s):
+        if not is_running and now_s - self._last_s >= self._sample_s:
             self._take_sample(now_s)
         return True
 
@@ -244,7 +244,7 @@ class IdleWatch:
             for pair, before in zip(answers, self._answers, strict=True)
             for one, other in zip(pair, before, strict=True)
         )
-        is_idle = bool(usage) and all(
+        is_idle = all(
             now is not None
             and (before := self._last.get(pid)) is not None
             and not is_active(
@@ -255,5 +255,5 @@ class IdleWatch:
         if not is_idle:
             self._since_s = None
         elif self._since_s is None:
-            self._since_s = self._last_s
+            self._since_s = self._last_s or now_s
         self._last, self._last_s, self._answers = usage, now_s, answers

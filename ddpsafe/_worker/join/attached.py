@@ -231,9 +231,8 @@ def _enter(
     asked = {**fields, "backend": backend} if backend != "auto" else dict(fields)
     resolved = LaunchConfig.resolve(config, **asked)  # type: ignore[arg-type] # checked there
     if is_joined:
-        if (
-            resolved != this_rank.joined_with
-        ):  # a script may call setup() twice with the same fields
+        # A script may call setup() twice with the same fields.
+        if resolved != this_rank.joined_with:
             _warn_of_late(fields, "the process group exists already")
         return current or adopt_group(), False
     if current is not None and in_launch:

@@ -215,11 +215,11 @@ def agree_on_devices(
         agreed = _gpus.assign([replace(mine, rank=0)])
         index = agreed.indexes[0] if agreed.indexes else None
         return agreed.backend, _use(index)
-    with RankGroup(control, control.next_use("gpus"), world, range(world.world_size)) as group:
-        exchange = group.begin("the choice of devices")
-        exchange.send(Message(facts=dataclasses.asdict(mine)))
-        absence_error = partial(process_group.absence_error, world)
-        answer = exchange.agree(_assign, absence_error, deadline)
+    group = RankGroup(control, control.next_use("gpus"), world, range(world.world_size))
+    exchange = group.begin("the choice of devices")
+    exchange.send(Message(facts=dataclasses.asdict(mine)))
+    absence_error = partial(process_group.absence_error, world)
+    answer = exchange.agree(_assign, absence_error, deadline)
     agreed = _gpus.Assignment(backend=answer["backend"], indexes=tuple(answer["indexes"]))
     return agreed.backend, _use(agreed.indexes[world.rank] if agreed.indexes else None)
 

@@ -123,24 +123,22 @@ def require_connected_nodes(
     ranks = range(first, first + world.local_world_size)
     name = f"{_KEY}/{world.node_rank}"
     try:
-        with RankGroup(control, name, world, ranks, error_type=PreflightError) as group:
-            exchange = group.begin("the check of the nodes")
-            if group.leads:
-                with exchange.leading():
-                    _examine(config, world, endpoint, board, backend=backend, deadline=deadline)
-            else:
-                # Ranks that never join are named by the group that is made later.
-                limit = timedelta(seconds=deadline.remaining_s()) + _EXAMINATION
-                exchange.receive(Deadline.after(limit), partial(_not_reported, world))
+        group = RankGroup(control, name, world, ranks, error_type=PreflightError)
+        exchange = group.begin("the check of the nodes")
+        if group.leads:
+            with exchange.leading():
+                _examine(config, world, endpoint, board, backend=backend, deadline=deadline)
+        else:
+            # Ranks that never join are named by the group that is made later.
+            limit = timedelta(seconds=deadline.remaining_s()) + _EXAMINATION
+            exchange.receive(Deadline.after(limit), partial(_not_reported, world))
     except BaseException:
         if world.rank == 0:  # the store may end with this rank, and other nodes still read it
             control.stay(_KEY)
         raise
     finally:
         if world.rank != 0:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # torch's error for a store that ended with rank 0
+            with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
                 control.acknowledge(_KEY)
     this_rank.examined.add(endpoint)
 

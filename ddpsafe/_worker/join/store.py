@@ -203,7 +203,7 @@ def _keys(client: TCPStore, prefix: str, secret: bytes | None) -> Keys:
 
 def has_met(endpoint: StoreEndpoint) -> bool:
     """Return whether this process has connected to the store there before."""
-    return any(key[0] == endpoint for key in this_rank.clients)
+    return any(where == endpoint for where, _, _ in this_rank.stores)
 
 
 def require_name(endpoint: StoreEndpoint, world: World, *, deadline: Deadline) -> None:
@@ -233,7 +233,7 @@ def _connection(
     endpoint: StoreEndpoint, world: World, deadline: Deadline, *, serves: bool, line: int
 ) -> TCPStore:
     key = (endpoint, world.world_size, line)
-    if key not in this_rank.clients:
+    if key not in this_rank.stores:
         if not serves:
             # Try a plain socket first: torch's client takes 8 s to report a closed port.
             retrying = tenacity.Retrying(
@@ -249,8 +249,8 @@ def _connection(
                 raise _not_served(endpoint, world, dropped, deadline) from exc
             except OSError as exc:
                 raise _not_served(endpoint, world, str(exc.strerror or exc), deadline) from exc
-        this_rank.clients[key] = _connect(endpoint, world, deadline, serves=serves)
-    return this_rank.clients[key]
+        this_rank.stores[key] = _connect(endpoint, world, deadline, serves=serves)
+    return this_rank.stores[key]
 
 
 def _connect(
