@@ -302,6 +302,8 @@ class Channel:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._listening: socket.socket | None = None
         self._nnodes = 0
+        # Whether to look for these: a message of one of many nodes costs no look at all of them.
+        self._has_output = self._has_away = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._serve, name="ddpsafe-channel", daemon=True)
 
@@ -473,6 +475,8 @@ class Channel:
         next_beat = Deadline.after(_BEAT)
         while not self._is_closing:
             for key, ready in self._selector.select(next_beat.remaining_s()):
+                if key.fd == self._wake_read or ready & selectors.EVENT_WRITE:
+                    self._has_output = True
                 if key.fd == self._wake_read:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake_read, _CHUNK_BYTES)
@@ -485,14 +489,18 @@ class Channel:
                 self._send_alive()
                 if self._listening is not None and self._listening not in self._selector.get_map():
                     self._selector.register(self._listening, selectors.EVENT_READ)
-            with self._lock:
-                away = [each for each in self._peers.values() if each.connection is None]
-            for peer in away:
-                self._await(peer)
-            with self._lock:
-                waiting = [each for each in self._connections() if each.to_send]
-            for connection in waiting:
-                self._write(connection)
+            if self._has_away:
+                with self._lock:
+                    away = [peer for peer in self._peers.values() if peer.connection is None]
+                    self._has_away = bool(away)
+                for peer in away:
+                    self._await(peer)
+            if self._has_output:
+                with self._lock:
+                    waiting = [each for each in self._connections() if each.to_send]
+                    self._has_output = False
+                for connection in waiting:
+                    self._write(connection)
             self._drop_ungreeted()
 
     def _drop_ungreeted(self) -> None:
@@ -514,6 +522,7 @@ class Channel:
                 if connection is not None and connection.unanswered < _MAX_UNANSWERED_BEATS:
                     connection.unanswered += 1
                     connection.to_send += peer.beat()
+        self._has_output = True
 
     def _note(self, peer: _Peer, message: NodeMessage, at_ns: int) -> None:
         """Note what a message says about the connection, whenever it will be read."""
@@ -531,6 +540,7 @@ class Channel:
                 if is_first and peer.connection is not None:
                     # So that the clocks are known before the next beat.
                     peer.connection.to_send += peer.beat()
+                    self._has_output = True
 
     def _attach(self, peer: _Peer, connection: socket.socket, received: int) -> None:
         """Go on with a participant's new connection, after `received` messages of this end."""
@@ -543,6 +553,7 @@ class Channel:
         assert peer.connection is not None  # noqa: S101 - just set
         peer.confirm(received)
         peer.connection.to_send += b"".join(peer.unconfirmed)
+        self._has_output = True
         if peer.lost is not None:
             peer.lost = None
             self._queue_event(peer.node, Back(away_s=peer.away_s()))
@@ -693,6 +704,7 @@ class Channel:
                 how, limit_s = "reset", min(_RESET_S, limit_s)
         with self._lock:
             peer.connection, peer.away_since_s, peer.limit_s = None, now_s, limit_s
+            self._has_away = True
             silent_s = LOSS_S if how == "silence" else 0.0
             peer.lost = Lost(how=how, why=why, silent_s=silent_s, seen_ns=time.monotonic_ns())
             if limit_s > 0:

@@ -96,6 +96,7 @@ def _fit(settings: LiveSettings, reports_every_s: float) -> LiveSettings:
     """Return the settings for a job whose other nodes report that often."""
     return replace(
         settings,
+        look_s=max(settings.look_s, reports_every_s / 2),
         sleep_s=max(settings.sleep_s, _SLEEP_REPORTS * reports_every_s),
         remote_answer_s=max(settings.remote_answer_s, _ANSWER_REPORTS * reports_every_s),
     )
