@@ -105,6 +105,23 @@ def ddpsafe_launch(nprocs: int) -> None:
     ddpsafe.launch(no_op_with_context, nproc_per_node=nprocs, backend="gloo")
 
 
+def ddpsafe_launch_forkserver(nprocs: int) -> None:
+    """Start ranks with a process group from a server that has torch loaded."""
+    import ddpsafe
+
+    ddpsafe.launch(
+        no_op_with_context, nproc_per_node=nprocs, backend="gloo", start_method="forkserver"
+    )
+
+
+def ddpsafe_run(nprocs: int) -> None:
+    """Start ranks as ``ddpsafe run`` does."""
+    from ddpsafe.cli import main
+
+    if code := main(["run", f"--nproc-per-node={nprocs}", __file__, "--be-a-rank"]):
+        raise SystemExit(code)
+
+
 class Contestant(NamedTuple):
     """One way to start ranks.
 
@@ -113,12 +130,14 @@ class Contestant(NamedTuple):
         launch: Starts the given number of ranks and returns when they have ended.
         against: The contestant that it is compared with.
         launches: Number of launches in one process; the last one is timed.
+        imports_torch: Whether a launching process has imported torch, as a script that trains.
     """
 
     title: str
     launch: Callable[[int], None]
     against: str = "mp.spawn"
     launches: int = 1
+    imports_torch: bool = True
 
 
 BY_HAND: Final = "mp.spawn, process group by hand"
@@ -130,15 +149,17 @@ CONTESTANTS: Final = (
     Contestant("ddpsafe.spawn, forkserver, second launch", ddpsafe_forkserver, launches=2),
     Contestant(BY_HAND, mp_spawn_with_group, against=BY_HAND),
     Contestant("ddpsafe.launch", ddpsafe_launch, against=BY_HAND),
+    Contestant("ddpsafe.launch, forkserver", ddpsafe_launch_forkserver, against=BY_HAND),
+    Contestant("ddpsafe run", ddpsafe_run, against="torchrun", imports_torch=False),
 )
 
 
 def measure(title: str, nprocs: int) -> None:
     """Launch in this process and print the time of the last call, in seconds."""
-    import torch.distributed.run
-    import torch.multiprocessing  # noqa: F401 - imported before the clock starts
-
     contestant = next(known for known in CONTESTANTS if known.title == title)
+    if contestant.imports_torch:
+        import torch.distributed.run
+        import torch.multiprocessing  # noqa: F401 - imported before the clock starts
     for _ in range(contestant.launches):
         started_s = time.perf_counter()
         contestant.launch(nprocs)

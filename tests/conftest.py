@@ -155,6 +155,20 @@ def pytest_runtest_makereport(
     return report
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, object, object]:
+    """Make what a test prints encodable: a surrogate in the report of a failure would end the session."""
+    return _encodable((yield))
+
+
+def _encodable(value: object) -> object:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {key: _encodable(item) for key, item in value.items()}
+    return [*map(_encodable, value)] if isinstance(value, (list, tuple)) else value
+
+
 ONLY_ROOT: Final = "needs root: hosts, mounts, other users"
 
 

@@ -82,8 +82,10 @@ def parse_endpoint(text: str) -> Endpoint:
     host_problem = _name_problem(host) if address is None else _address_problem(host, address)
     if host_problem is not None:
         problems.append(host_problem)
+    # A wrong host is no example, and may hold what no terminal can show.
+    good = host if host_problem is None else "gpu-01"
     usable = (
-        f'a port from {_FIRST_PORT} to {_LAST_PORT}, e.g. "{show_endpoint(host, DEFAULT_PORT)}"'
+        f'a port from {_FIRST_PORT} to {_LAST_PORT}, e.g. "{show_endpoint(good, DEFAULT_PORT)}"'
     )
     if not re.fullmatch(r"[0-9]{1,5}", port, re.ASCII):
         problems.append(Problem(why=f"the port {show(port)} is not a port number", write=usable))

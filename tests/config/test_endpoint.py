@@ -133,6 +133,15 @@ def test_host_and_port_are_checked_together() -> None:
     assert caught.value.error_count() == 2
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "\ud800", "a b"])
+def test_a_wrong_host_is_no_example_of_a_right_one(host: str) -> None:
+    """Nor does the error hold characters that have no encoding."""
+    with pytest.raises(ValidationError) as caught:
+        parse_endpoint(f"{host}:80")
+    for error in caught.value.errors():
+        assert host not in error["ctx"]["write"]
+
+
 ADDRESSES = st.builds(
     "{}:{}".format,
     st.text("0123456789abcdefx.:[]-", max_size=30),
@@ -140,12 +149,14 @@ ADDRESSES = st.builds(
 )
 
 
-@given(any_text(max_size=40) | ADDRESSES)
+@given(any_text(max_size=40) | ADDRESSES | st.builds("{}:{}".format, any_text(), any_text()))
 def test_any_text_is_parsed_or_refused(text: str) -> None:
     """Arbitrary text raises only this one error, and never uses the network."""
     try:
         endpoint = parse_endpoint(text)
-    except ValidationError:
+    except ValidationError as refused:
+        for error in refused.errors():
+            error["ctx"]["write"].encode()
         return
     assert endpoint.port == 0 or 1024 <= endpoint.port <= 65535
 
