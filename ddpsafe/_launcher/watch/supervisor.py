@@ -48,6 +48,7 @@ _SETTLE_PEER_ERRORS: Final = timedelta(seconds=1)
 _ASK_THREADS_AFTER: Final = timedelta(seconds=3)
 _ASK_THREADS_AGAIN_AFTER: Final = timedelta(seconds=30)
 _THREADS_ANSWER: Final = timedelta(seconds=0.5)
+_THREADS_ANSWER_ON_A_BUSY_MACHINE: Final = timedelta(seconds=5)
 
 
 EndReason = Literal[
@@ -380,6 +381,7 @@ def let_ranks_leave(
     finish: dict[int, Deadline] = {}  # of each rank, from when only the script's own code runs
     next_step = Deadline.after(_ASK_THREADS_AFTER, clock=clock)
     has_asked = False
+    answer = next_step
     stuck: set[int] = set()
     while True:
         alive = [each for each in processes if each.alive]
@@ -402,7 +404,10 @@ def let_ranks_leave(
         finishing = [each for each in waited_for if each.rank in finish]
         if is_over() or any(finish[each.rank].expired() for each in finishing):
             return {each.rank: _what_runs(each) for each in finishing}
-        if next_step.expired():
+        has_all = all(each.living_threads is not None for each in waited_for)
+        if next_step.expired() and has_asked and not has_all and not answer.expired():
+            next_step = Deadline.after(_THREADS_ANSWER, clock=clock)
+        elif next_step.expired():
             for process in waited_for:
                 if has_asked:
                     logger.warning(
@@ -416,6 +421,7 @@ def let_ranks_leave(
                     )
                 else:
                     process.ask_threads()
+            answer = Deadline.after(_THREADS_ANSWER_ON_A_BUSY_MACHINE, clock=clock)
             pause = _ASK_THREADS_AGAIN_AFTER if has_asked else _THREADS_ANSWER
             next_step = Deadline.after(pause, clock=clock)
             has_asked = not has_asked
