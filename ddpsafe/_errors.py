@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, get_args
 
-from ddpsafe._text import name_cells
+from ddpsafe._text import encodable, name_cells
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,7 +102,7 @@ class Explanation:
         lines += [f"  {line}" for detail in self.details for line in detail.splitlines()]
         if self.logs is not None:
             lines.append(f"  Logs: {self.logs}")
-        return name_cells("\n".join(lines))
+        return encodable(name_cells("\n".join(lines)))
 
 
 class DDPSafeError(Exception):
@@ -139,7 +139,7 @@ class DDPSafeError(Exception):
 
     def __str__(self) -> str:
         """Render the explanation."""
-        return self.explanation.what if self.is_quoted else str(self.explanation)
+        return encodable(self.explanation.what) if self.is_quoted else str(self.explanation)
 
     def add_details(self, *lines: str) -> None:
         """Append lines to the details."""

@@ -49,3 +49,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
 def listed(names: Sequence[str]) -> str:
     """Return names for a message: ``a``, ``a, b and c``; empty if there are none."""
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def encodable(text: str) -> str:
+    """Return a text that can be printed: a user's value may hold a surrogate, which has no encoding."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -166,7 +166,7 @@ def _encodable(value: object) -> object:
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, dict):
         return {key: _encodable(item) for key, item in value.items()}
-    return [*map(_encodable, value)] if isinstance(value, (list, tuple)) else value
+    return type(value)(map(_encodable, value)) if isinstance(value, (list, tuple)) else value
 
 
 ONLY_ROOT: Final = "needs root: hosts, mounts, other users"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pydantic
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from texts import any_text
 
@@ -612,6 +612,8 @@ FIELDS = st.dictionaries(
     max_examples=150,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+@example(fields={"_\ud800": None})
+@example(fields={"rendezvous": {"endpoint": "\ud800:1"}})
 @given(fields=FIELDS | st.one_of(TABLES))
 def test_arbitrary_input_gives_a_config_or_a_config_error(fields: dict[str, object]) -> None:
     """The error can always be printed."""
