@@ -85,6 +85,7 @@ class StopRequest:
                 self.source(),
                 self.limit.total_seconds(),
             )
+            self._inbox.note_answered()
         if not self._is_agreed:
             # All ranks stop at the agreed step: the first call that none of them has answered.
             promises = [process.stop.promise for process in self._processes]

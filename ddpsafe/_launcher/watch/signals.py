@@ -81,6 +81,14 @@ class SignalInbox:
         with contextlib.suppress(BlockingIOError):
             os.write(self._write_fd, b"!")
 
+    def note_answered(self) -> None:
+        """Note that the user has been told what follows: only after that is another signal impatience.
+
+        A launcher that is held up, by a disk for example, handles an echo of the first one late.
+        """
+        if self._first_order_s is not None:
+            self._first_order_s = time.monotonic()
+
 
 def is_order(received: signal.Signals | None) -> TypeGuard[signal.Signals]:
     """Return whether a signal asks the process to end; SIGUSR1 only warns that one may follow."""
