@@ -82,7 +82,7 @@ def parse_endpoint(text: str) -> Endpoint:
     host_problem = _name_problem(host) if address is None else _address_problem(host, address)
     if host_problem is not None:
         problems.append(host_problem)
-    # A wrong host is no example, and may hold what no terminal can show.
+    # A wrong host is not an example, and may hold what no terminal can show.
     good = host if host_problem is None else "gpu-01"
     usable = (
         f'a port from {_FIRST_PORT} to {_LAST_PORT}, e.g. "{show_endpoint(good, DEFAULT_PORT)}"'
