@@ -53,6 +53,12 @@ class World:
             started_by="alone",
         )
 
+    @property
+    def ranks_of_node(self) -> range:
+        """The ranks of this node, as torchrun, Slurm by default, and ddpsafe number them: node by node."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
+
     def __str__(self) -> str:
         """Return the rank as every message names it."""
         return f"rank {self.rank} (world_size {self.world_size})"

@@ -238,13 +238,13 @@ class Exchange:
     def agree(self, decide: Decide, absence_error: MakeError, deadline: Deadline) -> dict[str, Any]:
         """Let the leader decide by the messages of all ranks, and return its answer on every rank.
 
+        A rank whose deadline passes first raises alone: the leader may still hear from all. The others then
+        miss it in what they do next.
+
         Args:
             decide: Makes the answer from the messages, on the leader. If it raises, every rank raises.
             absence_error: Makes the error for ranks that did not send their message.
             deadline: When to stop waiting.
-
-        A rank whose deadline passes first raises alone: the leader may still hear from all. The others then
-        miss it in what they do next.
 
         Raises:
             DDPSafeError: A rank failed, or sent nothing, or the leader rejected its message.

@@ -178,12 +178,6 @@ class Control:
         """Store bytes for other ranks under a key that is used once."""
         self.store.set(f"control/{key}", data)  # type: ignore[arg-type]  # all take bytes too
 
-    def take(self, key: str, *, deadline: Deadline) -> bytes | None:
-        """Wait for the bytes that `put` stores; return ``None`` at the deadline."""
-        if not self.wait_for(f"control/{key}", deadline=deadline):
-            return None
-        return bytes(self.store.get(f"control/{key}"))
-
     def acknowledge(self, key: str) -> None:
         """Confirm that this rank has read the bytes of a key."""
         self.store.set(f"control/{key}/seen/{self._rank}", "yes")

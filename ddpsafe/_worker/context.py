@@ -113,11 +113,7 @@ class _Followers(RankGroup):
     """The ranks that one of them precedes; see `RankContext.rank_zero_first`."""
 
     def __init__(self, context: RankContext, control: Control, *, local: bool) -> None:
-        # torchrun, Slurm by default, and ddpsafe number ranks node by node.
-        first = context.rank - context.local_rank
-        ranks = range(context.world_size)
-        if local:
-            ranks = range(first, first + context.local_world_size)
+        ranks = context.world.ranks_of_node if local else range(context.world_size)
         name = control.next_use(f"rank-zero-first/{context.node_rank if local else 'all'}")
         super().__init__(control, name, context.world, ranks)
         self._attempt = context.attempt

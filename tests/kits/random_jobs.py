@@ -140,6 +140,17 @@ class Job:
         while self.advance():
             pass
 
+    def require_held(self, found: Deadlock, seed: int) -> None:
+        """Run to the end, and fail unless the ranks of the proof stay where they are."""
+        inside = {wait.rank for wait in found.waits} or {rank for rank, _ in found.calls}
+        held = {rank: self.ranks[rank].at for rank in inside if self.ranks[rank].is_inside}
+        self.run_to_the_end()
+        stays = {rank: self.ranks[rank].at for rank in held}
+        if found.reason == "mismatch":  # an asynchronous rank continues, but another stays
+            assert any(stays[rank] == held[rank] for rank in held), f"seed {seed}: {found}"
+        else:
+            assert stays == held, f"seed {seed}: {found}"
+
     def advance(self) -> bool:
         """Advance each rank by a step; return whether one could move."""
         return any(list(map(self.step, range(len(self.ranks)))))

@@ -255,14 +255,7 @@ def test_ranks_in_a_proof_never_continue(clock: Clock, jobs: int) -> None:
         found = Cluster(job, choose, clock).run()
         if found is not None:
             proofs += 1
-            inside = {wait.rank for wait in found.waits} or {rank for rank, _ in found.calls}
-            held = {rank: job.ranks[rank].at for rank in inside if job.ranks[rank].is_inside}
-            job.run_to_the_end()
-            stays = {rank: job.ranks[rank].at for rank in held}
-            if found.reason == "mismatch":  # an asynchronous rank continues, but another one stays
-                assert any(stays[rank] == held[rank] for rank in held), f"seed {seed}: {found}"
-            else:
-                assert stays == held, f"seed {seed}: {found}"
+            job.require_held(found, seed)
         job.run_to_the_end()
         stuck += not all(rank.has_left for rank in job.ranks)
     assert proofs > stuck * 0.6, f"{proofs} proofs for {stuck} jobs that do not end"

@@ -119,11 +119,9 @@ def require_connected_nodes(
     """
     if endpoint in this_rank.examined:
         return
-    first = world.rank - world.local_rank
-    ranks = range(first, first + world.local_world_size)
     name = f"{_KEY}/{world.node_rank}"
     try:
-        group = RankGroup(control, name, world, ranks, error_type=PreflightError)
+        group = RankGroup(control, name, world, world.ranks_of_node, error_type=PreflightError)
         exchange = group.begin("the check of the nodes")
         if group.leads:
             with exchange.leading():
