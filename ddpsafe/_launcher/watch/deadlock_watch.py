@@ -41,7 +41,7 @@ from ddpsafe._launcher.diagnosis.wait_graph import (
 from ddpsafe._launcher.processes.rank_process import Activity, RankProcess
 from ddpsafe._launcher.watch.hang_detection import NewCollectives
 from ddpsafe._launcher.watch.idleness import IdleWatch
-from ddpsafe._launcher.watch.status_socket import Rates, StatusSocket
+from ddpsafe._launcher.watch.status_socket import Rates, StatusRequests, StatusSocket
 from ddpsafe._logging import get_logger
 from ddpsafe._text import ranks_text
 from ddpsafe._wire.messages import Whereabouts
@@ -347,6 +347,7 @@ class LiveWatch:
         clock: Returns the time in seconds.
         others: The ranks of other nodes, whose launchers report what ``/proc`` shows there.
         tell: Shows a warning on the other nodes, too.
+        requests: Requests for the status from other nodes.
 
     Attributes:
         proof: The deadlock, once one has been found.
@@ -360,6 +361,7 @@ class LiveWatch:
         clock: Callable[[], float],
         others: Sequence[RankState] = (),
         tell: Callable[[str], None] = lambda _: None,
+        requests: Sequence[StatusRequests] = (),
     ) -> None:
         """Start the clocks."""
         self._processes, self._others = processes, others
@@ -387,6 +389,7 @@ class LiveWatch:
         self.longest_s = 0.0
         self._rates = Rates(clock)
         self._socket = StatusSocket(Path(processes[0].spec.run_dir)) if processes else None
+        self._requests = [*requests, *([] if self._socket is None else [self._socket])]
         self._wants_stacks = False
 
     def handles(self) -> list[int]:
@@ -412,9 +415,9 @@ class LiveWatch:
         if not self._processes:
             return False
         # A request for the status asks the ranks, too; requests that come before the answer share it.
-        wants_stacks = None if self._socket is None else self._socket.accept()
-        if wants_stacks is not None:
-            self._wants_stacks |= wants_stacks
+        asked = [wants for each in self._requests if (wants := each.accept()) is not None]
+        if asked:
+            self._wants_stacks |= any(asked)
             if self._inquiry is None:
                 self._is_to_warn = False
                 self._start_inquiry(now_s)
@@ -521,8 +524,10 @@ class LiveWatch:
             each.rank: read_new_stack(each, (self._signalled or {}).get(each.rank, 0))
             for each in silent
         }
-        if self._socket is not None and self._socket.is_asked:
-            self._socket.answer(self._facts(answers, stacks))
+        if asking := [each for each in self._requests if each.is_asked]:
+            facts = self._facts(answers, stacks)
+            for each in asking:
+                each.answer(facts)
             self._wants_stacks = False
         if self._is_to_warn:
             self._warn(answers, stacks, now_s)

@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,6 +30,20 @@ _MOST_CONNECTIONS: Final = 8
 _ANSWER_S: Final = 10.0
 _SEND_S: Final = 1.0
 _MOST_BYTES: Final = 64 << 20
+
+
+class StatusRequests(Protocol):
+    """Requests for the status, wherever they come from."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a process waits for an answer."""
+
+    def accept(self) -> bool | None:
+        """Read new requests; return whether one asks for stacks, or ``None`` if there are none."""
+
+    def answer(self, facts: Facts) -> None:
+        """Send the facts to all that have asked."""
 
 
 class StatusSocket:

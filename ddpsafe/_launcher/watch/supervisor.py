@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.diagnosis.wait_graph import Deadlock
     from ddpsafe._launcher.processes.rank_process import RankProcess, RankState
     from ddpsafe._launcher.watch.signals import SignalInbox
+    from ddpsafe._launcher.watch.status_socket import StatusRequests
     from ddpsafe._wire.messages import RankOutcome
 
 
@@ -130,6 +131,10 @@ class Peers:
     def tell(self, text: str) -> None:
         """Show a warning on all other nodes."""
 
+    def status_requests(self) -> Sequence[StatusRequests]:
+        """Return the requests for the status that their launchers pass on."""
+        return ()
+
     def has_lost_node(self) -> bool:
         """Return whether a node is lost, or could not start its ranks."""
         return False
@@ -227,7 +232,13 @@ class AttemptWatch:
         self._flight = FlightWatch(ranks)
         self._stderr = StderrWatch(processes)
         self._progress = ProgressWatch(ranks, timeouts.progress, learned=learned)
-        self._live = LiveWatch(processes, clock=self._clock, others=others, tell=self._peers.tell)
+        self._live = LiveWatch(
+            processes,
+            clock=self._clock,
+            others=others,
+            tell=self._peers.tell,
+            requests=self._peers.status_requests(),
+        )
 
     def until_end(self) -> Ending:
         """Wait until the attempt has ended, successfully or not.
