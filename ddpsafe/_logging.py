@@ -156,9 +156,15 @@ def json_of_record(record: logging.LogRecord) -> str:
         rank=facts.get("rank"), attempt=facts.get("attempt"), node_rank=facts.get("node_rank")
     )
     more = {"logger": record.name}
+    more |= {name: facts[name] for name in ("event", "of_node") if name in facts}
     if record.exc_info and record.exc_info[0] is not None:
         more["traceback"] = "".join(traceback.format_exception(*record.exc_info))
     return json_line(record.levelname, record.getMessage(), fields, **more)
+
+
+def json_of_event(event: str, message: str, **facts: object) -> str:
+    """Return an event of a job of several nodes as one JSON object; `facts` are further fields."""
+    return json_line("INFO", message, current_fields(), event=event, **facts)
 
 
 def json_of_error(error: DDPSafeError) -> str:
@@ -169,6 +175,7 @@ def json_of_error(error: DDPSafeError) -> str:
         node_rank=current_fields().node_rank,
     )
     more = {
+        "event": "ended",
         **headline(to_plain(error)),
         "traceback": "".join(traceback.format_exception(error.with_traceback(None))),
     }

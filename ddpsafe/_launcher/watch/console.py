@@ -26,7 +26,15 @@ from ddpsafe._clock import AwakeClock, Deadline
 from ddpsafe._errors import DDPSafeError
 from ddpsafe._launcher.watch.signals import is_order
 from ddpsafe._launcher.watch.streams import is_terminal, write_in_pieces, write_line, write_message
-from ddpsafe._logging import RecordFields, current_fields, json_line, json_of_record, json_scope
+from ddpsafe._logging import (
+    RecordFields,
+    current_fields,
+    is_json,
+    json_line,
+    json_of_event,
+    json_of_record,
+    json_scope,
+)
 from ddpsafe._text import ranks_text
 from ddpsafe._wire.spec import open_log
 
@@ -455,6 +463,19 @@ def open_console(
         console.finish()
 
 
+def note_event(event: str, message: str, **facts: object) -> None:
+    """Write an event of a job of several nodes, if the console has lines of JSON."""
+    if is_json():
+        _write(json_of_event(event, message, **facts))
+
+
+def _write(text: str) -> None:
+    if _open_consoles:
+        _open_consoles[-1].show(text)
+    else:
+        write_line(text)
+
+
 class _Warnings(logging.Handler):
     """Shows ddpsafe's warnings as Python does in a program that has not configured logging.
 
@@ -481,10 +502,7 @@ class _Warnings(logging.Handler):
                 return
             else:
                 text = logging.lastResort.format(record)
-            if _open_consoles:
-                _open_consoles[-1].show(text)
-            else:
-                write_line(text)
+            _write(text)
         except Exception:  # noqa: BLE001 - a failure to log must not end the launch
             self.handleError(record)
 
