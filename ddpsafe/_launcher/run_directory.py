@@ -71,6 +71,19 @@ class RunDirectory:
             raise _unusable(path, exc) from exc
         return path
 
+    def set_attempts_aside(self) -> None:
+        """Move the folders of all attempts into one: those that follow are counted from 1 again."""
+        below = self._logs_below
+        free = next(
+            folder
+            for number in itertools.count(1)
+            if not (folder := below / f"earlier-{number}").exists()
+        )
+        attempts = [*below.glob("attempt-*")]
+        free.mkdir(mode=0o700)
+        for folder in attempts:
+            folder.rename(free / folder.name)
+
     def logs(self, number: int, world: World) -> LogFiles:
         """Name the files of one rank in one attempt."""
         stem = str(self._logs_below / f"attempt-{number}" / f"rank-{world.rank}")
