@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -55,10 +56,9 @@ def test_a_lost_store_is_not_shown_as_cpp_frames_and_heartbeats(
 @pytest.mark.full
 def test_a_client_whose_address_has_no_name_is_not_mentioned(network: Network) -> None:
     """Without a name server torch writes a line for each client of a store."""
-    quoted = TWO_CLIENTS.replace('"', "'")
-    said = network[0].shell(
-        f'unshare -m sh -c "mount --bind /dev/null /etc/hosts; {sys.executable} -" 2>&1 <<END\n{quoted}\nEND'
-    )
+    quoted, python = TWO_CLIENTS.replace('"', "'"), shlex.quote(sys.executable)
+    command = f'unshare -m sh -c "mount --bind /dev/null /etc/hosts; {python} -"'
+    said = network[0].shell(f"{command} 2>&1 <<END\n{quoted}\nEND")
     assert said.strip() == "b'value'"
 
 
