@@ -190,12 +190,11 @@ def stand_in_nodes(
         channels[node] = Channel.dial(
             ("127.0.0.1", port),
             secret=b"secret",
-            round_id="round",
+            scope="round",
             node=node,
             hello=lambda: node_messages.Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
             deadline=Deadline.after(timedelta(seconds=30)),
         )
-        channels[node].send(node_messages.RanksStarted())
         for rank in range(node * RANKS, (node + 1) * RANKS):
             channels[node].send(node_messages.rank_report(rank, Entered(phase="running")))
     steps, next_s = 0, 0.0
@@ -267,7 +266,7 @@ def coordinate_stand_ins(nnodes: int, watched_s: float) -> dict[str, float]:
     from ddpsafe._launcher.watch.signals import open_inbox
     from ddpsafe._launcher.watch.supervisor import AttemptWatch
 
-    listening = Channel.listen("127.0.0.1", secret=b"secret", round_id="round", nnodes=nnodes)
+    listening = Channel.listen("127.0.0.1", secret=b"secret", scope="round", nnodes=nnodes)
     nodes = tuple(
         node_messages.NodeFacts(
             hostname=f"h{node}", pid=node, address="127.0.0.1", nproc=RANKS, settings={}
@@ -279,7 +278,6 @@ def coordinate_stand_ins(nnodes: int, watched_s: float) -> dict[str, float]:
         attempt=1,
         nodes=nodes,
         store_port=0,
-        channel_port=listening.port,
         master_port=0,
     )
     context = get_context("fork")

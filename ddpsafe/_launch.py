@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
@@ -39,7 +39,7 @@ from ddpsafe._worker.entrypoint import run_rank
 from ddpsafe._worker.join import attached
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from typing_extensions import Unpack
@@ -216,7 +216,7 @@ def run_processes(
 
 def _ready_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -> LaunchPlan:
     """Plan a launch and check that the machine is ready for it."""
-    with shown_log(config.console), interrupts_kept():
+    with shown_log(config.console), interrupts_kept(), telling_node_0(config):
         plan = make_plan(config, style=style, daemon=daemon)
         require_ready_to_launch(config, nproc=plan.nproc, backend=plan.backend)
     return plan
@@ -240,8 +240,11 @@ def _run_plan(
             closing(calls),
             launch_fields(plan.config.node_rank),
             shown_log(plan.console),
-            open_run_directory(plan.config.run_dir, node=folder) as directory,
+            ExitStack() as stack,
         ):
+            with telling_node_0(plan.config):
+                opening = open_run_directory(plan.config.run_dir, node=folder)
+                directory = stack.enter_context(opening)
             parts = LaunchParts(
                 plan=plan,
                 calls=calls,
@@ -275,6 +278,19 @@ def _run_plan(
             pass_on(interrupted)
     kept = None if directory.is_ours else directory.path
     return LaunchResult(values=values, attempts=attempts, run_dir=kept)
+
+
+@contextmanager
+def telling_node_0(config: LaunchConfig) -> Iterator[None]:
+    """Tell node 0 at once, if it can be reached, that this node fails before it can join."""
+    try:
+        yield
+    except DDPSafeError as error:
+        if config.nnodes > 1:
+            from ddpsafe._launcher.nodes.rounds import tell_node_0  # imports torch
+
+            tell_node_0(config, error)
+        raise
 
 
 def _run_here(

@@ -22,7 +22,7 @@ from ddpsafe._errors import (
     Explanation,
 )
 from ddpsafe._host import is_directory_gone, plain_host, show_endpoint
-from ddpsafe._launch import run_processes
+from ddpsafe._launch import run_processes, telling_node_0
 from ddpsafe._launcher.uncaught import without_frames
 from ddpsafe._logging import current_fields, json_line, json_of_error
 from ddpsafe._worker.script import Kind, Script, run_script
@@ -50,7 +50,8 @@ def run_ranks(options: Namespace) -> int:
             if options.config
             else LaunchConfig(**fields)
         )
-        target = _require_target(options)
+        with telling_node_0(config):
+            target = _require_target(options)
     except ConfigError as error:
         complain(str(error))
         return USAGE

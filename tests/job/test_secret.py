@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from ddpsafe import ConfigError, LaunchConfig, cli
+from ddpsafe._job.endpoint import key_of
 from ddpsafe._job.secret import find_job_secret
-from ddpsafe._launcher.nodes.rendezvous import key_of
 from ddpsafe._worker.join.store_endpoint import job_secret
 
 if TYPE_CHECKING:

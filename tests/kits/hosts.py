@@ -279,6 +279,22 @@ class Host(Namespaces):
         source = f"ip saddr {other.address(nic)} ct state new tcp dport != 29500"
         self.firewall(f"{source} {rejection}")
 
+    def drop_all_from(self, other: Host) -> None:
+        """Drop all packets from another host, also of open connections; the other direction stays open."""
+        self.run(
+            "nft",
+            "-f",
+            "-",
+            given=f"""
+            table inet one_way {{
+            chain input {{
+                type filter hook input priority -10
+                ip saddr {other.address()} drop
+            }}
+            }}
+            """,
+        )
+
     def add_bridge(self, name: str, address: str) -> None:
         """Add a bridge to the host's containers, one of which runs."""
         self.shell(f"""
@@ -295,6 +311,11 @@ class Host(Namespaces):
         """Pull the cable: the host sees no carrier, but keeps its address."""
         self.network.switch.run("ip", "link", "set", self.port(nic), "down")
         self.shell(wait_for_state(nic, "down"))
+
+    def plug_in(self, nic: str = "eth0") -> None:
+        """Put the cable back in."""
+        self.network.switch.run("ip", "link", "set", self.port(nic), "up")
+        self.shell(wait_for_state(nic, "up"))
 
     def power_off(self) -> None:
         """Power the host off: first no packet leaves it, then every process is killed."""

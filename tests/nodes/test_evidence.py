@@ -65,7 +65,6 @@ ROUND: Final = RoundPlan(
     attempt=1,
     nodes=(node("h0"), node("h1")),
     store_port=1,
-    channel_port=1,
     master_port=1,
 )
 LOST_A_PEER: Final = Raised(
@@ -108,11 +107,11 @@ def ends() -> Iterator[Ends]:
     }
     plan = make_plan(LaunchConfig.resolve(backend="gloo", **asked), style="launch")
     with open_inbox() as inbox:
-        node_0 = Channel.listen("127.0.0.1", secret=b"secret", round_id="round", nnodes=2)
+        node_0 = Channel.listen("127.0.0.1", secret=b"secret", scope="round", nnodes=2)
         node_1 = Channel.dial(
             ("127.0.0.1", node_0.port),
             secret=b"secret",
-            round_id="round",
+            scope="round",
             node=1,
             hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
             deadline=Deadline.after(timedelta(seconds=20)),

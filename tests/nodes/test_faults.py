@@ -181,7 +181,8 @@ def test_the_status_of_node_0_shows_the_ranks_of_all_nodes(
     def are_at_work() -> bool:
         said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
         ranks[:] = json.loads(said)["launches"][0].get("ranks", [])
-        return len(ranks) == 2 and all(each["where"] for each in ranks)
+        # A rank that looks for the test's file is in a function of the library for a moment.
+        return len(ranks) == 2 and all("node_programs.py" in each["where"] for each in ranks)
 
     try:
         wait_until(are_at_work, otherwise=lambda: f"{ranks} {launchers[0].err[-1500:]}")
@@ -189,7 +190,6 @@ def test_the_status_of_node_0_shows_the_ranks_of_all_nodes(
         assert ranks[0]["pid"]
         assert ranks[1]["pid"] is None
         assert ranks[0]["hostname"] != ranks[1]["hostname"]
-        assert "node_programs.py" in ranks[1]["where"]
         for node in (0, 1):
             pid = (tmp_path / f"running-long-1-{node}").read_text()
             network[node].shell(f"kill -STOP {pid}")

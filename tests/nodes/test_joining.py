@@ -33,9 +33,11 @@ from ddpsafe import _host
 from ddpsafe._clock import Deadline
 from ddpsafe._config import LaunchConfig
 from ddpsafe._errors import ConfigError, PreflightError, RendezvousTimeoutError
-from ddpsafe._launcher.nodes import rendezvous
+from ddpsafe._job import endpoint as endpoint_module
+from ddpsafe._job.endpoint import JobEndpoint
+from ddpsafe._launcher.nodes.lobby import require_same_settings
 from ddpsafe._launcher.nodes.node_messages import NodeFacts
-from ddpsafe._launcher.nodes.rendezvous import NodeRendezvous, label_of, require_same_settings
+from ddpsafe._launcher.nodes.rendezvous import Label, NodeRendezvous
 from ddpsafe._launcher.watch.signals import open_inbox
 
 if TYPE_CHECKING:
@@ -340,37 +342,52 @@ def test_a_node_that_is_started_twice_is_refused_the_second_time(
     assert found == [{"0": 0}, {"1": 1}]
 
 
-EARLY_ENDS: Final = [
-    (
-        "joined",
-        "RendezvousTimeoutError",
-        "node 2 of 3 ('h2') joined, and then did not introduce itself",
-    ),
-    ("introduced", "NodeLostError", "it joined, but opened no control channel to 10.77.0.1:"),
-]
-
-
-@pytest.mark.full(
-    but=[
-        "joined-RendezvousTimeoutError-node 2 of 3 ('h2') joined, and then did not introduce itself"
-    ]
-)
 @needs_hosts
-@pytest.mark.parametrize(("when", "error", "words"), EARLY_ENDS)
-def test_a_launcher_that_exits_before_it_starts_ranks_is_named(
-    network: Network, tmp_path: Path, when: str, error: str, words: str
+def test_a_launcher_that_exits_before_it_starts_ranks_is_named_at_once(
+    network: Network, tmp_path: Path
 ) -> None:
-    """The others name it after ``timeouts.rendezvous``; those that wait for a plan name node 0."""
-    fields = {"timeouts": {"rendezvous": 4}}
+    """The others name it, and those that wait for a plan name node 0."""
     cases = [
-        Case(name="another node", fields=fields, leaves={2: when}),
-        Case(name="node 0", fields={**fields, "nnodes": 2}, leaves={0: "joined"}, nodes=(0, 1)),
+        Case(name="another node", leaves={2: "begun"}),
+        Case(name="node 0", fields={"nnodes": 2}, leaves={0: "joined"}, nodes=(0, 1)),
     ]
     said = finish_job(network, cases, start_job(network, cases, tmp_path, nproc=(1, 1, 1)))
-    found = _require(said, (0, 1), "another node", error, words)
-    require_the_same(found)
-    (left,) = _require(said, (1,), "node 0", "RendezvousTimeoutError", "h1 has lost the store")
-    require_in_time(left["at"] - left["began"], 8.0, "node 0 is named")
+    words = "node 2 ('h2', rank 2 of world_size 3) was lost, attempt 1: its launcher has ended"
+    require_the_same(_require(said, (0, 1), "another node", "NodeLostError", words))
+    _require(said, (1,), "node 0", "RendezvousTimeoutError", "h1 has lost the store")
+
+
+@pytest.mark.full
+@needs_hosts
+@pytest.mark.parametrize("how", ["exit", "power"])
+def test_a_launcher_that_leaves_while_it_waits_frees_its_place(
+    own_network: Network, tmp_path: Path, how: str
+) -> None:
+    """Started again, it joins, and no node is one too many."""
+    case = Case(name="job", fields={"nnodes": 3})
+    leaving = replace(case, leaves={1: "waiting"})
+    again = replace(case, fields={**case.fields, "run_dir": str(tmp_path / "again")})
+
+    def start(node: int, case: Case = case) -> Launcher:
+        return start_node(own_network, node, [case], tmp_path, (1, 1, 1), "h0:28655")
+
+    if how == "exit":
+        first, second = start(0), start(1, leaving)
+        assert second.end() == 0, second.err
+        launchers = [first, start(2), start(1)]
+    else:
+        first, second = start(0), start(1)
+        scripts.wait_until(
+            lambda: "2 of 3 nodes reached" in second.err, otherwise=lambda: second.err
+        )
+        own_network[1].power_off()
+        scripts.wait_until(
+            lambda: "h1 (10.77.0.2) cannot be reached" in first.err, otherwise=lambda: first.err
+        )
+        launchers = [first, start(2), start(2, again)]
+    found = finish_job(own_network, [case], launchers, besides=[1] if how == "power" else [])
+    values = [each["job"].get("values") for each in found]
+    assert sorted(values, key=str) == [{str(rank): rank} for rank in range(3)], found
 
 
 CLOCK: Final = """
@@ -439,6 +456,31 @@ def test_differences_of_script_arguments_and_variables_are_shown_on_both_nodes(
         assert launcher.err.count(differs) == 3, launcher.err
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["script", "logs"])
+def test_what_fails_on_a_node_before_it_joins_is_told_to_node_0(
+    network: Network, tmp_path: Path, what: str
+) -> None:
+    """All end at once, instead of waiting for it until ``rendezvous.join``."""
+    script = scripts.write(tmp_path, "train.py", "")
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", "h0:29389"]
+    command = ["-m", "ddpsafe", "run", *options]
+    first = Launcher(network[0], [*command, str(script)], {})
+    scripts.wait_until(
+        lambda: "the secret of this job" in first.err, otherwise=lambda: first.err
+    )  # it serves the endpoint
+    if what == "script":
+        second = Launcher(network[1], [*command, str(tmp_path / "none.py")], {})
+        words = "h1 does not join: There is no script"
+    else:
+        folder = "/proc/logs"
+        second = Launcher(network[1], [*command, "--run-dir", folder, str(script)], {})
+        words = "h1 does not join: "
+    assert second.end() == (2 if what == "script" else 78), second.err
+    assert first.end() == 78, first.err
+    assert words in first.err, first.err
+
+
 def facts(**changes: Any) -> NodeFacts:
     """Return a node with default facts except for these settings."""
     settings = {"nnodes": "2", "backend": "gloo", "torch": "2.13.0", "Python": "3.11", "seed": "1"}
@@ -469,20 +511,28 @@ def test_a_disagreement_is_reported_with_both_values_and_both_nodes(
 ) -> None:
     """This applies to every setting that has to be the same on all nodes."""
     with pytest.raises(ConfigError) as caught:
-        require_same_settings([facts(hostname="h0", node_rank=0), facts(**changes)])
+        require_same_settings(facts(hostname="h0", node_rank=0), facts(**changes))
     assert words in caught.value.explanation.what
 
 
 def test_nodes_may_differ_in_their_own_settings() -> None:
     """Host, number of ranks, and a node rank that only some of them have been given."""
-    require_same_settings([facts(hostname="h0", node_rank=0), facts(node_rank=2), facts()])
+    for other in (facts(node_rank=2), facts()):
+        require_same_settings(facts(hostname="h0", node_rank=0), other)
 
 
 def test_a_restarted_container_is_not_mistaken_for_a_member_of_the_last_round() -> None:
     """With the same name, address and pid, torch's rendezvous would give it the previous one's place."""
-    labels = [label_of(facts(node_rank=rank, launcher=each)) for rank in (1, 2) for each in "ab"]
+    ranks = (0, 1, 2)
+    nodes = [facts(node_rank=rank, launcher=each) for rank in ranks for each in "ab"]
+    labels = [str(Label.of(each)) for each in nodes]
     assert len(set(labels)) == len(labels)
     assert labels == sorted(labels)  # the nodes keep their order
+    assert [Label.read(each).node_rank for each in labels[::2]] == list(ranks)
+    unranked = Label.of(facts())
+    assert labels[0] < str(unranked)
+    assert Label.read(str(unranked)) == unranked
+    assert unranked.node_rank is None
 
 
 LOCAL: Final = "127.0.0.1"
@@ -497,27 +547,36 @@ def held_port() -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def endpoint(held_port: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeRendezvous]:
+def node(held_port: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeRendezvous]:
     """Return the rendezvous of a node on this host, whose endpoint has that port."""
     port = held_port.getsockname()[1]
     config = LaunchConfig(
         nnodes=2, nproc_per_node=1, backend="gloo", rendezvous={"endpoint": f"h0:{port}"}
     )
-    monkeypatch.setattr(rendezvous, "_CONNECT_S", 0.5)
+    monkeypatch.setattr(endpoint_module, "_CONNECT_S", 0.5)
     with open_inbox() as inbox:
-        node = NodeRendezvous(config, inbox)
-        node._host = node.address = LOCAL
-        yield node
-    node.close()
+        opened = NodeRendezvous(config, inbox)
+        opened.endpoint._host = opened.endpoint.address = LOCAL
+        yield opened
+    opened.close()
 
 
-def serve_or_find(node: NodeRendezvous, limit_s: float, *, bound: str | None = LOCAL) -> str | None:
+@pytest.fixture
+def endpoint(node: NodeRendezvous) -> JobEndpoint:
+    """Return its endpoint."""
+    return node.endpoint
+
+
+def serve_or_find(
+    endpoint: JobEndpoint, limit_s: float, *, bound: str | None = LOCAL
+) -> str | None:
     """Serve the endpoint, or find the node that does."""
-    return node._serve_or_find(Deadline.after(timedelta(seconds=limit_s)), [LOCAL], bound, [LOCAL])
+    limit = Deadline.after(timedelta(seconds=limit_s))
+    return endpoint._serve_or_find(limit, [LOCAL], bound, [LOCAL])
 
 
 def test_a_program_that_holds_the_port_of_the_endpoint_is_reported(
-    endpoint: NodeRendezvous,
+    endpoint: JobEndpoint,
 ) -> None:
     """Even if it does not listen; the error is not a missing node."""
     with pytest.raises(PreflightError, match="another program holds the port") as raised:
@@ -527,16 +586,16 @@ def test_a_program_that_holds_the_port_of_the_endpoint_is_reported(
 
 @pytest.mark.full
 def test_the_endpoint_is_served_as_soon_as_its_port_is_free(
-    endpoint: NodeRendezvous, held_port: socket.socket
+    endpoint: JobEndpoint, held_port: socket.socket
 ) -> None:
     """The program that held the port exits during the wait."""
     threading.Timer(0.3, held_port.close).start()
     assert serve_or_find(endpoint, 20) is None
-    assert endpoint._store is not None
+    assert endpoint.store is not None
 
 
 def test_the_port_of_the_endpoint_is_free_without_a_garbage_collection(
-    endpoint: NodeRendezvous, held_port: socket.socket
+    node: NodeRendezvous, held_port: socket.socket
 ) -> None:
     """The next launch of a script may need it at once."""
     import torch  # noqa: F401 - loaded before any launch; an import in the call keeps the call's frames
@@ -545,29 +604,29 @@ def test_the_port_of_the_endpoint_is_free_without_a_garbage_collection(
     held_port.close()
     gc.disable()
     try:
-        assert serve_or_find(endpoint, 20) is None
-        endpoint._handler = endpoint._make_handler()
+        assert serve_or_find(node.endpoint, 20) is None
+        node._handler = node._make_handler()
         with pytest.raises(OSError, match="in use"):
             socket.create_server(address)
-        endpoint.close()
+        node.close()
         socket.create_server(address).close()
     finally:
         gc.enable()
 
 
 def test_a_program_on_loopback_is_not_mistaken_for_the_endpoint_of_another_host(
-    endpoint: NodeRendezvous, held_port: socket.socket, monkeypatch: pytest.MonkeyPatch
+    endpoint: JobEndpoint, held_port: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hosts file maps that name to loopback and to its address, where nothing answers."""
     held_port.listen()
-    monkeypatch.setattr(rendezvous, "is_loopback", lambda address: address == LOCAL)
+    monkeypatch.setattr(endpoint_module, "is_loopback", lambda address: address == LOCAL)
     monkeypatch.setattr(endpoint, "_look_up", lambda: [LOCAL, "127.0.0.2"])
     with pytest.raises(RendezvousTimeoutError, match="Connection refused"):
         serve_or_find(endpoint, 0.1, bound=None)
 
 
 def test_a_name_server_that_does_not_answer_is_waited_for_until_the_deadline(
-    endpoint: NodeRendezvous, monkeypatch: pytest.MonkeyPatch
+    endpoint: JobEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every look-up of the endpoint asks it again."""
     stopped = threading.Event()
@@ -600,7 +659,7 @@ def test_a_node_with_an_endpoint_on_loopback_logs_its_address_if_that_is_ambiguo
         )
         for number in range(networks)
     ]
-    monkeypatch.setattr(rendezvous, "list_interfaces", lambda: ways)
+    monkeypatch.setattr(endpoint_module, "list_interfaces", lambda: ways)
     monkeypatch.setattr(socket, "gethostname", lambda: name)
     config = LaunchConfig(
         nnodes=2,
@@ -609,12 +668,10 @@ def test_a_node_with_an_endpoint_on_loopback_logs_its_address_if_that_is_ambiguo
         backend="gloo",
         rendezvous={"endpoint": "h0:29400"},
     )
-    with open_inbox() as inbox:
-        node = NodeRendezvous(config, inbox)
-        monkeypatch.setattr(node, "_resolve", lambda _: ["127.0.1.1"])
-        monkeypatch.setattr(node, "_own_address", lambda *_: "10.0.0.1")
-        monkeypatch.setattr(node, "_serve_or_find", lambda *_: "10.0.0.1" if node_rank else None)
-        monkeypatch.setattr(node, "_connect", lambda *_: None)
-        with pytest.raises(AssertionError, match="open"):  # the test has no store
-            node.open()
+    opened = JobEndpoint(config, lambda: None)
+    monkeypatch.setattr(opened, "_resolve", lambda _: ["127.0.1.1"])
+    monkeypatch.setattr(opened, "_own_address", lambda *_: "10.0.0.1")
+    monkeypatch.setattr(opened, "_serve_or_find", lambda *_: "10.0.0.1" if node_rank else None)
+    monkeypatch.setattr(opened, "_connect", lambda *_: None)
+    opened.open()
     assert ("so node 0 listens at 10.0.0.1" in caplog.text) is says

@@ -29,6 +29,9 @@ NODE_LOSS_S: Final = 6
 """How long a node may be away in the tests of losses; 30 s by default."""
 
 FAULT_LASTS_S: Final = 2
+FAULT_BREAKS_STORE_S: Final = 12
+"""torch's rendezvous asks its store every 5 s, and waits 5 s for the answer."""
+
 FAULT_FOLLOWS_S: Final = 1.2
 """A second SIGTERM within a second counts as the same one."""
 
@@ -81,28 +84,10 @@ def test_a_killed_launcher_is_named_at_once(network: Network, tmp_path: Path, vi
     require_nothing_left(network)
 
 
-def drop(network: Network, *, to: int, source: int) -> None:
-    """Drop all packets from one host to another; the other direction stays open."""
-    address = network[source].address()
-    network[to].run(
-        "nft",
-        "-f",
-        "-",
-        given=f"""
-        table inet one_way {{
-        chain input {{
-            type filter hook input priority -10
-            ip saddr {address} drop
-        }}
-        }}
-        """,
-    )
-
-
 LOSSES: Final[dict[str, Callable[[Network, int], None]]] = {
     "power": lambda network, victim: network[victim].power_off(),
     "cable": lambda network, victim: network[victim].unplug(),
-    "one way": lambda network, victim: drop(network, to=victim, source=1 - victim),
+    "one way": lambda network, victim: network[victim].drop_all_from(network[1 - victim]),
 }
 
 
@@ -187,6 +172,23 @@ def test_a_longer_network_outage_is_not_a_loss(
     cut(network, victim, until=lambda: await_said(launchers, "cannot be reached"))
     await_said(launchers, "can be reached again")
     require_no_failure(network, tmp_path, cases, launchers)
+
+
+@pytest.mark.full
+def test_an_attempt_after_an_outage_takes_place(network: Network, tmp_path: Path) -> None:
+    """What else connects the launchers does not survive it, and is connected again."""
+    retry = {"attempts": 2, "on": ["killed"], "backoff_initial": 0, "jitter": 0}
+    fields = {"timeouts": {"collective": 60}, "retry": retry}
+    case = Case(name="held", what="held", fields=fields)
+    launchers = start_job(network, [case], tmp_path, nproc=[1, 1])
+    await_files(launchers, tmp_path, "running-held-1-*", 2)
+    cut(network, 1, until=lambda: time.sleep(FAULT_BREAKS_STORE_S))
+    await_said(launchers, "can be reached again")
+    network[0].shell(f"kill -KILL {int((tmp_path / 'running-held-1-0').read_text())}")
+    await_files(launchers, tmp_path, "running-held-2-*", 2)
+    (tmp_path / "release-held").touch()
+    for results in finish_job(network, [case], launchers):
+        assert results["held"].get("attempts") == 2, results
 
 
 @pytest.mark.full

@@ -6,7 +6,6 @@ import importlib.util
 import socket
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -15,12 +14,9 @@ from cut_wire import HERE, Wire
 from machine import require_in_time
 
 from ddpsafe._clock import Deadline
-from ddpsafe._config import LaunchConfig
 from ddpsafe._launcher.nodes.control_channel import Channel
 from ddpsafe._launcher.nodes.node_messages import Hello, NodeFacts, RoundPlan
 from ddpsafe._launcher.nodes.node_zero import world_of
-from ddpsafe._launcher.nodes.rendezvous import NodeRendezvous, label_of
-from ddpsafe._launcher.watch.signals import open_inbox
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,9 +76,7 @@ class Nodes(tuple[NodeFacts, ...]):
 def test_the_places_of_all_ranks_cost_a_constant_for_each() -> None:
     """Node 0 computes them before each attempt, and looks up ranks with every message."""
     nodes = Nodes(map(facts, range(256)))
-    plan = RoundPlan(
-        round_id="", attempt=1, nodes=nodes, store_port=1, channel_port=1, master_port=1
-    )
+    plan = RoundPlan(round_id="", attempt=1, nodes=nodes, store_port=1, master_port=1)
     Nodes.reads = 0
     places = [world_of(plan, rank) for rank in range(plan.world_size)]
     assert [(each.node_rank, each.local_rank) for each in places] == [
@@ -91,34 +85,9 @@ def test_the_places_of_all_ranks_cost_a_constant_for_each() -> None:
     assert Nodes.reads <= 2 * len(places), Nodes.reads / len(places)
 
 
-def test_a_node_that_waits_reads_each_other_one_once(tmp_path: Path) -> None:
-    """The store is asked twice for each, and once whenever the nodes that have joined change."""
-    from torch.distributed import FileStore
-
-    calls: list[str] = []
-
-    class Counting(FileStore):
-        def get(self, key: str) -> bytes:
-            calls.append(key)
-            return super().get(key)
-
-    config = LaunchConfig(nnodes=64, rendezvous={"endpoint": "10.77.0.1:29400"})
-    with open_inbox() as inbox:
-        node: Any = NodeRendezvous(config, inbox)
-        node._store = Counting(str(tmp_path / "store"), 1)
-        node._backend = SimpleNamespace(state=SimpleNamespace(participants=[]))
-        for number in range(64):
-            node._root.put(f"ddpsafe/came/{node._root.count('ddpsafe/came', 1)}", facts(number))
-            member = SimpleNamespace(addr=label_of(facts(number)), pid=number)
-            node._backend.state.participants.append(member)
-            node._note_members()
-    assert [each.pid for each in node._present] == sorted(range(64), key=lambda n: f"h{n} ")
-    assert len(calls) == 64
-
-
 def test_no_node_is_dropped_when_all_of_them_dial_at_once() -> None:
     """The answer to a greeting takes as long as a packet travels; until then they may be anyone."""
-    channel = Channel.listen("127.0.0.1", secret=b"secret", round_id="round", nnodes=400)
+    channel = Channel.listen("127.0.0.1", secret=b"secret", scope="round", nnodes=400)
     dialled = []
     try:
         for _ in range(399):
@@ -141,13 +110,13 @@ def test_no_node_is_dropped_when_all_of_them_dial_at_once() -> None:
 def test_a_dial_that_node_0_drops_is_tried_again() -> None:
     """Other programs may have filled its list; the next dial is greeted."""
     hello = Hello(mono_ns=1, wall_ns=1)
-    channel = Channel.listen(HERE, secret=b"secret", round_id="round", nnodes=2)
+    channel = Channel.listen(HERE, secret=b"secret", scope="round", nnodes=2)
     wire = Wire(channel.port, drops=1)
     limit = Deadline.after(timedelta(seconds=20))
     node = Channel.dial(
         (HERE, wire.port),
         secret=b"secret",
-        round_id="round",
+        scope="round",
         node=1,
         hello=lambda: hello,
         deadline=limit,

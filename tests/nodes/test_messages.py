@@ -217,7 +217,6 @@ ROUND: Final = RoundPlan(
         for node in range(3)
     ),
     store_port=0,
-    channel_port=0,
     master_port=0,
 )
 CONFIG: Final = LaunchConfig(
@@ -230,7 +229,7 @@ LOST: Final = Lost(how="ended", why="its launcher has ended", seen_ns=1)
 @pytest.fixture
 def channel() -> Iterator[Channel]:
     """Open node 0's end without any other node."""
-    listening = Channel.listen(HERE, secret=b"secret", round_id="round", nnodes=3)
+    listening = Channel.listen(HERE, secret=b"secret", scope="round", nnodes=3)
     yield listening
     listening.close()
 
@@ -248,7 +247,7 @@ def node(channel: Channel) -> Iterator[Channel]:
     dialled = Channel.dial(
         (HERE, channel.port),
         secret=b"secret",
-        round_id="round",
+        scope="round",
         node=1,
         hello=lambda: Hello(mono_ns=1, wall_ns=1),
         deadline=Deadline.after(timedelta(seconds=10)),

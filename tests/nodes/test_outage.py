@@ -27,9 +27,7 @@ NODE_LOSS: Final = timedelta(minutes=2)
 @pytest.fixture
 def channel() -> Iterator[Channel]:
     """Open node 0's end."""
-    listening = Channel.listen(
-        HERE, secret=b"secret", round_id="round", nnodes=2, node_loss=NODE_LOSS
-    )
+    listening = Channel.listen(HERE, secret=b"secret", scope="round", nnodes=2, node_loss=NODE_LOSS)
     yield listening
     listening.close()
 
@@ -47,7 +45,7 @@ def dial(wire: Wire, node_loss: timedelta = NODE_LOSS) -> Channel:
     return Channel.dial(
         (HERE, wire.port),
         secret=b"secret",
-        round_id="round",
+        scope="round",
         node=1,
         hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
         deadline=Deadline.after(timedelta(seconds=10)),

@@ -1,11 +1,11 @@
-"""A new node is refused: which one, how the others continue, and what a signal does meanwhile."""
+"""A node leaves, is refused or cannot take part: which one, how the others continue, and what a signal does."""
 
 from __future__ import annotations
 
 import signal
-import threading
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from scripts import wait_until
 from ddpsafe._clock import Deadline
 from ddpsafe._config import LaunchConfig
 from ddpsafe._errors import (
+    ConfigError,
     Explanation,
     NodeLostError,
     PreflightError,
@@ -25,22 +26,19 @@ from ddpsafe._errors import (
     describes,
 )
 from ddpsafe._launcher.nodes.control_channel import Channel
+from ddpsafe._launcher.nodes.lobby import Lobby, Membership
 from ddpsafe._launcher.nodes.node_messages import (
     Hello,
+    Joining,
     NodeFacts,
+    Objection,
+    Ready,
     RoundPlan,
     RoundResult,
     round_result_of,
 )
-from ddpsafe._launcher.nodes.rendezvous import (
-    _OBJECTION,
-    _OVER,
-    _REFUSED_NAME,
-    Board,
-    NodeRendezvous,
-    Seat,
-)
-from ddpsafe._launcher.nodes.rounds import _FAILED, _REFUSAL, NodeLaunch
+from ddpsafe._launcher.nodes.rendezvous import NodeRendezvous
+from ddpsafe._launcher.nodes.rounds import NodeLaunch, _NoRound
 from ddpsafe._launcher.plan import make_plan
 from ddpsafe._launcher.watch.signals import Interrupted, SignalInbox, open_inbox
 from ddpsafe.doctor._findings import Finding
@@ -49,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HERE = "127.0.0.1"
+SECRET = b"secret"
 NODES = tuple(
     NodeFacts(
         hostname=f"h{node}", pid=1, address=HERE, nproc=1, settings={}, launcher=f"launcher {node}"
@@ -56,26 +55,29 @@ NODES = tuple(
     for node in range(3)
 )
 OLD = {"launcher 0", "launcher 1"}
-UNFIT = PreflightError(Explanation("h2 reached no control channel."), kind="startup-network")
+UNFIT = PreflightError(Explanation("h2 cannot open a port."), kind="startup-network")
+PLAN = RoundPlan(
+    round_id="round", attempt=2, nodes=NODES, store_port=0, master_port=0, examines=True
+)
 
 
 @dataclass
-class Round:
-    """A round of three nodes on one of them, with a store in memory and without torch's rendezvous.
+class Job:
+    """Node 0 of a job of three nodes, and the other ones as they see it; without torch's rendezvous.
 
     Attributes:
         forgotten: The launchers that the next round does without.
         findings: The findings of the connection check.
+        others: The other nodes, by their numbers.
     """
 
     inbox: SignalInbox
     forgotten: list[str] = field(default_factory=list)
     findings: tuple[Finding, ...] = ()
+    others: dict[int, Membership] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Open it."""
-        from torch.distributed import HashStore
-
+        """Open node 0's end."""
         config = LaunchConfig(
             nnodes=3,
             nproc_per_node=1,
@@ -83,13 +85,16 @@ class Round:
             preflight="full",
             rendezvous={"endpoint": "h0:29400"},
         )
+        self.channel = Channel[str].listen(HERE, secret=SECRET, scope="job", nnodes=3)
         self.rendezvous: Any = NodeRendezvous(config, self.inbox)
-        self.rendezvous.serves, self.rendezvous._store = True, HashStore()
-        state = SimpleNamespace(participants={"h0"}, wait_list=set(), redundancy_list=set())
-        self.rendezvous._backend = SimpleNamespace(
-            state=state, forget=lambda member: self.forgotten.append(member[0].split()[-1])
+        self.rendezvous.endpoint.serves = True
+        self.rendezvous.endpoint.store_below = lambda _: None
+        self.lobby = self.rendezvous.lobby = Lobby(
+            self.channel,
+            NODES[0],
+            lambda node: self.forgotten.append(node.launcher),
+            self.rendezvous.require_no_signal,
         )
-        self.board = Board(HashStore(), self.rendezvous._signer, self.rendezvous)
         self.launch: Any = NodeLaunch(
             parts_of(
                 make_plan(config, style="launch"),
@@ -103,70 +108,117 @@ class Round:
         report: Any = SimpleNamespace(findings=self.findings)
         raise PreflightError(Explanation("1 problem."), report=report)
 
-    def seat(self, node: int = 0) -> Seat:
-        """Return the place of a node."""
-        return Seat(node_rank=node, nnodes=3, board=self.board)
-
-    def plan(self, channel_port: int = 0) -> RoundPlan:
-        """Return what node 0 has decided."""
-        return RoundPlan(
-            round_id="round",
-            attempt=2,
-            nodes=NODES,
-            store_port=0,
-            channel_port=channel_port,
-            master_port=0,
-            examines=True,
-        )
-
-
-@pytest.fixture
-def opened() -> Iterator[Round]:
-    """Open a round."""
-    with open_inbox() as inbox:
-        yield Round(inbox)
-
-
-@pytest.mark.parametrize("comes", ["late", "again"])
-def test_a_late_old_node_is_awaited_when_a_new_one_cannot_connect(
-    opened: Round, comes: str
-) -> None:
-    """Only the new one is dropped: the old one has connected, or has read that it has to join again."""
-    secret = opened.rendezvous.secret
-    listening = Channel.listen(HERE, secret=secret, round_id="round", nnodes=3)
-    opened.launch._channel = listening
-    opened.board.put(_FAILED, round_result_of(UNFIT, is_final=True, failed_node=2))
-    dialled: list[Channel] = []
-
-    def follow() -> None:
-        wait_until(lambda: opened.board.has(_REFUSAL), otherwise=lambda: "not refused")
-        if comes == "again":
-            opened.board.put(f"{_REFUSAL}/1", RoundResult())
-            return
+    def dial(self, number: int, **changes: Any) -> Membership:
+        """Connect as a node."""
+        node = replace(NODES[number], **changes)
         channel = Channel.dial(
-            (HERE, listening.port),
-            secret=secret,
-            round_id="round",
-            node=1,
+            (HERE, self.channel.port),
+            secret=SECRET,
+            scope="job",
+            node=node.launcher,
             hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
             deadline=Deadline.after(timedelta(seconds=20)),
         )
-        dialled.append(channel)
+        channel.send(Joining(node=node))
+        self.others[len(self.others) + 1] = found = Membership(channel, NODES[0])
+        self.lobby.wait_until(
+            lambda: self.lobby.has_come_or_left(node.launcher), Deadline.after(None)
+        )
+        return found
 
-    following = threading.Thread(target=follow)
-    following.start()
+    def dial_both(self) -> None:
+        """Connect nodes 1 and 2."""
+        for number in (1, 2):
+            self.dial(number)
+
+    def say(self, node: int, *messages: Any) -> None:
+        """Send as a node."""
+        for message in messages:
+            self.others[node].channel.send(message)
+
+    def object(self, node: int, error: Any = UNFIT, round_id: str = "") -> None:
+        """Tell as a node why it cannot take part."""
+        result = round_result_of(error, is_final=True)
+        self.say(node, Objection(node=NODES[node], result=result, round_id=round_id))
+
+    def hears(self, node: int) -> Membership:
+        """Return what a node has been told, once it has been told something."""
+        member = self.others[node]
+        wait_until(lambda: member.look() or member.result or member.joins_again)
+        return member
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    """Open a job."""
+    with open_inbox() as inbox:
+        opened = Job(inbox)
+        yield opened
+        for member in opened.others.values():
+            member.channel.close()
+        opened.channel.close()
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_a_new_node_that_cannot_begin_joins_again_and_the_old_ones_go_on(
+    job: Job, *, is_ready: bool
+) -> None:
+    """Whether they have begun the round already, or not."""
+    job.dial_both()
+    job.lobby.settled = OLD
+    job.launch._round = job.lobby.plan(PLAN)
+    if is_ready:
+        job.say(1, Ready(round_id="round"))
+        job.lobby.wait_until(lambda: bool(job.lobby.ready), Deadline.after(None))
+    job.object(2, round_id="round")
     with pytest.raises(NodeLostError) as raised:
-        opened.launch._await_nodes(opened.rendezvous, opened.seat(), opened.plan(), OLD)
-    connected = listening.connected()
-    following.join()
-    for channel in (*dialled, listening):
-        channel.close()
+        job.launch._await_nodes(job.rendezvous, PLAN)
     assert raised.value.node_rank == 2
-    assert connected == ({1} if comes == "late" else set())
-    assert opened.forgotten == ["2"]
-    refusal = opened.board.find(_REFUSAL, RoundResult)
-    assert refusal is not None
-    assert (refusal.is_final, refusal.failed_node) == (False, 2)
+    assert "h2 cannot open a port" in raised.value.explanation.what
+    assert job.forgotten == ["launcher 2"]
+    told = job.hears(2).result
+    assert told is not None
+    assert describes(told.error, PreflightError)
+    assert job.others[1].result is None
+
+
+def test_an_old_node_that_cannot_begin_ends_all(job: Job) -> None:
+    """No other node could take its place: the error is its own, on all of them."""
+    job.dial_both()
+    job.lobby.settled = OLD
+    job.lobby.plan(PLAN)
+    job.object(1, round_id="round")
+    with pytest.raises(PreflightError, match="cannot open a port"):
+        job.launch._await_nodes(job.rendezvous, PLAN)
+
+
+def test_a_node_that_has_left_is_lost_at_once(job: Job) -> None:
+    """The others do not wait for a node that is not there."""
+    job.dial_both()
+    job.lobby.plan(PLAN)
+    job.say(1, Ready(round_id="round"))
+    job.others.pop(2).channel.close()
+    with pytest.raises(NodeLostError) as raised:
+        job.launch._await_nodes(job.rendezvous, PLAN)
+    assert raised.value.node_rank == 2
+    assert "left the job" in str(raised.value.explanation.cause)
+    assert job.forgotten == ["launcher 2"]
+
+
+def test_what_a_node_says_of_an_earlier_round_does_not_count(job: Job) -> None:
+    """That round was given up because of another node."""
+    job.dial_both()
+    job.lobby.plan(PLAN)
+    job.object(1, round_id="round")
+    job.lobby.wait_until(lambda: bool(job.lobby.objections), Deadline.after(None))
+    job.lobby.give_up_round(["launcher 1"])
+    assert job.hears(1).joins_again
+    job.object(1, round_id="round")
+    job.say(1, Ready(round_id="round"))
+    job.object(2)
+    job.lobby.wait_until(lambda: bool(job.lobby.objections), Deadline.after(None))
+    assert list(job.lobby.objections) == ["launcher 2"]
+    assert not job.lobby.ready
 
 
 @pytest.mark.parametrize(
@@ -179,28 +231,27 @@ def test_a_late_old_node_is_awaited_when_a_new_one_cannot_connect(
         (("h0", "h1"), {"launcher 0"}, 1),
     ],
 )
-def test_a_new_node_is_refused_if_a_finding_names_it(
-    opened: Round, hosts: tuple[str, ...], known: set[str], refused: int | None
+def test_a_new_node_joins_again_if_a_finding_names_it(
+    job: Job, hosts: tuple[str, ...], known: set[str], refused: int | None
 ) -> None:
     """Otherwise the error ends the job, because another new node would change nothing."""
-    opened.findings = (Finding(code="DS-MESH-010", severity="failed", fact="lost", hosts=hosts),)
-    opened.board.count("ddpsafe/examined", 2)
+    job.dial_both()
+    job.lobby.settled = known
+    job.lobby.plan(PLAN)
+    job.findings = (Finding(code="DS-MESH-010", severity="failed", fact="lost", hosts=hosts),)
     for node in (1, 2):
-        opened.board.put(f"{_REFUSAL}/{node}", RoundResult())
-
-    def examine() -> bool:
-        found: bool = opened.launch._examine_with_new_nodes(
-            opened.rendezvous, opened.seat(), opened.plan(), known
-        )
-        return found
-
+        job.object(node, round_id="round")
     if refused is None:
         with pytest.raises(PreflightError):
-            examine()
-        assert not opened.board.has(_REFUSAL)
+            job.launch._examine_with_new_nodes(job.rendezvous, PLAN)
+        assert job.forgotten == []
         return
-    assert examine() is False
-    assert opened.forgotten == [str(refused)]
+    assert job.launch._examine_with_new_nodes(job.rendezvous, PLAN) is False
+    assert job.forgotten == [f"launcher {refused}"]
+    assert job.hears(refused).result is not None
+    other = job.hears(3 - refused)
+    assert (other.result, other.joins_again) == (None, True)
+    assert not job.lobby.objections
 
 
 @pytest.mark.parametrize(
@@ -215,15 +266,46 @@ def test_a_new_node_is_refused_if_a_finding_names_it(
     ],
 )
 def test_a_launcher_without_the_secret_is_the_likely_cause_of_a_missing_node(
-    opened: Round, hosts: tuple[str, ...], cause: str
+    job: Job, hosts: tuple[str, ...], cause: str
 ) -> None:
     """The refused node is the one that is missing, not a node that never started."""
+    from torch.distributed import HashStore
+
+    job.rendezvous.endpoint.store = HashStore()
+    job.rendezvous._backend = SimpleNamespace(state=None)
     for host in hosts:
-        opened.rendezvous._root.put_plain(_REFUSED_NAME, host)
-        opened.rendezvous._warn_of_refused_names()
+        job.rendezvous.endpoint.put_plain("ddpsafe/unknown", host)
+        job.rendezvous._warn_of_refused_names()
     with pytest.raises(RendezvousTimeoutError) as raised:
-        opened.rendezvous._require_more_time(Deadline.after(timedelta(0)))
+        job.rendezvous._require_more_time(Deadline.after(timedelta(0)))
     assert raised.value.explanation.cause == cause
+
+
+@dataclass
+class Follower:
+    """Another node of the job, which cannot begin a round."""
+
+    job: Job
+    launch: Any
+    rendezvous: Any
+
+    def fails(self, error: BaseException) -> Any:
+        """Return what it ends with; ``None`` if it joins again."""
+        return self.launch._failed_to_begin(self.rendezvous, 1, error)
+
+
+@pytest.fixture
+def follower(job: Job) -> Follower:
+    """Let node 1 begin a round that node 0 gives up."""
+    job.dial_both()
+    job.lobby.settled = OLD
+    job.lobby.plan(PLAN)
+    member = job.others[1]
+    wait_until(lambda: member.look() or member.plan)
+    rendezvous: Any = NodeRendezvous(job.rendezvous._config, job.inbox)
+    rendezvous.membership = member
+    job.lobby.give_up_round(["launcher 1"])
+    return Follower(job, NodeLaunch(job.launch._parts), rendezvous)
 
 
 @pytest.mark.parametrize(
@@ -235,68 +317,133 @@ def test_a_launcher_without_the_secret_is_the_likely_cause_of_a_missing_node(
     ],
 )
 def test_a_signal_to_a_node_that_has_to_join_again_ends_it(
-    opened: Round, error: BaseException, received: signal.Signals | None
+    follower: Follower, error: BaseException, received: signal.Signals | None
 ) -> None:
     """Whether it arrived before the refusal of the other node or after it."""
-    opened.board.put(_REFUSAL, round_result_of(UNFIT, is_final=False, failed_node=2))
-    if received is not None:
-        opened.inbox.put(received, None)
-        with pytest.raises(Interrupted):
-            opened.launch._failed_to_begin(opened.rendezvous, opened.seat(1), error)
+    if received is None:
+        assert follower.fails(error) is None
         return
-    assert opened.launch._failed_to_begin(opened.rendezvous, opened.seat(1), error) is None
-    assert opened.rendezvous.takes_signals
-
-
-def test_a_signal_to_an_old_node_that_has_to_join_again_ends_all(opened: Round) -> None:
-    """Node 0 waits for that node, receives the signal and passes it to the others."""
-    opened.board.put(_REFUSAL, round_result_of(UNFIT, is_final=False, failed_node=2))
-    opened.launch._earlier.append(UNFIT)
-    opened.inbox.put(signal.SIGTERM, None)
-    raised: list[BaseException] = []
-
-    def be_node_0() -> None:
-        wait_until(lambda: opened.rendezvous._root.has(_OBJECTION))
-        try:
-            opened.rendezvous._check_nodes(0)
-        except Interrupted as exc:
-            raised.append(exc)
-
-    waiting = threading.Thread(target=be_node_0)
-    waiting.start()
+    follower.job.inbox.put(received, None)
     with pytest.raises(Interrupted):
-        opened.launch._failed_to_begin(opened.rendezvous, opened.seat(1), UNFIT)
-    waiting.join()
-    assert isinstance(raised[0], Interrupted)
-    assert raised[0].signum == signal.SIGTERM
+        follower.fails(error)
 
 
-def test_an_error_after_a_refusal_reaches_the_nodes_that_join_again(opened: Round) -> None:
-    """They wait for the next round and no longer read the channel of this one."""
-    opened.launch._channel = Channel.listen(HERE, secret=b"x", round_id="round", nnodes=3)
-    opened.board.put(_FAILED, round_result_of(UNFIT, is_final=True, failed_node=2))
-    opened.board.put(f"{_REFUSAL}/1", RoundResult())
-    opened.launch._attempt_as_node_0 = lambda rendezvous, _: opened.launch._await_nodes(
-        rendezvous, opened.seat(), opened.plan(), OLD
-    )
-    with pytest.raises(NodeLostError):
-        opened.launch._lead(opened.rendezvous)
-    opened.launch._channel.close()
-    over = opened.rendezvous._root.find(_OVER, RoundResult)
-    assert over is not None
-    assert describes(over.error, NodeLostError)
-
-
-def test_a_signal_to_node_0_during_a_refusal_reaches_the_nodes_that_join_again(
-    opened: Round,
-) -> None:
-    """They have read of the refusal and wait for the next round."""
-    opened.inbox.put(signal.SIGTERM, None)
+def test_a_signal_to_an_old_node_that_has_to_join_again_ends_all(follower: Follower) -> None:
+    """Node 0 waits for that node, receives the signal and passes it to the others."""
+    job = follower.job
+    follower.launch._earlier.append(UNFIT)
+    job.inbox.put(signal.SIGTERM, None)
+    with pytest.raises(Interrupted):
+        follower.fails(UNFIT)
+    wait_until(lambda: job.lobby.look() or job.lobby.objections)
     with pytest.raises(Interrupted) as raised:
-        opened.launch._refuse_new_node(opened.rendezvous, opened.seat(), NODES, 2, UNFIT)
+        job.rendezvous._end_or_refuse()
+    assert raised.value.signum == signal.SIGTERM
+
+
+@pytest.mark.parametrize("error", [UNFIT, Interrupted(signal.SIGTERM)])
+def test_what_ends_the_job_reaches_every_launcher(job: Job, error: Any) -> None:
+    """Those of the round, and those that wait for the next one."""
+    job.dial_both()
+
+    def fail(*_: object) -> None:
+        raise _NoRound(error)
+
+    job.launch._attempt_as_node_0 = fail
+    with pytest.raises(type(error)):
+        job.launch._lead(job.rendezvous)
     for node in (1, 2):
-        opened.board.put(f"{_REFUSAL}/{node}", RoundResult())
-    assert opened.launch._refuse(opened.rendezvous, opened.seat(), raised.value) is raised.value
-    over = opened.rendezvous._root.find(_OVER, RoundResult)
-    assert over is not None
-    assert over.signal == signal.SIGTERM
+        result = job.hears(node).result
+        assert result == round_result_of(error, is_final=True)
+
+
+def test_a_second_start_of_a_node_replaces_the_first(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says so on node 0 and to the first one."""
+    job.dial(1, node_rank=1)
+    job.dial(2, node_rank=1, hostname="h1")
+    assert list(job.lobby.nodes) == ["launcher 2"]
+    assert job.forgotten == ["launcher 1"]
+    assert "node rank 1 was started again on h1: the second start replaces the first" in caplog.text
+    told = job.hears(1).result
+    assert told is not None
+    assert describes(told.error, ConfigError)
+    assert not job.lobby.objections
+
+
+def test_two_hosts_with_one_node_rank_are_an_error(job: Job) -> None:
+    """Neither is preferred."""
+    job.dial(1, node_rank=1)
+    job.dial(2, node_rank=1)
+    with pytest.raises(ConfigError, match=r"two nodes have node rank 1: h1 .* and h2"):
+        job.rendezvous._end_or_refuse()
+
+
+def test_a_node_that_comes_while_a_round_runs_is_told_so(job: Job) -> None:
+    """It may wait for the next one; those of the round hear nothing of it."""
+    job.dial(1)
+    plan = replace(PLAN, nodes=NODES[:2])
+    job.lobby.plan(plan)
+    job.lobby.begin(plan)
+    late = job.dial(2)
+    wait_until(lambda: late.look() or late.running)
+    assert late.running is not None
+    assert late.running.hosts == ("h0", "h1")
+    job.others[1].look()
+    assert job.others[1].running is None
+    job.lobby.end_round()
+    wait_until(lambda: late.look() or late.running is None)
+
+
+def test_a_node_that_leaves_after_it_was_ready_is_lost(job: Job) -> None:
+    """Others may still prepare, and node 0 has not begun to watch the ranks."""
+    job.dial_both()
+    job.lobby.plan(PLAN)
+    job.say(1, Ready(round_id="round"))
+    job.others.pop(1).channel.close()
+    job.say(2, Ready(round_id="round"))
+    job.lobby.wait_until(lambda: bool(job.lobby.losses), Deadline.after(None))
+    with pytest.raises(NodeLostError) as raised:
+        job.launch._await_nodes(job.rendezvous, PLAN)
+    assert raised.value.node_rank == 1
+
+
+def test_what_a_new_node_says_is_not_the_error_of_the_job(job: Job) -> None:
+    """It may be a mistyped command, which has nothing to do with what happened."""
+    job.dial_both()
+    job.lobby.settled = OLD
+    job.object(2)
+    job.lobby.wait_until(lambda: bool(job.lobby.objections), Deadline.after(None))
+    own = PreflightError(Explanation("no port."), kind="port")
+    assert job.launch._reason(job.rendezvous, own) is own
+    job.object(2, Interrupted(signal.SIGTERM))
+    job.lobby.wait_until(
+        lambda: job.lobby.objections["launcher 2"].result.signal is not None, Deadline.after(None)
+    )
+    job.rendezvous._end_or_refuse()
+    assert job.hears(2).result is not None
+
+
+def test_messages_of_a_round_that_come_before_it_begins_are_kept_in_order(job: Job) -> None:
+    """Its nodes start their ranks as soon as they have the plan; what is of an earlier round is dropped."""
+    job.dial_both()
+    for node in (1, 2):
+        job.say(node, RoundResult(where="earlier"))
+    channel = job.lobby.plan(PLAN)
+    for node in (1, 2):
+        job.say(node, Ready(round_id="round"), RoundResult(where="a"), RoundResult(where="b"))
+    job.launch._await_nodes(job.rendezvous, PLAN)
+    job.lobby.begin(PLAN)
+    heard: list[tuple[int, str]] = []
+
+    def hear() -> bool:
+        heard.extend(
+            (node, each.where) for node, each in channel.events() if hasattr(each, "where")
+        )
+        return len(heard) >= 4
+
+    wait_until(hear)
+    assert Counter(heard) == Counter([(node, text) for node in (1, 2) for text in "ab"])
+    for node in (1, 2):
+        assert [text for number, text in heard if number == node] == ["a", "b"]

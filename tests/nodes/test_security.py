@@ -61,7 +61,7 @@ class Evil:
 @pytest.fixture
 def channel() -> Iterator[Channel]:
     """Open node 0's end for three nodes."""
-    listening = Channel.listen("127.0.0.1", secret=b"secret", round_id="round", nnodes=3)
+    listening = Channel.listen("127.0.0.1", secret=b"secret", scope="round", nnodes=3)
     yield listening
     listening.close()
 
@@ -71,7 +71,7 @@ def dial(channel: Channel, *, node: int = 1, secret: bytes = b"secret") -> Chann
     return Channel.dial(
         ("127.0.0.1", channel.port),
         secret=secret,
-        round_id="round",
+        scope="round",
         node=node,
         hello=lambda: HELLO,
         deadline=Deadline.after(timedelta(seconds=5)),
@@ -192,7 +192,7 @@ from ddpsafe._launcher.nodes import node_messages
 from ddpsafe._launcher.nodes.control_channel import Channel
 
 node_messages.prepare()
-channel, client = Channel.listen("127.0.0.1", secret=b"x", round_id="x", nnodes=2), socket.socket()
+channel, client = Channel.listen("127.0.0.1", secret=b"x", scope="x", nnodes=2), socket.socket()
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 taken = []
 try:
@@ -221,7 +221,7 @@ def test_a_launcher_without_descriptors_waits_without_using_cpu() -> None:
     )
     spent_s, said = done.stdout.split()
     assert float(spent_s) < 1, done.stderr
-    assert said == "ddpsafe-nodes-1"
+    assert said == "ddpsafe-nodes-2"
 
 
 @pytest.mark.parametrize(

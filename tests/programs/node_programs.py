@@ -210,10 +210,11 @@ def refuse_another(_: ddpsafe.DDPSafeError) -> None:
 
 
 def leave(when: str, said: dict[str, Any], fields: dict[str, Any]) -> None:
-    """End the launcher before it starts anything: once it has joined, or been introduced."""
-    from datetime import timedelta
+    """End the launcher before it starts anything: while it waits to join, once it has, or with a plan.
 
-    from ddpsafe._clock import Deadline
+    Or stay until node 0 has refused it.
+    """
+    from ddpsafe._clock import BoundedCall
     from ddpsafe._config import LaunchConfig
     from ddpsafe._launcher.nodes.rendezvous import NodeRendezvous
     from ddpsafe._launcher.nodes.rounds import settings_of
@@ -224,11 +225,18 @@ def leave(when: str, said: dict[str, Any], fields: dict[str, Any]) -> None:
     with open_inbox() as inbox:
         node = NodeRendezvous(plan.config, inbox, settings=settings_of(plan), nproc=plan.nproc)
         node.open()
-        seat = node.join()
-        assert seat is not None
-        if when == "introduced":
-            node.introduce(seat, Deadline.after(timedelta(seconds=5)))
-            time.sleep(1)  # node 0 has read it by then
+        if when == "waiting":
+            joining = BoundedCall(node.join, name="joining")
+            while node._launcher not in [each.launcher for each in node._present()]:
+                assert not joining.wait(0.05)
+        else:
+            assert node.join() is not None
+        while when == "begun" and node.membership.plan is None:
+            node.membership.look()
+            time.sleep(0.05)
+        while when == "stays" and node.membership.result is None:
+            node.membership.look()
+            time.sleep(0.05)
     print(json.dumps(said), flush=True)
     os._exit(0)
 

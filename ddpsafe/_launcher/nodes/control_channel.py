@@ -1,4 +1,4 @@
-"""The control channel of a round: one TCP connection from each participant to node 0.
+"""The control channel of a job: one TCP connection from each other launcher to node 0.
 
 The store does not notice that a launcher has died, and its calls have no deadline once its host has
 vanished. Here the kernel notices: a closed connection within milliseconds, a host without power or
@@ -31,7 +31,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
 
 import tenacity
 
@@ -51,9 +51,10 @@ from ddpsafe._launcher.nodes.node_messages import (
 from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 
+NameT = TypeVar("NameT", bound="int | str")
 logger = get_logger(__name__)
 
 LOSS_S: Final = 3.5
@@ -74,6 +75,9 @@ _GREETING_S: Final = 5.0
 _MAX_UNGREETED: Final = 128
 """How many connections may be of programs that are not nodes, beside one of each node."""
 
+_CONNECT_S: Final = 5.0
+"""The kernel of a host that is up answers at once; the first packet is sent three times meanwhile."""
+
 _DIALS: Final = 5
 _DIAL_PAUSE_S: Final = 0.2
 """After a dial that node 0 refused; twice as long after the second one, and so on: 2 s in all."""
@@ -87,7 +91,7 @@ _RESET_S: Final = 5.0
 
 A launcher that was killed with unread messages ends its connection in the same way as a firewall.
 """
-_VERSION: Final = "ddpsafe-nodes-1"
+_VERSION: Final = "ddpsafe-nodes-2"
 _TCP_INFO_BYTES: Final = 60
 _LAST_RECEIVED: Final = 52
 """Offset of ``tcpi_last_data_recv`` and ``tcpi_last_ack_recv`` (ms) in ``struct tcp_info``."""
@@ -119,7 +123,11 @@ class SilenceWatch:
         self._heard_s[node] = time.monotonic()
         if node in self.silent:
             self.silent.discard(node)
-            logger.warning("%s: its launcher responds again", self._names[node])
+            logger.warning(
+                "%s: its launcher responds again",
+                self._names[node],
+                extra={"event": "back", "of_node": node},
+            )
 
     def unanswered_s(self, node: int, since_s: float) -> float:
         """Return how long a launcher has sent nothing, counted from `since_s` (monotonic) at the earliest."""
@@ -138,6 +146,7 @@ class SilenceWatch:
                     "its ranks may still run",
                     self._names[node],
                     _SILENCE_S,
+                    extra={"event": "silent", "of_node": node},
                 )
 
 
@@ -177,10 +186,12 @@ class Away:
     """A connection has broken; the node may come back.
 
     Attributes:
+        how: How the connection ended.
         why: What the kernel reported, as a clause.
         limit_s: After how many seconds it is lost.
     """
 
+    how: EndOfConnection
     why: str
     limit_s: float
 
@@ -201,7 +212,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Connection:
+class _Connection(Generic[NameT]):
     """One connection, with the bytes that are left to parse and to send.
 
     Attributes:
@@ -214,7 +225,7 @@ class _Connection:
 
     socket: socket.socket
     host: str = ""
-    peer: _Peer | None = None
+    peer: _Peer[NameT] | None = None
     challenge: str = ""
     unanswered: int = 0
     since_s: float = field(default_factory=time.monotonic)
@@ -223,11 +234,11 @@ class _Connection:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Peer:
+class _Peer(Generic[NameT]):
     """A node at the other end, over all its connections.
 
     Attributes:
-        node: The node.
+        node: What the node is called.
         connection: The connection in use; ``None`` while the node is away.
         clocks: This host's clocks beside those of the other.
         received: How many messages have arrived, apart from those of routine.
@@ -241,8 +252,8 @@ class _Peer:
         next_dial_s: When to dial it again (monotonic).
     """
 
-    node: int
-    connection: _Connection | None = None
+    node: NameT
+    connection: _Connection[NameT] | None = None
     clocks: ClockComparison = field(default_factory=ClockComparison)
     received: int = 0
     unconfirmed: deque[bytes] = field(default_factory=deque)
@@ -269,30 +280,32 @@ class _Peer:
         return time.monotonic() - self.away_since_s
 
 
-def prove(secret: bytes, side: str, round_id: str, node: int, challenge: str) -> str:
+def prove(secret: bytes, side: str, scope: str, node: int | str, challenge: str) -> str:
     """Return the answer to a challenge that only a node of this job can compute."""
-    text = "\0".join((_VERSION, side, round_id, str(node), challenge))
+    text = "\0".join((_VERSION, side, scope, str(node), challenge))
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 
-class Channel:
-    """One node's end of the control channel.
+class Channel(Generic[NameT]):
+    """One node's end of the control channel; the nodes at the other ends are known by name.
 
     Args:
         secret: The job's.
-        round_id: The round's.
+        scope: What the channel is for: random, so that no greeting is valid for another one.
         node_loss: How long a node may be away before it is lost.
     """
 
-    def __init__(self, secret: bytes, round_id: str, node_loss: timedelta) -> None:
+    def __init__(self, secret: bytes, scope: str, node_loss: timedelta) -> None:
         """Begin without any connection; callers use `listen` or `dial`."""
-        self._secret, self._round_id = secret, round_id
+        self._secret, self._scope = secret, scope
         self._node_loss_s = node_loss.total_seconds()
-        self._events: deque[tuple[int, Event]] = deque()
-        self._peers: dict[int, _Peer] = {}
-        self._lost_clocks: dict[int, ClockComparison] = {}
-        self._dial_again: Callable[[_Peer], tuple[socket.socket, int]] | None = None
-        self._ungreeted: dict[_Connection, None] = {}  # a dict, as an ordered set: oldest first
+        self._events: deque[tuple[NameT, Event]] = deque()
+        self._peers: dict[NameT, _Peer[NameT]] = {}
+        self._lost_clocks: dict[NameT, ClockComparison] = {}
+        self._dial_again: Callable[[_Peer[NameT]], tuple[socket.socket, int]] | None = None
+        self._ungreeted: dict[
+            _Connection[NameT], None
+        ] = {}  # a dict, as an ordered set: oldest first
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._news_read, self._news_write = os.pipe()
@@ -313,16 +326,16 @@ class Channel:
         address: str,
         *,
         secret: bytes,
-        round_id: str,
+        scope: str,
         nnodes: int,
         node_loss: timedelta = timedelta(0),
-    ) -> Channel:
-        """Open node 0's end, at one address only.
+    ) -> Channel[NameT]:
+        """Open node 0's end, at one address only; about `nnodes` nodes may dial at once.
 
         Raises:
             OSError: No port can be opened there.
         """
-        channel = cls(secret, round_id, node_loss)
+        channel = cls(secret, scope, node_loss)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         channel._listening = socket.create_server((address, 0), family=family, backlog=1024)
         channel._listening.settimeout(0)
@@ -337,29 +350,30 @@ class Channel:
         address: tuple[str, int],
         *,
         secret: bytes,
-        round_id: str,
-        node: int,
+        scope: str,
+        node: int | str,
         hello: Callable[[], NodeMessage],
         deadline: Deadline,
         node_loss: timedelta = timedelta(0),
-    ) -> Channel:
-        """Open a participant's end; both sides prove that they know the secret.
+    ) -> Channel[int]:
+        """Open another node's end, to node 0; both sides prove that they know the secret.
 
         Raises:
             OSError: Node 0 cannot be reached, or has closed the connection.
             RefusedError: The other side is not node 0 of this job.
         """
 
-        def connect(peer: _Peer, deadline: Deadline) -> tuple[socket.socket, int]:
-            connection = socket.create_connection(address, timeout=max(0.1, deadline.remaining_s()))
+        def connect(peer: _Peer[int], deadline: Deadline) -> tuple[socket.socket, int]:
+            limit_s = max(0.1, min(_CONNECT_S, deadline.remaining_s()))
+            connection = socket.create_connection(address, timeout=limit_s)
             try:
-                heard = _greet(connection, secret, round_id, node, hello(), peer, deadline)
+                heard = _greet(connection, secret, scope, node, hello(), peer, deadline)
             except BaseException:
                 connection.close()
                 raise
             return connection, heard
 
-        channel = cls(secret, round_id, node_loss)
+        channel: Channel[int] = Channel(secret, scope, node_loss)
         peer = _Peer(node=0, token=secrets.token_hex(16))
         connection, _ = tenacity.Retrying(
             stop=lambda state: state.attempt_number == _DIALS or deadline.expired(),
@@ -383,21 +397,29 @@ class Channel:
         """Return a descriptor that is readable when there are events, other than those of routine."""
         return self._news_read
 
-    def events(self) -> Iterator[tuple[int, Event]]:
+    def events(self) -> Iterator[tuple[NameT, Event]]:
         """Yield what has arrived since the last call, each with its node."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._news_read, _CHUNK_BYTES)
         while self._events:
             yield self._events.popleft()
 
-    def send(self, message: NodeMessage, *, to: int | None = None) -> None:
+    def put_back(self, events: Iterable[tuple[NameT, Event]]) -> None:
+        """Have events come again, before all others."""
+        with self._lock:
+            self._events.extendleft(reversed(list(events)))
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._news_write, b"!")
+
+    def send(self, message: NodeMessage, *, to: NameT | None = None) -> None:
         """Send to a node, or to all of them, without waiting. Messages to a lost node are dropped.
 
         A node that is away gets them when it is back, except for those of routine.
         """
         data = pack(message)
         with self._lock:
-            peers = list(self._peers.values()) if to is None else [self._peers.get(to)]
+            peers: list[_Peer[NameT] | None] = []
+            peers += self._peers.values() if to is None else [self._peers.get(to)]
             for peer in peers:
                 if peer is None:
                     continue
@@ -407,23 +429,24 @@ class Channel:
                     peer.connection.to_send += data
         self._wake()
 
-    def connected(self) -> set[int]:
+    def connected(self) -> set[NameT]:
         """Return the nodes that are not lost; some of them may be away."""
         with self._lock:
             return set(self._peers)
 
-    def away(self) -> set[int]:
+    def away(self) -> set[NameT]:
         """Return the nodes that are away, and may come back."""
         with self._lock:
             return {node for node, peer in self._peers.items() if peer.connection is None}
 
-    def give_up_away(self) -> None:
-        """Take the nodes that are away as lost."""
+    def give_up_away(self, nodes: Collection[NameT] | None = None) -> None:
+        """Take nodes that are away as lost: all of them, or those among `nodes`."""
         with self._lock:
             for peer in [each for each in self._peers.values() if each.connection is None]:
-                self._give_up(peer)
+                if nodes is None or peer.node in nodes:
+                    self._give_up(peer)
 
-    def offset_of(self, node: int) -> ClockOffset:
+    def offset_of(self, node: NameT) -> ClockOffset:
         """Return what to add to the times of a node, also of one that has been lost."""
         with self._lock:
             peer = self._peers.get(node)
@@ -456,7 +479,7 @@ class Channel:
         for fd in (self._news_read, self._news_write, self._wake_read, self._wake_write):
             os.close(fd)
 
-    def _connections(self) -> list[_Connection]:
+    def _connections(self) -> list[_Connection[NameT]]:
         peers = self._peers.values()
         return [peer.connection for peer in peers if peer.connection is not None]
 
@@ -464,7 +487,7 @@ class Channel:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"!")
 
-    def _queue_event(self, node: int, event: Event) -> None:
+    def _queue_event(self, node: NameT, event: Event) -> None:
         self._events.append((node, event))
         if isinstance(event, _ROUTINE):
             return  # node 0 would look at all ranks each time: milliseconds, with 64 nodes
@@ -524,7 +547,7 @@ class Channel:
                     connection.to_send += peer.beat()
         self._has_output = True
 
-    def _note(self, peer: _Peer, message: NodeMessage, at_ns: int) -> None:
+    def _note(self, peer: _Peer[NameT], message: NodeMessage, at_ns: int) -> None:
         """Note what a message says about the connection, whenever it will be read."""
         with self._lock:
             if not isinstance(message, (*_ROUTINE, Hello)):
@@ -542,14 +565,14 @@ class Channel:
                     peer.connection.to_send += peer.beat()
                     self._has_output = True
 
-    def _attach(self, peer: _Peer, connection: socket.socket, received: int) -> None:
+    def _attach(self, peer: _Peer[NameT], connection: socket.socket, received: int) -> None:
         """Go on with a participant's new connection, after `received` messages of this end."""
         connection.settimeout(0)
         peer.connection = _Connection(socket=connection, peer=peer)
         self._resume(peer, received)
         self._selector.register(connection, selectors.EVENT_READ, peer.connection)
 
-    def _resume(self, peer: _Peer, received: int) -> None:
+    def _resume(self, peer: _Peer[NameT], received: int) -> None:
         assert peer.connection is not None  # noqa: S101 - just set
         peer.confirm(received)
         peer.connection.to_send += b"".join(peer.unconfirmed)
@@ -558,7 +581,7 @@ class Channel:
             peer.lost = None
             self._queue_event(peer.node, Back(away_s=peer.away_s()))
 
-    def _await(self, peer: _Peer) -> None:
+    def _await(self, peer: _Peer[NameT]) -> None:
         """Dial a node that is away, or let it dial, until its time is over."""
         if peer.away_s() >= peer.limit_s:
             with self._lock:
@@ -570,7 +593,7 @@ class Channel:
                 with self._lock:
                     self._attach(peer, connection, received)
 
-    def _give_up(self, peer: _Peer) -> None:
+    def _give_up(self, peer: _Peer[NameT]) -> None:
         assert peer.lost is not None  # noqa: S101 - it is away
         self._lost_clocks[peer.node] = self._peers.pop(peer.node).clocks
         silent_s = peer.lost.silent_s + peer.away_s()
@@ -590,19 +613,21 @@ class Channel:
         with contextlib.suppress(OSError):
             accepted.settimeout(0)
             challenge = secrets.token_hex(16)
-            connection = _Connection(socket=accepted, host=address[0], challenge=challenge)
+            connection: _Connection[NameT] = _Connection(
+                socket=accepted, host=address[0], challenge=challenge
+            )
             self._selector.register(accepted, selectors.EVENT_READ, connection)
             self._ungreeted[connection] = None
             _notice_loss(accepted)
             accepted.send(f"{_VERSION} {challenge}\n".encode())  # it fits into the empty buffer
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: _Connection[NameT]) -> None:
         self._ungreeted.pop(connection, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
         connection.socket.close()
 
-    def _read(self, connection: _Connection) -> None:
+    def _read(self, connection: _Connection[NameT]) -> None:
         if connection.socket.fileno() < 0:
             return  # closed by an earlier event of the same select
         try:
@@ -623,7 +648,7 @@ class Channel:
         except GarbledError as exc:
             self._lose(connection, OSError(f"it has sent something that is not a message ({exc})"))
 
-    def _take_lines(self, connection: _Connection, at_ns: int) -> None:
+    def _take_lines(self, connection: _Connection[NameT], at_ns: int) -> None:
         limit = _MAX_GREETING_BYTES if connection.peer is None else _MAX_LINE_BYTES
         while (end := connection.received.find(b"\n")) >= 0:
             line = bytes(connection.received[:end])
@@ -639,21 +664,22 @@ class Channel:
         if len(connection.received) > limit:
             raise GarbledError("a line without an end")
 
-    def _accept_greeting(self, connection: _Connection, line: bytes) -> bool:
+    def _accept_greeting(self, connection: _Connection[NameT], line: bytes) -> bool:
         """Connect the sender of a greeting as a node; return False if it does not know the secret."""
         try:
             greeting = json.loads(line)  # by anyone: numbers may be infinite, texts not Unicode
-            node, challenge = int(greeting["node"]), str(greeting["challenge"])
+            node: Any = greeting["node"]
+            challenge = str(greeting["challenge"])
             proof, received = str(greeting["proof"]).encode(), int(greeting["received"])
             token = str(greeting["token"])
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return False
         theirs = f"{connection.challenge} {received} {token}"
-        wanted = prove(self._secret, "participant", self._round_id, node, theirs)
-        if not hmac.compare_digest(proof, wanted.encode()):
+        wanted = prove(self._secret, "participant", self._scope, node, theirs)
+        if not hmac.compare_digest(proof, wanted.encode()) or type(node) not in (int, str):
             return False
         with self._lock:
-            if not 0 < node < self._nnodes or node in self._lost_clocks:
+            if node in self._lost_clocks:
                 return False
             peer = self._peers.setdefault(node, _Peer(node=node, token=token))
             if peer.token != token:
@@ -664,13 +690,13 @@ class Channel:
             self._ungreeted.pop(connection, None)
             connection.peer, peer.connection = peer, connection
             answer = prove(
-                self._secret, "coordinator", self._round_id, node, f"{challenge} {peer.received}"
+                self._secret, "coordinator", self._scope, node, f"{challenge} {peer.received}"
             )
             connection.to_send += f"{answer} {peer.received}\n".encode() + peer.beat()
             self._resume(peer, received)
         return True
 
-    def _write(self, connection: _Connection) -> None:
+    def _write(self, connection: _Connection[NameT]) -> None:
         with self._lock:
             data = bytes(connection.to_send[: 4 * _CHUNK_BYTES])
         try:
@@ -688,7 +714,7 @@ class Channel:
             if self._selector.get_key(connection.socket).events != events:
                 self._selector.modify(connection.socket, events, connection)
 
-    def _lose(self, connection: _Connection, exc: OSError | None) -> None:
+    def _lose(self, connection: _Connection[NameT], exc: OSError | None) -> None:
         """Report the end of a connection, after everything that arrived before."""
         peer, now_s = connection.peer, time.monotonic()
         self._drop(connection)
@@ -708,7 +734,7 @@ class Channel:
             silent_s = LOSS_S if how == "silence" else 0.0
             peer.lost = Lost(how=how, why=why, silent_s=silent_s, seen_ns=time.monotonic_ns())
             if limit_s > 0:
-                self._queue_event(peer.node, Away(why=why, limit_s=limit_s))
+                self._queue_event(peer.node, Away(how=how, why=why, limit_s=limit_s))
             else:
                 self._give_up(peer)
 
@@ -743,10 +769,10 @@ def _silent_s(connection: socket.socket) -> float:
 def _greet(
     connection: socket.socket,
     secret: bytes,
-    round_id: str,
-    node: int,
+    scope: str,
+    node: int | str,
     hello: NodeMessage,
-    peer: _Peer,
+    peer: _Peer[int],
     deadline: Deadline,
 ) -> int:
     """Prove to node 0 that this is a node of the job, and have it prove the same.
@@ -754,7 +780,7 @@ def _greet(
     Args:
         connection: The connection.
         secret: The job's.
-        round_id: The round's.
+        scope: The round's.
         node: This node.
         hello: The first message.
         peer: What this node knows of node 0.
@@ -774,12 +800,12 @@ def _greet(
         "received": peer.received,
         "token": peer.token,
         "proof": prove(
-            secret, "participant", round_id, node, f"{theirs} {peer.received} {peer.token}"
+            secret, "participant", scope, node, f"{theirs} {peer.received} {peer.token}"
         ),
     }
     connection.sendall(json.dumps(answer).encode() + b"\n" + pack(hello))
     proof, _, heard = _read_line(connection, deadline).partition(" ")
-    wanted = prove(secret, "coordinator", round_id, node, f"{challenge} {heard}")
+    wanted = prove(secret, "coordinator", scope, node, f"{challenge} {heard}")
     if not hmac.compare_digest(proof.encode(), wanted.encode()) or not heard.isdecimal():
         raise RefusedError("it does not know the secret of this job")
     return int(heard)

@@ -100,6 +100,52 @@ class NodeFacts:
         return f"node {node_rank} ({', '.join((repr(self.hostname), *details))})"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlAddress:
+    """Where the control channel is, as node 0 publishes it at the endpoint.
+
+    Attributes:
+        node: Node 0.
+        port: The port at its address.
+    """
+
+    node: NodeFacts
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining:
+    """A launcher wants to take part in the job.
+
+    Attributes:
+        node: Its node.
+    """
+
+    node: NodeFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunsWithout:
+    """A round has begun without the node that receives this, or has ended.
+
+    Attributes:
+        hosts: Those of the round, by node rank; empty once it has ended.
+    """
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The node has read the plan of a round, and starts its ranks.
+
+    Attributes:
+        round_id: The round.
+    """
+
+    round_id: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundPlan:
     """What node 0 has decided for one round; it overrides what the rendezvous reports.
@@ -109,7 +155,6 @@ class RoundPlan:
         attempt: The attempt, counted from 1, on every node.
         nodes: The nodes, by node rank.
         store_port: Port of the ranks' store at node 0's address.
-        channel_port: Port of the control channel there.
         master_port: A port that is reserved there, for MASTER_PORT.
         examines: Whether the nodes examine the connections between them before they start ranks.
     """
@@ -118,7 +163,6 @@ class RoundPlan:
     attempt: int
     nodes: tuple[NodeFacts, ...]
     store_port: int
-    channel_port: int
     master_port: int
     examines: bool = False
 
@@ -162,12 +206,10 @@ class FolderCheck:
     Attributes:
         file: Name of a file that node 0 has written into each folder.
         folders: Where the ranks of earlier attempts kept checkpoints.
-        new_nodes: The nodes that have to check the folders.
     """
 
     file: str
     folders: tuple[str, ...]
-    new_nodes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,11 +234,6 @@ class Hello:
 
     mono_ns: int
     wall_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RanksStarted:
-    """All ranks of the node have been started; to node 0 it is a sign of life, and nothing more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +307,28 @@ class Warned:
     """
 
     text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusRequest:
+    """``ddpsafe status`` has been called on the node.
+
+    Attributes:
+        stacks: Whether it wants the stacks of all threads.
+    """
+
+    stacks: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusAnswer:
+    """What node 0 knows of all ranks.
+
+    Attributes:
+        facts: As `StatusSocket.answer` sends them, in JSON.
+    """
+
+    facts: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,10 +475,12 @@ class Objection:
     Attributes:
         node: The node.
         result: Its error.
+        round_id: The round, if this is about one.
     """
 
     node: NodeFacts
     result: RoundResult
+    round_id: str = ""
 
 
 _MACHINE_LIMIT: Final = "a limit of that machine (ports, open files, memory, disk)"
@@ -501,13 +562,21 @@ def error_of(result: RoundResult, **local: object) -> DDPSafeError | Interrupted
 
 NodeMessage: TypeAlias = (
     Hello
-    | RanksStarted
+    | Joining
+    | Objection
+    | FolderCheck
+    | FoldersSeen
+    | RoundPlan
+    | RunsWithout
+    | Ready
     | NodeFailed
     | RankReport
     | RankEnded
     | RankNativeError
     | NodeProgress
     | NodeOutcomes
+    | StatusRequest
+    | StatusAnswer
     | SignalReceived
     | RanksEnded
     | RankRequest
@@ -552,8 +621,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 def prepare() -> None:
     """Make all adapters now: pydantic imports modules for it, which fails once descriptors run out."""
-    nodes = (NodeFacts, RoundPlan, Objection, FolderCheck, FoldersSeen)
-    for cls in (*_NODE_MESSAGES.values(), *_RANK_MESSAGES.values(), *nodes):
+    for cls in (*_NODE_MESSAGES.values(), *_RANK_MESSAGES.values(), ControlAddress):
         _adapter(cls)
 
 

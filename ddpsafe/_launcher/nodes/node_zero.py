@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import psutil
 
@@ -46,8 +47,9 @@ from ddpsafe._launcher.nodes.node_messages import (
     RankReport,
     RankRequest,
     RanksEnded,
-    RoundResult,
     SignalReceived,
+    StatusAnswer,
+    StatusRequest,
     Warned,
     as_error,
     error_of,
@@ -55,6 +57,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     round_result_of,
 )
 from ddpsafe._launcher.processes.rank_process import Activity, RankState
+from ddpsafe._launcher.watch.console import note_event
 from ddpsafe._launcher.watch.signals import Interrupted, is_order
 from ddpsafe._launcher.watch.supervisor import Peers
 from ddpsafe._logging import get_logger
@@ -68,10 +71,11 @@ if TYPE_CHECKING:
 
     from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
     from ddpsafe._launcher.launch_parts import LaunchParts
-    from ddpsafe._launcher.nodes.control_channel import Channel
+    from ddpsafe._launcher.nodes.lobby import RoundChannel
     from ddpsafe._launcher.nodes.node_messages import NodeMessage, RoundPlan
     from ddpsafe._launcher.processes.rank_process import RankProcess
     from ddpsafe._launcher.watch.signals import SignalInbox
+    from ddpsafe._launcher.watch.status_socket import StatusRequests
     from ddpsafe._launcher.watch.supervisor import Ending
     from ddpsafe._wire.messages import Message
 
@@ -105,7 +109,7 @@ class RemoteRank(RankState):
     """
 
     def __init__(
-        self, world: World, plan: RoundPlan, channel: Channel, everyone: tuple[int, ...]
+        self, world: World, plan: RoundPlan, channel: RoundChannel, everyone: tuple[int, ...]
     ) -> None:
         """Know nothing yet; what is sent to the rank goes through its launcher.
 
@@ -205,6 +209,42 @@ class RemoteRank(RankState):
         )
 
 
+class RelayedRequests:
+    """Requests for the status that were made on other nodes.
+
+    Args:
+        channel: The control channel.
+    """
+
+    def __init__(self, channel: RoundChannel) -> None:
+        """Begin without any."""
+        self._channel = channel
+        self._new: list[bool] = []
+        self._asking: set[int] = set()
+
+    def note(self, node: int, request: StatusRequest) -> None:
+        """Note one."""
+        self._new.append(request.stacks)
+        self._asking.add(node)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a node waits for an answer."""
+        return bool(self._asking)
+
+    def accept(self) -> bool | None:
+        """Return whether a new one asks for stacks, or ``None`` if there are none."""
+        new, self._new = self._new, []
+        return any(new) if new else None
+
+    def answer(self, facts: dict[str, Any]) -> None:
+        """Send the facts to the nodes that have asked."""
+        answer = StatusAnswer(facts=json.dumps(facts))
+        for node in self._asking:
+            self._channel.send(answer, to=node)
+        self._asking.clear()
+
+
 class OtherNodes(Peers):
     """All nodes except node 0, as seen through the control channel.
 
@@ -218,7 +258,7 @@ class OtherNodes(Peers):
     """
 
     def __init__(
-        self, channel: Channel, plan: RoundPlan, inbox: SignalInbox, parts: LaunchParts
+        self, channel: RoundChannel, plan: RoundPlan, inbox: SignalInbox, parts: LaunchParts
     ) -> None:
         """Watch the nodes of a round; a signal to one of their launchers counts for all."""
         self._channel = channel
@@ -235,6 +275,7 @@ class OtherNodes(Peers):
             for node in range(1, len(plan.nodes))
             for rank in plan.ranks_of(node)
         }
+        self._requests = RelayedRequests(channel)
         self._silence = SilenceWatch(
             {node: plan.name_of(node) for node in range(1, len(plan.nodes))}
         )
@@ -260,8 +301,9 @@ class OtherNodes(Peers):
         for node, event in self._channel.events():
             if isinstance(event, Lost):
                 self.lost.setdefault(node, event)
+                note_loss(self._plan, node, event)
             elif isinstance(event, (Away, Back)):
-                warn_of_outage(self._plan.name_of(node), event)
+                warn_of_outage(self._plan, node, event)
             else:
                 self._silence.heard(node)
                 if not isinstance(event, Alive):
@@ -283,6 +325,8 @@ class OtherNodes(Peers):
             self.reported[node] = replace(message, outcomes=shifted)
             self._oom_kills[node] = message.oom_kills
             self.retried |= set(message.retried)
+        elif isinstance(message, StatusRequest):
+            self._requests.note(node, message)
         elif isinstance(message, NodeFailed):
             self.failed[node] = message
         elif isinstance(message, RanksEnded):
@@ -342,6 +386,10 @@ class OtherNodes(Peers):
         """Return the longest ``join(grace_period=…)`` of any node; ``None`` if no node asks for one."""
         wanted_s = [own_s, *(node.grace_s for node in self.reported.values())]
         return max((grace_s for grace_s in wanted_s if grace_s is not None), default=None)
+
+    def status_requests(self) -> Sequence[StatusRequests]:
+        """Return the requests for the status that were made on other nodes."""
+        return [self._requests]
 
     def tell(self, text: str) -> None:
         """Show a warning on all other nodes."""
@@ -523,7 +571,7 @@ def run_as_node_0(
     parts: LaunchParts,
     *,
     round_plan: RoundPlan,
-    channel: Channel,
+    channel: RoundChannel,
     inbox: SignalInbox,
     checkpoint_folders: set[str],
 ) -> dict[int, object]:
@@ -557,7 +605,6 @@ def run_as_node_0(
     finally:
         for rank in ranks:
             checkpoint_folders |= rank.checkpoint_folders
-    nodes.send(RoundResult(is_final=True))
     return values
 
 
@@ -618,11 +665,21 @@ _LOSSES: Final[dict[EndOfConnection, tuple[str, str]]] = {
 """The likely cause and the fix, by how the last connection to a node has ended."""
 
 
-def warn_of_outage(name: str, event: Away | Back) -> None:
+def note_loss(plan: RoundPlan, node: int, lost: Lost) -> None:
+    """Write the event that a node is lost; what follows from that comes later."""
+    note_event("lost", f"{plan.name_of(node)} was lost: {lost.why}", of_node=node)
+
+
+def warn_of_outage(plan: RoundPlan, node: int, event: Away | Back) -> None:
     """Tell that a node cannot be reached, or can be again; training continues meanwhile."""
+    name = plan.name_of(node)
+    facts = {"event": "back" if isinstance(event, Back) else "away", "of_node": node}
     if isinstance(event, Back):
         logger.warning(
-            "%s can be reached again after %.0f s, and nothing is missing", name, event.away_s
+            "%s can be reached again after %.0f s, and nothing is missing",
+            name,
+            event.away_s,
+            extra=facts,
         )
     else:
         logger.warning(
@@ -631,6 +688,7 @@ def warn_of_outage(name: str, event: Away | Back) -> None:
             name,
             event.why,
             event.limit_s,
+            extra=facts,
         )
 
 

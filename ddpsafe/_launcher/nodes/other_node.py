@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import time
@@ -35,9 +36,10 @@ from ddpsafe._launcher.nodes.node_messages import (
     RankNativeError,
     RankRequest,
     RanksEnded,
-    RanksStarted,
     RoundResult,
     SignalReceived,
+    StatusAnswer,
+    StatusRequest,
     Warned,
     as_error,
     error_of,
@@ -48,6 +50,7 @@ from ddpsafe._launcher.nodes.node_zero import (
     broke_by_itself,
     lost_node_error,
     name_failed_node,
+    note_loss,
     warn_of_outage,
 )
 from ddpsafe._launcher.processes.descendants import reap_orphans
@@ -56,6 +59,7 @@ from ddpsafe._launcher.watch.console import open_console
 from ddpsafe._launcher.watch.hang_detection import StderrWatch
 from ddpsafe._launcher.watch.idleness import IdleWatch
 from ddpsafe._launcher.watch.signals import Interrupted
+from ddpsafe._launcher.watch.status_socket import StatusSocket
 from ddpsafe._launcher.watch.supervisor import (
     Ending,
     EndReason,
@@ -67,7 +71,7 @@ from ddpsafe._logging import get_logger
 from ddpsafe._wire.messages import Whereabouts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ddpsafe._config import RetryPolicy
     from ddpsafe._launcher.launch_parts import LaunchParts
@@ -130,7 +134,7 @@ class Participant:
         parts: LaunchParts,
         *,
         round_plan: RoundPlan,
-        channel: Channel,
+        channel: Channel[int],
         inbox: SignalInbox,
     ) -> None:
         """Keep the arguments; `run` starts the ranks."""
@@ -155,6 +159,7 @@ class Participant:
         self._next_progress_s = 0.0
         self._ends_alone_by: signal.Signals | None = None
         self._node_0 = round_plan.name_of(0)
+        self._status: StatusSocket | None = None
         self._silence = SilenceWatch({0: self._node_0})
         self._started = Deadline.after(None)
         self._oom_kills = rank_readings.count_oom_kills()
@@ -174,9 +179,11 @@ class Participant:
                 did, phase = "could not continue the attempt", "attempt"
                 for process in processes:
                     process.relay = functools.partial(self._relay, process.rank)
-                self._channel.send(RanksStarted())
                 limit = plan.config.timeouts.attempt
-                with open_console(processes, plan.console, inbox=self._inbox, limit=limit):
+                with (
+                    open_console(processes, plan.console, inbox=self._inbox, limit=limit),
+                    contextlib.closing(StatusSocket(self._directory.path)) as self._status,
+                ):
                     self._watch(processes)
                     unfinished: dict[int, str] = {}
                     if self._may_leave and self._result is None:
@@ -298,6 +305,7 @@ class Participant:
     def _wait(self, processes: Sequence[RankProcess], longest_s: float) -> None:
         alive = [process for process in processes if process.alive]
         handles = [self._inbox.fileno(), self._channel.fileno()]
+        handles += [] if self._status is None else self._status.handles()
         handles += [process.end_handle() for process in alive]
         handles += [process.receiver.fileno() for process in alive if not process.receiver.closed]
         ready = wait(handles, longest_s)
@@ -305,6 +313,9 @@ class Participant:
         if self._inbox.fileno() in ready:
             os.read(self._inbox.fileno(), 1)
         self._report_signal()
+        wants_stacks = None if self._status is None else self._status.accept()
+        if wants_stacks is not None:  # node 0 knows all ranks
+            self._channel.send(StatusRequest(stacks=wants_stacks))
         for process in alive:
             process.take_reports()
             if process.end_handle() in ready:
@@ -334,9 +345,10 @@ class Participant:
         for _, event in self._channel.events():
             if isinstance(event, Lost):
                 self._lost = event
+                note_loss(self._round, 0, event)
                 continue
             if isinstance(event, (Away, Back)):
-                warn_of_outage(self._node_0, event)
+                warn_of_outage(self._round, 0, event)
                 continue
             self._silence.heard(0)
             if isinstance(event, RankRequest) and event.rank in by_rank:
@@ -349,12 +361,27 @@ class Participant:
                 self._grace = timedelta(seconds=event.grace_s)
             elif isinstance(event, Warned):
                 logger.warning("%s", event.text)
+            elif isinstance(event, StatusAnswer) and self._status is not None:
+                self._answer(self._status, event, by_rank)
             elif isinstance(event, Leave):
                 self._may_leave = True
             elif isinstance(event, RoundResult):
                 self._result = event
+                if event.is_final is not None:
+                    break  # what follows is about the next round
         self._silence.look(self._channel.connected() - self._channel.away())
         self._check_answer()
+
+    def _answer(
+        self, socket: StatusSocket, answer: StatusAnswer, processes: Mapping[int, RankProcess]
+    ) -> None:
+        """Pass on the status of the job: pids are known where their processes are."""
+        facts = json.loads(answer.facts)
+        facts |= {"pid": os.getpid(), "run_dir": str(self._directory.path)}
+        for rank in facts["ranks"]:
+            process = processes.get(rank["rank"])
+            rank["pid"] = None if process is None else process.pid
+        socket.answer(facts)
 
     def _check_answer(self) -> None:
         """End alone if a signal insists, and node 0, which decides for all nodes, does not act on it."""

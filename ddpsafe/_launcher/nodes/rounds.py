@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._clock import BoundedCall, Deadline
-from ddpsafe._config import require_data_paths
+from ddpsafe._config import LaunchConfig, require_data_paths
 from ddpsafe._errors import (
     DDPSafeError,
     Explanation,
@@ -28,12 +28,13 @@ from ddpsafe._errors import (
     RendezvousTimeoutError,
 )
 from ddpsafe._garbage import exempt_from_gc
-from ddpsafe._launcher.nodes.control_channel import Channel, Lost, RefusedError
+from ddpsafe._job.endpoint import rank_store
+from ddpsafe._launcher.nodes.control_channel import Lost
 from ddpsafe._launcher.nodes.node_messages import (
     FolderCheck,
     FoldersSeen,
-    Hello,
     NodeFacts,
+    Ready,
     RoundPlan,
     RoundResult,
     as_error,
@@ -42,27 +43,25 @@ from ddpsafe._launcher.nodes.node_messages import (
 )
 from ddpsafe._launcher.nodes.node_zero import lost_node_error, run_as_node_0, world_of
 from ddpsafe._launcher.nodes.other_node import Participant
-from ddpsafe._launcher.nodes.rendezvous import (
-    NodeRendezvous,
-    Seat,
-    make_random_id,
-    rank_store,
-    require_same_settings,
-    warn_of_differences,
-    warn_of_refused_node,
-)
+from ddpsafe._launcher.nodes.rendezvous import NodeRendezvous, make_random_id
 from ddpsafe._launcher.plan import NodesPlace
 from ddpsafe._launcher.processes.store_folder import reserved_port
 from ddpsafe._launcher.retry import run_attempts
+from ddpsafe._launcher.watch.console import note_event
 from ddpsafe._launcher.watch.signals import Interrupted, open_inbox
-from ddpsafe._logging import get_logger
+from ddpsafe._logging import get_logger, note_attempt
+from ddpsafe._text import listed
 from ddpsafe._wire.spec import StorePlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from torch.distributed import Store
+
     from ddpsafe._launcher.launch_parts import LaunchParts
+    from ddpsafe._launcher.nodes.lobby import Lobby, RoundChannel
     from ddpsafe._launcher.plan import LaunchPlan
+    from ddpsafe._launcher.watch.signals import SignalInbox
 
 logger = get_logger(__name__)
 
@@ -71,15 +70,9 @@ _FILE_APPEARS: Final = timedelta(seconds=5)
 """Network file systems show a new file on another host after some seconds."""
 
 _EXAMINATION_READ: Final = timedelta(seconds=10)
+_AGAIN_S: Final = 1.0
 
 _COMPARED_VARIABLES: Final = ("NCCL_", "GLOO_", "TORCH_")
-
-# Keys of a round.
-_PLAN: Final = "ddpsafe/plan"
-_REFUSAL: Final = "ddpsafe/refusal"  # why it does not begin, and below it who has read that
-_EXAMINED: Final = "ddpsafe/examined"  # how many nodes have examined their connections
-_FAILED: Final = "ddpsafe/failed"  # why a node other than node 0 cannot begin
-_FOLDERS: Final = "ddpsafe/folders"  # what new nodes have to see, and below it what they saw
 
 
 class _NoRound(Exception):  # noqa: N818 - it carries the error
@@ -105,10 +98,11 @@ class NodeLaunch:
         """Keep the parts; `run` starts."""
         self._parts = parts
         self._plan = parts.plan
-        self._channel: Channel | None = None
-        self._is_between_rounds = False
+        self._round: RoundChannel | None = None
+        self._round_plan: RoundPlan | None = None
         self._earlier: list[DDPSafeError] = []
         self._checkpoint_folders: set[str] = set()
+        self._back_by = Deadline.after(None)
         self.attempts = 0
 
     def run(self) -> dict[int, object]:
@@ -118,42 +112,73 @@ class NodeLaunch:
             DDPSafeError: As `run_attempt` raises it, the same on all nodes.
             Interrupted: A signal to the launcher of some node ended the attempt.
         """
-        with open_inbox() as inbox:
-            rendezvous = NodeRendezvous(
-                self._plan.config,
-                inbox,
-                settings=settings_of(self._plan),
-                nproc=self._plan.nproc,
-                setup=setup_of(self._plan, self._parts.calls.command),
-            )
+        inbox: SignalInbox | None = None
+        while True:
+            with open_inbox(inbox) as inbox:
+                rendezvous = NodeRendezvous(
+                    self._plan.config,
+                    inbox,
+                    settings=settings_of(self._plan),
+                    nproc=self._plan.nproc,
+                    setup=setup_of(self._plan, self._parts.calls.command),
+                    examine=self._examine_way,
+                    may_serve=not self._earlier,
+                )
+                try:
+                    rendezvous.open()
+                except BaseException as exc:
+                    rendezvous.close()
+                    if not self._earlier or not _is_no_launcher_yet(exc):
+                        raise
+                    if self._back_by.expired():
+                        raise self._earlier[-1] from exc
+                    time.sleep(_AGAIN_S)
+                    continue
+            may_answer = True
             try:
-                rendezvous.open()
-            except BaseException:
-                rendezvous.close()
-                raise
-        may_answer = True
-        try:
-            if rendezvous.serves:
-                return self._lead(rendezvous)
-            return self._follow(rendezvous)
-        except NodeLostError:
-            may_answer = rendezvous.serves
-            raise
-        finally:
-            self._close_channel()
-            rendezvous.close(may_answer=may_answer)
+                if rendezvous.serves:
+                    return self._lead(rendezvous)
+                return self._follow(rendezvous)
+            except NodeLostError as exc:
+                may_answer = rendezvous.serves
+                if exc.node_rank != 0 or exc in self._earlier or not self._may_come_back:
+                    raise
+                self._note_loss(exc)
+            finally:
+                rendezvous.close(may_answer=may_answer)
+            inbox = rendezvous.inbox
+
+    @property
+    def _may_come_back(self) -> bool:
+        """Whether a node that has lost node 0 joins again: node 0, or its successor, replaces lost nodes."""
+        retry = self._plan.config.retry
+        return retry.attempts > 1 and "peer-lost" in retry.on
+
+    def _note_loss(self, error: NodeLostError) -> None:
+        """Prepare to join again after the loss of node 0."""
+        self._earlier.append(error)
+        self._round_plan = None
+        self._back_by = Deadline.after(self._plan.config.rendezvous.join)
+        logger.warning(
+            "%s Joining again for %g s (rendezvous.join).",
+            error.explanation.what,
+            self._plan.config.rendezvous.join.total_seconds(),
+        )
+        self._parts.calls.change(error)
 
     def _lead(self, rendezvous: NodeRendezvous) -> dict[int, object]:
         """Run attempts as node 0, whose retry policy decides for all nodes."""
+        lobby = rendezvous.lobby
 
         def announce(error: DDPSafeError) -> bool:
             self._earlier.append(error)
-            self._send_result(round_result_of(error, is_final=False))
-            self._is_between_rounds = True
+            if self._round is not None:
+                self._round.send(round_result_of(error, is_final=False))
+            lobby.end_round()
             return self._parts.calls.change(error)
 
         try:
-            return run_attempts(
+            values = run_attempts(
                 self._plan.config.retry,
                 lambda number: self._attempt_as_node_0(rendezvous, number),
                 change=announce,
@@ -162,216 +187,173 @@ class NodeLaunch:
         except _NoRound as exc:
             if isinstance(exc.error, DDPSafeError):
                 exc.error.previous_attempts = tuple(self._earlier)
+            lobby.send(round_result_of(exc.error, is_final=True))
             raise exc.error from exc.error.__cause__
         except BaseException as exc:
             error = as_error(
                 exc, rendezvous.facts.named(0), "could not begin another attempt", phase="retry"
             )
-            self._send_result(round_result_of(error, is_final=True))
-            if self._is_between_rounds:  # the others wait for the next round
-                rendezvous.dismiss(error)
+            lobby.send(round_result_of(error, is_final=True))
             raise
-
-    def _send_result(self, result: RoundResult) -> None:
-        if self._channel is not None:
-            self._channel.send(result)
+        lobby.send(RoundResult(is_final=True))
+        note_event("ended", "the job has ended")
+        return values
 
     def _attempt_as_node_0(self, rendezvous: NodeRendezvous, number: int) -> dict[int, object]:
         self.attempts = number
-        self._close_channel()
+        lobby = rendezvous.lobby
         with contextlib.ExitStack() as stack:
             inbox = stack.enter_context(open_inbox(rendezvous.inbox))
             rendezvous.inbox = inbox
-            known = rendezvous.launchers
             while True:
-                seat, nodes = self._gather(rendezvous)
+                nodes = self._gather(rendezvous)
                 ports = stack.enter_context(contextlib.ExitStack())
                 try:
-                    round_plan, channel = self._open_round(rendezvous, seat, nodes, number, ports)
-                    if self._examine_with_new_nodes(rendezvous, seat, round_plan, known):
-                        self._await_nodes(rendezvous, seat, round_plan, known)
+                    plan = self._open_round(rendezvous, nodes, number, ports)
+                    self._round = lobby.plan(plan)
+                    if self._examine_with_new_nodes(rendezvous, plan):
+                        self._await_nodes(rendezvous, plan)
                         break
                 except NodeLostError:
                     raise  # the retry policy decides whether there is another attempt
                 except (Exception, Interrupted) as exc:
-                    error = self._refuse(rendezvous, seat, exc)
-                    raise _NoRound(error) from exc
-                self._close_channel()
+                    raise _NoRound(self._reason(rendezvous, exc)) from exc
                 ports.close()
-            try:
-                return run_as_node_0(
-                    number,
-                    self._placed(round_plan, 0, rendezvous),
-                    round_plan=round_plan,
-                    channel=channel,
-                    inbox=inbox,
-                    checkpoint_folders=self._checkpoint_folders,
-                )
-            finally:
-                self._forget_missing(rendezvous, round_plan, channel)
+            lobby.begin(plan)
+            return run_as_node_0(
+                number,
+                self._placed(plan, 0, rendezvous),
+                round_plan=plan,
+                channel=self._round,
+                inbox=inbox,
+                checkpoint_folders=self._checkpoint_folders,
+            )
 
-    @staticmethod
-    def _forget_missing(
-        rendezvous: NodeRendezvous, round_plan: RoundPlan, channel: Channel
-    ) -> None:
-        """Let the next round begin without the nodes that are not connected."""
-        for node in {*range(1, len(round_plan.nodes))} - channel.connected():
-            rendezvous.forget(round_plan.nodes[node])
-
-    def _gather(self, rendezvous: NodeRendezvous) -> tuple[Seat, list[NodeFacts]]:
+    def _gather(self, rendezvous: NodeRendezvous) -> tuple[NodeFacts, ...]:
         """Wait for the nodes of a round; refuse new ones that do not see the others' checkpoints.
 
         Raises:
             _NoRound: Too few nodes joined, or they cannot run together.
         """
+        lobby = rendezvous.lobby
+        least = self._plan.config.rendezvous.min_nodes or self._plan.config.nnodes
         while True:
             try:
-                seat = rendezvous.join()
-            except (DDPSafeError, Interrupted) as exc:
-                if isinstance(exc, Interrupted):
-                    rendezvous.dismiss(exc)
-                raise _NoRound(exc) from exc
-            assert seat is not None, "the node that serves the endpoint is not a replacement"  # noqa: S101
-            self._is_between_rounds = False
-            try:
-                if seat.node_rank != 0:
+                found = rendezvous.join()
+                assert found is not None, "the node that serves the endpoint is not a replacement"  # noqa: S101
+                if found.node_rank != 0:
                     what = (
                         f"{socket.gethostname()} serves the endpoint, but the rendezvous made it node "
-                        f"{seat.node_rank} of {seat.nnodes}."
+                        f"{found.node_rank} of {len(found.launchers)}."
                     )
                     cause = "another node has node_rank 0, or the clocks of the nodes differ by many seconds."
                     fix = (
                         "give node rank 0 to the host of the endpoint; compare `date` on all nodes."
                     )
-                    raise PreflightError(  # noqa: TRY301 - sent to the others below
+                    raise PreflightError(  # noqa: TRY301 - sent to the others
                         Explanation(what, cause=cause, fix=fix), kind="startup-network"
                     )
-                limit = self._plan.config.timeouts.rendezvous
-                nodes = rendezvous.introduce(seat, Deadline.after(limit))
-                unfit = self._refuse_unfit(rendezvous, seat, nodes)
+                others = found.launchers[1:]
+                limit = Deadline.after(self._plan.config.timeouts.rendezvous)
+                # Each has connected before it joined, and may have left since.
+                lobby.wait_until(
+                    lambda others=others: all(map(lobby.has_come_or_left, others)),  # type: ignore[misc]
+                    limit,
+                )
+                nodes = (
+                    rendezvous.facts,
+                    *(lobby.nodes[each] for each in others if each in lobby.nodes),
+                )
+                is_whole = len(nodes) == len(found.launchers) >= least
+                if is_whole and self._sees_checkpoints(lobby, nodes):
+                    return nodes
             except (Exception, Interrupted) as exc:
-                raise _NoRound(self._refuse(rendezvous, seat, exc)) from exc
-            if unfit is None:
-                return seat, nodes
+                raise _NoRound(self._reason(rendezvous, exc)) from exc
+            lobby.send(
+                RoundResult(is_final=False), [each for each in others if each in lobby.nodes]
+            )
 
-    def _refuse_unfit(
-        self, rendezvous: NodeRendezvous, seat: Seat, nodes: list[NodeFacts]
-    ) -> int | None:
+    def _sees_checkpoints(self, lobby: Lobby, nodes: Sequence[NodeFacts]) -> bool:
         """Refuse a new node that does not see the folders with the checkpoints of earlier attempts.
 
         The ranks would notice as well, but that would end all of them.
-
-        Returns:
-            The refused node, if there is one; the others join again.
         """
-        new = [
-            number for number, node in enumerate(nodes) if node.launcher not in rendezvous.launchers
-        ]
-        if not new or not rendezvous.launchers or not self._checkpoint_folders:
-            return None
+        new = [each for each in nodes[1:] if lobby.is_new(each.launcher)]
+        if not new or not self._checkpoint_folders:
+            return True
         limit = min(2 * _FILE_APPEARS, self._plan.config.timeouts.rendezvous)
-        found: dict[int, FoldersSeen | None] = {}
+        lobby.seen.clear()
         with _file_in(self._checkpoint_folders) as (file, folders):
             if not folders:
-                return None
-            check = FolderCheck(file=file, folders=folders, new_nodes=tuple(new))
-            seat.board.put(_FOLDERS, check)
-            deadline = Deadline.after(limit)
-            for number in new:
-                found[number] = seat.board.wait_for(f"{_FOLDERS}/{number}", FoldersSeen, deadline)
-        blind = [(number, seen) for number, seen in found.items() if seen is None or seen.missing]
-        if not blind:
-            return None
-        unfit, seen = blind[0]
-        name, who = nodes[unfit].hostname, nodes[unfit].named(unfit)
-        if seen is None:
-            what = (
-                f"{who} has not reported within {limit.total_seconds():g} s whether it sees the "
-                f"checkpoints of this job: {' and '.join(folders)}."
+                return True
+            lobby.send(FolderCheck(file=file, folders=folders), [each.launcher for each in new])
+            lobby.wait_until(
+                lambda: all(each.launcher in lobby.seen for each in new), Deadline.after(limit)
             )
-            cause = "a network file system does not answer there, or its launcher has ended or is stopped."
-            fix = f"on {name}:  ls {folders[0]}  ; then start the launcher there again."
-        else:
-            what = (
-                f"{' and '.join(seen.missing)} is missing on {who}, or is not the same storage as on node 0 "
-                f"({nodes[0].hostname!r}): it holds the checkpoints of this job."
-            )
-            cause = "the folder is not shared between the nodes, or a mount is missing there."
-            fix = f"mount it on {name}, and start the launcher there again."
-        error = PreflightError(Explanation(what, cause=cause, fix=fix), kind="mount")
-        self._refuse_new_node(rendezvous, seat, nodes, unfit, error)
-        return unfit
-
-    def _refuse_new_node(
-        self,
-        rendezvous: NodeRendezvous,
-        seat: Seat,
-        nodes: Sequence[NodeFacts],
-        unfit: int,
-        error: PreflightError,
-    ) -> None:
-        """End a new node with an error; the others join again, and wait for another one."""
-        warn_of_refused_node(nodes[unfit], error)
-        seat.board.put(_REFUSAL, round_result_of(error, is_final=False, failed_node=unfit))
-        self._is_between_rounds = True
-        deadline = Deadline.after(_REFUSAL_READ)
-        for number in range(1, seat.nnodes):
-            seat.board.wait_for(f"{_REFUSAL}/{number}", RoundResult, deadline)
-        rendezvous.forget(nodes[unfit])
+        for node in new:
+            seen = lobby.seen.get(node.launcher)
+            if seen is not None and not seen.missing:
+                continue
+            name, who = node.hostname, node.named(nodes.index(node))
+            if seen is None:
+                what = (
+                    f"{who} has not reported within {limit.total_seconds():g} s whether it sees the "
+                    f"checkpoints of this job: {' and '.join(folders)}."
+                )
+                cause = "a network file system does not answer there, or its launcher has ended or is stopped."
+                fix = f"on {name}:  ls {folders[0]}  ; then start the launcher there again."
+            else:
+                what = (
+                    f"{' and '.join(seen.missing)} is missing on {who}, or is not the same storage as on "
+                    f"node 0 ({nodes[0].hostname!r}): it holds the checkpoints of this job."
+                )
+                cause = "the folder is not shared between the nodes, or a mount is missing there."
+                fix = f"mount it on {name}, and start the launcher there again."
+            explanation = Explanation(what, cause=cause, fix=fix)
+            lobby.refuse(node.launcher, PreflightError(explanation, kind="mount"))
+            return False
+        return True
 
     def _open_round(
         self,
         rendezvous: NodeRendezvous,
-        seat: Seat,
-        nodes: list[NodeFacts],
+        nodes: tuple[NodeFacts, ...],
         number: int,
         stack: contextlib.ExitStack,
-    ) -> tuple[RoundPlan, Channel]:
-        """Publish the plan of the round, and open the control channel."""
-        address = rendezvous.address
+    ) -> RoundPlan:
+        """Open what the ranks of a round need here; return its plan."""
+        address = rendezvous.endpoint.address
         self._require_data_paths(rendezvous)
-        require_same_settings(nodes)
-        warn_of_differences(
-            [nodes[0], *(each for each in nodes[1:] if each.launcher not in rendezvous.launchers)]
-        )
-        round_id = make_random_id()
-        channel = Channel.listen(
-            address,
-            secret=rendezvous.secret,
-            round_id=round_id,
-            nnodes=len(nodes),
-            node_loss=self._plan.config.timeouts.node_loss,
-        )
-        self._channel = channel  # closed before the next round and at the end, whatever is raised
-        launchers = {node.launcher for node in nodes}
-        is_new = not launchers <= rendezvous.launchers  # some node has not been examined yet
-        rendezvous.launchers = launchers
-        round_plan = RoundPlan(
-            round_id=round_id,
+        # Some node may not have been examined yet.
+        is_new = not {node.launcher for node in nodes} <= rendezvous.lobby.settled
+        return RoundPlan(
+            round_id=make_random_id(),
             attempt=number,
             nodes=tuple(replace(each, settings={}, setup={}) for each in nodes),
             store_port=stack.enter_context(rank_store(address)),
-            channel_port=channel.port,
             master_port=stack.enter_context(reserved_port(address)),
             examines=is_new and self._plan.config.preflight == "full",
         )
-        seat.board.put(_PLAN, round_plan)
-        return round_plan, channel
 
-    def _examine_with_new_nodes(
-        self, rendezvous: NodeRendezvous, seat: Seat, plan: RoundPlan, known: set[str]
-    ) -> bool:
+    def _examine_with_new_nodes(self, rendezvous: NodeRendezvous, plan: RoundPlan) -> bool:
         """Examine the connections; if a finding names a new node, refuse it and return False.
 
         Raises:
             PreflightError: Something was found that no replacement would change: no node is new, or
                 all are, or no finding names a new one.
         """
+        lobby = rendezvous.lobby
+        others = {node.launcher for node in plan.nodes[1:]}
         try:
-            self._examine(rendezvous, seat, plan)
+            self._examine(rendezvous, plan, 0)
         except PreflightError as exc:
-            new = [each for each, node in enumerate(plan.nodes) if node.launcher not in known]
-            if not known or not new:
+            # The others read the findings from the store of this node.
+            lobby.wait_until(
+                lambda: others <= {*lobby.ready, *lobby.objections, *lobby.losses},
+                Deadline.after(_EXAMINATION_READ),
+            )
+            new = [each for each, node in enumerate(plan.nodes) if lobby.is_new(node.launcher)]
+            if not new:
                 raise
             named = Counter(
                 host
@@ -382,119 +364,87 @@ class NodeLaunch:
             unfit = max(new, key=lambda each: named[plan.nodes[each].hostname])
             if not named[plan.nodes[unfit].hostname]:
                 raise
-            rendezvous.launchers = known
-            self._refuse_new_node(rendezvous, seat, plan.nodes, unfit, exc)
+            launcher = plan.nodes[unfit].launcher
+            lobby.refuse(launcher, exc)
+            lobby.give_up_round(others - {launcher})
             return False
         return True
 
     def _require_data_paths(self, rendezvous: NodeRendezvous) -> None:
         """Wait for the data paths, each up to its own limit; a signal ends the wait."""
-        rendezvous.call(lambda: require_data_paths(self._plan.config.data_paths), None)
+        rendezvous.endpoint.call(lambda: require_data_paths(self._plan.config.data_paths), None)
 
-    def _refuse(
-        self, rendezvous: NodeRendezvous, seat: Seat, exc: BaseException
-    ) -> DDPSafeError | Interrupted:
-        """Report to the nodes of a round why it does not begin; return the error that all end with."""
-        error = as_error(
-            exc, rendezvous.facts.named(seat.node_rank), "could not open the round", phase="start"
-        )
-        rendezvous.takes_signals = False  # a signal must not cut this short: the others get it too
-        with contextlib.suppress(RendezvousTimeoutError):  # the store is this node's own
-            failed = seat.board.find(_FAILED, RoundResult)
-            if failed is not None and not isinstance(error, Interrupted):
-                error = _with_own_report(error_of(failed), error)
-            result = round_result_of(error, is_final=True)
-            self._send_result(result)
-            seat.board.put(_REFUSAL, result)
-            # The store ends with this node, so wait until the others have read it.
-            reading = Deadline.after(_REFUSAL_READ)
-            connected = set() if self._channel is None else self._channel.connected()
-            for node in set(range(seat.nnodes)) - {seat.node_rank} - connected:
-                seat.board.wait_for(f"{_REFUSAL}/{node}", RoundResult, reading)
-            if self._is_between_rounds:  # a node was refused, and the others join again
-                rendezvous.dismiss(error)
+    @staticmethod
+    def _reason(rendezvous: NodeRendezvous, exc: BaseException) -> DDPSafeError | Interrupted:
+        """Return the error that all nodes end with, because there is no round."""
+        did = "could not open the round"
+        error = as_error(exc, rendezvous.facts.named(0), did, phase="start")
+        lobby = rendezvous.lobby
+        lobby.look()
+        for launcher, objection in lobby.objections.items():
+            if not isinstance(error, Interrupted) and not lobby.is_new(launcher):
+                return _with_own_report(error_of(objection.result), error)
         return error
 
-    def _examine(self, rendezvous: NodeRendezvous, seat: Seat, plan: RoundPlan) -> None:
+    def _examine(self, rendezvous: NodeRendezvous, plan: RoundPlan, node: int) -> None:
         """Examine the connections between the nodes, together with all other nodes.
 
         Raises:
             PreflightError: Something was found that will break the launch; the same on all nodes.
         """
-        if not plan.examines:
-            return
-        try:
-            self._parts.examine_nodes(
-                seat.board.store,
-                self._plan.config,
-                nnodes=seat.nnodes,
-                node_rank=seat.node_rank,
-                backend=self._plan.backend,
-            )
-        finally:
-            # The store ends with node 0, which waits until the others have read the findings.
-            seat.board.count(_EXAMINED, 1)
-            if seat.node_rank == 0:
-                for pause_s in Deadline.after(_EXAMINATION_READ).pauses_s():
-                    if seat.board.count(_EXAMINED) == seat.nnodes:
-                        break
-                    rendezvous.require_no_signal()
-                    time.sleep(pause_s)
+        if plan.examines:
+            store = rendezvous.endpoint.store_below(plan.round_id)
+            self._examine_at(store, len(plan.nodes), node)
 
-    def _await_nodes(
-        self, rendezvous: NodeRendezvous, seat: Seat, plan: RoundPlan, known: set[str]
-    ) -> None:
-        """Wait until all nodes have connected to the control channel.
+    def _examine_way(self, store: Store, node: int) -> None:
+        """Examine the connections between node 0 and a node that does not reach it."""
+        if self._plan.config.preflight == "full":
+            self._examine_at(store, 2, node)
+
+    def _examine_at(self, store: Store, nnodes: int, node: int) -> None:
+        config, backend = self._plan.config, self._plan.backend
+        self._parts.examine_nodes(store, config, nnodes=nnodes, node_rank=node, backend=backend)
+
+    def _await_nodes(self, rendezvous: NodeRendezvous, plan: RoundPlan) -> None:
+        """Wait until all nodes have read the plan, and start their ranks.
 
         Raises:
-            NodeLostError: A node has not connected, or a new one has reported why it cannot.
-            DDPSafeError: A node of the last round has reported why it cannot connect.
+            NodeLostError: A node has left, or a new one has reported why it cannot.
+            DDPSafeError: A node of the last round has reported why it cannot.
         """
-        assert self._channel is not None  # noqa: S101 - _open_round has opened it
-        missing: set[int] = set()
-        ever_connected: set[int] = set()
-        rejoining: set[int] = set()
-        refused: int | None = None
-        explained: Explanation | None = None
-        # A node that cannot connect reports why only after its own limit.
-        limit = self._plan.config.timeouts.rendezvous + _REFUSAL_READ
-        for pause_s in Deadline.after(limit).pauses_s():
-            connected = self._channel.connected()
-            ever_connected |= connected
-            missing = set(range(1, len(plan.nodes))) - connected
-            if not missing:
-                return
-            rendezvous.require_no_signal()
-            if refused is None and (failed := seat.board.find(_FAILED, RoundResult)) is not None:
-                failing = failed.failed_node
-                error = error_of(failed)
-                is_old = failing is None or plan.nodes[failing].launcher in known
-                if not known or failing not in missing or is_old:
-                    raise error
-                refused = failing
-                if isinstance(error, DDPSafeError):
-                    explained = error.explanation
-                seat.board.put(_REFUSAL, replace(failed, is_final=False))
-            if refused is not None:
-                # The others may be about to connect; one that cannot reads the refusal and joins again.
-                late = missing - ever_connected - {refused}
-                rejoining = {each for each in late if seat.board.has(f"{_REFUSAL}/{each}")}
-                if late == rejoining:
-                    break
-            time.sleep(pause_s)
-        self._is_between_rounds = bool(rejoining)
-        for each in missing - rejoining:
-            rendezvous.forget(plan.nodes[each])
-        node = min(missing) if refused is None else refused
-        why = f"it joined, but opened no control channel to {plan.address}:{plan.channel_port}"
-        lost = Lost(
-            why=why if explained is None else explained.what.rstrip("."),
-            how="goodbye" if explained is not None else "ended",
-            seen_ns=time.monotonic_ns(),
+        lobby = rendezvous.lobby
+        others = {each.launcher: node for node, each in enumerate(plan.nodes) if node}
+
+        def is_decided() -> bool:
+            missing = others.keys() - lobby.present
+            return not missing or bool(missing & {*lobby.objections, *lobby.losses})
+
+        lobby.wait_until(
+            is_decided, Deadline.after(self._plan.config.timeouts.rendezvous + _REFUSAL_READ)
         )
-        raise lost_node_error(
+        missing = others.keys() - lobby.present
+        if not missing:
+            tell_who_joined(plan, 0)
+            return
+        explained: Explanation | None = None
+        launcher = min(missing, key=others.__getitem__)
+        lost = Lost(
+            why="it joined, but has not begun the round", how="ended", seen_ns=time.monotonic_ns()
+        )
+        for each in sorted(missing, key=others.__getitem__):
+            if each in lobby.objections:
+                error = error_of(lobby.objections[each].result)
+                if not lobby.is_new(each) or isinstance(error, Interrupted):
+                    raise error
+                launcher, explained = each, error.explanation
+                lost = replace(lost, why=explained.what.rstrip("."), how="goodbye")
+                lobby.refuse(each, error)
+                break
+            if each in lobby.losses:
+                launcher, lost = each, lobby.losses[each]
+        error = lost_node_error(
             plan,
-            node,
+            others[launcher],
             lost,
             explained=explained,
             when=f"attempt {plan.attempt}",
@@ -502,49 +452,60 @@ class NodeLaunch:
             attempts=self._plan.config.retry.attempts,
             run_dir=self._parts.directory.path,
         )
+        if launcher in lobby.nodes:  # it is there, and does nothing
+            lobby.refuse(launcher, error)
+        raise error
 
     def _follow(self, rendezvous: NodeRendezvous) -> dict[int, object]:
         """Run attempts as another node, for as long as node 0 begins rounds."""
+        membership = rendezvous.membership
         while True:
-            self._close_channel()
+            membership.leave_round()
             with open_inbox(rendezvous.inbox) as inbox:
                 rendezvous.inbox = inbox
                 try:
-                    self._require_data_paths(rendezvous)
-                except DDPSafeError as exc:
-                    # The others wait for this node, unless it is new and was to replace another one.
-                    rendezvous.object(exc, None if self.attempts else _REFUSAL_READ)
+                    self._require_ready(rendezvous)
+                    found = rendezvous.join()
+                except Interrupted as exc:
+                    if self._earlier and membership.running is None:  # node 0 waits for this node
+                        received = Interrupted(exc.signum, socket.gethostname())
+                        self._object(rendezvous, received, _REFUSAL_READ)
                     raise
-                try:
-                    seat = rendezvous.join()
-                except Interrupted:
-                    self._report_signal(rendezvous)
+                except RendezvousTimeoutError as exc:
+                    lost = rendezvous.how_node_0_was_lost()
+                    if lost is not None and self._round_plan is not None:
+                        raise self._lost_node_0(self._round_plan, lost) from exc
+                    if self._earlier and self._round_plan is None:  # it has lost node 0 before
+                        raise self._earlier[-1] from exc
                     raise
-                if seat is None:
+                if found is None:
+                    note_event("ended", "the job has ended")
                     return {}
                 try:
-                    round_plan = self._read_plan(rendezvous, seat)
-                    self._examine(rendezvous, seat, round_plan)
-                    self.attempts = round_plan.attempt
-                    self._channel = self._dial(rendezvous, seat, round_plan)
+                    plan = self._read_plan(rendezvous)
+                    node = [each.launcher for each in plan.nodes].index(rendezvous.facts.launcher)
+                    self._examine(rendezvous, plan, node)
+                    parts = self._placed(plan, node, rendezvous)
+                    if plan.attempt <= self.attempts:  # node 0 was started again
+                        self._parts.directory.set_attempts_aside()
+                    self.attempts, self._round_plan = plan.attempt, plan
                 except _JoinAgain:
                     continue
                 except (Exception, Interrupted) as exc:
-                    error = self._failed_to_begin(rendezvous, seat, exc)
+                    error = self._failed_to_begin(rendezvous, found.node_rank, exc)
                     if error is None:
                         continue
                     if error is exc:
                         raise
                     raise error from exc
+                membership.channel.send(Ready(round_id=plan.round_id))
+                tell_who_joined(plan, node)
                 ended = Participant(
-                    round_plan.attempt,
-                    self._placed(round_plan, seat.node_rank, rendezvous),
-                    round_plan=round_plan,
-                    channel=self._channel,
-                    inbox=inbox,
+                    plan.attempt, parts, round_plan=plan, channel=membership.channel, inbox=inbox
                 ).run()
             if ended.error is None:
                 assert ended.values is not None  # noqa: S101 - without an error there are values
+                note_event("ended", "the job has ended")
                 return ended.values
             if not ended.is_again or isinstance(ended.error, Interrupted):
                 if isinstance(ended.error, DDPSafeError):
@@ -555,13 +516,23 @@ class NodeLaunch:
             try:
                 self._parts.calls.change(ended.error)
             except BaseException as exc:
-                here = rendezvous.facts.named(seat.node_rank)
+                here = rendezvous.facts.named(node)
                 error = as_error(exc, here, "could not begin another attempt", phase="retry")
-                rendezvous.object(error, None)
+                self._object(rendezvous, error, None)
                 raise
 
+    def _require_ready(self, rendezvous: NodeRendezvous) -> None:
+        """Wait for the data paths; if they do not come, tell node 0 so."""
+        try:
+            self._require_data_paths(rendezvous)
+        except DDPSafeError as exc:
+            # The others wait for this node, unless it is new and was to replace another one.
+            is_awaited = self._round_plan is not None
+            self._object(rendezvous, exc, None if is_awaited else _REFUSAL_READ)
+            raise
+
     def _failed_to_begin(
-        self, rendezvous: NodeRendezvous, seat: Seat, exc: BaseException
+        self, rendezvous: NodeRendezvous, node: int, exc: BaseException
     ) -> DDPSafeError | Interrupted | None:
         """Report to node 0 why this node cannot begin; return the error that node 0 has all end with.
 
@@ -570,91 +541,83 @@ class NodeLaunch:
         Raises:
             Interrupted: They join again, but this launcher has received a signal.
         """
-        error = as_error(
-            exc, rendezvous.facts.named(seat.node_rank), "could not begin the round", phase="start"
+        membership = rendezvous.membership
+        did = "could not begin the round"
+        error = as_error(exc, rendezvous.facts.named(node), did, phase="start")
+        known = membership.plan or self._round_plan
+        if membership.lost is not None and membership.result is None and known is not None:
+            return self._lost_node_0(known, membership.lost)
+        is_told = membership.result is not None or membership.lost is not None
+        if is_told or isinstance(error, RendezvousTimeoutError):
+            return error  # node 0 says so, or does not respond
+        plan = membership.plan
+        result = self._object(
+            rendezvous,
+            error,
+            _REFUSAL_READ + _EXAMINATION_READ,
+            round_id="" if plan is None or isinstance(error, Interrupted) else plan.round_id,
         )
-        if isinstance(error, RendezvousTimeoutError):
-            return error  # node 0 cannot be reached, or does not respond
-        rendezvous.takes_signals = False
-        with contextlib.suppress(RendezvousTimeoutError):
-            if not seat.board.has(_REFUSAL):
-                failed = round_result_of(error, is_final=True, failed_node=seat.node_rank)
-                seat.board.put(_FAILED, failed)
-            reading = Deadline.after(_REFUSAL_READ + _EXAMINATION_READ)
-            refusal = seat.board.wait_for(_REFUSAL, RoundResult, reading)
-            if refusal is not None:
-                seat.board.put(f"{_REFUSAL}/{seat.node_rank}", refusal)
-                if _refuses_another(refusal, seat):
-                    self._report_signal(rendezvous)
-                    rendezvous.takes_signals = True
-                    rendezvous.require_no_signal()  # the next round would not see it: it has a new inbox
-                    return None
-                shared = _with_own_report(error_of(refusal), error)
-                if refusal.failed_node == seat.node_rank:
-                    shared.__cause__ = error.__cause__
-                return shared
-        return error
+        if membership.joins_again:
+            if rendezvous.inbox.received is not None and self._earlier:
+                received = Interrupted(rendezvous.inbox.received, socket.gethostname())
+                self._object(rendezvous, received, _REFUSAL_READ)
+            rendezvous.require_no_signal()
+            return None
+        if result is None or result == round_result_of(error, is_final=True):
+            return error
+        return _with_own_report(error_of(result), error)
 
-    def _report_signal(self, rendezvous: NodeRendezvous) -> None:
-        """Report a signal to node 0 if it waits for this node, which was in the last round."""
-        if self._earlier and rendezvous.inbox.received is not None:
-            rendezvous.takes_signals = False
-            interrupted = Interrupted(rendezvous.inbox.received, socket.gethostname())
-            rendezvous.object(interrupted, _REFUSAL_READ)
+    @staticmethod
+    def _object(
+        rendezvous: NodeRendezvous,
+        error: DDPSafeError | Interrupted,
+        limit: timedelta | None,
+        round_id: str = "",
+    ) -> RoundResult | None:
+        """Tell node 0 why this node cannot take part, and wait for what it decides; return that."""
+        rendezvous.report_objection(error, round_id)
+        membership = rendezvous.membership
+        for pause_s in Deadline.after(limit).pauses_s():
+            membership.look()
+            if limit is None:
+                rendezvous.require_no_signal()
+            if membership.joins_again or membership.result or membership.lost:
+                break
+            time.sleep(pause_s)
+        return membership.result
 
-    def _read_plan(self, rendezvous: NodeRendezvous, seat: Seat) -> RoundPlan:
+    def _lost_node_0(self, plan: RoundPlan, lost: Lost) -> NodeLostError:
+        """Return the error for the loss of node 0 between two attempts."""
+        return lost_node_error(
+            plan,
+            0,
+            lost,
+            when=f"after attempt {self.attempts}" if self.attempts else "before attempt 1",
+            attempt=self.attempts,
+            attempts=self._plan.config.retry.attempts,
+            run_dir=self._parts.directory.path,
+        )
+
+    def _read_plan(self, rendezvous: NodeRendezvous) -> RoundPlan:
         # Node 0 gives up first and reports why: it knows which nodes are missing.
         deadline = Deadline.after(self._plan.config.timeouts.rendezvous + _REFUSAL_READ)
-        rendezvous.introduce(seat, deadline)
-        has_check = False
+        membership = rendezvous.membership
         checking: BoundedCall[tuple[str, ...]] | None = None
         for pause_s in deadline.pauses_s():
-            if (plan := seat.board.find(_PLAN, RoundPlan)) is not None:
-                return plan
-            if not has_check and (check := seat.board.find(_FOLDERS, FolderCheck)) is not None:
-                has_check = True
-                if seat.node_rank in check.new_nodes:
-                    checking = BoundedCall(partial(_find_missing, check), name="ddpsafe-folders")
+            rendezvous.require_member()
+            if membership.plan is not None:
+                return membership.plan
+            if membership.joins_again:
+                raise _JoinAgain
+            if membership.check is not None:
+                check, membership.check = membership.check, None
+                checking = BoundedCall(partial(_find_missing, check), name="ddpsafe-folders")
             if checking is not None and checking.wait(0):
-                seen = FoldersSeen(missing=checking.result())
-                seat.board.put(f"{_FOLDERS}/{seat.node_rank}", seen)
+                membership.channel.send(FoldersSeen(missing=checking.result()))
                 checking = None
-            if (refusal := seat.board.find(_REFUSAL, RoundResult)) is not None:
-                if _refuses_another(refusal, seat):
-                    seat.board.put(f"{_REFUSAL}/{seat.node_rank}", refusal)
-                    raise _JoinAgain
-                raise error_of(refusal)
             rendezvous.require_no_signal()
             time.sleep(pause_s)
-        raise rendezvous.lost("node 0 has not published the plan of the round", deadline)
-
-    def _dial(self, rendezvous: NodeRendezvous, seat: Seat, plan: RoundPlan) -> Channel:
-        deadline = Deadline.after(self._plan.config.timeouts.rendezvous)
-        address = (plan.address, plan.channel_port)
-        try:
-            return rendezvous.call(
-                lambda: Channel.dial(
-                    address,
-                    secret=rendezvous.secret,
-                    round_id=plan.round_id,
-                    node=seat.node_rank,
-                    hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
-                    deadline=deadline,
-                    node_loss=self._plan.config.timeouts.node_loss,
-                ),
-                self._plan.config.timeouts.rendezvous,
-            )
-        except (OSError, RefusedError) as exc:
-            here, at = socket.gethostname(), f"{plan.address}:{plan.channel_port}"
-            why = getattr(exc, "strerror", None) or exc
-            what = f"{here} reached no control channel of node 0 at {at}: {why}."
-            cause = (
-                "a firewall allows only the port of the endpoint, or node 0's launcher has ended."
-            )
-            fix = f"open all TCP ports between the nodes; on {here}:  nc -vz {plan.address} 22"
-            raise PreflightError(
-                Explanation(what, cause=cause, fix=fix), kind="startup-network"
-            ) from exc
+        raise rendezvous.endpoint.lost("node 0 has not published the plan of the round", deadline)
 
     def _placed(self, round_plan: RoundPlan, node: int, rendezvous: NodeRendezvous) -> LaunchParts:
         """Return the parts with this node's ranks in the round, and the store where all ranks meet."""
@@ -663,20 +626,31 @@ class NodeLaunch:
                 host=round_plan.address, port=round_plan.store_port, key=round_plan.round_id
             ),
             master_port=round_plan.master_port,
-            interfaces=rendezvous.interface_settings(),
+            interfaces=rendezvous.endpoint.interface_settings(),
         )
         worlds = tuple(world_of(round_plan, rank) for rank in round_plan.ranks_of(node))
         return self._parts.with_plan(replace(self._plan, worlds=worlds, place=place))
 
-    def _close_channel(self) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
+
+def _is_no_launcher_yet(exc: BaseException) -> bool:
+    """Return whether an endpoint that served the job before is not served, or not yet by its next launcher."""
+    kinds = ("startup-network", "port", "peer-lost")
+    is_startup = isinstance(exc, PreflightError) and exc.kind in kinds
+    return isinstance(exc, RendezvousTimeoutError) or is_startup
 
 
-def _refuses_another(refusal: RoundResult, seat: Seat) -> bool:
-    """Return whether only another node is refused, and the others join again."""
-    return refusal.is_final is False and refusal.failed_node != seat.node_rank
+def tell_who_joined(plan: RoundPlan, node: int) -> None:
+    """Tell that an attempt begins, and with which nodes."""
+    note_attempt(plan.attempt, world_size=plan.world_size, node_rank=node)
+    hosts = listed([each.hostname for each in plan.nodes])
+    logger.warning(
+        "attempt %d begins with %d nodes, %d ranks: %s",
+        plan.attempt,
+        len(plan.nodes),
+        plan.world_size,
+        hosts,
+        extra={"event": "attempt"},
+    )
 
 
 def _find_missing(check: FolderCheck) -> tuple[str, ...]:
@@ -770,3 +744,25 @@ def setup_of(plan: LaunchPlan, command: Sequence[str]) -> dict[str, str]:
         "its arguments": shlex.join(arguments),
         **{each: variables[each] for each in variables if each.startswith(_COMPARED_VARIABLES)},
     }
+
+
+_EARLY: Final = timedelta(seconds=3)
+"""How long a node that cannot even begin tries to tell node 0 so."""
+
+
+def tell_node_0(config: LaunchConfig, error: DDPSafeError) -> None:
+    """Tell node 0, if it can be reached, that this node does not join, and why."""
+    if config.node_rank == 0 or config.rendezvous.parsed() is None:
+        return
+    what = f"{socket.gethostname()} does not join: {error.explanation.what}"
+    told = PreflightError(replace(error.explanation, what=what), kind=error.kind)
+    short = {"join": _EARLY}, {"rendezvous": _EARLY}
+    # Whatever goes wrong here, the error itself is what the user has to see.
+    with contextlib.suppress(Exception, Interrupted), open_inbox() as inbox:
+        brief = LaunchConfig.resolve(config, rendezvous=short[0], timeouts=short[1])
+        rendezvous = NodeRendezvous(brief, inbox, may_serve=False)
+        try:
+            rendezvous.open(joins=False)
+            rendezvous.report_objection(told)
+        finally:
+            rendezvous.close()

@@ -153,6 +153,9 @@ def make_signed_backend(
             # closed over would keep its port until the next garbage collection.
             self._inner = inner
 
+        def use(self, store: Store) -> None:
+            self._inner, self.lost = C10dRendezvousBackend(store, job), ""
+
         @property
         def name(self) -> str:
             return "ddpsafe"
@@ -186,3 +189,12 @@ def make_signed_backend(
             return pickle.dumps(self.state)
 
     return SignedBackend(C10dRendezvousBackend(store, job))
+
+
+def use_store(handler: Any, backend: Any, store: Store) -> None:
+    """Let a handler and its backend continue with another connection to their store.
+
+    A new handler would be another node to torch, and the place of the first one taken until it expires.
+    """
+    backend.use(store)
+    handler._store = store  # noqa: SLF001 - it has no other way

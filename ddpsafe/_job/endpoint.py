@@ -1,0 +1,540 @@
+"""The endpoint of a job: one node serves it, the others reach it, and why they do not.
+
+Its store holds a few signed values; see `torchs_rendezvous` and `lobby` for what else the nodes exchange.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import tenacity
+
+from ddpsafe._advice import ADVICE, COMMANDS
+from ddpsafe._clock import BoundedCall, Deadline
+from ddpsafe._config.interfaces import NCCL
+from ddpsafe._errors import ConfigError, Explanation, PreflightError, RendezvousTimeoutError
+from ddpsafe._host import (
+    NAME_LOOKUP_LIMIT,
+    find_address_towards,
+    find_interface_of,
+    interface_variables,
+    is_loopback,
+    list_interfaces,
+    open_tcp_store,
+    without_cpp_warnings,
+)
+from ddpsafe._job.secret import Signer, find_job_secret
+from ddpsafe._logging import get_logger
+from ddpsafe._secrets import JOB_SECRET, find_own_secret
+from ddpsafe._text import listed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.distributed import Store, TCPStore
+
+    from ddpsafe._config import LaunchConfig
+    from ddpsafe._host import Interface
+
+T = TypeVar("T")
+logger = get_logger(__name__)
+
+STORE_CALL: Final = timedelta(seconds=5)
+_POLL_S: Final = 0.05
+_CONNECT_S: Final = 4.0  # longer than the 3 s in which a kernel finds that no host has an address
+_HANDSHAKE: Final = timedelta(seconds=10)
+_BACKLOG: Final = 1024
+_DNS_RETRY_S: Final = 10.0
+NO_ANSWER_WARNING_S: Final = 5.0
+_LOOK_S: Final = 0.5
+
+_CANNOT_SERVE: Final = {
+    errno.EADDRINUSE: ADVICE["DS-PORT-taken"],
+    errno.EADDRNOTAVAIL: (
+        "this host does not have that address.",
+        "give node rank 0 to the host of the endpoint, or name this host in the endpoint.",
+    ),
+    errno.EACCES: (
+        "ports below 1024 need root.",
+        "choose a port above 1023 for this job.",
+    ),
+    0: (
+        "this host does not allow a program to listen there.",
+        "choose another port or address for this job.",
+    ),
+}
+"""Why listening on a port failed and what to do, by errno; 0 stands for any other."""
+
+
+class JobEndpoint:
+    """The endpoint of a job, and the store there: served by node 0, reached by the others.
+
+    Args:
+        config: The configuration of the launch.
+        check: Called again and again while one waits; what it raises ends the wait.
+
+    Attributes:
+        job: The id of the job.
+        secret: The key of its signatures.
+        signer: Signs what is written to the store.
+        store: The store; ``None`` before `open` and after `close`.
+        serves: Whether this node serves the endpoint, which makes it node 0.
+        is_elsewhere: Whether it serves it at an address that the endpoint may not lead to.
+        address: Where the other nodes reach this one.
+    """
+
+    def __init__(self, config: LaunchConfig, check: Callable[[], None]) -> None:
+        """Read endpoint, job id and secret; nothing is opened yet."""
+        parsed = config.rendezvous.parsed()
+        assert parsed is not None, "the config requires one with more than one node"  # noqa: S101
+        self._config, self._check, self._endpoint = config, check, parsed
+        self._host = parsed.host
+        self._unserved: list[str] = []
+        self.job = config.rendezvous.id or "default"
+        self.secret = key_of(config)
+        self.signer = Signer(self.secret, self.job)
+        self.store: TCPStore | None = None
+        self.serves = self.is_elsewhere = False
+        self.address = ""
+
+    def __str__(self) -> str:
+        """Return it as the user has written it."""
+        return str(self._endpoint)
+
+    def call(self, function: Callable[[], T], limit: timedelta | None = STORE_CALL) -> T:
+        """Make a call that may hang forever, as the store's do once its host has vanished.
+
+        Raises:
+            RendezvousTimeoutError: The call has not returned in time, or the store's host has ended.
+        """
+
+        def make() -> T:
+            with without_cpp_warnings():
+                return function()
+
+        deadline = Deadline.after(limit)
+        call = BoundedCall(make, name="ddpsafe-rendezvous")
+        while not call.wait(_POLL_S):
+            self._check()
+            if deadline.expired():
+                raise self.lost("it does not answer", deadline)
+        try:
+            return call.result()
+        except RuntimeError as exc:  # torch raises it when the store's host has ended
+            raise self.lost(str(exc).splitlines()[0], deadline) from exc
+
+    def put(self, key: str, value: bytes, store: TCPStore | None = None) -> None:
+        """Set a key to a signed value, here or in another store."""
+        where, text = store or self.require_store(), self.signer.sign(key, value).decode()
+        self.call(lambda: where.set(key, text))
+
+    def find(self, key: str, store: TCPStore | None = None) -> bytes | None:
+        """Return the value of a key; ``None`` if it is not set, or this job did not sign it."""
+        text = self._read(key, store or self.require_store())
+        return None if text is None else self.signer.verified(key, text)
+
+    def has(self, key: str) -> bool:
+        """Return whether a key is set, whoever has set it."""
+        store = self.require_store()
+        return self.call(lambda: bool(store.check([key])))
+
+    def put_plain(self, key: str, text: str) -> None:
+        """Set a key to an unsigned text: the two ends may have different secrets."""
+        store = self.require_store()
+        self.call(lambda: store.set(key, text))
+
+    def take_plain(self, key: str, longest: int) -> str | None:
+        """Remove a text that anyone who reaches the store may have written; return its start."""
+        store = self.require_store()
+        text = self._read(key, store)
+        if text is None:
+            return None
+        self.call(lambda: store.delete_key(key))
+        return ascii(text[:longest].decode(errors="replace"))
+
+    def drop(self, key: str) -> None:
+        """Remove a key."""
+        store = self.require_store()
+        self.call(lambda: store.delete_key(key))
+
+    def store_below(self, name: str) -> Store:
+        """Return the store with keys that nothing else uses."""
+        from torch.distributed import PrefixStore
+
+        return PrefixStore(f"ddpsafe/{name}", self.require_store())
+
+    def _read(self, key: str, store: TCPStore) -> bytes | None:
+        return self.call(lambda: store.get(key) if store.check([key]) else None)
+
+    def require_store(self) -> TCPStore:
+        """Return the store, which is open."""
+        assert self.store is not None, "open() comes first"  # noqa: S101
+        return self.store
+
+    def store_where_it_leads(self) -> TCPStore:
+        """Connect to the store where the endpoint leads, which may be another node's.
+
+        Raises:
+            OSError: Nothing answers there.
+            RendezvousTimeoutError: What answers is not a store.
+        """
+        host, port = self._host, self._endpoint.port
+        socket.create_connection((host, port), _LOOK_S).close()
+        return self.call(lambda: open_tcp_store(host, port), _HANDSHAKE)
+
+    def close(self) -> None:
+        """Let go of the store: torch closes the port with the last reference to it."""
+        self.store = None
+
+    def open(self, *, may_serve: bool = True) -> None:
+        """Serve the endpoint if it is on this host and this node may, else connect to it.
+
+        Raises:
+            ConfigError: This host has no such interface, or it has no effect.
+            PreflightError: The endpoint's name does not resolve, or its port is taken.
+            RendezvousTimeoutError: No node serves it in time.
+        """
+        deadline = Deadline.after(self._config.rendezvous.join)
+        resolved = self._resolve(deadline)
+        # /etc/hosts may map the host's own name to 127.0.1.1, as Debian's installer writes it.
+        addresses = _without_loopback(resolved)
+        interfaces = list_interfaces()
+        if self._endpoint.is_loopback:  # as in torchrun's examples: all nodes are on this host
+            if self._asked_interface not in (None, "lo"):
+                what = (
+                    f"rendezvous.interface={self._asked_interface!r} has no effect with the endpoint "
+                    f"{self._endpoint}, which is on each host itself."
+                )
+                fix = (
+                    "use an address of that interface as the endpoint, or leave the interface out."
+                )
+                raise ConfigError(Explanation(what, fix=fix))
+            addresses = resolved
+            self.address = resolved[0]
+            logger.warning(
+                "the endpoint %s is on each host itself: nodes on other hosts cannot join this job",
+                self._endpoint,
+            )
+        else:
+            self.address = self._own_address(addresses, interfaces)
+        own = {address: each for each in interfaces for address in each.addresses}
+        node_rank, asked = self._config.node_rank, self._asked_interface
+        here = [each for each in addresses if each in own or self._endpoint.is_loopback]
+        # A resolver may return every address of this host, and the other nodes reach only some:
+        # first the interface that was asked for, then networks before containers, IPv4 before IPv6.
+        here.sort(
+            key=lambda each: (
+                each in own and own[each].name != asked,
+                each in own and not own[each].is_candidate,
+                ":" in each,
+            )
+        )
+        self._unserved = here[1:]
+        if not addresses:
+            self._require_own_name(resolved)
+            here, self._host = [self.address], self.address
+        may_serve &= node_rank == 0 or (node_rank is None and bool(here))
+        bound = here[0] if here else self.address
+        server = self._serve_or_find(deadline, resolved, bound if may_serve else None, here)
+        if server is not None:
+            self._connect(server, here)
+        else:
+            self.address, self.is_elsewhere = bound, not here
+            if self._config.rendezvous.secret_file is None and not find_own_secret(JOB_SECRET):
+                logger.warning(
+                    "the secret of this job is derived from its endpoint and id: anyone who knows "
+                    "them can join. Set %s or rendezvous.secret_file to keep others out.",
+                    JOB_SECRET,
+                )
+            is_unsure = sum(each.is_candidate for each in interfaces) > 1 or not self._has_own_name
+            if not addresses and asked is None and is_unsure:
+                logger.warning(
+                    "%s is %s here (/etc/hosts), so node 0 listens at %s; if the other nodes reach it at "
+                    "another address, set rendezvous.interface (--interface) on this node",
+                    self._endpoint.host,
+                    resolved[0],
+                    self.address,
+                )
+
+    def _resolve(self, deadline: Deadline) -> list[str]:
+        def look_up() -> list[str]:
+            retrying = tenacity.Retrying(  # a pod's name may appear in DNS later than the pod
+                stop=lambda _: deadline.expired() or deadline.waited_s() > _DNS_RETRY_S,
+                wait=tenacity.wait_fixed(0.5),
+                retry=tenacity.retry_if_exception_type(OSError),
+                reraise=True,
+            )
+            return retrying(self._look_up)
+
+        try:
+            return self.call(look_up, timedelta(seconds=2 * _DNS_RETRY_S))
+        except (OSError, UnicodeError) as exc:
+            here, host = socket.gethostname(), self._endpoint.host
+            what = f"{here} cannot resolve {host}, the host of the endpoint: {exc}."
+            cause, fix = ADVICE["DS-NAME-unresolved"]
+            explanation = Explanation(
+                what, cause=cause.format(given="the name"), fix=fix.format(name=host, here=here)
+            )
+            raise PreflightError(explanation, kind="startup-network") from exc
+
+    def _look_up(self) -> list[str]:
+        host, port = self._host, self._endpoint.port
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+    @property
+    def _has_own_name(self) -> bool:
+        """Whether the endpoint's host has the name of this host, without the domain."""
+        names = (self._endpoint.host, socket.gethostname())
+        return len({name.partition(".")[0].casefold() for name in names}) == 1
+
+    def _require_own_name(self, addresses: Sequence[str]) -> None:
+        """Refuse a name that resolves to loopback, unless it is this host's own.
+
+        Raises:
+            PreflightError: It is another host's name, so /etc/hosts is wrong here.
+        """
+        if self._has_own_name or self._config.node_rank == 0:
+            return
+        here, host = socket.gethostname(), self._endpoint.host
+        what = (
+            f"{host}, the host of the endpoint, resolves to {addresses[0]} on {here}, which is {here} "
+            "itself."
+        )
+        cause = (
+            f"/etc/hosts was copied from the host of the endpoint, or gives that name to {here}."
+        )
+        fix = (
+            f"give {host} its address in the cluster's network in /etc/hosts of {here}, or use that "
+            f"address as the endpoint; if {here} is meant, start it with --node-rank 0."
+        )
+        raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
+
+    def _own_address(self, endpoint: Sequence[str], interfaces: Sequence[Interface]) -> str:
+        asked = self._asked_interface
+        if asked is not None:
+            chosen = next((each for each in interfaces if each.name == asked), None)
+            if chosen is None or not chosen.addresses:
+                existing = ", ".join(each.name for each in interfaces)
+                what = (
+                    f"rendezvous.interface={asked!r}: {socket.gethostname()} has no such interface "
+                    "with an address."
+                )
+                cause = "interface names differ from host to host."
+                fix = f'set interface="auto", or one of {existing}.'
+                raise ConfigError(Explanation(what, cause=cause, fix=fix))
+            return chosen.addresses[0]
+        found = find_address_towards(endpoint)
+        if found is None:
+            what = f"{socket.gethostname()} has no address that other nodes could reach."
+            cause = "no interface except loopback is up."
+            raise PreflightError(
+                Explanation(what, cause=cause, fix="check  ip addr  there."), kind="startup-network"
+            )
+        return found
+
+    @property
+    def _asked_interface(self) -> str | None:
+        asked = self._config.rendezvous.interface
+        return None if asked == "auto" else asked
+
+    def interface_settings(self) -> dict[str, str]:
+        """Return the variables that keep the ranks' libraries on an interface, if one was asked for.
+
+        NCCL chooses its network by itself, which may be faster than the one that leads to node 0. The others
+        use the one that this host's name leads to: if that is loopback, as after Debian's installer, no other
+        host reaches it.
+        """
+        name = self._asked_interface
+        if name is None:
+            found = find_interface_of(self.address)
+            name = None if found is None else found.name
+        if name is None:
+            return {}
+        variables = interface_variables(name)
+        if self._config.rendezvous.interface is None and not self._endpoint.is_loopback:
+            del variables[NCCL]
+            return variables if self._is_own_name_loopback() else {}
+        return variables
+
+    def _is_own_name_loopback(self) -> bool:
+        """Return whether this host's name leads to loopback first, or nowhere."""
+        try:
+            found = self.call(lambda: socket.getaddrinfo(socket.gethostname(), 0), _HANDSHAKE)
+        except (OSError, UnicodeError, RendezvousTimeoutError):
+            return True
+        return is_loopback(str(found[0][4][0]))
+
+    def _serve(self, address: str) -> bool:
+        """Serve the store at one address; return whether the port was free."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        port = self._endpoint.port
+        try:
+            listening = socket.create_server((address, port), family=family, backlog=_BACKLOG)
+        except OSError as exc:
+            if exc.errno == errno.EADDRINUSE and self._config.node_rank != 0:
+                return (
+                    False  # likely node 0 of this job, on this host; otherwise _connect reports it
+                )
+            raise self._not_served(exc.errno or 0) from exc
+        self.store = self.call(
+            lambda: open_tcp_store(address, port, listening=listening), NAME_LOOKUP_LIMIT
+        )
+        self.serves = True
+        return True
+
+    def _serve_or_find(
+        self, deadline: Deadline, resolved: list[str], bound: str | None, here: Sequence[str]
+    ) -> str | None:
+        """Serve the endpoint once its port is free, or wait for the launcher that serves it.
+
+        Args:
+            deadline: When to give up.
+            resolved: The addresses of the endpoint.
+            bound: The address to serve it at, if this node may.
+            here: Those addresses of the endpoint that belong to this host.
+
+        Returns:
+            The address that answers; ``None`` if this node serves.
+        """
+        port, why = self._endpoint.port, ""
+        has_warned = False
+        name = self._endpoint.host
+        leads_to = "" if resolved == [name] else f" ({name} is {_listed(resolved)} here)"
+
+        def find() -> str:
+            # A name may have several addresses, of which torch tries only the first. A program that
+            # listens on loopback is not the one that the other nodes reach.
+            failed = OSError(errno.EADDRNOTAVAIL, "it has no address")
+            for address in _without_loopback(self._look_up()) or [self.address]:
+                try:
+                    socket.create_connection((address, port), _CONNECT_S).close()
+                except OSError as exc:  # noqa: PERF203 - each is tried
+                    failed = exc
+                else:
+                    return address
+            raise failed
+
+        for pause_s in deadline.pauses_s():
+            if bound is not None and self._serve(bound):
+                return None
+            limit_s = max(_CONNECT_S, deadline.remaining_s())
+            try:
+                return self.call(find, timedelta(seconds=limit_s))
+            except RendezvousTimeoutError:
+                why = why or f"neither the name server nor the host answers{leads_to}"
+            except TimeoutError:
+                why = f"nothing answers: a firewall drops packets, or the host is down{leads_to}"
+            except OSError as exc:
+                why = f"{exc.strerror or exc}{leads_to}"
+            if deadline.waited_s() > NO_ANSWER_WARNING_S and not has_warned:
+                has_warned, own, node_rank = True, socket.gethostname(), self._config.node_rank
+                hint = ""
+                if bound is not None:
+                    hint = f". Another program holds port {port} of this host: ss -tanp 'sport = :{port}'"
+                elif here:
+                    hint = (
+                        f". The address belongs to this host, which has node rank {node_rank}: the host of "
+                        "the endpoint needs node rank 0"
+                    )
+                elif node_rank is None:
+                    hint = (
+                        f". If {own} is the host of the endpoint, start it with --node-rank 0: it does not "
+                        "have that address itself (NAT, or a wrong line in /etc/hosts)"
+                    )
+                logger.warning(
+                    "%s finds no launcher at %s yet: %s%s; retrying for %.0f s (rendezvous.join)",
+                    own,
+                    self._endpoint,
+                    why,
+                    hint,
+                    deadline.remaining_s(),
+                )
+            time.sleep(pause_s)
+        if bound is not None:
+            raise self._not_served(errno.EADDRINUSE)
+        raise self.lost(why, deadline)
+
+    def _not_served(self, number: int) -> PreflightError:
+        here, why = socket.gethostname(), os.strerror(number)
+        cause, fix = _CANNOT_SERVE.get(number, _CANNOT_SERVE[0])
+        what = f"{here} cannot serve the endpoint {self._endpoint}: {why}."
+        return PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
+
+    def _connect(self, address: str, here: Sequence[str]) -> None:
+        port = self._endpoint.port
+        try:
+            self.store = self.call(lambda: open_tcp_store(address, port), _HANDSHAKE)
+        except RendezvousTimeoutError as exc:
+            at = f"{self._endpoint}" + (f" ({address})" if address != self._endpoint.host else "")
+            what = f"the program that {socket.gethostname()} reached at {at} is not a launcher."
+            holder = "this host" if address in here else self._endpoint.host
+            cause = f"another program is using port {port} on {holder}."
+            look = COMMANDS["DS-PORT-taken"][0].format(port=port)
+            fix = f"{ADVICE['DS-PORT-taken'][1]} On that host, this shows it:  {look}"
+            raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="port") from exc
+
+    def lost(self, why: str, deadline: Deadline) -> RendezvousTimeoutError:
+        """Return the error for an endpoint that does not answer, or no longer does."""
+        here, waited_s = socket.gethostname(), deadline.waited_s()
+        what = (
+            f"{here} found no store of this job at {self._endpoint} within {waited_s:.1f} s: {why}."
+        )
+        cause = "the launcher on the host of the endpoint has not started, or has ended."
+        if self.store is not None:
+            what = f"{here} has lost the store of this job at {self._endpoint}: {why}."
+            cause = "the launcher of node 0 has ended, or its host has lost power or network."
+        host, port = self._host, self._endpoint.port
+        fix = f"check the log of that node; then, on {here}:  nc -vz {host} {port}"
+        return RendezvousTimeoutError(
+            Explanation(what, cause=cause, fix=fix), waited_s=waited_s, kind="startup-network"
+        )
+
+    def where_node_0_listens(self) -> str:
+        """Return a clause about the address that this node serves, if the endpoint's name does not tell."""
+        if not self.serves or self.address == self._endpoint.host:
+            return ""
+        others = _listed(self._unserved)
+        here = f"; node 0 listens at {self.address}"
+        return here + (f", not at {others}, where that name leads too" if self._unserved else "")
+
+
+@contextlib.contextmanager
+def rank_store(address: str) -> Iterator[int]:
+    """Serve a fresh store for the ranks of one round, at one address; yield its port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+    port = int(listening.getsockname()[1])
+    store = open_tcp_store(address, port, listening=listening)
+    try:
+        yield port
+    finally:
+        del store  # torch closes the port with the last reference
+
+
+def key_of(config: LaunchConfig) -> bytes:
+    """Return the key of the job's signatures: its secret, or derived from what all nodes know.
+
+    Raises:
+        ConfigError: The secret cannot be read, or can be guessed.
+    """
+    secret = find_job_secret(config.rendezvous.secret_file)
+    if secret:
+        return hashlib.sha256(b"secret\0" + secret.encode()).digest()
+    known = (str(config.rendezvous.endpoint), config.rendezvous.id or "")
+    return hashlib.sha256("\0".join(("derived", *known)).encode()).digest()
+
+
+def _without_loopback(addresses: Sequence[str]) -> list[str]:
+    return [address for address in addresses if not is_loopback(address)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return listed(names) or "none"

@@ -1,0 +1,376 @@
+"""What launchers exchange outside of attempts: who is there, who cannot take part, what node 0 decides.
+
+Every launcher connects to node 0 as soon as it has reached the endpoint, and stays connected from round to
+round. Node 0 has a `Lobby`, every other node a `Membership`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._launcher.nodes.control_channel import Away, Back, Lost
+from ddpsafe._launcher.nodes.node_messages import (
+    FolderCheck,
+    FoldersSeen,
+    Joining,
+    NodeFacts,
+    Objection,
+    Ready,
+    RoundPlan,
+    RoundResult,
+    RunsWithout,
+    round_result_of,
+)
+from ddpsafe._launcher.watch.signals import Interrupted
+from ddpsafe._logging import get_logger
+from ddpsafe._wire.exception_facts import clip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from ddpsafe._clock import Deadline
+    from ddpsafe._errors import DDPSafeError
+    from ddpsafe._launcher.nodes.control_channel import Channel, Event
+    from ddpsafe._launcher.nodes.node_messages import ClockOffset, NodeMessage
+
+logger = get_logger(__name__)
+
+_MAX_DIFFERENCES: Final = 8
+_MAX_VALUE: Final = 200
+
+
+class Lobby:
+    """Node 0's side: all launchers that are connected, in an attempt or not.
+
+    Args:
+        channel: The control channel; the other nodes are known by their launchers.
+        own: This node.
+        forget: Called with a node that has left: the next round begins without it.
+        check: Called again and again while one waits; what it raises ends the wait.
+
+    Attributes:
+        channel: The control channel.
+        nodes: The other nodes, by launcher, in the order in which they came.
+        settled: The launchers of the last round that began. Any other launcher is new: the job
+            refuses it if it is unfit, and waits for another one.
+        seen: Which folders with checkpoints new nodes have found, by launcher.
+        ready: The launchers that have read the plan of the round.
+        objections: Why nodes cannot take part, by launcher.
+        losses: How the connections of those that have left have ended, by launcher.
+    """
+
+    def __init__(
+        self,
+        channel: Channel[str],
+        own: NodeFacts,
+        forget: Callable[[NodeFacts], None],
+        check: Callable[[], None],
+    ) -> None:
+        """Begin without any other node."""
+        self.channel = channel
+        self._own, self._forget, self._check = own, forget, check
+        self._round_id = ""
+        self._running: RunsWithout | None = None
+        self._early: list[tuple[str, Event]] = []
+        self.nodes: dict[str, NodeFacts] = {}
+        self.settled: set[str] = set()
+        self.seen: dict[str, FoldersSeen] = {}
+        self.ready: set[str] = set()
+        self.objections: dict[str, Objection] = {}
+        self.losses: dict[str, Lost] = {}
+
+    def is_new(self, launcher: str) -> bool:
+        """Return whether a launcher has come to replace one of the last round."""
+        return bool(self.settled) and launcher not in self.settled
+
+    @property
+    def present(self) -> set[str]:
+        """The launchers that are ready for the round, and have not left since."""
+        return self.ready - self.losses.keys()
+
+    def has_come_or_left(self, launcher: str) -> bool:
+        """Return whether a launcher has introduced itself, or is lost."""
+        return not launcher or launcher in self.nodes or launcher in self.losses
+
+    def wait_until(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
+        """Take in what arrives until a condition holds; return whether it does before the deadline."""
+        for pause_s in deadline.pauses_s():
+            self.look()
+            if condition():
+                return True
+            self._check()
+            time.sleep(pause_s)
+        return False
+
+    def look(self) -> None:
+        """Take in what has arrived."""
+        for launcher, event in self.channel.events():
+            self.take(launcher, event)
+
+    def take(self, launcher: str, event: Event) -> None:
+        """Take in what a launcher outside of an attempt has sent."""
+        if isinstance(event, Joining):
+            self._admit(launcher, event.node)
+        elif isinstance(event, Objection):
+            if event.round_id in ("", self._round_id):
+                self.objections[launcher] = event
+        elif isinstance(event, FoldersSeen):
+            self.seen[launcher] = event
+        elif isinstance(event, Ready):
+            if event.round_id == self._round_id:
+                self.ready.add(launcher)
+        elif isinstance(event, (Away, Back)) and launcher not in self.ready:
+            self._note_outage(launcher, event)
+        elif isinstance(event, Lost):
+            self.losses[launcher] = event
+            self.drop(launcher)
+        elif launcher in self.ready:
+            self._early.append((launcher, event))  # its ranks have started before those of node 0
+
+    def note_unconnected(self, objection: Objection) -> None:
+        """Note what a node says that has reached the endpoint, but not this channel."""
+        self.nodes[objection.node.launcher] = objection.node
+        self.objections[objection.node.launcher] = objection
+
+    def drop(self, launcher: str) -> None:
+        """Let the next round begin without a launcher."""
+        node = self.nodes.pop(launcher, None)
+        if node is not None:
+            self._forget(node)
+
+    def plan(self, round_plan: RoundPlan) -> RoundChannel:
+        """Send the plan of a round to its nodes; return the channel to them."""
+        launchers = [node.launcher for node in round_plan.nodes]
+        self.end_round()
+        self._round_id = round_plan.round_id
+        self.send(round_plan, launchers[1:])
+        return RoundChannel(self, launchers)
+
+    def begin(self, round_plan: RoundPlan) -> None:
+        """Begin the attempt of a round; its channel then has what its nodes have sent meanwhile."""
+        self.settled = {node.launcher for node in round_plan.nodes}
+        self._running = RunsWithout(hosts=tuple(node.hostname for node in round_plan.nodes))
+        self.send(self._running, self.nodes.keys() - self.settled)
+        self.channel.put_back(self._early)
+
+    def end_round(self) -> None:
+        """Note that there is no round now: what nodes say of the last one no longer counts."""
+        self._round_id, self.ready, self._early = "", set(), []
+        self.objections = {k: v for k, v in self.objections.items() if not v.round_id}
+        if self._running is not None:
+            self._running = None
+            self.send(RunsWithout(hosts=()), self.nodes.keys() - self.settled)
+
+    def give_up_round(self, launchers: Collection[str]) -> None:
+        """Have the nodes of a round that does not begin join again."""
+        self.end_round()
+        self.send(RoundResult(is_final=False), launchers)
+
+    def send(self, message: NodeMessage, launchers: Collection[str] | None = None) -> None:
+        """Send to some launchers, or to all of them."""
+        if launchers is None:
+            self.channel.send(message)
+        for launcher in launchers or ():
+            self.channel.send(message, to=launcher)
+
+    def refuse(self, launcher: str, error: DDPSafeError | Interrupted) -> None:
+        """Let one launcher end with an error, and the job go on without it."""
+        objection = self.objections.pop(launcher, None)
+        node = self.nodes.get(launcher) if objection is None else objection.node
+        if not isinstance(error, Interrupted):
+            logger.warning(
+                "%s, which came to replace a node, is refused: %s", node, error.explanation
+            )
+        self.send(round_result_of(error, is_final=True), [launcher])
+        self.drop(launcher)
+
+    def _admit(self, launcher: str, node: NodeFacts) -> None:
+        """Take in a new node; one that was started again on its host replaces its predecessor."""
+        for other in [*self.nodes.values()]:
+            is_same = node.node_rank is not None and other.node_rank == node.node_rank
+            if not is_same or other.launcher in self.settled or self._round_id:
+                continue
+            if other.hostname == node.hostname:
+                what = f"node rank {node.node_rank} was started again on {node.hostname}."
+                cause = "the command ran twice; the second start replaces this one."
+                error = ConfigError(Explanation(what, cause=cause, fix="start it once."))
+                logger.warning("%s: the second start replaces the first", what.rstrip("."))
+                self.send(round_result_of(error, is_final=True), [other.launcher])
+                self.drop(other.launcher)
+            else:
+                self.objections[launcher] = Objection(
+                    node=node, result=round_result_of(_same_rank(other, node), is_final=True)
+                )
+        self.nodes[launcher] = node
+        if self._running is not None:
+            self.send(self._running, [launcher])
+        warn_of_differences(self._own, node)
+
+    def _note_outage(self, launcher: str, event: Away | Back) -> None:
+        """Free the place of a host that does not answer; torch's rendezvous takes it in again."""
+        node = self.nodes.get(launcher)
+        if node is None:
+            return
+        if isinstance(event, Back):
+            logger.warning(
+                "%s can be reached again after %.0f s", node, event.away_s, extra={"event": "back"}
+            )
+            return
+        logger.warning("%s cannot be reached (%s)", node, event.why, extra={"event": "away"})
+        self._forget(node)
+
+
+class RoundChannel:
+    """The channel to the nodes of one round, by node rank. What others send goes to the lobby.
+
+    Args:
+        lobby: All launchers.
+        launchers: Those of the round, by node rank.
+    """
+
+    def __init__(self, lobby: Lobby, launchers: Sequence[str]) -> None:
+        """Keep the launchers."""
+        self._lobby, self._channel = lobby, lobby.channel
+        self._launchers = launchers
+        self._ranks = {launcher: node for node, launcher in enumerate(launchers) if node}
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there are events, other than those of routine."""
+        return self._channel.fileno()
+
+    def events(self) -> Iterator[tuple[int, Event]]:
+        """Yield what has arrived from the nodes of the round since the last call."""
+        for launcher, event in self._channel.events():
+            node = self._ranks.get(launcher)
+            if node is None or isinstance(event, (Lost, Objection)):
+                self._lobby.take(launcher, event)
+            if node is not None:
+                yield node, event
+
+    def send(self, message: NodeMessage, *, to: int | None = None) -> None:
+        """Send to a node of the round, or to all of them; see `Channel.send`."""
+        self._lobby.send(message, [*self._ranks] if to is None else [self._launchers[to]])
+
+    def connected(self) -> set[int]:
+        """Return the nodes that are not lost; some of them may be away."""
+        return {self._ranks[each] for each in self._channel.connected() & self._ranks.keys()}
+
+    def away(self) -> set[int]:
+        """Return the nodes that are away, and may come back."""
+        return {self._ranks[each] for each in self._channel.away() & self._ranks.keys()}
+
+    def give_up_away(self) -> None:
+        """Take the nodes that are away as lost."""
+        self._channel.give_up_away(self._ranks)
+
+    def offset_of(self, node: int) -> ClockOffset:
+        """Return what to add to the times of a node, also of one that has been lost."""
+        return self._channel.offset_of(self._launchers[node])
+
+    def has_heard(self, *, within_s: float) -> bool:
+        """Return whether the kernel of a connected node has sent anything in the last seconds."""
+        return self._channel.has_heard(within_s=within_s)
+
+
+class Membership:
+    """Another node's side: what node 0 has decided for it.
+
+    Args:
+        channel: The control channel to node 0.
+        node_0: Node 0.
+
+    Attributes:
+        channel: The control channel.
+        node_0: Node 0.
+        plan: The plan of the round that this node is in.
+        check: The folders that this node has to see before that.
+        running: The round that has begun without this node.
+        joins_again: Whether the round does not begin, and its nodes join again.
+        result: Why there is no further round.
+        lost: How the connection to node 0 has ended.
+    """
+
+    def __init__(self, channel: Channel[int], node_0: NodeFacts) -> None:
+        """Know nothing yet."""
+        self.channel, self.node_0 = channel, node_0
+        self.running: RunsWithout | None = None
+        self.result: RoundResult | None = None
+        self.lost: Lost | None = None
+        self.leave_round()
+
+    def leave_round(self) -> None:
+        """Forget the round that this node was in."""
+        self.plan: RoundPlan | None = None
+        self.check: FolderCheck | None = None
+        self.joins_again = False
+
+    def look(self) -> None:
+        """Take in what has arrived."""
+        for _, event in self.channel.events():
+            if isinstance(event, Lost):
+                self.lost = event
+            elif isinstance(event, Back):
+                logger.warning("%s can be reached again after %.0f s", self.node_0, event.away_s)
+            elif isinstance(event, Away):
+                logger.warning("%s cannot be reached (%s)", self.node_0, event.why)
+            elif isinstance(event, RoundPlan):
+                self.plan, self.running, self.joins_again = event, None, False
+            elif isinstance(event, RunsWithout):
+                self.running = event if event.hosts else None
+            elif isinstance(event, FolderCheck):
+                self.check, self.joins_again = event, False
+            elif isinstance(event, RoundResult) and event.is_final is False:
+                self.leave_round()
+                self.joins_again = True
+            elif isinstance(event, RoundResult) and event.is_final:
+                self.result = event
+
+
+def _same_rank(first: NodeFacts, second: NodeFacts) -> ConfigError:
+    what = f"two nodes have node rank {first.node_rank}: {first} and {second}."
+    cause = "the same --node-rank, or DDPSAFE_NODE_RANK, was given to both."
+    fix = "give each node its own rank, or give none to any: the order does not matter."
+    return ConfigError(Explanation(what, cause=cause, fix=fix))
+
+
+def require_same_settings(first: NodeFacts, other: NodeFacts) -> None:
+    """Compare the settings of a node with node 0's, and its node rank.
+
+    Raises:
+        ConfigError: Settings differ, or it has node rank 0, too.
+    """
+    number = "1" if other.node_rank is None else other.node_rank
+    lines = [
+        f"{name}: {first.settings.get(name)} on node 0 ({first.hostname}), "
+        f"{other.settings[name]} on node {number} ({other.hostname})"
+        for name in other.settings
+        if other.settings[name] != first.settings.get(name)
+    ]
+    if lines:
+        what = f"the nodes of this job do not agree: {lines[0]}."
+        fix = "give every node the same arguments, variables, configuration file and versions."
+        cause = "another command, pyproject.toml, DDPSAFE_* variable or installation on one node."
+        raise ConfigError(Explanation(what, cause=cause, fix=fix, details=lines[1:]))
+    if other.node_rank == 0:
+        raise _same_rank(first, other)
+
+
+def warn_of_differences(first: NodeFacts, other: NodeFacts) -> None:
+    """Warn where the script, its arguments or variables of two nodes differ."""
+    if not (first.setup and other.setup):
+        return  # it has not come as far as to know
+    lines = [
+        f"{name}: {_clipped(first, name)} on {first.hostname}, {_clipped(other, name)} on {other.hostname}"
+        for name in sorted({*first.setup, *other.setup})
+        if first.setup.get(name) != other.setup.get(name)
+    ]
+    for line in lines[:_MAX_DIFFERENCES]:
+        logger.warning("the nodes of this job differ: %s", line)
+    if len(lines) > _MAX_DIFFERENCES:
+        logger.warning("... and in %d more values", len(lines) - _MAX_DIFFERENCES)
+
+
+def _clipped(node: NodeFacts, name: str) -> str:
+    return clip(node.setup[name], _MAX_VALUE) if name in node.setup else "not set"
