@@ -32,6 +32,7 @@ from ddpsafe._launcher.nodes.control_channel import (
     Lost,
     SilenceWatch,
 )
+from ddpsafe._launcher.nodes.links import find_broken_link, link_error
 from ddpsafe._launcher.nodes.node_messages import (
     Alive,
     ClockOffset,
@@ -480,6 +481,11 @@ class OtherNodes(Peers):
         """Raise the error of a node that has failed, or of lost ones if no rank broke by itself."""
         if self.failed:
             raise self._first_failed(ended)
+        if not self.lost and any(each.raised for each in ended.outcomes.values()):
+            link = find_broken_link(self._plan, ended.outcomes)
+            if link is not None:
+                self._directory.holds_failure = True
+                raise link_error(ended, self._plan, link)
         if not self.lost or any(map(broke_by_itself, ended.outcomes.values())):
             return
         # A node that got an insistent signal while this launcher was stopped has ended on its own.
