@@ -549,6 +549,8 @@ def held_port() -> Iterator[socket.socket]:
 @pytest.fixture
 def node(held_port: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeRendezvous]:
     """Return the rendezvous of a node on this host, whose endpoint has that port."""
+    import torch  # noqa: F401 - loaded before any launch; else the thread of a call would still load it
+
     port = held_port.getsockname()[1]
     config = LaunchConfig(
         nnodes=2, nproc_per_node=1, backend="gloo", rendezvous={"endpoint": f"h0:{port}"}
