@@ -162,11 +162,6 @@ def json_of_record(record: logging.LogRecord) -> str:
     return json_line(record.levelname, record.getMessage(), fields, **more)
 
 
-def json_of_event(event: str, message: str, **facts: object) -> str:
-    """Return an event of a job of several nodes as one JSON object; `facts` are further fields."""
-    return json_line("INFO", message, current_fields(), event=event, **facts)
-
-
 def json_of_error(error: DDPSafeError) -> str:
     """Return an error as one JSON object, with its class, kind and exit code as fields."""
     fields = RecordFields(

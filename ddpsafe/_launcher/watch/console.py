@@ -31,7 +31,6 @@ from ddpsafe._logging import (
     current_fields,
     is_json,
     json_line,
-    json_of_event,
     json_of_record,
     json_scope,
 )
@@ -466,7 +465,7 @@ def open_console(
 def note_event(event: str, message: str, **facts: object) -> None:
     """Write an event of a job of several nodes, if the console has lines of JSON."""
     if is_json():
-        _write(json_of_event(event, message, **facts))
+        _write(json_line("INFO", message, current_fields(), event=event, **facts))
 
 
 def _write(text: str) -> None:
