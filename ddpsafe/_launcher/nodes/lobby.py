@@ -129,11 +129,6 @@ class Lobby:
         elif launcher in self.ready:
             self._early.append((launcher, event))  # its ranks have started before those of node 0
 
-    def note_unconnected(self, objection: Objection) -> None:
-        """Note what a node says that has reached the endpoint, but not this channel."""
-        self.nodes[objection.node.launcher] = objection.node
-        self.objections[objection.node.launcher] = objection
-
     def drop(self, launcher: str) -> None:
         """Let the next round begin without a launcher."""
         node = self.nodes.pop(launcher, None)
@@ -213,13 +208,9 @@ class Lobby:
         node = self.nodes.get(launcher)
         if node is None:
             return
-        if isinstance(event, Back):
-            logger.warning(
-                "%s can be reached again after %.0f s", node, event.away_s, extra={"event": "back"}
-            )
-            return
-        logger.warning("%s cannot be reached (%s)", node, event.why, extra={"event": "away"})
-        self._forget(node)
+        _warn_of_outage(node, event)
+        if isinstance(event, Away):
+            self._forget(node)
 
 
 class RoundChannel:
@@ -311,10 +302,8 @@ class Membership:
         for _, event in self.channel.events():
             if isinstance(event, Lost):
                 self.lost = event
-            elif isinstance(event, Back):
-                logger.warning("%s can be reached again after %.0f s", self.node_0, event.away_s)
-            elif isinstance(event, Away):
-                logger.warning("%s cannot be reached (%s)", self.node_0, event.why)
+            elif isinstance(event, (Away, Back)):
+                _warn_of_outage(self.node_0, event)
             elif isinstance(event, RoundPlan):
                 self.plan, self.running, self.joins_again = event, None, False
             elif isinstance(event, RunsWithout):
@@ -326,6 +315,15 @@ class Membership:
                 self.joins_again = True
             elif isinstance(event, RoundResult) and event.is_final:
                 self.result = event
+
+
+def _warn_of_outage(node: NodeFacts, event: Away | Back) -> None:
+    """Tell of an outage between attempts; `node_zero.warn_of_outage` does so during one."""
+    if isinstance(event, Back):
+        said, facts = f"can be reached again after {event.away_s:.0f} s", {"event": "back"}
+    else:
+        said, facts = f"cannot be reached ({event.why})", {"event": "away"}
+    logger.warning("%s %s", node, said, extra=facts)
 
 
 def _same_rank(first: NodeFacts, second: NodeFacts) -> ConfigError:

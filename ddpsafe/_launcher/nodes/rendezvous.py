@@ -523,7 +523,7 @@ class NodeRendezvous:
                     self._examine(self.endpoint.store_below(unconnected.node.launcher), 0)
             except PreflightError as exc:
                 unconnected = replace(unconnected, result=round_result_of(exc, is_final=True))
-            self.lobby.note_unconnected(unconnected)
+            self.lobby.objections[unconnected.node.launcher] = unconnected
             self._end_or_refuse()
         self._warn_of_refused_names()
         if self.endpoint.is_elsewhere:
