@@ -40,9 +40,10 @@ END: Final = int(signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.
 """Sent to a helper after SIGTERM by its owner."""
 
 _HELD_BACK: Final = frozenset({*map(int, STOP_SIGNALS), END})
-# A helper that does not get to Python code, such as one that is locked up in a library since the fork, cannot
-# run the handler of END. Without ddpsafe SIGTERM would have ended it at once.
-_END_WITHIN_S: Final = 5.0
+# Without ddpsafe SIGTERM would end a helper at once. With it, Python code has to run in the helper. A signal
+# that comes just before a call that blocks does not interrupt that call, so END is sent again; a helper that is
+# locked up in a library since the fork never runs Python code, so at the end it is killed.
+_END_WAITS_S: Final = (0.2, 0.8, 4.0)
 _BY_SIGNAL: Final = 128
 _ACTION_BYTES: Final = 512  # more than any platform's `struct sigaction`
 _PR_SET_PDEATHSIG: Final = 1
@@ -222,9 +223,14 @@ def _end_helper(pid: int) -> None:
 def _kill_if_stuck(pid: int, pidfd: int) -> None:
     ended = select.poll()
     ended.register(pidfd, select.POLLIN)
-    # A helper with a handler of the user's for SIGTERM ignores END by then, see `_end`.
-    if not ended.poll(_END_WITHIN_S * 1000) and not _reacts(pid, END, "SigIgn"):
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # it has ended
+        for wait_s in _END_WAITS_S:
+            # A helper with a handler of the user's for SIGTERM ignores END by then, see `_end`.
+            if ended.poll(wait_s * 1000) or _reacts(pid, END, "SigIgn"):
+                break
+            if _reacts(pid, END, "SigCgt"):
+                signal.pidfd_send_signal(pidfd, END)
+        else:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     os.close(pidfd)
 

@@ -67,10 +67,19 @@ OWNER = """
         libc.pthread_mutex_lock(lock)
         libc.pthread_mutex_lock(lock)
 
-    def end_locked(child):
-        while "futex" not in open(f"/proc/{child.pid}/wchan").read():
+    def wait_until_in(call, child):
+        while call not in open(f"/proc/{child.pid}/wchan").read():
             time.sleep(0.01)
+
+    def end_locked(child):
+        wait_until_in("futex", child)
         return end(child)
+
+    def start_sleeper(method):
+        # A signal that comes just before the call to sleep has its handler run after the call.
+        child, _ = start(method, sleep)
+        wait_until_in("nanosleep", child)
+        return child
 
     def start_program(pipe):
         program = subprocess.Popen(["sleep", "600"])
@@ -102,18 +111,18 @@ def test_a_helper_outlives_the_signals_that_its_owner_outlives(tmp_path: Path, m
     source = f"""{OWNER}
     if __name__ == "__main__":
         prepare_helpers()
-        child, _ = start("{method}", sleep)
+        child = start_sleeper("{method}")
         send(child.pid, signal.SIGUSR1)
         child.join()
         print(child.exitcode)
-        child, _ = start("{method}", sleep)
+        child = start_sleeper("{method}")
         signals = StopSignals()
         signals.open()
         for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
             send(child.pid, signum)
         child.join(0.3)
         print(child.exitcode, end(child))
-        child, _ = start("{method}", sleep)
+        child = start_sleeper("{method}")
         send(child.pid, signal.SIGTERM)
         child.join(0.3)
         print(child.exitcode, end(child))
