@@ -43,6 +43,7 @@ LARGE_LOST: Final = "DS-MESH-035"
 ONLY_ENDPOINT: Final = "DS-MESH-036"
 LOSSY: Final = "DS-MESH-037"
 OTHER_ROUTE: Final = "DS-MESH-038"
+PATH_MTU: Final = "DS-MESH-039"
 VERSIONS_DIFFER: Final = "DS-MESH-040"
 ENVIRONMENT_DIFFERS: Final = "DS-MESH-041"
 MTU_DIFFERS: Final = "DS-MESH-042"
@@ -50,6 +51,7 @@ CLOCKS_DIFFER: Final = "DS-MESH-043"
 DATA_DIFFER: Final = "DS-MESH-044"
 FACTS_DIFFER: Final = "DS-MESH-045"
 SILENT_RESOLVER: Final = "DS-MESH-046"
+INFINIBAND_DIFFERS: Final = "DS-MESH-047"
 ALL_REDUCE: Final = "DS-MESH-050"
 ALL_REDUCE_SKIPPED: Final = "DS-MESH-051"
 
@@ -86,6 +88,7 @@ MESH: Final = {
     ONLY_ENDPOINT: "Only the endpoint's port is open",
     LOSSY: "Packets are lost between hosts",
     OTHER_ROUTE: "A route leaves by a different interface than the announced one",
+    PATH_MTU: "A path carries smaller packets than the interfaces",
     VERSIONS_DIFFER: "Versions differ between hosts",
     ENVIRONMENT_DIFFERS: "Environment variables differ between hosts",
     MTU_DIFFERS: "The MTU differs between hosts",
@@ -93,6 +96,7 @@ MESH: Final = {
     DATA_DIFFER: "Data differ between hosts",
     FACTS_DIFFER: "Hosts differ",
     SILENT_RESOLVER: "A name server does not answer",
+    INFINIBAND_DIFFERS: "InfiniBand ports differ between hosts",
     ALL_REDUCE: "An all-reduce between all hosts",
     ALL_REDUCE_SKIPPED: "The all-reduce was skipped",
 }
@@ -125,6 +129,7 @@ NETWORK: Final = {
     "DS-NET-005": "It is unclear which interface the ranks use",
     "DS-NET-006": "There is no network besides loopback",
     "DS-NET-007": "Loopback does not work",
+    "DS-NET-008": "An InfiniBand device has no active port",
 }
 GPUS: Final = {
     "DS-GPU-001": "torch does not see the GPUs of this machine",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 import platform
+import re
 import socket
 import time
 from importlib import metadata
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import BoundedCall
@@ -18,11 +21,10 @@ from ddpsafe._secrets import Mask, hide_value
 from ddpsafe.doctor._checks.processes import clock_is_synchronised
 from ddpsafe.doctor._checks.storage import find_storage
 from ddpsafe.doctor._subject import environment_of
+from ddpsafe.doctor._system.infiniband import list_ports
 from ddpsafe.doctor._system.nvidia import read_driver
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ddpsafe._config import LaunchConfig
 
 _PACKAGES: Final = ("torch", "ddpsafe", "numpy", "torchvision", "cloudpickle")
@@ -42,7 +44,7 @@ def fingerprint(config: LaunchConfig) -> dict[str, object]:
     """Return what the nodes of a job compare, JSON-serializable and without secrets.
 
     Keys: ``hostname``, ``versions``, ``env``, ``interfaces`` (name to state), ``subnets``,
-    ``driver``, ``clock``, ``data_paths``, ``config``.
+    ``driver``, ``infiniband`` (port to state and rate), ``clock``, ``data_paths``, ``config``.
     """
     env = environment_of(config)
     interfaces = list_interfaces()
@@ -61,6 +63,7 @@ def fingerprint(config: LaunchConfig) -> dict[str, object]:
             {str(n.network) for each in interfaces if each.is_candidate for n in each.networks}
         ),
         "driver": None if driver is None else driver.version,
+        "infiniband": {name: str(port) for name, port in list_ports().items()},
         "clock": {"unix_s": time.time(), "synchronised": clock_is_synchronised()},
         "data_paths": {name: _data_path(wanted.path) for name, wanted in config.data_paths.items()},
         "config": {
@@ -83,7 +86,20 @@ def _versions() -> dict[str, str]:
         name = str(dist.metadata["Name"] or "")
         if name.startswith("nvidia-nccl-"):
             versions["nccl"] = dist.version
+    if cuda := _cuda_of_torch():
+        versions["cuda"] = cuda
     return versions
+
+
+def _cuda_of_torch() -> str | None:
+    """Return the CUDA version that torch is built for, which the version of torch need not show."""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        with contextlib.suppress(OSError):
+            text = Path(folder, "version.py").read_text(encoding="utf-8")
+            if found := re.search(r"^cuda\b[^=]*=\s*['\"](.+?)['\"]", text, re.MULTILINE):
+                return found[1]
+    return None
 
 
 def _state(interface: Interface) -> dict[str, object]:

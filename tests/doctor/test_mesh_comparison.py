@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from mesh_kit import agree, examine, require_told_in_time
+from mesh_kit import agree, examine, healthy_node, require_told_in_time
+
+from ddpsafe.doctor._mesh.findings.differences import check_facts
+from ddpsafe.doctor._mesh.findings.observations import Results
+from ddpsafe.doctor._mesh.protocol import Dialled, Facts, NodeReport, read
 
 if TYPE_CHECKING:
     from mesh_kit import MakeHosts
@@ -77,6 +81,57 @@ def test_different_mtus_are_a_warning(make_hosts: MakeHosts) -> None:
     assert report.codes() == ["DS-MESH-042"]
     assert report.one("DS-MESH-042")["hosts"] == ["h2"]
     assert report.ways("open") == {(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)}
+
+
+def test_a_path_that_carries_less_than_the_interfaces_is_a_warning(make_hosts: MakeHosts) -> None:
+    """A router on the way says so, TCP adapts, and nothing else would show it."""
+    network = make_hosts(3)
+    port = network[2].port("eth0")
+    network.switch.shell(f"""
+        ip link set {port} nomaster
+        echo 1 > /proc/sys/net/ipv4/ip_forward
+        echo 1 > /proc/sys/net/ipv4/conf/br-eth0/proxy_arp
+        echo 1 > /proc/sys/net/ipv4/conf/{port}/proxy_arp
+        ip addr add 10.77.0.254/32 dev br-eth0
+        ip route add 10.77.0.0/24 dev br-eth0 mtu lock 1400
+        ip route add {network[2].address()} dev {port} mtu lock 1400
+    """)
+    told = examine(network)
+    report = agree(told)
+    assert report.codes() == ["DS-MESH-039"]
+    finding = report.one("DS-MESH-039")
+    assert (finding["severity"], finding["hosts"]) == ("warning", ["h2"])
+    assert "more than 1400 bytes" in finding["fact"]
+    assert report.ways("open") == {(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)}
+    require_told_in_time(told, 5)
+
+
+ACTIVE = {"infiniband": {"mlx5_0:1": "ACTIVE InfiniBand 400 Gb/sec (4X NDR)"}}
+DOWN = {"infiniband": {"mlx5_0:1": "DOWN"}}
+
+
+@pytest.mark.parametrize(
+    ("backend", "odd", "severity"),
+    [("nccl", DOWN, "failed"), ("nccl", {}, "failed"), ("gloo", DOWN, "warning")],
+)
+def test_infiniband_ports_that_differ_are_reported(
+    backend: str, odd: dict[str, object], severity: str
+) -> None:
+    """NCCL of a host without an active port uses TCP, and does not meet the others."""
+    nodes = {
+        rank: healthy_node(rank, facts=read(Facts, odd if rank == 1 else ACTIVE))
+        for rank in (0, 1, 2)
+    }
+    reports = {
+        rank: NodeReport(dialled=tuple(Dialled(other, "open") for other in nodes if other != rank))
+        for rank in nodes
+    }
+    results = Results(
+        nnodes=3, backend=backend, host="h0", port=29400, nodes=nodes, reports=reports
+    )
+    (finding,) = check_facts(results)
+    assert (finding.code, finding.severity, finding.hosts) == ("DS-MESH-047", severity, ("h1",))
+    assert "ibstat mlx5_0 1" in finding.fix
 
 
 def test_a_job_started_with_different_arguments_is_reported(make_hosts: MakeHosts) -> None:

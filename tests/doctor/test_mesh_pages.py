@@ -149,6 +149,8 @@ BOTH: Final = {
 }
 TORCH: Final = {"ddpsafe": "0.1.0", "torch": "2.13.0+cpu"}
 
+ACTIVE: Final = dict.fromkeys(("mlx5_0:1", "mlx5_1:1"), "ACTIVE InfiniBand 400 Gb/sec (4X NDR)")
+
 PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
     "DS-MESH-001": findings_of(
         results_of({}, size=4, nodes={rank: node(rank) for rank in (0, 1, 3)})
@@ -277,6 +279,14 @@ PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
             told={2: {"routes": (Route(1, "eth1", "10.77.0.2/32"),)}},
         )
     ),
+    "DS-MESH-039": findings_of(
+        results_of(
+            {
+                (0, 2): Dialled(2, "open", path_mtu_bytes=1400),
+                (1, 2): Dialled(2, "open", path_mtu_bytes=1400),
+            },
+        )
+    ),
     "DS-MESH-040": findings_of(
         results_of(
             {},
@@ -294,6 +304,17 @@ PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
                 0: with_facts(0, env={"OMP_NUM_THREADS": "1"}),
                 1: with_facts(1, env={"OMP_NUM_THREADS": "1"}),
                 2: with_facts(2, env={"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO"}),
+            },
+        )
+    ),
+    "DS-MESH-047": findings_of(
+        results_of(
+            {},
+            backend="nccl",
+            nodes={
+                0: with_facts(0, infiniband=ACTIVE),
+                1: with_facts(1, infiniband=ACTIVE),
+                2: with_facts(2, infiniband={**ACTIVE, "mlx5_0:1": "DOWN"}),
             },
         )
     ),

@@ -162,6 +162,52 @@ def test_loopback_that_is_down_fails_and_the_copied_line_enables_it() -> None:
     assert examine("NET", host=(f"ip link set lo down; {line}")).problems() == []
 
 
+PORTS: Final = """
+mount -t tmpfs none /mnt
+for each in /sys/class/*; do mkdir /mnt/${each##*/}; mount --bind $each /mnt/${each##*/}; done
+port() {
+    mkdir -p /mnt/infiniband/$1/ports/1
+    cd /mnt/infiniband/$1/ports/1
+    echo "$2" > state; echo "400 Gb/sec (4X NDR)" > rate; echo InfiniBand > link_layer
+    cd /
+}
+%s
+mount --rbind /mnt /sys/class
+"""
+"""A host whose kernel lists InfiniBand ports; the file formats are those of Linux."""
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("ports", "variables", "says"),
+    [
+        ("port mlx5_0 '4: ACTIVE'; port mlx5_1 '4: ACTIVE'", {}, ""),
+        (
+            "port mlx5_0 '4: ACTIVE'; port mlx5_1 '1: DOWN'",
+            {},
+            "mlx5_1:1 is DOWN: NCCL does not use it",
+        ),
+        (
+            "port mlx5_0 '2: INIT'; port mlx5_1 '1: DOWN'",
+            {},
+            "mlx5_0:1 is INIT, mlx5_1:1 is DOWN: NCCL does not use them",
+        ),
+        ("port mlx5_0 '4: ACTIVE'; port mlx5_1 '1: DOWN'", {"NCCL_IB_HCA": "=mlx5_0:1"}, ""),
+        ("port mlx5_0 '4: ACTIVE'; port mlx5_1 '1: DOWN'", {"NCCL_IB_HCA": "^mlx5_1"}, ""),
+        ("port mlx5_0 '4: ACTIVE'", {"NCCL_IB_HCA": "bnxt"}, "NCCL_IB_HCA=bnxt names no device"),
+        ("port mlx5_0 '1: DOWN'", {"NCCL_IB_DISABLE": "1"}, ""),
+    ],
+)
+def test_infiniband_device_that_nccl_cannot_use_is_reported(
+    ports: str, variables: dict[str, str], says: str
+) -> None:
+    """NCCL uses TCP without a word, or fewer ports than the other hosts."""
+    found = examine("NET", host=TWO_NETWORKS + PORTS % ports, env=variables, backend="nccl")
+    told = [problem for problem in found.problems() if "DS-NET-008" in problem]
+    assert len(told) == bool(says)
+    assert says in "".join(told)
+
+
 # Names.
 
 
@@ -259,7 +305,13 @@ def test_ephemeral_port_and_a_narrow_range_are_reported() -> None:
 @needs_namespaces
 def test_fingerprint_has_networks_and_versions_and_no_secret(tmp_path: Path) -> None:
     """The other nodes receive plain data without passwords."""
-    (tmp_path / "a.bin").write_bytes(b"1")
+    data, torch = tmp_path / "data", tmp_path / "torch"
+    data.mkdir()
+    (data / "a.bin").write_bytes(b"1")
+    torch.mkdir()
+    (torch / "__init__.py").touch()
+    # As in a build for CUDA, whose version need not have it.
+    (torch / "version.py").write_text("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n")
     env = {
         "NCCL_PASSWORD": "correct-horse",
         "NCCL_NET_PLUGIN": "https://user:battery@host/x",
@@ -268,17 +320,24 @@ def test_fingerprint_has_networks_and_versions_and_no_secret(tmp_path: Path) -> 
     program = f"""
 from ddpsafe import LaunchConfig
 from ddpsafe.doctor._fingerprint import fingerprint
-found = fingerprint(LaunchConfig(data_paths={{"train": "{tmp_path}"}}))
-import json, pathlib
+import sys, json, pathlib
+sys.path.insert(0, "{tmp_path}")
+found = fingerprint(LaunchConfig(data_paths={{"train": "{data}"}}))
 pathlib.Path("{tmp_path}/found.json").write_text(json.dumps(found))
 """
-    examine("ENV", host=TWO_NETWORKS, before=program, env=env)
+    host = TWO_NETWORKS + PORTS % "port mlx5_0 '4: ACTIVE'; port mlx5_1 '1: DOWN'"
+    examine("ENV", host=host, before=program, env=env)
     text = (tmp_path / "found.json").read_text(encoding="utf-8")
     found = json.loads(text)
     assert found["subnets"] == ["10.77.0.0/24", "10.88.0.0/24"]
     assert found["interfaces"]["eth0"]["addresses"] == ["10.77.0.1/24"]
     assert found["data_paths"]["train"]["entries"] == 1
     assert found["env"]["NCCL_IB_HCA"] == "mlx5"
+    assert found["versions"]["cuda"] == "13.0"
+    assert found["infiniband"] == {
+        "mlx5_0:1": "ACTIVE InfiniBand 400 Gb/sec (4X NDR)",
+        "mlx5_1:1": "DOWN",
+    }
     assert "correct-horse" not in text
     assert "battery" not in text
 

@@ -24,6 +24,7 @@ from ddpsafe._host import (
 )
 from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._subject import find_place
+from ddpsafe.doctor._system.infiniband import list_ports
 from ddpsafe.doctor._system.tcp import addresses_of
 
 if TYPE_CHECKING:
@@ -266,6 +267,37 @@ def check_choice(subject: Subject) -> Iterator[Finding]:
     )
 
 
+def check_infiniband(subject: Subject) -> Iterator[Finding]:
+    """Check whether the InfiniBand and RoCE devices that NCCL would use have an active port."""
+    ports = list_ports().values()
+    if not ports or "nccl" not in subject.backend or subject.env.get("NCCL_IB_DISABLE") == "1":
+        return
+    devices = sorted({port.device for port in ports})
+    if wanted := subject.env.get("NCCL_IB_HCA"):
+        # An entry may end with the number of a port, as in "mlx5_0:1".
+        named = ",".join(entry.partition(":")[0] for entry in wanted.split(","))
+        devices = expand_nccl(named, devices)
+    active = {port.device for port in ports if port.is_active}
+    unusable = [device for device in devices if device not in active]
+    if not unusable and devices:
+        yield ok("DS-NET-008", f"InfiniBand: {', '.join(devices)} active.")
+        return
+    states = ", ".join(
+        f"{name} is {port.state}" for name, port in list_ports().items() if port.device in unusable
+    )
+    yield warning(
+        "DS-NET-008",
+        f"{states}: NCCL does not use {'it' if len(unusable) == 1 else 'them'}."
+        if unusable
+        else f"NCCL_IB_HCA={wanted} names no device of this host: NCCL uses TCP.",
+        cause="a cable or switch port is down, or the subnet manager has not configured the port (INIT)."
+        if unusable
+        else "names of devices differ between hosts; the value may come from another one.",
+        fix=to_copy("Look at the ports:", *(f"ibstat {device}" for device in unusable or [""])),
+        devices=unusable,
+    )
+
+
 CHECKS: Final[tuple[Check, ...]] = (
     check_loopback,
     check_interface_variables,
@@ -273,4 +305,5 @@ CHECKS: Final[tuple[Check, ...]] = (
     check_route,
     check_mtu,
     check_choice,
+    check_infiniband,
 )

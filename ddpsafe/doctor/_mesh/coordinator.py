@@ -256,7 +256,12 @@ class Coordinator:
         ):  # results go to every node, and the open directions would make them too large
             reports = {
                 rank: replace(
-                    report, dialled=tuple(each for each in report.dialled if each.result != "open")
+                    report,
+                    dialled=tuple(
+                        dialled
+                        for dialled in report.dialled
+                        if dialled.result != "open" or dialled.path_mtu_bytes
+                    ),
                 )
                 for rank, report in reports.items()
             }

@@ -187,6 +187,8 @@ async def dial(
             packets=found.packets + sum(each.packets for each in more),
             resent=found.resent + sum(each.resent for each in more),
         )
+    if found.result == "open" and found.path_mtu_bytes >= mtu_bytes:
+        found = found._replace(path_mtu_bytes=0)
     return found._replace(took_s=round(time.monotonic() - started_s, 3))
 
 
@@ -245,7 +247,10 @@ class _Dial:
             state = find_tcp_state(connected)
             if state is None:
                 return found
-            return found._replace(packets=state.packets, resent=state.resent)
+            # The burst was sent in full packets: a router that carries less has said so by now.
+            return found._replace(
+                packets=state.packets, resent=state.resent, path_mtu_bytes=state.path_mtu_bytes
+            )
         finally:
             connected.close()
 

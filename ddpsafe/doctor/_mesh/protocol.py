@@ -94,6 +94,7 @@ Hex = Annotated[str, Strict(), _of_pattern(r"[0-9a-f]{0,64}")]
 Text = Annotated[str, Strict(), Field(max_length=500), AfterValidator(printable)]
 Long = Annotated[str, Strict(), Field(max_length=8192), AfterValidator(printable)]
 Name = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_.-]{1,128}")]
+PortName = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_.-]{1,64}:[0-9]{1,3}")]
 ErrorName = Annotated[str, Strict(), _of_pattern(r"[A-Z0-9]{0,32}")]
 ChainName = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_./-]{1,128}")]
 Plain = bool | int | float | Long | None
@@ -249,6 +250,7 @@ class Facts:
         versions: Package versions, by name.
         env: Variables of the ranks, with secrets hidden.
         driver: The version of the NVIDIA driver.
+        infiniband: State, rate and kind of each InfiniBand port, by device and number.
         data_paths: A summary of each of ``data_paths``, by its name in the configuration.
         config: The settings that have to be the same on all nodes.
     """
@@ -256,6 +258,7 @@ class Facts:
     versions: Annotated[dict[Name, Text], Field(max_length=256)] = field(default_factory=dict)
     env: Annotated[dict[Name, Long], Field(max_length=1024)] = field(default_factory=dict)
     driver: Text | None = None
+    infiniband: Annotated[dict[PortName, Text], Field(max_length=256)] = field(default_factory=dict)
     data_paths: Annotated[dict[Text, dict[Name, Plain]], Field(max_length=256)] = field(
         default_factory=dict
     )
@@ -473,7 +476,8 @@ class Dialled(NamedTuple):
         took_s: Time until the outcome was known.
         retransmits: Consecutive retransmissions of the last packet, if large ones were lost.
         segment_bytes: The most data the kernel put into one packet, if large ones were lost.
-        path_mtu_bytes: The kernel's estimate of the path's MTU, if large packets were lost.
+        path_mtu_bytes: The kernel's estimate of the path's MTU, if large packets were lost, or if it is
+            smaller than that of the interface; else 0.
         passing_mtu_bytes: The largest MTU with which the data got through, if large packets were
             lost; 0 if none did.
         packets: Packets sent, without retransmissions.

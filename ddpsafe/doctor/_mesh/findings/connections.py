@@ -155,6 +155,7 @@ def check_connections(results: Results, explained: Mapping[Way, Dialled]) -> Ite
     for group in group_ways(lossy, tried):
         yield _large_lost(results, group, tried)
     yield from _check_loss(results, tried)
+    yield from _check_path_mtu(results, tried)
     if not (closed or strange or lossy or explained):
         yield _all_open(results, tried)
 
@@ -370,6 +371,39 @@ def _check_loss(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[Find
                 "directions": [list(way) for way in group.ways],
             },
         )
+
+
+def _check_path_mtu(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[Finding]:
+    """Find paths that carry smaller packets than the interfaces at both ends, and say so."""
+    smaller = {
+        (source, target): dialled.path_mtu_bytes
+        for (source, target), dialled in tried.items()
+        if dialled.result == "open"
+        and 0 < dialled.path_mtu_bytes < results.nodes[target].mtu_bytes  # else MTU_DIFFERS has it
+    }
+    for passing in sorted(set(smaller.values())):
+        ways = {way for way, mtu in smaller.items() if mtu == passing}
+        for group in group_ways(ways, tried):
+            ends = sorted({node for way in group.ways for node in way})
+            yield Finding(
+                code=_codes.PATH_MTU,
+                severity="warning",
+                fact=f"{_where(results, group, f'send packets of more than {passing} bytes to')}, though "
+                f"their interfaces send up to {max(results.nodes[end].mtu_bytes for end in ends)}.",
+                cause="a tunnel, a VPN or a router on the way carries less, and says so by ICMP; TCP copes, "
+                "other protocols (RDMA over Ethernet) may not, and a firewall that drops ICMP makes large "
+                "packets vanish.",
+                fix=to_copy(
+                    "Lower the MTU on the hosts, as root, or raise that of the path:",
+                    *(
+                        f"ip link set dev {shlex.quote(results.nodes[end].announced.interface)} mtu {passing}"
+                        f"    # on {results.name_of(end)}"
+                        for end in ends[: 2 * _MOST_NAMED]
+                    ),
+                ),
+                hosts=results.hostnames(group.nodes),
+                details={"mtu_bytes": passing, "directions": [list(way) for way in group.ways]},
+            )
 
 
 def _wrong_peer(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Finding:

@@ -23,7 +23,7 @@ _ABSENT: Final = "(none)"
 _LONGEST_SHOWN: Final = 60
 _MOST_CLOCK_OFFSET_S: Final = 5.0
 _MOST_SHOWN: Final = 8
-_NOT_BY_PIP: Final = ("driver", "python", "platform", "nccl")
+_NOT_BY_PIP: Final = ("driver", "python", "platform", "nccl", "cuda")
 _MAY_DIFFER: Final = (
     "_IFNAME",
     "CUDA_VISIBLE_DEVICES",
@@ -111,6 +111,26 @@ def check_facts(results: Results) -> Iterator[Finding]:
                 f"unset {each.name}"
                 if each.usual == _ABSENT
                 else f"export {each.name}={shlex.quote(each.usual)}"
+            ),
+        )
+    ports = find_differences(results.nodes, "infiniband")
+    if ports:
+        active = {
+            rank: any(state.startswith("ACTIVE") for state in node.facts.infiniband.values())
+            for rank, node in results.nodes.items()
+        }
+        # NCCL of a host without an active port uses TCP, and does not meet the others.
+        breaks = "nccl" in results.backend and len(set(active.values())) > 1
+        yield _different(
+            results,
+            ports,
+            code=_codes.INFINIBAND_DIFFERS,
+            severity="failed" if breaks else "warning",
+            cause="a cable, a switch port, the subnet manager or a driver: NCCL uses the ports that are active.",
+            fix="Make the ports of all hosts equal, or name the same ones in NCCL_IB_HCA; on the host that "
+            "differs:",
+            line=lambda port: (
+                f"ibstat {port.name.replace(':', ' ')}    # elsewhere {_show(port.usual)}"
             ),
         )
     differences = find_differences(results.nodes, "data_paths")
