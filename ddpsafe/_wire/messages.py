@@ -566,6 +566,18 @@ class BeforeFirstEnd:
     then: str
 
 
+class Unanswered(NamedTuple):
+    """A connection of a rank to which the other host has not replied for a while.
+
+    Attributes:
+        own: The rank's own address.
+        peer: The other one.
+    """
+
+    own: str
+    peer: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutcome:
     """What became of one rank.
@@ -597,6 +609,7 @@ class RankOutcome:
         said: The end of its stderr, if that log is on another host; else ``None``.
         before: Where it was before, if it went on only when another rank had given up waiting; then
             `position` and `stack` are those from before, too.
+        unanswered: Its connections without a reply from the other host, before anything ended.
     """
 
     rank: int
@@ -623,6 +636,7 @@ class RankOutcome:
     node_rank: int = 0
     said: str | None = None
     before: BeforeFirstEnd | None = None
+    unanswered: tuple[Unanswered, ...] = ()
 
     def error_text(self) -> str:
         """Return what it wrote to stderr, or the last part of it."""

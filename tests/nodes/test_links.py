@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,7 +12,8 @@ from nodes_kit import Case, finish_job, require_the_same, start_job
 
 from ddpsafe._launcher.nodes.links import find_broken_link
 from ddpsafe._launcher.nodes.node_messages import NodeFacts, RoundPlan
-from ddpsafe._wire.messages import Position, Raised, RankOutcome
+from ddpsafe._launcher.watch.unanswered import find_unanswered
+from ddpsafe._wire.messages import Position, Raised, RankOutcome, Unanswered
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +24,14 @@ PLAN: Final = RoundPlan(
     round_id="",
     attempt=1,
     nodes=tuple(
-        NodeFacts(hostname=f"h{node}", pid=1, address=f"10.0.0.{node + 1}", nproc=2, settings={})
+        NodeFacts(
+            hostname=f"h{node}",
+            pid=1,
+            address=f"10.0.0.{node + 1}",
+            nproc=2,
+            settings={},
+            addresses=(f"10.0.0.{node + 1}", f"192.168.0.{node + 1}", "172.17.0.1"),
+        )
         for node in range(3)
     ),
     store_port=0,
@@ -96,12 +105,106 @@ def test_a_link_is_broken_if_a_kernel_gives_up_a_connection(
     assert (found and (found.first.rank, found.second.rank)) == link
 
 
+LIMIT: Final = GLOO + "Timed out waiting 20000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize(
+    ("peers", "said", "link", "also"),
+    [
+        pytest.param({2: ["10.0.0.3"]}, {}, (2, 4), [], id="a limit of the launcher"),
+        pytest.param(
+            {2: ["10.0.0.3"], 4: ["10.0.0.2"]}, {0: LIMIT}, (2, 4), [], id="a timeout elsewhere"
+        ),
+        pytest.param({5: ["192.168.0.2"]}, {2: LIMIT}, (2, 5), [], id="the ranks' own network"),
+        pytest.param(
+            {0: ["10.0.0.3"], 2: ["10.0.0.3"]}, {2: LIMIT}, (2, 4), [{0, 2}], id="two links"
+        ),
+        pytest.param({2: ["172.17.0.1"]}, {2: LIMIT}, None, [], id="an address of all nodes"),
+        pytest.param({2: ["10.9.9.9"]}, {2: LIMIT}, None, [], id="no node"),
+        pytest.param({2: ["10.0.0.3"]}, {5: BUG}, None, [], id="and an error of a rank"),
+    ],
+)
+def test_a_link_is_broken_if_a_kernel_sends_the_same_again_and_again(
+    peers: dict[int, list[str]],
+    said: dict[int, str],
+    link: tuple[int, int] | None,
+    also: list[set[int]],
+) -> None:
+    """Long before it gives up; the ranks may only know that they have waited too long."""
+    outcomes = {}
+    for rank in range(6):
+        connections = tuple(Unanswered("10.0.0.9", peer) for peer in peers.get(rank, ()))
+        outcomes[rank] = outcome(rank, said.get(rank), unanswered=connections)
+        raised = outcomes[rank].raised
+        if raised is not None and raised.message == LIMIT:
+            outcomes[rank] = replace(outcomes[rank], raised=replace(raised, origin="timeout"))
+    found = find_broken_link(PLAN, outcomes)
+    assert (found and (found.first.rank, found.second.rank)) == link
+    assert ([] if found is None else sorted(map(set, found.also))) == also
+
+
+TABLE: Final = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 02004D0A:A0F0 03004D0A:1F90 01 00004000:00000000 01:00000A7B 00000005     0        0 101 2 0 20 4 30 10 -1
+   1: 02004D0A:A0F1 03004D0A:1F90 01 00004000:00000000 01:00000A7B 00000004     0        0 102 2 0 20 4 30 10 -1
+   2: 02004D0A:A0F2 03004D0A:1F90 01 00004000:00000000 04:00000A7B 00000009     0        0 103 2 0 20 4 30 10 -1
+   3: 02004D0A:A0F3 03004D0A:1F90 02 00000001:00000000 01:00000A7B 00000005     0        0 104 2 0 20 4 30 10 -1
+   4: 0100007F:A0F4 0100007F:1F90 01 00004000:00000000 01:00000A7B 00000005     0        0 105 2 0 20 4 30 10 -1
+"""
+TABLE_6: Final = """\
+  sl  local_address                         remote_address                        st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0000000000000000FFFF000002004D0A:A0F0 0000000000000000FFFF000003004D0A:1F90 01 00004000:00000000 01:00000A7B 0000000A     0        0 201 2 0 20 4 30 10 -1
+   1: 7700FD00000000000000000001000000:A0F0 7700FD00000000000000000002000000:1F90 01 00004000:00000000 01:00000A7B 00000006     0        0 202 2 0 20 4 30 10 -1
+"""
+
+
+@pytest.mark.skipif(
+    sys.byteorder != "little", reason="the words of the tables are of such a machine"
+)
+def test_a_table_of_the_kernel_shows_connections_without_a_reply() -> None:
+    """Not those of a peer that reads slowly (timer 4), to this host, or that only begin."""
+    between = Unanswered("10.77.0.2", "10.77.0.3")
+    assert find_unanswered(TABLE) == {"socket:[101]": between}
+    assert find_unanswered(TABLE_6) == {
+        "socket:[201]": between,
+        "socket:[202]": Unanswered("fd:77::1", "fd:77::2"),
+    }
+
+
 @pytest.mark.parametrize("status", ["killed", "exited"])
 def test_a_rank_that_has_ended_explains_the_loss_of_connections(status: str) -> None:
     """Its node is the cause, and not the link."""
     outcomes = {2: outcome(2, TIMED_OUT.format(3)), 4: outcome(4, TIMED_OUT.format(2))}
     outcomes[5] = outcome(5, None, status=status)
     assert find_broken_link(PLAN, outcomes) is None
+
+
+@pytest.mark.full
+@pytest.mark.root
+def test_a_link_that_only_the_kernel_knows_to_be_broken_is_named(
+    own_network: Network, tmp_path: Path
+) -> None:
+    """At the timeout of a collective, long before a kernel gives up; the warning has it before that."""
+    case = Case(name="held", what="held", fields={"timeouts": {"collective": 45}})
+    launchers = start_job(own_network, [case], tmp_path, nproc=(1, 1, 1))
+    scripts.wait_until(
+        lambda: len(list(tmp_path.glob("running-held-1-*"))) == 3,
+        otherwise=lambda: [each.err for each in launchers],
+    )
+    for one, other in ((1, 2), (2, 1)):
+        own_network[one].drop_all_from(own_network[other])
+    said = [each["held"] for each in finish_job(own_network, [case], launchers)]
+    require_the_same(said)
+    assert (said[0]["error"], said[0]["code"], said[0]["kind"]) == (
+        "NodeLostError",
+        75,
+        "peer-lost",
+    ), said[0]["whole"]
+    words = "between node 1 ('h1', 10.77.0.2) and node 2 ('h2', 10.77.0.3) is broken"
+    assert words in said[0]["text"], said[0]["whole"]
+    assert "is not answered, although both launchers" in said[0]["text"]
+    for launcher in launchers:
+        assert "is not answered: the network, or that host, is down" in launcher.err
 
 
 @pytest.mark.full

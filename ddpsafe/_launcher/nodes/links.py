@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -22,65 +23,80 @@ _GIVEN_UP: Final = re.compile(
 
 
 class BrokenLink(NamedTuple):
-    """A pair of nodes between which a connection of the ranks was given up.
+    """A pair of nodes between which a connection of the ranks gets no reply.
 
     Attributes:
         first: A rank on the node with the lower rank.
         second: A rank on the other one.
-        reporter: The one of them whose kernel has given up the connection.
+        reporter: The one of them whose kernel gets no reply.
+        also: Other pairs of nodes of which the same is known.
     """
 
     first: RankOutcome
     second: RankOutcome
     reporter: RankOutcome
+    also: frozenset[frozenset[int]] = frozenset()
 
 
 def find_broken_link(plan: RoundPlan, outcomes: Mapping[int, RankOutcome]) -> BrokenLink | None:
-    """Return the nodes between which a kernel has given up a connection, although their launchers are connected.
+    """Return the nodes between which a connection gets no reply, although their launchers are connected.
 
-    Only if that explains everything: no rank was killed, has exited, or has raised anything else.
+    A kernel has given the connection up, or sends the same packet again and again. Only if that explains
+    everything: no rank was killed, has exited, or has raised anything else.
     """
-    given_up: list[tuple[int, int, RankOutcome, int]] = []
+    silent: list[tuple[float, int, RankOutcome, int]] = []
     reports: dict[tuple[int, int], RankOutcome] = {}
     for outcome in outcomes.values():
         if outcome.status in ("killed", "exited") or outcome.native is not None:
             return None
-        if outcome.raised is None:
-            continue
-        peers = _named_nodes(plan, outcome)
-        if not peers and not outcome.raised.is_peer_error:
+        raised, without_reply = outcome.raised, _nodes_without_reply(plan, outcome)
+        named = _named_nodes(plan, outcome)
+        if raised is not None and not (named or without_reply or raised.is_peer_error):
             return None
-        for peer in peers:
+        if _GIVEN_UP.search(_text_of(outcome)):
+            without_reply = (*without_reply, *named)
+        for peer in (*named, *without_reply):
             reports.setdefault((outcome.node_rank, peer), outcome)
-            if _GIVEN_UP.search(_text_of(outcome)):
-                given_up.append((outcome.raised.at_ns, outcome.rank, outcome, peer))
-    if not given_up:
+        at_ns = math.inf if raised is None else raised.at_ns
+        silent += ((at_ns, outcome.rank, outcome, peer) for peer in without_reply)
+    if not silent:
         return None
-    *_, reporter, peer = min(given_up, key=lambda each: each[:2])
+    *_, reporter, peer = min(silent, key=lambda report: report[:2])
     other = reports.get((peer, reporter.node_rank)) or outcomes[plan.ranks_of(peer).start]
-    first, second = sorted((reporter, other), key=lambda each: each.node_rank)
-    return BrokenLink(first, second, reporter)
+    first, second = sorted((reporter, other), key=lambda outcome: outcome.node_rank)
+    pairs = {frozenset((outcome.node_rank, peer)) for *_, outcome, peer in silent}
+    also = frozenset(pairs - {frozenset((first.node_rank, second.node_rank))})
+    return BrokenLink(first, second, reporter, also)
 
 
 def link_error(ended: EndedAttempt, plan: RoundPlan, link: BrokenLink) -> NodeLostError:
     """Return the error that names both ends."""
     ends = (link.first, link.second)
-    nodes = [each.node_rank for each in ends]
+    nodes = [end.node_rank for end in ends]
     names = [plan.name_of(node, plan.nodes[node].address) for node in nodes]
     hosts = [plan.nodes[node].hostname for node in nodes]
+    target = plan.nodes[nodes[1]].address
     why = f"rank {link.reporter.rank} reports that the other host does not answer"
+    for own, peer in link.reporter.unanswered:
+        if plan.by_address.get(peer) in nodes:
+            why = f"what rank {link.reporter.rank} sends from {own} to {peer} is not answered"
+            target = peer if link.reporter is link.first else own
     what = (
         f"the connection between {names[0]} and {names[1]} is broken, {ended.when('peer-lost')}: {why}, "
         "although both launchers are connected to node 0."
     )
     details = [
-        f"rank {each.rank} on {each.hostname}: {first_line(each)}" for each in ends if each.raised
+        f"rank {end.rank} on {end.hostname}: {first_line(end)}" for end in ends if end.raised
+    ]
+    details += [
+        f"also broken: {' and '.join(plan.name_of(node) for node in sorted(pair))}"
+        for pair in sorted(link.also, key=sorted)
     ]
     return NodeLostError(
         Explanation(
             what,
             cause="the network between these two hosts: a switch, a firewall or a route.",
-            fix=f"on {hosts[0]}:  ping {plan.nodes[nodes[1]].address}",
+            fix=f"on {hosts[0]}:  ping {target}",
             details=details,
         ),
         node_rank=nodes[1],
@@ -94,6 +110,12 @@ def link_error(ended: EndedAttempt, plan: RoundPlan, link: BrokenLink) -> NodeLo
     )
 
 
+def _nodes_without_reply(plan: RoundPlan, outcome: RankOutcome) -> tuple[int, ...]:
+    """Return the other nodes whose kernels do not reply to a rank."""
+    nodes = [plan.by_address.get(peer) for _, peer in outcome.unanswered]
+    return tuple(node for node in nodes if node is not None and node != outcome.node_rank)
+
+
 def _named_nodes(plan: RoundPlan, outcome: RankOutcome) -> list[int]:
     """Return the other nodes whose addresses an error of gloo has: in brackets."""
     text = _text_of(outcome)
@@ -101,8 +123,8 @@ def _named_nodes(plan: RoundPlan, outcome: RankOutcome) -> list[int]:
         return []  # a connection of the script itself
     return [
         node
-        for node, facts in enumerate(plan.nodes)
-        if node != outcome.node_rank and f"[{facts.address}]" in text
+        for address, node in plan.by_address.items()
+        if node != outcome.node_rank and f"[{address}]" in text
     ]
 
 

@@ -10,7 +10,7 @@ import math
 import signal
 import time
 import traceback
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args
@@ -48,6 +48,7 @@ from ddpsafe._wire.messages import (
     Returned,
     StopPromise,
     Stops,
+    Unanswered,
     Whereabouts,
 )
 from ddpsafe._wire.rank_pipe import Progress  # noqa: TC001 - read by pydantic
@@ -76,6 +77,7 @@ class NodeFacts:
         pid: The pid of its launcher.
         address: Where the other nodes reach it.
         nproc: How many ranks it starts.
+        addresses: All its addresses that other hosts may reach; its ranks may use another network.
         settings: What has to be the same on all nodes, by the name of the field, as text.
         setup: What should be: the script, its arguments, and the variables of torch, gloo and NCCL.
         node_rank: The node rank that it was given, if any.
@@ -90,6 +92,7 @@ class NodeFacts:
     setup: dict[str, str] = field(default_factory=dict)
     node_rank: int | None = None
     launcher: str = ""
+    addresses: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return its name for a message."""
@@ -198,6 +201,15 @@ class RoundPlan:
         """Return the name of a node for a message."""
         return self.nodes[node_rank].named(node_rank, *details)
 
+    @cached_property
+    def by_address(self) -> dict[str, int]:
+        """The nodes by their addresses, without those that several have, such as a bridge to containers."""
+        owners: defaultdict[str, set[int]] = defaultdict(set)
+        for node, facts in enumerate(self.nodes):
+            for address in (facts.address, *facts.addresses):
+                owners[address].add(node)
+        return {address: min(nodes) for address, nodes in owners.items() if len(nodes) == 1}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderCheck:
@@ -290,12 +302,14 @@ class NodeProgress:
         ranks: The progress of each, by rank.
         activity: What the main thread of each does, by rank.
         idle_s: For how long all of them have been idle.
+        unanswered: Their connections without a reply from the other host, by rank.
     """
 
     at_ns: int
     ranks: dict[int, Progress]
     activity: dict[int, Activity] = field(default_factory=dict)
     idle_s: float = 0.0
+    unanswered: dict[int, tuple[Unanswered, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,6 +157,7 @@ class RemoteRank(RankState):
         self._progress = offset.shift_progress(report.ranks[self.rank])
         self._activity = report.activity.get(self.rank, Activity())
         self.idle_s = report.idle_s
+        self.unanswered = report.unanswered.get(self.rank, ())
         self._is_seen_since_answer = True
         self._known_ns = report.at_ns + offset.mono_ns - _CLOCK_MARGIN_NS
 
@@ -205,6 +206,7 @@ class RemoteRank(RankState):
             ended_ns=self.ended_ns,
             position=self.position,
             progress=self._progress,
+            unanswered=self.unanswered,
             state=psutil.STATUS_STOPPED if self._activity.state == "T" and self.alive else "",
             said="",
         )
@@ -481,7 +483,7 @@ class OtherNodes(Peers):
         """Raise the error of a node that has failed, or of lost ones if no rank broke by itself."""
         if self.failed:
             raise self._first_failed(ended)
-        if not self.lost and any(each.raised for each in ended.outcomes.values()):
+        if not self.lost and ended.ending.reason not in ("done", "signal"):
             link = find_broken_link(self._plan, ended.outcomes)
             if link is not None:
                 self._directory.holds_failure = True

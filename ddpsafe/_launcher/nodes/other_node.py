@@ -299,6 +299,9 @@ class Participant:
                     ranks={process.rank: process.progress() for process in processes},
                     activity=activity,
                     idle_s=idle.idle_s(),
+                    unanswered={
+                        each.rank: each.unanswered for each in processes if each.unanswered
+                    },
                 )
             )
 

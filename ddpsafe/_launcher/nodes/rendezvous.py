@@ -27,6 +27,7 @@ from ddpsafe._errors import (
     RendezvousTimeoutError,
     describes,
 )
+from ddpsafe._host import list_interfaces
 from ddpsafe._job.endpoint import NO_ANSWER_WARNING_S, STORE_CALL, JobEndpoint
 from ddpsafe._launcher.nodes.control_channel import Channel, Lost, RefusedError
 from ddpsafe._launcher.nodes.lobby import (
@@ -199,6 +200,12 @@ class NodeRendezvous:
             setup=self._setup,
             node_rank=0 if self.serves else self._config.node_rank,
             launcher=self._launcher,
+            addresses=tuple(
+                address
+                for interface in list_interfaces()
+                if interface.is_candidate
+                for address in interface.addresses
+            ),
         )
 
     def _check(self) -> None:

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from ddpsafe._launcher.diagnosis.rank_readings import RankReading
-    from ddpsafe._wire.messages import Message, Status
+    from ddpsafe._wire.messages import Message, Status, Unanswered
     from ddpsafe._wire.rank_pipe import Progress
     from ddpsafe._wire.spec import RankSpec
 
@@ -183,6 +183,7 @@ class RankState:
         is_finishing: Whether all that still runs in it is the script's own.
         has_threads: Whether threads of the script may be part of that, or only exit functions.
         living_threads: Its last answer to `ask_threads`.
+        unanswered: Its connections without a reply from the other host, while it makes no step.
         checkpoint_folders: Its checkpoint folders, which the ranks of all nodes have to see.
         stop: The state of a request to stop.
         idle_s: For how long all ranks of its node have been idle, if another launcher reports that.
@@ -211,6 +212,7 @@ class RankState:
         self.native: NativeError | None = None
         self.is_finishing, self.has_threads = False, True
         self.living_threads: LivingThreads | None = None
+        self.unanswered: tuple[Unanswered, ...] = ()
         self.checkpoint_folders: set[str] = set()
         self.stop = StopState(send)
 
@@ -532,6 +534,7 @@ class RankProcess(RankState):
             position=self.position,
             progress=self.progress(),
             began_ns=self.began_ns,
+            unanswered=self.unanswered,
             exited_at="" if self.returned is None else self.returned.exited_at,
         )
         if self.reading is not None:

@@ -659,6 +659,15 @@ class LiveWatch:
             self._was_slow = is_slow
             return
         processes = {process.rank: process for process in self._processes}
+        without_reply = {
+            (outcome.rank, connection.peer)
+            for outcome in outcomes.values()
+            for connection in outcome.unanswered
+        }
+        network = "".join(
+            f"; what rank {rank} sends to {peer} is not answered: the network, or that host, is down"
+            for rank, peer in sorted(without_reply)[:_SHOWN_PLACES]
+        )
 
         def place_of(outcome: RankOutcome) -> str:
             place = _place_of(outcome)
@@ -674,7 +683,7 @@ class LiveWatch:
             self._warn_all(
                 f"no rank has made a step for {now_s - self._last_progress_s:.0f} s, and the ranks "
                 f"differ in a collective: {'; '.join(call_lines(calls))}; rank {cause.root.rank} is "
-                f"{place_of(cause.root)}"
+                f"{place_of(cause.root)}{network}"
             )
             return
         longest = f" (longest step so far: {self.longest_s:.1f} s)" if self.longest_s else ""
@@ -688,7 +697,7 @@ class LiveWatch:
             have = "has" if len(waiting) == 1 else "have"
             self._warn_all(
                 f"{ranks_text(waiting)} {have} waited {waited_s:.0f} s for rank {cause.root.rank} in "
-                f"{goal}{longest}; rank {cause.root.rank} is {place_of(cause.root)}"
+                f"{goal}{longest}; rank {cause.root.rank} is {place_of(cause.root)}{network}"
             )
             return
         places: dict[str, list[int]] = {}
@@ -700,7 +709,8 @@ class LiveWatch:
             for place, ranks in list(places.items())[:_SHOWN_PLACES]
         )
         self._warn_all(
-            f"no rank has made a step for {now_s - self._last_progress_s:.0f} s{longest}{idle}; {where}"
+            f"no rank has made a step for {now_s - self._last_progress_s:.0f} s{longest}{idle}; "
+            f"{where}{network}"
         )
 
     def _warn_all(self, text: str) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ddpsafe._host import ProcessStat, read_stat
 from ddpsafe._launcher.diagnosis.rank_readings import is_alone_in_job
+from ddpsafe._launcher.watch.unanswered import read_unanswered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.processes.rank_process import RankProcess
 
 _SAMPLE_S: Final = 5.0
+_CONNECTIONS_S: Final = 1.0
+# A rank whose timeout ends its wait closes its connections before its launcher knows of it.
+_KEPT_S: Final = 3.0
 # A thread that polls a lock 20 times a second uses less.
 _CPU_SHARE: Final = 0.05
 _IO_BYTES: Final = 4_096
@@ -177,7 +181,7 @@ def _usage_of(rank: int, family: Sequence[int], stats: Mapping[int, ProcessStat]
 
 
 class IdleWatch:
-    """Measures for how long all ranks of this host have been idle.
+    """Measures for how long all ranks of this host have been idle, and finds their unanswered connections.
 
     Args:
         processes: The ranks.
@@ -202,6 +206,7 @@ class IdleWatch:
         self._since_s: float | None = None
         self._progress: object = None
         self._progress_s = 0.0
+        self._connections_s = self._unanswered_s = 0.0
 
     def idle_s(self) -> float:
         """Return for how long all ranks had been idle at the last sample; 0 if one was not, or may not."""
@@ -226,7 +231,17 @@ class IdleWatch:
             self._progress, self._progress_s = progress, now_s
         if now_s - self._progress_s < self._sample_s:
             self._since_s, self._last, self._last_s = None, {}, 0.0
+            for rank in self._processes:
+                rank.unanswered = ()
             return False
+        if now_s - self._connections_s >= _CONNECTIONS_S:
+            self._connections_s = now_s
+            found = read_unanswered(rank.pid for rank in self._processes if rank.pid is not None)
+            for rank in self._processes:
+                if connections := found.get(rank.pid or 0):
+                    rank.unanswered, self._unanswered_s = connections, now_s
+                elif now_s - self._unanswered_s > _KEPT_S and rank.raised is None:
+                    rank.unanswered = ()
         if not is_running and now_s - self._last_s >= self._sample_s:
             self._take_sample(now_s)
         return True
