@@ -179,8 +179,8 @@ def stand_in_nodes(
     from multiprocessing.connection import wait
 
     from ddpsafe._clock import Deadline
+    from ddpsafe._job.channel import Channel, Hello
     from ddpsafe._launcher.nodes import node_messages
-    from ddpsafe._launcher.nodes.control_channel import Channel
     from ddpsafe._launcher.processes.rank_process import Activity
     from ddpsafe._wire.messages import Entered
     from ddpsafe._wire.rank_pipe import Progress
@@ -191,8 +191,9 @@ def stand_in_nodes(
             ("127.0.0.1", port),
             secret=b"secret",
             scope="round",
+            codec=node_messages.CODEC,
             node=node,
-            hello=lambda: node_messages.Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
+            hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
             deadline=Deadline.after(timedelta(seconds=30)),
         )
         for rank in range(node * RANKS, (node + 1) * RANKS):
@@ -260,13 +261,15 @@ def coordinate_stand_ins(nnodes: int, watched_s: float) -> dict[str, float]:
     from ddpsafe._clock import Deadline
     from ddpsafe._config import Timeouts
     from ddpsafe._errors import Explanation, RankKilledError
+    from ddpsafe._job.channel import Channel
     from ddpsafe._launcher.nodes import node_messages
-    from ddpsafe._launcher.nodes.control_channel import Channel
     from ddpsafe._launcher.nodes.node_zero import OtherNodes
     from ddpsafe._launcher.watch.signals import open_inbox
     from ddpsafe._launcher.watch.supervisor import AttemptWatch
 
-    listening = Channel.listen("127.0.0.1", secret=b"secret", scope="round", nnodes=nnodes)
+    listening = Channel.listen(
+        "127.0.0.1", secret=b"secret", scope="round", codec=node_messages.CODEC, nnodes=nnodes
+    )
     nodes = tuple(
         node_messages.NodeFacts(
             hostname=f"h{node}", pid=node, address="127.0.0.1", nproc=RANKS, settings={}

@@ -20,10 +20,10 @@ from nodes_kit import parts_of
 from ddpsafe import PreflightError, RankKilledError
 from ddpsafe._clock import Deadline
 from ddpsafe._config import LaunchConfig
+from ddpsafe._job.channel import Channel, Hello
 from ddpsafe._launcher.diagnosis import attempt_error
-from ddpsafe._launcher.nodes.control_channel import Channel
 from ddpsafe._launcher.nodes.node_messages import (
-    Hello,
+    CODEC,
     NodeFacts,
     RankEnded,
     RoundPlan,
@@ -107,11 +107,12 @@ def ends() -> Iterator[Ends]:
     }
     plan = make_plan(LaunchConfig.resolve(backend="gloo", **asked), style="launch")
     with open_inbox() as inbox:
-        node_0 = Channel.listen("127.0.0.1", secret=b"secret", scope="round", nnodes=2)
+        node_0 = Channel.listen("127.0.0.1", secret=b"secret", scope="round", codec=CODEC, nnodes=2)
         node_1 = Channel.dial(
             ("127.0.0.1", node_0.port),
             secret=b"secret",
             scope="round",
+            codec=CODEC,
             node=1,
             hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
             deadline=Deadline.after(timedelta(seconds=20)),

@@ -25,16 +25,26 @@ from scripts import wait_until
 from ddpsafe._clock import Deadline
 from ddpsafe._config import LaunchConfig
 from ddpsafe._errors import STARTUP_KINDS, NodeLostError, PreflightError
-from ddpsafe._launcher.nodes import node_messages, other_node
-from ddpsafe._launcher.nodes.control_channel import _MAX_UNANSWERED_BEATS, Channel, Lost
-from ddpsafe._launcher.nodes.node_messages import (
+from ddpsafe._job.channel import (
+    _MAX_UNANSWERED_BEATS,
     Alive,
+    Channel,
     ClockComparison,
+    ClockOffset,
     Hello,
+    Lost,
+    from_json,
+    to_json,
+)
+from ddpsafe._launcher.nodes import node_messages, other_node
+from ddpsafe._launcher.nodes.node_messages import (
+    CODEC,
     Leave,
     NodeFacts,
     RoundPlan,
     SignalReceived,
+    shift,
+    shift_position,
 )
 from ddpsafe._launcher.nodes.node_zero import OtherNodes
 from ddpsafe._launcher.nodes.other_node import Participant
@@ -49,7 +59,7 @@ if TYPE_CHECKING:
 
 CLASSES = [
     value
-    for value in vars(node_messages).values()
+    for value in (*vars(node_messages).values(), Hello, Alive)
     if isinstance(value, type) and dataclasses.is_dataclass(value)
 ]
 
@@ -64,10 +74,10 @@ def test_every_message_can_be_read(cls: Any) -> None:
 
 def test_arrivals_at_collectives_are_shown_in_this_hosts_time() -> None:
     """Otherwise a node whose clock is behind appears to have been kept waiting by the others."""
-    offset = node_messages.ClockOffset(wall_ns=500)
+    offset = ClockOffset(wall_ns=500)
     position = Position(collectives=(), arrivals=((1, 1000), (2, 2000)))
-    assert offset.shift_position(position).arrivals == ((1, 1500), (2, 2500))
-    answer = offset.shift(Whereabouts(position=position))
+    assert shift_position(position, offset).arrivals == ((1, 1500), (2, 2500))
+    answer = shift(Whereabouts(position=position), offset)
     assert isinstance(answer, Whereabouts)
     assert answer.position.arrivals == ((1, 1500), (2, 2500))
 
@@ -144,10 +154,8 @@ def test_whatever_ends_a_launcher_can_be_sent_to_the_other_nodes(
     assert "node 1 ('h1') could not go on\nTraceback (most recent call last):" in caplog.text
     assert "raise exc" in caplog.text
     result = node_messages.round_result_of(error, is_final=True, failed_node=1)
-    text = json.dumps(node_messages.to_json(result))
-    told = node_messages.error_of(
-        node_messages.from_json(node_messages.RoundResult, json.loads(text))
-    )
+    text = json.dumps(to_json(result))
+    told = node_messages.error_of(from_json(node_messages.RoundResult, json.loads(text)))
     assert isinstance(told, PreflightError)
     assert told.kind == kind
     assert words in str(told)
@@ -168,7 +176,7 @@ with open_inbox() as inbox:
     rendezvous.NodeRendezvous(config, inbox)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
     error = node_messages.as_error(OSError(errno.EMFILE, "x"), "h0", "could not", phase="start")
-    print(node_messages.pack(node_messages.round_result_of(error)).decode())
+    print(node_messages.CODEC.pack(node_messages.round_result_of(error)).decode())
 """
 
 
@@ -229,7 +237,7 @@ LOST: Final = Lost(how="ended", why="its launcher has ended", seen_ns=1)
 @pytest.fixture
 def channel() -> Iterator[Channel]:
     """Open node 0's end without any other node."""
-    listening = Channel.listen(HERE, secret=b"secret", scope="round", nnodes=3)
+    listening = Channel.listen(HERE, secret=b"secret", scope="round", codec=CODEC, nnodes=3)
     yield listening
     listening.close()
 
@@ -248,6 +256,7 @@ def node(channel: Channel) -> Iterator[Channel]:
         (HERE, channel.port),
         secret=b"secret",
         scope="round",
+        codec=CODEC,
         node=1,
         hello=lambda: Hello(mono_ns=1, wall_ns=1),
         deadline=Deadline.after(timedelta(seconds=10)),

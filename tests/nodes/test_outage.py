@@ -14,8 +14,8 @@ from cut_wire import HERE, Wire
 from scripts import wait_until
 
 from ddpsafe._clock import Deadline
-from ddpsafe._launcher.nodes.control_channel import Away, Back, Channel, Lost
-from ddpsafe._launcher.nodes.node_messages import Hello, RankRequest
+from ddpsafe._job.channel import Away, Back, Channel, Hello, Lost
+from ddpsafe._launcher.nodes.node_messages import CODEC, RankRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,9 @@ NODE_LOSS: Final = timedelta(minutes=2)
 @pytest.fixture
 def channel() -> Iterator[Channel]:
     """Open node 0's end."""
-    listening = Channel.listen(HERE, secret=b"secret", scope="round", nnodes=2, node_loss=NODE_LOSS)
+    listening = Channel.listen(
+        HERE, secret=b"secret", scope="round", codec=CODEC, nnodes=2, node_loss=NODE_LOSS
+    )
     yield listening
     listening.close()
 
@@ -46,6 +48,7 @@ def dial(wire: Wire, node_loss: timedelta = NODE_LOSS) -> Channel:
         (HERE, wire.port),
         secret=b"secret",
         scope="round",
+        codec=CODEC,
         node=1,
         hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
         deadline=Deadline.after(timedelta(seconds=10)),

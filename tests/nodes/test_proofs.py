@@ -15,13 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 from random_jobs import Job, random_job
 
-from ddpsafe._launcher.nodes.node_messages import (
-    ClockOffset,
-    NodeFacts,
-    NodeProgress,
-    RankRequest,
-    RoundPlan,
-)
+from ddpsafe._job.channel import ClockOffset
+from ddpsafe._launcher.nodes.node_messages import NodeFacts, NodeProgress, RankRequest, RoundPlan
 from ddpsafe._launcher.nodes.node_zero import RemoteRank, world_of
 from ddpsafe._launcher.processes.rank_process import Activity
 from ddpsafe._launcher.watch.deadlock_watch import DeadlockWatch, LiveSettings

@@ -25,12 +25,13 @@ from ddpsafe._errors import (
     RendezvousTimeoutError,
     describes,
 )
-from ddpsafe._launcher.nodes.control_channel import Channel
+from ddpsafe._job.channel import Channel, Hello
 from ddpsafe._launcher.nodes.lobby import Lobby, Membership
 from ddpsafe._launcher.nodes.node_messages import (
-    Hello,
+    CODEC,
     Joining,
     NodeFacts,
+    NodeMessage,
     Objection,
     Ready,
     RoundPlan,
@@ -85,7 +86,9 @@ class Job:
             preflight="full",
             rendezvous={"endpoint": "h0:29400"},
         )
-        self.channel = Channel[str].listen(HERE, secret=SECRET, scope="job", nnodes=3)
+        self.channel = Channel[str, NodeMessage].listen(
+            HERE, secret=SECRET, scope="job", codec=CODEC, nnodes=3
+        )
         self.rendezvous: Any = NodeRendezvous(config, self.inbox)
         self.rendezvous.endpoint.serves = True
         self.rendezvous.endpoint.store_below = lambda _: None
@@ -115,6 +118,7 @@ class Job:
             (HERE, self.channel.port),
             secret=SECRET,
             scope="job",
+            codec=CODEC,
             node=node.launcher,
             hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
             deadline=Deadline.after(timedelta(seconds=20)),

@@ -19,21 +19,17 @@ from nodes_kit import Case, finish_job, start_job
 
 from ddpsafe._clock import Deadline
 from ddpsafe._host import open_tcp_store
+from ddpsafe._job.channel import Alive, Channel, GarbledError, Hello, Lost, RefusedError
 from ddpsafe._job.secret import Signer
-from ddpsafe._launcher.nodes.control_channel import Channel, Lost, RefusedError
 from ddpsafe._launcher.nodes.node_messages import (
-    Alive,
-    GarbledError,
-    Hello,
+    CODEC,
     Leave,
     NodeFacts,
     RankReport,
     error_of,
-    pack,
     rank_report,
     read_rank_report,
     round_result_of,
-    unpack,
 )
 from ddpsafe._launcher.nodes.torchs_rendezvous import make_signed_backend
 from ddpsafe._wire.messages import Position, Raised, Returned
@@ -61,7 +57,7 @@ class Evil:
 @pytest.fixture
 def channel() -> Iterator[Channel]:
     """Open node 0's end for three nodes."""
-    listening = Channel.listen("127.0.0.1", secret=b"secret", scope="round", nnodes=3)
+    listening = Channel.listen("127.0.0.1", secret=b"secret", scope="round", codec=CODEC, nnodes=3)
     yield listening
     listening.close()
 
@@ -72,6 +68,7 @@ def dial(channel: Channel, *, node: int = 1, secret: bytes = b"secret") -> Chann
         ("127.0.0.1", channel.port),
         secret=secret,
         scope="round",
+        codec=CODEC,
         node=node,
         hello=lambda: HELLO,
         deadline=Deadline.after(timedelta(seconds=5)),
@@ -189,10 +186,10 @@ def test_a_flood_drops_no_node_that_is_slow_to_greet(channel: Channel) -> None:
 OUT_OF_DESCRIPTORS: Final = """
 import os, resource, socket, time
 from ddpsafe._launcher.nodes import node_messages
-from ddpsafe._launcher.nodes.control_channel import Channel
+from ddpsafe._job.channel import Channel
 
 node_messages.prepare()
-channel, client = Channel.listen("127.0.0.1", secret=b"x", scope="x", nnodes=2), socket.socket()
+channel, client = Channel.listen("127.0.0.1", secret=b"x", scope="x", codec=node_messages.CODEC, nnodes=2), socket.socket()
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 taken = []
 try:
@@ -230,7 +227,7 @@ def test_a_launcher_without_descriptors_waits_without_using_cpu() -> None:
 def test_garbage_is_not_a_message(line: bytes) -> None:
     """Every line is either one of the messages or refused with one exception."""
     with pytest.raises(GarbledError):
-        unpack(line)
+        CODEC.unpack(line)
 
 
 def test_no_pickle_of_a_rank_crosses_the_network() -> None:
@@ -248,9 +245,9 @@ def test_no_pickle_of_a_rank_crosses_the_network() -> None:
         at_ns=5,
     )
     for message in (returned, raised):
-        line = pack(rank_report(3, message))
+        line = CODEC.pack(rank_report(3, message))
         assert b"a pickle" not in line
-        report = unpack(line.rstrip(b"\n"))
+        report = CODEC.unpack(line.rstrip(b"\n"))
         assert isinstance(report, RankReport)
         read = read_rank_report(report)
         assert isinstance(read, (Returned, Raised))
@@ -331,7 +328,7 @@ def test_an_error_is_the_same_on_the_node_that_receives_it() -> None:
         attempt=2,
         attempts=3,
     )
-    copy = error_of(unpack(pack(round_result_of(error))))  # type: ignore[arg-type]  # a result
+    copy = error_of(CODEC.unpack(CODEC.pack(round_result_of(error))))  # type: ignore[arg-type]  # a result
     assert type(copy) is type(error)
     assert str(copy) == str(error)
     assert isinstance(copy, ddpsafe.RankKilledError)
@@ -340,7 +337,7 @@ def test_an_error_is_the_same_on_the_node_that_receives_it() -> None:
 
 def test_facts_of_a_node_survive_serialization() -> None:
     """A node introduces itself in JSON."""
-    from ddpsafe._launcher.nodes.node_messages import from_json, to_json
+    from ddpsafe._job.channel import from_json, to_json
 
     facts = NodeFacts(hostname="h", pid=1, address="10.0.0.1", nproc=2, settings={"a": "b"})
     assert from_json(NodeFacts, json.loads(json.dumps(to_json(facts)))) == facts

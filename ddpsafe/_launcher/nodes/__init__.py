@@ -4,7 +4,6 @@ Node 0, the coordinator, serves the endpoint and watches the ranks of all nodes.
 relays what its ranks report, and follows node 0's decisions. Each module imports only those before it::
 
     node_messages    the messages between nodes, as JSON
-    control_channel  both ends of the TCP connection between each participant and node 0
     links            a broken link between two nodes, by what their ranks report
     lobby            who is there, who cannot take part, and what node 0 decides, outside of attempts
     torchs_rendezvous  the signed state of TorchElastic's rendezvous, by its private names

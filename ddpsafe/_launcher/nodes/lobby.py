@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import ConfigError, Explanation
-from ddpsafe._launcher.nodes.control_channel import Away, Back, Lost
+from ddpsafe._job.channel import Away, Back, Lost
 from ddpsafe._launcher.nodes.node_messages import (
     FolderCheck,
     FoldersSeen,
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from ddpsafe._clock import Deadline
     from ddpsafe._errors import DDPSafeError
-    from ddpsafe._launcher.nodes.control_channel import Channel, Event
-    from ddpsafe._launcher.nodes.node_messages import ClockOffset, NodeMessage
+    from ddpsafe._job.channel import Channel, ClockOffset, Event
+    from ddpsafe._launcher.nodes.node_messages import NodeMessage
 
 logger = get_logger(__name__)
 
@@ -63,7 +63,7 @@ class Lobby:
 
     def __init__(
         self,
-        channel: Channel[str],
+        channel: Channel[str, NodeMessage],
         own: NodeFacts,
         forget: Callable[[NodeFacts], None],
         check: Callable[[], None],
@@ -73,7 +73,7 @@ class Lobby:
         self._own, self._forget, self._check = own, forget, check
         self._round_id = ""
         self._running: RunsWithout | None = None
-        self._early: list[tuple[str, Event]] = []
+        self._early: list[tuple[str, Event[NodeMessage]]] = []
         self.nodes: dict[str, NodeFacts] = {}
         self.settled: set[str] = set()
         self.seen: dict[str, FoldersSeen] = {}
@@ -109,7 +109,7 @@ class Lobby:
         for launcher, event in self.channel.events():
             self.take(launcher, event)
 
-    def take(self, launcher: str, event: Event) -> None:
+    def take(self, launcher: str, event: Event[NodeMessage]) -> None:
         """Take in what a launcher outside of an attempt has sent."""
         if isinstance(event, Joining):
             self._admit(launcher, event.node)
@@ -231,7 +231,7 @@ class RoundChannel:
         """Return a descriptor that is readable when there are events, other than those of routine."""
         return self._channel.fileno()
 
-    def events(self) -> Iterator[tuple[int, Event]]:
+    def events(self) -> Iterator[tuple[int, Event[NodeMessage]]]:
         """Yield what has arrived from the nodes of the round since the last call."""
         for launcher, event in self._channel.events():
             node = self._ranks.get(launcher)
@@ -283,7 +283,7 @@ class Membership:
         lost: How the connection to node 0 has ended.
     """
 
-    def __init__(self, channel: Channel[int], node_0: NodeFacts) -> None:
+    def __init__(self, channel: Channel[int, NodeMessage], node_0: NodeFacts) -> None:
         """Know nothing yet."""
         self.channel, self.node_0 = channel, node_0
         self.running: RunsWithout | None = None

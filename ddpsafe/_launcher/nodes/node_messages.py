@@ -5,17 +5,12 @@ from __future__ import annotations
 import bisect
 import errno
 import itertools
-import json
-import math
 import signal
-import time
 import traceback
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args
-
-from pydantic import TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from ddpsafe._errors import (
     ConfigError,
@@ -29,6 +24,7 @@ from ddpsafe._errors import (
     from_plain,
     to_plain,
 )
+from ddpsafe._job.channel import Codec, GarbledError, from_json, to_json
 from ddpsafe._launcher.processes.rank_process import Activity  # noqa: TC001 - read by pydantic
 from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._logging import get_logger
@@ -54,18 +50,14 @@ from ddpsafe._wire.messages import (
 from ddpsafe._wire.rank_pipe import Progress  # noqa: TC001 - read by pydantic
 
 if TYPE_CHECKING:
+    from ddpsafe._job.channel import ClockOffset
     from ddpsafe._wire.messages import Message
 
-T = TypeVar("T")
 logger = get_logger(__name__)
 
 
 _MAX_REPORTS_PER_S: Final = 128
 """Reports of progress that node 0 reads: with more nodes, each of them reports less often."""
-
-
-class GarbledError(ValueError):
-    """Something arrived that is not a message of ddpsafe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,19 +228,6 @@ class FoldersSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """The first message of a participant: its clocks, to compare times of different hosts.
-
-    Attributes:
-        mono_ns: Its monotonic clock.
-        wall_ns: Its wall clock.
-    """
-
-    mono_ns: int
-    wall_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
     """A message of a rank, relayed by its launcher.
 
@@ -391,30 +370,6 @@ class RankRequest:
 
     rank: int
     request: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alive:
-    """The launcher runs. Two of these, one in each direction, compare the clocks of two hosts.
-
-    Attributes:
-        sent_ns: The sender's monotonic clock.
-        epoch_ns: Its wall clock minus its monotonic one.
-        heard_sent_ns: `sent_ns` of the last one that the sender has received; 0 before the first.
-        heard_at_ns: When that one arrived, on the sender's monotonic clock.
-        received: How many messages have arrived at the sender, apart from those of routine.
-    """
-
-    sent_ns: int
-    epoch_ns: int
-    heard_sent_ns: int = 0
-    heard_at_ns: int = 0
-    received: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goodbye:
-    """The launcher leaves the channel; the end of the connection that follows is not a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -575,8 +530,7 @@ def error_of(result: RoundResult, **local: object) -> DDPSafeError | Interrupted
 
 
 NodeMessage: TypeAlias = (
-    Hello
-    | Joining
+    Joining
     | Objection
     | FolderCheck
     | FoldersSeen
@@ -594,8 +548,6 @@ NodeMessage: TypeAlias = (
     | SignalReceived
     | RanksEnded
     | RankRequest
-    | Alive
-    | Goodbye
     | Collect
     | Continue
     | Leave
@@ -603,7 +555,9 @@ NodeMessage: TypeAlias = (
     | RoundResult
 )
 
-_NODE_MESSAGES: Final[dict[str, Any]] = {cls.__name__: cls for cls in get_args(NodeMessage)}
+CODEC: Final[Codec[NodeMessage]] = Codec(*get_args(NodeMessage), routine=(NodeProgress,))
+"""What node 0 and the others say on their channel."""
+
 _RANK_MESSAGES: Final[dict[str, Any]] = {
     cls.__name__: cls
     for cls in (
@@ -623,60 +577,10 @@ _RANK_MESSAGES: Final[dict[str, Any]] = {
     )
 }
 
-_adapters: dict[Any, TypeAdapter[Any]] = {}
-
-
-def _adapter(cls: Any) -> TypeAdapter[Any]:
-    """Return the adapter that reads and writes a class; it is kept, as making it takes milliseconds."""
-    if cls not in _adapters:
-        _adapters[cls] = TypeAdapter(cls)
-    return _adapters[cls]
-
 
 def prepare() -> None:
     """Make all adapters now: pydantic imports modules for it, which fails once descriptors run out."""
-    for cls in (*_NODE_MESSAGES.values(), *_RANK_MESSAGES.values(), ControlAddress):
-        _adapter(cls)
-
-
-def to_json(value: object) -> Any:
-    """Return a dataclass as plain JSON values, without those that are the default anyway."""
-    return _adapter(type(value)).dump_python(value, mode="json", exclude_defaults=True)
-
-
-def from_json(cls: type[T], value: object) -> T:
-    """Return the dataclass that plain JSON values describe.
-
-    Raises:
-        GarbledError: They do not fit the class.
-    """
-    try:
-        read: T = _adapter(cls).validate_python(value)
-    except (ValidationError, RecursionError) as exc:
-        msg = f"not a {cls.__name__}"
-        raise GarbledError(msg) from exc
-    return read
-
-
-def pack(message: NodeMessage) -> bytes:
-    """Return a message as one line."""
-    return json.dumps([type(message).__name__, to_json(message)]).encode() + b"\n"
-
-
-def unpack(line: bytes) -> NodeMessage:
-    """Return the message that one line holds.
-
-    Raises:
-        GarbledError: The line is not a message.
-    """
-    try:
-        name, body = json.loads(line)
-        cls = _NODE_MESSAGES[name]
-    except (ValueError, TypeError, KeyError, RecursionError) as exc:
-        msg = "not a message"
-        raise GarbledError(msg) from exc
-    message: NodeMessage = from_json(cls, body)
-    return message
+    CODEC.prepare(*_RANK_MESSAGES.values(), ControlAddress)
 
 
 def rank_report(rank: int, message: Message) -> RankReport:
@@ -701,107 +605,41 @@ def read_rank_report(report: RankReport) -> Message:
     return message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClockOffset:
-    """What to add to the times of another host to convert them to this host's clocks.
-
-    Attributes:
-        mono_ns: For its monotonic clock.
-        wall_ns: For its wall clock.
-    """
-
-    mono_ns: int = 0
-    wall_ns: int = 0
-
-    def shift(self, message: Message) -> Message:
-        """Return a rank's message with its times on this host's clocks."""
-        if isinstance(message, Raised):
-            return replace(
-                message,
-                at_ns=message.at_ns + self.mono_ns,
-                wall_ns=message.wall_ns + self.wall_ns if message.wall_ns else 0,
-                position=self.shift_position(message.position),
-            )
-        if isinstance(message, Returned):
-            return replace(message, position=self.shift_position(message.position))
-        if isinstance(message, Whereabouts):
-            return replace(message, position=self.shift_position(message.position))
-        return self.shift_position(message) if isinstance(message, Position) else message
-
-    def shift_position(self, position: Position) -> Position:
-        """Return a position with its times on this host's clocks."""
-        entered = [
-            replace(each, entered_ns=each.entered_ns + self.wall_ns if each.entered_ns else 0)
-            for each in position.collectives
-        ]
-        arrivals = tuple((number, at_ns + self.wall_ns) for number, at_ns in position.arrivals)
-        return replace(position, collectives=tuple(entered), arrivals=arrivals)
-
-    def shift_outcome(self, outcome: RankOutcome) -> RankOutcome:
-        """Return an outcome with its times on this host's clocks."""
-        raised = None if outcome.raised is None else self.shift(outcome.raised)
-        ended_ns = None if outcome.ended_ns is None else outcome.ended_ns + self.mono_ns
-        at = None if outcome.position is None else self.shift_position(outcome.position)
-        progress = self.shift_progress(outcome.progress)
-        return replace(outcome, raised=raised, ended_ns=ended_ns, position=at, progress=progress)  # type: ignore[arg-type]
-
-    def shift_progress(self, progress: Progress) -> Progress:
-        """Return the progress of a rank, with its time on this host's clock."""
-        if not progress.last_ns:
-            return progress
-        return replace(progress, last_ns=progress.last_ns + self.mono_ns)
-
-
-_SAMPLES: Final = 60
-"""A minute of beats: in an hour, two clocks may drift apart by a third of a second."""
-
-
-class ClockComparison:
-    """Compares this host's clocks with those of another one, as NTP does (RFC 5905, section 8).
-
-    The difference is least certain by half a round trip, so that of the shortest round trip counts.
-    """
-
-    def __init__(self) -> None:
-        """Know nothing yet: the clocks count as equal."""
-        self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)
-        self._epochs_ns = 0
-        self.heard_sent_ns, self.heard_at_ns = 0, 0
-
-    def note_hello(self, hello: Hello, at_ns: int) -> None:
-        """Take in the first message, which has made one way only; `at_ns` is when it arrived here."""
-        self._note(math.inf, at_ns - hello.mono_ns, hello.wall_ns - hello.mono_ns)
-
-    def note_alive(self, alive: Alive, at_ns: int) -> None:
-        """Take in a beat and when it arrived here."""
-        self.heard_sent_ns, self.heard_at_ns = alive.sent_ns, at_ns
-        if alive.heard_sent_ns:
-            there_ns = alive.sent_ns - alive.heard_at_ns
-            round_trip_ns = at_ns - alive.heard_sent_ns - there_ns
-            ahead_ns = (alive.heard_sent_ns - alive.heard_at_ns + at_ns - alive.sent_ns) // 2
-            if round_trip_ns >= 0:
-                self._note(round_trip_ns, ahead_ns, alive.epoch_ns)
-
-    def answer(self) -> Alive:
-        """Return the next beat to send."""
-        return Alive(
-            sent_ns=time.monotonic_ns(),
-            epoch_ns=_epoch_ns(),
-            heard_sent_ns=self.heard_sent_ns,
-            heard_at_ns=self.heard_at_ns,
+def shift(message: Message, offset: ClockOffset) -> Message:
+    """Return a rank's message with its times on this host's clocks."""
+    if isinstance(message, Raised):
+        return replace(
+            message,
+            at_ns=message.at_ns + offset.mono_ns,
+            wall_ns=message.wall_ns + offset.wall_ns if message.wall_ns else 0,
+            position=shift_position(message.position, offset),
         )
-
-    def offset(self) -> ClockOffset:
-        """Return what to add to the other host's times."""
-        if not self._samples:
-            return ClockOffset()
-        ahead_ns = min(self._samples)[1]
-        return ClockOffset(mono_ns=ahead_ns, wall_ns=ahead_ns + self._epochs_ns)
-
-    def _note(self, round_trip_ns: float, ahead_ns: int, epoch_ns: int) -> None:
-        self._samples.append((round_trip_ns, ahead_ns))
-        self._epochs_ns = _epoch_ns() - epoch_ns
+    if isinstance(message, (Returned, Whereabouts)):
+        return replace(message, position=shift_position(message.position, offset))
+    return shift_position(message, offset) if isinstance(message, Position) else message
 
 
-def _epoch_ns() -> int:
-    return time.time_ns() - time.monotonic_ns()
+def shift_position(position: Position, offset: ClockOffset) -> Position:
+    """Return a position with its times on this host's clocks."""
+    entered = [
+        replace(call, entered_ns=call.entered_ns + offset.wall_ns if call.entered_ns else 0)
+        for call in position.collectives
+    ]
+    arrivals = tuple((number, at_ns + offset.wall_ns) for number, at_ns in position.arrivals)
+    return replace(position, collectives=tuple(entered), arrivals=arrivals)
+
+
+def shift_outcome(outcome: RankOutcome, offset: ClockOffset) -> RankOutcome:
+    """Return an outcome with its times on this host's clocks."""
+    raised = None if outcome.raised is None else shift(outcome.raised, offset)
+    ended_ns = None if outcome.ended_ns is None else outcome.ended_ns + offset.mono_ns
+    position = None if outcome.position is None else shift_position(outcome.position, offset)
+    progress = shift_progress(outcome.progress, offset)
+    return replace(outcome, raised=raised, ended_ns=ended_ns, position=position, progress=progress)  # type: ignore[arg-type]
+
+
+def shift_progress(progress: Progress, offset: ClockOffset) -> Progress:
+    """Return the progress of a rank, with its time on this host's clock."""
+    if not progress.last_ns:
+        return progress
+    return replace(progress, last_ns=progress.last_ns + offset.mono_ns)

@@ -21,24 +21,26 @@ from ddpsafe._errors import (
     PreemptedError,
     PreflightError,
 )
-from ddpsafe._launcher.attempt import outcomes_of, run_attempt
-from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
-from ddpsafe._launcher.nodes.control_channel import (
+from ddpsafe._job.channel import (
     BEAT_S,
     LOSS_S,
+    Alive,
     Away,
     Back,
+    ClockOffset,
     EndOfConnection,
+    GarbledError,
+    Goodbye,
+    Hello,
     Lost,
     SilenceWatch,
 )
+from ddpsafe._launcher.attempt import outcomes_of, run_attempt
+from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
 from ddpsafe._launcher.nodes.links import find_broken_link, link_error
 from ddpsafe._launcher.nodes.node_messages import (
-    Alive,
-    ClockOffset,
     Collect,
     Continue,
-    GarbledError,
     Leave,
     NodeFailed,
     NodeOutcomes,
@@ -56,6 +58,9 @@ from ddpsafe._launcher.nodes.node_messages import (
     error_of,
     read_rank_report,
     round_result_of,
+    shift,
+    shift_outcome,
+    shift_progress,
 )
 from ddpsafe._launcher.processes.rank_process import Activity, RankState
 from ddpsafe._launcher.watch.console import note_event
@@ -154,7 +159,7 @@ class RemoteRank(RankState):
 
         What the launcher has relayed before is older: it looks at its ranks after that.
         """
-        self._progress = offset.shift_progress(report.ranks[self.rank])
+        self._progress = shift_progress(report.ranks[self.rank], offset)
         self._activity = report.activity.get(self.rank, Activity())
         self.idle_s = report.idle_s
         self.unanswered = report.unanswered.get(self.rank, ())
@@ -313,7 +318,7 @@ class OtherNodes(Peers):
                     self._take(node, event)
         self._silence.look(self._channel.connected() - self._channel.away())
 
-    def _take(self, node: int, message: NodeMessage) -> None:
+    def _take(self, node: int, message: NodeMessage | Hello | Goodbye) -> None:
         offset = self._channel.offset_of(node)
         if isinstance(message, (RankReport, RankEnded, RankNativeError)):
             if isinstance(message, RankEnded):
@@ -324,7 +329,7 @@ class OtherNodes(Peers):
             for rank in set(self._plan.ranks_of(node)) & message.ranks.keys():
                 self._by_rank[rank].note_report(message, offset)
         elif isinstance(message, NodeOutcomes):
-            shifted = tuple(offset.shift_outcome(each) for each in message.outcomes)
+            shifted = tuple(shift_outcome(each, offset) for each in message.outcomes)
             self.reported[node] = replace(message, outcomes=shifted)
             self._oom_kills[node] = message.oom_kills
             self.retried |= set(message.retried)
@@ -347,7 +352,7 @@ class OtherNodes(Peers):
     ) -> None:
         if isinstance(message, RankReport):
             with contextlib.suppress(GarbledError):  # of a kind that is not handled here
-                rank.take(offset.shift(read_rank_report(message)))
+                rank.take(shift(read_rank_report(message), offset))
         elif isinstance(message, RankEnded):
             rank.exit_code, rank.ended_ns = message.exit_code, message.ended_ns + offset.mono_ns
         else:

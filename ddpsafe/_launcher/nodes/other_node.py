@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import DDPSafeError, LaunchError
+from ddpsafe._job.channel import Away, Back, Lost, SilenceWatch
 from ddpsafe._launcher import attempt
 from ddpsafe._launcher.diagnosis import rank_readings
 from ddpsafe._launcher.diagnosis.attempt_error import (
@@ -24,7 +25,6 @@ from ddpsafe._launcher.diagnosis.attempt_error import (
     original_of,
 )
 from ddpsafe._launcher.diagnosis.root_cause import CONNECTION_KINDS, is_own_fault, kind_of
-from ddpsafe._launcher.nodes.control_channel import Away, Back, Lost, SilenceWatch
 from ddpsafe._launcher.nodes.node_messages import (
     Collect,
     Continue,
@@ -74,9 +74,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ddpsafe._config import RetryPolicy
+    from ddpsafe._job.channel import Channel
     from ddpsafe._launcher.launch_parts import LaunchParts
-    from ddpsafe._launcher.nodes.control_channel import Channel
-    from ddpsafe._launcher.nodes.node_messages import RoundPlan
+    from ddpsafe._launcher.nodes.node_messages import NodeMessage, RoundPlan
     from ddpsafe._launcher.processes.rank_process import RankProcess
     from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._wire.messages import Message, RankOutcome
@@ -134,7 +134,7 @@ class Participant:
         parts: LaunchParts,
         *,
         round_plan: RoundPlan,
-        channel: Channel[int],
+        channel: Channel[int, NodeMessage],
         inbox: SignalInbox,
     ) -> None:
         """Keep the arguments; `run` starts the ranks."""

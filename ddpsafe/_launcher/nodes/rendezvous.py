@@ -28,8 +28,16 @@ from ddpsafe._errors import (
     describes,
 )
 from ddpsafe._host import list_interfaces
+from ddpsafe._job.channel import (
+    Channel,
+    GarbledError,
+    Hello,
+    Lost,
+    RefusedError,
+    from_json,
+    to_json,
+)
 from ddpsafe._job.endpoint import NO_ANSWER_WARNING_S, STORE_CALL, JobEndpoint
-from ddpsafe._launcher.nodes.control_channel import Channel, Lost, RefusedError
 from ddpsafe._launcher.nodes.lobby import (
     Lobby,
     Membership,
@@ -37,17 +45,15 @@ from ddpsafe._launcher.nodes.lobby import (
     warn_of_differences,
 )
 from ddpsafe._launcher.nodes.node_messages import (
+    CODEC,
     ControlAddress,
-    GarbledError,
-    Hello,
     Joining,
     NodeFacts,
+    NodeMessage,
     Objection,
     error_of,
-    from_json,
     prepare,
     round_result_of,
-    to_json,
 )
 from ddpsafe._launcher.nodes.torchs_rendezvous import make_signed_backend, use_store
 from ddpsafe._launcher.watch.signals import Interrupted
@@ -175,7 +181,7 @@ class NodeRendezvous:
         self.endpoint = JobEndpoint(config, self._check)
         self._may_serve = may_serve
         self._launcher = make_random_id()
-        self._channel: Channel[Any] | None = None
+        self._channel: Channel[Any, NodeMessage] | None = None
         self._handler: Any = None
         self._backend: Any = None
         self._refused_names: set[str] = set()
@@ -243,10 +249,11 @@ class NodeRendezvous:
             if joins:
                 self._become_member()
             return
-        self._channel = channel = Channel[str].listen(
+        self._channel = channel = Channel[str, NodeMessage].listen(
             self.endpoint.address,
             secret=self.endpoint.secret,
             scope=self._launcher,
+            codec=CODEC,
             nnodes=self._config.nnodes,
             node_loss=self._config.timeouts.node_loss,
         )
@@ -281,16 +288,17 @@ class NodeRendezvous:
             time.sleep(pause_s)
         raise self._not_this_job()
 
-    def _dial(self, node_0: NodeFacts, port: int) -> Channel[int]:
+    def _dial(self, node_0: NodeFacts, port: int) -> Channel[int, NodeMessage]:
         limit = self._config.timeouts.rendezvous
         deadline = Deadline.after(limit)
         is_abandoned = threading.Event()
 
-        def dial() -> Channel[int]:
+        def dial() -> Channel[int, NodeMessage]:
             channel = Channel.dial(
                 (node_0.address, port),
                 secret=self.endpoint.secret,
                 scope=node_0.launcher,
+                codec=CODEC,
                 node=self._launcher,
                 hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
                 deadline=deadline,

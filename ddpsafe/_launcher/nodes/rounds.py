@@ -28,8 +28,8 @@ from ddpsafe._errors import (
     RendezvousTimeoutError,
 )
 from ddpsafe._garbage import exempt_from_gc
+from ddpsafe._job.channel import Lost
 from ddpsafe._job.endpoint import rank_store
-from ddpsafe._launcher.nodes.control_channel import Lost
 from ddpsafe._launcher.nodes.node_messages import (
     FolderCheck,
     FoldersSeen,

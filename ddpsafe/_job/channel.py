@@ -1,4 +1,4 @@
-"""The control channel of a job: one TCP connection from each other launcher to node 0.
+"""The channel of a job: one TCP connection from each other node to node 0.
 
 The store does not notice that a launcher has died, and its calls have no deadline once its host has
 vanished. Here the kernel notices: a closed connection within milliseconds, a host without power or
@@ -31,30 +31,21 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeAlias, TypeVar
 
 import tenacity
+from pydantic import TypeAdapter, ValidationError
 
 from ddpsafe._clock import Deadline
-from ddpsafe._launcher.nodes.node_messages import (
-    Alive,
-    ClockComparison,
-    ClockOffset,
-    GarbledError,
-    Goodbye,
-    Hello,
-    NodeMessage,
-    NodeProgress,
-    pack,
-    unpack,
-)
 from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 
+T = TypeVar("T")
 NameT = TypeVar("NameT", bound="int | str")
+MessageT = TypeVar("MessageT")
 logger = get_logger(__name__)
 
 LOSS_S: Final = 3.5
@@ -96,12 +87,186 @@ _TCP_INFO_BYTES: Final = 60
 _LAST_RECEIVED: Final = 52
 """Offset of ``tcpi_last_data_recv`` and ``tcpi_last_ack_recv`` (ms) in ``struct tcp_info``."""
 
-_ROUTINE: Final = (Alive, NodeProgress)
-"""Messages that arrive every second from every node, and wake no watch."""
-
 _SILENCE_S: Final = 15.0
 _OWN_GAP_S: Final = 3.0
 """`SilenceWatch.look` is called every second: after a longer gap, this launcher itself was stopped or starved."""
+
+
+class GarbledError(ValueError):
+    """Something arrived that is not a message of ddpsafe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The first message of a participant: its clocks, to compare times of different hosts.
+
+    Attributes:
+        mono_ns: Its monotonic clock.
+        wall_ns: Its wall clock.
+    """
+
+    mono_ns: int
+    wall_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """The launcher runs. Two of these, one in each direction, compare the clocks of two hosts.
+
+    Attributes:
+        sent_ns: The sender's monotonic clock.
+        epoch_ns: Its wall clock minus its monotonic one.
+        heard_sent_ns: `sent_ns` of the last one that the sender has received; 0 before the first.
+        heard_at_ns: When that one arrived, on the sender's monotonic clock.
+        received: How many messages have arrived at the sender, apart from those of routine.
+    """
+
+    sent_ns: int
+    epoch_ns: int
+    heard_sent_ns: int = 0
+    heard_at_ns: int = 0
+    received: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodbye:
+    """The launcher leaves the channel; the end of the connection that follows is not a failure."""
+
+
+_adapters: dict[Any, TypeAdapter[Any]] = {}
+
+
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    """Return the adapter that reads and writes a class; it is kept, as making it takes milliseconds."""
+    if cls not in _adapters:
+        _adapters[cls] = TypeAdapter(cls)
+    return _adapters[cls]
+
+
+def to_json(value: object) -> Any:
+    """Return a dataclass as plain JSON values, without those that are the default anyway."""
+    return _adapter(type(value)).dump_python(value, mode="json", exclude_defaults=True)
+
+
+def from_json(cls: type[T], value: object) -> T:
+    """Return the dataclass that plain JSON values describe.
+
+    Raises:
+        GarbledError: They do not fit the class.
+    """
+    try:
+        read: T = _adapter(cls).validate_python(value)
+    except (ValidationError, RecursionError) as exc:
+        msg = f"not a {cls.__name__}"
+        raise GarbledError(msg) from exc
+    return read
+
+
+class Codec(Generic[MessageT]):
+    """The messages of a channel, as lines of JSON: the channel's own, and those that its user gives it.
+
+    Args:
+        *messages: Frozen dataclasses.
+        routine: Those among them that arrive every second from every node: they wake no watch, and are
+            not sent again to a node that was away.
+    """
+
+    def __init__(self, *messages: type, routine: tuple[type, ...] = ()) -> None:
+        """Know these messages by the names of their classes."""
+        self._classes = {cls.__name__: cls for cls in (Hello, Alive, Goodbye, *messages)}
+        self.routine = (Alive, *routine)
+
+    def prepare(self, *others: type) -> None:
+        """Make the adapters of all messages, and of other classes, now instead of at their first use."""
+        for cls in (*self._classes.values(), *others):
+            _adapter(cls)
+
+    def pack(self, message: MessageT | Hello | Alive | Goodbye) -> bytes:
+        """Return a message as one line."""
+        return json.dumps([type(message).__name__, to_json(message)]).encode() + b"\n"
+
+    def unpack(self, line: bytes) -> MessageT | Hello | Alive | Goodbye:
+        """Return the message that one line holds.
+
+        Raises:
+            GarbledError: The line is not a message.
+        """
+        try:
+            name, body = json.loads(line)
+            cls = self._classes[name]
+        except (ValueError, TypeError, KeyError, RecursionError) as exc:
+            msg = "not a message"
+            raise GarbledError(msg) from exc
+        message: MessageT | Hello | Alive | Goodbye = from_json(cls, body)
+        return message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockOffset:
+    """What to add to the times of another host to convert them to this host's clocks.
+
+    Attributes:
+        mono_ns: For its monotonic clock.
+        wall_ns: For its wall clock.
+    """
+
+    mono_ns: int = 0
+    wall_ns: int = 0
+
+
+_SAMPLES: Final = 60
+"""A minute of beats: in an hour, two clocks may drift apart by a third of a second."""
+
+
+class ClockComparison:
+    """Compares this host's clocks with those of another one, as NTP does (RFC 5905, section 8).
+
+    The difference is least certain by half a round trip, so that of the shortest round trip counts.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing yet: the clocks count as equal."""
+        self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)
+        self._epochs_ns = 0
+        self.heard_sent_ns, self.heard_at_ns = 0, 0
+
+    def note_hello(self, hello: Hello, at_ns: int) -> None:
+        """Take in the first message, which has made one way only; `at_ns` is when it arrived here."""
+        self._note(math.inf, at_ns - hello.mono_ns, hello.wall_ns - hello.mono_ns)
+
+    def note_alive(self, alive: Alive, at_ns: int) -> None:
+        """Take in a beat and when it arrived here."""
+        self.heard_sent_ns, self.heard_at_ns = alive.sent_ns, at_ns
+        if alive.heard_sent_ns:
+            there_ns = alive.sent_ns - alive.heard_at_ns
+            round_trip_ns = at_ns - alive.heard_sent_ns - there_ns
+            ahead_ns = (alive.heard_sent_ns - alive.heard_at_ns + at_ns - alive.sent_ns) // 2
+            if round_trip_ns >= 0:
+                self._note(round_trip_ns, ahead_ns, alive.epoch_ns)
+
+    def answer(self) -> Alive:
+        """Return the next beat to send."""
+        return Alive(
+            sent_ns=time.monotonic_ns(),
+            epoch_ns=_epoch_ns(),
+            heard_sent_ns=self.heard_sent_ns,
+            heard_at_ns=self.heard_at_ns,
+        )
+
+    def offset(self) -> ClockOffset:
+        """Return what to add to the other host's times."""
+        if not self._samples:
+            return ClockOffset()
+        ahead_ns = min(self._samples)[1]
+        return ClockOffset(mono_ns=ahead_ns, wall_ns=ahead_ns + self._epochs_ns)
+
+    def _note(self, round_trip_ns: float, ahead_ns: int, epoch_ns: int) -> None:
+        self._samples.append((round_trip_ns, ahead_ns))
+        self._epochs_ns = _epoch_ns() - epoch_ns
+
+
+def _epoch_ns() -> int:
+    return time.time_ns() - time.monotonic_ns()
 
 
 class SilenceWatch:
@@ -208,7 +373,7 @@ class Back:
 
 
 if TYPE_CHECKING:
-    Event = NodeMessage | Lost | Away | Back
+    Event: TypeAlias = Lost | Away | Back | Hello | Alive | Goodbye | MessageT
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -271,10 +436,6 @@ class _Peer(Generic[NameT]):
             self.unconfirmed.popleft()
             self.confirmed += 1
 
-    def beat(self) -> bytes:
-        """Return the next beat, which confirms what has arrived."""
-        return pack(replace(self.clocks.answer(), received=self.received))
-
     def away_s(self) -> float:
         """Return how long it has been away, in seconds."""
         return time.monotonic() - self.away_since_s
@@ -286,20 +447,24 @@ def prove(secret: bytes, side: str, scope: str, node: int | str, challenge: str)
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 
-class Channel(Generic[NameT]):
+class Channel(Generic[NameT, MessageT]):
     """One node's end of the control channel; the nodes at the other ends are known by name.
 
     Args:
         secret: The job's.
         scope: What the channel is for: random, so that no greeting is valid for another one.
+        codec: The messages that both ends send.
         node_loss: How long a node may be away before it is lost.
     """
 
-    def __init__(self, secret: bytes, scope: str, node_loss: timedelta) -> None:
+    def __init__(
+        self, secret: bytes, scope: str, codec: Codec[MessageT], node_loss: timedelta
+    ) -> None:
         """Begin without any connection; callers use `listen` or `dial`."""
         self._secret, self._scope = secret, scope
+        self._codec = codec
         self._node_loss_s = node_loss.total_seconds()
-        self._events: deque[tuple[NameT, Event]] = deque()
+        self._events: deque[tuple[NameT, Event[MessageT]]] = deque()
         self._peers: dict[NameT, _Peer[NameT]] = {}
         self._lost_clocks: dict[NameT, ClockComparison] = {}
         self._dial_again: Callable[[_Peer[NameT]], tuple[socket.socket, int]] | None = None
@@ -327,15 +492,16 @@ class Channel(Generic[NameT]):
         *,
         secret: bytes,
         scope: str,
+        codec: Codec[MessageT],
         nnodes: int,
         node_loss: timedelta = timedelta(0),
-    ) -> Channel[NameT]:
+    ) -> Channel[NameT, MessageT]:
         """Open node 0's end, at one address only; about `nnodes` nodes may dial at once.
 
         Raises:
             OSError: No port can be opened there.
         """
-        channel = cls(secret, scope, node_loss)
+        channel = cls(secret, scope, codec, node_loss)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         channel._listening = socket.create_server((address, 0), family=family, backlog=1024)
         channel._listening.settimeout(0)
@@ -351,11 +517,12 @@ class Channel(Generic[NameT]):
         *,
         secret: bytes,
         scope: str,
+        codec: Codec[MessageT],
         node: int | str,
-        hello: Callable[[], NodeMessage],
+        hello: Callable[[], Hello],
         deadline: Deadline,
         node_loss: timedelta = timedelta(0),
-    ) -> Channel[int]:
+    ) -> Channel[int, MessageT]:
         """Open another node's end, to node 0; both sides prove that they know the secret.
 
         Raises:
@@ -367,13 +534,13 @@ class Channel(Generic[NameT]):
             limit_s = max(0.1, min(_CONNECT_S, deadline.remaining_s()))
             connection = socket.create_connection(address, timeout=limit_s)
             try:
-                heard = _greet(connection, secret, scope, node, hello(), peer, deadline)
+                heard = _greet(connection, secret, scope, node, codec.pack(hello()), peer, deadline)
             except BaseException:
                 connection.close()
                 raise
             return connection, heard
 
-        channel: Channel[int] = Channel(secret, scope, node_loss)
+        channel: Channel[int, MessageT] = Channel(secret, scope, codec, node_loss)
         peer = _Peer(node=0, token=secrets.token_hex(16))
         connection, _ = tenacity.Retrying(
             stop=lambda state: state.attempt_number == _DIALS or deadline.expired(),
@@ -397,33 +564,33 @@ class Channel(Generic[NameT]):
         """Return a descriptor that is readable when there are events, other than those of routine."""
         return self._news_read
 
-    def events(self) -> Iterator[tuple[NameT, Event]]:
+    def events(self) -> Iterator[tuple[NameT, Event[MessageT]]]:
         """Yield what has arrived since the last call, each with its node."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._news_read, _CHUNK_BYTES)
         while self._events:
             yield self._events.popleft()
 
-    def put_back(self, events: Iterable[tuple[NameT, Event]]) -> None:
+    def put_back(self, events: Iterable[tuple[NameT, Event[MessageT]]]) -> None:
         """Have events come again, before all others."""
         with self._lock:
             self._events.extendleft(reversed(list(events)))
         with contextlib.suppress(BlockingIOError):
             os.write(self._news_write, b"!")
 
-    def send(self, message: NodeMessage, *, to: NameT | None = None) -> None:
+    def send(self, message: MessageT | Hello | Alive | Goodbye, *, to: NameT | None = None) -> None:
         """Send to a node, or to all of them, without waiting. Messages to a lost node are dropped.
 
         A node that is away gets them when it is back, except for those of routine.
         """
-        data = pack(message)
+        data = self._codec.pack(message)
         with self._lock:
             peers: list[_Peer[NameT] | None] = []
             peers += self._peers.values() if to is None else [self._peers.get(to)]
             for peer in peers:
                 if peer is None:
                     continue
-                if not isinstance(message, _ROUTINE):
+                if not isinstance(message, self._codec.routine):
                     peer.unconfirmed.append(data)
                 if peer.connection is not None:
                     peer.connection.to_send += data
@@ -487,9 +654,9 @@ class Channel(Generic[NameT]):
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"!")
 
-    def _queue_event(self, node: NameT, event: Event) -> None:
+    def _queue_event(self, node: NameT, event: Event[MessageT]) -> None:
         self._events.append((node, event))
-        if isinstance(event, _ROUTINE):
+        if isinstance(event, self._codec.routine):
             return  # node 0 would look at all ranks each time: milliseconds, with 64 nodes
         with contextlib.suppress(BlockingIOError):
             os.write(self._news_write, b"!")
@@ -544,13 +711,19 @@ class Channel(Generic[NameT]):
                 connection = peer.connection
                 if connection is not None and connection.unanswered < _MAX_UNANSWERED_BEATS:
                     connection.unanswered += 1
-                    connection.to_send += peer.beat()
+                    connection.to_send += self._beat(peer)
         self._has_output = True
 
-    def _note(self, peer: _Peer[NameT], message: NodeMessage, at_ns: int) -> None:
+    def _beat(self, peer: _Peer[NameT]) -> bytes:
+        """Return the next beat to a peer, which confirms what has arrived."""
+        return self._codec.pack(replace(peer.clocks.answer(), received=peer.received))
+
+    def _note(
+        self, peer: _Peer[NameT], message: MessageT | Hello | Alive | Goodbye, at_ns: int
+    ) -> None:
         """Note what a message says about the connection, whenever it will be read."""
         with self._lock:
-            if not isinstance(message, (*_ROUTINE, Hello)):
+            if not isinstance(message, (*self._codec.routine, Hello)):
                 peer.received += 1
             if isinstance(message, Hello):
                 peer.clocks.note_hello(message, at_ns)
@@ -562,7 +735,7 @@ class Channel(Generic[NameT]):
                 peer.confirm(message.received)
                 if is_first and peer.connection is not None:
                     # So that the clocks are known before the next beat.
-                    peer.connection.to_send += peer.beat()
+                    peer.connection.to_send += self._beat(peer)
                     self._has_output = True
 
     def _attach(self, peer: _Peer[NameT], connection: socket.socket, received: int) -> None:
@@ -654,7 +827,7 @@ class Channel(Generic[NameT]):
             line = bytes(connection.received[:end])
             del connection.received[: end + 1]
             if connection.peer is not None:
-                message = unpack(line)
+                message = self._codec.unpack(line)
                 self._note(connection.peer, message, at_ns)
                 if not isinstance(message, Goodbye):
                     self._queue_event(connection.peer.node, message)
@@ -692,7 +865,7 @@ class Channel(Generic[NameT]):
             answer = prove(
                 self._secret, "coordinator", self._scope, node, f"{challenge} {peer.received}"
             )
-            connection.to_send += f"{answer} {peer.received}\n".encode() + peer.beat()
+            connection.to_send += f"{answer} {peer.received}\n".encode() + self._beat(peer)
             self._resume(peer, received)
         return True
 
@@ -771,7 +944,7 @@ def _greet(
     secret: bytes,
     scope: str,
     node: int | str,
-    hello: NodeMessage,
+    hello: bytes,
     peer: _Peer[int],
     deadline: Deadline,
 ) -> int:
@@ -803,7 +976,7 @@ def _greet(
             secret, "participant", scope, node, f"{theirs} {peer.received} {peer.token}"
         ),
     }
-    connection.sendall(json.dumps(answer).encode() + b"\n" + pack(hello))
+    connection.sendall(json.dumps(answer).encode() + b"\n" + hello)
     proof, _, heard = _read_line(connection, deadline).partition(" ")
     wanted = prove(secret, "coordinator", scope, node, f"{challenge} {heard}")
     if not hmac.compare_digest(proof.encode(), wanted.encode()) or not heard.isdecimal():
