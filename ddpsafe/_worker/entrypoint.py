@@ -425,7 +425,10 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
             reporter.returned(value, stop_calls=launcher_line.calls.count)
     except BaseException as exc:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are failures
         # Report, flush, exit: no collective, no destroy, no destructor on a failing path.
-        _drop_signal_handlers()
+        try:
+            _drop_signal_handlers()
+        except BaseException:  # noqa: BLE001 - a handler raised before the function could catch that
+            _drop_signal_handlers()
         if reporter.is_rank_process():
             reporter.raised(exc, "final")
             if isinstance(exc, SystemExit) and (threads := find_living_threads().places):
