@@ -349,6 +349,11 @@ class _Server:
             }
             if isinstance(call.fields.get("timeouts"), dict):
                 fields["timeouts"] = {"attempt": call.timeout_s, **call.fields["timeouts"]}
+            # The launch ends by itself in time. Its report may take longer than that on a busy machine, and an
+            # alarm while pytest writes a report ends the whole session.
+            cancel = getattr(self._config.hook, "pytest_timeout_cancel_timer", None)
+            if cancel is not None:
+                cancel(item=item)
             try:
                 launch(run_test, (job,), nproc_per_node=call.nproc, **fields)
             except DDPSafeError as error:
