@@ -56,6 +56,7 @@ class VisibleGpus:
 
     Attributes:
         rank: The rank.
+        node_rank: Its node.
         host: Its host.
         local_rank: Its number on its host.
         local_world_size: Number of ranks on its host.
@@ -64,6 +65,7 @@ class VisibleGpus:
     """
 
     rank: int
+    node_rank: int
     host: str
     local_rank: int
     local_world_size: int
@@ -85,6 +87,7 @@ class VisibleGpus:
                 uuids.append(f"GPU {index} of {shown} on {host}" if uuid is None else f"GPU-{uuid}")
         return cls(
             rank=world.rank,
+            node_rank=world.node_rank,
             host=host,
             local_rank=world.local_rank,
             local_world_size=world.local_world_size,

@@ -6,14 +6,14 @@ import json
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import plain_host, show_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 StartedBy = Literal["ddpsafe", "torchrun", "slurm", "openmpi", "mpi", "environment", "alone"]
 
@@ -30,6 +30,7 @@ class World:
         node_rank: This node among all nodes.
         nnodes: Number of nodes.
         started_by: What started the process.
+        known_ranks_of_node: The ranks of this node, once all ranks have told theirs.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class World:
     node_rank: int
     nnodes: int
     started_by: StartedBy
+    known_ranks_of_node: tuple[int, ...] = ()
 
     @classmethod
     def alone(cls) -> World:
@@ -54,10 +56,24 @@ class World:
         )
 
     @property
-    def ranks_of_node(self) -> range:
-        """The ranks of this node, as torchrun, Slurm by default, and ddpsafe number them: node by node."""
+    def ranks_of_node(self) -> Sequence[int]:
+        """The ranks of this node; if not known, as torchrun, Slurm by default, and ddpsafe number them.
+
+        They number node by node, ``srun --distribution=cyclic`` and ``mpirun --map-by node`` do not.
+        """
         first = self.rank - self.local_rank
-        return range(first, first + self.local_world_size)
+        return self.known_ranks_of_node or range(first, first + self.local_world_size)
+
+    def among(self, hosts: Sequence[str], node_ranks: Sequence[int]) -> World:
+        """Return the same place, given the host and the node rank of each rank of the job.
+
+        Some launchers give no node ranks, and some nodes are containers with one name.
+        """
+        for nodes in (hosts, node_ranks):
+            ranks = tuple(rank for rank, node in enumerate(nodes) if node == nodes[self.rank])
+            if len(ranks) == self.local_world_size:
+                return replace(self, known_ranks_of_node=ranks)
+        return self
 
     def __str__(self) -> str:
         """Return the rank as every message names it."""

@@ -627,3 +627,31 @@ def test_an_indexed_job_of_kubernetes_gives_its_pods_node_ranks() -> None:
     assert find_world(index | {"WORLD_SIZE": "1"}) is None
     with pytest.raises(ConfigError, match="RANK is 4"):
         find_world({"JOB_COMPLETION_INDEX": "4", "WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize(
+    ("hosts", "node_ranks", "known"),
+    [
+        pytest.param("abab", [0, 1, 0, 1], [(0, 2), (1, 3), (0, 2), (1, 3)], id="in turns"),
+        pytest.param(
+            "abab", [0, 0, 1, 1], [(0, 2), (1, 3), (0, 2), (1, 3)], id="node ranks guessed"
+        ),
+        pytest.param("aaaa", [0, 1, 0, 1], [(0, 2), (1, 3), (0, 2), (1, 3)], id="one host name"),
+        pytest.param("aaaa", [0, 0, 0, 1], [(), (), (), ()], id="contradiction"),
+    ],
+)
+def test_ranks_of_a_node_are_known_once_all_have_told(
+    hosts: str, node_ranks: list[int], known: list[tuple[int, ...]]
+) -> None:
+    """A launcher may number ranks in turns, and give no node ranks."""
+    for rank, ranks in enumerate(known):
+        place = World(
+            rank=rank,
+            world_size=4,
+            local_rank=0,
+            local_world_size=2,
+            node_rank=node_ranks[rank],
+            nnodes=2,
+            started_by="openmpi",
+        )
+        assert place.among(hosts, node_ranks).known_ranks_of_node == ranks

@@ -22,7 +22,7 @@ from ddpsafe._errors import ConfigError, DDPSafeError, Explanation, from_plain, 
 from ddpsafe._job.peers import PeerWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from ddpsafe._clock import Deadline
@@ -110,7 +110,7 @@ class RankGroup:
         control: Control | None,
         name: str,
         world: World,
-        ranks: range,
+        ranks: Sequence[int],
         *,
         sends_beats: bool = False,
         error_type: type[DDPSafeError] = DDPSafeError,
@@ -127,8 +127,10 @@ class RankGroup:
         self._name = name
         self._exchanges = itertools.count()
         self._peers = None
-        # Where a launcher numbers ranks across the nodes, those of this node are not known.
-        if self.control is not None and ranks.start in (0, world.node_rank * len(ranks)):
+        # In a group that a script has made, where a launcher numbers ranks across the nodes, those of this
+        # node are not known.
+        is_known = bool(world.known_ranks_of_node)
+        if self.control is not None and (is_known or ranks[0] in (0, world.node_rank * len(ranks))):
             has_others = len(ranks) > world.local_world_size
             beats = name if sends_beats and has_others else ""
             self._peers = PeerWatch(self.control, world.rank, beats=beats)

@@ -35,6 +35,7 @@ def ranks(*seen: str, backend: str = "auto", hosts: str = "") -> list[VisibleGpu
     return [
         VisibleGpus(
             rank=rank,
+            node_rank=0,
             host=f"node-{at[rank]}",
             local_rank=at[:rank].count(at[rank]),
             local_world_size=at.count(at[rank]),

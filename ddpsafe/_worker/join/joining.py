@@ -103,7 +103,7 @@ def join_launch(current: RankContext, backend: str) -> RankContext:
     assert spec is not None  # noqa: S101 - checked by the caller
     deadline = session.rendezvous_deadline(spec)
     asked = spec.asked_backend if backend == "auto" else backend
-    chosen, device = agree_on_devices(asked, current.world, current.control, deadline=deadline)
+    chosen, device, _ = agree_on_devices(asked, current.world, current.control, deadline=deadline)
     session.open_group(spec, current.control, backend=chosen, device=device)
     this_rank.joined = member = replace(current, backend=chosen, device=device)
     this_rank.context = member
@@ -152,7 +152,7 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
             deadline = Deadline.after(config.timeouts.rendezvous)  # all nodes have joined by now
         if not endpoint.is_on_this_host:
             network.choose(config.rendezvous.interface, endpoint, deadline=deadline)
-    backend, device = agree_on_devices(config.backend, world, control, deadline=deadline)
+    backend, device, world = agree_on_devices(config.backend, world, control, deadline=deadline)
     if device.type == "cuda":
         network.prefer(_nccl_variables(config, world))
     if control is not None:
@@ -192,7 +192,7 @@ def _nccl_variables(config: LaunchConfig, world: World) -> dict[str, str]:
 
 def agree_on_devices(
     asked: str, world: World, control: Control | None, *, deadline: Deadline
-) -> tuple[str, torch.device]:
+) -> tuple[str, torch.device, World]:
     """Agree with all ranks on the backend and on each rank's GPU; make this rank's GPU the current one.
 
     If each rank decided alone, a host that has lost a GPU would join with another backend than the
@@ -204,6 +204,9 @@ def agree_on_devices(
         control: The control line to the other ranks; ``None`` in a world of one.
         deadline: When to give up.
 
+    Returns:
+        The backend, this rank's device, and its place with all ranks of its node.
+
     Raises:
         ConfigError: torch does not know the backend, or some rank has no GPU of its own.
         RendezvousTimeoutError: Some ranks did not join.
@@ -214,21 +217,26 @@ def agree_on_devices(
     if control is None:
         agreed = _gpus.assign([replace(mine, rank=0)])
         index = agreed.indexes[0] if agreed.indexes else None
-        return agreed.backend, _use(index)
+        return agreed.backend, _use(index), world
     group = RankGroup(control, control.next_use("gpus"), world, range(world.world_size))
     exchange = group.begin("the choice of devices")
     exchange.send(Message(facts=dataclasses.asdict(mine)))
     absence_error = partial(process_group.absence_error, world)
     answer = exchange.agree(_assign, absence_error, deadline)
     agreed = _gpus.Assignment(backend=answer["backend"], indexes=tuple(answer["indexes"]))
-    return agreed.backend, _use(agreed.indexes[world.rank] if agreed.indexes else None)
+    device = _use(agreed.indexes[world.rank] if agreed.indexes else None)
+    return agreed.backend, device, world.among(answer["hosts"], answer["node_ranks"])
 
 
 def _assign(messages: dict[int, Message]) -> dict[str, Any]:
     """Decide on rank 0 for all ranks; see `_gpus.assign`."""
     facts = [messages[rank].facts for rank in sorted(messages)]
     ranks = [_gpus.VisibleGpus(**{**fact, "uuids": tuple(fact["uuids"])}) for fact in facts]
-    return dataclasses.asdict(_gpus.assign(ranks))
+    return {
+        **dataclasses.asdict(_gpus.assign(ranks)),
+        "hosts": [rank.host for rank in ranks],
+        "node_ranks": [rank.node_rank for rank in ranks],
+    }
 
 
 def _use(index: int | None) -> torch.device:
