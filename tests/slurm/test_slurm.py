@@ -322,7 +322,7 @@ def test_the_template_requeues_a_job_that_has_lost_a_node(
         path = write_template(tmp_path)
         job = int(cluster.run("sbatch", "--parsable", *options, str(path), folder=tmp_path))
         scripts.wait_until(
-            lambda: len(list(tmp_path.glob("running-*"))) == 2,
+            lambda: len([file for file in tmp_path.glob("running-*") if file.read_text()]) == 2,
             otherwise=(tmp_path / "job.out").read_text,
             within_s=180,
         )
