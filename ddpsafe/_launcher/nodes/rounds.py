@@ -288,8 +288,13 @@ class NodeLaunch:
                 return True
             lobby.send(FolderCheck(file=file, folders=folders), [each.launcher for each in new])
             lobby.wait_until(
-                lambda: all(each.launcher in lobby.seen for each in new), Deadline.after(limit)
+                lambda: all(
+                    node.launcher in lobby.seen or node.launcher not in lobby.nodes for node in new
+                ),
+                Deadline.after(limit),
             )
+        if any(node.launcher not in lobby.nodes for node in new):
+            return False  # it has left meanwhile
         for node in new:
             seen = lobby.seen.get(node.launcher)
             if seen is not None and not seen.missing:
