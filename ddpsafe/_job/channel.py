@@ -366,7 +366,7 @@ class Back:
     """A node is connected again, and nothing is missing.
 
     Attributes:
-        away_s: How long it was away, in seconds.
+        away_s: For how long nothing had arrived from it, in seconds.
     """
 
     away_s: float
@@ -751,8 +751,8 @@ class Channel(Generic[NameT, MessageT]):
         peer.connection.to_send += b"".join(peer.unconfirmed)
         self._has_output = True
         if peer.lost is not None:
+            self._queue_event(peer.node, Back(away_s=peer.lost.silent_s + peer.away_s()))
             peer.lost = None
-            self._queue_event(peer.node, Back(away_s=peer.away_s()))
 
     def _await(self, peer: _Peer[NameT]) -> None:
         """Dial a node that is away, or let it dial, until its time is over."""
@@ -761,8 +761,16 @@ class Channel(Generic[NameT, MessageT]):
                 self._give_up(peer)
         elif self._dial_again is not None and time.monotonic() >= peer.next_dial_s:
             peer.next_dial_s = time.monotonic() + BEAT_S
-            with contextlib.suppress(OSError, RefusedError):
+            try:
                 connection, received = self._dial_again(peer)
+            except ConnectionRefusedError as exc:
+                # The host answers, and no launcher listens there.
+                if peer.lost is not None and peer.lost.how == "silence":
+                    peer.lost = replace(peer.lost, how="reset", why=str(exc.strerror))
+                    peer.limit_s = min(peer.limit_s, peer.away_s() + _RESET_S)
+            except (OSError, RefusedError):
+                pass
+            else:
                 with self._lock:
                     self._attach(peer, connection, received)
 
