@@ -491,6 +491,45 @@ def open_tcp_store(
     return store
 
 
+@contextlib.contextmanager
+def ending_when_silent(port: int, limit_s: int) -> Iterator[None]:
+    """Have the kernel end the connections that are opened here if the other host does not answer.
+
+    torch sets no such limit, and does not show its sockets: they are found by the port.
+    """
+    before = _open_sockets().keys()
+    yield
+    for name, fd in _open_sockets().items():
+        with contextlib.suppress(OSError):  # another thread's, and closed
+            if name in before:
+                continue
+            with socket.socket(fileno=os.dup(fd)) as connection:
+                is_inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_inet and connection.getpeername()[1] == port:
+                    _end_when_silent(connection, limit_s)
+
+
+def _open_sockets() -> dict[str, int]:
+    """Return the descriptors of this process's sockets, by inode: numbers are used again."""
+    found = {}
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found[str(each.readlink())] = int(each.name)
+    return {name: fd for name, fd in found.items() if name.startswith("socket:")}
+
+
+def _end_when_silent(connection: socket.socket, limit_s: int) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, limit_s // 2),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, limit_s - limit_s // 2),
+        # The kernel sends no keep-alive while data is unacknowledged: this limits those waits.
+        (socket.TCP_USER_TIMEOUT, limit_s * 1000),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 def serves_by_libuv() -> bool:
     """Return whether stores use libuv, torch's default, which accepts a socket since torch 2.8."""
     import torch

@@ -6,12 +6,16 @@ import contextlib
 import hashlib
 import itertools
 import os
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
+from ddpsafe._host import without_cpp_warnings
 from ddpsafe._job.secret import Signer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+T = TypeVar("T")
 
 
 class Keys(Protocol):
@@ -91,6 +95,58 @@ class FolderStore:
         with open(path, "wb") as file:  # noqa: PTH123 - as above
             file.write(value.encode() if isinstance(value, str) else value)
         return path
+
+
+class ReopenedStore:
+    """A store on another host: a connection that breaks is opened again, and the call made again.
+
+    Each call may be made twice: the second one sets the same value, or finds what the first has set.
+
+    Args:
+        open_store: Connects to the store, and waits for the network.
+    """
+
+    def __init__(self, open_store: Callable[[], Keys]) -> None:
+        """Connect to it."""
+        self._open_store = open_store
+        self._store = open_store()
+
+    def set(self, key: str, value: str | bytes, /) -> None:
+        """Set a key."""
+
+        def set_key(store: Keys) -> None:
+            store.set(key, value)  # type: ignore[arg-type]  # all take bytes too
+            store.check(
+                [key]
+            )  # torch's stores answer to this only, so a lost key would not be noticed
+
+        self._call(set_key)
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value of a key that is set."""
+        return self._call(lambda store: store.get(key))
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all the keys are set."""
+        return self._call(lambda store: store.check(keys))
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set a key if it has the expected value, empty for not set; return its value afterwards."""
+        return self._call(lambda store: store.compare_set(key, expected, desired))
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a key; return whether it was set."""
+        return self._call(lambda store: store.delete_key(key))
+
+    def _call(self, use: Callable[[Keys], T]) -> T:
+        from torch.distributed import DistNetworkError
+
+        with without_cpp_warnings():
+            try:
+                return use(self._store)
+            except DistNetworkError:
+                self._store = self._open_store()
+                return use(self._store)
 
 
 class SignedKeys:

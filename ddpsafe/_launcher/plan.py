@@ -335,6 +335,7 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
             rendezvous=config.timeouts.rendezvous,
             collective=_beyond_attempt(config.timeouts.collective, config.timeouts.attempt),
             barrier=_beyond_attempt(config.timeouts.barrier, config.timeouts.attempt),
+            node_loss=config.timeouts.node_loss,
             chosen=frozenset(config.timeouts.model_fields_set),
         ),
         daemon=daemon,

@@ -70,6 +70,7 @@ class RankTimeouts:
         rendezvous: For each step of joining: reaching the store, waiting for the others, making the group.
         collective: Timeout of the process group.
         barrier: How long a rank waits for the others at a named barrier.
+        node_loss: How long the store of the launcher on another host may be out of reach.
         chosen: Names of the timeouts that the user has set. If a script makes its group itself, its own
             timeouts and torch's defaults take precedence over the others.
     """
@@ -77,6 +78,7 @@ class RankTimeouts:
     rendezvous: timedelta
     collective: timedelta
     barrier: timedelta
+    node_loss: timedelta
     chosen: frozenset[str]
 
 

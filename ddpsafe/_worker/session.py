@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
-from ddpsafe._host import without_cpp_warnings
+from ddpsafe._host import ending_when_silent, without_cpp_warnings
 from ddpsafe._job.control import Control
-from ddpsafe._job.store_keys import FolderStore
+from ddpsafe._job.store_keys import FolderStore, ReopenedStore
 from ddpsafe._worker import context, model_check, pending_exception, process_group, torch_hooks
 from ddpsafe._worker.rank import this_rank
 from ddpsafe._worker.stop_signals import protect_torchs_helper
@@ -17,7 +19,6 @@ from ddpsafe._world import JOINED, joined_mark, loopback_interfaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from datetime import timedelta
 
     import torch
     from torch.distributed import Store
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
     from ddpsafe._job.store_keys import Keys
     from ddpsafe._wire.messages import Phase
     from ddpsafe._wire.spec import RankSpec, StorePlace
+
+
+_SILENCE_S: Final = 4
+"""After so long without an answer of its host, a connection to the launcher's store is opened again."""
+
+_CONNECT: Final = timedelta(minutes=5)
+_MIN_REOPEN: Final = timedelta(seconds=1)
 
 
 def install_hooks(spec: RankSpec) -> None:
@@ -98,7 +106,7 @@ def _open_control(spec: RankSpec) -> Control | None:
     if spec.store_place is None:
         store = FolderStore(Path(spec.store_dir, "control"))
     else:
-        store = _client(spec.store_place, "control")
+        store = ReopenedStore(functools.partial(_reopen, spec.store_place, spec.timeouts.node_loss))
     return Control(store, rank=spec.world.rank, world_size=spec.world.world_size)
 
 
@@ -139,17 +147,24 @@ def leave(deadline: Deadline) -> None:
         control.arrive("leave")
 
 
-def _client(place: StorePlace, use: str) -> Store:
-    """Return this use's connection to the launcher's store."""
+def _client(place: StorePlace, use: str, limit: timedelta = _CONNECT) -> Store:
+    """Return this use's connection to the launcher's store; connecting takes at most `limit`."""
     import torch.distributed as dist
 
     # One connection for each use: a client serialises its calls, so a wait would block the others.
     if use not in this_rank.clients:
         with without_cpp_warnings():
             this_rank.clients[use] = dist.TCPStore(
-                place.host, place.port, is_master=False, wait_for_workers=False
+                place.host, place.port, is_master=False, wait_for_workers=False, timeout=limit
             )
     return dist.PrefixStore(f"{place.key}/{use}", this_rank.clients[use])
+
+
+def _reopen(place: StorePlace, limit: timedelta) -> Store:
+    """Connect to the launcher's store for `Control`, also after an outage that the launchers survive."""
+    is_first = this_rank.clients.pop("control", None) is None
+    with ending_when_silent(place.port, _SILENCE_S):
+        return _client(place, "control", _CONNECT if is_first else max(limit, _MIN_REOPEN))
 
 
 def open_fresh_store(spec: RankSpec) -> Store:
