@@ -44,6 +44,14 @@ ip link add trial1 type veth peer name trial2
 nft 'add table inet trial { chain input { type filter hook input priority 0; }; }'
 nft 'add rule inet trial input ct state established accept'
 """
+_FLUSH: Final = """
+import socket, struct
+with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 12) as kernel:  # NETLINK_NETFILTER
+    delete, request_and_ack = 1 << 8 | 2, 1 | 4  # IPCTNL_MSG_CT_DELETE without a filter
+    kernel.sendto(struct.pack("=IHHIIBBH", 20, delete, request_and_ack, 1, 0, 0, 0, 0), (0, 0))
+    (error,) = struct.unpack_from("=i", kernel.recv(4096), 16)
+    assert not error, error
+"""
 _LIMIT_S: Final = machine.hang_limit(60)
 
 REJECTIONS: Final = {
@@ -268,6 +276,11 @@ class Host(Namespaces):
             }}
             """,
         )
+
+    def forget_connections(self) -> None:
+        """Empty the firewall's table of connections: packets of those that are open are then invalid."""
+        self.run("sysctl", "-qw", "net.netfilter.nf_conntrack_tcp_loose=0")
+        self.run(sys.executable, "-c", _FLUSH)
 
     def open_only(self, *ports: int, otherwise: str = "drop") -> None:
         """Accept connections to these ports only."""

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 import pytest
 import scripts
+from hosts import Network, find_obstacle, require
 from machine import require_in_time
 from nodes_kit import Case, Launcher, finish_job, require_nothing_left, require_the_same, start_job
+
+from ddpsafe._launcher.nodes.control_channel import LOSS_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from hosts import Network
 
 pytestmark = pytest.mark.root
 
@@ -116,12 +119,40 @@ def test_a_host_that_vanishes_is_named_within_seconds(
     require_nothing_left(own_network, besides=[victim] if how == "power" else [])
 
 
+HELD: Final = Case(name="held", what="held", fields={"timeouts": {"collective": 60}})
+"""A training that continues until the test creates a file."""
+
+
+@pytest.mark.full
+def test_a_launcher_that_ends_while_its_host_is_away_is_lost_once_that_answers(
+    own_network: Network, tmp_path: Path
+) -> None:
+    """The ranks do not communicate meanwhile: a refused dial shows it, long before node_loss."""
+    case = Case(name="job", what="stubborn", fields={"timeouts": {"grace": 3}})
+    launchers = start_job(own_network, [case], tmp_path, nproc=[1, 1])
+    await_files(launchers, tmp_path, "running-job-1-*", 2)
+
+    def end_node_0() -> None:
+        warning = "node 0 ('h0') cannot be reached"
+        scripts.wait_until(lambda: warning in launchers[1].err, otherwise=lambda: launchers[1].err)
+        os.kill(launchers[0].pid, signal.SIGKILL)
+        launchers[0].wait_for_end()
+
+    cut(own_network, 0, until=end_node_0)
+    back_s = time.time()
+    launchers[1].end()
+    said = launchers[1].results()["job"]
+    assert (said["error"], said["code"]) == ("NodeLostError", AGAIN)
+    assert said["text"].endswith("Connection refused."), said["text"]
+    require_in_time(said["at"] - back_s, 8.0, "the loss is named")
+    require_nothing_left(own_network)
+
+
 def start_held_training(network: Network, folder: Path) -> tuple[list[Case], list[Launcher]]:
-    """Start a training on two hosts that continues until the test creates a file."""
-    cases = [Case(name="held", what="held", fields={"timeouts": {"collective": 60}})]
-    launchers = start_job(network, cases, folder, nproc=[2, 2])
+    """Start it on two hosts."""
+    launchers = start_job(network, [HELD], folder, nproc=[2, 2])
     await_files(launchers, folder, "running-held-1-*", 4)
-    return cases, launchers
+    return [HELD], launchers
 
 
 def require_no_failure(
@@ -171,6 +202,10 @@ def test_a_longer_network_outage_is_not_a_loss(
     cases, launchers = start_held_training(network, tmp_path)
     cut(network, victim, until=lambda: await_said(launchers, "cannot be reached"))
     await_said(launchers, "can be reached again")
+    for launcher in launchers:
+        assert "its host or the network does not answer" in launcher.err
+        away_s = re.findall(r"can be reached again after (\d+) s", launcher.err)
+        assert [float(each) > LOSS_S for each in away_s] == [True], launcher.err
     require_no_failure(network, tmp_path, cases, launchers)
 
 
@@ -189,6 +224,28 @@ def test_an_attempt_after_an_outage_takes_place(network: Network, tmp_path: Path
     (tmp_path / "release-held").touch()
     for results in finish_job(network, [case], launchers):
         assert results["held"].get("attempts") == 2, results
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("then", ["drop", "reset"])
+def test_training_ends_as_usual_after_a_firewall_has_forgotten_its_connections(
+    tmp_path: Path, then: str
+) -> None:
+    """The launchers' and those to the ranks' store; gloo has a network of its own."""
+    require(find_obstacle())
+    opens = "tcp flags & (fin|syn|rst|ack) == syn accept"
+    with Network(2, nics={"eth0": "10.77.0", "eth1": "10.78.0"}) as network:
+        network[0].firewall("iifname eth1 accept", opens, otherwise=then)
+        on_eth1 = {"GLOO_SOCKET_IFNAME": "eth1"}
+        case = replace(HELD, env={0: on_eth1, 1: on_eth1})
+        launchers = start_job(network, [case], tmp_path, nproc=[1, 1])
+        await_files(launchers, tmp_path, "running-held-1-*", 2)
+        network[0].forget_connections()
+        text = "node 0 ('h0') can be reached again"
+        scripts.wait_until(lambda: text in launchers[1].err, otherwise=lambda: launchers[1].err)
+        require_no_failure(network, tmp_path, [case], launchers)
+    for text in ("Traceback", "has returned", "had returned"):
+        assert text not in launchers[1].err
 
 
 @pytest.mark.full

@@ -94,6 +94,9 @@ _LATE_EVIDENCE: Final = timedelta(seconds=12)
 _OTHER_LOSSES: Final = timedelta(seconds=2 * BEAT_S)
 """A network failure ends connections up to a beat apart: each once its next packet is not acknowledged."""
 
+REDIAL: Final = timedelta(seconds=0.7)
+"""A reset connection, as by a firewall, is dialled again at once: so long a rank that fails waits for that."""
+
 _LATE_REPORTS: Final = 4
 """What is known of a node is old if so many reports of its progress would have fitted in since."""
 
@@ -294,6 +297,7 @@ class OtherNodes(Peers):
         self.ended: set[int] = set()
         self.retried: set[int] = set()
         self.insisted: set[int] = set()
+        self._reset: set[int] = set()
 
     @property
     def ranks(self) -> Sequence[RemoteRank]:
@@ -312,6 +316,8 @@ class OtherNodes(Peers):
                 note_loss(self._plan, node, event)
             elif isinstance(event, (Away, Back)):
                 warn_of_outage(self._plan, node, event)
+                self._reset -= {node}
+                self._reset |= {node} if isinstance(event, Away) and event.how == "reset" else set()
             else:
                 self._silence.heard(node)
                 if not isinstance(event, Alive):
@@ -379,6 +385,7 @@ class OtherNodes(Peers):
 
     def give_up_away(self) -> None:
         """Take the nodes that cannot be reached now as lost: something has failed without them."""
+        self.wait_until(lambda connected: not connected & self._reset, Deadline.after(REDIAL))
         self._channel.give_up_away()
         self.take_news()
 
@@ -678,6 +685,13 @@ _LOSSES: Final[dict[EndOfConnection, tuple[str, str]]] = {
 """The likely cause and the fix, by how the last connection to a node has ended."""
 
 
+_OUTAGES: Final[dict[EndOfConnection, tuple[str, str]]] = {
+    "silence": ("its host or the network does not answer", " (timeouts.node_loss)"),
+    "reset": ("its launcher was killed, or a firewall rejects the connection", ""),
+}
+"""What may have broken a connection to a node that may come back, and what limits the wait for it."""
+
+
 def note_loss(plan: RoundPlan, node: int, lost: Lost) -> None:
     """Write the event that a node is lost; what follows from that comes later."""
     note_event("lost", f"{plan.name_of(node)} was lost: {lost.why}", of_node=node)
@@ -695,12 +709,14 @@ def warn_of_outage(plan: RoundPlan, node: int, event: Away | Back) -> None:
             extra=facts,
         )
     else:
+        why, limit = _OUTAGES[event.how]
         logger.warning(
-            "%s cannot be reached (%s): its host or the network is away, or its launcher has ended; its "
-            "ranks may still run. It counts as lost in %.0f s (timeouts.node_loss)",
+            "%s cannot be reached (%s): %s; its ranks may still run. It counts as lost in %.0f s%s",
             name,
             event.why,
+            why,
             event.limit_s,
+            limit,
             extra=facts,
         )
 

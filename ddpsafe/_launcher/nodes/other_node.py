@@ -47,6 +47,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     round_result_of,
 )
 from ddpsafe._launcher.nodes.node_zero import (
+    REDIAL,
     broke_by_itself,
     lost_node_error,
     name_failed_node,
@@ -151,6 +152,7 @@ class Participant:
         self._values: dict[int, object] = {}
         self._failed: DDPSafeError | Interrupted | None = None
         self._lost: Lost | None = None
+        self._gives_up = Deadline.after(None)  # on node 0, if a rank has failed
         self._may_leave = False
         self._wants_evidence = False
         self._reported: SignalReceived | None = None
@@ -231,9 +233,11 @@ class Participant:
         failures_logged: set[int] = set()
         while not self._is_over() and not self._may_leave:
             until_report_s = max(0.0, self._next_progress_s - time.monotonic())
-            self._wait(processes, min(_LOOK_S, stderr.interval_s(), until_report_s))
+            until_given_up_s = self._gives_up.remaining_s() or _LOOK_S
+            longest_s = min(_LOOK_S, stderr.interval_s(), until_report_s, until_given_up_s)
+            self._wait(processes, longest_s)
             stderr.look()
-            if self._channel.away() and any(map(has_failed, processes)):
+            if self._gives_up.expired() and any(map(has_failed, processes)):
                 self._channel.give_up_away()  # node 0 cannot decide what follows
             if self._silence.silent:
                 failed = [
@@ -352,6 +356,12 @@ class Participant:
                 continue
             if isinstance(event, (Away, Back)):
                 warn_of_outage(self._round, 0, event)
+                if isinstance(event, Back):
+                    self._gives_up = Deadline.after(None)
+                else:
+                    self._gives_up = Deadline.after(
+                        REDIAL if event.how == "reset" else timedelta(0)
+                    )
                 continue
             self._silence.heard(0)
             if isinstance(event, RankRequest) and event.rank in by_rank:
