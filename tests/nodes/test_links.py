@@ -39,7 +39,10 @@ PLAN: Final = RoundPlan(
 )
 GLOO: Final = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] "
 TIMED_OUT: Final = GLOO + "Read error [10.0.0.{}]:4123: Connection timed out"
+RESET: Final = GLOO + "Read error [10.0.0.{}]:4123: Connection reset by peer"
 CLOSED: Final = GLOO + "Connection closed by peer [10.0.0.{}]:4123"
+ON_OTHER_NETWORK: Final = TIMED_OUT.replace("10.0.0", "192.168.0")
+OF_CONTAINERS: Final = TIMED_OUT.replace("10.0.0.{}", "172.17.0.1")
 BUG: Final = "bad batch"
 OWN: Final = "the database [10.0.0.{}] does not answer: Connection timed out"
 
@@ -81,6 +84,8 @@ def outcome(rank: int, message: str | None, **changes: Any) -> RankOutcome:
             {0: (CLOSED, 2), 2: (TIMED_OUT, 3), 5: (CLOSED, 2)}, (2, 5), id="others follow"
         ),
         pytest.param({0: (TIMED_OUT, 2), 2: (TIMED_OUT, 1)}, (0, 2), id="with node 0"),
+        pytest.param({2: (ON_OTHER_NETWORK, 3)}, (2, 4), id="the ranks' own network"),
+        pytest.param({2: (OF_CONTAINERS, 3)}, None, id="an address of all hosts"),
         pytest.param({2: (CLOSED, 3), 4: (CLOSED, 2)}, None, id="processes have ended"),
         pytest.param({2: (TIMED_OUT, 3)}, (2, 4), id="one side only"),
         pytest.param(
@@ -171,6 +176,28 @@ def test_a_table_of_the_kernel_shows_connections_without_a_reply() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("fourth", "link"),
+    [
+        pytest.param({"in_collective": True}, (2, 4), id="waits"),
+        pytest.param({"in_collective": False}, None, id="works"),
+        pytest.param({}, None, id="unknown"),
+        pytest.param({"in_collective": True, "status": "returned"}, None, id="has returned"),
+        pytest.param({"in_collective": True, "status": "killed"}, None, id="was killed"),
+    ],
+)
+@pytest.mark.parametrize("reports", [RESET, CLOSED])
+def test_a_reset_connection_is_the_network_if_no_rank_can_have_closed_it(
+    reports: str, fourth: dict[str, Any], link: tuple[int, int] | None
+) -> None:
+    """A rank that works, has returned or has ended may have."""
+    outcomes = {rank: outcome(rank, None, in_collective=True) for rank in range(6)}
+    outcomes |= {2: outcome(2, reports.format(3)), 3: outcome(3, CLOSED.format(3))}
+    outcomes[4] = outcome(4, None, **fourth)
+    found = find_broken_link(PLAN, outcomes)
+    assert (found and (found.first.rank, found.second.rank)) == link
+
+
 @pytest.mark.parametrize("status", ["killed", "exited"])
 def test_a_rank_that_has_ended_explains_the_loss_of_connections(status: str) -> None:
     """Its node is the cause, and not the link."""
@@ -202,7 +229,7 @@ def test_a_link_that_only_the_kernel_knows_to_be_broken_is_named(
     ), said[0]["whole"]
     words = "between node 1 ('h1', 10.77.0.2) and node 2 ('h2', 10.77.0.3) is broken"
     assert words in said[0]["text"], said[0]["whole"]
-    assert "is not answered, although both launchers" in said[0]["text"]
+    assert "sends is not answered, although both launchers" in said[0]["text"]
     for launcher in launchers:
         assert "is not answered: the network, or that host, is down" in launcher.err
 

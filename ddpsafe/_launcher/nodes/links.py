@@ -21,14 +21,17 @@ _GIVEN_UP: Final = re.compile(
 )
 """What a kernel reports if the other host does not answer; the end of a process there reads differently."""
 
+_RESET: Final = re.compile(r"Connection (?:reset|closed) by peer", re.IGNORECASE)
+"""What gloo reports if a firewall rejects the connection, but also if the process there has ended."""
+
 
 class BrokenLink(NamedTuple):
-    """A pair of nodes between which a connection of the ranks gets no reply.
+    """A pair of nodes between which a connection of the ranks gets no reply, or was reset.
 
     Attributes:
         first: A rank on the node with the lower rank.
         second: A rank on the other one.
-        reporter: The one of them whose kernel gets no reply.
+        reporter: The one of them whose kernel gets no reply, or has seen the reset.
         also: Other pairs of nodes of which the same is known.
     """
 
@@ -42,9 +45,12 @@ def find_broken_link(plan: RoundPlan, outcomes: Mapping[int, RankOutcome]) -> Br
     """Return the nodes between which a connection gets no reply, although their launchers are connected.
 
     A kernel has given the connection up, or sends the same packet again and again. Only if that explains
-    everything: no rank was killed, has exited, or has raised anything else.
+    everything: no rank was killed, has exited, or has raised anything else. A reset counts if all other ranks
+    wait in a collective, so that none has closed its connections.
     """
     silent: list[tuple[float, int, RankOutcome, int]] = []
+    resets: list[tuple[float, int, RankOutcome, int]] = []
+    all_wait = True
     reports: dict[tuple[int, int], RankOutcome] = {}
     for outcome in outcomes.values():
         if outcome.status in ("killed", "exited") or outcome.native is not None:
@@ -53,12 +59,19 @@ def find_broken_link(plan: RoundPlan, outcomes: Mapping[int, RankOutcome]) -> Br
         named = _named_nodes(plan, outcome)
         if raised is not None and not (named or without_reply or raised.is_peer_error):
             return None
+        if raised is None:
+            waits = outcome.status == "stopped" and outcome.in_collective and outcome.before is None
+            all_wait = all_wait and bool(waits)
         if _GIVEN_UP.search(_text_of(outcome)):
             without_reply = (*without_reply, *named)
         for peer in (*named, *without_reply):
             reports.setdefault((outcome.node_rank, peer), outcome)
         at_ns = math.inf if raised is None else raised.at_ns
         silent += ((at_ns, outcome.rank, outcome, peer) for peer in without_reply)
+        if _RESET.search(_text_of(outcome)):
+            resets += ((at_ns, outcome.rank, outcome, peer) for peer in named)
+    if not silent and all_wait:
+        silent = resets
     if not silent:
         return None
     *_, reporter, peer = min(silent, key=lambda report: report[:2])
@@ -73,14 +86,18 @@ def link_error(ended: EndedAttempt, plan: RoundPlan, link: BrokenLink) -> NodeLo
     """Return the error that names both ends."""
     ends = (link.first, link.second)
     nodes = [end.node_rank for end in ends]
-    names = [plan.name_of(node, plan.nodes[node].address) for node in nodes]
+    addresses = [
+        _address_of(plan, nodes[0], seen_by=link.second),
+        _address_of(plan, nodes[1], seen_by=link.first),
+    ]
+    names = [plan.name_of(node, address) for node, address in zip(nodes, addresses, strict=True)]
     hosts = [plan.nodes[node].hostname for node in nodes]
-    target = plan.nodes[nodes[1]].address
-    why = f"rank {link.reporter.rank} reports that the other host does not answer"
-    for own, peer in link.reporter.unanswered:
-        if plan.by_address.get(peer) in nodes:
-            why = f"what rank {link.reporter.rank} sends from {own} to {peer} is not answered"
-            target = peer if link.reporter is link.first else own
+    rank, text = link.reporter.rank, _text_of(link.reporter)
+    why = f"what rank {rank} sends is not answered"
+    if _GIVEN_UP.search(text):
+        why = f"rank {rank} reports that the other host does not answer"
+    elif _RESET.search(text):
+        why = f"rank {rank} reports that it was reset or closed"
     what = (
         f"the connection between {names[0]} and {names[1]} is broken, {ended.when('peer-lost')}: {why}, "
         "although both launchers are connected to node 0."
@@ -96,7 +113,7 @@ def link_error(ended: EndedAttempt, plan: RoundPlan, link: BrokenLink) -> NodeLo
         Explanation(
             what,
             cause="the network between these two hosts: a switch, a firewall or a route.",
-            fix=f"on {hosts[0]}:  ping {target}",
+            fix=f"on {hosts[0]}:  ping {addresses[1]}",
             details=details,
         ),
         node_rank=nodes[1],
@@ -117,15 +134,24 @@ def _nodes_without_reply(plan: RoundPlan, outcome: RankOutcome) -> tuple[int, ..
 
 
 def _named_nodes(plan: RoundPlan, outcome: RankOutcome) -> list[int]:
-    """Return the other nodes whose addresses an error of gloo has: in brackets."""
+    """Return the other nodes whose addresses an error of gloo has."""
+    nodes = [plan.by_address[address] for address in _named_addresses(plan, outcome)]
+    return [node for node in nodes if node != outcome.node_rank]
+
+
+def _named_addresses(plan: RoundPlan, outcome: RankOutcome) -> list[str]:
+    """Return the addresses of nodes that an error of gloo has: in brackets."""
     text = _text_of(outcome)
     if "/gloo/" not in text:
         return []  # a connection of the script itself
-    return [
-        node
-        for address, node in plan.by_address.items()
-        if node != outcome.node_rank and f"[{address}]" in text
-    ]
+    return [address for address in plan.by_address if f"[{address}]" in text]
+
+
+def _address_of(plan: RoundPlan, node: int, *, seen_by: RankOutcome) -> str:
+    """Return the address by which a rank of another node was connected to it; the launcher's if unknown."""
+    peers = [connection.peer for connection in seen_by.unanswered]
+    seen = (*peers, *_named_addresses(plan, seen_by), plan.nodes[node].address)
+    return next(address for address in seen if plan.by_address.get(address, node) == node)
 
 
 def _text_of(outcome: RankOutcome) -> str:
