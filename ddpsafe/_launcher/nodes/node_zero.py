@@ -670,7 +670,7 @@ _LOSSES: Final[dict[EndOfConnection, tuple[str, str]]] = {
         "ping {host}; check what the scheduler reports about the node.",
     ),
     "reset": (
-        "its launcher was killed, its host has started again, or a firewall rejects the connection.",
+        "its launcher has ended, its host has started again, or a firewall rejects the connection.",
         "check uptime, dmesg and the launcher's log on {host}.",
     ),
     "ended": (
@@ -687,7 +687,7 @@ _LOSSES: Final[dict[EndOfConnection, tuple[str, str]]] = {
 
 _OUTAGES: Final[dict[EndOfConnection, tuple[str, str]]] = {
     "silence": ("its host or the network does not answer", " (timeouts.node_loss)"),
-    "reset": ("its launcher was killed, or a firewall rejects the connection", ""),
+    "reset": ("its launcher has ended, or a firewall rejects the connection", ""),
 }
 """What may have broken a connection to a node that may come back, and what limits the wait for it."""
 
