@@ -148,14 +148,30 @@ class BoundedCall(Generic[T]):
         self._function = function
         self._outcome: list[T] = []
         self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._dispose: Callable[[T], None] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._outcome.append(self._function())
+            outcome = self._function()
         except BaseException as error:  # noqa: BLE001 - `result` raises it
             self._error = error
+            return
+        with self._lock:
+            self._outcome.append(outcome)
+            dispose = self._dispose
+        if dispose is not None:
+            dispose(outcome)
+
+    def abandon(self, dispose: Callable[[T], None]) -> None:
+        """Give up on the call: what it returns, or has returned, is given to `dispose`."""
+        with self._lock:
+            self._dispose = dispose
+            outcomes = self._outcome.copy()
+        for outcome in outcomes:
+            dispose(outcome)
 
     def wait(self, limit_s: float) -> bool:
         """Wait for at most `limit_s` seconds; return whether the call has ended."""

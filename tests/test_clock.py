@@ -1,12 +1,13 @@
-"""`AwakeClock` detects the time in which the process was suspended."""
+"""Clocks know the time in which the process was suspended, and calls can be abandoned."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import pytest
 
-from ddpsafe._clock import AwakeClock
+from ddpsafe._clock import AwakeClock, BoundedCall
 
 
 @dataclass
@@ -52,3 +53,17 @@ def test_time_in_which_the_process_was_suspended_does_not_count(
     assert clock.note_wait(asked_s) == (before_s > 1 or in_wait_s - asked_s > 1)
     assert clock() - started_s == pytest.approx(counted_s)
     assert not clock.note_wait(asked_s)
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_what_an_abandoned_call_returns_is_disposed_of_once(*, has_ended: bool) -> None:
+    """Whether it returns before or after that: otherwise its connection would stay open."""
+    may_end, disposed = threading.Event(), list[bool]()
+    call = BoundedCall(lambda: may_end.wait(60), name="abandoned")
+    if has_ended:
+        may_end.set()
+        assert call.wait(60)
+    call.abandon(disposed.append)
+    may_end.set()
+    assert call.wait(60)
+    assert disposed == [True]

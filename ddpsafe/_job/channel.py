@@ -8,6 +8,9 @@ A connection that breaks is not yet a lost node: the participant dials again, bo
 arrived, and what the other has missed is sent again, in order and once. A node is lost if it stays away
 for longer than ``timeouts.node_loss``, or if its launcher has ended.
 
+Both ends prove that they know the secret of the job, and sign every line that they send. Nothing is
+encrypted. What the messages are is known to the user of the channel, which gives it a `Codec`.
+
 A thread reads and writes, so that the launcher never waits for a peer; `Channel.events` hands over
 what arrived. The thread also sends `Alive` each second, so a launcher is silent only if it is
 stopped or starved of CPU, and not because it waits for ranks to end.
@@ -16,6 +19,7 @@ stopped or starved of CPU, and not because it waits for ranks to end.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import itertools
@@ -31,7 +35,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeAlias, TypeVar, cast, get_args
 
 import tenacity
 from pydantic import TypeAdapter, ValidationError
@@ -61,7 +65,7 @@ _MAX_UNANSWERED_BEATS: Final = 100
 """More would fill the buffer of a stopped launcher, and the kernel would report its host as lost."""
 
 _MAX_LINE_BYTES: Final = 16 << 20
-_MAX_GREETING_BYTES: Final = 4096
+_MAX_GREETING_BYTES: Final = 16 << 10
 _GREETING_S: Final = 5.0
 _MAX_UNGREETED: Final = 128
 """How many connections may be of programs that are not nodes, beside one of each node."""
@@ -82,7 +86,13 @@ _RESET_S: Final = 5.0
 
 A launcher that was killed with unread messages ends its connection in the same way as a firewall.
 """
-_VERSION: Final = "ddpsafe-nodes-2"
+_ANY_VERSION: Final = "ddpsafe-"
+_VERSION: Final = f"{_ANY_VERSION}3"
+_REFUSED: Final = "refused"
+_MAX_REFUSED: Final = 256
+_SMALL_SEGMENT_BYTES: Final = 1160
+"""With the headers of IPv6 and TCP, less than the 1280 bytes that every IPv6 link has to carry."""
+
 _TCP_INFO_BYTES: Final = 60
 _LAST_RECEIVED: Final = 52
 """Offset of ``tcpi_last_data_recv`` and ``tcpi_last_ack_recv`` (ms) in ``struct tcp_info``."""
@@ -315,13 +325,34 @@ class SilenceWatch:
                 )
 
 
+Refusal: TypeAlias = Literal["other-program", "secret", "version"]
+
+
 class RefusedError(Exception):
-    """The other end of a control channel is not a node of this job."""
+    """What answers is not the other end of this channel.
+
+    Attributes:
+        refusal: It speaks no protocol of ddpsafe, does not know the secret, or has another version.
+    """
+
+    def __init__(self, refusal: Refusal, why: str) -> None:
+        """Say what it is, and how that was noticed, as a clause."""
+        super().__init__(why)
+        self.refusal: Refusal = refusal
 
 
-EndOfConnection = Literal["goodbye", "ended", "reset", "silence"]
+class _SuccessorError(RefusedError):
+    """Another process serves the address now, so that which this node was connected to has ended."""
+
+
+class _HungUpError(RefusedError):
+    """It has closed the connection: node 0 does so in a flood of connections, other programs always."""
+
+
+EndOfConnection = Literal["goodbye", "ended", "reset", "garbled", "silence"]
 """How a connection has ended: the launcher took leave of it, or ended without that, or its host has
-closed it although the launcher may still run, or its host no longer answers."""
+closed it although the launcher may still run, or something else has come over it, or its host no longer
+answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,7 +412,7 @@ class _Connection(Generic[NameT]):
     """One connection, with the bytes that are left to parse and to send.
 
     Attributes:
-        host: The address of the other side, if that has dialled.
+        host: The address of the other side.
         peer: The node; ``None`` until the other side has proved that it is one.
         challenge: What the other side has to sign for that.
         unanswered: Beats sent since something arrived.
@@ -396,6 +427,33 @@ class _Connection(Generic[NameT]):
     since_s: float = field(default_factory=time.monotonic)
     received: bytearray = field(default_factory=bytearray)
     to_send: bytearray = field(default_factory=bytearray)
+    sending: _LineSigner | None = None
+    receiving: _LineSigner | None = None
+
+    def begin(self, secret: bytes, scope: str, nonces: str, *, is_node_0: bool) -> None:
+        """Sign all lines from now on: for this connection, its direction, and its number in that."""
+        signers = (
+            _LineSigner(secret, scope, "participant", nonces),
+            _LineSigner(secret, scope, "coordinator", nonces),
+        )
+        self.receiving, self.sending = signers if is_node_0 else signers[::-1]
+
+    def put(self, line: bytes) -> None:
+        """Have a line sent."""
+        assert self.sending is not None  # noqa: S101 - it has begun
+        self.to_send += self.sending.sign(line) + line
+
+    def checked(self, line: bytes) -> bytes:
+        """Return a line that has arrived without its signature.
+
+        Raises:
+            GarbledError: The other end has not sent it.
+        """
+        assert self.receiving is not None  # noqa: S101 - it has begun
+        signature, line = line[: _LineSigner.CHARS], line[_LineSigner.CHARS :]
+        if not hmac.compare_digest(signature, self.receiving.sign(line + b"\n")):
+            raise GarbledError("it is not signed")
+        return line
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -410,6 +468,7 @@ class _Peer(Generic[NameT]):
         unconfirmed: Messages sent to it that may not have arrived, the oldest first.
         confirmed: How many have arrived, according to the node.
         token: What identifies this launcher among all that may take themselves for the node.
+        scope: Which end of the channel node 0 has; empty before the first greeting.
         has_said_goodbye: Whether it has taken leave.
         lost: What it is if it does not come back.
         away_since_s: When its last connection ended (monotonic).
@@ -424,6 +483,7 @@ class _Peer(Generic[NameT]):
     unconfirmed: deque[bytes] = field(default_factory=deque)
     confirmed: int = 0
     token: str = ""
+    scope: str = ""
     has_said_goodbye: bool = False
     lost: Lost | None = None
     away_since_s: float = 0.0
@@ -441,6 +501,24 @@ class _Peer(Generic[NameT]):
         return time.monotonic() - self.away_since_s
 
 
+class _LineSigner:
+    """Signs the lines of one direction of one connection, so that no program on the way can add one."""
+
+    CHARS: Final = 32
+
+    def __init__(self, secret: bytes, scope: str, side: str, nonces: str) -> None:
+        """Derive the key of this direction."""
+        text = f"{_VERSION}\0lines\0{side}\0{scope}\0{nonces}"
+        self._key = hmac.digest(secret, text.encode(), "sha256")
+        self._number = 0
+
+    def sign(self, line: bytes) -> bytes:
+        """Return the signature of the next line."""
+        self._number += 1
+        message = self._number.to_bytes(8, "big") + line
+        return hmac.digest(self._key, message, "sha256").hex()[: self.CHARS].encode()
+
+
 def prove(secret: bytes, side: str, scope: str, node: int | str, challenge: str) -> str:
     """Return the answer to a challenge that only a node of this job can compute."""
     text = "\0".join((_VERSION, side, scope, str(node), challenge))
@@ -452,9 +530,12 @@ class Channel(Generic[NameT, MessageT]):
 
     Args:
         secret: The job's.
-        scope: What the channel is for: random, so that no greeting is valid for another one.
+        scope: Identifies node 0's end: random, so that no connection is made again to its successor.
         codec: The messages that both ends send.
         node_loss: How long a node may be away before it is lost.
+
+    Attributes:
+        refused: Why node 0 has refused nodes, each with what it said about itself: anyone can have said that.
     """
 
     def __init__(
@@ -463,11 +544,12 @@ class Channel(Generic[NameT, MessageT]):
         """Begin without any connection; callers use `listen` or `dial`."""
         self._secret, self._scope = secret, scope
         self._codec = codec
+        self.refused: list[tuple[Refusal, Any]] = []
         self._node_loss_s = node_loss.total_seconds()
         self._events: deque[tuple[NameT, Event[MessageT]]] = deque()
         self._peers: dict[NameT, _Peer[NameT]] = {}
         self._lost_clocks: dict[NameT, ClockComparison] = {}
-        self._dial_again: Callable[[_Peer[NameT]], tuple[socket.socket, int]] | None = None
+        self._dial_again: Callable[[_Peer[NameT]], tuple[_Connection[NameT], int]] | None = None
         self._ungreeted: dict[
             _Connection[NameT], None
         ] = {}  # a dict, as an ordered set: oldest first
@@ -490,20 +572,23 @@ class Channel(Generic[NameT, MessageT]):
         cls,
         address: str,
         *,
+        port: int = 0,
         secret: bytes,
         scope: str,
         codec: Codec[MessageT],
         nnodes: int,
         node_loss: timedelta = timedelta(0),
     ) -> Channel[NameT, MessageT]:
-        """Open node 0's end, at one address only; about `nnodes` nodes may dial at once.
+        """Open node 0's end; about `nnodes` nodes may dial at once.
+
+        It is at one address, or at all of this host if that is empty.
 
         Raises:
-            OSError: No port can be opened there.
+            OSError: The port, or any port, cannot be opened there.
         """
+        listening = _open_server(address, port)  # first: if it fails, nothing is left open
         channel = cls(secret, scope, codec, node_loss)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        channel._listening = socket.create_server((address, 0), family=family, backlog=1024)
+        channel._listening = listening
         channel._listening.settimeout(0)
         channel._nnodes = nnodes
         channel._selector.register(channel._listening, selectors.EVENT_READ)
@@ -511,43 +596,50 @@ class Channel(Generic[NameT, MessageT]):
         return channel
 
     @classmethod
-    def dial(
+    def dial(  # noqa: PLR0913 - the facts of one connection, all by name
         cls,
         address: tuple[str, int],
         *,
         secret: bytes,
-        scope: str,
+        scope: str = "",
         codec: Codec[MessageT],
         node: int | str,
         hello: Callable[[], Hello],
         deadline: Deadline,
         node_loss: timedelta = timedelta(0),
+        about: object = None,
     ) -> Channel[int, MessageT]:
         """Open another node's end, to node 0; both sides prove that they know the secret.
 
+        An empty scope is that of whichever node 0 is at the address. `about` is what node 0 may know of
+        this node even if it refuses it, as JSON values.
+
         Raises:
-            OSError: Node 0 cannot be reached, or has closed the connection.
-            RefusedError: The other side is not node 0 of this job.
+            OSError: Node 0 cannot be reached.
+            RefusedError: What answers is not node 0 of this job, or refuses this node.
         """
 
-        def connect(peer: _Peer[int], deadline: Deadline) -> tuple[socket.socket, int]:
-            limit_s = max(0.1, min(_CONNECT_S, deadline.remaining_s()))
-            connection = socket.create_connection(address, timeout=limit_s)
+        def connect(peer: _Peer[int], deadline: Deadline) -> tuple[_Connection[int], int]:
+            connection: _Connection[int] = _Connection(
+                socket=_open_connection(address, deadline), host=address[0]
+            )
             try:
-                heard = _greet(connection, secret, scope, node, codec.pack(hello()), peer, deadline)
+                connection.peer = peer
+                hello_line = codec.pack(hello())
+                heard = _greet(connection, secret, node, hello_line, about, deadline)
             except BaseException:
-                connection.close()
+                connection.socket.close()
                 raise
             return connection, heard
 
-        channel: Channel[int, MessageT] = Channel(secret, scope, codec, node_loss)
-        peer = _Peer(node=0, token=secrets.token_hex(16))
+        peer = _Peer(node=0, token=secrets.token_hex(16), scope=scope)
         connection, _ = tenacity.Retrying(
             stop=lambda state: state.attempt_number == _DIALS or deadline.expired(),
             wait=tenacity.wait_incrementing(_DIAL_PAUSE_S, _DIAL_PAUSE_S),
-            retry=tenacity.retry_if_exception_type(ConnectionResetError),  # a flood, or not wanted
+            retry=tenacity.retry_if_exception_type((ConnectionResetError, _HungUpError)),
             reraise=True,
         )(connect, peer, deadline)
+        channel: Channel[int, MessageT] = Channel(secret, peer.scope, codec, node_loss)
         channel._dial_again = lambda peer: connect(peer, Deadline.after(timedelta(seconds=_DIAL_S)))
         channel._peers[0] = peer
         channel._attach(peer, connection, 0)
@@ -578,22 +670,26 @@ class Channel(Generic[NameT, MessageT]):
         with contextlib.suppress(BlockingIOError):
             os.write(self._news_write, b"!")
 
-    def send(self, message: MessageT | Hello | Alive | Goodbye, *, to: NameT | None = None) -> None:
-        """Send to a node, or to all of them, without waiting. Messages to a lost node are dropped.
+    def send(
+        self,
+        message: MessageT | Hello | Alive | Goodbye,
+        *,
+        to: NameT | Collection[NameT] | None = None,
+    ) -> None:
+        """Send to a node, to some, or to all, without waiting. Messages to a lost node are dropped.
 
         A node that is away gets them when it is back, except for those of routine.
         """
         data = self._codec.pack(message)
         with self._lock:
-            peers: list[_Peer[NameT] | None] = []
-            peers += self._peers.values() if to is None else [self._peers.get(to)]
-            for peer in peers:
+            names: Collection[Any] = [to] if isinstance(to, (int, str)) else to or ()
+            for peer in self._peers.values() if to is None else map(self._peers.get, names):
                 if peer is None:
                     continue
                 if not isinstance(message, self._codec.routine):
                     peer.unconfirmed.append(data)
                 if peer.connection is not None:
-                    peer.connection.to_send += data
+                    peer.connection.put(data)
         self._wake()
 
     def connected(self) -> set[NameT]:
@@ -612,6 +708,12 @@ class Channel(Generic[NameT, MessageT]):
             for peer in [each for each in self._peers.values() if each.connection is None]:
                 if nodes is None or peer.node in nodes:
                     self._give_up(peer)
+
+    def host_of(self, node: NameT) -> str:
+        """Return the address that a node has dialled from; empty while it is away, or lost."""
+        with self._lock:
+            peer = self._peers.get(node)
+            return "" if peer is None or peer.connection is None else peer.connection.host
 
     def offset_of(self, node: NameT) -> ClockOffset:
         """Return what to add to the times of a node, also of one that has been lost."""
@@ -711,7 +813,7 @@ class Channel(Generic[NameT, MessageT]):
                 connection = peer.connection
                 if connection is not None and connection.unanswered < _MAX_UNANSWERED_BEATS:
                     connection.unanswered += 1
-                    connection.to_send += self._beat(peer)
+                    connection.put(self._beat(peer))
         self._has_output = True
 
     def _beat(self, peer: _Peer[NameT]) -> bytes:
@@ -735,20 +837,21 @@ class Channel(Generic[NameT, MessageT]):
                 peer.confirm(message.received)
                 if is_first and peer.connection is not None:
                     # So that the clocks are known before the next beat.
-                    peer.connection.to_send += self._beat(peer)
+                    peer.connection.put(self._beat(peer))
                     self._has_output = True
 
-    def _attach(self, peer: _Peer[NameT], connection: socket.socket, received: int) -> None:
+    def _attach(self, peer: _Peer[NameT], connection: _Connection[NameT], received: int) -> None:
         """Go on with a participant's new connection, after `received` messages of this end."""
-        connection.settimeout(0)
-        peer.connection = _Connection(socket=connection, peer=peer)
+        connection.socket.settimeout(0)
+        peer.connection = connection
         self._resume(peer, received)
-        self._selector.register(connection, selectors.EVENT_READ, peer.connection)
+        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
 
     def _resume(self, peer: _Peer[NameT], received: int) -> None:
         assert peer.connection is not None  # noqa: S101 - just set
         peer.confirm(received)
-        peer.connection.to_send += b"".join(peer.unconfirmed)
+        for line in peer.unconfirmed:
+            peer.connection.put(line)
         self._has_output = True
         if peer.lost is not None:
             self._queue_event(peer.node, Back(away_s=peer.lost.silent_s + peer.away_s()))
@@ -768,6 +871,9 @@ class Channel(Generic[NameT, MessageT]):
                 if peer.lost is not None and peer.lost.how == "silence":
                     peer.lost = replace(peer.lost, how="reset", why=str(exc.strerror))
                     peer.limit_s = min(peer.limit_s, peer.away_s() + _RESET_S)
+            except _SuccessorError:
+                with self._lock:
+                    self._give_up(peer)
             except (OSError, RefusedError):
                 pass
             else:
@@ -795,12 +901,15 @@ class Channel(Generic[NameT, MessageT]):
             accepted.settimeout(0)
             challenge = secrets.token_hex(16)
             connection: _Connection[NameT] = _Connection(
-                socket=accepted, host=address[0], challenge=challenge
+                socket=accepted,
+                host=address[0].removeprefix("::ffff:"),  # IPv4, at a socket for both versions
+                challenge=challenge,
             )
             self._selector.register(accepted, selectors.EVENT_READ, connection)
             self._ungreeted[connection] = None
             _notice_loss(accepted)
-            accepted.send(f"{_VERSION} {challenge}\n".encode())  # it fits into the empty buffer
+            greeting = f"{_VERSION} {challenge} {self._scope}\n"
+            accepted.send(greeting.encode())  # it fits into the empty buffer
 
     def _drop(self, connection: _Connection[NameT]) -> None:
         self._ungreeted.pop(connection, None)
@@ -827,7 +936,8 @@ class Channel(Generic[NameT, MessageT]):
         try:
             self._take_lines(connection, at_ns)
         except GarbledError as exc:
-            self._lose(connection, OSError(f"it has sent something that is not a message ({exc})"))
+            why = f"it has sent something that is not a message ({exc})"
+            self._lose(connection, OSError(why), how="garbled")
 
     def _take_lines(self, connection: _Connection[NameT], at_ns: int) -> None:
         limit = _MAX_GREETING_BYTES if connection.peer is None else _MAX_LINE_BYTES
@@ -835,7 +945,7 @@ class Channel(Generic[NameT, MessageT]):
             line = bytes(connection.received[:end])
             del connection.received[: end + 1]
             if connection.peer is not None:
-                message = self._codec.unpack(line)
+                message = self._codec.unpack(connection.checked(line))
                 self._note(connection.peer, message, at_ns)
                 if not isinstance(message, Goodbye):
                     self._queue_event(connection.peer.node, message)
@@ -852,13 +962,15 @@ class Channel(Generic[NameT, MessageT]):
             node: Any = greeting["node"]
             challenge = str(greeting["challenge"])
             proof, received = str(greeting["proof"]).encode(), int(greeting["received"])
-            token = str(greeting["token"])
+            token, version = str(greeting["token"]), str(greeting["version"])
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return False
+        if version != _VERSION:
+            return self._refuse(connection, "version", greeting)
         theirs = f"{connection.challenge} {received} {token}"
         wanted = prove(self._secret, "participant", self._scope, node, theirs)
         if not hmac.compare_digest(proof, wanted.encode()) or type(node) not in (int, str):
-            return False
+            return self._refuse(connection, "secret", greeting)
         with self._lock:
             if node in self._lost_clocks:
                 return False
@@ -873,9 +985,22 @@ class Channel(Generic[NameT, MessageT]):
             answer = prove(
                 self._secret, "coordinator", self._scope, node, f"{challenge} {peer.received}"
             )
-            connection.to_send += f"{answer} {peer.received}\n".encode() + self._beat(peer)
+            connection.to_send += f"{answer} {peer.received}\n".encode()
+            nonces = f"{connection.challenge} {challenge}"
+            connection.begin(self._secret, self._scope, nonces, is_node_0=True)
+            connection.put(self._beat(peer))
             self._resume(peer, received)
         return True
+
+    def _refuse(
+        self, connection: _Connection[NameT], refusal: Refusal, greeting: dict[str, Any]
+    ) -> bool:
+        """Tell a node why it is refused; it cannot know that node 0 says so, but need not try again."""
+        with contextlib.suppress(OSError):
+            connection.socket.send(f"{_REFUSED} {refusal}\n".encode())  # into the empty buffer
+        if greeting.get("about") is not None and len(self.refused) < _MAX_REFUSED:
+            self.refused.append((refusal, greeting["about"]))
+        return False
 
     def _write(self, connection: _Connection[NameT]) -> None:
         with self._lock:
@@ -895,13 +1020,18 @@ class Channel(Generic[NameT, MessageT]):
             if self._selector.get_key(connection.socket).events != events:
                 self._selector.modify(connection.socket, events, connection)
 
-    def _lose(self, connection: _Connection[NameT], exc: OSError | None) -> None:
+    def _lose(
+        self,
+        connection: _Connection[NameT],
+        exc: OSError | None,
+        *,
+        how: EndOfConnection = "silence",
+    ) -> None:
         """Report the end of a connection, after everything that arrived before."""
         peer, now_s = connection.peer, time.monotonic()
         self._drop(connection)
         if peer is None or peer.connection is not connection:
             return
-        how: EndOfConnection = "silence"
         why, limit_s = "its launcher has ended", 0.0
         if exc is None:
             how = "goodbye" if peer.has_said_goodbye else "ended"
@@ -947,48 +1077,101 @@ def _silent_s(connection: socket.socket) -> float:
     return min(silent_ms) / 1000
 
 
+def _open_server(address: str, port: int) -> socket.socket:
+    is_dual = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual or ":" in address else socket.AF_INET
+    listening = socket.create_server(
+        (address, port), family=family, backlog=1024, dualstack_ipv6=is_dual
+    )
+    _keep_packets_small(listening)
+    return listening
+
+
+def _open_connection(address: tuple[str, int], deadline: Deadline) -> socket.socket:
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    family, kind, _, _, where = found[0]  # with the zone of a link-local address
+    connection = socket.socket(family, kind)
+    try:
+        _keep_packets_small(connection)
+        _notice_loss(connection)
+        connection.settimeout(max(0.1, min(_CONNECT_S, deadline.remaining_s())))
+        connection.connect(where)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _keep_packets_small(connection: socket.socket) -> None:
+    """Have both sides send small packets; call it before connecting, or on a listening socket.
+
+    A network that loses large packets must not keep nodes from saying so.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SMALL_SEGMENT_BYTES)
+
+
 def _greet(
-    connection: socket.socket,
+    connection: _Connection[int],
     secret: bytes,
-    scope: str,
     node: int | str,
     hello: bytes,
-    peer: _Peer[int],
+    about: object,
     deadline: Deadline,
 ) -> int:
     """Prove to node 0 that this is a node of the job, and have it prove the same.
 
     Args:
-        connection: The connection.
+        connection: The connection, with what this node knows of node 0.
         secret: The job's.
-        scope: The round's.
         node: This node.
         hello: The first message.
-        peer: What this node knows of node 0.
+        about: What node 0 may know of this node even if it refuses it.
         deadline: When to stop waiting.
 
     Returns:
         How many messages of this node have arrived at node 0.
     """
-    _notice_loss(connection)
-    challenge = secrets.token_hex(16)
-    version, _, theirs = _read_line(connection, deadline).partition(" ")
-    if version != _VERSION:
-        raise RefusedError("it speaks another protocol")
-    answer = {
-        "node": node,
-        "challenge": challenge,
-        "received": peer.received,
-        "token": peer.token,
-        "proof": prove(
-            secret, "participant", scope, node, f"{theirs} {peer.received} {peer.token}"
-        ),
-    }
-    connection.sendall(json.dumps(answer).encode() + b"\n" + hello)
-    proof, _, heard = _read_line(connection, deadline).partition(" ")
+    peer, challenge = connection.peer, secrets.token_hex(16)
+    assert peer is not None  # noqa: S101 - node 0
+    waited = Deadline.after(None)
+    try:
+        version, _, more = _read_line(connection.socket, deadline).partition(" ")
+        theirs, _, scope = more.partition(" ")
+        if not version.startswith(_ANY_VERSION):
+            raise RefusedError("other-program", "what it sent is not a message of ddpsafe")
+        if version == _VERSION and scope != (peer.scope or scope):
+            raise _SuccessorError("other-program", "another process of ddpsafe serves this address")
+        answer = {
+            "version": _VERSION,
+            "node": node,
+            "challenge": challenge,
+            "received": peer.received,
+            "token": peer.token,
+            "proof": prove(
+                secret, "participant", scope, node, f"{theirs} {peer.received} {peer.token}"
+            ),
+            "about": about,
+        }
+        connection.begin(secret, scope, f"{theirs} {challenge}", is_node_0=False)
+        connection.put(hello)
+        connection.socket.sendall(json.dumps(answer).encode() + b"\n" + connection.to_send)
+        connection.to_send.clear()
+        if version != _VERSION:
+            raise RefusedError("version", f"it speaks {version}, and this node {_VERSION}")
+        proof, _, heard = _read_line(connection.socket, deadline).partition(" ")
+    except TimeoutError as exc:
+        raise RefusedError(
+            "other-program", f"it sent nothing for {waited.waited_s():.1f} s"
+        ) from exc
+    except OSError as exc:
+        raise _HungUpError("other-program", "it closed the connection") from exc
+    if proof == _REFUSED and heard in get_args(Refusal):
+        raise RefusedError(cast("Refusal", heard), f"it refuses this node: {heard}")
     wanted = prove(secret, "coordinator", scope, node, f"{challenge} {heard}")
     if not hmac.compare_digest(proof.encode(), wanted.encode()) or not heard.isdecimal():
-        raise RefusedError("it does not know the secret of this job")
+        raise RefusedError("secret", "it does not know the secret of this job")
+    peer.scope = scope
     return int(heard)
 
 
@@ -996,11 +1179,13 @@ def _read_line(connection: socket.socket, deadline: Deadline) -> str:
     """Read one short line, byte by byte, so that nothing after it is consumed."""
     line = bytearray()
     for _ in itertools.repeat(None, _MAX_GREETING_BYTES):
+        if line and deadline.expired():
+            raise TimeoutError
         connection.settimeout(max(0.1, min(deadline.remaining_s(), _GREETING_S)))
         byte = connection.recv(1)
         if not byte:
-            raise ConnectionResetError("it has closed the connection")
+            raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
         if byte == b"\n":
             return line.decode(errors="replace")
         line += byte
-    raise RefusedError("it speaks another protocol")
+    raise RefusedError("other-program", "it sent a line without an end")

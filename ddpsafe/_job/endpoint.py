@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar
 
 import tenacity
 
@@ -30,7 +30,8 @@ from ddpsafe._host import (
     open_tcp_store,
     without_cpp_warnings,
 )
-from ddpsafe._job.secret import Signer, find_job_secret
+from ddpsafe._job.channel import RefusedError
+from ddpsafe._job.secret import Signer, find_job_secret, key_of_secret
 from ddpsafe._logging import get_logger
 from ddpsafe._secrets import JOB_SECRET, find_own_secret
 from ddpsafe._text import listed
@@ -71,6 +72,50 @@ _CANNOT_SERVE: Final = {
     ),
 }
 """Why listening on a port failed and what to do, by errno; 0 stands for any other."""
+
+
+Unreached: TypeAlias = Literal[
+    "dropped",
+    "refused",
+    "no-route",
+    "unresolved",
+    "silent-resolver",
+    "other-program",
+    "secret",
+    "version",
+]
+"""Why node 0 is not reached."""
+
+
+def trouble_of(exc: Exception) -> tuple[Unreached, str]:
+    """Return why node 0 is not reached, also as a clause.
+
+    Args:
+        exc: What was raised by looking up its name, by connecting, or by greeting it.
+    """
+    said = getattr(exc, "strerror", None) or str(exc)
+    if isinstance(exc, RefusedError):
+        return exc.refusal, said
+    if isinstance(exc, (socket.gaierror, UnicodeError)):
+        # EAI_AGAIN is not a "no such name": no name server answers, or there is none.
+        is_silent = getattr(exc, "errno", None) == socket.EAI_AGAIN
+        return "silent-resolver" if is_silent else "unresolved", said
+    if isinstance(exc, TimeoutError):
+        return "dropped", "nothing answers: a firewall drops packets, or the host is down"
+    name = errno.errorcode.get(getattr(exc, "errno", None) or 0)
+    said = said if name is None else f"{said} ({name})"
+    return "refused" if isinstance(exc, ConnectionError) else "no-route", said
+
+
+def look_up(host: str, port: int) -> list[str]:
+    """Return the addresses of a host, each once; this may hang if no name server answers.
+
+    Raises:
+        OSError: It has none.
+        UnicodeError: It cannot be a name.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 class JobEndpoint:
@@ -285,9 +330,7 @@ class JobEndpoint:
             raise PreflightError(explanation, kind="startup-network") from exc
 
     def _look_up(self) -> list[str]:
-        host, port = self._host, self._endpoint.port
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        return look_up(self._host, self._endpoint.port)
 
     @property
     def _has_own_name(self) -> bool:
@@ -430,10 +473,8 @@ class JobEndpoint:
                 return self.call(find, timedelta(seconds=limit_s))
             except RendezvousTimeoutError:
                 why = why or f"neither the name server nor the host answers{leads_to}"
-            except TimeoutError:
-                why = f"nothing answers: a firewall drops packets, or the host is down{leads_to}"
             except OSError as exc:
-                why = f"{exc.strerror or exc}{leads_to}"
+                why = f"{trouble_of(exc)[1]}{leads_to}"
             if deadline.waited_s() > NO_ANSWER_WARNING_S and not has_warned:
                 has_warned, own, node_rank = True, socket.gethostname(), self._config.node_rank
                 hint = ""
@@ -527,7 +568,7 @@ def key_of(config: LaunchConfig) -> bytes:
     """
     secret = find_job_secret(config.rendezvous.secret_file)
     if secret:
-        return hashlib.sha256(b"secret\0" + secret.encode()).digest()
+        return key_of_secret(secret)
     known = (str(config.rendezvous.endpoint), config.rendezvous.id or "")
     return hashlib.sha256("\0".join(("derived", *known)).encode()).digest()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import shlex
 from pathlib import Path
@@ -42,6 +43,11 @@ class Signer:
         """Return the value without its signature; ``None`` if this job did not sign it."""
         value = signed[self._MAC_CHARS :]
         return value if hmac.compare_digest(signed, self.sign(key, value)) else None
+
+
+def key_of_secret(secret: str) -> bytes:
+    """Return the key of the signatures that a secret gives."""
+    return hashlib.sha256(b"secret\0" + secret.encode()).digest()
 
 
 def find_job_secret(

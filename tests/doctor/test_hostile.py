@@ -19,12 +19,11 @@ from mesh_kit import healthy_node as node
 
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor import Direction, Finding, Matrix, Report, _mesh
+from ddpsafe.doctor._mesh.channel_transport import Client, Server
 from ddpsafe.doctor._mesh.findings.assemble import make_findings, make_matrix
 from ddpsafe.doctor._mesh.findings.observations import Results, pack, unpack
-from ddpsafe.doctor._mesh.link import (
-    VERSION,
-)
 from ddpsafe.doctor._mesh.protocol import (
+    VERSION,
     Announced,
     Contact,
     Dialled,
@@ -38,7 +37,6 @@ from ddpsafe.doctor._mesh.protocol import (
     write,
 )
 from ddpsafe.doctor._mesh.reach_node_zero import reach_coordinator
-from ddpsafe.doctor._mesh.socket_transport import Client, Server
 from ddpsafe.doctor._mesh.transport import gather, wait_for
 
 if TYPE_CHECKING:
@@ -315,7 +313,6 @@ def test_garbage_from_a_node_is_a_finding(hello: object) -> None:
             hostname="evil",
             pid=1,
             job="",
-            challenge="c",
         )
         host, _, port = endpoint.partition(":")
         client = await reach_coordinator(
@@ -354,7 +351,6 @@ def test_garbage_from_node_rank_0_is_a_finding(topic: str, value: object) -> Non
             hostname="evil",
             pid=1,
             job="",
-            challenge="c",
         )
         server = Server(own)
         await server.open(int(endpoint.partition(":")[2]))

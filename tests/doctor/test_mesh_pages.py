@@ -121,9 +121,7 @@ def all_directions(
 
 def greeting_of(rank: int, nnodes: int, job: str = "") -> Greeting:
     """Return the greeting of another node."""
-    return Greeting(
-        version=3, nnodes=nnodes, node_rank=rank, hostname="h2", pid=311, job=job, challenge="ab"
-    )
+    return Greeting(version=3, nnodes=nnodes, node_rank=rank, hostname="h2", pid=311, job=job)
 
 
 def announcing(rank: int, **announced: Any) -> Node:

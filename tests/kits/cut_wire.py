@@ -16,10 +16,11 @@ class Wire:
 
     Attributes:
         drops: How many of the next connections it closes at once.
+        leads_to: The port of the next ones.
     """
 
     def __init__(self, port: int, *, drops: float = 0) -> None:
-        self._port = port
+        self.leads_to = port
         self._listening = socket.create_server((HERE, 0))
         self._ends: dict[socket.socket, None] = {}
         self.drops = drops
@@ -57,7 +58,7 @@ class Wire:
                     self.drops -= 1
                     near.close()
                     continue
-                far = socket.create_connection((HERE, self._port))
+                far = socket.create_connection((HERE, self.leads_to))
                 self._ends |= {near: None, far: None}
                 for one, other in ((near, far), (far, near)):
                     self._threads.append(threading.Thread(target=self._pass_on, args=(one, other)))

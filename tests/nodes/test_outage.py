@@ -122,6 +122,23 @@ def test_a_node_that_stays_away_is_lost_at_both_ends(channel: Channel, wire: Wir
         assert channel.offset_of(1).mono_ns is not None
 
 
+def test_a_node_does_not_connect_again_to_the_successor_of_node_0(wire: Wire) -> None:
+    """That has another scope: the node is not among those that it knows, and knows at once."""
+    with (
+        contextlib.closing(dial(wire)) as node,
+        contextlib.closing(
+            Channel.listen(HERE, secret=b"secret", scope="next", codec=CODEC, nnodes=2)
+        ) as successor,
+    ):
+        heard = Heard(node)
+        wire.leads_to = successor.port
+        wire.cut()
+        wait_until(lambda: not node.connected())
+        heard.take()
+        assert [lost.how for lost in heard.lost] == ["reset"]
+        assert not successor.connected()
+
+
 def test_a_launcher_that_takes_leave_is_told_apart(channel: Channel, wire: Wire) -> None:
     """A closed channel is a goodbye; a connection that ends without one is a launcher that has died."""
     heard = Heard(channel)

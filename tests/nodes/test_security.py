@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -9,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +21,14 @@ from nodes_kit import Case, finish_job, start_job
 
 from ddpsafe._clock import Deadline
 from ddpsafe._host import open_tcp_store
-from ddpsafe._job.channel import Alive, Channel, GarbledError, Hello, Lost, RefusedError
+from ddpsafe._job.channel import (
+    Alive,
+    Channel,
+    GarbledError,
+    Hello,
+    Lost,
+    RefusedError,
+)
 from ddpsafe._job.secret import Signer
 from ddpsafe._launcher.nodes.node_messages import (
     CODEC,
@@ -62,16 +71,19 @@ def channel() -> Iterator[Channel]:
     listening.close()
 
 
-def dial(channel: Channel, *, node: int = 1, secret: bytes = b"secret") -> Channel:
-    """Connect as a node."""
+def dial(
+    channel: Channel | int, *, node: int = 1, secret: bytes = b"secret", about: object = None
+) -> Channel:
+    """Connect as a node, to a channel or to whatever is at a port."""
     return Channel.dial(
-        ("127.0.0.1", channel.port),
+        ("127.0.0.1", channel if isinstance(channel, int) else channel.port),
         secret=secret,
         scope="round",
         codec=CODEC,
         node=node,
         hello=lambda: HELLO,
         deadline=Deadline.after(timedelta(seconds=5)),
+        about=about,
     )
 
 
@@ -109,13 +121,76 @@ def test_nodes_that_know_the_secret_can_talk(channel: Channel) -> None:
 
 
 def test_a_sender_without_the_secret_is_refused(channel: Channel) -> None:
-    """Node 0 sends it nothing and reads nothing from it."""
-    with pytest.raises((RefusedError, OSError)):
-        dial(channel, secret=b"a guess")
+    """Node 0 reads nothing from it but who it says it is, and both ends know why it is refused."""
+    with pytest.raises(RefusedError) as caught:
+        dial(channel, secret=b"a guess", about={"hostname": "h9"})
+    assert caught.value.refusal == "secret"
+    assert channel.refused == [("secret", {"hostname": "h9"})]
     assert list(channel.events()) == []
     node = dial(channel)
     assert read_events(channel, 1) == [(1, HELLO)]
     node.close()
+
+
+def test_node_0_tells_a_node_of_another_version(channel: Channel) -> None:
+    """Whatever else that version sends: its version and who it is are read first."""
+    proof = {"node": 1, "challenge": "x", "received": 0, "token": "t", "proof": "p"}
+    greeting = {**proof, "version": "ddpsafe-99", "about": {"hostname": "h9"}}
+    with socket.create_connection(("127.0.0.1", channel.port)) as sender, sender.makefile() as said:
+        sender.sendall(json.dumps(greeting).encode() + b"\n")
+        assert said.readline().startswith("ddpsafe-")
+        assert said.readline() == "refused version\n"
+    assert channel.refused == [("version", {"hostname": "h9"})]
+
+
+@pytest.mark.parametrize(
+    ("said", "refusal"),
+    [
+        (b"ddpsafe-99 nonce scope\n", "version"),
+        (b"SSH-2.0-OpenSSH_9.6\n", "other-program"),
+        (b"", "other-program"),
+        (b"x" * 100_000, "other-program"),
+        (b"ddpsafe-3 nonce another-scope\n", "other-program"),
+        (b"ddpsafe-3 nonce round\nrefused secret\n", "secret"),
+        (b"ddpsafe-3 nonce round\nrefused \xff\n", "secret"),
+        (b"ddpsafe-3 nonce round\n" + b"0" * 64 + b" 0\n", "secret"),
+    ],
+    ids=lambda each: str(each[:24]),
+)
+def test_a_node_knows_why_what_answers_is_not_node_0(said: bytes, refusal: str) -> None:
+    """Another program, another version, or one that does not know the secret."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    accepted, _ = listening.accept()
+                    with accepted:
+                        accepted.sendall(said)
+                        if said:
+                            accepted.recv(1 << 16)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(RefusedError) as caught:
+            dial(listening.getsockname()[1])
+        assert caught.value.refusal == refusal
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_line_that_a_node_has_not_sent_ends_its_connection(channel: Channel, times: int) -> None:
+    """Each is signed for one connection and its number in that, so none can be added or repeated."""
+    with contextlib.closing(dial(channel)) as node:
+        read_events(channel, 1)
+        connection = node._peers[0].connection
+        assert connection is not None
+        line = CODEC.pack(Leave())
+        signed = connection.sending.sign(line) + line if times else b"0" * 32 + line
+        connection.socket.sendall(signed * (times + 1))
+        *before, (_, lost) = read_events(channel, times + 1)
+        assert before == [(1, Leave())] * times
+        assert isinstance(lost, Lost)
+        assert lost.how == "garbled"
 
 
 def test_a_node_rank_is_accepted_once(channel: Channel) -> None:
@@ -218,7 +293,7 @@ def test_a_launcher_without_descriptors_waits_without_using_cpu() -> None:
     )
     spent_s, said = done.stdout.split()
     assert float(spent_s) < 1, done.stderr
-    assert said == "ddpsafe-nodes-2"
+    assert said == "ddpsafe-3"
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,9 @@ def examine() -> None:
 
 def _speak(version: int) -> None:
     """Act as a doctor of another version."""
-    from ddpsafe.doctor._mesh import job, link, reach_node_zero, socket_transport
+    from ddpsafe.doctor._mesh import job, reach_node_zero
 
-    for module in (job, link, reach_node_zero, socket_transport):
-        if hasattr(module, "VERSION"):
-            module.VERSION = version
+    job.VERSION = reach_node_zero.VERSION = version
 
 
 def _set_clock(ahead_s: float) -> None:
@@ -192,7 +190,7 @@ def listen_and_close() -> None:
 
 def know_messages() -> None:
     """Build the validators of messages before the fork, to save 40 ms in each process."""
-    from ddpsafe.doctor._mesh import all_reduce, probe, protocol
+    from ddpsafe.doctor._mesh import all_reduce, channel_transport, probe, protocol
     from ddpsafe.doctor._mesh.findings import observations
 
     kinds = [protocol.Answer, protocol.Facts, protocol.Greeting, protocol.Node, protocol.NodeReport]
@@ -203,6 +201,7 @@ def know_messages() -> None:
         observations.Peer,
         observations.Results,
     ]
+    channel_transport.CODEC.prepare()
     for kind in kinds:
         with contextlib.suppress(ValueError):
             protocol.read(kind, None)

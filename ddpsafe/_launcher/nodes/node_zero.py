@@ -673,6 +673,10 @@ _LOSSES: Final[dict[EndOfConnection, tuple[str, str]]] = {
         "its launcher has ended, its host has started again, or a firewall rejects the connection.",
         "check uptime, dmesg and the launcher's log on {host}.",
     ),
+    "garbled": (
+        "another program, on that host or on the way, has taken over the connection, or a bug in ddpsafe.",
+        "check the launcher's log on {host}, and what stands between the nodes (a proxy, a VPN).",
+    ),
     "ended": (
         "its launcher has ended without a word: it was killed or has crashed, or its job step was ended.",
         "check dmesg (out of memory?) and the launcher's log on {host}; its ranks ended with it.",

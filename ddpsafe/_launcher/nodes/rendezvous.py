@@ -37,7 +37,7 @@ from ddpsafe._job.channel import (
     from_json,
     to_json,
 )
-from ddpsafe._job.endpoint import NO_ANSWER_WARNING_S, STORE_CALL, JobEndpoint
+from ddpsafe._job.endpoint import NO_ANSWER_WARNING_S, STORE_CALL, JobEndpoint, trouble_of
 from ddpsafe._launcher.nodes.lobby import (
     Lobby,
     Membership,
@@ -311,7 +311,7 @@ class NodeRendezvous:
         try:
             return self.endpoint.call(dial, limit + STORE_CALL)
         except (OSError, RefusedError) as exc:
-            here, why = socket.gethostname(), getattr(exc, "strerror", None) or exc
+            here, (_, why) = socket.gethostname(), trouble_of(exc)
             what = f"{here} reached no control channel of node 0 at {node_0.address}:{port}: {why}."
             cause = (
                 "a firewall allows only the port of the endpoint, or node 0's launcher has ended."

@@ -2,7 +2,8 @@
 
 `examine` connects the nodes at the endpoint, `examine_at_store` through an existing torch store. Node
 rank 0 coordinates (`coordinator`), every other node takes part (`participant`). They exchange messages
-over a `Transport` (`transport`): a small server on node rank 0 (`socket_transport`, `reach_node_zero`), or the store.
+over a `Transport`: the job's channel (`channel_transport`, `reach_node_zero`), or a store that their ranks
+share already (`transport`).
 Node rank 0 collects the reports of all nodes and sends them to every node. Each computes its findings from
 them (`findings`), so the findings are the same everywhere.
 """

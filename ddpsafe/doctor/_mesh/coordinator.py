@@ -14,6 +14,7 @@ import psutil
 
 from ddpsafe._clock import Deadline
 from ddpsafe.doctor._mesh import all_reduce
+from ddpsafe.doctor._mesh.channel_transport import Server
 from ddpsafe.doctor._mesh.findings.assemble import (
     make_findings,
     make_findings_before_all_reduce,
@@ -26,17 +27,16 @@ from ddpsafe.doctor._mesh.pairs import EVERY_PAIR
 from ddpsafe.doctor._mesh.probe import ANSWER_S, CONNECT_S
 from ddpsafe.doctor._mesh.protocol import Attendance, Node, NodeReport, Roster, read, write
 from ddpsafe.doctor._mesh.reach_node_zero import Obstacle, find_answer
-from ddpsafe.doctor._mesh.socket_transport import Server
 from ddpsafe.doctor._mesh.transport import RESULTS, gather
 from ddpsafe.doctor._system.tcp import find_listener
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping
 
     from ddpsafe.doctor._findings import Finding, Matrix
     from ddpsafe.doctor._mesh.job import Job
     from ddpsafe.doctor._mesh.local_node import LocalNode
-    from ddpsafe.doctor._mesh.protocol import Answer, Rejected
+    from ddpsafe.doctor._mesh.protocol import Answer
     from ddpsafe.doctor._mesh.transport import Json, Transport
 
 
@@ -68,14 +68,6 @@ class EndpointServer:
         await self.server.open(self._job.port)
         self._checking = asyncio.create_task(self._check_endpoint())
 
-    def rejected(self) -> Sequence[Rejected]:
-        """Return the nodes that were refused."""
-        return self.server.rejected
-
-    def close_registration(self) -> None:
-        """Refuse all nodes from now on."""
-        self.server.close_registration()
-
     def leads_to(self) -> tuple[Obstacle | None, str]:
         """Return what the endpoint leads to if not to here: an obstacle, or another node rank 0."""
         found = self._leads_to
@@ -83,7 +75,7 @@ class EndpointServer:
             return None, ""
         if isinstance(found, Obstacle):
             return found, ""
-        return None, found.hostname if found.nonce != self.server.nonce else ""
+        return None, found.greeting.hostname if found.nonce != self.server.nonce else ""
 
     async def _check_endpoint(self) -> None:
         """Check until a doctor answers; the host that the endpoint names may start late."""
@@ -101,6 +93,7 @@ class EndpointServer:
         """Wait until every node has read the results, then stop listening."""
         if self._checking is not None:
             self._checking.cancel()
+            await asyncio.wait({self._checking})  # it closes its own connection
         await self.server.close()
 
 
@@ -201,7 +194,7 @@ class Coordinator:
             for each in (reporting, gathering, watching):
                 each.cancel()
         if self._at_endpoint is not None:
-            self._at_endpoint.close_registration()
+            self._at_endpoint.server.close_registration()
         nodes = {0: own, **self._parse(Node, "hello", received)}
         return dict(sorted(nodes.items())), deadline.waited_s()
 
@@ -214,7 +207,7 @@ class Coordinator:
         while (
             at_endpoint is None
             or not self._missing
-            or count_refused(at_endpoint.rejected()) < len(self._missing)
+            or count_refused(at_endpoint.server.rejected) < len(self._missing)
         ):
             if (
                 at_endpoint is not None
@@ -284,7 +277,7 @@ class Coordinator:
             seed=roster.seed,
             only_closed=only_closed,
             waited_s=waited_s,
-            rejected=() if at_endpoint is None else tuple(at_endpoint.rejected()),
+            rejected=() if at_endpoint is None else tuple(at_endpoint.server.rejected),
             obstacle=obstacle,
             other_coordinator=other_coordinator,
             at_store=self._job.at_store,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -11,10 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from ddpsafe._host import LIBRARY_VARIABLES
 from ddpsafe._world import expand_hosts, job_variables
 from ddpsafe.doctor._findings import Matrix, printable
-from ddpsafe.doctor._mesh.link import (
-    VERSION,
-)
-from ddpsafe.doctor._mesh.protocol import Greeting, as_hostname
+from ddpsafe.doctor._mesh.protocol import VERSION, Greeting, as_hostname
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -78,7 +74,6 @@ class Job:
             hostname=as_hostname(socket.gethostname()),
             pid=os.getpid(),
             job=printable(job)[:500],
-            challenge=secrets.token_hex(8),
         )
 
     def env(self) -> dict[str, str]:

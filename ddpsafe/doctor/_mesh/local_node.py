@@ -8,6 +8,7 @@ import importlib.util
 import ipaddress
 import logging
 import os
+import secrets
 import socket
 import time
 from dataclasses import fields, replace
@@ -29,7 +30,6 @@ from ddpsafe._host import (
 )
 from ddpsafe.doctor._mesh.findings.observations import is_closed, make_plan
 from ddpsafe.doctor._mesh.firewall import find_filter_chains
-from ddpsafe.doctor._mesh.link import make_nonce
 from ddpsafe.doctor._mesh.probe import Listener, dial
 from ddpsafe.doctor._mesh.protocol import (
     Announced,
@@ -223,7 +223,7 @@ class LocalNode:
     def __init__(self, job: Job, env: Mapping[str, str]) -> None:
         """Create the node, which does not listen yet."""
         self._job, self._env = job, env
-        self._token = make_nonce()
+        self._token = secrets.token_hex(16)
         self._listener = Listener(token=self._token, secret=job.secret, nnodes=job.nnodes)
         self._machine = machine_id()
         self._own: Node | None = None

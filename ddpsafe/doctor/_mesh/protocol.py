@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+VERSION: Final = 4
+"""The protocol version; doctors of different versions refuse each other."""
+
 MOST_NODES: Final = 100_000
 LOWEST_PORT: Final = 1024
 """Nodes listen for each other on ephemeral ports, so the port of a service is never dialled."""
@@ -151,7 +154,6 @@ class Greeting:
         hostname: Its host name.
         pid: The process ID of its doctor, which distinguishes two on one host.
         job: The launcher's variables that identify the job; empty if there are none.
-        challenge: A nonce that the signature of the answer has to include.
     """
 
     version: Count
@@ -160,37 +162,9 @@ class Greeting:
     hostname: Hostname
     pid: Count
     job: Text
-    challenge: Hex
 
 
-Refusal = Literal["", "duplicate", "other-job", "late", "secret", "version"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """Node rank 0's answer to a greeting.
-
-    Attributes:
-        nonce: Identifies this run of node rank 0.
-        session: A nonce of this connection, which the signatures of all later lines include.
-        hostname: The host name of node rank 0.
-        nnodes: The number of nodes of its job.
-        job: Its job, as in `Greeting`.
-        version: Its protocol version.
-        refusal: Why the node is refused; empty if it is accepted.
-        holder: The host that already has the node rank, if that is the reason.
-        holder_pid: The process there.
-    """
-
-    nonce: Hex
-    session: Hex
-    hostname: Hostname
-    nnodes: Count
-    job: Text
-    version: Count
-    refusal: Refusal = ""
-    holder: Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9._-]{0,253}")] = ""
-    holder_pid: Count = 0
+Refusal = Literal["duplicate", "other-job", "late", "secret", "version"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +182,21 @@ class Rejected:
     greeting: Greeting
     holder: Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9._-]{0,253}")] = ""
     holder_pid: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Node rank 0's answer to a greeting.
+
+    Attributes:
+        nonce: Identifies this run of node rank 0.
+        greeting: Its own greeting.
+        rejected: Why the node is refused; ``None`` if it is accepted.
+    """
+
+    nonce: Hex
+    greeting: Greeting
+    rejected: Rejected | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -13,39 +12,22 @@ from pydantic import Field
 
 from ddpsafe._clock import Deadline
 from ddpsafe._host import is_loopback
-from ddpsafe.doctor._mesh.link import (
-    VERSION,
-    BadSignatureError,
-    Link,
-    NotADoctorError,
-    keep_packets_small,
-    notice_loss,
-)
-from ddpsafe.doctor._mesh.protocol import Answer, Rate, Text
-from ddpsafe.doctor._mesh.socket_transport import Client
-from ddpsafe.doctor._mesh.transport import bounded
+from ddpsafe._job.channel import RefusedError
+from ddpsafe._job.endpoint import Unreached, look_up, trouble_of
+from ddpsafe.doctor._mesh.channel_transport import ANSWER, Client
+from ddpsafe.doctor._mesh.protocol import VERSION, Answer, Rate, Text, read
+from ddpsafe.doctor._mesh.transport import TransportLostError, bounded, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ddpsafe.doctor._mesh.protocol import Greeting
+    from ddpsafe.doctor._mesh.protocol import Greeting, Rejected
 
-Trouble = Literal[
-    "dropped",
-    "refused",
-    "no-route",
-    "unresolved",
-    "silent-resolver",
-    "loopback",
-    "other-program",
-    "other-job",
-    "duplicate",
-    "late",
-    "secret",
-    "version",
-]
+Trouble = Unreached | Literal["loopback", "other-job", "duplicate", "late"]
 
-_CONNECT_LIMIT_S: Final = 2.5
+_NOT_REACHED: Final = (OSError, UnicodeError, RefusedError)
+# Longer than the 3 s in which a kernel finds that no host has an address.
+_CONNECT_LIMIT_S: Final = 4.0
 _RESOLVE_LIMIT_S: Final = 2.5
 _ANSWER_LIMIT_S: Final = 3.0
 # A step with less time than this would fail because of the deadline, not because of the network.
@@ -87,13 +69,6 @@ class Refused:
     client: Client
 
 
-class _Unreached(Exception):  # noqa: N818 - caught in this module, never raised to a user
-    def __init__(self, trouble: Trouble, said: str, holder: str = "") -> None:
-        super().__init__(trouble)
-        self.trouble: Trouble = trouble
-        self.said, self.holder = said, holder
-
-
 async def reach_coordinator(
     host: str,
     port: int,
@@ -122,36 +97,18 @@ async def reach_coordinator(
         addresses: tuple[str, ...] = ()
         try:
             addresses = await resolve(host, port, deadline=deadline)
-            link, answer = await greet(addresses, port, greeting, secret=secret, deadline=deadline)
-        except _Unreached as exc:
-            trouble = exc.trouble
-            leads_here = bool(addresses) and all(map(is_loopback, addresses))
-            if leads_here and trouble == "refused":
-                trouble = "loopback"
-            found = Obstacle(
-                trouble=trouble,
-                said=exc.said,
-                addresses=addresses,
-                waited_s=deadline.waited_s(),
-                holder=exc.holder,
+            client, answer = await greet(
+                addresses, port, greeting, secret=secret, deadline=deadline
             )
+        except _NOT_REACHED as exc:
+            found = replace(_obstacle_of(exc, addresses), waited_s=deadline.waited_s())
         else:
-            client = Client(link, coordinator_hostname=answer.hostname)
-            if not answer.refusal:
+            if answer.rejected is None:
                 return client
-            said: str = answer.refusal
-            holder = answer.hostname
-            if answer.refusal == "duplicate":
-                holder = f"{answer.holder} (pid {answer.holder_pid})"
-            elif answer.refusal == "other-job":
-                said = f"nnodes={answer.nnodes}, job {answer.job or 'without a name'}"
-            elif answer.refusal == "version":
-                said = f"its doctor has protocol version {answer.version}, this one {VERSION}"
-            found = Obstacle(trouble=answer.refusal, said=said, addresses=addresses, holder=holder)
-            return Refused(found, client)
-        if found.trouble not in ("loopback", "other-program"):
+            return Refused(_refusal_of(answer, answer.rejected, addresses), client)
+        if found.trouble not in _GIVE_UP_AFTER:
             give_up = {each: Deadline.after(_GIVE_UP_AFTER[each]) for each in _GIVE_UP_AFTER}
-        is_hopeless = found.trouble == "secret" or (
+        is_hopeless = found.trouble in ("secret", "version") or (
             found.trouble in give_up and give_up[found.trouble].expired()
         )
         if is_hopeless or deadline.expired():
@@ -161,99 +118,83 @@ async def reach_coordinator(
         pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
 
 
-def _limit_s(usual_s: float, deadline: Deadline) -> float:
-    return max(_LEAST_LIMIT_S, min(usual_s, deadline.remaining_s()))
+def _obstacle_of(exc: Exception, addresses: tuple[str, ...]) -> Obstacle:
+    reason, said = trouble_of(exc)
+    trouble: Trouble = reason
+    if reason == "refused" and addresses and all(map(is_loopback, addresses)):
+        trouble = "loopback"
+    return Obstacle(trouble=trouble, said=said, addresses=addresses)
+
+
+def _refusal_of(answer: Answer, rejected: Rejected, addresses: tuple[str, ...]) -> Obstacle:
+    own, holder, said = answer.greeting, answer.greeting.hostname, str(rejected.reason)
+    if rejected.reason == "duplicate":
+        holder = f"{rejected.holder} (pid {rejected.holder_pid})"
+    elif rejected.reason == "other-job":
+        said = f"nnodes={own.nnodes}, job {own.job or 'without a name'}"
+    elif rejected.reason == "version":
+        said = f"its doctor has protocol version {own.version}, this one {VERSION}"
+    return Obstacle(trouble=rejected.reason, said=said, addresses=addresses, holder=holder)
 
 
 async def resolve(host: str, port: int, *, deadline: Deadline) -> tuple[str, ...]:
     """Return the addresses of the endpoint's host; the resolver may hang if no server answers.
 
     Raises:
-        _Unreached: It has none, or the resolver does not answer.
+        OSError: It has none, or the resolver does not answer.
+        UnicodeError: It cannot be a name.
     """
+    limit = _limit(_RESOLVE_LIMIT_S, deadline)
     try:
-        found = await bounded(
-            lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM),
-            deadline=Deadline.after(timedelta(seconds=_limit_s(_RESOLVE_LIMIT_S, deadline))),
-            name="ddpsafe-resolve",
-        )
+        found = await bounded(lambda: look_up(host, port), deadline=limit, name="ddpsafe-resolve")
     except TimeoutError as exc:
-        raise _Unreached("silent-resolver", str(exc)) from exc
-    except (OSError, UnicodeError) as exc:
-        # EAI_AGAIN is not a "no such name": no server answers, or there is none.
-        silent = getattr(exc, "errno", None) == socket.EAI_AGAIN
-        said = getattr(exc, "strerror", None) or str(exc)
-        raise _Unreached("silent-resolver" if silent else "unresolved", said) from exc
-    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+        raise socket.gaierror(socket.EAI_AGAIN, str(exc)) from exc
+    return tuple(found)
 
 
 async def greet(
-    addresses: tuple[str, ...],
-    port: int,
-    greeting: Greeting,
-    *,
-    secret: str,
-    deadline: Deadline,
-) -> tuple[Link, Answer]:
+    addresses: tuple[str, ...], port: int, greeting: Greeting, *, secret: str, deadline: Deadline
+) -> tuple[Client, Answer]:
     """Introduce this node at the first address that accepts the connection.
 
     Raises:
-        _Unreached: None does, or what answers is not ddpsafe doctor.
+        OSError: None does.
+        RefusedError: What answers is not ddpsafe doctor.
     """
-    last = _Unreached("unresolved", "the name has no address")
+    failed: OSError = socket.gaierror(socket.EAI_NONAME, "the name has no address")
     for address in addresses:
+        limit = _limit(_CONNECT_LIMIT_S, deadline)
         try:
-            streams = await _connect(address, port, deadline)
-            break
-        except _Unreached as exc:
-            last = exc
-    else:
-        raise last
-    link = Link(*streams, secret)
+            client = await Client.dial(address, port, greeting, secret=secret, deadline=limit)
+        except OSError as exc:
+            failed = exc
+            continue
+        try:
+            answer = await _require_answer(client, _limit(_ANSWER_LIMIT_S, deadline))
+        except BaseException:
+            await client.close()
+            raise
+        client.coordinator_hostname = answer.greeting.hostname
+        return client, answer
+    raise failed
+
+
+async def _require_answer(client: Client, limit: Deadline) -> Answer:
     try:
-        return link, await _introduce(link, greeting, deadline)
-    except BaseException:
-        link.close()
-        raise
+        value = await wait_for(client, ANSWER, deadline=limit)
+        if value is not None:
+            return read(Answer, value)
+        why = f"it sent nothing for {limit.waited_s():.1f} s"
+    except TransportLostError as exc:
+        why = str(exc)
+    except ValueError:
+        why = "what it sent is not a message of this version"
+    raise RefusedError("other-program", why)
 
 
-async def _connect(
-    address: str, port: int, deadline: Deadline
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    limit_s = _limit_s(_CONNECT_LIMIT_S, deadline)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    connection.settimeout(0)
-    keep_packets_small(connection)
-    notice_loss(connection)
-    loop = asyncio.get_running_loop()
-    try:
-        await asyncio.wait_for(loop.sock_connect(connection, (address, port)), limit_s)
-        return await asyncio.open_connection(sock=connection)
-    except (asyncio.TimeoutError, TimeoutError) as exc:
-        connection.close()
-        raise _Unreached("dropped", f"no answer within {limit_s:.1f} s") from exc
-    except OSError as exc:
-        connection.close()
-        refused = exc.errno in (errno.ECONNREFUSED, errno.ECONNRESET)
-        said = errno.errorcode.get(exc.errno or 0, str(exc))
-        raise _Unreached("refused" if refused else "no-route", said) from exc
-
-
-async def _introduce(link: Link, greeting: Greeting, deadline: Deadline) -> Answer:
-    limit_s = _limit_s(_ANSWER_LIMIT_S, deadline)
-    try:
-        link.send_greeting(greeting)
-        receiving = link.receive_greeting(Answer, context=greeting.challenge)
-        answer = await asyncio.wait_for(receiving, limit_s)
-    except (asyncio.TimeoutError, TimeoutError) as exc:
-        raise _Unreached("other-program", f"it sent nothing for {limit_s:.1f} s") from exc
-    except BadSignatureError as exc:
-        raise _Unreached("secret", str(exc)) from exc
-    except (OSError, NotADoctorError) as exc:
-        raise _Unreached("other-program", str(exc)) from exc
-    link.begin_session(greeting.challenge + answer.session, is_node=True)
-    return answer
+def _limit(usual_s: float, deadline: Deadline) -> Deadline:
+    limit_s = max(_LEAST_LIMIT_S, min(usual_s, deadline.remaining_s()))
+    return Deadline.after(timedelta(seconds=limit_s))
 
 
 async def find_answer(
@@ -263,10 +204,10 @@ async def find_answer(
     addresses: tuple[str, ...] = ()
     try:
         addresses = await resolve(host, port, deadline=deadline)
-        link, answer = await greet(addresses, port, greeting, secret=secret, deadline=deadline)
-    except _Unreached as exc:
-        return Obstacle(trouble=exc.trouble, said=exc.said, addresses=addresses, holder=exc.holder)
-    link.close()
+        client, answer = await greet(addresses, port, greeting, secret=secret, deadline=deadline)
+    except _NOT_REACHED as exc:
+        return _obstacle_of(exc, addresses)
+    await client.close()
     return answer
 
 
@@ -274,5 +215,5 @@ async def find_addresses(host: str, port: int, *, deadline: Deadline) -> tuple[s
     """Return the addresses of the endpoint's host; none if it cannot be resolved."""
     try:
         return await resolve(host, port, deadline=deadline)
-    except _Unreached:
+    except (OSError, UnicodeError):
         return ()

@@ -1,6 +1,6 @@
 """`Transport`: how the nodes of one examination exchange values under topics.
 
-The one over a torch store is in this module; both ends of the one over a socket are in `socket_transport`.
+The one over a torch store is in this module; both ends of the one over a channel are in `channel_transport`.
 """
 
 from __future__ import annotations
@@ -111,19 +111,30 @@ async def gather(
         await asyncio.sleep(min(next(pauses), deadline.remaining_s()))
 
 
-async def bounded(function: Callable[[], T], *, deadline: Deadline, name: str) -> T:
-    """Make a call that may hang, in a separate thread.
+async def bounded(
+    function: Callable[[], T],
+    *,
+    deadline: Deadline,
+    name: str,
+    dispose: Callable[[T], None] = lambda _: None,
+) -> T:
+    """Make a call that may hang, in a separate thread; its result goes to `dispose` if it comes too late.
 
     Raises:
         TimeoutError: It has not returned by the deadline.
     """
     call = BoundedCall(function, name=name)
-    for pause_s in _pauses():
-        if call.wait(0):
-            return call.result()
-        if deadline.expired():
-            break
-        await asyncio.sleep(min(pause_s, deadline.remaining_s()))
+    try:
+        for pause_s in _pauses():
+            if call.wait(0):
+                return call.result()
+            if deadline.expired():
+                break
+            await asyncio.sleep(min(pause_s, deadline.remaining_s()))
+    except asyncio.CancelledError:
+        call.abandon(dispose)
+        raise
+    call.abandon(dispose)
     raise TimeoutError(f"{name}: no answer within {deadline.waited_s():.1f} s")
 
 

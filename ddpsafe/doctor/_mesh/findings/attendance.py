@@ -52,8 +52,9 @@ def describe_obstacle(
             f"{here} reached {show_endpoint(host, port)}", hosts=(socket.gethostname(), host)
         )
     if obstacle.trouble == "version":
-        what = f"{here} is refused by {obstacle.holder} at {show_endpoint(host, port)}: {obstacle.said}"
-        return other_version(what, hosts=(socket.gethostname(), obstacle.holder))
+        other = obstacle.holder or host
+        what = f"{here} is refused by {other} at {show_endpoint(host, port)}: {obstacle.said}"
+        return other_version(what, hosts=(socket.gethostname(), other))
     code, describe = _DESCRIPTIONS[obstacle.trouble]
     what, cause, fix = describe(obstacle, host, port)
     if chains and obstacle.addresses:
