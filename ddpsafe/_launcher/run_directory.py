@@ -101,7 +101,9 @@ class RunDirectory:
         The rank does not print it: the console would then show peer errors before their cause.
         """
         for outcome in outcomes:
-            if outcome.raised is not None and outcome.stderr is not None:
+            # The launcher of another node does so for its own ranks, where their logs are.
+            is_own = outcome.said is None
+            if is_own and outcome.raised is not None and outcome.stderr is not None:
                 with contextlib.suppress(OSError):
                     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
                     fd = open_log(outcome.stderr, flags, owner_uid=self.owner_uid)

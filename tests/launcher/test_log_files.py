@@ -11,6 +11,7 @@ from launch_programs import add_up
 
 import ddpsafe
 from ddpsafe._launcher.run_directory import open_run_directory
+from ddpsafe._wire.messages import Position, Raised, RankOutcome
 from ddpsafe._wire.spec import open_log, read_log
 from ddpsafe._worker.environment import capture_output
 from ddpsafe._world import World
@@ -137,3 +138,37 @@ def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
     text = read_log(log)
     assert text.endswith("and so on\nthe last words\n")
     assert len(text) <= 1 << 20
+
+
+@pytest.mark.parametrize(("said", "times"), [(None, 1), ("a line\n", 0)], ids=["own", "another's"])
+def test_only_its_own_launcher_appends_the_traceback_of_a_rank(
+    tmp_path: Path, said: str | None, times: int
+) -> None:
+    """The launchers of several nodes may share the directory."""
+    raised = Raised(
+        type_name="ValueError",
+        message="bad batch",
+        traceback="ValueError: bad batch\n",
+        payload=None,
+        phase="running",
+        where="train.py:3",
+        position=Position(collectives=()),
+        at_ns=1,
+    )
+    with open_run_directory(tmp_path / "run") as directory:
+        directory.make_attempt_folder(1)
+        log = directory.logs(1, World.alone()).stderr
+        outcome = RankOutcome(
+            rank=0,
+            local_rank=0,
+            pid=1,
+            hostname="h1",
+            status="raised",
+            phase="running",
+            exit_code=1,
+            raised=raised,
+            stderr=log,
+            said=said,
+        )
+        directory.note_tracebacks([outcome])
+        assert read_log(log).count("bad batch") == times
