@@ -223,7 +223,7 @@ def stand_in_nodes(
             waiting[culprit].send(ended)
         for node, channel in list(waiting.items()):
             for _, event in channel.events():
-                if isinstance(event, node_messages.Collect):
+                if isinstance(event, node_messages.ReportOutcomes):
                     channel.send(outcomes_of(node, culprit))
                 elif isinstance(event, node_messages.RoundResult):
                     results.put(("result", time.time()))
@@ -323,7 +323,7 @@ def coordinate_stand_ins(nnodes: int, watched_s: float) -> dict[str, float]:
         observing.start()
         watch.until_end()
         observing.join()
-        peers.send(node_messages.Collect())
+        peers.send(node_messages.ReportOutcomes())
         peers.wait_until(
             lambda connected: connected <= peers.reported.keys(),
             Deadline.after(timedelta(seconds=3)),

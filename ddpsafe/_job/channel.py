@@ -2,18 +2,20 @@
 
 The store does not notice that a launcher has died, and its calls have no deadline once its host has
 vanished. Here the kernel notices: a closed connection within milliseconds, a host without power or
-network after three keep-alives. No clock and no heartbeat is involved that a busy CPU could delay.
+network after three keep-alives of the kernel, which a busy CPU does not delay.
 
 A connection that breaks is not yet a lost node: the participant dials again, both ends say how much has
-arrived, and what the other has missed is sent again, in order and once. A node is lost if it stays away
-for longer than ``timeouts.node_loss``, or if its launcher has ended.
+arrived, and what the other has missed is sent again, in order and once. How the connection has ended
+decides for how long the node may stay away until it is lost: not at all after a goodbye or the end of its
+process, 5 s after a reset, ``timeouts.node_loss`` after silence. A launcher whose ranks fail meanwhile
+calls `Channel.give_up_away`, and the node is lost at once.
 
 Both ends prove that they know the secret of the job, and sign every line that they send. Nothing is
 encrypted. What the messages are is known to the user of the channel, which gives it a `Codec`.
 
 A thread reads and writes, so that the launcher never waits for a peer; `Channel.events` hands over
-what arrived. The thread also sends `Alive` each second, so a launcher is silent only if it is
-stopped or starved of CPU, and not because it waits for ranks to end.
+what arrived. The thread also sends `Alive` every second (node 0 of a large job, every other), so a launcher
+is silent only if it is stopped or starved of CPU, and not because it waits for ranks to end.
 """
 
 from __future__ import annotations
@@ -470,7 +472,7 @@ class _Peer(Generic[NameT]):
         token: What identifies this launcher among all that may take themselves for the node.
         scope: Which end of the channel node 0 has; empty before the first greeting.
         has_said_goodbye: Whether it has taken leave.
-        lost: What it is if it does not come back.
+        if_not_back: How it is lost if it does not come back; ``None`` while it is connected.
         away_since_s: When its last connection ended (monotonic).
         limit_s: How long it may stay away.
         next_dial_s: When to dial it again (monotonic).
@@ -485,7 +487,7 @@ class _Peer(Generic[NameT]):
     token: str = ""
     scope: str = ""
     has_said_goodbye: bool = False
-    lost: Lost | None = None
+    if_not_back: Lost | None = None
     away_since_s: float = 0.0
     limit_s: float = 0.0
     next_dial_s: float = 0.0
@@ -853,9 +855,9 @@ class Channel(Generic[NameT, MessageT]):
         for line in peer.unconfirmed:
             peer.connection.put(line)
         self._has_output = True
-        if peer.lost is not None:
-            self._queue_event(peer.node, Back(away_s=peer.lost.silent_s + peer.away_s()))
-            peer.lost = None
+        if peer.if_not_back is not None:
+            self._queue_event(peer.node, Back(away_s=peer.if_not_back.silent_s + peer.away_s()))
+            peer.if_not_back = None
 
     def _await(self, peer: _Peer[NameT]) -> None:
         """Dial a node that is away, or let it dial, until its time is over."""
@@ -868,8 +870,8 @@ class Channel(Generic[NameT, MessageT]):
                 connection, received = self._dial_again(peer)
             except ConnectionRefusedError as exc:
                 # The host answers, and no launcher listens there.
-                if peer.lost is not None and peer.lost.how == "silence":
-                    peer.lost = replace(peer.lost, how="reset", why=str(exc.strerror))
+                if peer.if_not_back is not None and peer.if_not_back.how == "silence":
+                    peer.if_not_back = replace(peer.if_not_back, how="reset", why=str(exc.strerror))
                     peer.limit_s = min(peer.limit_s, peer.away_s() + _RESET_S)
             except _SuccessorError:
                 with self._lock:
@@ -881,10 +883,10 @@ class Channel(Generic[NameT, MessageT]):
                     self._attach(peer, connection, received)
 
     def _give_up(self, peer: _Peer[NameT]) -> None:
-        assert peer.lost is not None  # noqa: S101 - it is away
+        assert peer.if_not_back is not None  # noqa: S101 - it is away
         self._lost_clocks[peer.node] = self._peers.pop(peer.node).clocks
-        silent_s = peer.lost.silent_s + peer.away_s()
-        self._queue_event(peer.node, replace(peer.lost, silent_s=silent_s))
+        silent_s = peer.if_not_back.silent_s + peer.away_s()
+        self._queue_event(peer.node, replace(peer.if_not_back, silent_s=silent_s))
 
     def _accept(self) -> None:
         assert self._listening is not None  # noqa: S101 - registered with it
@@ -925,10 +927,10 @@ class Channel(Generic[NameT, MessageT]):
         except BlockingIOError:
             return
         except OSError as exc:
-            self._lose(connection, exc)
+            self._note_end_of(connection, exc)
             return
         if not data:
-            self._lose(connection, None)
+            self._note_end_of(connection, None)
             return
         at_ns = time.monotonic_ns()
         connection.unanswered = 0
@@ -937,7 +939,7 @@ class Channel(Generic[NameT, MessageT]):
             self._take_lines(connection, at_ns)
         except GarbledError as exc:
             why = f"it has sent something that is not a message ({exc})"
-            self._lose(connection, OSError(why), how="garbled")
+            self._note_end_of(connection, OSError(why), how="garbled")
 
     def _take_lines(self, connection: _Connection[NameT], at_ns: int) -> None:
         limit = _MAX_GREETING_BYTES if connection.peer is None else _MAX_LINE_BYTES
@@ -1010,7 +1012,7 @@ class Channel(Generic[NameT, MessageT]):
         except BlockingIOError:
             sent = 0
         except OSError as exc:
-            self._lose(connection, exc)
+            self._note_end_of(connection, exc)
             return
         with self._lock:
             del connection.to_send[:sent]
@@ -1020,7 +1022,7 @@ class Channel(Generic[NameT, MessageT]):
             if self._selector.get_key(connection.socket).events != events:
                 self._selector.modify(connection.socket, events, connection)
 
-    def _lose(
+    def _note_end_of(
         self,
         connection: _Connection[NameT],
         exc: OSError | None,
@@ -1043,7 +1045,9 @@ class Channel(Generic[NameT, MessageT]):
             peer.connection, peer.away_since_s, peer.limit_s = None, now_s, limit_s
             self._has_away = True
             silent_s = LOSS_S if how == "silence" else 0.0
-            peer.lost = Lost(how=how, why=why, silent_s=silent_s, seen_ns=time.monotonic_ns())
+            peer.if_not_back = Lost(
+                how=how, why=why, silent_s=silent_s, seen_ns=time.monotonic_ns()
+            )
             if limit_s > 0:
                 self._queue_event(peer.node, Away(how=how, why=why, limit_s=limit_s))
             else:

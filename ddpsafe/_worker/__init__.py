@@ -14,7 +14,8 @@
     pending_exception  exceptions that a rank is handling when it begins to wait
     stop_agreement     all ranks stop at the same call of `stop_requested`
     stop_signals       how ranks and their helper processes receive the signals that ask for it
-    stop_signals       how ranks and their helper processes receive the signals that ask for it
+    inherited_place    keeps new interpreters of a rank from joining in its place
+    rank               the one state of the rank
     script             the script, module or program of `ddpsafe run`
     preload            what the fork server imports once for all ranks
     join/              joining a group in ranks that another launcher started

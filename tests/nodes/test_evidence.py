@@ -5,6 +5,7 @@ Only the two ends of a control channel are real: the test sends the messages tha
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -15,12 +16,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+from cut_wire import HERE, Wire
+from machine import require_in_time
 from nodes_kit import parts_of
 
 from ddpsafe import PreflightError, RankKilledError
 from ddpsafe._clock import Deadline
 from ddpsafe._config import LaunchConfig
-from ddpsafe._job.channel import Channel, Hello
+from ddpsafe._job.channel import _RESET_S, Channel, Hello
 from ddpsafe._launcher.diagnosis import attempt_error
 from ddpsafe._launcher.nodes.node_messages import (
     CODEC,
@@ -90,6 +93,12 @@ class Ends:
     inbox: SignalInbox
     plan: LaunchPlan
     opened: list[Channel]
+    wire: Wire
+
+    def cut(self) -> None:
+        """Have node 1 away: its connection ends, and it cannot dial again."""
+        self.wire.drops = math.inf
+        self.wire.cut()
 
     def close(self, channel: Channel) -> None:
         """End a launcher, as the other one sees it."""
@@ -108,8 +117,9 @@ def ends() -> Iterator[Ends]:
     plan = make_plan(LaunchConfig.resolve(backend="gloo", **asked), style="launch")
     with open_inbox() as inbox:
         node_0 = Channel.listen("127.0.0.1", secret=b"secret", scope="round", codec=CODEC, nnodes=2)
+        wire = Wire(node_0.port)
         node_1 = Channel.dial(
-            ("127.0.0.1", node_0.port),
+            (HERE, wire.port),
             secret=b"secret",
             scope="round",
             codec=CODEC,
@@ -118,9 +128,10 @@ def ends() -> Iterator[Ends]:
             deadline=Deadline.after(timedelta(seconds=20)),
         )
         opened = [node_1, node_0]
-        yield Ends(node_0=node_0, node_1=node_1, inbox=inbox, plan=plan, opened=opened)
+        yield Ends(node_0=node_0, node_1=node_1, inbox=inbox, plan=plan, opened=opened, wire=wire)
         for channel in opened:
             channel.close()
+        wire.close()
 
 
 @contextmanager
@@ -193,6 +204,15 @@ def test_a_signal_ends_the_wait_for_a_launcher_that_does_not_answer(
     )
     assert ended.ending.reason == "signal"
     assert took_s < WAITS_S - 2
+
+
+def test_a_node_whose_loss_is_noticed_only_then_is_not_waited_for(
+    ends: Ends, tmp_path: Path
+) -> None:
+    """A rank may give up waiting before a kernel notices that a host is away; that one is the cause."""
+    _, nodes, took_s = collected(ends, tmp_path, rank_report(1, LOST_A_PEER), ends.cut)
+    assert list(nodes.lost) == [1]
+    require_in_time(took_s, _RESET_S, "node 1 is given up")
 
 
 def test_a_signal_does_not_hide_a_known_failure(ends: Ends, tmp_path: Path) -> None:

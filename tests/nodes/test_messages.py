@@ -39,7 +39,7 @@ from ddpsafe._job.channel import (
 from ddpsafe._launcher.nodes import node_messages, other_node
 from ddpsafe._launcher.nodes.node_messages import (
     CODEC,
-    Leave,
+    LetRanksExit,
     NodeFacts,
     RoundPlan,
     SignalReceived,
@@ -277,12 +277,12 @@ def test_a_stopped_launcher_receives_a_bounded_number_of_signs_of_life(
     """More would fill its host's buffer, and it would be considered lost."""
     for _ in range(10 * _MAX_UNANSWERED_BEATS):
         channel._send_alive()
-    channel.send(Leave())
+    channel.send(LetRanksExit())
     heard: list[object] = []
 
     def has_all() -> bool:
         heard.extend(each for _, each in node.events())
-        return Leave() in heard
+        return LetRanksExit() in heard
 
     wait_until(has_all)
     # Each sign of life of the other side allows for as many again: its answer to the first, and its beats.

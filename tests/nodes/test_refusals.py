@@ -29,10 +29,10 @@ from ddpsafe._job.channel import Channel, Hello
 from ddpsafe._launcher.nodes.lobby import Lobby, Membership
 from ddpsafe._launcher.nodes.node_messages import (
     CODEC,
+    CannotTakePart,
     Joining,
     NodeFacts,
     NodeMessage,
-    Objection,
     Ready,
     RoundPlan,
     RoundResult,
@@ -143,7 +143,7 @@ class Job:
     def object(self, node: int, error: Any = UNFIT, round_id: str = "") -> None:
         """Tell as a node why it cannot take part."""
         result = round_result_of(error, is_final=True)
-        self.say(node, Objection(node=NODES[node], result=result, round_id=round_id))
+        self.say(node, CannotTakePart(node=NODES[node], result=result, round_id=round_id))
 
     def hears(self, node: int) -> Membership:
         """Return what a node has been told, once it has been told something."""
@@ -214,14 +214,14 @@ def test_what_a_node_says_of_an_earlier_round_does_not_count(job: Job) -> None:
     job.dial_both()
     job.lobby.plan(PLAN)
     job.object(1, round_id="round")
-    job.lobby.wait_until(lambda: bool(job.lobby.objections), Deadline.after(None))
+    job.lobby.wait_until(lambda: bool(job.lobby.unable), Deadline.after(None))
     job.lobby.give_up_round(["launcher 1"])
     assert job.hears(1).joins_again
     job.object(1, round_id="round")
     job.say(1, Ready(round_id="round"))
     job.object(2)
-    job.lobby.wait_until(lambda: bool(job.lobby.objections), Deadline.after(None))
-    assert list(job.lobby.objections) == ["launcher 2"]
+    job.lobby.wait_until(lambda: bool(job.lobby.unable), Deadline.after(None))
+    assert list(job.lobby.unable) == ["launcher 2"]
     assert not job.lobby.ready
 
 
@@ -255,7 +255,7 @@ def test_a_new_node_joins_again_if_a_finding_names_it(
     assert job.hears(refused).result is not None
     other = job.hears(3 - refused)
     assert (other.result, other.joins_again) == (None, True)
-    assert not job.lobby.objections
+    assert not job.lobby.unable
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_a_signal_to_an_old_node_that_has_to_join_again_ends_all(follower: Follo
     job.inbox.put(signal.SIGTERM, None)
     with pytest.raises(Interrupted):
         follower.fails(UNFIT)
-    wait_until(lambda: job.lobby.look() or job.lobby.objections)
+    wait_until(lambda: job.lobby.look() or job.lobby.unable)
     with pytest.raises(Interrupted) as raised:
         job.rendezvous._end_or_refuse()
     assert raised.value.signum == signal.SIGTERM
@@ -373,7 +373,7 @@ def test_a_second_start_of_a_node_replaces_the_first(
     told = job.hears(1).result
     assert told is not None
     assert describes(told.error, ConfigError)
-    assert not job.lobby.objections
+    assert not job.lobby.unable
 
 
 def test_two_hosts_with_one_node_rank_are_an_error(job: Job) -> None:
@@ -418,12 +418,12 @@ def test_what_a_new_node_says_is_not_the_error_of_the_job(job: Job) -> None:
     job.dial_both()
     job.lobby.settled = OLD
     job.object(2)
-    job.lobby.wait_until(lambda: bool(job.lobby.objections), Deadline.after(None))
+    job.lobby.wait_until(lambda: bool(job.lobby.unable), Deadline.after(None))
     own = PreflightError(Explanation("no port."), kind="port")
     assert job.launch._reason(job.rendezvous, own) is own
     job.object(2, Interrupted(signal.SIGTERM))
     job.lobby.wait_until(
-        lambda: job.lobby.objections["launcher 2"].result.signal is not None, Deadline.after(None)
+        lambda: job.lobby.unable["launcher 2"].result.signal is not None, Deadline.after(None)
     )
     job.rendezvous._end_or_refuse()
     assert job.hears(2).result is not None

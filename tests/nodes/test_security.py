@@ -32,7 +32,7 @@ from ddpsafe._job.channel import (
 from ddpsafe._job.secret import Signer
 from ddpsafe._launcher.nodes.node_messages import (
     CODEC,
-    Leave,
+    LetRanksExit,
     NodeFacts,
     RankReport,
     error_of,
@@ -108,10 +108,10 @@ def _wait(channel: Channel, limit_s: float) -> None:
 def test_nodes_that_know_the_secret_can_talk(channel: Channel) -> None:
     """In both directions and in order; the end of a connection is read after its messages."""
     node = dial(channel)
-    node.send(Leave())
-    assert read_events(channel, 2) == [(1, HELLO), (1, Leave())]
-    channel.send(Leave(), to=1)
-    assert read_events(node, 1) == [(0, Leave())]
+    node.send(LetRanksExit())
+    assert read_events(channel, 2) == [(1, HELLO), (1, LetRanksExit())]
+    channel.send(LetRanksExit(), to=1)
+    assert read_events(node, 1) == [(0, LetRanksExit())]
     node.send(HELLO)
     node.close()
     (_, last), (_, lost) = read_events(channel, 2)
@@ -184,11 +184,11 @@ def test_a_line_that_a_node_has_not_sent_ends_its_connection(channel: Channel, t
         read_events(channel, 1)
         connection = node._peers[0].connection
         assert connection is not None
-        line = CODEC.pack(Leave())
+        line = CODEC.pack(LetRanksExit())
         signed = connection.sending.sign(line) + line if times else b"0" * 32 + line
         connection.socket.sendall(signed * (times + 1))
         *before, (_, lost) = read_events(channel, times + 1)
-        assert before == [(1, Leave())] * times
+        assert before == [(1, LetRanksExit())] * times
         assert isinstance(lost, Lost)
         assert lost.how == "garbled"
 

@@ -410,10 +410,15 @@ def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> Laun
         logs=ended.log_of(root),
     )
     error = RankRaisedError(message, **ended.rank_facts(root), kind=kind)
+    set_cause(error, raised)
+    return error
+
+
+def set_cause(error: LaunchError, raised: Raised) -> None:
+    """Make what a rank has raised the cause of the attempt's error, which quotes it already."""
     error.__cause__ = original_of(raised)
     if isinstance(error.__cause__, DDPSafeError):
         error.__cause__.is_quoted = True
-    return error
 
 
 def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:

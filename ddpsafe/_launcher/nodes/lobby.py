@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._job.channel import Away, Back, Lost
 from ddpsafe._launcher.nodes.node_messages import (
+    CannotTakePart,
     FolderCheck,
     FoldersSeen,
     Joining,
     NodeFacts,
-    Objection,
     Ready,
     RoundPlan,
     RoundResult,
@@ -57,7 +57,7 @@ class Lobby:
             refuses it if it is unfit, and waits for another one.
         seen: Which folders with checkpoints new nodes have found, by launcher.
         ready: The launchers that have read the plan of the round.
-        objections: Why nodes cannot take part, by launcher.
+        unable: Why nodes cannot take part, by launcher.
         losses: How the connections of those that have left have ended, by launcher.
     """
 
@@ -78,7 +78,7 @@ class Lobby:
         self.settled: set[str] = set()
         self.seen: dict[str, FoldersSeen] = {}
         self.ready: set[str] = set()
-        self.objections: dict[str, Objection] = {}
+        self.unable: dict[str, CannotTakePart] = {}
         self.losses: dict[str, Lost] = {}
 
     def is_new(self, launcher: str) -> bool:
@@ -113,9 +113,9 @@ class Lobby:
         """Take in what a launcher outside of an attempt has sent."""
         if isinstance(event, Joining):
             self._admit(launcher, event.node)
-        elif isinstance(event, Objection):
+        elif isinstance(event, CannotTakePart):
             if event.round_id in ("", self._round_id):
-                self.objections[launcher] = event
+                self.unable[launcher] = event
         elif isinstance(event, FoldersSeen):
             self.seen[launcher] = event
         elif isinstance(event, Ready):
@@ -153,7 +153,7 @@ class Lobby:
     def end_round(self) -> None:
         """Note that there is no round now: what nodes say of the last one no longer counts."""
         self._round_id, self.ready, self._early = "", set(), []
-        self.objections = {k: v for k, v in self.objections.items() if not v.round_id}
+        self.unable = {k: v for k, v in self.unable.items() if not v.round_id}
         if self._running is not None:
             self._running = None
             self.send(RunsWithout(hosts=()), self.nodes.keys() - self.settled)
@@ -172,8 +172,8 @@ class Lobby:
 
     def refuse(self, launcher: str, error: DDPSafeError | Interrupted) -> None:
         """Let one launcher end with an error, and the job go on without it."""
-        objection = self.objections.pop(launcher, None)
-        node = self.nodes.get(launcher) if objection is None else objection.node
+        refusal = self.unable.pop(launcher, None)
+        node = self.nodes.get(launcher) if refusal is None else refusal.node
         if not isinstance(error, Interrupted):
             logger.warning(
                 "%s, which came to replace a node, is refused: %s", node, error.explanation
@@ -195,7 +195,7 @@ class Lobby:
                 self.send(round_result_of(error, is_final=True), [other.launcher])
                 self.drop(other.launcher)
             else:
-                self.objections[launcher] = Objection(
+                self.unable[launcher] = CannotTakePart(
                     node=node, result=round_result_of(_same_rank(other, node), is_final=True)
                 )
         self.nodes[launcher] = node
@@ -235,7 +235,7 @@ class RoundChannel:
         """Yield what has arrived from the nodes of the round since the last call."""
         for launcher, event in self._channel.events():
             node = self._ranks.get(launcher)
-            if node is None or isinstance(event, (Lost, Objection)):
+            if node is None or isinstance(event, (Lost, CannotTakePart)):
                 self._lobby.take(launcher, event)
             if node is not None:
                 yield node, event

@@ -373,17 +373,17 @@ class RankRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collect:
+class ReportOutcomes:
     """The attempt is over: find out where the ranks are, and report their outcomes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
+class LetRanksExit:
     """All ranks have returned: let their processes end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Continue:
+class LetRanksRunOn:
     """A rank has failed, and the others may run on, as ``join(grace_period=…)`` asks.
 
     Attributes:
@@ -396,6 +396,10 @@ class Continue:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult:
     """How the attempt has ended, the same on all nodes.
+
+    Sent twice for each failed attempt: with `is_final` None once the error is known, so that all ranks end
+    together, and with True or False once the retry policy has decided. False without an error: the round did
+    not begin, so the nodes join again. One launcher alone gets True, with the reason, if it is refused.
 
     Attributes:
         error: The error, as `to_plain` describes it; ``None`` after success, or if a signal ended the
@@ -438,7 +442,7 @@ class NodeFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objection:
+class CannotTakePart:
     """Why a node cannot take part in a round that has not begun.
 
     Attributes:
@@ -530,28 +534,33 @@ def error_of(result: RoundResult, **local: object) -> DDPSafeError | Interrupted
 
 
 NodeMessage: TypeAlias = (
+    # Before a round, to node 0.
     Joining
-    | Objection
-    | FolderCheck
+    | CannotTakePart
     | FoldersSeen
-    | RoundPlan
-    | RunsWithout
     | Ready
-    | NodeFailed
+    # Before a round, from node 0.
+    | RunsWithout
+    | FolderCheck
+    | RoundPlan
+    # In an attempt, to node 0.
     | RankReport
     | RankEnded
     | RankNativeError
     | NodeProgress
-    | NodeOutcomes
     | StatusRequest
-    | StatusAnswer
     | SignalReceived
+    | NodeFailed
+    | NodeOutcomes
     | RanksEnded
+    # In an attempt, from node 0.
     | RankRequest
-    | Collect
-    | Continue
-    | Leave
     | Warned
+    | StatusAnswer
+    | ReportOutcomes
+    | LetRanksExit
+    | LetRanksRunOn
+    # At the end of an attempt or of the job, from node 0.
     | RoundResult
 )
 

@@ -39,9 +39,8 @@ from ddpsafe._launcher.attempt import outcomes_of, run_attempt
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
 from ddpsafe._launcher.nodes.links import find_broken_link, link_error
 from ddpsafe._launcher.nodes.node_messages import (
-    Collect,
-    Continue,
-    Leave,
+    LetRanksExit,
+    LetRanksRunOn,
     NodeFailed,
     NodeOutcomes,
     NodeProgress,
@@ -50,6 +49,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     RankReport,
     RankRequest,
     RanksEnded,
+    ReportOutcomes,
     SignalReceived,
     StatusAnswer,
     StatusRequest,
@@ -391,11 +391,11 @@ class OtherNodes(Peers):
 
     def let_leave(self) -> None:
         """Let the ranks of all nodes end: all of them have returned."""
-        self._channel.send(Leave())
+        self._channel.send(LetRanksExit())
 
     def let_run(self, limit: timedelta) -> None:
         """Let the ranks of all nodes run on for so long, although one has failed."""
-        self._channel.send(Continue(grace_s=limit.total_seconds()))
+        self._channel.send(LetRanksRunOn(grace_s=limit.total_seconds()))
 
     def longest_grace_s(self, own_s: float | None) -> float | None:
         """Return the longest ``join(grace_period=…)`` of any node; ``None`` if no node asks for one."""
@@ -439,9 +439,12 @@ class OtherNodes(Peers):
             return now != before and is_order(self._inbox.received)
 
         self.wait_until(
-            lambda connected: connected <= self.reported.keys() or is_interrupted(),
+            lambda connected: (
+                connected - self._channel.away() <= self.reported.keys() or is_interrupted()
+            ),
             Deadline.after(limit),
         )
+        self.give_up_away()  # a kernel may have noticed only now
         return is_interrupted()
 
     def gather_evidence(
@@ -458,7 +461,7 @@ class OtherNodes(Peers):
         if ending.reason in ("done", "signal") or self.has_lost_node():
             return ending
         self._has_asked = True
-        self.send(Collect())
+        self.send(ReportOutcomes())
         ask_where(processes)
         is_interrupted = self.wait_for_outcomes(_EVIDENCE)
         own = outcomes_of(processes).values()

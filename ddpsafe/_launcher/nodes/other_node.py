@@ -23,12 +23,12 @@ from ddpsafe._launcher.diagnosis.attempt_error import (
     first_line,
     make_error,
     original_of,
+    set_cause,
 )
 from ddpsafe._launcher.diagnosis.root_cause import CONNECTION_KINDS, is_own_fault, kind_of
 from ddpsafe._launcher.nodes.node_messages import (
-    Collect,
-    Continue,
-    Leave,
+    LetRanksExit,
+    LetRanksRunOn,
     NodeFailed,
     NodeOutcomes,
     NodeProgress,
@@ -36,6 +36,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     RankNativeError,
     RankRequest,
     RanksEnded,
+    ReportOutcomes,
     RoundResult,
     SignalReceived,
     StatusAnswer,
@@ -89,7 +90,7 @@ _AFTER_ANSWER_S: Final = 0.05
 """How soon a report follows the answer of a rank; the others mostly answer meanwhile."""
 
 _NO_ANSWER_S: Final = 3.0
-"""A launcher that runs sends something each second: after so long this node may end without node 0."""
+"""A launcher that runs sends something every 2 s: after so long this node may end without node 0."""
 
 _MAX_LOG_CHARS: Final = 64 << 10
 _MAX_TRACEBACK_CHARS: Final = 8 << 10
@@ -367,16 +368,16 @@ class Participant:
             if isinstance(event, RankRequest) and event.rank in by_rank:
                 with contextlib.suppress(ValueError, OSError):
                     by_rank[event.rank].send(bytes.fromhex(event.request))
-            elif isinstance(event, Collect):
+            elif isinstance(event, ReportOutcomes):
                 self._wants_evidence = True
-            elif isinstance(event, Continue):
+            elif isinstance(event, LetRanksRunOn):
                 self._may_run_on = True
                 self._grace = timedelta(seconds=event.grace_s)
             elif isinstance(event, Warned):
                 logger.warning("%s", event.text)
             elif isinstance(event, StatusAnswer) and self._status is not None:
                 self._answer(self._status, event, by_rank)
-            elif isinstance(event, Leave):
+            elif isinstance(event, LetRanksExit):
                 self._may_leave = True
             elif isinstance(event, RoundResult):
                 self._result = event
@@ -469,7 +470,7 @@ class Participant:
                 (w.raised for w in processes if w.rank == getattr(error, "rank", None)), None
             )
             if raised is not None:
-                error.__cause__ = original_of(raised)
+                set_cause(error, raised)
         return NodeResult(values=None, error=error, is_again=result.is_final is False)
 
     def _ended(self, outcomes: dict[int, RankOutcome]) -> EndedAttempt:

@@ -46,11 +46,11 @@ from ddpsafe._launcher.nodes.lobby import (
 )
 from ddpsafe._launcher.nodes.node_messages import (
     CODEC,
+    CannotTakePart,
     ControlAddress,
     Joining,
     NodeFacts,
     NodeMessage,
-    Objection,
     error_of,
     prepare,
     round_result_of,
@@ -272,7 +272,7 @@ class NodeRendezvous:
         try:
             require_same_settings(node_0, self.facts)
         except ConfigError as exc:
-            self.report_objection(exc)
+            self.report_cannot_take_part(exc)
             raise
         warn_of_differences(node_0, self.facts)
 
@@ -326,18 +326,22 @@ class NodeRendezvous:
         finally:
             is_abandoned.set()
 
-    def report_objection(self, error: DDPSafeError | Interrupted, round_id: str = "") -> None:
+    def report_cannot_take_part(
+        self, error: DDPSafeError | Interrupted, round_id: str = ""
+    ) -> None:
         """Tell node 0 why this node cannot take part, in a round or at all."""
-        self.membership.channel.send(self._objection(error, round_id))
+        self.membership.channel.send(self._cannot_take_part(error, round_id))
 
-    def _objection(self, error: DDPSafeError | Interrupted, round_id: str = "") -> Objection:
+    def _cannot_take_part(
+        self, error: DDPSafeError | Interrupted, round_id: str = ""
+    ) -> CannotTakePart:
         result = round_result_of(error, is_final=True)
-        return Objection(node=self.facts, result=result, round_id=round_id)
+        return CannotTakePart(node=self.facts, result=result, round_id=round_id)
 
     def _object_in_store(self, error: DDPSafeError, store: TCPStore) -> None:
         """Say at an endpoint why this node cannot take part; only for what the channel cannot say."""
         number = self.endpoint.call(lambda: store.add(_UNCONNECTED, 1))
-        self._put(f"{_UNCONNECTED}/{number}", self._objection(error), store)
+        self._put(f"{_UNCONNECTED}/{number}", self._cannot_take_part(error), store)
 
     def _put(self, key: str, value: object, store: Any = None) -> None:
         self.endpoint.put(key, json.dumps(to_json(value)).encode(), store)
@@ -517,8 +521,8 @@ class NodeRendezvous:
             DDPSafeError: The node's error, if the job ends.
             Interrupted: The node's launcher has received a signal.
         """
-        for launcher, objection in [*self.lobby.objections.items()]:
-            error = error_of(objection.result)
+        for launcher, refusal in [*self.lobby.unable.items()]:
+            error = error_of(refusal.result)
             if not self.lobby.is_new(launcher):
                 raise error
             self.lobby.refuse(launcher, error)
@@ -530,7 +534,7 @@ class NodeRendezvous:
             ConfigError: Two nodes have node rank 0.
             DDPSafeError: A node cannot reach the control channel, and the job ends with its error.
         """
-        unconnected = self._find(f"{_UNCONNECTED}/{self._unconnected + 1}", Objection)
+        unconnected = self._find(f"{_UNCONNECTED}/{self._unconnected + 1}", CannotTakePart)
         if unconnected is not None:
             self._unconnected += 1
             try:
@@ -538,7 +542,7 @@ class NodeRendezvous:
                     self._examine(self.endpoint.store_below(unconnected.node.launcher), 0)
             except PreflightError as exc:
                 unconnected = replace(unconnected, result=round_result_of(exc, is_final=True))
-            self.lobby.objections[unconnected.node.launcher] = unconnected
+            self.lobby.unable[unconnected.node.launcher] = unconnected
             self._end_or_refuse()
         self._warn_of_refused_names()
         if self.endpoint.is_elsewhere:

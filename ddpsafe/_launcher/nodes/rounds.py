@@ -354,7 +354,7 @@ class NodeLaunch:
         except PreflightError as exc:
             # The others read the findings from the store of this node.
             lobby.wait_until(
-                lambda: others <= {*lobby.ready, *lobby.objections, *lobby.losses},
+                lambda: others <= {*lobby.ready, *lobby.unable, *lobby.losses},
                 Deadline.after(_EXAMINATION_READ),
             )
             new = [each for each, node in enumerate(plan.nodes) if lobby.is_new(node.launcher)]
@@ -386,9 +386,9 @@ class NodeLaunch:
         error = as_error(exc, rendezvous.facts.named(0), did, phase="start")
         lobby = rendezvous.lobby
         lobby.look()
-        for launcher, objection in lobby.objections.items():
+        for launcher, refusal in lobby.unable.items():
             if not isinstance(error, Interrupted) and not lobby.is_new(launcher):
-                return _with_own_report(error_of(objection.result), error)
+                return _with_own_report(error_of(refusal.result), error)
         return error
 
     def _examine(self, rendezvous: NodeRendezvous, plan: RoundPlan, node: int) -> None:
@@ -422,7 +422,7 @@ class NodeLaunch:
 
         def is_decided() -> bool:
             missing = others.keys() - lobby.present
-            return not missing or bool(missing & {*lobby.objections, *lobby.losses})
+            return not missing or bool(missing & {*lobby.unable, *lobby.losses})
 
         lobby.wait_until(
             is_decided, Deadline.after(self._plan.config.timeouts.rendezvous + _REFUSAL_READ)
@@ -437,8 +437,8 @@ class NodeLaunch:
             why="it joined, but has not begun the round", how="ended", seen_ns=time.monotonic_ns()
         )
         for each in sorted(missing, key=others.__getitem__):
-            if each in lobby.objections:
-                error = error_of(lobby.objections[each].result)
+            if each in lobby.unable:
+                error = error_of(lobby.unable[each].result)
                 if not lobby.is_new(each) or isinstance(error, Interrupted):
                     raise error
                 launcher, explained = each, error.explanation
@@ -474,7 +474,7 @@ class NodeLaunch:
                 except Interrupted as exc:
                     if self._earlier and membership.running is None:  # node 0 waits for this node
                         received = Interrupted(exc.signum, socket.gethostname())
-                        self._object(rendezvous, received, _REFUSAL_READ)
+                        self._tell_cannot_take_part(rendezvous, received, _REFUSAL_READ)
                     raise
                 except RendezvousTimeoutError as exc:
                     lost = rendezvous.how_node_0_was_lost()
@@ -523,7 +523,7 @@ class NodeLaunch:
             except BaseException as exc:
                 here = rendezvous.facts.named(node)
                 error = as_error(exc, here, "could not begin another attempt", phase="retry")
-                self._object(rendezvous, error, None)
+                self._tell_cannot_take_part(rendezvous, error, None)
                 raise
 
     def _require_ready(self, rendezvous: NodeRendezvous) -> None:
@@ -533,7 +533,7 @@ class NodeLaunch:
         except DDPSafeError as exc:
             # The others wait for this node, unless it is new and was to replace another one.
             is_awaited = self._round_plan is not None
-            self._object(rendezvous, exc, None if is_awaited else _REFUSAL_READ)
+            self._tell_cannot_take_part(rendezvous, exc, None if is_awaited else _REFUSAL_READ)
             raise
 
     def _failed_to_begin(
@@ -556,7 +556,7 @@ class NodeLaunch:
         if is_told or isinstance(error, RendezvousTimeoutError):
             return error  # node 0 says so, or does not respond
         plan = membership.plan
-        result = self._object(
+        result = self._tell_cannot_take_part(
             rendezvous,
             error,
             _REFUSAL_READ + _EXAMINATION_READ,
@@ -565,7 +565,7 @@ class NodeLaunch:
         if membership.joins_again:
             if rendezvous.inbox.received is not None and self._earlier:
                 received = Interrupted(rendezvous.inbox.received, socket.gethostname())
-                self._object(rendezvous, received, _REFUSAL_READ)
+                self._tell_cannot_take_part(rendezvous, received, _REFUSAL_READ)
             rendezvous.require_no_signal()
             return None
         if result is None or result == round_result_of(error, is_final=True):
@@ -573,14 +573,14 @@ class NodeLaunch:
         return _with_own_report(error_of(result), error)
 
     @staticmethod
-    def _object(
+    def _tell_cannot_take_part(
         rendezvous: NodeRendezvous,
         error: DDPSafeError | Interrupted,
         limit: timedelta | None,
         round_id: str = "",
     ) -> RoundResult | None:
         """Tell node 0 why this node cannot take part, and wait for what it decides; return that."""
-        rendezvous.report_objection(error, round_id)
+        rendezvous.report_cannot_take_part(error, round_id)
         membership = rendezvous.membership
         for pause_s in Deadline.after(limit).pauses_s():
             membership.look()
@@ -768,6 +768,6 @@ def tell_node_0(config: LaunchConfig, error: DDPSafeError) -> None:
         rendezvous = NodeRendezvous(brief, inbox, may_serve=False)
         try:
             rendezvous.open(joins=False)
-            rendezvous.report_objection(told)
+            rendezvous.report_cannot_take_part(told)
         finally:
             rendezvous.close()
