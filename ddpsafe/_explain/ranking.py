@@ -250,15 +250,15 @@ class Findings:
             level = "noise"
         elif weight == "warning" and level == "cause":
             level = "likely"
-        is_again = is_retried(line)
-        is_warning = level == "noise" or weight != "error" or is_again
+        is_another_to_follow = is_retried(line)
+        is_warning = level == "noise" or weight != "error" or is_another_to_follow
         cause = where.get(rule.code)
         if cause is None:
             cause = where[rule.code] = _make_cause(rule, facts)
             cause.level, cause.is_warning = level, is_warning
-            cause.is_retried = is_again
+            cause.is_retried = is_another_to_follow
         cause.is_warning, cause.last = cause.is_warning and is_warning, line.number
-        cause.is_retried = cause.is_retried and is_again
+        cause.is_retried = cause.is_retried and is_another_to_follow
         if LEVELS[level] < LEVELS[cause.level]:  # now it is an error, and no longer a warning
             cause.level, cause.evidence = level, []
         if cause.rank is None:

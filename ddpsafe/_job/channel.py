@@ -707,7 +707,7 @@ class Channel(Generic[NameT, MessageT]):
     def give_up_away(self, nodes: Collection[NameT] | None = None) -> None:
         """Take nodes that are away as lost: all of them, or those among `nodes`."""
         with self._lock:
-            for peer in [each for each in self._peers.values() if each.connection is None]:
+            for peer in [peer for peer in self._peers.values() if peer.connection is None]:
                 if nodes is None or peer.node in nodes:
                     self._give_up(peer)
 
@@ -727,7 +727,9 @@ class Channel(Generic[NameT, MessageT]):
     def has_heard(self, *, within_s: float) -> bool:
         """Return whether the kernel of a connected node has sent anything in the last seconds."""
         with self._lock:
-            return any(_silent_s(each.socket) < within_s for each in self._connections())
+            return any(
+                _silent_s(connection.socket) < within_s for connection in self._connections()
+            )
 
     def close(self) -> None:
         """Take leave, send what is left, for at most `_FLUSH_S`, and close."""
@@ -735,7 +737,7 @@ class Channel(Generic[NameT, MessageT]):
         ends_s = time.monotonic() + _FLUSH_S
         while time.monotonic() < ends_s:
             with self._lock:
-                if not any(each.to_send for each in self._connections()):
+                if not any(connection.to_send for connection in self._connections()):
                     break
             time.sleep(0.005)
         self._is_closing = True
@@ -791,7 +793,9 @@ class Channel(Generic[NameT, MessageT]):
                     self._await(peer)
             if self._has_output:
                 with self._lock:
-                    waiting = [each for each in self._connections() if each.to_send]
+                    waiting = [
+                        connection for connection in self._connections() if connection.to_send
+                    ]
                     self._has_output = False
                 for connection in waiting:
                     self._write(connection)
@@ -800,14 +804,18 @@ class Channel(Generic[NameT, MessageT]):
     def _drop_ungreeted(self) -> None:
         """Drop connections that send no greeting, so that a flood of them does not keep the nodes out."""
         opened_after_s = time.monotonic() - _GREETING_S
-        late = itertools.takewhile(lambda each: each.since_s < opened_after_s, self._ungreeted)
+        late = itertools.takewhile(
+            lambda connection: connection.since_s < opened_after_s, self._ungreeted
+        )
         for connection in list(late):
             self._drop(connection)
         # All nodes dial at once, and may wait for the answer for as long as a packet travels.
         while len(self._ungreeted) > self._nnodes + _MAX_UNGREETED:
             # A node has one connection, so the host that has opened the most is none.
-            ((host, _),) = Counter(each.host for each in self._ungreeted).most_common(1)
-            self._drop(next(each for each in self._ungreeted if each.host == host))
+            ((host, _),) = Counter(connection.host for connection in self._ungreeted).most_common(1)
+            self._drop(
+                next(connection for connection in self._ungreeted if connection.host == host)
+            )
 
     def _send_alive(self) -> None:
         with self._lock:

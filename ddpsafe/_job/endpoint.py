@@ -269,16 +269,16 @@ class JobEndpoint:
             )
         else:
             self.address = self._own_address(addresses, interfaces)
-        own = {address: each for each in interfaces for address in each.addresses}
+        own = {address: interface for interface in interfaces for address in interface.addresses}
         node_rank, asked = self._config.node_rank, self._asked_interface
-        here = [each for each in addresses if each in own or self._endpoint.is_loopback]
+        here = [address for address in addresses if address in own or self._endpoint.is_loopback]
         # A resolver may return every address of this host, and the other nodes reach only some:
         # first the interface that was asked for, then networks before containers, IPv4 before IPv6.
         here.sort(
-            key=lambda each: (
-                each in own and own[each].name != asked,
-                each in own and not own[each].is_candidate,
-                ":" in each,
+            key=lambda address: (
+                address in own and own[address].name != asked,
+                address in own and not own[address].is_candidate,
+                ":" in address,
             )
         )
         self._unserved = here[1:]
@@ -298,7 +298,10 @@ class JobEndpoint:
                     "them can join. Set %s or rendezvous.secret_file to keep others out.",
                     JOB_SECRET,
                 )
-            is_unsure = sum(each.is_candidate for each in interfaces) > 1 or not self._has_own_name
+            is_unsure = (
+                sum(interface.is_candidate for interface in interfaces) > 1
+                or not self._has_own_name
+            )
             if not addresses and asked is None and is_unsure:
                 logger.warning(
                     "%s is %s here (/etc/hosts), so node 0 listens at %s; if the other nodes reach it at "
@@ -363,9 +366,9 @@ class JobEndpoint:
     def _own_address(self, endpoint: Sequence[str], interfaces: Sequence[Interface]) -> str:
         asked = self._asked_interface
         if asked is not None:
-            chosen = next((each for each in interfaces if each.name == asked), None)
+            chosen = next((interface for interface in interfaces if interface.name == asked), None)
             if chosen is None or not chosen.addresses:
-                existing = ", ".join(each.name for each in interfaces)
+                existing = ", ".join(interface.name for interface in interfaces)
                 what = (
                     f"rendezvous.interface={asked!r}: {socket.gethostname()} has no such interface "
                     "with an address."

@@ -259,4 +259,4 @@ def test_a_node_that_could_not_start_its_ranks_reports_that_whatever_node_0_deci
     assert result.values is None
     assert isinstance(result.error, PreflightError)
     assert "node 0 ('h0') could not start its ranks" in str(result.error)
-    assert not result.is_again
+    assert not result.is_another_to_follow

@@ -399,7 +399,7 @@ def test_a_node_does_not_wait_for_the_decision_of_a_stopped_node_0(
     node._await_decision()
     ended = node._conclude((), {})
     assert isinstance(ended.error, PreflightError)
-    assert not ended.is_again
+    assert not ended.is_another_to_follow
 
 
 def test_a_ctrl_c_is_bounded_where_node_0_is_alive_but_does_nothing(
@@ -431,4 +431,4 @@ def test_a_node_0_that_has_answered_may_take_longer(
     waiting._await_decision()
     timer.join()
     assert waiting._ends_alone_by is None
-    assert waiting._conclude((), {}).is_again
+    assert waiting._conclude((), {}).is_another_to_follow

@@ -246,11 +246,13 @@ class RoundChannel:
 
     def connected(self) -> set[int]:
         """Return the nodes that are not lost; some of them may be away."""
-        return {self._ranks[each] for each in self._channel.connected() & self._ranks.keys()}
+        return {
+            self._ranks[launcher] for launcher in self._channel.connected() & self._ranks.keys()
+        }
 
     def away(self) -> set[int]:
         """Return the nodes that are away, and may come back."""
-        return {self._ranks[each] for each in self._channel.away() & self._ranks.keys()}
+        return {self._ranks[launcher] for launcher in self._channel.away() & self._ranks.keys()}
 
     def give_up_away(self) -> None:
         """Take the nodes that are away as lost."""

@@ -461,14 +461,14 @@ _MAX_CALLS: Final = 8
 
 
 def as_error(
-    exc: BaseException, node: str, did: str, *, phase: Literal["start", "attempt", "retry"]
+    exc: BaseException, node: str, failure: str, *, phase: Literal["start", "attempt", "retry"]
 ) -> DDPSafeError | Interrupted:
     """Return an error that all nodes can end with, whatever was raised on one of them.
 
     Args:
         exc: What was raised there.
         node: The node, as a message names it.
-        did: What it could not do, as a clause.
+        failure: What it could not do, as a clause.
         phase: When it was raised: before the ranks ran, where another attempt may help, in the
             attempt, or by the caller's code between two attempts.
     """
@@ -481,8 +481,8 @@ def as_error(
         for frame, line in traceback.walk_tb(exc.__traceback__)
     ]
     details = ["It was raised there, most recent call first:", *calls[: -_MAX_CALLS - 1 : -1]]
-    logger.error("%s %s", node, did, exc_info=exc)
-    what = f"{node} {did}: {type(exc).__name__}: {text_of(exc).rstrip('.')}."
+    logger.error("%s %s", node, failure, exc_info=exc)
+    what = f"{node} {failure}: {type(exc).__name__}: {text_of(exc).rstrip('.')}."
     kind: FailureKind = "user-error"
     cause = f"{_MACHINE_LIMIT}, or a bug in ddpsafe."
     if phase == "retry":

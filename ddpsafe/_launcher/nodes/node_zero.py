@@ -335,7 +335,7 @@ class OtherNodes(Peers):
             for rank in set(self._plan.ranks_of(node)) & message.ranks.keys():
                 self._by_rank[rank].note_report(message, offset)
         elif isinstance(message, NodeOutcomes):
-            shifted = tuple(shift_outcome(each, offset) for each in message.outcomes)
+            shifted = tuple(shift_outcome(outcome, offset) for outcome in message.outcomes)
             self.reported[node] = replace(message, outcomes=shifted)
             self._oom_kills[node] = message.oom_kills
             self.retried |= set(message.retried)
@@ -564,12 +564,12 @@ class OtherNodes(Peers):
         if exc is self._error:
             return exc
         who = self._plan.name_of(0)
-        did = "could not start its ranks"
+        failure = "could not start its ranks"
         if self.phase == "attempt":
-            did = "could not continue the attempt"
-        shared = as_error(exc, who, did, phase=self.phase)
+            failure = "could not continue the attempt"
+        shared = as_error(exc, who, failure, phase=self.phase)
         if shared is exc:
-            name_failed_node(shared, who, did)
+            name_failed_node(shared, who, failure)
         self.send(round_result_of(shared))
         return shared  # type: ignore[return-value]  # only an Exception has been caught
 
@@ -637,20 +637,20 @@ def broke_by_itself(outcome: RankOutcome) -> bool:
     return failed and is_own_fault(outcome)
 
 
-def name_failed_node(error: DDPSafeError | Interrupted, who: str, did: str) -> None:
+def name_failed_node(error: DDPSafeError | Interrupted, who: str, failure: str) -> None:
     """Add the node to an error that is about a machine without naming it."""
     if isinstance(error, PreflightError):
-        what = f"{who} {did}: {error.explanation.what}"
+        what = f"{who} {failure}: {error.explanation.what}"
         error.explanation = replace(error.explanation, what=what)
 
 
 def node_lost(ended: EndedAttempt, plan: RoundPlan, lost: dict[int, Lost]) -> NodeLostError:
     """Return the error for lost nodes, named after the first one."""
     node, first = min(lost.items(), key=lambda item: item[1].seen_ns)
-    others = [each for each in lost if each != node]
+    others = [other for other in lost if other != node]
     details = [
-        f"{plan.name_of(each, ranks_text(plan.ranks_of(each)))} was lost, too: {lost[each].why}"
-        for each in others
+        f"{plan.name_of(other, ranks_text(plan.ranks_of(other)))} was lost, too: {lost[other].why}"
+        for other in others
     ]
     if others and len(lost) == len(plan.nodes) - 1:
         details.append("All other nodes at once: the network of this one is the likely cause.")

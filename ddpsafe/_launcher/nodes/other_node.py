@@ -111,12 +111,12 @@ class NodeResult:
     Attributes:
         values: What its ranks returned; ``None`` if the attempt failed.
         error: Why it failed.
-        is_again: Whether node 0 begins another attempt.
+        is_another_to_follow: Whether node 0 begins another attempt.
     """
 
     values: dict[int, object] | None
     error: DDPSafeError | Interrupted | None
-    is_again: bool
+    is_another_to_follow: bool
 
 
 class Participant:
@@ -172,14 +172,14 @@ class Participant:
         plan = self._plan
         processes: Sequence[RankProcess] = []
         outcomes: dict[int, RankOutcome] = {}
-        did = "could not start its ranks"
+        failure = "could not start its ranks"
         phase: Literal["start", "attempt"] = "start"
         try:
             with attempt.started_ranks(self._number, self._parts, self._inbox) as (
                 processes,
                 end_ranks,
             ):
-                did, phase = "could not continue the attempt", "attempt"
+                failure, phase = "could not continue the attempt", "attempt"
                 for process in processes:
                     process.relay = functools.partial(self._relay, process.rank)
                 limit = plan.config.timeouts.attempt
@@ -207,22 +207,24 @@ class Participant:
                 reason: EndReason = "finish-timeout" if unfinished else "failed"
                 ending = replace(ended.ending, reason=reason, unfinished=unfinished)
                 raise make_error(replace(ended, ending=ending))  # noqa: TRY301 - reported like any other
-            did = "could not load what its ranks returned"
+            failure = "could not load what its ranks returned"
             if self._may_leave or (self._result is not None and self._result.is_preempted):
                 self._values = attempt.values_of(processes, self._ended(outcomes), self._directory)
         except Exception as exc:  # noqa: BLE001 - all nodes end with it
-            self._report_failure(exc, did, phase)
+            self._report_failure(exc, failure, phase)
         self._channel.send(RanksEnded())
         self._await_decision()
         return self._conclude(processes, outcomes)
 
-    def _report_failure(self, exc: Exception, did: str, phase: Literal["start", "attempt"]) -> None:
+    def _report_failure(
+        self, exc: Exception, failure: str, phase: Literal["start", "attempt"]
+    ) -> None:
         """Report to node 0 that this node has failed, so that all nodes end with the same error."""
         node = self._plan.worlds[0].node_rank
         who = self._round.name_of(node)
-        error = as_error(exc, who, did, phase=phase)
+        error = as_error(exc, who, failure, phase=phase)
         if error is exc:
-            name_failed_node(error, who, did)
+            name_failed_node(error, who, failure)
         self._failed = error
         self._channel.send(NodeFailed(result=round_result_of(error, failed_node=node)))
 
@@ -242,12 +244,12 @@ class Participant:
                 self._channel.give_up_away()  # node 0 cannot decide what follows
             if self._silence.silent:
                 failed = [
-                    each
-                    for each in processes
-                    if has_failed(each) and each.rank not in failures_logged
+                    process
+                    for process in processes
+                    if has_failed(process) and process.rank not in failures_logged
                 ]
-                failures_logged |= {each.rank for each in failed}
-                outcomes = [each.outcome() for each in failed]
+                failures_logged |= {process.rank for process in failed}
+                outcomes = [process.outcome() for process in failed]
                 for outcome in sorted(outcomes, key=is_own_fault, reverse=True):
                     logger.warning(
                         "rank %d has failed%s: %s; %s decides what follows once it responds again",
@@ -270,7 +272,9 @@ class Participant:
                     NodeOutcomes(
                         outcomes=tuple(map(_for_others, attempt.outcomes_of(processes).values())),
                         oom_kills=rank_readings.count_oom_kills() - self._oom_kills,
-                        retried=tuple(each.rank for each in processes if is_retried(each, policy)),
+                        retried=tuple(
+                            process.rank for process in processes if is_retried(process, policy)
+                        ),
                         grace_s=self._parts.grace_period(),
                     )
                 )
@@ -294,7 +298,7 @@ class Participant:
         at_ns, now_s = time.monotonic_ns(), time.monotonic()
         self._next_progress_s = now_s + self._round.progress_every_s
         activity = {process.rank: process.activity() for process in processes}
-        idle.look(now_s, is_running=any(each.state == "R" for each in activity.values()))
+        idle.look(now_s, is_running=any(seen.state == "R" for seen in activity.values()))
         # A stopped launcher does not read: once its buffer is full, the kernel would report its host as
         # lost.
         if not self._silence.silent:
@@ -305,7 +309,9 @@ class Participant:
                     activity=activity,
                     idle_s=idle.idle_s(),
                     unanswered={
-                        each.rank: each.unanswered for each in processes if each.unanswered
+                        process.rank: process.unanswered
+                        for process in processes
+                        if process.unanswered
                     },
                 )
             )
@@ -448,15 +454,15 @@ class Participant:
         is_good = result is not None and result.is_good
         if self._failed is not None and (result is None or is_good):
             # Node 0 is lost, or had ended the round before it learned of this failure.
-            return NodeResult(values=None, error=self._failed, is_again=False)
+            return NodeResult(values=None, error=self._failed, is_another_to_follow=False)
         if result is None and self._ends_alone_by is not None:
             where = self._round.name_of(self._plan.worlds[0].node_rank)
             interrupted = Interrupted(self._ends_alone_by, where, is_alone=True)
-            return NodeResult(values=None, error=interrupted, is_again=False)
+            return NodeResult(values=None, error=interrupted, is_another_to_follow=False)
         if result is None:
             return self._without_node_0(ended)
         if is_good:
-            return NodeResult(values=self._values, error=None, is_again=False)
+            return NodeResult(values=self._values, error=None, is_another_to_follow=False)
         error = error_of(
             result, outcomes=outcomes, run_dir=self._directory.path, values=self._values
         )
@@ -471,7 +477,7 @@ class Participant:
             )
             if raised is not None:
                 set_cause(error, raised)
-        return NodeResult(values=None, error=error, is_again=result.is_final is False)
+        return NodeResult(values=None, error=error, is_another_to_follow=result.is_final is False)
 
     def _ended(self, outcomes: dict[int, RankOutcome]) -> EndedAttempt:
         return EndedAttempt(
@@ -502,19 +508,22 @@ class Participant:
             outcomes=ended.outcomes,
             run_dir=ended.run_dir,
         )
-        own = [each for each in ended.outcomes.values() if broke_by_itself(each)]
+        own = [outcome for outcome in ended.outcomes.values() if broke_by_itself(outcome)]
         # A connection that a rank had opened itself may have broken because node 0 is lost.
-        if any(each.raised is None or kind_of(each.raised) not in CONNECTION_KINDS for each in own):
+        if any(
+            outcome.raised is None or kind_of(outcome.raised) not in CONNECTION_KINDS
+            for outcome in own
+        ):
             what = error.explanation.what
             error = make_error(ended)
             error.add_details(what)
         else:
             error.add_details(
-                *(f"rank {each.rank} has failed, too: {first_line(each)}" for each in own)
+                *(f"rank {outcome.rank} has failed, too: {first_line(outcome)}" for outcome in own)
             )
         self._directory.note_tracebacks(ended.outcomes.values())
         self._directory.report(self._number, error)
-        return NodeResult(values=None, error=error, is_again=False)
+        return NodeResult(values=None, error=error, is_another_to_follow=False)
 
 
 def is_retried(process: RankProcess, policy: RetryPolicy) -> bool:

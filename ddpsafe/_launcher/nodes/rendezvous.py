@@ -632,8 +632,8 @@ class NodeRendezvous:
         """Describe which nodes have reached the endpoint, and which node ranks are missing."""
         nnodes = self._config.nnodes
         present = self._present()
-        names = listed([each.hostname for each in present]) or "none"
-        ranks = {each.node_rank for each in present}
+        names = listed([node.hostname for node in present]) or "none"
+        ranks = {node.node_rank for node in present}
         text = f"{len(present)} of {nnodes} nodes reached {self.endpoint}: {names}"
         if present and None not in ranks:
             missing = [str(rank) for rank in range(nnodes) if rank not in ranks]

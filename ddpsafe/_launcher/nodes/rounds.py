@@ -262,7 +262,7 @@ class NodeLaunch:
                 )
                 nodes = (
                     rendezvous.facts,
-                    *(lobby.nodes[each] for each in others if each in lobby.nodes),
+                    *(lobby.nodes[launcher] for launcher in others if launcher in lobby.nodes),
                 )
                 is_whole = len(nodes) == len(found.launchers) >= least
                 if is_whole and self._sees_checkpoints(lobby, nodes):
@@ -270,7 +270,8 @@ class NodeLaunch:
             except (Exception, Interrupted) as exc:
                 raise _NoRound(self._reason(rendezvous, exc)) from exc
             lobby.send(
-                RoundResult(is_final=False), [each for each in others if each in lobby.nodes]
+                RoundResult(is_final=False),
+                [launcher for launcher in others if launcher in lobby.nodes],
             )
 
     def _sees_checkpoints(self, lobby: Lobby, nodes: Sequence[NodeFacts]) -> bool:
@@ -278,7 +279,7 @@ class NodeLaunch:
 
         The ranks would notice as well, but that would end all of them.
         """
-        new = [each for each in nodes[1:] if lobby.is_new(each.launcher)]
+        new = [node for node in nodes[1:] if lobby.is_new(node.launcher)]
         if not new or not self._checkpoint_folders:
             return True
         limit = min(2 * _FILE_APPEARS, self._plan.config.timeouts.rendezvous)
@@ -286,7 +287,7 @@ class NodeLaunch:
         with _file_in(self._checkpoint_folders) as (file, folders):
             if not folders:
                 return True
-            lobby.send(FolderCheck(file=file, folders=folders), [each.launcher for each in new])
+            lobby.send(FolderCheck(file=file, folders=folders), [node.launcher for node in new])
             lobby.wait_until(
                 lambda: all(
                     node.launcher in lobby.seen or node.launcher not in lobby.nodes for node in new
@@ -334,7 +335,7 @@ class NodeLaunch:
         return RoundPlan(
             round_id=make_random_id(),
             attempt=number,
-            nodes=tuple(replace(each, settings={}, setup={}) for each in nodes),
+            nodes=tuple(replace(node, settings={}, setup={}) for node in nodes),
             store_port=stack.enter_context(rank_store(address)),
             master_port=stack.enter_context(reserved_port(address)),
             examines=is_new and self._plan.config.preflight == "full",
@@ -357,7 +358,7 @@ class NodeLaunch:
                 lambda: others <= {*lobby.ready, *lobby.unable, *lobby.losses},
                 Deadline.after(_EXAMINATION_READ),
             )
-            new = [each for each, node in enumerate(plan.nodes) if lobby.is_new(node.launcher)]
+            new = [number for number, node in enumerate(plan.nodes) if lobby.is_new(node.launcher)]
             if not new:
                 raise
             named = Counter(
@@ -366,7 +367,7 @@ class NodeLaunch:
                 if finding.severity == "failed"
                 for host in finding.hosts
             )
-            unfit = max(new, key=lambda each: named[plan.nodes[each].hostname])
+            unfit = max(new, key=lambda number: named[plan.nodes[number].hostname])
             if not named[plan.nodes[unfit].hostname]:
                 raise
             launcher = plan.nodes[unfit].launcher
@@ -382,8 +383,8 @@ class NodeLaunch:
     @staticmethod
     def _reason(rendezvous: NodeRendezvous, exc: BaseException) -> DDPSafeError | Interrupted:
         """Return the error that all nodes end with, because there is no round."""
-        did = "could not open the round"
-        error = as_error(exc, rendezvous.facts.named(0), did, phase="start")
+        failure = "could not open the round"
+        error = as_error(exc, rendezvous.facts.named(0), failure, phase="start")
         lobby = rendezvous.lobby
         lobby.look()
         for launcher, refusal in lobby.unable.items():
@@ -418,7 +419,7 @@ class NodeLaunch:
             DDPSafeError: A node of the last round has reported why it cannot.
         """
         lobby = rendezvous.lobby
-        others = {each.launcher: node for node, each in enumerate(plan.nodes) if node}
+        others = {facts.launcher: node for node, facts in enumerate(plan.nodes) if node}
 
         def is_decided() -> bool:
             missing = others.keys() - lobby.present
@@ -436,17 +437,17 @@ class NodeLaunch:
         lost = Lost(
             why="it joined, but has not begun the round", how="ended", seen_ns=time.monotonic_ns()
         )
-        for each in sorted(missing, key=others.__getitem__):
-            if each in lobby.unable:
-                error = error_of(lobby.unable[each].result)
-                if not lobby.is_new(each) or isinstance(error, Interrupted):
+        for candidate in sorted(missing, key=others.__getitem__):
+            if candidate in lobby.unable:
+                error = error_of(lobby.unable[candidate].result)
+                if not lobby.is_new(candidate) or isinstance(error, Interrupted):
                     raise error
-                launcher, explained = each, error.explanation
+                launcher, explained = candidate, error.explanation
                 lost = replace(lost, why=explained.what.rstrip("."), how="goodbye")
-                lobby.refuse(each, error)
+                lobby.refuse(candidate, error)
                 break
-            if each in lobby.losses:
-                launcher, lost = each, lobby.losses[each]
+            if candidate in lobby.losses:
+                launcher, lost = candidate, lobby.losses[candidate]
         error = lost_node_error(
             plan,
             others[launcher],
@@ -488,7 +489,7 @@ class NodeLaunch:
                     return {}
                 try:
                     plan = self._read_plan(rendezvous)
-                    node = [each.launcher for each in plan.nodes].index(rendezvous.facts.launcher)
+                    node = [node.launcher for node in plan.nodes].index(rendezvous.facts.launcher)
                     self._examine(rendezvous, plan, node)
                     parts = self._placed(plan, node, rendezvous)
                     if plan.attempt <= self.attempts:  # node 0 was started again
@@ -512,7 +513,7 @@ class NodeLaunch:
                 assert ended.values is not None  # noqa: S101 - without an error there are values
                 note_event("ended", "the job has ended")
                 return ended.values
-            if not ended.is_again or isinstance(ended.error, Interrupted):
+            if not ended.is_another_to_follow or isinstance(ended.error, Interrupted):
                 if isinstance(ended.error, DDPSafeError):
                     ended.error.previous_attempts = tuple(self._earlier)
                 raise ended.error
@@ -547,8 +548,8 @@ class NodeLaunch:
             Interrupted: They join again, but this launcher has received a signal.
         """
         membership = rendezvous.membership
-        did = "could not begin the round"
-        error = as_error(exc, rendezvous.facts.named(node), did, phase="start")
+        failure = "could not begin the round"
+        error = as_error(exc, rendezvous.facts.named(node), failure, phase="start")
         known = membership.plan or self._round_plan
         if membership.lost is not None and membership.result is None and known is not None:
             return self._lost_node_0(known, membership.lost)
@@ -647,7 +648,7 @@ def _is_no_launcher_yet(exc: BaseException) -> bool:
 def tell_who_joined(plan: RoundPlan, node: int) -> None:
     """Tell that an attempt begins, and with which nodes."""
     note_attempt(plan.attempt, world_size=plan.world_size, node_rank=node)
-    hosts = listed([each.hostname for each in plan.nodes])
+    hosts = listed([node.hostname for node in plan.nodes])
     logger.warning(
         "attempt %d begins with %d nodes, %d ranks: %s",
         plan.attempt,
@@ -747,7 +748,7 @@ def setup_of(plan: LaunchPlan, command: Sequence[str]) -> dict[str, str]:
     return {
         "the script": name,
         "its arguments": shlex.join(arguments),
-        **{each: variables[each] for each in variables if each.startswith(_COMPARED_VARIABLES)},
+        **{name: variables[name] for name in variables if name.startswith(_COMPARED_VARIABLES)},
     }
 
 
