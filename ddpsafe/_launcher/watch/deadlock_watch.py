@@ -47,7 +47,7 @@ from ddpsafe._text import ranks_text
 from ddpsafe._wire.messages import Whereabouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from datetime import timedelta
 
     from ddpsafe._launcher.processes.rank_process import RankState
@@ -659,15 +659,7 @@ class LiveWatch:
             self._was_slow = is_slow
             return
         processes = {process.rank: process for process in self._processes}
-        without_reply = {
-            (outcome.rank, connection.peer)
-            for outcome in outcomes.values()
-            for connection in outcome.unanswered
-        }
-        network = "".join(
-            f"; what rank {rank} sends to {peer} is not answered: the network, or that host, is down"
-            for rank, peer in sorted(without_reply)[:_SHOWN_PLACES]
-        )
+        network = describe_unanswered(outcomes.values())
 
         def place_of(outcome: RankOutcome) -> str:
             place = _place_of(outcome)
@@ -743,6 +735,17 @@ class LiveWatch:
         if goal is not None and goal.number > _MANY_COLLECTIVES:
             return True
         return any(at.completed >= _KNOWN_COLLECTIVES for at in answers.values())
+
+
+def describe_unanswered(outcomes: Iterable[RankOutcome]) -> str:
+    """Return which connections of the ranks get no reply, as the end of a warning; empty if all do."""
+    without_reply = {
+        (outcome.rank, connection.peer) for outcome in outcomes for connection in outcome.unanswered
+    }
+    return "".join(
+        f"; what rank {rank} sends to {peer} is not answered: the network, or that host, is down"
+        for rank, peer in sorted(without_reply)[:_SHOWN_PLACES]
+    )
 
 
 def _collective_of(at: Whereabouts | None) -> dict[str, object] | None:
