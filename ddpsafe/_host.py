@@ -503,7 +503,10 @@ def ending_when_silent(port: int, limit_s: int) -> Iterator[None]:
         with contextlib.suppress(OSError):  # another thread's, and closed
             if name in before:
                 continue
+            # A default timeout of Python's sockets would make torch's socket non-blocking.
+            is_blocking = os.get_blocking(fd)
             with socket.socket(fileno=os.dup(fd)) as connection:
+                os.set_blocking(fd, is_blocking)
                 is_inet = connection.family in (socket.AF_INET, socket.AF_INET6)
                 if is_inet and connection.getpeername()[1] == port:
                     _end_when_silent(connection, limit_s)

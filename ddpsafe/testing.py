@@ -352,7 +352,10 @@ class _Server:
             # The launch ends by itself in time. Its report may take longer than that on a busy machine, and an
             # alarm while pytest writes a report ends the whole session.
             cancel = getattr(self._config.hook, "pytest_timeout_cancel_timer", None)
-            if cancel is not None:
+            has_limit = (
+                isinstance(fields["timeouts"], dict) or fields["timeouts"].attempt is not None
+            )
+            if cancel is not None and has_limit:
                 cancel(item=item)
             try:
                 launch(run_test, (job,), nproc_per_node=call.nproc, **fields)

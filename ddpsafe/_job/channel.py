@@ -28,6 +28,7 @@ import itertools
 import json
 import math
 import os
+import re
 import secrets
 import selectors
 import socket
@@ -88,8 +89,8 @@ _RESET_S: Final = 5.0
 
 A launcher that was killed with unread messages ends its connection in the same way as a firewall.
 """
-_ANY_VERSION: Final = "ddpsafe-"
-_VERSION: Final = f"{_ANY_VERSION}3"
+_ANY_VERSION: Final = re.compile(r"ddpsafe-[0-9A-Za-z.]{1,16}")
+_VERSION: Final = "ddpsafe-3"
 _REFUSED: Final = "refused"
 _MAX_REFUSED: Final = 256
 _SMALL_SEGMENT_BYTES: Final = 1160
@@ -630,6 +631,7 @@ class Channel(Generic[NameT, MessageT]):
                 hello_line = codec.pack(hello())
                 heard = _greet(connection, secret, node, hello_line, about, deadline)
             except BaseException:
+                _reset_at_close(connection.socket)
                 connection.socket.close()
                 raise
             return connection, heard
@@ -870,8 +872,7 @@ class Channel(Generic[NameT, MessageT]):
     def _await(self, peer: _Peer[NameT]) -> None:
         """Dial a node that is away, or let it dial, until its time is over."""
         if peer.away_s() >= peer.limit_s:
-            with self._lock:
-                self._give_up(peer)
+            self._give_up_if_away(peer)
         elif self._dial_again is not None and time.monotonic() >= peer.next_dial_s:
             peer.next_dial_s = time.monotonic() + BEAT_S
             try:
@@ -882,13 +883,21 @@ class Channel(Generic[NameT, MessageT]):
                     peer.if_not_back = replace(peer.if_not_back, how="reset", why=str(exc.strerror))
                     peer.limit_s = min(peer.limit_s, peer.away_s() + _RESET_S)
             except _SuccessorError:
-                with self._lock:
-                    self._give_up(peer)
+                self._give_up_if_away(peer)
             except (OSError, RefusedError):
                 pass
             else:
                 with self._lock:
-                    self._attach(peer, connection, received)
+                    is_given_up = self._peers.get(peer.node) is not peer
+                    if not is_given_up:
+                        self._attach(peer, connection, received)
+                if is_given_up:  # by the launcher, while this thread dialled
+                    connection.socket.close()
+
+    def _give_up_if_away(self, peer: _Peer[NameT]) -> None:
+        with self._lock:
+            if self._peers.get(peer.node) is peer and peer.connection is None:
+                self._give_up(peer)
 
     def _give_up(self, peer: _Peer[NameT]) -> None:
         assert peer.if_not_back is not None  # noqa: S101 - it is away
@@ -973,12 +982,12 @@ class Channel(Generic[NameT, MessageT]):
             challenge = str(greeting["challenge"])
             proof, received = str(greeting["proof"]).encode(), int(greeting["received"])
             token, version = str(greeting["token"]), str(greeting["version"])
+            theirs = f"{connection.challenge} {received} {token}"
+            wanted = prove(self._secret, "participant", self._scope, node, theirs)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return False
         if version != _VERSION:
             return self._refuse(connection, "version", greeting)
-        theirs = f"{connection.challenge} {received} {token}"
-        wanted = prove(self._secret, "participant", self._scope, node, theirs)
         if not hmac.compare_digest(proof, wanted.encode()) or type(node) not in (int, str):
             return self._refuse(connection, "secret", greeting)
         with self._lock:
@@ -989,6 +998,7 @@ class Channel(Generic[NameT, MessageT]):
                 return False  # another launcher takes itself for this node
             if peer.connection is not None:
                 # The node has noticed before this host that its connection is broken.
+                _reset_at_close(peer.connection.socket)
                 self._drop(peer.connection)
             self._ungreeted.pop(connection, None)
             connection.peer, peer.connection = peer, connection
@@ -1045,6 +1055,8 @@ class Channel(Generic[NameT, MessageT]):
         why, limit_s = "its launcher has ended", 0.0
         if exc is None:
             how = "goodbye" if peer.has_said_goodbye else "ended"
+        elif how == "garbled":
+            why = str(exc)
         else:
             why, limit_s = str(exc.strerror or exc), self._node_loss_s
             if isinstance(exc, ConnectionError):
@@ -1114,6 +1126,15 @@ def _open_connection(address: tuple[str, int], deadline: Deadline) -> socket.soc
     return connection
 
 
+def _reset_at_close(connection: socket.socket) -> None:
+    """Have the end of a connection look like a fault of the network, after which one dials again.
+
+    Without that it looks like the end of the process, which is a lost node at once.
+    """
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
 def _keep_packets_small(connection: socket.socket) -> None:
     """Have both sides send small packets; call it before connecting, or on a listening socket.
 
@@ -1150,7 +1171,7 @@ def _greet(
     try:
         version, _, more = _read_line(connection.socket, deadline).partition(" ")
         theirs, _, scope = more.partition(" ")
-        if not version.startswith(_ANY_VERSION):
+        if not _ANY_VERSION.fullmatch(version):
             raise RefusedError("other-program", "what it sent is not a message of ddpsafe")
         if version == _VERSION and scope != (peer.scope or scope):
             raise _SuccessorError("other-program", "another process of ddpsafe serves this address")

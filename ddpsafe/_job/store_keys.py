@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import threading
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from ddpsafe._host import without_cpp_warnings
@@ -102,14 +103,21 @@ class ReopenedStore:
 
     Each call may be made twice: the second one sets the same value, or finds what the first has set.
 
+    Once it could not be opened again, each call fails at once.
+
     Args:
-        open_store: Connects to the store, and waits for the network.
+        open_store: Connects to the store.
+        reopen_store: Does so after an outage, and waits for the network.
     """
 
-    def __init__(self, open_store: Callable[[], Keys]) -> None:
+    def __init__(
+        self, open_store: Callable[[], Keys], reopen_store: Callable[[], Keys] | None = None
+    ) -> None:
         """Connect to it."""
-        self._open_store = open_store
+        self._reopen_store = reopen_store or open_store
         self._store = open_store()
+        self._lock = threading.Lock()
+        self._is_lost = False
 
     def set(self, key: str, value: str | bytes, /) -> None:
         """Set a key."""
@@ -142,10 +150,17 @@ class ReopenedStore:
         from torch.distributed import DistNetworkError
 
         with without_cpp_warnings():
+            broken = self._store
             try:
-                return use(self._store)
+                return use(broken)
             except DistNetworkError:
-                self._store = self._open_store()
+                with self._lock:  # several threads use it
+                    if self._is_lost:
+                        raise
+                    if self._store is broken:
+                        self._is_lost = True
+                        self._store = self._reopen_store()
+                        self._is_lost = False
                 return use(self._store)
 
 

@@ -114,7 +114,8 @@ class _Followers(RankGroup):
 
     def __init__(self, context: RankContext, control: Control, *, local: bool) -> None:
         ranks = context.world.ranks_of_node if local else range(context.world_size)
-        name = control.next_use(f"rank-zero-first/{context.node_rank if local else 'all'}")
+        # By its leader: a launcher that numbers ranks in turns may give no node ranks.
+        name = control.next_use(f"rank-zero-first/{ranks[0] if local else 'all'}")
         super().__init__(control, name, context.world, ranks)
         self._attempt = context.attempt
 

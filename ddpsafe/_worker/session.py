@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -33,6 +34,8 @@ _SILENCE_S: Final = 4
 
 _CONNECT: Final = timedelta(minutes=5)
 _MIN_REOPEN: Final = timedelta(seconds=1)
+_DIAL_S: Final = 1.0
+_REFUSED_S: Final = 5.0
 
 
 def install_hooks(spec: RankSpec) -> None:
@@ -106,7 +109,11 @@ def _open_control(spec: RankSpec) -> Control | None:
     if spec.store_place is None:
         store = FolderStore(Path(spec.store_dir, "control"))
     else:
-        store = ReopenedStore(functools.partial(_reopen, spec.store_place, spec.timeouts.node_loss))
+        place, limit = spec.store_place, max(spec.timeouts.node_loss, _MIN_REOPEN)
+        store = ReopenedStore(
+            functools.partial(_open_for_control, place, _CONNECT),
+            functools.partial(_reopen_for_control, place, limit),
+        )
     return Control(store, rank=spec.world.rank, world_size=spec.world.world_size)
 
 
@@ -160,11 +167,38 @@ def _client(place: StorePlace, use: str, limit: timedelta = _CONNECT) -> Store:
     return dist.PrefixStore(f"{place.key}/{use}", this_rank.clients[use])
 
 
-def _reopen(place: StorePlace, limit: timedelta) -> Store:
-    """Connect to the launcher's store for `Control`, also after an outage that the launchers survive."""
-    is_first = this_rank.clients.pop("control", None) is None
+def _open_for_control(place: StorePlace, limit: timedelta) -> Store:
     with ending_when_silent(place.port, _SILENCE_S):
-        return _client(place, "control", _CONNECT if is_first else max(limit, _MIN_REOPEN))
+        return _client(place, "control", limit)
+
+
+def _reopen_for_control(place: StorePlace, limit: timedelta) -> Store:
+    """Connect to the launcher's store again, after an outage that the launchers survive.
+
+    A host that refuses connections has lost its launcher, or has a firewall that does so for a moment.
+    """
+    import tenacity
+    from torch.distributed import DistNetworkError
+
+    def dial() -> None:
+        try:
+            socket.create_connection((place.host, place.port), timeout=_DIAL_S).close()
+        except ConnectionRefusedError:
+            raise
+        except OSError:
+            return  # torch waits for the network
+
+    this_rank.clients.pop("control", None)
+    try:
+        tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(ConnectionRefusedError),
+            stop=tenacity.stop_after_delay(_REFUSED_S),
+            wait=tenacity.wait_fixed(_DIAL_S / 2),
+            reraise=True,
+        )(dial)
+    except ConnectionRefusedError as exc:
+        raise DistNetworkError(str(exc)) from exc
+    return _open_for_control(place, limit)
 
 
 def open_fresh_store(spec: RankSpec) -> Store:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING
 
 import pytest
 from cut_wire import HERE, Wire
 from torch.distributed import DistNetworkError, TCPStore
 
+from ddpsafe._host import ending_when_silent
 from ddpsafe._job.store_keys import ReopenedStore
 
 if TYPE_CHECKING:
@@ -50,16 +52,33 @@ def test_each_call_is_made_again_over_a_new_connection(
 
 
 def test_a_store_that_cannot_be_opened_again_is_an_error(wire: Wire) -> None:
-    """What was raised there is what the call raises."""
-    opened: list[TCPStore] = []
+    """What was raised there is what the call raises; later calls do not wait for it again."""
+    tries: list[str] = []
 
-    def open_once() -> TCPStore:
-        if opened:
-            raise DistNetworkError("no route")
-        opened.append(open_store(wire))
-        return opened[0]
+    def fail() -> TCPStore:
+        tries.append("once more")
+        raise DistNetworkError("no route")
 
-    store = ReopenedStore(open_once)
+    store = ReopenedStore(lambda: open_store(wire), fail)
     wire.cut()
     with pytest.raises(DistNetworkError, match="no route"):
         store.check(["key"])
+    with pytest.raises(DistNetworkError):
+        store.set("key", "value")
+    assert tries == ["once more"]
+
+
+def test_a_default_timeout_of_sockets_does_not_reach_those_of_torch(
+    wire: Wire,
+) -> None:
+    """A script or a library may set one; with it torch's calls ended with "Socket Timeout"."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(30)
+    try:
+        with ending_when_silent(wire.port, 4):
+            store = open_store(wire)
+        for number in range(50):
+            store.set(f"{number}", "here")
+            assert store.check([f"{number}"])
+    finally:
+        socket.setdefaulttimeout(before)

@@ -128,6 +128,7 @@ LIMIT: Final = GLOO + "Timed out waiting 20000ms for recv operation to complete"
         pytest.param({2: ["172.17.0.1"]}, {2: LIMIT}, None, [], id="an address of all nodes"),
         pytest.param({2: ["10.9.9.9"]}, {2: LIMIT}, None, [], id="no node"),
         pytest.param({2: ["10.0.0.3"]}, {5: BUG}, None, [], id="and an error of a rank"),
+        pytest.param({2: ["10.0.0.3"]}, {2: BUG}, None, [], id="and an error of that rank"),
     ],
 )
 def test_a_link_is_broken_if_a_kernel_sends_the_same_again_and_again(

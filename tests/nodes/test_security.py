@@ -202,7 +202,18 @@ def test_a_node_rank_is_accepted_once(channel: Channel) -> None:
     node.close()
 
 
+def greeting_with(name: str, value: object) -> bytes:
+    """Return a greeting that has every field; one is not what a node sends."""
+    usual = {"version": "ddpsafe-3", "node": 1, "challenge": "x", "received": 0, "token": "x"}
+    return json.dumps({**usual, "proof": "0" * 64, "about": None, name: value}).encode() + b"\n"
+
+
 UNKNOWN_SENDERS = [
+    *(
+        greeting_with(name, value)
+        for name in ("version", "node", "challenge", "received", "token", "proof", "about")
+        for value in ("\ud800", [1], {}, None, 1e300)
+    ),
     b"GET / HTTP/1.1\r\n\r\n",
     pickle.dumps({"node": 1}) + b"\n",
     b"x" * 1_000_000,

@@ -57,7 +57,7 @@ def find_broken_link(plan: RoundPlan, outcomes: Mapping[int, RankOutcome]) -> Br
             return None
         raised, without_reply = outcome.raised, _nodes_without_reply(plan, outcome)
         named = _named_nodes(plan, outcome)
-        if raised is not None and not (named or without_reply or raised.is_peer_error):
+        if raised is not None and not (named or raised.is_peer_error):
             return None
         if raised is None:
             waits = outcome.status == "stopped" and outcome.in_collective and outcome.before is None

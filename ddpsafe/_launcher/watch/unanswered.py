@@ -37,7 +37,7 @@ def read_unanswered(pids: Iterable[int]) -> dict[int, tuple[Unanswered, ...]]:
     """
     suspects: dict[str, Unanswered] = {}
     for table in _TABLES:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             suspects |= find_unanswered(Path(table).read_text(encoding="ascii"))
     found: dict[int, tuple[Unanswered, ...]] = {}
     for pid in pids if suspects else ():
@@ -58,6 +58,10 @@ def find_unanswered(table: str) -> Mapping[str, Unanswered]:
     """
     found = {}
     for line in table.splitlines()[1:]:
+        if (
+            f" {_RESENDS}:" not in line
+        ):  # most lines of a large job, and splitting them takes longer
+            continue
         _, own, peer, state, _, timer, retries, _, _, inode, *_ = line.split()
         if state != _ESTABLISHED or timer[:2] != _RESENDS or int(retries, 16) < _RETRIES:
             continue

@@ -119,8 +119,13 @@ def check_facts(results: Results) -> Iterator[Finding]:
             rank: any(state.startswith("ACTIVE") for state in node.facts.infiniband.values())
             for rank, node in results.nodes.items()
         }
+        is_unused = all(
+            node.facts.env.get("NCCL_IB_DISABLE") == "1"
+            or node.facts.env.get("NCCL_NET", "").lower() == "socket"
+            for node in results.nodes.values()
+        )
         # NCCL of a host without an active port uses TCP, and does not meet the others.
-        breaks = "nccl" in results.backend and len(set(active.values())) > 1
+        breaks = "nccl" in results.backend and len(set(active.values())) > 1 and not is_unused
         yield _different(
             results,
             ports,
