@@ -222,10 +222,12 @@ class Server:
         if not self._is_open:
             return
         deadline = Deadline.after(_CLOSE_LIMIT)
-        while self._channel.connected() and not deadline.expired():  # noqa: ASYNC110 - two may end it
-            await asyncio.sleep(0.01)
-        asyncio.get_running_loop().remove_reader(self._channel.fileno())
-        await asyncio.to_thread(self._channel.close)
+        try:
+            while self._channel.connected() and not deadline.expired():  # noqa: ASYNC110 - two may end it
+                await asyncio.sleep(0.01)
+        finally:  # a cancelled wait too
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
+            await asyncio.to_thread(self._channel.close)
 
     def _look(self) -> None:
         for name, event in self._channel.events():
