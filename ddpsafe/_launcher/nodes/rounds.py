@@ -260,9 +260,12 @@ class NodeLaunch:
                     lambda others=others: all(map(lobby.has_come_or_left, others)),  # type: ignore[misc]
                     limit,
                 )
+                # torch's rendezvous may have completed with a host that has no power by now. One that is only
+                # away joins again once it is back.
+                there = lobby.nodes.keys() - lobby.channel.away()
                 nodes = (
                     rendezvous.facts,
-                    *(lobby.nodes[launcher] for launcher in others if launcher in lobby.nodes),
+                    *(lobby.nodes[launcher] for launcher in others if launcher in there),
                 )
                 is_whole = len(nodes) == len(found.launchers) >= least
                 if is_whole and self._sees_checkpoints(lobby, nodes):
