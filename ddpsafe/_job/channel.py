@@ -64,6 +64,9 @@ reaches a network that is back by then.
 
 BEAT_S: Final = 1.0
 _BEAT: Final = timedelta(seconds=BEAT_S)
+_MANY_PEERS: Final = 256
+"""Node 0 sends to more than so many every other beat only: most of what its channel costs is one call of the
+kernel for each peer."""
 _MAX_UNANSWERED_BEATS: Final = 100
 """More would fill the buffer of a stopped launcher, and the kernel would report its host as lost."""
 
@@ -783,7 +786,7 @@ class Channel(Generic[NameT, MessageT]):
                 elif ready & selectors.EVENT_READ:
                     self._read(key.data)
             if next_beat.expired():
-                next_beat = Deadline.after(_BEAT)
+                next_beat = Deadline.after(_BEAT if len(self._peers) <= _MANY_PEERS else 2 * _BEAT)
                 self._send_alive()
                 if self._listening is not None and self._listening not in self._selector.get_map():
                     self._selector.register(self._listening, selectors.EVENT_READ)
