@@ -1019,10 +1019,10 @@ class Channel(Generic[NameT, MessageT]):
         self, connection: _Connection[NameT], refusal: Refusal, greeting: dict[str, Any]
     ) -> bool:
         """Tell a node why it is refused; it cannot know that node 0 says so, but need not try again."""
-        with contextlib.suppress(OSError):
-            connection.socket.send(f"{_REFUSED} {refusal}\n".encode())  # into the empty buffer
         if greeting.get("about") is not None and len(self.refused) < _MAX_REFUSED:
             self.refused.append((refusal, greeting["about"]))
+        with contextlib.suppress(OSError):
+            connection.socket.send(f"{_REFUSED} {refusal}\n".encode())  # into the empty buffer
         return False
 
     def _write(self, connection: _Connection[NameT]) -> None:
