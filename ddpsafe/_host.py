@@ -509,7 +509,7 @@ def ending_when_silent(port: int, limit_s: int) -> Iterator[None]:
                 os.set_blocking(fd, is_blocking)
                 is_inet = connection.family in (socket.AF_INET, socket.AF_INET6)
                 if is_inet and connection.getpeername()[1] == port:
-                    _end_when_silent(connection, limit_s)
+                    end_when_silent(connection, limit_s, idle_s=limit_s // 2)
 
 
 def _open_sockets() -> dict[str, int]:
@@ -521,16 +521,24 @@ def _open_sockets() -> dict[str, int]:
     return {name: fd for name, fd in found.items() if name.startswith("socket:")}
 
 
-def _end_when_silent(connection: socket.socket, limit_s: int) -> None:
+def end_when_silent(connection: socket.socket, limit_s: float, *, idle_s: int) -> None:
+    """Have the kernel end a connection whose other host's kernel does not answer for so long.
+
+    Args:
+        connection: The connection.
+        limit_s: How long.
+        idle_s: After how long without any data the kernel begins to ask, each second.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, limit_s // 2),
-        (socket.TCP_KEEPINTVL, 1),
-        (socket.TCP_KEEPCNT, limit_s - limit_s // 2),
+    for name, value in (
+        ("TCP_KEEPIDLE", idle_s),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", math.ceil(limit_s - idle_s)),
         # The kernel sends no keep-alive while data is unacknowledged: this limits those waits.
-        (socket.TCP_USER_TIMEOUT, limit_s * 1000),
+        ("TCP_USER_TIMEOUT", int(limit_s * 1000)),
     ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def serves_by_libuv() -> bool:

@@ -44,6 +44,7 @@ import tenacity
 from pydantic import TypeAdapter, ValidationError
 
 from ddpsafe._clock import Deadline
+from ddpsafe._host import end_when_silent
 from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
@@ -1078,18 +1079,8 @@ class Channel(Generic[NameT, MessageT]):
 
 
 def _notice_loss(connection: socket.socket) -> None:
-    """Have the kernel end a connection if the other host does not answer for `LOSS_S`."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", 1),
-        ("TCP_KEEPINTVL", 1),
-        ("TCP_KEEPCNT", int(LOSS_S)),
-        # The kernel sends no keep-alive while data is unacknowledged: this limits those waits.
-        ("TCP_USER_TIMEOUT", int(LOSS_S * 1000)),
-    ):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    end_when_silent(connection, LOSS_S, idle_s=1)
 
 
 def _silent_s(connection: socket.socket) -> float:

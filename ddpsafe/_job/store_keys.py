@@ -124,9 +124,8 @@ class ReopenedStore:
 
         def set_key(store: Keys) -> None:
             store.set(key, value)  # type: ignore[arg-type]  # all take bytes too
-            store.check(
-                [key]
-            )  # torch's stores answer to this only, so a lost key would not be noticed
+            # torch's stores answer to this only: a lost key would not be noticed.
+            store.check([key])
 
         self._call(set_key)
 

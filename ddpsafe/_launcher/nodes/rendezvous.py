@@ -181,6 +181,12 @@ class NodeRendezvous:
         self.endpoint = JobEndpoint(config, self._check)
         self._may_serve = may_serve
         self._launcher = make_random_id()
+        self._addresses = tuple(
+            address
+            for interface in list_interfaces()
+            if interface.is_candidate
+            for address in interface.addresses
+        )
         self._channel: Channel[Any, NodeMessage] | None = None
         self._handler: Any = None
         self._backend: Any = None
@@ -206,12 +212,7 @@ class NodeRendezvous:
             setup=self._setup,
             node_rank=0 if self.serves else self._config.node_rank,
             launcher=self._launcher,
-            addresses=tuple(
-                address
-                for interface in list_interfaces()
-                if interface.is_candidate
-                for address in interface.addresses
-            ),
+            addresses=self._addresses,
         )
 
     def _check(self) -> None:
