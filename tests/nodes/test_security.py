@@ -182,11 +182,13 @@ def test_a_line_that_a_node_has_not_sent_ends_its_connection(channel: Channel, t
     """Each is signed for one connection and its number in that, so none can be added or repeated."""
     with contextlib.closing(dial(channel)) as node:
         read_events(channel, 1)
-        connection = node._peers[0].connection
-        assert connection is not None
         line = CODEC.pack(LetRanksExit())
-        signed = connection.sending.sign(line) + line if times else b"0" * 32 + line
-        connection.socket.sendall(signed * (times + 1))
+        with node._lock:  # its thread signs the beats, and sends them in the same order
+            connection = node._peers[0].connection
+            assert connection is not None
+            signed = connection.sending.sign(line) + line if times else b"0" * 32 + line
+            connection.to_send += signed * (times + 1)
+        node._wake()
         *before, (_, lost) = read_events(channel, times + 1)
         assert before == [(1, LetRanksExit())] * times
         assert isinstance(lost, Lost)
