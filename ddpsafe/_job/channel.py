@@ -14,8 +14,9 @@ Both ends prove that they know the secret of the job, and sign every line that t
 encrypted. What the messages are is known to the user of the channel, which gives it a `Codec`.
 
 A thread reads and writes, so that the launcher never waits for a peer; `Channel.events` hands over
-what arrived. The thread also sends `Alive` every second (node 0 of a large job, every other), so a launcher
-is silent only if it is stopped or starved of CPU, and not because it waits for ranks to end.
+what arrived. Node 0's thread also sends `Alive` every second (in a large job, every other), and that of a
+participant answers it, so a launcher is silent only if it is stopped or starved of CPU, and not because it
+waits for ranks to end.
 """
 
 from __future__ import annotations
@@ -516,14 +517,16 @@ class _LineSigner:
     def __init__(self, secret: bytes, scope: str, side: str, nonces: str) -> None:
         """Derive the key of this direction."""
         text = f"{_VERSION}\0lines\0{side}\0{scope}\0{nonces}"
-        self._key = hmac.digest(secret, text.encode(), "sha256")
+        key = hmac.digest(secret, text.encode(), "sha256")
+        self._keyed = hmac.new(key, digestmod="sha256")  # a copy costs half as much as a new one
         self._number = 0
 
     def sign(self, line: bytes) -> bytes:
         """Return the signature of the next line."""
         self._number += 1
-        message = self._number.to_bytes(8, "big") + line
-        return hmac.digest(self._key, message, "sha256").hex()[: self.CHARS].encode()
+        signature = self._keyed.copy()
+        signature.update(self._number.to_bytes(8, "big") + line)
+        return signature.hexdigest()[: self.CHARS].encode()
 
 
 def prove(secret: bytes, side: str, scope: str, node: int | str, challenge: str) -> str:
@@ -788,9 +791,10 @@ class Channel(Generic[NameT, MessageT]):
                     self._read(key.data)
             if next_beat.expired():
                 next_beat = Deadline.after(_BEAT if len(self._peers) <= _MANY_PEERS else 2 * _BEAT)
-                self._send_alive()
-                if self._listening is not None and self._listening not in self._selector.get_map():
-                    self._selector.register(self._listening, selectors.EVENT_READ)
+                if self._listening is not None:
+                    self._send_alive()
+                    if self._listening not in self._selector.get_map():
+                        self._selector.register(self._listening, selectors.EVENT_READ)
             if self._has_away:
                 with self._lock:
                     away = [peer for peer in self._peers.values() if peer.connection is None]
@@ -824,6 +828,7 @@ class Channel(Generic[NameT, MessageT]):
             )
 
     def _send_alive(self) -> None:
+        """Have each participant answer, except those that have not done so for long."""
         with self._lock:
             for peer in self._peers.values():
                 connection = peer.connection
@@ -848,11 +853,11 @@ class Channel(Generic[NameT, MessageT]):
             elif isinstance(message, Goodbye):
                 peer.has_said_goodbye = True
             elif isinstance(message, Alive):
-                is_first = not peer.clocks.heard_at_ns
+                # Node 0 answers the first one too, so that the clocks are known before its next beat.
+                is_answered = self._listening is None or not peer.clocks.heard_at_ns
                 peer.clocks.note_alive(message, at_ns)
                 peer.confirm(message.received)
-                if is_first and peer.connection is not None:
-                    # So that the clocks are known before the next beat.
+                if is_answered and peer.connection is not None:
                     peer.connection.put(self._beat(peer))
                     self._has_output = True
 

@@ -140,8 +140,7 @@ class FlightWatch:
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
-        needed = any(map(_has_exception_in_flight, self._processes))
-        return self._schedule.interval_s() if needed else _NEVER_S
+        return self._schedule.interval_s() if self._failing else _NEVER_S
 
     def is_stuck(self) -> bool:
         """Return whether such a rank and one that waits for it stay where they are."""
@@ -178,8 +177,9 @@ class FlightWatch:
 
 
 def _has_exception_in_flight(process: RankState) -> bool:
-    is_running = process.alive and process.returned is None
-    return is_running and process.raised is not None and not process.failed
+    if process.raised is None or process.failed:  # the first, as most ranks have raised nothing
+        return False
+    return process.alive and process.returned is None
 
 
 def _wait_for_each_other(mine: Collective | None, theirs: Collective | None) -> bool:
