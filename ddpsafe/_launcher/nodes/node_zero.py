@@ -379,7 +379,7 @@ class OtherNodes(Peers):
         """Return whether it is clear which side of a silent connection is cut off.
 
         If another node still sends, the silent node is; if all nodes are silent, this one is. Every
-        node sends something each second, and is lost after `LOSS_S` seconds of silence.
+        node's kernel answers each second, and it is lost after `LOSS_S` seconds of silence.
         """
         return not connected or self._channel.has_heard(within_s=LOSS_S - BEAT_S)
 
