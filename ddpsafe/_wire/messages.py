@@ -317,6 +317,11 @@ class Whereabouts:
     completed: int = 0
     is_evaluating: bool = False
 
+    @property
+    def main_frames(self) -> tuple[Frame, ...]:
+        """The stack of its main thread, the innermost call first; empty if unknown."""
+        return self.threads[0].frames if self.threads else ()
+
 
 def last_in_main(position: Position | None) -> Collective | None:
     """Return the last collective in the group of all ranks, if known."""

@@ -171,7 +171,7 @@ class Job:
             before, moves_before = first[rank]
             views[rank] = RankView(
                 rank=rank,
-                at=self.look(rank)[0] if self.ranks[rank].has_left else unchanged(before, now),
+                answer=self.look(rank)[0] if self.ranks[rank].has_left else unchanged(before, now),
                 is_asleep=moves == moves_before,
                 has_left=self.ranks[rank].has_left,
             )

@@ -40,7 +40,7 @@ def works(rank: int, groups: Groups, *calls: Collective) -> RankView:
 def left(rank: int, *calls: Collective) -> RankView:
     """Return a rank that has returned."""
     at = Whereabouts(position=Position(collectives=calls))
-    return RankView(rank=rank, at=at, has_left=True)
+    return RankView(rank=rank, answer=at, has_left=True)
 
 
 def stopped(rank: int) -> RankView:
@@ -53,7 +53,7 @@ def _view(
 ) -> RankView:
     mine = {name: members for name, members in groups.items() if rank in members}
     at = Whereabouts(position=Position(collectives=calls), groups=mine, waits_in=waits_in)
-    return RankView(rank=rank, at=at, is_asleep=True)
+    return RankView(rank=rank, answer=at, is_asleep=True)
 
 
 def passed(number: int, name: str = "all_gather", *, numel: int = 4) -> tuple[Collective, ...]:

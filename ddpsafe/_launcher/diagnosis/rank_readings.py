@@ -119,15 +119,14 @@ def collect(processes: Sequence[RankProcess]) -> dict[int, RankReading]:
     Returns:
         What was read, by rank, without ranks that ended without a crash.
     """
-    asked = [process for process in processes if process.alive and process.returned is None]
-    states = {process.rank: _state(process) for process in asked}
-    stopped = [process for process in asked if states[process.rank] == psutil.STATUS_STOPPED]
-    running = [process for process in asked if process not in stopped]
-    found = _question(running, states)
+    alive = [process for process in processes if process.alive and process.returned is None]
+    states = {process.rank: _state(process) for process in alive}
+    stopped = [process for process in alive if states[process.rank] == psutil.STATUS_STOPPED]
+    running = [process for process in alive if process not in stopped]
+    readings = _question(running, states)
     if stopped:
-        for (
-            process
-        ) in running:  # otherwise they continue as soon as the rank that they wait for does
+        # Otherwise they continue as soon as the rank that they wait for does.
+        for process in running:
             process.signal(signal.SIGSTOP)
         # The main thread takes the signal; until then, the other threads may run.
         deadline = Deadline.after(_SUSPEND_TIMEOUT)
@@ -136,17 +135,21 @@ def collect(processes: Sequence[RankProcess]) -> dict[int, RankReading]:
                 wait([], _POLL_S)
         for process in stopped:
             process.was_stopped = True
-        found |= _question(stopped, states)
-    for process in filter(lambda each: each.crashed, processes):
+        readings |= _question(stopped, states)
+    for process in processes:
+        if not process.crashed:
+            continue
         stderr = process.error_text()
-        known = found.get(process.rank, RankReading(position=process.position))
-        found[process.rank] = replace(
+        known = readings.get(process.rank, RankReading(position=process.position))
+        readings[process.rank] = replace(
             known,
             place=read_crash(stderr),
             native=read_native_error(stderr),
             position=read_position(stderr, known.position),
         )
-    return found | {each.rank: _complete(each, found[each.rank]) for each in asked}
+    return readings | {
+        process.rank: _complete(process, readings[process.rank]) for process in alive
+    }
 
 
 def find_before_first_end(processes: Sequence[RankProcess]) -> dict[int, BeforeFirstEnd]:
@@ -169,39 +172,39 @@ def find_before_first_end(processes: Sequence[RankProcess]) -> dict[int, BeforeF
     if wait is not None and wait.timeout_s and wait.entered_ns:
         end_ns = min(end_ns, wait.entered_ns + int(wait.timeout_s * 1e9))
     ago_ns = first.at_ns - (first.wall_ns - end_ns)
-    found = {}
+    before_first_end = {}
     for process in processes:
-        seen = [each for each in process.sightings if each.at_ns <= ago_ns]
+        seen = [sighting for sighting in process.sightings if sighting.at_ns <= ago_ns]
         if not seen or process.raised is first or process.was_stopped:
             continue
-        at = seen[-1].at
-        place = read_frames(at.threads[0].frames if at.threads else ())
+        answer = seen[-1].answer
+        place = read_frames(answer.main_frames)
         if not place.stack or place.in_collective:
             continue
-        numbers = {each.group: each.number for each in at.position.collectives}
+        numbers = {before.group: before.number for before in answer.position.collectives}
         position = None if process.returned is None else process.returned.position
         position = position or process.position
         later = [
-            each
-            for each in (() if position is None else position.collectives)
-            if each.number > numbers.get(each.group, 0)
+            collective
+            for collective in (() if position is None else position.collectives)
+            if collective.number > numbers.get(collective.group, 0)
         ]
         has_returned = process.returned is not None and process.began_ns["leaving"] >= ago_ns
         if not (later or has_returned) or any(
-            each.entered_ns < end_ns - _SAME_MOMENT_NS for each in later
+            collective.entered_ns < end_ns - _SAME_MOMENT_NS for collective in later
         ):
             continue
         then = "returned only when another rank had given up"
         if later:
             after_s = max(0, later[0].entered_ns - end_ns) / 1e9
             then = f"entered {later[0]} only {after_s:.2f} s after another rank had given up"
-        found[process.rank] = BeforeFirstEnd(
+        before_first_end[process.rank] = BeforeFirstEnd(
             stack=place.stack,
             waited_s=(ago_ns - seen[-1].since_ns) / 1e9,
-            position=at.position,
+            position=answer.position,
             then=then,
         )
-    return found
+    return before_first_end
 
 
 def _state(process: RankProcess) -> str:
@@ -251,18 +254,22 @@ def _complete(process: RankProcess, reading: RankReading) -> RankReading:
     return replace(reading, place=place, position=position)
 
 
-def _question(asked: Sequence[RankProcess], states: Mapping[int, str]) -> dict[int, RankReading]:
-    known = {process.rank: process.position for process in asked}
-    for process in asked:
+def _question(
+    processes: Sequence[RankProcess], states: Mapping[int, str]
+) -> dict[int, RankReading]:
+    known = {process.rank: process.position for process in processes}
+    for process in processes:
         _ask(process)
-    _await_answers(asked, known, Deadline.after(_ANSWER_TIMEOUT))
-    for process in asked:
+    _await_answers(processes, known, Deadline.after(_ANSWER_TIMEOUT))
+    for process in processes:
         if process.was_stopped:
             process.signal(signal.SIGSTOP)
-    places = {process.rank: read_stack(_dump_of(process)) for process in asked}
+    places = {process.rank: read_stack(_dump_of(process)) for process in processes}
     # Ranks that answer also write the stacks of all their threads, for the report.
     answering = [
-        each for each in asked if _new_position(each, known) is not None and not each.was_stopped
+        process
+        for process in processes
+        if _new_position(process, known) is not None and not process.was_stopped
     ]
     before = {process.rank: process.position for process in answering}
     for process in answering:
@@ -275,7 +282,7 @@ def _question(asked: Sequence[RankProcess], states: Mapping[int, str]) -> dict[i
             position=_new_position(process, known),
             native=process.native,
         )
-        for process in asked
+        for process in processes
     }
 
 
@@ -299,25 +306,27 @@ def _ask(process: RankProcess) -> None:
 
 
 def _await_answers(
-    asked: Sequence[RankProcess], known: Mapping[int, Position | None], deadline: Deadline
+    processes: Sequence[RankProcess], known: Mapping[int, Position | None], deadline: Deadline
 ) -> None:
     while not deadline.expired():
         # If the run directory was removed, there will be no stacks to wait for.
         silent = [
-            each
-            for each in asked
-            if each.alive
+            process
+            for process in processes
+            if process.alive
             and (
-                each.position is known[each.rank]
-                or (not _RUN_RANK.search(_dump_of(each)) and Path(each.spec.logs.stacks).exists())
+                process.position is known[process.rank]
+                or (
+                    not _RUN_RANK.search(_dump_of(process))
+                    and Path(process.spec.logs.stacks).exists()
+                )
             )
         ]
         if not silent:
             return
-        wait(
-            [process.receiver.fileno() for process in asked if not process.receiver.closed], _POLL_S
-        )
-        for process in asked:
+        pipes = [process.receiver for process in processes if not process.receiver.closed]
+        wait([pipe.fileno() for pipe in pipes], _POLL_S)
+        for process in processes:
             process.take_reports()
 
 
@@ -360,12 +369,12 @@ def name_awaited_processes(process: RankProcess, frames: Sequence[Frame]) -> str
         process: The rank.
         frames: The stack of its main thread; the suffix is empty if it waits for no such process.
     """
-    found: list[object] = []
+    awaited: list[object] = []
     if any(frame.file.endswith(_DATALOADER) for frame in frames):
-        found += find_busy_loader_workers(process)
+        awaited += find_busy_loader_workers(process)
     elif any(frame.file.endswith(_WAITS_FOR_CHILD) for frame in frames):
-        found += _find_programs_in_its_place(process)
-    return "".join(f", waiting for {each}" for each in found)
+        awaited += _find_programs_in_its_place(process)
+    return "".join(f", waiting for {child}" for child in awaited)
 
 
 def _find_programs_in_its_place(process: RankProcess) -> list[str]:
@@ -373,19 +382,19 @@ def _find_programs_in_its_place(process: RankProcess) -> list[str]:
 
     They would join the rank's job, whose ranks have joined already.
     """
-    found = []
+    programs = []
     with contextlib.suppress(psutil.Error, OSError):  # one may end at any moment
         rank = psutil.Process(process.pid)
         for child in rank.children(recursive=True):
             environment = child.environ()
-            has_torch = any("libtorch" in each.path for each in child.memory_maps())
+            has_torch = any("libtorch" in library.path for library in child.memory_maps())
             if has_torch and is_inherited(environment, child.pid):
                 program = describe_program(child.pid, command_of(child))
-                found.append(
+                programs.append(
                     f"{program}, which has the variables of rank {process.rank} and so "
                     "would wait for the job if it joins; start it with env=ddpsafe.clean_environment()"
                 )
-    return found
+    return programs
 
 
 def is_alone_in_job(pid: int) -> bool:
@@ -403,10 +412,10 @@ def is_alone_in_job(pid: int) -> bool:
         connections = list_connections("tcp")  # psutil 6 has renamed the function
     except (psutil.Error, OSError, KeyError, ValueError):
         return False
-    own = {each.laddr.port for each in connections if each.laddr}
-    at_port = [each for each in connections if each.laddr and each.laddr.port == port]
-    return any(each.status == psutil.CONN_LISTEN for each in at_port) and all(
-        each.raddr.port in own for each in at_port if each.raddr
+    own_ports = {socket.laddr.port for socket in connections if socket.laddr}
+    at_port = [socket for socket in connections if socket.laddr and socket.laddr.port == port]
+    return any(socket.status == psutil.CONN_LISTEN for socket in at_port) and all(
+        socket.raddr.port in own_ports for socket in at_port if socket.raddr
     )
 
 
@@ -429,7 +438,7 @@ def find_busy_loader_workers(process: RankProcess) -> list[LoaderWorker]:
     are asked one after another, because they all write to that one file.
     """
     deadline = Deadline.after(_ANSWER_TIMEOUT)
-    found = []
+    busy = []
     with contextlib.suppress(psutil.Error, OSError):  # a worker may end at any moment
         for child in psutil.Process(process.pid).children():
             before = len(_dump_of(process))
@@ -443,12 +452,12 @@ def find_busy_loader_workers(process: RankProcess) -> list[LoaderWorker]:
                 wait([], _POLL_S)
                 answer = _dump_of(process)[before:]
             frames = _main_thread(answer)
-            ends = [i for i, each in enumerate(frames) if each.file.endswith(_WORKER_LOOP)]
+            ends = [i for i, frame in enumerate(frames) if frame.file.endswith(_WORKER_LOOP)]
             inner = frames[: ends[0]] if ends else []
-            if not inner or any(each.file.endswith(_QUEUES) for each in inner):
+            if not inner or any(frame.file.endswith(_QUEUES) for frame in inner):
                 continue  # not a DataLoader worker, or one that waits for an index
-            found.append(LoaderWorker(child.name(), child.pid, tuple(inner)))
-    return found
+            busy.append(LoaderWorker(child.name(), child.pid, tuple(inner)))
+    return busy
 
 
 def _catches_stacks_signal(process: RankProcess, pid: int | None = None) -> bool:
@@ -553,10 +562,10 @@ def is_endless_recursion(text: str) -> bool:
 
 def read_native_error(stderr: str) -> NativeError | None:
     """Find the error that native code wrote before it ended the process."""
-    found = find_native_text(stderr)
-    if found is None:
+    text = find_native_text(stderr)
+    if text is None:
         return None
-    return NativeError(origin=found.origin, text=found.line, kind=found.kind)
+    return NativeError(origin=text.origin, text=text.line, kind=text.kind)
 
 
 def read_position(stderr: str, known: Position | None) -> Position | None:
@@ -568,7 +577,7 @@ def read_position(stderr: str, known: Position | None) -> Position | None:
     if not places:
         return known
     others = () if known is None else known.collectives
-    collectives = [each for each in others if each.group not in places]
+    collectives = [collective for collective in others if collective.group not in places]
     for place in places.values():
         numbers = {place.completed, place.number, max(place.number, place.queued)} - {0}
         collectives += [
@@ -599,8 +608,8 @@ def _threads_of(dump: str) -> list[str]:
 
 
 def _frames_of(thread: str) -> list[Frame]:
-    found = [match for line in thread.splitlines() if (match := DUMPED_CALL.match(line))]
-    return [Frame(match["file"], int(match["line"]), match["name"]) for match in found]
+    calls = [match for line in thread.splitlines() if (match := DUMPED_CALL.match(line))]
+    return [Frame(call["file"], int(call["line"]), call["name"]) for call in calls]
 
 
 def count_oom_kills() -> int:

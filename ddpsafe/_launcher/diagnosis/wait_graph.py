@@ -38,7 +38,7 @@ class RankView:
 
     Attributes:
         rank: The rank.
-        at: Its answer; ``None`` if it has given none.
+        answer: Its answer; ``None`` if it has given none.
         is_asleep: Whether its main thread did not run between the two questions.
         has_left: Whether its function has returned, so that it enters no further collective.
         is_stopped: Whether its process is stopped (SIGSTOP).
@@ -46,7 +46,7 @@ class RankView:
     """
 
     rank: int
-    at: Whereabouts | None = None
+    answer: Whereabouts | None = None
     is_asleep: bool = False
     has_left: bool = False
     is_stopped: bool = False
@@ -54,23 +54,25 @@ class RankView:
 
     def __post_init__(self) -> None:
         """Compute `entered` once, because each rank is compared with every other."""
-        object.__setattr__(self, "entered", {} if self.at is None else _last_numbers(self.at))
+        object.__setattr__(
+            self, "entered", {} if self.answer is None else _last_numbers(self.answer)
+        )
 
     @property
     def blocked_in(self) -> Collective | None:
         """The collective that its main thread cannot leave before it ends."""
-        if self.has_left or self.is_stopped or self.at is None or not self.is_asleep:
+        if self.has_left or self.is_stopped or self.answer is None or not self.is_asleep:
             return None
-        return self.at.waits_in
+        return self.answer.waits_in
 
     def incomplete(self) -> list[Collective]:
         """Return the collectives that have not ended, without those queued for a GPU."""
-        if self.at is None:
+        if self.answer is None:
             return []
         return [
-            each
-            for each in self.at.position.collectives
-            if not each.done and not each.is_queued_ahead
+            collective
+            for collective in self.answer.position.collectives
+            if not collective.done and not collective.is_queued_ahead
         ]
 
 
@@ -106,7 +108,7 @@ class Deadlock:
                 *call_lines(self.calls),
                 "waiting longer cannot resolve this: the ranks can never continue.",
             ]
-        found = [
+        lines = [
             f"rank {rank} waits in {collective} for {ranks_text(awaited)}"
             for rank, collective, awaited in self.waits
         ]
@@ -115,7 +117,7 @@ class Deadlock:
             "left": f"{ranks_text(self.ranks)} has returned and enters no further collective.",
             "stopped": f"{ranks_text(self.ranks)} is stopped and does nothing until it is resumed.",
         }
-        return [*found, last[self.reason]]
+        return [*lines, last[self.reason]]
 
 
 def call_lines(
@@ -154,10 +156,11 @@ def _place(collective: Collective) -> tuple[str, int]:
     return (collective.group, collective.number)
 
 
-def _last_numbers(at: Whereabouts) -> dict[str, int]:
+def _last_numbers(answer: Whereabouts) -> dict[str, int]:
     numbers: dict[str, int] = {}
-    for each in at.position.collectives:
-        numbers[each.group] = max(each.number, numbers.get(each.group, 0))
+    for collective in answer.position.collectives:
+        last = numbers.get(collective.group, 0)
+        numbers[collective.group] = max(collective.number, last)
     return numbers
 
 
@@ -181,18 +184,15 @@ def find_deadlock(views: Mapping[int, RankView]) -> Deadlock | None:
         if not free:
             break
         stuck -= free
-    found = {rank: wait for rank, wait in waits.items() if wait is not None}
-    stopped = _find_stopped(views, members, found)
-    if stopped is not None:
-        return stopped
-    return _find_cycle_or_left(views, found)
+    endless = {rank: wait for rank, wait in waits.items() if wait is not None}
+    return _find_stopped(views, members, endless) or _find_cycle_or_left(views, endless)
 
 
 def _members(views: Mapping[int, RankView]) -> dict[str, tuple[int, ...]]:
     members: dict[str, tuple[int, ...]] = {}
     for view in views.values():
-        if view.at is not None:
-            members.update(view.at.groups)
+        if view.answer is not None:
+            members.update(view.answer.groups)
     return members
 
 
@@ -209,30 +209,30 @@ def _find_mismatch(
         if len(known) < len(ranks):  # a rank has entered nothing, or is unknown
             continue
         numbered = [
-            (rank, at.position.numbered(group, min(known)))
+            (rank, answer.position.numbered(group, min(known)))
             for rank in ranks
-            if (at := views[rank].at) is not None
+            if (answer := views[rank].answer) is not None
         ]
-        entered = [(rank, each) for rank, each in numbered if each is not None]
-        if len(entered) < len(ranks) or any(each.is_queued_ahead for _, each in entered):
+        entered = [(rank, call) for rank, call in numbered if call is not None]
+        if len(entered) < len(ranks) or any(call.is_queued_ahead for _, call in entered):
             continue
         # Those that a rank cannot leave before they end, with what only its stack shows.
         blocking = {
             rank: inside
-            for rank, each in entered
-            if not each.done
+            for rank, call in entered
+            if not call.done
             and (inside := views[rank].blocked_in) is not None
-            and _place(inside) == _place(each)
+            and _place(inside) == _place(call)
         }
-        calls = [(rank, blocking.get(rank, each)) for rank, each in entered]
-        if any(_never_ends(each, calls) for each in blocking.values()):
+        calls = [(rank, blocking.get(rank, call)) for rank, call in entered]
+        if any(_never_ends(inside, calls) for inside in blocking.values()):
             # Where roots differ, only ranks that still wait show theirs.
-            has_roots = len({each.root for each in blocking.values()}) > 1
+            has_roots = len({inside.root for inside in blocking.values()}) > 1
             ranks_of: dict[tuple[str, int | None, int | None], list[int]] = {}
-            for rank, each in calls:
+            for rank, call in calls:
                 if rank in blocking or not has_roots:
-                    call = (family(each), each.required_size, each.root if has_roots else None)
-                    ranks_of.setdefault(call, []).append(rank)
+                    kind = (family(call), call.required_size, call.root if has_roots else None)
+                    ranks_of.setdefault(kind, []).append(rank)
             fewest = min(len(callers) for callers in ranks_of.values())
             rarest = tuple(
                 rank for callers in ranks_of.values() if len(callers) == fewest for rank in callers
@@ -250,12 +250,12 @@ def _never_ends(blocking: Collective, calls: Sequence[tuple[int, Collective]]) -
     A wait for one rank only, such as that of a broadcast, may end while another rank is in a different
     collective. It does not if the ranks name different roots, or pass different sizes to it.
     """
-    same = [each for _, each in calls if family(each) == family(blocking)]
+    same = [call for _, call in calls if family(call) == family(blocking)]
     if len(same) < len(calls) and not _is_for_one(blocking):
         return True
-    sizes = {each.required_size for each in same} - {None}
+    sizes = {call.required_size for call in same} - {None}
     is_other_size = blocking.required_size is not None and len(sizes) > 1
-    roots = {each.root for each in same} - {None}
+    roots = {call.root for call in same} - {None}
     return is_other_size or (blocking.root is not None and len(roots) > 1)
 
 
@@ -291,12 +291,12 @@ def _find_endless(
             # Ranks that have not entered it, or are stopped and so take no part in it.
             awaited = (
                 view
-                for each in group
-                if (view := views.get(each)) is not None
+                for member in group
+                if (view := views.get(member)) is not None
                 and (
                     view.is_stopped
                     or (
-                        view.at is not None
+                        view.answer is not None
                         and view.entered.get(collective.group, 0) < collective.number
                     )
                 )
@@ -312,32 +312,32 @@ def _find_endless(
 def _find_stopped(
     views: Mapping[int, RankView],
     members: Mapping[str, tuple[int, ...]],
-    found: Mapping[int, Wait],
+    waits: Mapping[int, Wait],
 ) -> Deadlock | None:
     """Find a stopped rank that all others wait for."""
     sets = {group: frozenset(ranks) for group, ranks in members.items()}
     for culprit in views.values():
         if not culprit.is_stopped:
             continue
-        waits = []
+        for_culprit = []
         for view in views.values():
             if view is culprit or view.has_left or view.is_stopped:
                 continue
-            if view.rank in found and culprit.rank in found[view.rank].awaited:
-                waits.append(found[view.rank])
+            if view.rank in waits and culprit.rank in waits[view.rank].awaited:
+                for_culprit.append(waits[view.rank])
                 continue
             # A rank that sleeps elsewhere waits too, if a collective that it has under way needs the culprit.
             unfinished = [
-                each
-                for each in view.incomplete()
-                if culprit.rank in sets.get(each.group, ()) and view.is_asleep
+                collective
+                for collective in view.incomplete()
+                if culprit.rank in sets.get(collective.group, ()) and view.is_asleep
             ]
             if not unfinished:
                 break
-            waits.append(Wait(view.rank, unfinished[0], (culprit.rank,)))
+            for_culprit.append(Wait(view.rank, unfinished[0], (culprit.rank,)))
         else:
-            if waits:
-                return Deadlock(reason="stopped", ranks=(culprit.rank,), waits=tuple(waits))
+            if for_culprit:
+                return Deadlock(reason="stopped", ranks=(culprit.rank,), waits=tuple(for_culprit))
     return None
 
 
@@ -351,12 +351,13 @@ def _find_cycle_or_left(
         while rank in waits and rank not in path:
             path.append(rank)
             awaited = waits[rank].awaited
-            rank = next((each for each in awaited if each not in waits), awaited[0])
+            rank = next((other for other in awaited if other not in waits), awaited[0])
         if rank in path:
             cycle = path[path.index(rank) :]
             pairs = zip(cycle, [*cycle[1:], cycle[0]], strict=True)
-            narrowed = [Wait(each, waits[each].collective, (after,)) for each, after in pairs]
+            narrowed = [Wait(one, waits[one].collective, (after,)) for one, after in pairs]
             return Deadlock(reason="cycle", ranks=tuple(cycle), waits=tuple(narrowed))
         if views[rank].has_left:
-            return Deadlock(reason="left", ranks=(rank,), waits=tuple(waits[each] for each in path))
+            on_path = tuple(waits[waiting] for waiting in path)
+            return Deadlock(reason="left", ranks=(rank,), waits=on_path)
     return None  # they wait for a stopped rank, which may be resumed while another rank is busy

@@ -70,19 +70,22 @@ class Sighting(NamedTuple):
     """An answer of a rank that was asked where it is.
 
     Attributes:
-        at: The answer.
+        answer: The answer.
         since_ns: When the first answer in a row from the same place was received (monotonic).
         at_ns: When this one was received (monotonic).
     """
 
-    at: Whereabouts
+    answer: Whereabouts
     since_ns: int
     at_ns: int
 
-    def then(self, at: Whereabouts, now_ns: int) -> Sighting:
+    def then(self, answer: Whereabouts, now_ns: int) -> Sighting:
         """Return the sighting of a later answer."""
-        is_same = at.position == self.at.position and at.threads[:1] == self.at.threads[:1]
-        return Sighting(at, self.since_ns if is_same else now_ns, now_ns)
+        is_same = (
+            answer.position == self.answer.position
+            and answer.main_frames == self.answer.main_frames
+        )
+        return Sighting(answer, self.since_ns if is_same else now_ns, now_ns)
 
 
 class StopState:

@@ -241,7 +241,7 @@ class DeadlockWatch:
 
     def is_running(self) -> bool:
         """Return whether a main thread was running, or ready to run, at the last look."""
-        return any(each.activity.state == "R" for each in self._threads.values())
+        return any(thread.activity.state == "R" for thread in self._threads.values())
 
     def read_states(self, now_s: float) -> None:
         """Look at the main threads only, without a search for a proof."""
@@ -264,7 +264,9 @@ class DeadlockWatch:
             first, self._first_answers = self._first_answers, None
             same = {rank: unchanged(first.get(rank), now) for rank, now in answers.items()}
             return find_deadlock(
-                self._views({rank: at for rank, at in same.items() if at is not None}, now_s)
+                self._views(
+                    {rank: answer for rank, answer in same.items() if answer is not None}, now_s
+                )
             )
         for rank, thread in self._threads.items():
             slept_s = thread.look(now_s)
@@ -299,7 +301,7 @@ class DeadlockWatch:
         return None
 
     def _ask(self, ranks: Sequence[RankState], now_s: float) -> None:
-        stopped = [each.rank for each in self._threads.values() if each.is_stopped(now_s)]
+        stopped = [thread.rank for thread in self._threads.values() if thread.is_stopped(now_s)]
         self._inquiry = _Inquiry(ranks, self._settings, now_s=now_s, stopped=stopped)
         self._asked_ns = self._inquiry.asked_ns
 
@@ -310,20 +312,20 @@ class DeadlockWatch:
             defaults.add(self._limit.total_seconds())
         is_bounded = any(
             collective.timeout_s not in defaults
-            for at in answers.values()
-            for collective in at.position.collectives
+            for answer in answers.values()
+            for collective in answer.position.collectives
             if not collective.done
         )
         views = {}
         for number, thread in self._threads.items():
-            rank, at = thread.rank, answers.get(number)
+            rank, answer = thread.rank, answers.get(number)
             if rank.returned is not None:
-                at = Whereabouts(position=rank.returned.position)
+                answer = Whereabouts(position=rank.returned.position)
             thread.look(now_s)
             ran = thread.activity.ran
             views[number] = RankView(
                 rank=number,
-                at=at,
+                answer=answer,
                 # Both answers describe one moment of a thread that has not run from before the first
                 # question until after the second answer.
                 is_asleep=ran is not None
@@ -415,9 +417,9 @@ class LiveWatch:
         if not self._processes:
             return False
         # A request for the status asks the ranks, too; requests that come before the answer share it.
-        asked = [wants for each in self._requests if (wants := each.accept()) is not None]
-        if asked:
-            self._wants_stacks |= any(asked)
+        accepted = [requests.accept() for requests in self._requests]
+        if any(wants_stacks is not None for wants_stacks in accepted):
+            self._wants_stacks |= any(accepted)
             if self._inquiry is None:
                 self._is_to_warn = False
                 self._start_inquiry(now_s)
@@ -438,7 +440,7 @@ class LiveWatch:
             self._seen = seen
             self._note_progress(now_s)
         self._look_at_idleness(now_s)
-        self.longest_s = max(self.longest_s, *(each.longest_s for each in progress.values()))
+        self.longest_s = max(self.longest_s, *(made.longest_s for made in progress.values()))
         if self._inquiry is not None:
             self._end_inquiry(self._inquiry, now_s)
         elif not self._deadlocks.is_asking and self._is_late(now_s):
@@ -497,11 +499,11 @@ class LiveWatch:
         return now_s - self._last_progress_s >= self._limit_s(is_slow=is_slow)
 
     def _start_inquiry(self, now_s: float) -> None:
-        asked: list[RankState] = [each for each in self._processes if each.alive]
-        asked += [each for each in self._others if each.alive and each.is_heard]
-        asked = [each for each in asked if each.returned is None]
+        running = [
+            rank for rank in self._ranks if rank.alive and rank.is_heard and rank.returned is None
+        ]
         self._signalled = None
-        self._inquiry = _Inquiry(asked, self._settings, now_s=now_s)
+        self._inquiry = _Inquiry(running, self._settings, now_s=now_s)
 
     def _end_inquiry(self, inquiry: _Inquiry, now_s: float) -> None:
         """Warn once the answers are in; first get the stack of each rank that did not answer.
@@ -512,22 +514,21 @@ class LiveWatch:
         if not inquiry.is_over(now_s):
             return
         answers = inquiry.answers()
-        asked = {each.rank for each in inquiry.ranks}
-        own = [each for each in self._processes if each.rank in asked]
-        silent = [each for each in own if each.rank not in answers]
+        asked = {rank.rank for rank in inquiry.ranks} - answers.keys()
+        silent = [process for process in self._processes if process.rank in asked]
         if silent and self._signalled is None:
-            self._signalled = {each.rank: ask_for_stacks(each) for each in silent}
+            self._signalled = {process.rank: ask_for_stacks(process) for process in silent}
             inquiry.ends_s = now_s + self._settings.answer_s / 2
             return
         self._inquiry = None
         stacks = {
-            each.rank: read_new_stack(each, (self._signalled or {}).get(each.rank, 0))
-            for each in silent
+            process.rank: read_new_stack(process, (self._signalled or {}).get(process.rank, 0))
+            for process in silent
         }
-        if asking := [each for each in self._requests if each.is_asked]:
+        if asking := [requests for requests in self._requests if requests.is_asked]:
             facts = self._facts(answers, stacks)
-            for each in asking:
-                each.answer(facts)
+            for requests in asking:
+                requests.answer(facts)
             self._wants_stacks = False
         if self._is_to_warn:
             self._warn(answers, stacks, now_s)
@@ -536,6 +537,9 @@ class LiveWatch:
         self, answers: dict[int, Whereabouts], stacks: dict[int, list[Frame]]
     ) -> dict[str, Any]:
         spec = self._processes[0].spec
+        nodes = {process.rank: spec.world.node_rank for process in self._processes}
+        nodes |= {other.rank: other.outcome().node_rank for other in self._others}
+        arrivals = {rank: answer.position.arrivals for rank, answer in answers.items()}
         facts: dict[str, Any] = {
             "schema": 1,
             "pid": os.getpid(),
@@ -543,46 +547,32 @@ class LiveWatch:
             "attempt": spec.attempt,
             "world_size": spec.world.world_size,
             "longest_step_s": round(self.longest_s, 3),
-            "stragglers": [
-                each.as_json()
-                for each in find_stragglers(
-                    {rank: at.position.arrivals for rank, at in answers.items()},
-                    {
-                        **{
-                            process.rank: process.spec.world.node_rank
-                            for process in self._processes
-                        },
-                        **{other.rank: other.outcome().node_rank for other in self._others},
-                    },
-                )
-            ],
+            "stragglers": [straggler.as_json() for straggler in find_stragglers(arrivals, nodes)],
             "ranks": [
                 self._facts_of(process, answers.get(process.rank), stacks.get(process.rank))
                 for process in self._processes
             ],
         }
         for other in self._others:
-            at = answers.get(other.rank)
-            outcome = self._outcome(
-                other, at, at.threads[0].frames if at is not None and at.threads else ()
-            )
-            facts["ranks"].append(self._shared_facts(other, outcome, at))
-        facts["ranks"].sort(key=lambda each: each["rank"])
+            answer = answers.get(other.rank)
+            outcome = self._outcome(other, answer, () if answer is None else answer.main_frames)
+            facts["ranks"].append(self._shared_facts(other, outcome, answer))
+        facts["ranks"].sort(key=lambda rank: rank["rank"])
         return facts
 
     def _facts_of(
-        self, process: RankProcess, at: Whereabouts | None, stack: list[Frame] | None
+        self, process: RankProcess, answer: Whereabouts | None, stack: list[Frame] | None
     ) -> dict[str, object]:
         """Return what is known about a rank of this host: `_shared_facts` and more."""
         made = process.progress()
-        frames = at.threads[0].frames if at is not None and at.threads else stack or ()
-        outcome = self._outcome(process, at, frames)
-        threads = [] if at is None else [(each.name, each.frames) for each in at.threads]
+        frames = (answer.main_frames if answer is not None else ()) or stack or ()
+        outcome = self._outcome(process, answer, frames)
+        threads = [(thread.name, thread.frames) for thread in answer.threads] if answer else []
         loader_workers = (
             find_busy_loader_workers(process) if self._wants_stacks and process.alive else []
         )
         return {
-            **self._shared_facts(process, outcome, at),
+            **self._shared_facts(process, outcome, answer),
             "pid": process.pid,
             "state": outcome.state or self._deadlocks.state(process.rank),
             "last_step_s": round((time.monotonic_ns() - made.last_ns) / 1e9, 3)
@@ -592,16 +582,16 @@ class LiveWatch:
             if self._wants_stacks
             else [],
             "loader_workers": _threads_as_json(
-                [(f"{each.name} (pid {each.pid})", each.frames) for each in loader_workers]
+                [(f"{worker.name} (pid {worker.pid})", worker.frames) for worker in loader_workers]
             ),
         }
 
     def _shared_facts(
-        self, rank: RankState, outcome: RankOutcome, at: Whereabouts | None
+        self, rank: RankState, outcome: RankOutcome, answer: Whereabouts | None
     ) -> dict[str, object]:
         """Return what is known about a rank of any host."""
         made = rank.progress()
-        threads = [] if at is None else at.threads
+        threads = () if answer is None else answer.threads
         return {
             "rank": rank.rank,
             "local_rank": outcome.local_rank,
@@ -609,15 +599,15 @@ class LiveWatch:
             "pid": None,
             "phase": "returned" if rank.returned is not None else rank.phase,
             "state": outcome.state,
-            "answered": at is not None,
+            "answered": answer is not None,
             "steps": made.steps,
             "steps_per_s": round(self._rates.of(rank.rank), 3),
             "saves": made.saves,
             "last_step_s": None,  # for a rank of another host it is on that host's clock
-            "collective": _collective_of(at),
+            "collective": _collective_of(answer),
             "where": outcome.stack,
             "in_collective": outcome.in_collective,
-            "threads": _threads_as_json([(each.name, each.frames) for each in threads])
+            "threads": _threads_as_json([(thread.name, thread.frames) for thread in threads])
             if self._wants_stacks
             else [],
             "loader_workers": [],
@@ -627,7 +617,7 @@ class LiveWatch:
         self, answers: dict[int, Whereabouts], stacks: dict[int, list[Frame]], now_s: float
     ) -> None:
         frames: dict[int, Sequence[Frame]] = {
-            rank: at.threads[0].frames if at.threads else () for rank, at in answers.items()
+            rank: answer.main_frames for rank, answer in answers.items()
         }
         frames.update(stacks)
         outcomes = {
@@ -636,7 +626,9 @@ class LiveWatch:
         }
         # Collectives show progress where steps are not counted. Only new ones count: converted from the
         # wall clock, the time at which the same one was entered differs a little at each look.
-        last_ns = self._collectives.last_entered_ns(each.position for each in outcomes.values())
+        last_ns = self._collectives.last_entered_ns(
+            outcome.position for outcome in outcomes.values()
+        )
         if last_ns:
             entered_s = now_s - max(0.0, time.time_ns() - last_ns) / 1e9
             if entered_s > self._last_progress_s:
@@ -671,7 +663,7 @@ class LiveWatch:
             return place
 
         if differ:
-            calls = [(out.rank, each) for out, each in cause.evidence.calls]
+            calls = [(outcome.rank, call) for outcome, call in cause.evidence.calls]
             self._warn_all(
                 f"no rank has made a step for {now_s - self._last_progress_s:.0f} s, and the ranks "
                 f"differ in a collective: {'; '.join(call_lines(calls))}; rank {cause.root.rank} is "
@@ -682,8 +674,8 @@ class LiveWatch:
         if goal is not None:
             entered_ns = []
             for rank in waiting:
-                at = outcomes[rank].position
-                entered = None if at is None else at.numbered(goal.group, goal.number)
+                position = outcomes[rank].position
+                entered = None if position is None else position.numbered(goal.group, goal.number)
                 entered_ns.append((entered or goal).entered_ns)
             waited_s = max(0.0, time.time_ns() - max(entered_ns)) / 1e9
             have = "has" if len(waiting) == 1 else "have"
@@ -711,7 +703,7 @@ class LiveWatch:
         self._tell(text)
 
     def _outcome(
-        self, rank: RankState, at: Whereabouts | None, frames: Sequence[Frame]
+        self, rank: RankState, answer: Whereabouts | None, frames: Sequence[Frame]
     ) -> RankOutcome:
         """Return the outcome that the diagnosis would get if the attempt ended now."""
         reading = read_frames(frames)
@@ -721,7 +713,7 @@ class LiveWatch:
         is_stopped = self._deadlocks.state(rank.rank) == "T"
         return replace(
             outcome,
-            position=None if at is None else at.position,
+            position=None if answer is None else answer.position,
             stack=reading.stack,
             in_collective=reading.in_collective,
             point_to_point=reading.point_to_point,
@@ -734,7 +726,7 @@ class LiveWatch:
             return True
         if goal is not None and goal.number > _MANY_COLLECTIVES:
             return True
-        return any(at.completed >= _KNOWN_COLLECTIVES for at in answers.values())
+        return any(answer.completed >= _KNOWN_COLLECTIVES for answer in answers.values())
 
 
 def describe_unanswered(outcomes: Iterable[RankOutcome]) -> str:
@@ -748,8 +740,8 @@ def describe_unanswered(outcomes: Iterable[RankOutcome]) -> str:
     )
 
 
-def _collective_of(at: Whereabouts | None) -> dict[str, object] | None:
-    last = None if at is None else at.position.newest()
+def _collective_of(answer: Whereabouts | None) -> dict[str, object] | None:
+    last = None if answer is None else answer.position.newest()
     if last is None:
         return None
     return {
