@@ -317,15 +317,24 @@ class EndedAttempt:
             "log_path": Path(root.stderr) if root.stderr else None,
         }
 
-    def timeout_facts(self, missing: Iterable[RankOutcome], waited_s: float) -> dict[str, Any]:
-        """Return the attributes of every `LaunchTimeoutError`."""
+    def timeout_error(
+        self,
+        cls: type[LaunchTimeoutError],
+        message: Explanation,
+        *,
+        missing: Iterable[RankOutcome],
+        kind: FailureKind = "hang",
+    ) -> LaunchTimeoutError:
+        """Return an error of such a class, with its attributes."""
         stacks = {rank: where(outcome) for rank, outcome in self.outcomes.items()}
-        return {
+        return cls(
+            message,
             **self.facts(),
-            "waited_s": waited_s,
-            "missing_ranks": [outcome.rank for outcome in missing],
-            "stacks": {rank: text for rank, text in stacks.items() if text},
-        }
+            waited_s=self.ending.waited_s,
+            missing_ranks=[outcome.rank for outcome in missing],
+            stacks={rank: text for rank, text in stacks.items() if text},
+            kind=kind,
+        )
 
 
 def make_error(ended: EndedAttempt) -> LaunchError:
@@ -338,9 +347,9 @@ def make_error(ended: EndedAttempt) -> LaunchError:
         ended.outcomes, is_stuck_with_error=ended.ending.reason == "stuck-with-error"
     )
     if ended.ending.reason == "attempt-timeout":
-        return _too_long_error(ended, cause, AttemptTimeoutError, did="did not end within")
+        return _too_long_error(ended, cause, AttemptTimeoutError, "did not end within")
     if ended.ending.reason == "no-progress":
-        return _too_long_error(ended, cause, ProgressTimeoutError, did="made no step within")
+        return _too_long_error(ended, cause, ProgressTimeoutError, "made no step within")
     conclusion = cause.conclusion
     if conclusion.is_start_likelier and _find_early(ended):
         return _join_error(ended)  # a rank's timeout ended just before the launcher's
@@ -552,22 +561,27 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         ),
         CollectiveTimeoutError,
     )
-    raised = [out.raised for out in outcomes if _has_raised(out, BarrierTimeoutError)]
-    at_barriers = [each.explanation for each in raised if each and each.explanation]
+    at_barriers = [
+        out.raised.explanation
+        for out in outcomes
+        if out.raised is not None
+        and out.raised.explanation is not None
+        and _has_raised(out, BarrierTimeoutError)
+    ]
     if conclusion.blames == "nothing" and at_barriers:
         return _barrier_error(ended, at_barriers)
     if conclusion.blames == "gpu":
         return _stuck_gpu_error(ended, cause, cls)
     root = cause.root
     if cause.rule.name == "mismatch" and cls is not RendezvousTimeoutError:
-        calls = [(out.rank, each) for out, each in cause.evidence.calls]
+        calls = [(out.rank, call) for out, call in cause.evidence.calls]
         return _mismatch_error(ended, root, calls, _calls_of(cause), cls)
     likely, fix = _advice_on_hang(cause)
-    at = f" at {where(root)}" if where(root) else ""
+    place = f" at {where(root)}" if where(root) else ""
     waiting, goal = cause.evidence.find_who_waited(root)
     late = {out.rank: delay_s for out, delay_s in cause.evidence.late}
     also_late = [rank for rank in late if rank != root.rank] if cause.rule.name == "late" else []
-    did = conclusion.did.format(
+    behaviour = conclusion.did.format(
         delay_s=late.get(root.rank, 0.0),
         first="the first rank" if also_late else "the others",
         newest=newest_collective(root),
@@ -583,11 +597,11 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         _kind_of_join(ended) if cls is RendezvousTimeoutError else conclusion.kind or "hang"
     )
     message = Explanation(
-        f"{ended.name(root)} {did}{at}, on {root.hostname}, {ended.when(kind)}{awaited}.",
+        f"{ended.name(root)} {behaviour}{place}, on {root.hostname}, {ended.when(kind)}{awaited}.",
         cause=likely.format(host=root.hostname),
         fix=fix.format(host=root.hostname, pid=root.pid, setting=cls.setting),
         details=[
-            *(each.what for each in at_barriers[:_SHOWN_BARRIERS]),
+            *(explanation.what for explanation in at_barriers[:_SHOWN_BARRIERS]),
             *handled_errors([root], ended),
             *positions(outcomes),
             *last_traceback(root),
@@ -596,8 +610,7 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     )
     missing = [] if conclusion.blames == "nothing" else [root]
     missing += [ended.outcomes[rank] for rank in also_late]
-    facts = ended.timeout_facts(missing, ended.ending.waited_s)
-    return cls(message, **facts, kind=kind)
+    return ended.timeout_error(cls, message, missing=missing, kind=kind)
 
 
 _ERROR_OF: Final[dict[type[LaunchError], Callable[[EndedAttempt, RootCause], LaunchError]]] = {
@@ -609,7 +622,7 @@ _ERROR_OF: Final[dict[type[LaunchError], Callable[[EndedAttempt, RootCause], Lau
 
 def _calls_of(cause: RootCause) -> list[str]:
     """Return what each rank called under one number, if the ranks called it differently."""
-    calls = [(out.rank, each) for out, each in cause.evidence.calls]
+    calls = [(out.rank, call) for out, call in cause.evidence.calls]
     if cause.rule.name != "mismatch":
         return []
     # A collective that has failed counts as done, so it is not known which ranks have left it.
@@ -633,29 +646,29 @@ def _mismatch_error(
         details: What stands above the lines of the ranks.
         cls: The class of the error.
     """
-    mine = next(each for rank, each in calls if rank == root.rank)
-    others = [each for rank, each in calls if rank != root.rank]
+    mine = next(call for rank, call in calls if rank == root.rank)
+    others = [call for rank, call in calls if rank != root.rank]
     likely, fix = CONCLUSIONS["mismatch"].advice
-    did = CONCLUSIONS["mismatch"].did
-    is_same = all(family(each) == family(mine) for each in others)
+    behaviour = CONCLUSIONS["mismatch"].did
+    is_same = all(family(call) == family(mine) for call in others)
     if is_same:
         name = f"{family(mine)} number {mine.number}"
-        if any(each.sizes != mine.sizes for each in others) and mine.has_one_size:
-            did = f"passed a tensor of another shape to {name} than the others"
+        if any(call.sizes != mine.sizes for call in others) and mine.has_one_size:
+            behaviour = f"passed a tensor of another shape to {name} than the others"
             likely, fix = _OTHER_SHAPES
         else:
-            did = f"named another root in {name} than other ranks"
+            behaviour = f"named another root in {name} than other ranks"
             likely, fix = _OTHER_ROOTS
     handled = [] if is_same else handled_errors(_first(root, ended), ended)
     if handled:
         likely, fix = _SWALLOWED
     ranks_of: dict[str, list[RankOutcome]] = defaultdict(list)
-    for rank, each in calls:
-        ranks_of[family(each)].append(ended.outcomes[rank])
+    for rank, call in calls:
+        ranks_of[family(call)].append(ended.outcomes[rank])
     is_majority_known = is_same or len(ranks_of[family(mine)]) < max(map(len, ranks_of.values()))
     named = [root]
     if is_majority_known:
-        what = f"{ended.name(root)} {did}{_is_at(root, mine)}, on {root.hostname}"
+        what = f"{ended.name(root)} {behaviour}{_is_at(root, mine)}, on {root.hostname}"
     else:  # either side may be wrong
         sides = {family(mine): ranks_of[family(mine)], **ranks_of}
         named = [out for side in sides.values() for out in side]
@@ -671,7 +684,7 @@ def _mismatch_error(
         details=[*details, *handled, *positions(ended.outcomes.values())],
         logs=ended.logs,
     )
-    return cls(message, **ended.timeout_facts(named, ended.ending.waited_s), kind="hang")
+    return ended.timeout_error(cls, message, missing=named)
 
 
 def _is_at(outcome: RankOutcome, called: Collective) -> str:
@@ -685,7 +698,7 @@ def _deadlock_error(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> L
     """Return the error of a proven deadlock: the proof, then where the ranks were."""
     proof_lines = [
         "this is a deadlock, so ddpsafe did not wait for a timeout:",
-        *(f"| {each}" for each in proof.lines()),
+        *(f"| {line}" for line in proof.lines()),
     ]
     if proof.reason == "mismatch":
         # The rule sees no roots, which only the ranks' stacks show.
@@ -694,8 +707,8 @@ def _deadlock_error(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> L
     if proof.reason != "cycle":
         has_returned = cause.conclusion.error is RankLeftEarlyError
         error = (_returned_error if has_returned else _wait_error)(ended, cause)
-        found = error.explanation
-        error.explanation = replace(found, details=(*proof_lines, *found.details))
+        message = error.explanation
+        error.explanation = replace(message, details=(*proof_lines, *message.details))
         return error
     likely, fix = _IN_A_CYCLE
     message = Explanation(
@@ -707,8 +720,7 @@ def _deadlock_error(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> L
         logs=ended.logs,
     )
     missing = [ended.outcomes[rank] for rank in proof.ranks]
-    facts = ended.timeout_facts(missing, ended.ending.waited_s)
-    return CollectiveTimeoutError(message, **facts, kind="hang")
+    return ended.timeout_error(CollectiveTimeoutError, message, missing=missing)
 
 
 def _were(ranks: list[int]) -> str:
@@ -721,9 +733,9 @@ def _stuck_gpu_error(
     """Return the error of a collective that all its ranks have queued but that does not end."""
     stuck = find_stuck_on_gpu(cause.evidence)
     # Not the newest of each rank, which may have queued collectives of another group since.
-    at = {out.rank: each for out, each in stuck}
-    started = [rank for rank, each in at.items() if each.state == "started"]
-    queued = [rank for rank in at if rank not in started]
+    calls = {out.rank: call for out, call in stuck}
+    started = [rank for rank, call in calls.items() if call.state == "started"]
+    queued = [rank for rank in calls if rank not in started]
     details = [
         *positions(ended.outcomes.values()),
         *_gpus.read_errors(ended.ending.waited_s + _LOG_MARGIN_S),
@@ -731,15 +743,15 @@ def _stuck_gpu_error(
     if started and queued:  # known only with TORCH_NCCL_ENABLE_TIMING=1
         details = [f"on the GPU of {ranks_text(queued)} it has not even started", *details]
     likely, fix = cause.conclusion.advice
-    does = cause.conclusion.did.format(newest=stuck[0][1])
+    behaviour = cause.conclusion.did.format(newest=stuck[0][1])
     message = Explanation(
-        f"{ranks_text(at)} (world_size {ended.world_size}) {does}, {ended.when('hang')}.",
+        f"{ranks_text(calls)} (world_size {ended.world_size}) {behaviour}, {ended.when('hang')}.",
         cause=likely,
         fix=fix.format(host=stuck[0][0].hostname),
         details=details,
         logs=ended.logs,
     )
-    return cls(message, **ended.timeout_facts([], ended.ending.waited_s), kind="hang")
+    return ended.timeout_error(cls, message, missing=[])
 
 
 def _barrier_error(ended: EndedAttempt, texts: list[Explanation]) -> LaunchError:
@@ -750,14 +762,13 @@ def _barrier_error(ended: EndedAttempt, texts: list[Explanation]) -> LaunchError
         cause=first.cause,
         fix=first.fix,
         details=[
-            *(each.what for each in others),
+            *(explanation.what for explanation in others),
             *positions(ended.outcomes.values()),
         ],
         logs=ended.logs,
     )
     absent = [out for out in ended.outcomes.values() if not _has_raised(out, BarrierTimeoutError)]
-    facts = ended.timeout_facts(absent, ended.ending.waited_s)
-    return BarrierTimeoutError(message, **facts, kind="hang")
+    return ended.timeout_error(BarrierTimeoutError, message, missing=absent)
 
 
 def _has_raised(outcome: RankOutcome, cls: type[LaunchTimeoutError]) -> bool:
@@ -779,17 +790,16 @@ def _join_error(ended: EndedAttempt) -> LaunchError:
     missing = _find_early(ended) or [
         out for out in ended.outcomes.values() if out.phase == "joining"
     ]
-    names = ranks_text(outcome.rank for outcome in missing)
+    names, kind = ranks_text(outcome.rank for outcome in missing), _kind_of_join(ended)
     message = Explanation(
         f"{names} (world_size {ended.world_size}) did not join within "
-        f"{ended.limit('rendezvous')}, {ended.when(_kind_of_join(ended))}.",
+        f"{ended.limit('rendezvous')}, {ended.when(kind)}.",
         cause="slow imports, work at the top of the script, or a rank that hangs before it joins.",
         fix="move heavy work below the main guard or into the function, or raise timeouts.rendezvous.",
         details=[f"rank {out.rank} was {_DOING[out.phase]} {where(out)}" for out in missing],
         logs=ended.logs,
     )
-    facts = ended.timeout_facts(missing, ended.ending.waited_s)
-    return RendezvousTimeoutError(message, **facts, kind=_kind_of_join(ended))
+    return ended.timeout_error(RendezvousTimeoutError, message, missing=missing, kind=kind)
 
 
 def _kind_of_join(ended: EndedAttempt) -> FailureKind:
@@ -808,8 +818,7 @@ def _too_long_error(
     ended: EndedAttempt,
     cause: RootCause,
     cls: type[AttemptTimeoutError | ProgressTimeoutError],
-    *,
-    did: str,
+    behaviour: str,
 ) -> LaunchError:
     """Return the error of an attempt that exceeded `timeouts.attempt` or `timeouts.progress`."""
     running = [
@@ -828,14 +837,14 @@ def _too_long_error(
         )
     )
     message = Explanation(
-        f"{names} (world_size {ended.world_size}) {did} {ended.limit(setting)}, "
+        f"{names} (world_size {ended.world_size}) {behaviour} {ended.limit(setting)}, "
         f"{ended.when('hang')}.",
         cause=likely.format(host=missing[0].hostname),
         fix=fix.format(host=missing[0].hostname, pid=missing[0].pid, setting=setting),
         details=[*_calls_of(cause), *positions(ended.outcomes.values())],
         logs=ended.logs,
     )
-    return cls(message, **ended.timeout_facts(missing, ended.ending.waited_s))
+    return ended.timeout_error(cls, message, missing=missing)
 
 
 def _unfinished_error(ended: EndedAttempt) -> LaunchError:
@@ -855,7 +864,7 @@ def _unfinished_error(ended: EndedAttempt) -> LaunchError:
         ],
         logs=ended.logs,
     )
-    return FinishTimeoutError(message, **ended.timeout_facts(late, ended.ending.waited_s))
+    return ended.timeout_error(FinishTimeoutError, message, missing=late)
 
 
 # ---- lines on each rank ----
@@ -920,8 +929,8 @@ def positions(outcomes: Iterable[RankOutcome]) -> list[str]:
             )
         raised = outcome.raised
         if raised is not None and (not raised.is_peer_error or raised.wraps_peer_error):
-            did = "raised" if raised.final and not raised.hidden_by else "was handling"
-            parts.append(f"{did} {first_line(outcome)}")
+            verb = "raised" if raised.final and not raised.hidden_by else "was handling"
+            parts.append(f"{verb} {first_line(outcome)}")
         if outcome.position is not None and outcome.position.handling:
             parts.append(f"was handling {outcome.position.handling};")
         if text := where(outcome):

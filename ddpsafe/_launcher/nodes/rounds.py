@@ -411,6 +411,8 @@ class NodeLaunch:
             self._examine_at(store, 2, node)
 
     def _examine_at(self, store: Store, nnodes: int, node: int) -> None:
+        # Over the store of the endpoint, the one port that all nodes have reached: what is examined may be
+        # why a firewall lets a node reach no other one, such as that of the channel.
         config, backend = self._plan.config, self._plan.backend
         self._parts.examine_nodes(store, config, nnodes=nnodes, node_rank=node, backend=backend)
 
