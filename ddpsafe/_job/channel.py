@@ -1062,8 +1062,10 @@ class Channel(Generic[NameT, MessageT]):
         if peer is None or peer.connection is not connection:
             return
         why, limit_s = "its launcher has ended", 0.0
-        if exc is None:
-            how = "goodbye" if peer.has_said_goodbye else "ended"
+        if peer.has_said_goodbye:
+            how = "goodbye"  # also if the kernel resets it, as it had not read the last beat
+        elif exc is None:
+            how = "ended"
         elif how == "garbled":
             why = str(exc)
         else:

@@ -34,12 +34,9 @@ class Wire:
 
     def cut(self) -> None:
         """Reset all connections; what is on its way is lost, a half of a message too."""
-        ends, self._ends = self._ends, {}
-        for end in ends:
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            with contextlib.suppress(OSError):  # the other side has ended
-                end.shutdown(socket.SHUT_RD)  # wakes the thread that reads it
-            end.close()
+        for end in [*self._ends]:
+            with contextlib.suppress(KeyError):  # a thread resets it just now
+                self._reset(end)
 
     def close(self) -> None:
         """End for good."""
@@ -64,9 +61,19 @@ class Wire:
                     self._threads.append(threading.Thread(target=self._pass_on, args=(one, other)))
                     self._threads[-1].start()
 
+    def _reset(self, end: socket.socket) -> None:
+        self._ends.pop(end)
+        with contextlib.suppress(OSError):  # the other side has ended
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            end.shutdown(socket.SHUT_RD)  # wakes the thread that reads it
+        end.close()
+
     def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        try:
             while data := one.recv(37):  # so that messages are cut in pieces
                 other.sendall(data)
             if one in self._ends:  # it has ended, and was not cut
                 other.shutdown(socket.SHUT_WR)
+        except OSError:  # one of them was reset, so the other one is
+            with contextlib.suppress(KeyError):  # both were: the wire was cut
+                self._reset(other)
