@@ -93,7 +93,7 @@ def run_attempts(
         ),
         sleep=lambda seconds: _pause(timedelta(seconds=seconds), cancelled),
         wait=lambda state: progress.pause_s() + jitter(state),
-        retry=tenacity.retry_if_exception(lambda exc: _is_retried(exc, policy)),
+        retry=tenacity.retry_if_exception(lambda exc: is_retried(exc, policy)),
         before_sleep=prepare,
         reraise=True,
     )
@@ -203,7 +203,7 @@ def _explain_refusal(error: DDPSafeError, policy: RetryPolicy) -> None:
     """If the user has asked for retries, add to the error why it is not retried."""
     has_asked = policy.model_fields_set & {"attempts", "on"}
     is_failure = isinstance(error, (LaunchError, PreflightError))
-    if not has_asked or not is_failure or _is_retried(error, policy):
+    if not has_asked or not is_failure or is_retried(error, policy):
         return
     if error.kind in policy.on:
         _add_why_not(
@@ -245,7 +245,8 @@ def _error_of(state: tenacity.RetryCallState) -> DDPSafeError:
     return error
 
 
-def _is_retried(exc: BaseException, policy: RetryPolicy) -> bool:
+def is_retried(exc: BaseException, policy: RetryPolicy) -> bool:
+    """Return whether a policy retries after a failure, apart from how often."""
     if not isinstance(exc, (LaunchError, PreflightError)):
         return False
     if exc.kind in STARTUP_KINDS and _has_begun(exc):

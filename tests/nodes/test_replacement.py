@@ -74,11 +74,14 @@ def test_a_replacement_resumes_where_the_lost_node_was(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["cable", "killed"])
+@pytest.mark.parametrize("how", ["cable", "cable and rank", "killed"])
 def test_a_node_that_has_lost_node_0_joins_again(
     own_network: Network, tmp_path: Path, how: str
 ) -> None:
-    """Without a new command: node 0 may have lost it, too, or be started again."""
+    """Without a new command: node 0 may have lost it, too, or be started again.
+
+    Also if a rank of its own has failed meanwhile, in a way that is retried.
+    """
     timeouts = {"collective": 60, "grace": 3, "node_loss": 3}
     fields = {"nnodes": 2, "retry": RETRY, "timeouts": timeouts}
     case = Case(name="two", what="resume", fields=fields)
@@ -86,12 +89,17 @@ def test_a_node_that_has_lost_node_0_joins_again(
     await_ranks(tmp_path, "two-1", 2, launchers)
     first, second = launchers
     lost = "node 0 ('h0', rank 0 of world_size 2) was lost"
+    if how == "cable and rank":
+        lost = "rank 1 (node 1 'h1', local rank 0, world_size 2) was killed by SIGKILL"
 
     def has_left() -> bool:
         return lost in second.err and "Joining again" in second.err
 
-    if how == "cable":
+    if how != "killed":
         own_network[1].unplug()
+        if "rank" in how:
+            pid = int((tmp_path / "running-two-1-1").read_text())
+            own_network[1].shell(f"kill -KILL {pid}")
         scripts.wait_until(has_left, otherwise=lambda: second.err)
         scripts.wait_until(lambda: "trying again" in first.err, otherwise=lambda: first.err)
         own_network[1].plug_in()

@@ -148,7 +148,7 @@ def go_on(ctx: RankContext, folder: Path, name: str) -> dict[str, int]:
             state["step"] = round(ctx.reduce_mean(float(state["step"] + 1)))
             checkpointer.save(state, state["step"])
             if state["step"] == first + 3:
-                (folder / f"running-{name}-{ctx.attempt}-{ctx.rank}").touch()
+                (folder / f"running-{name}-{ctx.attempt}-{ctx.rank}").write_text(str(os.getpid()))
     return {"first": first, "last": state["step"], "attempt": ctx.attempt, "of": ctx.world_size}
 
 

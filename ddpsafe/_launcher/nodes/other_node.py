@@ -112,11 +112,13 @@ class NodeResult:
         values: What its ranks returned; ``None`` if the attempt failed.
         error: Why it failed.
         is_another_to_follow: Whether node 0 begins another attempt.
+        is_alone: Whether node 0 was lost before it could decide that.
     """
 
     values: dict[int, object] | None
     error: DDPSafeError | Interrupted | None
     is_another_to_follow: bool
+    is_alone: bool = False
 
 
 class Participant:
@@ -523,7 +525,7 @@ class Participant:
             )
         self._directory.note_tracebacks(ended.outcomes.values())
         self._directory.report(self._number, error)
-        return NodeResult(values=None, error=error, is_another_to_follow=False)
+        return NodeResult(values=None, error=error, is_another_to_follow=False, is_alone=True)
 
 
 def is_retried(process: RankProcess, policy: RetryPolicy) -> bool:

@@ -23,6 +23,7 @@ from ddpsafe._config import LaunchConfig, require_data_paths
 from ddpsafe._errors import (
     DDPSafeError,
     Explanation,
+    LaunchError,
     NodeLostError,
     PreflightError,
     RendezvousTimeoutError,
@@ -46,7 +47,7 @@ from ddpsafe._launcher.nodes.other_node import Participant
 from ddpsafe._launcher.nodes.rendezvous import NodeRendezvous, make_random_id
 from ddpsafe._launcher.plan import NodesPlace
 from ddpsafe._launcher.processes.store_folder import reserved_port
-from ddpsafe._launcher.retry import run_attempts
+from ddpsafe._launcher.retry import is_retried, run_attempts
 from ddpsafe._launcher.watch.console import note_event
 from ddpsafe._launcher.watch.signals import Interrupted, open_inbox
 from ddpsafe._logging import get_logger, note_attempt
@@ -101,6 +102,7 @@ class NodeLaunch:
         self._round: RoundChannel | None = None
         self._round_plan: RoundPlan | None = None
         self._earlier: list[DDPSafeError] = []
+        self._alone: LaunchError | None = None
         self._checkpoint_folders: set[str] = set()
         self._back_by = Deadline.after(None)
         self.attempts = 0
@@ -139,22 +141,25 @@ class NodeLaunch:
                 if rendezvous.serves:
                     return self._lead(rendezvous)
                 return self._follow(rendezvous)
-            except NodeLostError as exc:
-                may_answer = rendezvous.serves
-                if exc.node_rank != 0 or exc in self._earlier or not self._may_come_back:
+            except LaunchError as exc:
+                is_lost = isinstance(exc, NodeLostError) and exc.node_rank == 0
+                may_answer = not (is_lost or exc is self._alone)
+                if may_answer or exc in self._earlier or not self._may_come_back(exc):
                     raise
                 self._note_loss(exc)
             finally:
                 rendezvous.close(may_answer=may_answer)
             inbox = rendezvous.inbox
 
-    @property
-    def _may_come_back(self) -> bool:
-        """Whether a node that has lost node 0 joins again: node 0, or its successor, replaces lost nodes."""
-        retry = self._plan.config.retry
-        return retry.attempts > 1 and "peer-lost" in retry.on
+    def _may_come_back(self, error: LaunchError) -> bool:
+        """Return whether a node that has lost node 0 joins again: node 0, or its successor, replaces lost nodes.
 
-    def _note_loss(self, error: NodeLostError) -> None:
+        Not after a failure of its own ranks that is not retried: it would only happen there again.
+        """
+        retry = self._plan.config.retry
+        return retry.attempts > 1 and "peer-lost" in retry.on and is_retried(error, retry)
+
+    def _note_loss(self, error: LaunchError) -> None:
         """Prepare to join again after the loss of node 0."""
         self._earlier.append(error)
         self._round_plan = None
@@ -521,6 +526,8 @@ class NodeLaunch:
             if not ended.is_another_to_follow or isinstance(ended.error, Interrupted):
                 if isinstance(ended.error, DDPSafeError):
                     ended.error.previous_attempts = tuple(self._earlier)
+                if ended.is_alone and isinstance(ended.error, LaunchError):
+                    self._alone = ended.error
                 raise ended.error
             self._earlier.append(ended.error)
             logger.warning("attempt %d failed: %s", self.attempts, ended.error.explanation.what)
