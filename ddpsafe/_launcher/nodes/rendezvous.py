@@ -192,6 +192,7 @@ class NodeRendezvous:
         self._backend: Any = None
         self._refused_names: set[str] = set()
         self._unconnected = 0
+        self._last_round: int | None = None
         self._is_reopening = False
         self._has_warned_of_endpoint = False
 
@@ -380,7 +381,11 @@ class NodeRendezvous:
             RendezvousTimeoutError: Too few nodes joined, or node 0 was lost.
             PreflightError: The job is over, has all its nodes already, or is another job.
         """
-        from torch.distributed.elastic.rendezvous import RendezvousError
+        from torch.distributed.elastic.rendezvous import (
+            RendezvousClosedError,
+            RendezvousError,
+            RendezvousStateError,
+        )
 
         deadline = Deadline.after(self._config.rendezvous.join)
         if self._handler is None:
@@ -393,22 +398,55 @@ class NodeRendezvous:
                         "the job at %s has ended; no node of it had to be replaced", self.endpoint
                     )
                     return None
+            if not call.wait(0):
+                # torch would have this node wait for the next round. Another handler joins that one.
+                self._backend.cancelled = True
+                self._handler = None
+                plan = self.membership.plan
+                assert plan is not None  # noqa: S101 - see `_is_left_out`
+                return self._round([node.launcher for node in plan.nodes])
             try:
                 node_rank = call.result().rank
             except (RendezvousError, RuntimeError) as exc:
+                # After the round is complete, torch reads an address from the store, which may be out of reach.
+                if self._has_place() and not self.serves and self._is_member():
+                    return self._round(self._launchers())
                 error = self._not_joined(exc, deadline)
-                if self.serves or not self._backend.lost or not self._is_member():
+                is_answer = isinstance(exc, (RendezvousClosedError, RendezvousStateError))
+                is_decided = is_answer and not self._backend.lost
+                if self.serves or is_decided or not self._is_member():
                     raise error from exc
             else:
                 if self.serves:  # one may have been refused since the last look
                     self._warn_of_refused_names()
-                return Round(node_rank=node_rank, launchers=self._launchers())
-            # The connection to the store has not survived an outage; that to node 0 has.
+                return self._round(self._launchers(), node_rank)
+            # The store, or the connection to it, has not survived an outage; that to node 0 has.
             self._is_reopening = True
             self.endpoint.close()
             self.endpoint.open(may_serve=False)
             self._is_reopening = False
             use_store(self._handler, self._backend, self.endpoint.require_store())
+
+    def _round(self, launchers: Sequence[str], node_rank: int | None = None) -> Round:
+        self._last_round = self._backend.state.round
+        own = launchers.index(self._launcher) if node_rank is None else node_rank
+        return Round(node_rank=own, launchers=tuple(launchers))
+
+    def _has_place(self) -> bool:
+        """Return whether torch's rendezvous has completed a new round with this node."""
+        state = self._backend.state
+        is_new = state is not None and state.complete and state.round != self._last_round
+        return is_new and self._launcher in self._launchers()
+
+    def _is_left_out(self) -> bool:
+        """Return whether torch's rendezvous has completed without this node the round that it is in.
+
+        Node 0 decides who is in a round. torch gives up the place of a node whose host is away just then.
+        """
+        state = self._backend.state
+        is_complete = state is not None and state.complete
+        is_planned = self.membership.plan is not None
+        return is_planned and is_complete and self._launcher not in self._launchers()
 
     def _await_round(self, call: BoundedCall[Any], deadline: Deadline) -> bool:
         """Wait until torch's call returns; warn of missing nodes, and leave if there can be no round.
@@ -418,6 +456,7 @@ class NodeRendezvous:
         """
         next_look_s, next_warning_s = 0.0, _FIRST_WARNING_S
         is_spare = False
+        left_out = Deadline.after(None)
         while not call.wait(_POLL_S):
             self.require_no_signal()
             if self.serves:
@@ -437,6 +476,11 @@ class NodeRendezvous:
                 elif running is None and is_spare:
                     deadline = Deadline.after(self._config.rendezvous.join)
                 is_spare = running is not None
+                if not self._is_left_out():
+                    # By then, torch has read its state again: the last one may be of the round before.
+                    left_out = Deadline.after(2 * STORE_CALL)
+                elif left_out.expired():
+                    return True
             if deadline.expired() and not is_spare:
                 self._require_more_time(deadline)
             if self.serves and deadline.waited_s() >= next_look_s:
