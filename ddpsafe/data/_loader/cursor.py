@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._loader.epochs import set_epoch_of
@@ -68,10 +68,44 @@ class Delivery:
         return self.complete or at_end
 
 
-class Loop(Protocol):
-    """A loop over ``loader.epochs(n)``."""
+class Epochs:
+    """The remaining epochs of a run, as ``loader.epochs(n)`` returns them.
 
-    current: int | None
+    Args:
+        cursor: The loader's cursor.
+        num_epochs: How many epochs the run has in total.
+        find_first: Returns the first of the remaining ones.
+
+    Attributes:
+        current: The epoch that the loop is in; ``None`` before and after the loop.
+    """
+
+    def __init__(self, cursor: EpochCursor, num_epochs: int, find_first: Callable[[], int]) -> None:
+        self.current: int | None = None
+        self._cursor = cursor
+        self._stop = num_epochs
+        self._find_first = find_first
+        self._first: int | None = None
+
+    def __len__(self) -> int:
+        first = self._find_first() if self._first is None else self._first
+        return max(0, self._stop - first)
+
+    def __iter__(self) -> Epochs:
+        return self
+
+    def __next__(self) -> int:
+        if self._first is None:
+            self._first = epoch = self._find_first()
+        else:
+            epoch = self._stop if self.current is None else self.current + 1
+        if epoch >= self._stop:
+            self.current = None
+            self._cursor.leave_loop(self)
+            raise StopIteration
+        self._cursor.enter_loop(self, epoch)
+        self.current = epoch
+        return epoch
 
 
 class Upcoming(NamedTuple):
@@ -113,11 +147,11 @@ class EpochCursor:
         self.holder = holder
         self.delivery = Delivery()
         self._targets: list[Any] = []  # datasets that show whether the user has set their epoch
-        self._loop: weakref.ref[Any] | None = None
+        self._loop: weakref.ref[Epochs] | None = None
         self._is_running: Callable[[], object] = _nothing
 
     @property
-    def loop(self) -> Loop | None:
+    def loop(self) -> Epochs | None:
         """The loop under way; one that was left with ``break`` has been freed."""
         return None if self._loop is None else self._loop()
 
@@ -136,13 +170,13 @@ class EpochCursor:
         else:
             self.holder.set_epoch(int(epoch))
 
-    def enter_loop(self, loop: Loop, epoch: int) -> None:
+    def enter_loop(self, loop: Epochs, epoch: int) -> None:
         """Read `epoch` in each pass until `leave_loop`."""
         self._loop = None
         self.set_epoch(epoch)
         self._loop = weakref.ref(loop)
 
-    def leave_loop(self, loop: Loop) -> None:
+    def leave_loop(self, loop: Epochs) -> None:
         """Let each pass read the next epoch again."""
         if self.loop is loop:
             self._loop = None
@@ -247,7 +281,7 @@ class EpochCursor:
         return None if isinstance(epoch, AutoEpoch) else int(epoch)
 
     def _set_on_dataset(self) -> int | None:
-        chosen = (each.epoch for each in self._targets if not isinstance(each.epoch, AutoEpoch))
+        chosen = (item.epoch for item in self._targets if not isinstance(item.epoch, AutoEpoch))
         return next(map(int, chosen), None)
 
     def _keeps_epoch(self, has_more: Callable[[], bool]) -> bool:

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 from ddpsafe._errors import Explanation
 from ddpsafe.data._consistency import compare_states
 from ddpsafe.data._iterable import ShardedIterable
-from ddpsafe.data._loader.cursor import EpochCursor
+from ddpsafe.data._loader.cursor import EpochCursor, Epochs
 from ddpsafe.data._loader.epochs import (
     EpochBoard,
     FollowedDataset,
@@ -61,40 +61,6 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset, Sampler
 
 T_co = TypeVar("T_co", covariant=True)
-
-
-class Epochs:
-    """The remaining epochs of a run, as ``loader.epochs(n)`` returns them.
-
-    Attributes:
-        current: The epoch that the loop is in; ``None`` before and after the loop.
-    """
-
-    def __init__(self, loader: DataLoader[Any], num_epochs: int) -> None:
-        self.current: int | None = None
-        self._loader = loader
-        self._stop = num_epochs
-        self._first: int | None = None
-
-    def __len__(self) -> int:
-        first = self._loader.first_epoch_of_loop() if self._first is None else self._first
-        return max(0, self._stop - first)
-
-    def __iter__(self) -> Epochs:
-        return self
-
-    def __next__(self) -> int:
-        if self._first is None:
-            self._first = epoch = self._loader.first_epoch_of_loop()
-        else:
-            epoch = self._stop if self.current is None else self.current + 1
-        if epoch >= self._stop:
-            self.current = None
-            self._loader.leave_loop(self)
-            raise StopIteration
-        self._loader.enter_loop(self, epoch)
-        self.current = epoch
-        return epoch
 
 
 def local_sampler(
@@ -256,21 +222,14 @@ class DataLoader(OpenDataLoader[T_co]):
             The epochs, starting with the resumed one (or the next one, if the loader has been
             iterated before). ``len()`` is their number.
         """
-        return Epochs(self, require_int(num_epochs, "num_epochs"))
+        return Epochs(
+            self._cursor, require_int(num_epochs, "num_epochs"), find_first=self._first_of_loop
+        )
 
-    def first_epoch_of_loop(self) -> int:
-        """Return where `epochs` begins; `Epochs` calls it."""
+    def _first_of_loop(self) -> int:
         return self._cursor.first_of_loop(
             is_finished=self._is_state_finished(), has_more=self._has_more
         )
-
-    def enter_loop(self, loop: Epochs, epoch: int) -> None:
-        """Read `epoch` in each iteration until `leave_loop`; `Epochs` calls it."""
-        self._cursor.enter_loop(loop, epoch)
-
-    def leave_loop(self, loop: Epochs) -> None:
-        """Let each iteration read the next epoch again; `Epochs` calls it."""
-        self._cursor.leave_loop(loop)
 
     def _is_state_finished(self) -> bool:
         """Return whether a state was loaded that was saved at the end of its epoch."""
