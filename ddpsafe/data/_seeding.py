@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -77,9 +78,9 @@ def sample_rng(
     Returns:
         A new generator for this sample.
     """
-    key = derive_keys(seed, epoch, index, count=1)[0]
     if kind == "torch":
-        return torch.Generator().manual_seed(key >> 1)
+        return derive_generator(seed, epoch, index)
+    key = derive_keys(seed, epoch, index, count=1)[0]
     if kind == "numpy":
         return np.random.Generator(np.random.Philox(key=key))
     if kind == "random":
@@ -93,19 +94,28 @@ def sample_rng(
     )
 
 
+def derive_generator(*words: int) -> torch.Generator:
+    """Make torch's generator for these words; another one for any other words."""
+    return torch.Generator().manual_seed(derive_keys(*words, count=1)[0] >> 1)
+
+
 class WorkerInit:
     """Seeds a DataLoader worker by (seed, epoch, rank, worker), then runs the user's function.
 
     A class rather than a closure, because spawned workers receive it pickled.
     """
 
-    def __init__(
-        self, seed: int, user_fn: Callable[[int], object] | None, board: EpochBoard | None = None
-    ) -> None:
+    def __init__(self, seed: int, user_fn: Callable[[int], object] | None) -> None:
         self.seed = seed
         self.user_fn = user_fn
-        self.board = board
+        self._board: EpochBoard | None = None
         self._rank = current_replica().rank
+
+    def with_board(self, board: EpochBoard) -> WorkerInit:
+        """Return a copy for workers that follow the epoch on the board."""
+        init = copy.copy(self)
+        init._board = board  # noqa: SLF001 - of the same class
+        return init
 
     def __call__(self, worker_id: int) -> None:
         """Run in the worker, before it reads anything."""
@@ -113,7 +123,7 @@ class WorkerInit:
         with contextlib.suppress(OSError):
             Path("/proc/self/comm").write_text(f"data_worker_{worker_id}", encoding="ascii")
         rank, info = self.rank(), get_worker_info()
-        epoch = None if self.board is None else self.board.epoch()
+        epoch = None if self._board is None else self._board.epoch()
         if epoch is not None:
             seed_worker(self.seed, epoch, rank, worker_id)
         else:

@@ -131,11 +131,15 @@ class NamingDataset:
     frame, and since Python 3.12 (PEP 709) torch's comprehension has no frame of its own.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, tracker: Tracker | None = None) -> None:
         self.dataset = dataset
+        self._tracker = tracker
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset) if self._tracker is None else self._tracker.open(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
         return Skip if index is Skip else self._read([index])[0]
@@ -184,8 +188,7 @@ class FollowedDataset(NamingDataset):
         board: EpochBoard,
         tracker: Tracker | None = None,
     ) -> None:
-        super().__init__(dataset)
-        self._tracker = tracker
+        super().__init__(dataset, tracker)
         self._targets = epoch_targets(dataset, collate_fn)
         self._board = board
         self._epoch = board.epoch()
@@ -199,7 +202,7 @@ class FollowedDataset(NamingDataset):
         self._rank = rank
         self._reseed = reseed
         self._epoch = self._board.epoch()
-        if self._tracker is not None and not self._tracker.is_stream:
+        if self._tracker is not None:
             self._tracker.enter(self.dataset)
 
     def _follow(self) -> None:
@@ -217,7 +220,7 @@ class FollowedDataset(NamingDataset):
         self._board.cells()[_FIRST_WORKER + self._worker] = _UNKNOWN
         if hasattr(self.dataset, "seek_consumed"):
             self.dataset.seek_consumed(self._board.offset())
-        return iter(self.dataset) if self._tracker is None else self._tracker.open(self.dataset)
+        return super().__iter__()
 
     def _read_batch(self, many: Callable[[Any], Any], indices: Any) -> Any:
         self._follow()

@@ -37,7 +37,6 @@ from ddpsafe.data._loader.replay import (
     ParcelCollate,
     Replay,
     TrackedIndices,
-    TrackedStream,
     is_stateful,
 )
 from ddpsafe.data._loader.sampler_search import (
@@ -51,8 +50,7 @@ from ddpsafe.data._loader.worker_safety import WorkerSafety, explain_pickling, r
 from ddpsafe.data._replica import chosen_seed, current_replica
 from ddpsafe.data._samplers.base import Cursor, require_int
 from ddpsafe.data._samplers.ordered import LocalSampler
-from ddpsafe.data._samplers.permutation import derive_keys
-from ddpsafe.data._seeding import WorkerInit
+from ddpsafe.data._seeding import WorkerInit, derive_generator
 from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
@@ -270,20 +268,23 @@ class DataLoader(OpenDataLoader[T_co]):
             offset = holder.offset() if hasattr(holder, "offset") else 0
             self._board.announce(epoch, offset)
         skipped = 0 if self._replay is None else self._replay.begin_epoch(epoch)
-        with self._private_generator(epoch):
+        skipped += getattr(holder, "batches_to_skip", int)()
+        replica = current_replica()
+        # torch draws the workers' base seed. Drawn from the global generator, it would let a
+        # validation pass change the training that follows.
+        generator = self.generator
+        if generator is None:
+            generator = derive_generator(self._worker_seed, epoch, replica.rank)
+        with self._replaced(generator=generator):
             inner = super().__iter__()
-        for _ in range(getattr(holder, "batches_to_skip", int)()):
-            next(inner)
         for _ in range(skipped):
             next(inner)
         # torch.manual_seed() and launch(seed=) seed torch equally on all ranks, so that their
         # models start equal. Without workers, augmentations would draw from the same generator
         # and be equal on all ranks, too.
         rng_state = None
-        replica = current_replica()
         if self.num_workers == 0 and replica.num_replicas > 1:
-            key = derive_keys(self._worker_seed, epoch, replica.rank, 0, count=1)[0]
-            rng_state = torch.Generator().manual_seed(key >> 1).get_state()
+            rng_state = derive_generator(self._worker_seed, epoch, replica.rank, 0).get_state()
         on_first_batch = None
         if self.num_workers > 0 and not self._measured:
             self._measured = True
@@ -301,8 +302,16 @@ class DataLoader(OpenDataLoader[T_co]):
         return iterator
 
     def _made_iterator(self) -> Iterator[T_co]:
+        tracker = None if self._replay is None else self._replay.tracker
+        # torch shards and seeds data pipes by their type, so they must not be wrapped.
+        is_pipe = isinstance(self.dataset, IterDataPipe | MapDataPipe)
+        wrapped: dict[str, object] = {}
         if self.num_workers == 0:
-            with self._wrapped_for_reading():
+            if not is_pipe:
+                if tracker is not None:
+                    tracker.enter(self.dataset)
+                wrapped["dataset"] = NamingDataset(self.dataset, tracker)
+            with self._replaced(**wrapped):
                 return super()._made_iterator()
         init = self.worker_init_fn
         parts: dict[str, object] = {
@@ -313,8 +322,16 @@ class DataLoader(OpenDataLoader[T_co]):
         refuse_unsafe_workers(
             parts, requested=self.multiprocessing_context, safety=self.worker_safety
         )
+        if isinstance(init, WorkerInit) and self._board is not None:
+            wrapped["worker_init_fn"] = init.with_board(self._board)
+            if not is_pipe:
+                wrapped["dataset"] = FollowedDataset(
+                    self.dataset, self.collate_fn, self._board, tracker
+                )
+            if tracker is not None and tracker.has_state():
+                wrapped["collate_fn"] = ParcelCollate(self.collate_fn, tracker)
         try:
-            with self._wrapped_for_workers(), warnings.catch_warnings():
+            with self._replaced(**wrapped), warnings.catch_warnings():
                 # torch's warning recommends fork, under which workers would share open handles.
                 warnings.filterwarnings("ignore", message="Got pickle error when attempting")
                 return super()._made_iterator()
@@ -329,59 +346,14 @@ class DataLoader(OpenDataLoader[T_co]):
             raise explanation from error
 
     @contextlib.contextmanager
-    def _wrapped_for_workers(self) -> Iterator[None]:
-        """Wrap the dataset while workers start; `self.dataset` is the user's again afterwards."""
-        if not isinstance(self.worker_init_fn, WorkerInit) or self._board is None:
-            yield
-            return
-        dataset, collate_fn = self.dataset, self.collate_fn
-        tracker = None if self._replay is None else self._replay.tracker
-        self.worker_init_fn.board = self._board
-        if not isinstance(dataset, IterDataPipe | MapDataPipe):
-            self.__dict__["dataset"] = FollowedDataset(dataset, collate_fn, self._board, tracker)
-        if tracker is not None and tracker.is_pipe:
-            tracker = None
-        if tracker is not None and (tracker.is_stream or tracker.is_stateful):
-            self.__dict__["collate_fn"] = ParcelCollate(collate_fn, tracker)
+    def _replaced(self, **attributes: object) -> Iterator[None]:
+        """Replace attributes while torch makes its iterator; afterwards they are the user's again."""
+        users = {name: self.__dict__[name] for name in attributes}
+        self.__dict__.update(attributes)  # torch forbids setting some of them
         try:
             yield
         finally:
-            self.__dict__.update(dataset=dataset, collate_fn=collate_fn)
-            self.worker_init_fn.board = None
-
-    @contextlib.contextmanager
-    def _wrapped_for_reading(self) -> Iterator[None]:
-        """Wrap the dataset to read it without workers: it resumes, and names a sample that fails."""
-        tracker = None if self._replay is None else self._replay.tracker
-        dataset = self.dataset
-        if isinstance(dataset, IterDataPipe | MapDataPipe):
-            yield
-            return
-        if not isinstance(dataset, IterableDataset):
-            if tracker is not None and tracker.is_stateful:
-                tracker.enter(dataset)
-            self.__dict__["dataset"] = NamingDataset(dataset)
-        elif tracker is not None:
-            self.__dict__["dataset"] = TrackedStream(dataset, tracker)
-        try:
-            yield
-        finally:
-            self.__dict__["dataset"] = dataset
-
-    @contextlib.contextmanager
-    def _private_generator(self, epoch: int) -> Iterator[None]:
-        # torch draws the workers' base seed here. Drawn from the global generator, it would let a
-        # validation pass change the training that follows.
-        if self.generator is not None:
-            yield
-            return
-        rank = current_replica().rank
-        key = derive_keys(self._worker_seed, epoch, rank, count=1)[0]
-        self.generator = torch.Generator().manual_seed(key >> 1)
-        try:
-            yield
-        finally:
-            self.generator = None
+            self.__dict__.update(users)
 
     def state_dict(self, batches: int | None = None, *, compare: bool = False) -> dict[str, Any]:
         """Return the position after the batches delivered so far; call it after the step.

@@ -79,10 +79,12 @@ class Tracker:
         self._count = 0
 
     def enter(self, dataset: Any) -> None:
-        """Load the saved state into a dataset that is not a stream."""
+        """Load the saved state into a dataset that has one and is not a stream."""
+        if self.is_stream or not self.is_stateful:
+            return
         self._dataset = dataset
         saved = self.resume.pop(_worker(), None)
-        if saved is not None and saved["dataset"] is not None and self.is_stateful:
+        if saved is not None and saved["dataset"] is not None:
             dataset.load_state_dict(saved["dataset"])
 
     def leave(self) -> None:
@@ -97,7 +99,8 @@ class Tracker:
         """Iterate over a stream from its saved state on."""
         worker = _worker()
         saved = self.resume.pop(worker, None)
-        self._dataset, self._count = dataset, 0
+        self._dataset = dataset
+        self._count = 0
         state = saved["dataset"] if saved is not None and self.is_stateful else None
         if state is not None and saved is not None and saved.get("is_iterator"):
             # A stream that is its own iterator. Some apply a loaded state at the next iter().
@@ -133,9 +136,13 @@ class Tracker:
             self._count += 1
             yield item
 
+    def has_state(self) -> bool:
+        """Return whether the data have a state that differs from worker to worker."""
+        return (self.is_stream or self.is_stateful) and not self.is_pipe
+
     def state(self) -> dict[str, Any] | None:
         """Return the state of the data now; ``None`` if there is none to save."""
-        if self.is_pipe or not (self.is_stream or self.is_stateful):
+        if not self.has_state():
             return None
         iterator, dataset = self._iterator, self._dataset
         own = iterator if iterator is not dataset and is_stateful(iterator) else None
@@ -150,17 +157,6 @@ class Tracker:
 def _worker() -> int:
     info = get_worker_info()
     return 0 if info is None else info.id
-
-
-class TrackedStream(IterableDataset[Any]):
-    """Wraps a stream that is read without workers."""
-
-    def __init__(self, dataset: Any, tracker: Tracker) -> None:
-        self.dataset = dataset
-        self._tracker = tracker
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._tracker.open(self.dataset)
 
 
 class ParcelCollate:
@@ -245,7 +241,7 @@ class Replay:
             return self._base  # read again and discarded
         self.tracker.resume = dict(workers)
         count = self._loader.num_workers
-        if count > 1 and (self.tracker.is_stream or self.tracker.is_stateful):
+        if count > 1 and self.tracker.has_state():
             self.tracker.first_worker = (saved["last_worker"] + 1) % count
         return self.tracker.first_worker
 
@@ -365,7 +361,8 @@ class Replay:
                     differences={"rank": (saved["rank"], rank)},
                 )
             parsed["replay"] = {**saved, "checksum": None}
-        self._loaded, self.finished = copy.deepcopy(parsed), parsed["finished"]
+        self._loaded = copy.deepcopy(parsed)
+        self.finished = parsed["finished"]
         return int(parsed["epoch"])
 
     def _source(self) -> Any:
