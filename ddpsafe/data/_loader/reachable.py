@@ -410,47 +410,48 @@ def _apply(step: Callable[[], bool]) -> bool:
 def _steps(item: Any) -> Iterator[Callable[[], bool]]:
     kind: type = type(item)
     if issubclass(kind, dict):
-        yield functools.partial(_restore_dict, item, dict(item))
+        yield _unless_same(lambda: dict(item), functools.partial(_fill_dict, item))
     elif issubclass(kind, list | collections.deque | set):
-        yield functools.partial(_restore_items, item, list(item))
+        yield _unless_same(lambda: list(item), functools.partial(_fill, item))
     elif issubclass(kind, random.Random):
-        yield functools.partial(_restore_by, item.setstate, item.getstate())
+        yield functools.partial(_set, item.setstate, item.getstate())
     elif issubclass(kind, np.random.Generator):
         bits = item.bit_generator
-        yield functools.partial(_restore_by, functools.partial(setattr, bits, "state"), bits.state)
+        yield functools.partial(_set, functools.partial(setattr, bits, "state"), bits.state)
     elif issubclass(kind, np.random.RandomState) or issubclass(kind, torch.Generator):
-        yield functools.partial(_restore_by, item.set_state, item.get_state())
+        yield functools.partial(_set, item.set_state, item.get_state())
     elif issubclass(kind, torch.Tensor):
         if item.device.type == "cpu" and item.nbytes <= _MAX_RESTORED_BYTES:
-            yield functools.partial(
-                _restore_array, item.detach().numpy(), item.detach().numpy().copy()
-            )
+            array = item.detach().numpy()
+            yield functools.partial(_restore_array, array, array.copy())
     elif issubclass(kind, np.ndarray):
         if item.nbytes <= _MAX_RESTORED_BYTES and item.flags.writeable:
             yield functools.partial(_restore_array, item, item.copy())
     elif callable(getattr(kind, "cache_info", None)):
         if item.cache_info().currsize == 0:
-            yield functools.partial(_restore_cache, item)
+            yield _unless_same(
+                lambda: [item.cache_info().currsize == 0], lambda _: item.cache_clear()
+            )
     elif (
         all(callable(getattr(kind, name, None)) for name in ("seekable", "tell"))
         and item.seekable()
     ):
-        yield functools.partial(_restore_by, item.seek, item.tell())
+        yield functools.partial(_set, item.seek, item.tell())
     if kind is types.FunctionType:
         yield from _function_steps(item)
     if issubclass(kind, (*_OPAQUE, types.FunctionType)):
         return
     own = vars_of(item)
-    yield functools.partial(_restore_dict, own, dict(own))
-    for member in slots_of(kind).values():
-        yield functools.partial(_restore_slot, member, item, _read_slot(member, item))
+    yield _unless_same(lambda: dict(own), functools.partial(_fill_dict, own))
+    yield _unless_same(
+        lambda: {slot: _read_slot(slot, item) for slot in slots_of(kind).values()},
+        functools.partial(_fill_slots, item),
+    )
     if is_user_class(kind):
-        for base in kind.__mro__:
-            if is_user_class(base):
-                kept = {
-                    name: vars(base)[name] for name in class_attributes(base) if name in vars(base)
-                }
-                yield functools.partial(_restore_class, base, kept)
+        for base in filter(is_user_class, kind.__mro__):
+            yield _unless_same(
+                functools.partial(_own_attributes, base), functools.partial(_fill_class, base)
+            )
         for function in worker_methods(kind):
             yield from _function_steps(function)
 
@@ -458,41 +459,93 @@ def _steps(item: Any) -> Iterator[Callable[[], bool]]:
 def _function_steps(function: types.FunctionType) -> Iterator[Callable[[], bool]]:
     for cell in function.__closure__ or ():
         if cell != types.CellType():
-            yield functools.partial(_restore_cell, cell, cell.cell_contents)
+            yield _cell_step(cell)
     if is_user_file(function.__code__.co_filename):
-        names = global_names(function.__code__)
-        kept = {name: function.__globals__.get(name, _ABSENT) for name in names}
-        yield functools.partial(_restore_globals, function.__globals__, kept)
+        names, space = global_names(function.__code__), function.__globals__
+        yield _unless_same(
+            lambda: {name: space.get(name, _ABSENT) for name in names},
+            functools.partial(_fill_globals, space),
+        )
 
 
 _ABSENT: Final = object()
 
 
-def _restore_dict(item: dict[Any, Any], kept: dict[Any, Any]) -> bool:
-    if len(item) == len(kept) and all(
-        now is then and item[now] is kept[then] for now, then in zip(item, kept, strict=True)
-    ):
-        return False
+def _unless_same(look: Callable[[], Any], put_back: Callable[[Any], object]) -> Callable[[], bool]:
+    """Return what puts back the objects that something holds now, unless it still holds the same.
+
+    Args:
+        look: Returns those objects: a new list or dict.
+        put_back: Takes that list or dict.
+    """
+    then = look()
+
+    def step() -> bool:
+        now = look()
+        if len(now) == len(then) and all(map(operator.is_, _listed(now), _listed(then))):
+            return False
+        put_back(then)
+        return True
+
+    return step
+
+
+def _listed(held: Any) -> list[Any]:
+    return [*held, *held.values()] if isinstance(held, dict) else held
+
+
+def _cell_step(cell: types.CellType) -> Callable[[], bool]:
+    def put_back(then: list[Any]) -> None:
+        (cell.cell_contents,) = then
+
+    return _unless_same(lambda: [cell.cell_contents], put_back)
+
+
+def _own_attributes(kind: type) -> dict[str, Any]:
+    own = vars(kind)
+    return {name: own[name] for name in class_attributes(kind) if name in own}
+
+
+def _fill_dict(item: dict[Any, Any], then: dict[Any, Any]) -> None:
     kind = collections.OrderedDict if isinstance(item, collections.OrderedDict) else dict
     kind.clear(item)
-    for key, value in kept.items():
+    for key, value in then.items():
         kind.__setitem__(item, key, value)
-    return True
 
 
-def _restore_items(item: Any, kept: list[Any]) -> bool:
-    if len(item) == len(kept) and all(map(operator.is_, item, kept)):
-        return False
+def _fill(item: Any, then: list[Any]) -> None:
     if isinstance(item, list):
-        list.__setitem__(item, slice(None), kept)
-        return True
+        list.__setitem__(item, slice(None), then)
+        return
     item.clear()
-    for value in kept:
+    for value in then:
         (item.append if isinstance(item, collections.deque) else item.add)(value)
-    return True
 
 
-def _restore_by(setter: Callable[[Any], object], kept: Any) -> bool:
+def _fill_slots(item: object, then: dict[types.MemberDescriptorType, Any]) -> None:
+    for slot, value in then.items():
+        if value is not _ABSENT:
+            slot.__set__(item, value)
+        elif _read_slot(slot, item) is not _ABSENT:
+            slot.__delete__(item)
+
+
+def _fill_class(kind: type, then: dict[str, Any]) -> None:
+    for name in _own_attributes(kind).keys() - then.keys():
+        type.__delattr__(kind, name)
+    for name, value in then.items():
+        type.__setattr__(kind, name, value)
+
+
+def _fill_globals(space: dict[str, Any], then: dict[str, Any]) -> None:
+    for name, value in then.items():
+        if value is _ABSENT:
+            space.pop(name, None)
+        else:
+            space[name] = value
+
+
+def _set(setter: Callable[[Any], object], kept: Any) -> bool:
     setter(kept)
     return False
 
@@ -501,54 +554,3 @@ def _restore_array(item: Any, kept: Any) -> bool:
     if not np.array_equal(item, kept):
         item[...] = kept
     return False
-
-
-def _restore_cache(item: Any) -> bool:
-    if item.cache_info().currsize == 0:
-        return False
-    item.cache_clear()
-    return True
-
-
-def _restore_slot(member: types.MemberDescriptorType, item: object, kept: Any) -> bool:
-    if _read_slot(member, item) is kept:
-        return False
-    if kept is _ABSENT:
-        member.__delete__(item)
-    else:
-        member.__set__(item, kept)
-    return True
-
-
-def _restore_class(kind: type, kept: dict[str, Any]) -> bool:
-    now = {name: vars(kind)[name] for name in class_attributes(kind) if name in vars(kind)}
-    changed = False
-    for name in {*now, *kept}:
-        if now.get(name, _ABSENT) is kept.get(name, _ABSENT):
-            continue
-        changed = True
-        if name in kept:
-            type.__setattr__(kind, name, kept[name])
-        else:
-            type.__delattr__(kind, name)
-    return changed
-
-
-def _restore_cell(cell: types.CellType, kept: Any) -> bool:
-    if cell.cell_contents is kept:
-        return False
-    cell.cell_contents = kept
-    return True
-
-
-def _restore_globals(space: dict[str, Any], kept: dict[str, Any]) -> bool:
-    changed = False
-    for name, value in kept.items():
-        if space.get(name, _ABSENT) is value:
-            continue
-        changed = True
-        if value is _ABSENT:
-            del space[name]
-        else:
-            space[name] = value
-    return changed
