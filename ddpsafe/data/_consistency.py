@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import torch
 from ddpsafe._errors import Explanation
 from ddpsafe._text import ranks_text
 from ddpsafe.data._gathering import gather_json, group_rank
-from ddpsafe.data._loader.epochs import add_note, describe_index
+from ddpsafe.data._loader.epochs import PATH_ATTRIBUTES, add_note, describe_index
 from ddpsafe.data._loader.reachable import restored_after_reading
 from ddpsafe.data._loader.sampler_search import find_epoch_holder
 from ddpsafe.data.errors import DataConfigError, DatasetInconsistencyError
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-_PATH_ATTRIBUTES: Final = ("samples", "imgs", "files", "paths")
 _ITEM_DIGEST_BYTES: Final = 8
 # Items are read beside the paths, because labels may come from elsewhere: wrong ones show in most items.
 _PROBES_BESIDE_PATHS: Final = 16
@@ -70,14 +70,14 @@ def sorted_files(
             )
         )
     wanted = None if suffixes is None else {suffix.lower() for suffix in suffixes}
-    found = [
+    files = [
         path
         for path in top.glob(pattern)
         if (wanted is None or path.suffix.lower() in wanted)
         and not any(part.startswith(".") for part in path.relative_to(top).parts)
         and path.is_file()
     ]
-    if not found:
+    if not files:
         raise DataConfigError(
             Explanation(
                 f"No file in {top.absolute()} matches {pattern!r}"
@@ -86,7 +86,7 @@ def sorted_files(
                 fix="check the pattern, and that the data are mounted.",
             )
         )
-    return sorted(found, key=lambda path: os.fsencode(path.relative_to(top).as_posix()))
+    return sorted(files, key=lambda path: os.fsencode(path.relative_to(top).as_posix()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,63 +128,42 @@ class DatasetView:
         return total.hexdigest()
 
 
-def view_dataset(
-    dataset: Any,
-    *,
-    probes: int,
-    key: Callable[[int], object] | None,
-) -> DatasetView:
-    """Choose what identifies a dataset: `key`, its own fingerprint, its paths, or probes."""
+def views_of(
+    dataset: Any, *, probes: int, key: Callable[[int], object] | None
+) -> list[DatasetView]:
+    """Choose what identifies a dataset: `key`, its own fingerprint, its paths, or probes.
+
+    Some items are viewed beside the paths, unless they are random. Where such a sample holds paths, only
+    what is below the root counts. Of large arrays of floats or bytes only shape and dtype count.
+    """
     length = len(dataset) if hasattr(dataset, "__len__") else None
     name = f"{type(dataset).__module__}.{type(dataset).__qualname__}".removeprefix("__mp_main__.")
     name = name.removeprefix("__main__.")
     if key is not None and length is not None:
-        return _view(length, f"{name} by key", range(length), lambda i: stable_text(key(i)))
+        return [_view(length, f"{name} by key", range(length), lambda i: stable_text(key(i)))]
     method, value = getattr(dataset, "fingerprint", None), getattr(dataset, "_fingerprint", None)
     if callable(method) or isinstance(value, str):
         own = str(method()) if callable(method) else str(value)
-        return _view(length, f"{name} by its fingerprint", range(1), lambda _: own)
-    paths = _paths_of(dataset)
-    if paths is not None:
-        return DatasetView(
-            length=length,
-            kind=f"{name} by its paths",
-            indices=paths.indices,
-            item=paths.item,
-            parts=paths.parts,
-            by_paths=True,
+        return [_view(length, f"{name} by its fingerprint", range(1), lambda _: own)]
+    has_items = length is not None and hasattr(dataset, "__getitem__")
+    by_paths = _view_paths(dataset, length, f"{name} by its paths")
+    if by_paths is not None:
+        paths, root = by_paths
+        if not has_items or not length:
+            return [paths]
+        items = _view_items(
+            dataset,
+            f"{type(dataset).__qualname__} by {{}} items",
+            min(probes, _PROBES_BESIDE_PATHS),
+            lambda sample: _text_of(sample, _coarse_content).replace(root, ""),
         )
-    if length is None or not hasattr(dataset, "__getitem__"):
-        return _view(length, name, range(0), str)
-    indices = _spread(length, probes)
-    item, parts = _probe(dataset, stable_text)
-    if indices and item(indices[0]) != item(indices[0]):
-        # Its items are random from generators of their own, so they do not identify it.
-        return _view(length, f"{name} by its length, as its items are random", range(0), str)
-    kind = f"{name} by {len(indices)} probes"
-    return DatasetView(length=length, kind=kind, indices=indices, item=item, parts=parts)
-
-
-def view_items(dataset: Any, probes: int) -> DatasetView | None:
-    """Choose items to compare beside the paths; ``None`` if there are none or they are random.
-
-    Where the samples hold paths, only what is below the root counts. Of large arrays of floats or bytes
-    only shape and dtype count.
-    """
-    paths = _paths_of(dataset)
-    if paths is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        return None
-    indices = _spread(len(dataset), min(probes, _PROBES_BESIDE_PATHS))
-    item, parts = _probe(dataset, lambda sample: _coarse_text(sample).replace(paths.root, ""))
-    if not indices or item(indices[0]) != item(indices[0]):
-        return None
-    kind = f"{type(dataset).__qualname__} by {len(indices)} items"
-    return DatasetView(length=len(dataset), kind=kind, indices=indices, item=item, parts=parts)
-
-
-def _spread(length: int, count: int) -> list[int]:
-    count = min(count, length)
-    return sorted({round(p) for p in np.linspace(0, length - 1, count)}) if count else []
+        return [paths] if items is None else [paths, items]
+    if not has_items:
+        return [_view(length, name, range(0), str)]
+    items = _view_items(dataset, f"{name} by {{}} probes", probes, stable_text)
+    if items is None:
+        items = _view(length, f"{name} by its length, as its items are random", range(0), str)
+    return [items]
 
 
 def _view(
@@ -193,17 +172,9 @@ def _view(
     return DatasetView(length=length, kind=kind, indices=indices, item=item)
 
 
-class _Paths(NamedTuple):
-    """The files that a dataset lists, as `DatasetView` takes them, and their root."""
-
-    indices: range
-    item: Callable[[int], str]
-    parts: Callable[[int], list[tuple[str, bool]]]
-    root: str
-
-
-def _paths_of(dataset: Any) -> _Paths | None:
-    for name in _PATH_ATTRIBUTES:
+def _view_paths(dataset: Any, length: int | None, kind: str) -> tuple[DatasetView, str] | None:
+    """View the paths that a dataset lists; return their root, too, or ``None`` if it lists none."""
+    for name in PATH_ATTRIBUTES:
         listing = getattr(dataset, name, None)
         if isinstance(listing, list | tuple) and listing:
             first = listing[0][0] if isinstance(listing[0], tuple | list) else listing[0]
@@ -222,20 +193,35 @@ def _paths_of(dataset: Any) -> _Paths | None:
         rest = stable_text(entry[1:]) if isinstance(entry, tuple | list) else ""
         return [(_path_of(entry).removeprefix(prefix), False), (rest, True)]
 
-    def item(index: int) -> str:
-        return "|".join(text for text, _ in parts(index))
-
-    return _Paths(range(len(listing)), item, parts, prefix)
+    view = DatasetView(
+        length=length,
+        kind=kind,
+        indices=range(len(listing)),
+        item=lambda index: "|".join(text for text, _ in parts(index)),
+        parts=parts,
+        by_paths=True,
+    )
+    return view, prefix
 
 
 def _path_of(entry: Any) -> str:
     return os.fspath(entry[0] if isinstance(entry, tuple | list) else entry)
 
 
-def _probe(
-    dataset: Any, text: Callable[[Any], str]
-) -> tuple[Callable[[int], str], Callable[[int], list[tuple[str, bool]]]]:
-    """Return two functions that read an item: its text, and the texts of its parts."""
+def _view_items(
+    dataset: Any, kind: str, count: int, text: Callable[[Any], str]
+) -> DatasetView | None:
+    """View some items, evenly spread; ``None`` if they are random, and so do not identify a dataset.
+
+    Args:
+        dataset: The dataset; it has a length.
+        kind: What is compared, with ``{}`` for the number of items.
+        count: How many items, if there are so many.
+        text: Item -> text that is the same on every host.
+    """
+    length = len(dataset)
+    count = min(count, length)
+    indices = sorted({round(p) for p in np.linspace(0, length - 1, count)}) if count else []
 
     def read(index: int) -> Any:
         with _fixed_randomness(index):
@@ -246,6 +232,9 @@ def _probe(
                 add_note(error, f"While reading {where} to compare the dataset over the ranks.")
                 raise
 
+    def item(index: int) -> str:
+        return text(read(index))
+
     def parts(index: int) -> list[tuple[str, bool]]:
         sample = read(index)
         values = list(sample.values()) if isinstance(sample, Mapping) else sample
@@ -254,7 +243,10 @@ def _probe(
             (_digest(text(value).encode("utf-8", "replace")), _is_single(value)) for value in values
         ]
 
-    return (lambda index: text(read(index))), parts
+    if indices and item(indices[0]) != item(indices[0]):
+        return None
+    kind = kind.format(len(indices))
+    return DatasetView(length=length, kind=kind, indices=indices, item=item, parts=parts)
 
 
 def _is_single(value: Any) -> bool:
@@ -281,11 +273,6 @@ def _fixed_randomness(seed: int) -> Iterator[None]:
 def stable_text(value: Any) -> str:
     """Return a text that is equal on every host for equal samples: without memory addresses."""
     return _text_of(value, _content)
-
-
-def _coarse_text(value: Any) -> str:
-    """Return the text without the contents of large arrays of floats or bytes."""
-    return _text_of(value, _coarse_content)
 
 
 def _text_of(value: Any, content: Callable[[Any], str]) -> str:
@@ -430,10 +417,10 @@ def compare_states(state: Mapping[str, object], group: ProcessGroup | None = Non
     Raises:
         DatasetInconsistencyError: On every rank, naming the ranks at another position.
     """
-    shown = ("epoch", "consumed", "finished", "identity")
-    states = gather_json({key: state[key] for key in shown}, group)
+    compared = ("epoch", "consumed", "finished", "identity")
+    states = gather_json({key: state[key] for key in compared}, group)
     # At the end of an epoch the ranks may have read different numbers of samples.
-    places = [{**each, "consumed": None} if each["finished"] else each for each in states]
+    places = [{**place, "consumed": None} if place["finished"] else place for place in states]
     odd = _minority([json.dumps(place, sort_keys=True) for place in places])
     if not odd:
         return
@@ -444,8 +431,8 @@ def compare_states(state: Mapping[str, object], group: ProcessGroup | None = Non
             cause="ranks took different numbers of batches, or saved at different moments.",
             fix="call state_dict() after the same step on every rank.",
             details=[
-                f"rank {rank}: " + ", ".join(f"{key} {each[key]}" for key in shown[:-1])
-                for rank, each in enumerate(states)
+                f"rank {rank}: " + ", ".join(f"{key} {place[key]}" for key in compared[:-1])
+                for rank, place in enumerate(states)
             ],
         ),
         ranks=odd,
@@ -462,9 +449,7 @@ def _examine(
     plain = {name: repr(value) for name, value in facts.items()}
     try:
         with restored_after_reading(dataset):
-            views = [view_dataset(dataset, probes=probes, key=key)]
-            beside = view_items(dataset, probes) if views[0].by_paths else None
-            views += [] if beside is None else [beside]
+            views = views_of(dataset, probes=probes, key=key)
             fingerprints = [view.fingerprint() for view in views]
     except Exception as error:  # noqa: BLE001 - raised again on every rank
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -504,20 +489,23 @@ def _refuse_differing_data(
     place = None if number is None or offset is None else first + offset
     if len({report["length"] for report in reports}) > 1 and isinstance(view.indices, list):
         place = None  # probes of datasets of unequal length are not the same items
-    there = None if place is None or place >= count else view.parts(view.indices[place])
+    index, text, parts = place, None if place is None else "nothing", None
+    if place is not None and place < count:
+        index = view.indices[place]
+        text = view.item(index)[:_SHOWN_CHARS]
+        parts = view.parts(index)
     facts = gather_json(
         {
-            "text": _text(view, place),
-            "parts": there,
+            "text": text,
+            "parts": parts,
             "unordered": view.unordered(),
             "is_split": hasattr(dataset, "indices") and hasattr(dataset, "dataset"),
         },
         group,
     )
-    shown = [each["text"] for each in facts]
+    texts = [fact["text"] for fact in facts]
     difference = UnequalData.of(facts[usual], facts[odd[0]], reports[usual], reports[odd[0]])
     cause, fix = next((rule.cause, rule.fix) for rule in DIFFERENCES if rule.holds(difference))
-    index = None if place is None else _index(view, place)
     where = "" if index is None else f" The first difference is at item {index}."
     raise DatasetInconsistencyError(
         Explanation(
@@ -527,7 +515,7 @@ def _refuse_differing_data(
             fix=fix,
             details=[
                 f"rank {rank}: {report['length']} samples, {report['kind']}"
-                f"{'' if shown[rank] is None else f', there: {shown[rank]}'}"
+                f"{'' if texts[rank] is None else f', there: {texts[rank]}'}"
                 for rank, report in enumerate(reports)
                 if rank in {usual, *odd}
             ],
@@ -586,30 +574,30 @@ class _DifferenceRule(NamedTuple):
 
 DIFFERENCES: Final = (
     _DifferenceRule(
-        lambda each: each.only_labels,
+        lambda data: data.only_labels,
         "the samples have equal inputs but other labels: the classes are numbered in an order that "
         "differs between processes, as that of a set or of a directory listing does.",
         "number them in a fixed order: {name: i for i, name in enumerate(sorted(set(labels)))}.",
     ),
     _DifferenceRule(
-        lambda each: each.is_split and each.same_length,
+        lambda data: data.is_split and data.same_length,
         "the split was probably drawn from a generator that is seeded per rank.",
         "give the split its own generator: random_split(dataset, lengths, "
         "generator=torch.Generator().manual_seed(0)).",
     ),
     _DifferenceRule(
-        lambda each: each.has_paths and each.same_length and each.same_samples,
+        lambda data: data.has_paths and data.same_length and data.same_samples,
         "the ranks list the same files in another order: that of a directory listing or of a set.",
         "list files with ddpsafe.data.sorted_files(), or sort the list.",
     ),
     _DifferenceRule(
-        lambda each: each.has_paths,
+        lambda data: data.has_paths,
         "files are missing on a host, or were filtered per rank.",
         "compare the data of the hosts; list files with ddpsafe.data.sorted_files(), and filter the "
         "same on all ranks.",
     ),
     _DifferenceRule(
-        lambda each: not each.same_length,
+        lambda data: not data.same_length,
         "samples are missing on a host, or were filtered or divided per rank.",
         "give every rank the whole dataset, filtered the same: the sampler divides it.",
     ),
@@ -623,23 +611,8 @@ DIFFERENCES: Final = (
 
 
 def _first_unequal(digests: list[list[str]], odd: int, usual: int) -> int | None:
-    left, right = digests[odd], digests[usual]
-    for place, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return place
-    return None if len(left) == len(right) else min(len(left), len(right))
-
-
-def _index(view: DatasetView, place: int) -> int:
-    return view.indices[place] if place < len(view.indices) else place
-
-
-def _text(view: DatasetView, place: int | None) -> str | None:
-    if place is None:
-        return None
-    if place >= len(view.indices):
-        return "nothing"
-    return view.item(view.indices[place])[:_SHOWN_CHARS]
+    pairs = itertools.zip_longest(digests[odd], digests[usual])
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), None)
 
 
 def _majority(values: list[Any]) -> Any:

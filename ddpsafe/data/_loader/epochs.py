@@ -38,6 +38,8 @@ _BATCH: Final = -3  # minus the first index, of a batch that the dataset reads w
 _UNREAD: Final = object()
 _LARGEST_INDEX: Final = 1 << 62  # so that `_BATCH - index` fits into an int64 cell
 _SHOWN_INDICES: Final = 3
+PATH_ATTRIBUTES: Final = ("samples", "imgs", "files", "paths")
+"""Where datasets list their paths, as torchvision's do."""
 _NOTES_IN_EXCEPTIONS: Final = sys.version_info >= (3, 11)
 
 
@@ -94,18 +96,18 @@ class EpochBoard:
 
 def epoch_targets(*items: object) -> list[Any]:
     """Find what has a ``set_epoch()``: each of `items`, or else the datasets it wraps."""
-    found: list[Any] = []
+    targets: list[Any] = []
     waiting = list(items)
     while waiting:
         item = waiting.pop(0)
         if callable(getattr(item, "set_epoch", None)):
-            found.append(item)
+            targets.append(item)
             continue
         inner = getattr(item, "dataset", None)
         waiting.extend([inner] if inner is not None else [])
         parts = getattr(item, "datasets", None)
         waiting.extend(parts if isinstance(parts, list | tuple) else [])
-    return found
+    return targets
 
 
 def set_epoch_of(*items: object, epoch: int, excluded: object) -> list[Any]:
@@ -279,7 +281,7 @@ def describe_index(dataset: object, index: object) -> str:
         with contextlib.suppress(Exception):
             inner = describe_index(dataset.dataset, dataset.indices[number])
             return f"index {index} of a Subset, which is {inner}"
-    for name in ("samples", "imgs", "files", "paths") if number >= 0 else ():
+    for name in PATH_ATTRIBUTES if number >= 0 else ():
         with contextlib.suppress(Exception):  # describing a failure must not fail
             entry = getattr(dataset, name)[number]
             if isinstance(entry, tuple | list) and entry:
