@@ -45,53 +45,39 @@ _BIG_LIST: Final = 100_000
 _MAX_DEPTH: Final = 8
 _LAST_STANDARD_FD: Final = 2
 
-# (top-level package, class or one of its bases). By name, since the libraries may not be
-# installed. Each keeps a position, a session or threads that a fork would share or lose.
-_LIBRARY_HANDLES: Final = {
-    ("h5py", "File"),
-    ("h5py", "Group"),
-    ("h5py", "Dataset"),
-    ("h5py", "FileID"),
-    ("h5py", "GroupID"),
-    ("h5py", "DatasetID"),
-    ("h5py", "AttrID"),
-    ("lmdb", "Environment"),
-    ("lmdb", "Transaction"),
-    ("lmdb", "Cursor"),
-    ("plyvel", "DB"),
-    ("_gdbm", "gdbm"),
-    ("_dbm", "dbm"),
-    ("tables", "File"),
-    ("tables", "Node"),
-    ("netCDF4", "Dataset"),
-    ("netCDF4", "Variable"),
-    ("tiledb", "Array"),
-    ("av", "Container"),
-    ("cv2", "VideoCapture"),
-    ("decord", "VideoReader"),
-    ("torchcodec", "VideoDecoder"),
-    ("soundfile", "SoundFile"),
-    ("pyarrow", "NativeFile"),
-    ("zstandard", "ZstdDecompressionReader"),
-    ("rasterio", "DatasetReader"),
-    ("osgeo", "Dataset"),
-    ("openslide", "OpenSlide"),
-    ("pysam", "AlignmentFile"),
-    ("pysam", "FastaFile"),
-    ("pysam", "VariantFile"),
-    ("psycopg2", "connection"),
-    ("psycopg2", "cursor"),
-    ("psycopg", "Connection"),
-    ("pymysql", "Connection"),
-    ("MySQLdb", "Connection"),
-    ("pymongo", "MongoClient"),
-    ("redis", "Redis"),
-    ("duckdb", "DuckDBPyConnection"),
-    ("_duckdb", "DuckDBPyConnection"),
-    ("grpc", "Channel"),
-    ("zmq", "Socket"),
-    ("zmq", "Context"),
-    ("torch", "PyTorchFileReader"),
+# By top-level package: classes, or their bases. By name, since the libraries may not be installed.
+# Each keeps a position, a session or threads that a fork would share or lose.
+_LIBRARY_HANDLES: Final[dict[str, set[str]]] = {
+    "h5py": {"File", "Group", "Dataset", "FileID", "GroupID", "DatasetID", "AttrID"},
+    "lmdb": {"Environment", "Transaction", "Cursor"},
+    "plyvel": {"DB"},
+    "_gdbm": {"gdbm"},
+    "_dbm": {"dbm"},
+    "tables": {"File", "Node"},
+    "netCDF4": {"Dataset", "Variable"},
+    "tiledb": {"Array"},
+    "av": {"Container"},
+    "cv2": {"VideoCapture"},
+    "decord": {"VideoReader"},
+    "torchcodec": {"VideoDecoder"},
+    "soundfile": {"SoundFile"},
+    "pyarrow": {"NativeFile"},
+    "zstandard": {"ZstdDecompressionReader"},
+    "rasterio": {"DatasetReader"},
+    "osgeo": {"Dataset"},
+    "openslide": {"OpenSlide"},
+    "pysam": {"AlignmentFile", "FastaFile", "VariantFile"},
+    "psycopg2": {"connection", "cursor"},
+    "psycopg": {"Connection"},
+    "pymysql": {"Connection"},
+    "MySQLdb": {"Connection"},
+    "pymongo": {"MongoClient"},
+    "redis": {"Redis"},
+    "duckdb": {"DuckDBPyConnection"},
+    "_duckdb": {"DuckDBPyConnection"},
+    "grpc": {"Channel"},
+    "zmq": {"Socket", "Context"},
+    "torch": {"PyTorchFileReader"},
 }
 
 # Classes without an attribute that tells whether they are closed: a call that raises if they are.
@@ -105,6 +91,11 @@ _RAISES_IF_CLOSED: Final[dict[tuple[str, str], Callable[[Any], object]]] = {
     ("grpc", "Channel"): lambda item: getattr(item, "_channel", item).check_connectivity_state(
         False  # noqa: FBT003 - grpc's signature
     ),
+}
+# Attributes and methods, and whether an object is closed if they are true.
+_TELLS_IF_CLOSED: Final = {
+    **dict.fromkeys(("closed", "is_closed", "_closed"), True),
+    **dict.fromkeys(("isopen", "isOpened", "is_open", "valid"), False),
 }
 # pyarrow's files in memory: they have no file position that a fork would share.
 _IN_MEMORY: Final = {"MemoryMappedFile", "BufferReader"}
@@ -148,12 +139,12 @@ def check_worker_safety(dataset: object, *, name: str = "dataset") -> tuple[Work
     Returns:
         The hazards found, the worst first.
     """
-    found = list(find_handles(dataset, name=name))
-    if not any(hazard.severity == "unsafe" for hazard in found):
+    hazards = list(find_handles(dataset, name=name))
+    if not any(hazard.severity == "unsafe" for hazard in hazards):
         where = find_unpicklable(dataset, name=name)
-        if where is not None and all(hazard.path != where[0] for hazard in found):
+        if where is not None and all(hazard.path != where[0] for hazard in hazards):
             path, error = where
-            found.append(
+            hazards.append(
                 WorkerHazard(
                     path=path,
                     kind=f"cannot be pickled ({error})",
@@ -163,7 +154,7 @@ def check_worker_safety(dataset: object, *, name: str = "dataset") -> tuple[Work
                 )
             )
     order = {"unsafe": 0, "caution": 1, "memory": 2}
-    return tuple(sorted(found, key=lambda hazard: order[hazard.severity]))
+    return tuple(sorted(hazards, key=lambda hazard: order[hazard.severity]))
 
 
 def refuse_unsafe_workers(
@@ -321,10 +312,10 @@ def _handle_kind(item: Any) -> str | None:
         package = base.__module__.partition(".")[0]
         if package == "builtins" and "lmdb" in sys.modules:
             package = "lmdb"  # its C extension leaves __module__ of its types at "builtins"
-        name = (package, base.__name__)
-        if name in _LIBRARY_HANDLES:
+        if base.__name__ in _LIBRARY_HANDLES.get(package, ()):
             harmless = package == "pyarrow" and (kind.__name__ in _IN_MEMORY or not item.readable())
-            closed = harmless or _is_closed(item, _RAISES_IF_CLOSED.get(name))
+            raises_if_closed = _RAISES_IF_CLOSED.get((package, base.__name__))
+            closed = harmless or _is_closed(item, raises_if_closed)
             return None if closed else f"{package}.{kind.__name__}"
     for base, find_kind in _STANDARD_HANDLES:
         if issubclass(kind, base):
@@ -393,14 +384,9 @@ def _is_closed(item: Any, raises_if_closed: Callable[[Any], object] | None) -> b
             return False
         except Exception:  # noqa: BLE001 - each library raises an error of its own
             return True
-    for name in ("closed", "is_closed", "_closed"):
+    for name, if_true in _TELLS_IF_CLOSED.items():
         value = getattr(item, name, None)
         value = value() if callable(value) else value
         if isinstance(value, bool | int):
-            return bool(value)
-    for name in ("isopen", "isOpened", "is_open", "valid"):
-        value = getattr(item, name, None)
-        value = value() if callable(value) else value
-        if isinstance(value, bool | int):
-            return not value
+            return bool(value) is if_true
     return type(item).__module__.startswith("h5py") and not item
