@@ -38,7 +38,7 @@ from ddpsafe.data._replica import current_replica
 from ddpsafe.data.errors import WorkerDiedError, WorkerTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from multiprocessing.process import BaseProcess
     from types import FrameType
 
@@ -109,7 +109,8 @@ def explain_worker_error(
         add_note(error, describe_open_files())
         return None
     workers = workers_of(iterator)
-    if not workers or not isinstance(error, (RuntimeError, OSError, EOFError)):
+    kinds = (RuntimeError, OSError, EOFError)
+    if board is None or not workers or not isinstance(error, kinds):
         return None
     # torch prefixes an error that a worker raised: "Caught … in DataLoader worker process".
     if isinstance(error, WorkerDiedError) or str(error).startswith("Caught "):
@@ -125,54 +126,50 @@ def explain_worker_error(
             time.sleep(pause_s)
     if isinstance(error.__cause__, WorkerDiedError):
         return error.__cause__
-    return _explain(error, iterator, workers, board)
-
-
-def _explain(
-    error: Exception, iterator: object, workers: Sequence[BaseProcess], board: EpochBoard | None
-) -> Exception | None:
     dataset = dataset_behind(iterator)
     for worker, process in enumerate(workers):
         if process.exitcode not in {None, 0}:
-            replica = current_replica()
-            index = None if board is None else board.reading(worker)
-            exitcode = process.exitcode or 0
-            sample = "" if board is None else board.describe(worker, dataset)
-            reading = f" while it read {sample}" if sample else ""
-            if board is not None and not board.has_begun(worker):
-                reading = " before it read anything in this epoch"
-            how = f"exited with code {exitcode}"
-            if exitcode < 0:
-                how = f"was killed by {signal_name(-exitcode)}"
-            cause, fix, details = _why(exitcode)
-            return WorkerDiedError(
-                Explanation(
-                    f"DataLoader worker {worker} (pid {process.pid}) of rank {replica.rank} "
-                    f"(world_size {replica.num_replicas}) {how}{reading}.",
-                    cause=cause,
-                    fix=fix,
-                    details=details,
-                ),
-                rank=replica.rank,
-                worker=worker,
-                pid=process.pid,
-                exitcode=exitcode,
-                index=index,
-            )
+            return _died(worker, process, board, dataset)
     if str(error).startswith("DataLoader timed out after"):
         return _timed_out(iterator, board, dataset)
     return None
 
 
-def _timed_out(iterator: Any, board: EpochBoard | None, dataset: object) -> WorkerTimeoutError:
+def _died(worker: int, process: BaseProcess, board: EpochBoard, dataset: object) -> WorkerDiedError:
+    replica = current_replica()
+    exitcode = process.exitcode or 0
+    sample = board.describe(worker, dataset)
+    reading = f" while it read {sample}" if sample else ""
+    if not board.has_begun(worker):
+        reading = " before it read anything in this epoch"
+    how = f"exited with code {exitcode}"
+    if exitcode < 0:
+        how = f"was killed by {signal_name(-exitcode)}"
+    cause, fix, details = _why(exitcode)
+    return WorkerDiedError(
+        Explanation(
+            f"DataLoader worker {worker} (pid {process.pid}) of rank {replica.rank} "
+            f"(world_size {replica.num_replicas}) {how}{reading}.",
+            cause=cause,
+            fix=fix,
+            details=details,
+        ),
+        rank=replica.rank,
+        worker=worker,
+        pid=process.pid,
+        exitcode=exitcode,
+        index=board.reading(worker),
+    )
+
+
+def _timed_out(iterator: Any, board: EpochBoard, dataset: object) -> WorkerTimeoutError:
     replica = current_replica()
     worker = find_awaited_worker(iterator)
-    index = None if board is None or worker is None else board.reading(worker)
     waited_s = worker_limit_s(iterator)
-    late = "a worker"
+    late, sample = "a worker", ""
     if worker is not None:
         late = f"worker {worker} (pid {workers_of(iterator)[worker].pid})"
-    sample = "" if board is None or worker is None else board.describe(worker, dataset)
+        sample = board.describe(worker, dataset)
     reading = f" and is reading {sample}" if sample else ""
     return WorkerTimeoutError(
         Explanation(
@@ -184,7 +181,7 @@ def _timed_out(iterator: Any, board: EpochBoard | None, dataset: object) -> Work
         ),
         rank=replica.rank,
         worker=worker,
-        index=index,
+        index=None if worker is None else board.reading(worker),
         timeout_s=waited_s,
     )
 
