@@ -463,6 +463,14 @@ def test_state_before_the_first_batch_includes_the_dataset(num_workers: int) -> 
     assert [plain(batch) for batch in loader] == batches
 
 
+def test_state_before_the_first_batch_has_the_epoch_that_was_set() -> None:
+    """A sampler without an epoch has none to save, so the loader saves its own."""
+    left, right = (DataLoader(Numbers(N), 4, sampler=SequentialSampler(range(N))) for _ in range(2))
+    left.set_epoch(3)
+    right.load_state_dict(left.state_dict())
+    assert next(iter(right.epochs(10))) == 3
+
+
 def test_persistent_workers_restart_from_the_state() -> None:
     """Their dataset is at another position, so they are replaced."""
     loader = make("generator with state", 2, persistent_workers=True)

@@ -12,7 +12,6 @@ Each module imports only those before it::
     worker_safety   handles that must not cross into a worker
     worker_death    which worker died or hangs, at which index, and why
     cursor          which epoch a pass reads, and what the newest one has delivered
-    iteration       one pass over a loader, which of its batches count as read, and its state
-    loader          `DataLoader`: its epochs, its workers, its state
+    loader          `DataLoader`: its epochs, its workers, its passes, its state
     build           `ctx.loader`: sampler, seeds, workers and check in one call
 """

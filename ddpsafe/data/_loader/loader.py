@@ -6,7 +6,7 @@ import contextlib
 import functools
 import pickle
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
@@ -21,12 +21,6 @@ from ddpsafe.data._loader.epochs import (
     NamingDataset,
     add_note,
     limit_notes,
-)
-from ddpsafe.data._loader.iteration import (
-    EpochIterator,
-    cursor_of,
-    require_order,
-    save_state,
 )
 from ddpsafe.data._loader.machine_limits import (
     batches_in_flight,
@@ -46,12 +40,13 @@ from ddpsafe.data._loader.sampler_search import (
     refuse_undivided,
 )
 from ddpsafe.data._loader.torchs_loader import OpenDataLoader
+from ddpsafe.data._loader.worker_death import explain_worker_error, watch_workers
 from ddpsafe.data._loader.worker_safety import WorkerSafety, explain_pickling, refuse_unsafe_workers
 from ddpsafe.data._replica import chosen_seed, current_replica
 from ddpsafe.data._samplers.base import Cursor, require_int
 from ddpsafe.data._samplers.ordered import LocalSampler
 from ddpsafe.data._seeding import WorkerInit, derive_generator
-from ddpsafe.data.errors import DataConfigError
+from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -83,6 +78,108 @@ def worker_seed(seed: int | None, holder: object) -> int:
         return chosen
     inherited = getattr(holder, "seed", 0)
     return inherited if isinstance(inherited, int) else 0
+
+
+class EpochIterator(Generic[T_co]):
+    """torch's iterator, with a count of what it delivered; ``iter(loader)`` returns it."""
+
+    def __init__(
+        self,
+        inner: Iterator[T_co],
+        cursor: EpochCursor,
+        board: EpochBoard | None,
+        on_first_batch: Callable[[object], None] | None = None,
+        rng_state: torch.Tensor | None = None,
+        replay: Replay | None = None,
+        *,
+        loader: object = None,
+    ) -> None:
+        self._inner = inner
+        self._cursor = cursor
+        self._delivery = cursor.delivery
+        self._board = board
+        self._on_first_batch = on_first_batch
+        self._rng_state = rng_state
+        self._replay = replay
+        self._loader = loader  # kept alive: `Replay` has only a weak reference to it
+        self._warned = False  # whether it has warned that another iteration has begun
+        self.has_explained = False  # whether it has raised a worker's death
+        watch_workers(self, inner)
+
+    def __iter__(self) -> EpochIterator[T_co]:
+        return self
+
+    def __next__(self) -> T_co:
+        delivery = self._delivery
+        if delivery.superseded is not None:
+            if delivery.severe or delivery.batches == 0:
+                raise LateSetEpochError(
+                    Explanation(
+                        f"This iterator of epoch {int(delivery.epoch or 0)} is no longer valid: "
+                        f"{delivery.superseded}.",
+                        cause="two loops use one loader at the same time, or an old iterator was kept.",
+                        fix="finish or drop one iteration before the next begins, or make two loaders.",
+                    )
+                )
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"an iterator is still used although {delivery.superseded}; state_dict() "
+                    "counts only the newest one.",
+                    DataWarning,
+                    stacklevel=2,
+                )
+        else:
+            self._cursor.require_same_epoch()
+        try:
+            if self._rng_state is None:
+                batch = next(self._inner)
+            else:
+                # Draw from this rank's own generator state; training continues with its own.
+                outer = torch.get_rng_state()
+                torch.set_rng_state(self._rng_state)
+                try:
+                    batch = next(self._inner)
+                finally:
+                    self._rng_state = torch.get_rng_state()
+                    torch.set_rng_state(outer)
+        except StopIteration:
+            delivery.exhausted = True
+            raise
+        except Exception as error:
+            explanation = self.explain(error)
+            if explanation is None:
+                raise
+            self.has_explained = True
+            raise explanation from (explanation.__cause__ or error)
+        delivery.batches += 1
+        if self._replay is not None:
+            batch = self._replay.receive(batch)
+        if self._on_first_batch is not None:
+            look, self._on_first_batch = self._on_first_batch, None
+            look(batch)
+        return batch
+
+    def explain(self, error: Exception) -> Exception | None:
+        """Return what explains an error, if a worker that died or timed out caused it."""
+        return explain_worker_error(error, self._inner, self._board)
+
+    def count_as_used(self, batches: int) -> None:
+        """Count only these batches as read, and the end as not reached; `even_steps` calls it."""
+        self._delivery.used = batches
+
+    def finish(self) -> None:
+        """Count the epoch as read, even if batches are left; `even_steps` calls it."""
+        self._delivery.used = None
+        self._delivery.complete = True
+
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]  # torch's iterators have a length
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
 
 class DataLoader(OpenDataLoader[T_co]):
@@ -190,7 +287,7 @@ class DataLoader(OpenDataLoader[T_co]):
         warn_of_limits(self)
         self._measured = False
         self._board: EpochBoard | None = None
-        follows_state = is_stateful(dataset) or cursor_of(self) is None
+        follows_state = is_stateful(dataset) or self._find_position() is None
         self._replay = Replay(self) if follows_state else None
 
     def set_epoch(self, epoch: int) -> None:
@@ -370,7 +467,23 @@ class DataLoader(OpenDataLoader[T_co]):
             DataConfigError: The sampler cannot be resumed, or ``in_order=False``.
             DatasetInconsistencyError: With `compare`, on every rank: the positions differ.
         """
-        state = save_state(self, self._cursor.delivery, batches, self._replay)
+        self._require_order()
+        delivery, epoch = self._cursor.delivery, self._cursor.holder.epoch
+        used, finished = 0, False
+        # If the user has chosen another epoch since, nothing of that one has been read.
+        if epoch is delivery.epoch or self._replay is not None:
+            used = delivery.count_used(batches)
+            finished = delivery.is_finished(used)
+        if self._replay is not None:
+            epoch = epoch if delivery.epoch is None else delivery.epoch
+            state = self._replay.state(int(epoch), used, delivery.batches, finished=finished)
+        else:
+            position = self._find_position()
+            assert position is not None, "a loader without one has a replay"  # noqa: S101 - our own invariant
+            sampler, batch_size, drop_last = position
+            state = sampler.state_after(
+                used, batch_size=batch_size, drop_last=drop_last, exhausted=finished
+            )
         if compare:
             compare_states(state)
         return state
@@ -386,15 +499,31 @@ class DataLoader(OpenDataLoader[T_co]):
         Raises:
             StateMismatchError: It is damaged, or belongs to other data.
         """
-        require_order(self)
-        cursor, epoch = cursor_of(self), None
+        self._require_order()
+        epoch, position = None, self._find_position()
         if self._replay is not None:
             epoch = self._replay.load(state, strict=strict)
             # Persistent workers hold the dataset at its old position; new ones receive the state.
             self._end_workers()
-        elif cursor is not None:
-            cursor.load_state_dict(state, strict=strict)
+        elif position is not None:
+            position[0].load_state_dict(state, strict=strict)
         self._cursor.restart(epoch)
+
+    def _require_order(self) -> None:
+        if not self.in_order:
+            raise DataConfigError(
+                Explanation(
+                    "This loader has no state: in_order=False delivers batches in any order.",
+                    cause="a resume must know which samples were read and which were not.",
+                    fix="use in_order=True.",
+                )
+            )
+
+    def _find_position(self) -> tuple[Cursor, int, bool] | None:
+        """Return the sampler that tracks the position, the batch size and drop_last, if all are known."""
+        holder = find_epoch_holder(self)
+        geometry = batch_geometry(self, holder) if isinstance(holder, Cursor) else None
+        return None if geometry is None else (holder, *geometry)
 
     def _made_indices(self) -> Any:
         source = super()._made_indices()
