@@ -411,14 +411,14 @@ def _compare(
     return str(report["views"][0]["fingerprint"])
 
 
-def compare_states(state: Mapping[str, object], group: ProcessGroup | None = None) -> None:
+def compare_states(state: Mapping[str, object]) -> None:
     """Check that all ranks are at the same position in the data; every rank calls it.
 
     Raises:
         DatasetInconsistencyError: On every rank, naming the ranks at another position.
     """
     compared = ("epoch", "consumed", "finished", "identity")
-    states = gather_json({key: state[key] for key in compared}, group)
+    states = gather_json({key: state[key] for key in compared}, None)
     # At the end of an epoch the ranks may have read different numbers of samples.
     places = [{**place, "consumed": None} if place["finished"] else place for place in states]
     odd = _minority([json.dumps(place, sort_keys=True) for place in places])

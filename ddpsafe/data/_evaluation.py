@@ -154,7 +154,7 @@ def gather_exact(
     )
     order = _check_cover(index, n, duplicates)
     # Take the form from a rank with samples: a rank without any does not have it.
-    form = next((each for each in specs if each["count"]), specs[0])
+    form = next((spec for spec in specs if spec["count"]), specs[0])
     gathered = {
         name: _gather_leaf(leaves.get(name), leaf, order, group)
         for name, leaf in form["leaves"].items()

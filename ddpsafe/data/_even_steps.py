@@ -52,7 +52,8 @@ class EvenSteps(Generic[T]):
         self._group = group
 
     def __iter__(self) -> Iterator[T]:
-        self.weight, self.dropped = 1.0, False
+        self.weight = 1.0
+        self.dropped = False
         if not has_group() or dist.get_world_size(self._group) == 1:
             return iter(self._loader)
         if self._policy == "join":

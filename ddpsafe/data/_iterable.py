@@ -69,7 +69,8 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
         rank: int | None = None,
     ) -> None:
         replica = resolve_replica(num_replicas, rank)
-        self.num_replicas, self.rank = replica.num_replicas, replica.rank
+        self.num_replicas = replica.num_replicas
+        self.rank = replica.rank
         self.source = source
         self.shard: Shard = shard
         self.read = read
@@ -182,7 +183,8 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
         """Set the epoch: the same epoch keeps a resumed offset, any other starts at 0."""
         check_epoch(epoch)
         if epoch != self.epoch:
-            self._consumed, self._finished = 0, False
+            self._consumed = 0
+            self._finished = False
         self.epoch = epoch
 
     def offset(self) -> int:
@@ -242,7 +244,8 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
             parsed["identity"], self.identity(), strict=strict, what=type(self).__name__
         )
         self.epoch = AutoEpoch(parsed["epoch"])
-        self._consumed, self._finished = parsed["consumed"], parsed["finished"]
+        self._consumed = parsed["consumed"]
+        self._finished = parsed["finished"]
 
 
 def _bad(what: str, fix: str) -> DataConfigError:

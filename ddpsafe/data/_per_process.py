@@ -144,9 +144,10 @@ class PerProcess(Generic[T]):
                 add_note(error, f"While opening {self.name}{self._args!r} in {where}.")
                 raise
             self._values[key] = value
-            self._closers[key] = util.Finalize(
-                self, _close_value, args=(self._close, value), exitpriority=_CLOSE_EARLY
-            )
+            if self._close is not None:
+                self._closers[key] = util.Finalize(
+                    self, self._close, args=(value,), exitpriority=_CLOSE_EARLY
+                )
             return value
 
     def is_open(self) -> bool:
@@ -198,11 +199,6 @@ def closing_what_opens() -> Iterator[None]:
         for resource in list(_alive):
             if resource.is_open() and id(resource) not in opened:
                 resource.close()
-
-
-def _close_value(close: Callable[[T], object] | None, value: T) -> None:
-    if close is not None:
-        close(value)
 
 
 def _park_all() -> None:

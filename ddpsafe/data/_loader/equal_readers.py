@@ -58,13 +58,13 @@ class EqualReaders:
         self._replicas = getattr(loader.dataset, "num_replicas", None)
         self._site = _calling_lines() if self._is_stream else ""
         self._readers: dict[int, _FirstSamples] = {}
-        self._is_open = self._is_stream
+        self._is_open = False
         self._scope = ""
 
     def begin(self) -> None:
         """Begin the pass; a later one is not looked at."""
-        if self._scope or not self._is_stream:
-            self._is_open = False
+        self._is_open = self._is_stream and not self._scope
+        if not self._is_open:
             return
         # A rank that has read another stream before may be in another epoch than the rest, or at another
         # loader: what it reads now proves nothing about their division.
@@ -131,7 +131,7 @@ class EqualReaders:
                 "each other, are equal and in the same order.",
                 cause=cause,
                 fix=fix,
-                details=[f"sample {i}: {text}" for i, text in enumerate(reader.shown)],
+                details=[f"sample {i}: {text}" for i, text in enumerate(reader.examples)],
             ),
             ranks=sorted({one[0], other[0]}),
             workers=(one[1], other[1]),
@@ -149,7 +149,7 @@ class _FirstSamples:
 
     def __init__(self) -> None:
         self.count = 0
-        self.shown: list[str] = []
+        self.examples: list[str] = []
         self._checksums: list[int] = []
 
     def is_evidence(self) -> bool:
@@ -166,8 +166,8 @@ class _FirstSamples:
                 return
             self.count += 1
             self._checksums.append(checksum(sample, 0))
-            if len(self.shown) < _SHOWN_SAMPLES:
-                self.shown.append(clip(" ".join(repr(sample).split()), _SHOWN_CHARS))
+            if len(self.examples) < _SHOWN_SAMPLES:
+                self.examples.append(clip(" ".join(repr(sample).split()), _SHOWN_CHARS))
 
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(self._checksums).encode()).hexdigest()

@@ -37,14 +37,14 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
     if loader.num_workers == 0:
         return
     num_workers, in_flight = loader.num_workers, batches_in_flight(loader)
-    found: list[Explanation] = []
+    shortages: list[Explanation] = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]  # torch has no types here
     if soft != resource.RLIM_INFINITY and strategy == "file_descriptor":
         needed = num_workers * _FILES_PER_WORKER + in_flight * _TENSORS_PER_BATCH
         held = _count_open_files()
         if held + needed > soft:
-            found.append(
+            shortages.append(
                 Explanation(
                     f"{num_workers} workers with {in_flight} batches in flight need about {needed} "
                     f"open files; this process has {held} and may have {soft} (RLIMIT_NOFILE, hard "
@@ -56,7 +56,7 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
             )
     free, total = shared_memory_bytes()
     if free is not None and total is not None and free < in_flight * _LEAST_BYTES_PER_BATCH:
-        found.append(
+        shortages.append(
             Explanation(
                 f"{SHARED_MEMORY} has {free / _MIB:.1f} MiB free of {total / _MIB:.1f} MiB, for "
                 f"{in_flight} batches in flight.",
@@ -68,7 +68,7 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
     shared = cores == os.cpu_count()  # False: this rank is pinned to cores of its own
     # torch itself warns of more workers than cores in one rank.
     if shared and num_workers <= cores and num_workers * ranks > _MAX_PROCESSES_PER_CORE * cores:
-        found.append(
+        shortages.append(
             Explanation(
                 f"{ranks} ranks with {num_workers} workers each are {num_workers * ranks} processes "
                 f"on {cores} cores.",
@@ -76,7 +76,7 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
                 fix=f"num_workers={max(1, cores // ranks)}, unless workers mostly wait for storage.",
             )
         )
-    for explanation in found:
+    for explanation in shortages:
         warnings.warn(str(explanation), DataWarning, stacklevel=4)
 
 

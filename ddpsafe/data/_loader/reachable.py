@@ -242,12 +242,12 @@ def _held_by_c(path: str, item: Any) -> list[Part]:
 @_cached
 def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
     """Return the slots of a class and its bases, by name."""
-    found: dict[str, types.MemberDescriptorType] = {}
+    slots: dict[str, types.MemberDescriptorType] = {}
     for base in kind.__mro__:
         for name, member in vars(base).items() if "__slots__" in vars(base) else ():
             if type(member) is types.MemberDescriptorType:
-                found.setdefault(name, member)
-    return found
+                slots.setdefault(name, member)
+    return slots
 
 
 def _read_slot(member: types.MemberDescriptorType, item: object) -> Any:
@@ -325,7 +325,7 @@ def is_user_class(kind: type) -> bool:
 
 def class_attributes(kind: type) -> dict[str, Any]:
     """Return the data attributes of the user's classes, without functions and descriptors."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for base in kind.__mro__:
         if is_user_class(base):
             for name, value in vars(base).items():
@@ -335,28 +335,30 @@ def class_attributes(kind: type) -> dict[str, Any]:
                     or name.startswith("__")
                 )
                 if is_data or type(value).__name__ == "_lru_cache_wrapper":
-                    found.setdefault(name, value)
-    return found
+                    attributes.setdefault(name, value)
+    return attributes
 
 
 @_cached
 def worker_methods(kind: type) -> tuple[types.FunctionType, ...]:
     """Return the user's methods that reading a sample may call, found by the names they use."""
-    found: dict[str, types.FunctionType] = {}
+    methods: dict[str, types.FunctionType] = {}
     waiting = list(_ENTRIES)
     while waiting:
         name = waiting.pop()
-        if name in found or name == "__init__":
+        if name in methods or name == "__init__":
             continue
         member = next((vars(b)[name] for b in kind.__mro__ if name in vars(b)), None)
         for _ in range(3):  # unwrap a property, a class method or decorators
             if not isinstance(member, types.FunctionType):
                 wrapped = ("fget", "__wrapped__", "__func__")
-                member = next(filter(None, (getattr(member, each, None) for each in wrapped)), None)
+                member = next(
+                    filter(None, (getattr(member, inner, None) for inner in wrapped)), None
+                )
         if isinstance(member, types.FunctionType) and is_user_file(member.__code__.co_filename):
-            found[name] = member
+            methods[name] = member
             waiting.extend(member.__code__.co_names)
-    return tuple(found.values())
+    return tuple(methods.values())
 
 
 def is_standard_stream(item: object) -> bool:

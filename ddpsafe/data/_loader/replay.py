@@ -279,8 +279,8 @@ class Replay:
                     fix="save sooner after the step that the state is for.",
                 )
             )
-        at = self._delivered[-1 - back] if used else self._start
-        workers = at.workers
+        position = self._delivered[-1 - back] if used else self._start
+        workers = position.workers
         if self._loader.num_workers == 0 and (delivered or self.tracker.has_entered()):
             if back and self.tracker.state() is not None:
                 raise DataConfigError(
@@ -303,10 +303,10 @@ class Replay:
             "replay": {
                 "rank": replica.rank,
                 "batches": self._base + used,
-                "checksum": at.checksum,
-                "sampler": at.sampler,
+                "checksum": position.checksum,
+                "sampler": position.sampler,
                 "workers": {str(worker): state for worker, state in workers.items()},
-                "last_worker": at.last_worker,
+                "last_worker": position.last_worker,
                 **self._random_of_order(),
                 "generator_after": _generator_text(self._generator()),
             },
@@ -377,10 +377,10 @@ class Replay:
 
     def _generator(self) -> torch.Generator | None:
         source = self._source()
-        found = getattr(source, "generator", None) or getattr(
+        generator = getattr(source, "generator", None) or getattr(
             getattr(source, "sampler", None), "generator", None
         )
-        return found if isinstance(found, torch.Generator) else None
+        return generator if isinstance(generator, torch.Generator) else None
 
     def indices(self) -> Iterator[Any]:
         """Draw what the loader reads, recording the sampler's position after each batch."""

@@ -53,15 +53,15 @@ class OwnEpoch:
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
     """Return what produces the loader's indices, the outermost first."""
-    found: list[Any] = []
     if isinstance(loader.dataset, IterableDataset):
         return [loader.dataset]
+    samplers: list[Any] = []
     item: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    while item is not None and len(found) < _MAX_NESTING:
-        found.append(item)
+    while item is not None and len(samplers) < _MAX_NESTING:
+        samplers.append(item)
         inner = getattr(item, "batch_sampler", None)
         item = getattr(item, "sampler", None) if inner is None else inner
-    return found
+    return samplers
 
 
 def find_epoch_holder(loader: DataLoader[Any]) -> Any:
