@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._loader.epochs import set_epoch_of
@@ -108,18 +108,6 @@ class Epochs:
         return epoch
 
 
-class Upcoming(NamedTuple):
-    """The epoch of the next pass.
-
-    Attributes:
-        epoch: The epoch.
-        chosen: Whether the user set it, so that it stays until a pass of it is complete.
-    """
-
-    epoch: int
-    chosen: bool
-
-
 class EpochCursor:
     """The one answer to the question of which epoch the next pass reads.
 
@@ -185,57 +173,42 @@ class EpochCursor:
         """Return where a loop begins: a broken-off pass before it does not count.
 
         Args:
-            is_finished: As in `upcoming`.
-            has_more: As in `upcoming`.
+            is_finished: As in `begin`.
+            has_more: As in `begin`.
         """
         delivery = self.delivery
         if delivery.epoch is None or delivery.exhausted or delivery.in_loop:
-            return self.upcoming(is_finished=is_finished, has_more=has_more).epoch
+            return self._find_next(is_finished=is_finished, has_more=has_more)[0]
         chosen = self._set_by_user()
         return int(delivery.epoch) if chosen is None else chosen
 
-    def upcoming(self, *, is_finished: bool, has_more: Callable[[], bool]) -> Upcoming:
-        """Return which epoch the next pass reads.
-
-        Args:
-            is_finished: Whether a state was loaded that was saved at the end of its epoch.
-            has_more: Returns whether the newest pass has batches left.
-        """
-        last, loop, by_user = self.delivery.epoch, self.loop, self._set_by_user()
-        keeps = self._keeps_epoch(has_more)
-        if loop is not None and loop.current is not None:
-            epoch = by_user if by_user is not None else last if keeps else loop.current
-            return Upcoming(
-                int(epoch or 0), chosen=keeps if by_user is None else epoch != loop.current
-            )
-        by_dataset = self._set_on_dataset()
-        if by_user is not None and (by_dataset is None or by_user != last):
-            return Upcoming(by_user, chosen=True)
-        if by_dataset is not None:
-            return Upcoming(by_dataset, chosen=True)
-        if last is not None:
-            return Upcoming(int(last) + (not keeps), chosen=keeps)
-        return Upcoming(int(self.holder.epoch) + is_finished, chosen=False)
-
-    def begin(self, upcoming: Upcoming, datasets: tuple[object, ...], *, severe: bool) -> AutoEpoch:
+    def begin(
+        self,
+        *datasets: object,
+        severe: bool,
+        is_finished: bool,
+        has_more: Callable[[], bool],
+    ) -> AutoEpoch:
         """Begin a pass: set its epoch everywhere, and end the pass before.
 
         Args:
-            upcoming: The epoch.
             datasets: What gets the epoch beside the sampler, if it has a ``set_epoch()``.
             severe: Whether the pass before would now deliver wrong data.
+            is_finished: Whether a state was loaded that was saved at the end of its epoch.
+            has_more: Returns whether the newest pass has batches left.
 
         Returns:
             The epoch, as the loader marks it.
         """
-        epoch, last, loop = AutoEpoch(upcoming.epoch), self.delivery, self.loop
+        number, is_chosen = self._find_next(is_finished=is_finished, has_more=has_more)
+        epoch, last, loop = AutoEpoch(number), self.delivery, self.loop
         last.supersede("another iteration has begun", severe=severe)
         holder, self.holder = self.holder, enter_epoch(self.holder, epoch)
         self.delivery = Delivery(
             epoch=epoch,
             in_loop=loop is not None,
             # A holder that had to be replaced cannot show whether the user set its epoch.
-            chosen=upcoming.chosen and holder is self.holder,
+            chosen=is_chosen and holder is self.holder,
             # The loop's epoch was already read to its end: reading it again moves no position.
             complete=loop is not None and last.exhausted and last.epoch == epoch,
         )
@@ -275,6 +248,22 @@ class EpochCursor:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the iteration and the loop under way."""
         return {**self.__dict__, "_is_running": _nothing, "_loop": None}
+
+    def _find_next(self, *, is_finished: bool, has_more: Callable[[], bool]) -> tuple[int, bool]:
+        """Return the epoch of the next pass, and whether the user set it, so that it may stay."""
+        last, loop, by_user = self.delivery.epoch, self.loop, self._set_by_user()
+        keeps = self._keeps_epoch(has_more)
+        if loop is not None and loop.current is not None:
+            epoch = by_user if by_user is not None else last if keeps else loop.current
+            return int(epoch or 0), keeps if by_user is None else epoch != loop.current
+        by_dataset = self._set_on_dataset()
+        if by_user is not None and (by_dataset is None or by_user != last):
+            return by_user, True
+        if by_dataset is not None:
+            return by_dataset, True
+        if last is not None:
+            return int(last) + (not keeps), keeps
+        return int(self.holder.epoch) + is_finished, False
 
     def _set_by_user(self) -> int | None:
         epoch = self.holder.epoch

@@ -353,13 +353,15 @@ class DataLoader(OpenDataLoader[T_co]):
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's is a private class
         refuse_undivided(self)
-        upcoming = self._cursor.upcoming(
-            is_finished=self._is_state_finished(), has_more=self._has_more
-        )
         if self.num_workers > 0 and self._board is None:
             self._board = EpochBoard(self.num_workers)
-        datasets = (self.dataset, self.collate_fn)
-        epoch = self._cursor.begin(upcoming, datasets, severe=self.persistent_workers)
+        epoch = self._cursor.begin(
+            self.dataset,
+            self.collate_fn,
+            severe=self.persistent_workers,
+            is_finished=self._is_state_finished(),
+            has_more=self._has_more,
+        )
         holder = self._cursor.holder
         if self._board is not None:
             offset = holder.offset() if hasattr(holder, "offset") else 0
