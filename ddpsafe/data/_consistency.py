@@ -21,10 +21,11 @@ import torch
 
 from ddpsafe._errors import Explanation
 from ddpsafe._text import ranks_text
-from ddpsafe.data._gathering import gather_json, group_rank
+from ddpsafe.data._gathering import gather_json
 from ddpsafe.data._loader.epochs import PATH_ATTRIBUTES, add_note, describe_index
 from ddpsafe.data._loader.reachable import restored_after_reading
 from ddpsafe.data._loader.sampler_search import find_epoch_holder
+from ddpsafe.data._replica import current_replica
 from ddpsafe.data.errors import DataConfigError, DatasetInconsistencyError
 
 if TYPE_CHECKING:
@@ -360,7 +361,7 @@ def check_dataset_consistency(
         return _compare(dataset, probes, key, facts or {}, group)
     except DatasetInconsistencyError as error:
         # So the launcher blames a rank that differs, though all ranks raise.
-        error.origin = "own" if group_rank(group) in error.ranks else "mismatch"
+        error.origin = "own" if current_replica(group).rank in error.ranks else "mismatch"
         raise
 
 

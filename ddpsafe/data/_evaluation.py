@@ -17,11 +17,11 @@ from ddpsafe.data._gathering import (
     encode,
     gather_json,
     gather_rows,
-    group_rank,
     is_plain_array,
     is_plain_tensor,
 )
 from ddpsafe.data._loader.sampler_search import batch_geometry, find_epoch_holder
+from ddpsafe.data._replica import current_replica
 from ddpsafe.data._samplers.base import PositionSampler, require_int
 from ddpsafe.data.errors import DataConfigError, IncompleteGatherError
 
@@ -159,7 +159,7 @@ def gather_exact(
         name: _gather_leaf(leaves.get(name), leaf, order, group)
         for name, leaf in form["leaves"].items()
     }
-    if dst is not None and group_rank(group) != dst:
+    if dst is not None and current_replica(group).rank != dst:
         return None
     if form["named"]:
         return cast("Values", {decode(json.loads(name)): leaf for name, leaf in gathered.items()})

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from ddpsafe._errors import Explanation
 from ddpsafe._text import ranks_text
-from ddpsafe.data._replica import has_group
+from ddpsafe.data._replica import current_replica
 from ddpsafe.data.errors import DataConfigError, UnevenStepsError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class EvenSteps(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         self.weight = 1.0
         self.dropped = False
-        if not has_group() or dist.get_world_size(self._group) == 1:
+        if current_replica(self._group).num_replicas == 1:
             return iter(self._loader)
         if self._policy == "join":
             return self._joined()

@@ -11,20 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ddpsafe.data._replica import has_group
+from ddpsafe.data._replica import current_replica
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-def group_size(group: ProcessGroup | None) -> int:
-    """Return the number of ranks; 1 without a process group."""
-    return dist.get_world_size(group) if has_group() else 1
-
-
-def group_rank(group: ProcessGroup | None) -> int:
-    """Return this process's rank in the group; 0 without a process group."""
-    return dist.get_rank(group) if has_group() else 0
 
 
 def gather_rows(rows: torch.Tensor, group: ProcessGroup | None) -> list[torch.Tensor]:
@@ -37,7 +27,7 @@ def gather_rows(rows: torch.Tensor, group: ProcessGroup | None) -> list[torch.Te
     Returns:
         One tensor for each rank, shape (k of that rank, w), uint8, on the CPU.
     """
-    size = group_size(group)
+    size = current_replica(group).num_replicas
     if size == 1:
         return [rows.cpu()]
     # A CPU backend needs no device and no copy to it; a group with NCCL only has no CPU backend.

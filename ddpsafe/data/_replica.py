@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data.errors import DataConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _MIN_RANDOM_SEED: Final = 2**48
 
@@ -28,10 +31,10 @@ def has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def current_replica() -> Replica:
-    """Return rank and world size of the process group; without one, rank 0 of 1."""
+def current_replica(group: ProcessGroup | None = None) -> Replica:
+    """Return rank and size of a process group, by default of all ranks; without one, rank 0 of 1."""
     if has_group():
-        return Replica(num_replicas=dist.get_world_size(), rank=dist.get_rank())
+        return Replica(num_replicas=dist.get_world_size(group), rank=dist.get_rank(group))
     return Replica(num_replicas=1, rank=0)
 
 
