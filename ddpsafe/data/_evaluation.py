@@ -208,15 +208,14 @@ def _check_cover(
     index: NDArray[np.int64], n: int | None, duplicates: Literal["error", "drop"]
 ) -> NDArray[np.int64]:
     """Return where in the gathered results each dataset index is: shape (n,), int64."""
-    unique, first = np.unique(index, return_index=True)
+    unique, first, counts = np.unique(index, return_index=True, return_counts=True)
     size = (len(unique) if duplicates == "drop" else len(index)) if n is None else n
-    inside = unique[(unique >= 0) & (unique < size)]
-    if len(inside) == size and (duplicates == "drop" or len(index) == size):
-        return np.asarray(first[(unique >= 0) & (unique < size)], dtype=np.int64)
-    missing = np.setdiff1d(np.arange(size), inside)
-    values, counts = np.unique(index, return_counts=True)
-    repeated = values[counts > 1]
-    outside = unique[(unique < 0) | (unique >= size)]
+    is_inside = (unique >= 0) & (unique < size)
+    if is_inside.sum() == size and (duplicates == "drop" or len(index) == size):
+        return np.asarray(first[is_inside], dtype=np.int64)
+    missing = np.setdiff1d(np.arange(size), unique)
+    repeated = unique[counts > 1]
+    outside = unique[~is_inside]
     raise IncompleteGatherError(
         Explanation(
             f"{len(index)} results do not cover {size} samples once each: {len(missing)} are "
