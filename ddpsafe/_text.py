@@ -51,6 +51,12 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
+def shortened(lines: Sequence[str], most: int) -> list[str]:
+    """Return the first lines of a message's list, and of a longer one how many are left out."""
+    more = len(lines) - most
+    return [*lines[:most], f"… and {more} more"] if more > 0 else list(lines)
+
+
 def encodable(text: str) -> str:
     """Return a text that can be printed: a user's value may hold a surrogate, which has no encoding."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import Explanation
+from ddpsafe._text import shortened
 from ddpsafe.checkpoint._format import PER_RANK
 from ddpsafe.checkpoint._state import (
     PerRank,
@@ -175,16 +176,14 @@ def _list(shapes: list[list[int]]) -> str:
 
 
 def _mismatch(loaded: Loaded, differences: Differences) -> CheckpointMismatchError:
-    listed = [
+    lines = [
         f"{path} is not in the checkpoint"
         if saved == _ABSENT and now in ("shared", PER_RANK)
         else f"{path}: {_line(saved, now)}"
-        for path, (saved, now) in list(differences.items())[:_MAX_LISTED]
+        for path, (saved, now) in differences.items()
     ]
     number = len(differences)
     wrapper = _find_wrapper(differences)
-    if number > _MAX_LISTED:
-        listed.append(f"… and {number - _MAX_LISTED} more")
     return CheckpointMismatchError(
         Explanation(
             f"The checkpoint {loaded.folder} does not fit the objects: "
@@ -197,7 +196,7 @@ def _mismatch(loaded: Loaded, differences: Differences) -> CheckpointMismatchErr
             if wrapper
             else "build the model as before, start in a new directory, or restore what fits with "
             "strict=False.",
-            details=listed,
+            details=shortened(lines, _MAX_LISTED),
         ),
         differences=differences,
     )

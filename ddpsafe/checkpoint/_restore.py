@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import Explanation
 from ddpsafe._job.agreement import Message
-from ddpsafe._text import listed
+from ddpsafe._text import listed, shortened
 from ddpsafe.checkpoint import _compare, _directory, _sharded
 from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._format import (
@@ -442,9 +442,8 @@ def _apply_everywhere(request: RestoreRequest, loaded: Loaded) -> None:
     absence_error = functools.partial(_absence_error, request.ranks)
     exchange.agree(lambda _: {}, absence_error, request.ranks.deadline())
     if loaded.left and request.ranks.is_main:
-        listed = "; ".join(f"{path}: {why}" for path, why in list(loaded.left.items())[:8])
-        more = f"; … and {len(loaded.left) - 8} more" if len(loaded.left) > 8 else ""  # noqa: PLR2004
-        warn(f"restored step {loaded.manifest.step} in part; left unchanged: {listed}{more}")
+        left = shortened([f"{path}: {why}" for path, why in loaded.left.items()], most=8)
+        warn(f"restored step {loaded.manifest.step} in part; left unchanged: {'; '.join(left)}")
 
 
 def _set_aside(request: RestoreRequest, newer: list[int], problems: list[str]) -> None:

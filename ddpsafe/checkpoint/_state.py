@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, runtime_checkable
 
 from ddpsafe._errors import Explanation
+from ddpsafe._text import shortened
 from ddpsafe._torch_private import module_versions, set_module_versions
 from ddpsafe.checkpoint import _sharded
 from ddpsafe.checkpoint._format import PER_RANK, REPLICATED, SHARDED, Kept, OptimizerFacts
@@ -286,8 +287,6 @@ def explaining(state: dict[str, Any]) -> Iterator[None]:
 
 
 def _unsafe(found: list[tuple[str, str]]) -> UnsafeStateError:
-    listed = [f"{path}: {why}" for path, why in found[:_MAX_LISTED]]
-    more = [f"… and {len(found) - _MAX_LISTED} more"] if len(found) > _MAX_LISTED else []
     values = "a value" if len(found) == 1 else f"{len(found)} values"
     return UnsafeStateError(
         Explanation(
@@ -296,7 +295,7 @@ def _unsafe(found: list[tuple[str, str]]) -> UnsafeStateError:
             "that allows tensors, numbers, strings, and dicts, lists and tuples of them.",
             fix="return plain values from state_dict(), or allow the type on both sides with "
             "torch.serialization.add_safe_globals.",
-            details=[*listed, *more],
+            details=shortened([f"{path}: {why}" for path, why in found], _MAX_LISTED),
         ),
         paths=[path for path, _ in found],
     )
