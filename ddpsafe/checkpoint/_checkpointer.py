@@ -22,7 +22,7 @@ from ddpsafe.checkpoint import _directory, _restore, _save
 from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._directory import Keep, is_whole
 from ddpsafe.checkpoint._format import REPLICATED, OptimizerFacts, from_json, read_manifest
-from ddpsafe.checkpoint._ranks import Ranks, explain_absence
+from ddpsafe.checkpoint._ranks import Ranks
 from ddpsafe.checkpoint._sharded import is_sharded
 from ddpsafe.checkpoint._state import (
     Snapshot,
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self
-
-    from ddpsafe._job.agreement import Absence
 
 # How long a `with` block that an error leaves waits for a save in the background.
 _WAIT_ON_ERROR: Final = timedelta(seconds=5)
@@ -85,14 +83,6 @@ class CheckpointInfo:
     metadata: Mapping[str, Any]
     ddpsafe: str
     torch: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pending:
-    """A save that has begun."""
-
-    step: int
-    save: _save.Save
 
 
 class Checkpointer:
@@ -143,7 +133,7 @@ class Checkpointer:
         self._newest_is_ours = False
         self._versions: dict[str, int] = {}
         self._publisher: _save.Publisher | None = None
-        self._pending: _Pending | None = None
+        self._pending: _save.Save | None = None
         self._copies = HostCopies()
         self._entered = False
         self._closed = False
@@ -323,14 +313,14 @@ class Checkpointer:
             metrics=numbers,
             metadata=plain,
         )
-        self._pending = _Pending(step=step, save=_save.Save(request, exchange))
+        self._pending = _save.Save(request, exchange)
         return lost
 
     def _finish(self) -> None:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        pending.save.finish()
+        pending.finish()
         self._set_newest(pending.step, is_new=not self._is_saved(pending.step))
         if self._schedule is not None:
             self._schedule.note_saved()
@@ -426,7 +416,7 @@ class Checkpointer:
         # is worth a short wait.
         if self._pending is not None:
             with contextlib.suppress(Exception):
-                self._pending.save.abandon(_WAIT_ON_ERROR)
+                self._pending.abandon(_WAIT_ON_ERROR)
         if not self._closed:
             self._release()
 
@@ -464,7 +454,8 @@ class Checkpointer:
         return step
 
     def _set_newest(self, step: int, *, is_new: bool) -> None:
-        self._newest, self._newest_is_ours = step, True
+        self._newest = step
+        self._newest_is_ours = True
         self._ranks.note_checkpoint(step, is_new=is_new)
 
     def _is_saved(self, step: int) -> bool:
@@ -643,7 +634,12 @@ class _Schedule:
             return False
         exchange = ranks.begin("is_due()")
         exchange.send(Message(facts={}))
-        absence_error = functools.partial(_absence_error, ranks, step)
+        absence_error = ranks.absence_error(
+            functools.partial(SaveError, step=step),
+            f"decide whether a save is due at step {step}",
+            cause="did not call is_due(), hangs, or is much slower.",
+            fix="call is_due() on every rank with the same steps.",
+        )
         every_s = self._every.total_seconds()
         if ranks.leads:
             answer = exchange.lead(lambda: self._decide(step, every_s))
@@ -664,22 +660,6 @@ class _Schedule:
         wait_steps = math.floor((every_s if due else left_s) * speed)
         # Skip no more steps than were measured: the first ones are slow, so the speed is a guess.
         return {"due": due, "next": step + max(1, min(wait_steps, steps))}
-
-
-def _absence_error(ranks: Ranks, step: int, absence: Absence) -> SaveError:
-    error = SaveError(
-        explain_absence(
-            absence,
-            ranks,
-            f"decide whether a save is due at step {step}",
-            cause="did not call is_due(), hangs, or is much slower.",
-            fix="call is_due() on every rank with the same steps.",
-        ),
-        step=step,
-        rank=absence.ranks[0],
-    )
-    error.origin = absence.origin
-    return error
 
 
 def read_info(folder: Path) -> CheckpointInfo:

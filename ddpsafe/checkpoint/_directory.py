@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import re
 import shutil
@@ -33,19 +32,12 @@ from ddpsafe._text import ranks_text
 from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._format import read_manifest
 from ddpsafe.checkpoint._lock import DirectoryLock, Owner, read_owner
-from ddpsafe.checkpoint._ranks import explain_absence
-from ddpsafe.checkpoint.errors import (
-    CheckpointConfigError,
-    CheckpointError,
-    DirectoryError,
-    RestoreError,
-)
+from ddpsafe.checkpoint.errors import CheckpointConfigError, DirectoryError, RestoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from ddpsafe._job.agreement import Absence
     from ddpsafe.checkpoint._ranks import Ranks
 
 _STEP: Final = re.compile(r"step-([0-9]{12,18})")
@@ -329,7 +321,13 @@ def open_directory(ranks: Ranks, directory: Path) -> tuple[DirectoryLock | None,
         DirectoryError: It cannot be written to, or is not the same for all ranks.
         DirectoryLockedError: Another job holds the lock.
     """
-    absence_error = functools.partial(_absence_error, ranks, directory)
+    absence_error = ranks.absence_error(
+        DirectoryError,
+        f"open {directory}",
+        cause="did not create a Checkpointer, hangs, or waits for a file system that does not "
+        "respond.",
+        fix="create the Checkpointer on every rank, at the same point of the script.",
+    )
     opening, seeing = (ranks.begin("Checkpointer()") for _ in range(2))
     locks: list[DirectoryLock] = []
 
@@ -456,19 +454,3 @@ def _sees(directory: Path, lock_id: str) -> bool:
         if deadline.expired():
             return False
         time.sleep(_POLL_S)
-
-
-def _absence_error(ranks: Ranks, directory: Path, absence: Absence) -> CheckpointError:
-    error = DirectoryError(
-        explain_absence(
-            absence,
-            ranks,
-            f"open {directory}",
-            cause="did not create a Checkpointer, hangs, or waits for a file system that does not "
-            "respond.",
-            fix="create the Checkpointer on every rank, at the same point of the script.",
-        ),
-        rank=absence.ranks[0],
-    )
-    error.origin = absence.origin
-    return error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import Explanation
@@ -13,6 +13,7 @@ from ddpsafe._text import ranks_text
 from ddpsafe.checkpoint import errors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import timedelta
     from pathlib import Path
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
     from ddpsafe._job.agreement import Absence
     from ddpsafe._worker.context import RankContext
+
+E = TypeVar("E", bound=errors.CheckpointError)
 
 _numbers: Final = itertools.count()
 
@@ -86,6 +89,26 @@ class Ranks(RankGroup):
     def deadline(self) -> Deadline:
         """Return the end of a wait that begins now."""
         return Deadline.after(self.timeout)
+
+    def absence_error(
+        self, error_type: Callable[..., E], doing: str, *, cause: str, fix: str
+    ) -> Callable[[Absence], E]:
+        """Return what makes the error for ranks that another one waited for; see `explain_absence`.
+
+        Args:
+            error_type: Makes the error from its explanation and ``rank=``.
+            doing: What the ranks were doing.
+            cause: Why they may be late.
+            fix: What to do about that.
+        """
+
+        def make(absence: Absence) -> E:
+            explanation = explain_absence(absence, self, doing, cause=cause, fix=fix)
+            error = error_type(explanation, rank=absence.ranks[0])
+            error.origin = absence.origin
+            return error
+
+        return make
 
     def as_own_error(self, error: BaseException) -> errors.CheckpointError:
         """Return a `CheckpointError` that has the rank."""

@@ -29,7 +29,6 @@ from ddpsafe.checkpoint._format import (
     Manifest,
     read_manifest,
 )
-from ddpsafe.checkpoint._ranks import explain_absence
 from ddpsafe.checkpoint._state import (
     PerRank,
     is_stateful,
@@ -130,7 +129,12 @@ def restore(request: RestoreRequest) -> int | None:
         exchange.fail(exc)
         raise
     exchange.send(Message(facts={"steps": own, "host": ranks.host, "asked": request.step}))
-    absence_error = functools.partial(_absence_error, ranks)
+    absence_error = ranks.absence_error(
+        RestoreError,
+        "restore",
+        cause="did not call restore(), hangs, or reads from slow storage.",
+        fix="call restore() on every rank; raise the Checkpointer's timeout for slow storage.",
+    )
     answer = exchange.agree(
         functools.partial(_agree_on_steps, request), absence_error, ranks.deadline()
     )
@@ -147,7 +151,7 @@ def restore(request: RestoreRequest) -> int | None:
             ranks.deadline(),
         )
         if loaded is not None and answer["use"]:  # every rank could load it
-            _apply_everywhere(request, loaded)
+            _apply_everywhere(request, loaded, absence_error)
             newer = [other for other in seen if other > step]
             _set_aside(request, newer, problems)
             logger.info("restored step %d from %s", step, loaded.folder)
@@ -430,7 +434,9 @@ def _map(descriptor: str, path: Path) -> Any:
         return torch.load(source, map_location="cpu", weights_only=True)
 
 
-def _apply_everywhere(request: RestoreRequest, loaded: Loaded) -> None:
+def _apply_everywhere(
+    request: RestoreRequest, loaded: Loaded, absence_error: Callable[[Absence], RestoreError]
+) -> None:
     """Load the checkpoint into the objects; if that fails on one rank, every rank raises."""
     exchange = request.ranks.begin("restore()")
     try:
@@ -439,7 +445,6 @@ def _apply_everywhere(request: RestoreRequest, loaded: Loaded) -> None:
         exchange.fail(exc)
         raise
     exchange.send(Message(facts={}))
-    absence_error = functools.partial(_absence_error, request.ranks)
     exchange.agree(lambda _: {}, absence_error, request.ranks.deadline())
     if loaded.left and request.ranks.is_main:
         left = shortened([f"{path}: {why}" for path, why in loaded.left.items()], most=8)
@@ -465,21 +470,6 @@ def _set_aside(request: RestoreRequest, newer: list[int], problems: list[str]) -
             listed([str(target) for target in targets]),
             "; ".join(map(str, problems)),
         )
-
-
-def _absence_error(ranks: Ranks, absence: Absence) -> RestoreError:
-    error = RestoreError(
-        explain_absence(
-            absence,
-            ranks,
-            "restore",
-            cause="did not call restore(), hangs, or reads from slow storage.",
-            fix="call restore() on every rank; raise the Checkpointer's timeout for slow storage.",
-        ),
-        rank=absence.ranks[0],
-    )
-    error.origin = absence.origin
-    return error
 
 
 # Loading a checkpoint into objects that have been compared with it.

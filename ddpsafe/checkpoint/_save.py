@@ -131,12 +131,15 @@ class Save:
     Args:
         request: What to save.
         first: The exchange in which this rank will send its part of the save.
+
+    Attributes:
+        step: The step.
     """
 
     def __init__(self, request: SaveRequest, first: Exchange) -> None:
         self._request = request
         self._ranks = request.ranks
-        self._step = request.step
+        self.step = request.step
         self._deadline = request.ranks.deadline()
         self._given_up = threading.Event()
         self._not_removed: list[str] = []
@@ -182,7 +185,7 @@ class Save:
         publisher = self._request.publisher
         if publisher is None:  # already saved
             return
-        publisher.require_lock(self._step)
+        publisher.require_lock(self.step)
         parts = [messages[rank].data for rank in sorted(messages)]
         needed = size_bytes(self._request.snapshot.replicated) + sum(map(len, parts))
         needed += sum(message.facts["shard_bytes"] for message in messages.values())
@@ -191,16 +194,16 @@ class Save:
         free = _directory.free_bytes(directory)
         if free < needed:
             cause = f"it needs about {needed / 1e6:.1f} MB, but only {free / 1e6:.1f} MB are free."
-            raise _no_space(directory, self._step, needed, free, cause)
-        with _directory.unfinished(directory, self._step) as folder:
+            raise _no_space(directory, self.step, needed, free, cause)
+        with _directory.unfinished(directory, self.step) as folder:
             files, shards = self._collect_shards(folder)
             _write_files(folder, self._request, parts, files, shards)
-            publisher.require_lock(self._step)
+            publisher.require_lock(self.step)
             if not _directory.publish(
-                folder, self._step, is_wanted=lambda: not self._given_up.is_set()
+                folder, self.step, is_wanted=lambda: not self._given_up.is_set()
             ):
                 raise _GivenUpError
-        publisher.metrics[self._step] = self._request.metrics
+        publisher.metrics[self.step] = self._request.metrics
         self._not_removed = _directory.prune(directory, publisher.keep, publisher.metrics)
 
     def _collect_shards(
@@ -220,13 +223,13 @@ class Save:
         except (ValueError, KeyError) as exc:
             raise SaveError(
                 Explanation(
-                    f"The checkpoint of step {self._step} was not saved: the parts that the ranks "
+                    f"The checkpoint of step {self.step} was not saved: the parts that the ranks "
                     "wrote do not make up the distributed tensors.",
                     cause="the ranks have different models, or shard them differently.",
                     fix="build the same model on the same mesh on every rank.",
                     details=str(exc).splitlines()[:4],
                 ),
-                step=self._step,
+                step=self.step,
             ) from exc
 
     def _write_own_shards(self) -> None:
@@ -240,7 +243,7 @@ class Save:
         try:
             written = _sharded.write_shards(self._request.snapshot.shards, folder, self._ranks.rank)
         except Exception as exc:
-            error = _explain(exc, folder.parent, self._step)
+            error = _explain(exc, folder.parent, self.step)
             self._second.fail(error)
             raise error from exc
         self._second.send(Message(facts=written))
@@ -297,7 +300,7 @@ class Save:
             raise
         except Exception as exc:
             publisher = self._request.publisher
-            error = exc if publisher is None else _explain(exc, publisher.directory, self._step)
+            error = exc if publisher is None else _explain(exc, publisher.directory, self.step)
             if error is exc:
                 raise
             raise error from exc
@@ -306,12 +309,12 @@ class Save:
         waited_s = self._deadline.waited_s()
         return SaveTimeoutError(
             Explanation(
-                f"{self._ranks} could not write the checkpoint of step {self._step} in "
+                f"{self._ranks} could not write the checkpoint of step {self.step} in "
                 f"{waited_s:.1f} s.",
                 cause="the storage is slow or does not respond.",
                 fix="check that storage; raise the Checkpointer's timeout if it is only slow.",
             ),
-            step=self._step,
+            step=self.step,
             missing_ranks=[self._ranks.rank],
             waited_s=waited_s,
             rank=self._ranks.rank,
@@ -322,7 +325,7 @@ class Save:
         explanation = explain_absence(
             absence,
             self._ranks,
-            f"save step {self._step}",
+            f"save step {self.step}",
             cause="waits for storage that is slow or does not respond, is stopped, or hangs."
             if only_writer_missing
             else "did not call save(), hangs, or is much slower.",
@@ -330,12 +333,12 @@ class Save:
             "if the storage is only slow.",
         )
         if absence.lost:
-            error = SaveError(explanation, step=self._step, rank=absence.ranks[0])
+            error = SaveError(explanation, step=self.step, rank=absence.ranks[0])
             error.origin = absence.origin
             return error
         return SaveTimeoutError(
             explanation,
-            step=self._step,
+            step=self.step,
             missing_ranks=absence.ranks,
             waited_s=absence.waited_s,
         )
