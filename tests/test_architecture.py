@@ -80,7 +80,7 @@ BETWEEN_SIBLINGS: Final = {
         "ddpsafe._worker.pending_exception",
     ): "announces a wait; late",
     (
-        "ddpsafe.checkpoint._ranks",
+        "ddpsafe.checkpoint._checkpointer",
         "ddpsafe._worker.environment",
     ): "tells how far a rank is; late",
 }

@@ -119,6 +119,7 @@ class Checkpointer:
         access: Literal["write", "read"] = "write",
         rng: bool = True,
     ) -> None:
+        from ddpsafe._worker import environment
         from ddpsafe._worker.join.attached import current
 
         self._directory = _require_absolute(directory)
@@ -140,7 +141,7 @@ class Checkpointer:
         self._schedule = None if every is None else _Schedule(every)
         if access == "write":
             lock, self._newest = _directory.open_directory(self._ranks, self._directory)
-            self._ranks.note_folder(self._directory)
+            environment.note_checkpoint_folder(str(self._directory))
             if lock is not None:
                 # For callers that use neither `with` nor close().
                 weakref.finalize(self, lock.release)
@@ -266,9 +267,11 @@ class Checkpointer:
         asynchronous: bool,
     ) -> list[str]:
         """Begin a save; return what is lost because the step was already saved with other values."""
+        from ddpsafe._worker import environment
+
         ranks = self._ranks
         lost: list[str] = []
-        ranks.note_saving()
+        environment.note_saving()
         exchange = ranks.begin("save()")
         try:
             snapshot = (
@@ -454,9 +457,11 @@ class Checkpointer:
         return step
 
     def _set_newest(self, step: int, *, is_new: bool) -> None:
+        from ddpsafe._worker import environment
+
         self._newest = step
         self._newest_is_ours = True
-        self._ranks.note_checkpoint(step, is_new=is_new)
+        environment.note_checkpoint(step, is_new=is_new)
 
     def _is_saved(self, step: int) -> bool:
         return self._newest_is_ours and step == self._newest
@@ -551,8 +556,8 @@ def _problem_of_names(named: Mapping[str, object], rename: Mapping[str, object])
 
 
 def _quoted(names: Iterable[object]) -> str:
-    shown = [repr(name) for name in names]
-    return ", ".join(shown[:_MAX_LISTED]) + (", …" if len(shown) > _MAX_LISTED else "")
+    quoted = [repr(name) for name in names]
+    return ", ".join(quoted[:_MAX_LISTED]) + (", …" if len(quoted) > _MAX_LISTED else "")
 
 
 def _read_foreign(file: str | os.PathLike[str]) -> dict[Any, Any]:

@@ -15,7 +15,6 @@ from ddpsafe.checkpoint import errors
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
-    from pathlib import Path
 
     from torch import nn
 
@@ -67,24 +66,6 @@ class Ranks(RankGroup):
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model inside the wrappers of DDP and torch.compile."""
         return self._context.unwrap(model)
-
-    def note_checkpoint(self, step: int, *, is_new: bool) -> None:
-        """Report the newest saved or restored step to the launcher, if ddpsafe started this rank."""
-        from ddpsafe._worker.environment import note_checkpoint
-
-        note_checkpoint(step, is_new=is_new)
-
-    def note_folder(self, path: Path) -> None:
-        """Report the directory of the checkpoints to the launcher, if ddpsafe started this rank."""
-        from ddpsafe._worker.environment import note_checkpoint_folder
-
-        note_checkpoint_folder(str(path))
-
-    def note_saving(self) -> None:
-        """Report the begin of a save to the launcher, if ddpsafe started this rank."""
-        from ddpsafe._worker.environment import note_saving
-
-        note_saving()
 
     def deadline(self) -> Deadline:
         """Return the end of a wait that begins now."""
