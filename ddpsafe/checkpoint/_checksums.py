@@ -86,7 +86,8 @@ class ChecksumWriter:
 
     def _end_block(self) -> None:
         self.crc32.append(self._crc)
-        self._crc, self._in_block = 0, 0
+        self._crc = 0
+        self._in_block = 0
 
     def flush(self) -> None:
         """Do nothing: the file is unbuffered. torch requires the method."""
@@ -146,11 +147,11 @@ class VerifiedFile:
         self._name = name
         self._size = size
         self._crc32 = crc32
-        found = os.fstat(fd).st_size
-        if found != size:
+        length = os.fstat(fd).st_size
+        if length != size:
             os.close(fd)
-            what = "truncated" if found < size else "longer than what was written"
-            raise DamagedFileError(f"{name} is {what}: {found} of {size} bytes")
+            what = "truncated" if length < size else "longer than what was written"
+            raise DamagedFileError(f"{name} is {what}: {length} of {size} bytes")
 
     def check(self) -> None:
         """Check every block.
@@ -165,10 +166,10 @@ class VerifiedFile:
     def read(self, start: int, length: int) -> bytearray:
         """Return bytes, after checking the blocks that contain them."""
         data = bytearray(length)
-        view, at = memoryview(data), start
+        view, position = memoryview(data), start
         buffer = memoryview(bytearray(min(BLOCK_BYTES, self._size)))
         while view:
-            number, offset = divmod(at, BLOCK_BYTES)
+            number, offset = divmod(position, BLOCK_BYTES)
             if offset == 0 and len(view) >= BLOCK_BYTES:  # read a whole block without another copy
                 count = len(self._read_block(number, view[:BLOCK_BYTES]))
             else:
@@ -177,7 +178,7 @@ class VerifiedFile:
                 view[:count] = part
             if not count:
                 raise DamagedFileError(f"{self._name} ends before byte {start + length}")
-            view, at = view[count:], at + count
+            view, position = view[count:], position + count
         return data
 
     def _read_block(self, number: int, buffer: memoryview) -> memoryview:

@@ -72,19 +72,19 @@ def compare(
     left: dict[str, str] = {}
     for name, value in state.items():
         kept = loaded.manifest.names.get(name)
-        asked = PER_RANK if isinstance(value, PerRank) else "shared"
-        found: Differences = {}
-        if kept is None or (kept == PER_RANK) != (asked == PER_RANK):
-            found = {name: (kept or _ABSENT, asked)}
+        wanted = PER_RANK if isinstance(value, PerRank) else "shared"
+        unequal: Differences = {}
+        if kept is None or (kept == PER_RANK) != (wanted == PER_RANK):
+            unequal = {name: (kept or _ABSENT, wanted)}
         elif not isinstance(value, PerRank):
             tree = loaded.shards.on_meta(loaded.replicated[name], name)
-            found = _compare_tensors(name, value, tree, unwrap)
-            found |= _compare_optimizers(loaded, name, value)
-        differences.update(found)
-        if found and isinstance(value, torch.nn.Module) and name not in found:
-            left.update({path: _line(saved, now) for path, (saved, now) in found.items()})
-        elif found:
-            left[name] = _line(*next(iter(found.values())))
+            unequal = _compare_tensors(name, value, tree, unwrap)
+            unequal |= _compare_optimizers(loaded, name, value)
+        differences.update(unequal)
+        if unequal and isinstance(value, torch.nn.Module) and name not in unequal:
+            left.update({path: _line(saved, now) for path, (saved, now) in unequal.items()})
+        elif unequal:
+            left[name] = _line(*next(iter(unequal.values())))
     if differences and strict:
         raise _mismatch(loaded, differences)
     return left
@@ -99,15 +99,15 @@ def tensors_of(tree: Any, name: str) -> Tensors:
     import torch
     from torch.nn.parameter import is_lazy
 
-    found: Tensors = {}
+    tensors: Tensors = {}
     for path, leaf in leaves(tree, name):
         if not isinstance(leaf, torch.Tensor) or is_lazy(leaf):
             continue
         shape: tuple[Any, ...] = tuple(leaf.shape) if not leaf.is_nested else ()
         if leaf.is_nested:  # a nested tensor has a shape for each of its parts
-            shape = tuple(tuple(each.shape) for each in leaf.unbind())
-        found[path.removeprefix(name)] = (shape, str(leaf.dtype).removeprefix("torch."))
-    return found
+            shape = tuple(tuple(part.shape) for part in leaf.unbind())
+        tensors[path.removeprefix(name)] = (shape, str(leaf.dtype).removeprefix("torch."))
+    return tensors
 
 
 def _compare_tensors(
@@ -171,8 +171,8 @@ def _count(facts: OptimizerFacts) -> str:
 
 
 def _list(shapes: list[list[int]]) -> str:
-    shown = [str(tuple(shape)) for shape in shapes[:_MAX_LISTED]]
-    return f"{len(shapes)} of shapes {', '.join(shown)}{', …' if len(shapes) > _MAX_LISTED else ''}"
+    first = [str(tuple(shape)) for shape in shapes[:_MAX_LISTED]]
+    return f"{len(shapes)} of shapes {', '.join(first)}{', …' if len(shapes) > _MAX_LISTED else ''}"
 
 
 def _mismatch(loaded: Loaded, differences: Differences) -> CheckpointMismatchError:
@@ -211,7 +211,7 @@ def _find_wrapper(differences: Differences) -> str:
     matches = [path for path in longer if path.endswith(first) and path != name]
     for path in matches if first else ():
         wrapper = path.removesuffix(first).removeprefix(f"{name}['")
-        if {each.replace("['", f"['{wrapper}", 1) for each in shorter} == longer:
+        if {own.replace("['", f"['{wrapper}", 1) for own in shorter} == longer:
             return wrapper
     return ""
 

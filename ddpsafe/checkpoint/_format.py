@@ -269,15 +269,15 @@ def open_regular(folder: Path, name: str) -> int:
     *above, last = name.split("/")
     with contextlib.ExitStack() as stack:
         try:
-            at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            stack.callback(os.close, at)
+            parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, parent)
             for part in above:
-                at = os.open(
-                    part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at
+                parent = os.open(
+                    part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent
                 )
-                stack.callback(os.close, at)
+                stack.callback(os.close, parent)
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            fd = os.open(last, flags, dir_fd=at)
+            fd = os.open(last, flags, dir_fd=parent)
         except FileNotFoundError:
             raise DamagedFileError(f"{name} is missing") from None
         except OSError as exc:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
 import logging
 import os
 import re
@@ -128,7 +129,7 @@ def restore(request: RestoreRequest) -> int | None:
     except DirectoryError as exc:
         exchange.fail(exc)
         raise
-    exchange.send(Message(facts={"steps": own, "host": ranks.host, "asked": request.step}))
+    exchange.send(Message(facts={"steps": own, "host": ranks.host, "step": request.step}))
     absence_error = ranks.absence_error(
         RestoreError,
         "restore",
@@ -178,10 +179,10 @@ def restore(request: RestoreRequest) -> int | None:
 def _agree_on_steps(request: RestoreRequest, messages: dict[int, Message]) -> dict[str, Any]:
     directory = request.directory
     for rank, message in messages.items():
-        if message.facts["asked"] != request.step:
+        if message.facts["step"] != request.step:
             raise RestoreError(
                 Explanation(
-                    f"rank {rank} restores step {message.facts['asked']}, but rank 0 restores "
+                    f"rank {rank} restores step {message.facts['step']}, but rank 0 restores "
                     f"step {request.step}.",
                     cause="the ranks call restore() with different steps.",
                     fix="pass the same step= on every rank.",
@@ -604,7 +605,9 @@ def _for_optimizer(loaded: Loaded, optimizer: Any, saved: Any, name: str) -> Any
     import torch
 
     shards = loaded.shards
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = list(
+        itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    )
     if not any(map(_sharded.is_sharded, parameters)) or not isinstance(saved.get("state"), dict):
         return _own_memory(loaded, _whole(shards, saved, name))
 
@@ -615,18 +618,18 @@ def _for_optimizer(loaded: Loaded, optimizer: Any, saved: Any, name: str) -> Any
             return _whole(shards, entry, name)
 
         def put(path: str, leaf: Any) -> Any:
-            found = shards.find(leaf)
-            if found is None and not isinstance(leaf, torch.Tensor):
+            tensor = shards.find(leaf)
+            if tensor is None and not isinstance(leaf, torch.Tensor):
                 return leaf
-            shape = tuple(leaf.shape if found is None else found.shape)
+            shape = tuple(leaf.shape if tensor is None else tensor.shape)
             if shape == tuple(parameter.shape) and shape:
-                dtype = leaf.dtype if found is None else found.torch_dtype()
+                dtype = leaf.dtype if tensor is None else tensor.torch_dtype()
                 target = _sharded.like(parameter, dtype)
                 shards.fill(target, leaf, path)
                 return target
-            if found is None:
+            if tensor is None:
                 return leaf
-            return _sharded.copied_to_all(shards.read_whole(found), parameter)
+            return _sharded.copied_to_all(shards.read_whole(tensor), parameter)
 
         return replace_leaves(entry, name, put)
 

@@ -85,14 +85,14 @@ def own_parts(shards: Mapping[str, torch.Tensor]) -> Own:
         sharded: Any = tensor  # a DTensor
         place = sharded.device_mesh.get_coordinate() or ()
         if any(
-            at > 0
-            for at, placement in zip(place, sharded.placements, strict=False)
+            coordinate > 0
+            for coordinate, placement in zip(place, sharded.placements, strict=False)
             if placement.is_replicate()
         ):
             continue  # another rank of the mesh has the same part and writes it
-        found = _local(tensor, path)
-        if found is not None:
-            own[path] = found
+        part = _local(tensor, path)
+        if part is not None:
+            own[path] = part
     return own
 
 
@@ -146,10 +146,10 @@ def index_of(
     """
     files: dict[str, FileFacts] = {}
     pieces: dict[str, dict[object, Piece]] = {path: {} for path in whole}
-    for each in written:
-        files[each["file"]] = FileFacts(size_bytes=each["size_bytes"], crc32=each["crc32"])
-        for path, (start, offsets, sizes) in each["pieces"].items():
-            piece = Piece(file=each["file"], start=start, offsets=offsets, sizes=sizes)
+    for facts in written:
+        files[facts["file"]] = FileFacts(size_bytes=facts["size_bytes"], crc32=facts["crc32"])
+        for path, (start, offsets, sizes) in facts["pieces"].items():
+            piece = Piece(file=facts["file"], start=start, offsets=offsets, sizes=sizes)
             if piece.numel:
                 pieces[path].setdefault((*offsets, *sizes), piece)
     shards = {
@@ -226,10 +226,10 @@ class SavedShards:
         """
         import torch
 
-        found = _local(target, path)
-        if found is None:
+        part = _local(target, path)
+        if part is None:
             return
-        offsets, sizes, local = found
+        offsets, sizes, local = part
         saved = self.find(source)
         with torch.no_grad():
             if saved is None:

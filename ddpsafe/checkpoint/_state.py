@@ -149,7 +149,9 @@ def take_snapshot(
 
 def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
     """Return the class and the parameter shapes of an optimizer."""
-    groups = [[list(each.shape) for each in group["params"]] for group in optimizer.param_groups]
+    groups = [
+        [list(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups
+    ]
     return OptimizerFacts(kind=type(optimizer).__qualname__, groups=groups)
 
 
@@ -264,9 +266,9 @@ def require_loadable(state: dict[str, Any]) -> None:
     Raises:
         UnsafeStateError: It has such values, at `UnsafeStateError.paths`.
     """
-    found = list(_refused(state))
-    if found:
-        raise _unsafe(found)
+    refused = list(_refused(state))
+    if refused:
+        raise _unsafe(refused)
 
 
 @contextlib.contextmanager
@@ -280,14 +282,14 @@ def explaining(state: dict[str, Any]) -> Iterator[None]:
         yield
     except Exception as exc:
         tensors = ((path, leaf) for path, leaf in leaves(state, "state") if type(leaf) not in PLAIN)
-        found = [(path, why) for path, leaf in tensors if (why := _try(leaf)) is not None]
-        if not found:
+        refused = [(path, why) for path, leaf in tensors if (why := _try(leaf)) is not None]
+        if not refused:
             raise
-        raise _unsafe(found) from exc
+        raise _unsafe(refused) from exc
 
 
-def _unsafe(found: list[tuple[str, str]]) -> UnsafeStateError:
-    values = "a value" if len(found) == 1 else f"{len(found)} values"
+def _unsafe(refused: list[tuple[str, str]]) -> UnsafeStateError:
+    values = "a value" if len(refused) == 1 else f"{len(refused)} values"
     return UnsafeStateError(
         Explanation(
             f"The state holds {values} that could not be loaded again.",
@@ -295,9 +297,9 @@ def _unsafe(found: list[tuple[str, str]]) -> UnsafeStateError:
             "that allows tensors, numbers, strings, and dicts, lists and tuples of them.",
             fix="return plain values from state_dict(), or allow the type on both sides with "
             "torch.serialization.add_safe_globals.",
-            details=shortened([f"{path}: {why}" for path, why in found], _MAX_LISTED),
+            details=shortened([f"{path}: {why}" for path, why in refused], _MAX_LISTED),
         ),
-        paths=[path for path, _ in found],
+        paths=[path for path, _ in refused],
     )
 
 
