@@ -149,7 +149,9 @@ def _diff(options: Namespace) -> int:
         elif path not in then:
             differences.append({"path": path, "difference": "only in the second"})
         else:
-            text = _difference(_whole(before, then[path]), _whole(after, now[path]))
+            text = _difference(
+                before.shards.whole_leaf(then[path]), after.shards.whole_leaf(now[path])
+            )
             if text:
                 differences.append({"path": path, "difference": text})
     if options.json:
@@ -182,11 +184,6 @@ def _leaves_of(loaded: Loaded) -> dict[str, Any]:
     own = {f"{name} (rank 0)": value for name, value in (loaded.own or {}).items()}
     trees = {**loaded.replicated, **own}
     return {path: leaf for name, tree in trees.items() for path, leaf in leaves(tree, name)}
-
-
-def _whole(loaded: Loaded, leaf: Any) -> Any:
-    saved = loaded.shards.find(leaf)
-    return leaf if saved is None else loaded.shards.read_whole(saved)
 
 
 def _difference(before: Any, after: Any) -> str:

@@ -128,15 +128,14 @@ def _compare_tensors(
     current = state_of(value, unwrap)
     before, now = tensors_of(saved, name), tensors_of(current, name)
     differences: Differences = {}
-    for path in [*before, *(path for path in now if path not in before)]:
-        kept, own = before.get(path), now.get(path)
-        if kept == own:
-            continue
-        if kept is None or own is None or kept[0] != own[0]:  # the shapes
-            facts = (_ABSENT if kept is None else kept[0], _ABSENT if own is None else own[0])
-        else:  # the dtypes
-            facts = (kept[1], own[1])
-        differences[f"{name}{path}"] = facts
+    missing = (_ABSENT, "")
+    for path in {**before, **now}:
+        saved_shape, saved_dtype = before.get(path, missing)
+        shape, dtype = now.get(path, missing)
+        if saved_shape != shape:
+            differences[f"{name}{path}"] = (saved_shape, shape)
+        elif saved_dtype != dtype:
+            differences[f"{name}{path}"] = (saved_dtype, dtype)
     for path, leaf in leaves(current, name):
         if is_lazy(leaf):  # load_state_dict sets its shape
             differences.pop(path, None)

@@ -561,7 +561,7 @@ def _restore_one(
         if _sharded.is_sharded(value):
             loaded.shards.fill(value, saved, name)
         else:
-            whole = _whole(loaded.shards, saved, name)
+            whole = loaded.shards.whole(saved, name)
             with torch.no_grad():
                 if value.is_nested and value.layout is torch.jagged:
                     value.values().copy_(whole.values())
@@ -571,7 +571,7 @@ def _restore_one(
         now = value.state_dict() if loaded.manifest.shards else None
         _load_into(loaded, name, value, _filled(loaded, saved, now, name))
     elif isinstance(state, MutableMapping):
-        state[name] = _own_memory(loaded, _whole(loaded.shards, saved, name))
+        state[name] = _own_memory(loaded, loaded.shards.whole(saved, name))
 
 
 def _filled(loaded: Loaded, saved: Any, now: Any, name: str, *, keep_mapped: bool = False) -> Any:
@@ -585,19 +585,10 @@ def _filled(loaded: Loaded, saved: Any, now: Any, name: str, *, keep_mapped: boo
         if path in current:
             loaded.shards.fill(current[path], leaf, path)
             return current[path]
-        return _whole_leaf(loaded.shards, leaf)
+        return loaded.shards.whole_leaf(leaf)
 
     tree = replace_leaves(saved, name, put)
     return tree if keep_mapped else _own_memory(loaded, tree)
-
-
-def _whole(shards: _sharded.SavedShards, tree: Any, name: str) -> Any:
-    return replace_leaves(tree, name, lambda _, leaf: _whole_leaf(shards, leaf))
-
-
-def _whole_leaf(shards: _sharded.SavedShards, leaf: Any) -> Any:
-    saved = shards.find(leaf)
-    return leaf if saved is None else shards.read_whole(saved)
 
 
 def _for_optimizer(loaded: Loaded, optimizer: Any, saved: Any, name: str) -> Any:
@@ -609,13 +600,13 @@ def _for_optimizer(loaded: Loaded, optimizer: Any, saved: Any, name: str) -> Any
         itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     )
     if not any(map(_sharded.is_sharded, parameters)) or not isinstance(saved.get("state"), dict):
-        return _own_memory(loaded, _whole(shards, saved, name))
+        return _own_memory(loaded, shards.whole(saved, name))
 
     def sharded_entry(key: object, entry: Any) -> Any:
         known = isinstance(key, int) and 0 <= key < len(parameters)
         parameter: Any = parameters[key] if known else None  # type: ignore[call-overload]  # known
         if not _sharded.is_sharded(parameter):
-            return _whole(shards, entry, name)
+            return shards.whole(entry, name)
 
         def put(path: str, leaf: Any) -> Any:
             tensor = shards.find(leaf)
@@ -629,13 +620,13 @@ def _for_optimizer(loaded: Loaded, optimizer: Any, saved: Any, name: str) -> Any
                 return target
             if tensor is None:
                 return leaf
-            return _sharded.copied_to_all(shards.read_whole(tensor), parameter)
+            return _sharded.copied_to_all(shards.whole_leaf(leaf), parameter)
 
         return replace_leaves(entry, name, put)
 
     states = {key: sharded_entry(key, entry) for key, entry in saved["state"].items()}
     rest = {key: value for key, value in saved.items() if key != "state"}
-    return _own_memory(loaded, {"state": states, **_whole(shards, rest, name)})
+    return _own_memory(loaded, {"state": states, **shards.whole(rest, name)})
 
 
 def _own_memory(loaded: Loaded, tree: Any) -> Any:

@@ -208,10 +208,17 @@ class SavedShards:
 
         return replace_leaves(tree, name, put) if self._manifest.shards else tree
 
-    def read_whole(self, saved: ShardedTensor) -> torch.Tensor:
-        """Return a tensor as a whole, on the CPU."""
+    def whole(self, tree: Any, name: str) -> Any:
+        """Return the tree with the distributed tensors whole, on the CPU."""
+        return replace_leaves(tree, name, lambda _, leaf: self.whole_leaf(leaf))
+
+    def whole_leaf(self, leaf: Any) -> Any:
+        """Return the distributed tensor that a leaf stands for, whole; other leaves as they are."""
         import torch
 
+        saved = self.find(leaf)
+        if saved is None:
+            return leaf
         whole = torch.empty(saved.shape, dtype=saved.torch_dtype())
         self._read(saved, [0] * len(saved.shape), whole)
         return whole
