@@ -484,6 +484,7 @@ def _unless_same(look: Callable[[], Any], put_back: Callable[[Any], object]) -> 
 
     def step() -> bool:
         now = look()
+        # By identity: the __eq__ of an object of any library may raise, or compare whole arrays.
         if len(now) == len(then) and all(map(operator.is_, _listed(now), _listed(then))):
             return False
         put_back(then)
@@ -509,6 +510,7 @@ def _own_attributes(kind: type) -> dict[str, Any]:
 
 
 def _fill_dict(item: dict[Any, Any], then: dict[Any, Any]) -> None:
+    # The methods of a subclass may do more than to store.
     kind = collections.OrderedDict if isinstance(item, collections.OrderedDict) else dict
     kind.clear(item)
     for key, value in then.items():
@@ -533,6 +535,7 @@ def _fill_slots(item: object, then: dict[types.MemberDescriptorType, Any]) -> No
 
 
 def _fill_class(kind: type, then: dict[str, Any]) -> None:
+    # By the methods of `type`: a metaclass may refuse the change, or do more.
     for name in _own_attributes(kind).keys() - then.keys():
         type.__delattr__(kind, name)
     for name, value in then.items():
@@ -549,7 +552,7 @@ def _fill_globals(space: dict[str, Any], then: dict[str, Any]) -> None:
 
 def _set(setter: Callable[[Any], object], kept: Any) -> bool:
     setter(kept)
-    return False
+    return False  # it freed no object, so nothing is left to collect
 
 
 def _restore_array(item: Any, kept: Any) -> bool:
