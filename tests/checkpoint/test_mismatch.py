@@ -108,6 +108,28 @@ def test_tensors_of_another_dtype_are_refused(tmp_path: Path) -> None:
     assert now["x"].tolist() == [0, 0]
 
 
+def test_a_long_list_is_shortened(tmp_path: Path) -> None:
+    """The message names the first eight tensors that differ, and how many more there are."""
+
+    def state(size: int) -> dict[str, Any]:
+        layers = (torch.nn.Linear(size, size) for _ in range(5))
+        return {"model": torch.nn.Sequential(*layers)}
+
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state(2), 1)
+        with pytest.raises(errors.CheckpointMismatchError) as caught:
+            checkpointer.restore(state(3))
+        details = caught.value.explanation.details
+        assert details[0] == "model['0.weight']: saved shape (2, 2), now shape (3, 3)"
+        assert details[8:] == ["… and 2 more"]
+        with pytest.warns(errors.CheckpointWarning) as warned:
+            checkpointer.restore(state(3), strict=False)
+    text = str(warned[0].message)
+    first = "model['0.weight']: saved shape (2, 2), now shape (3, 3); "
+    assert f"left unchanged: {first}" in text
+    assert text.endswith("now shape (3,); … and 2 more")
+
+
 def test_refusal_of_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
     """Only the object's own load_state_dict can detect it; no rank continues without it."""
     found = programs.run_ranks(programs.refuse_on_rank_1, tmp_path)
