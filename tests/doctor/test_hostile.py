@@ -182,6 +182,12 @@ def test_anything_but_packed_results_is_refused(packed: str) -> None:
     assert is_refused(lambda: unpack(packed))
 
 
+def test_results_of_a_backend_for_each_device_arrive() -> None:
+    """A valid configuration is not a message that no doctor sends."""
+    case = collected_results(backend="cpu:gloo,cuda:nccl")
+    assert unpack(pack(case)) == case
+
+
 def test_every_node_derives_the_findings_itself(tmp_path: Path) -> None:
     """Node rank 0 sends only the collected data, never a text, a code or a line to paste."""
     evil = {"$(touch${IFS}X)": {"10.77.0.2": "10.77.0.0/24"}}

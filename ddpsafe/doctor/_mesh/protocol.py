@@ -97,6 +97,8 @@ Hex = Annotated[str, Strict(), _of_pattern(r"[0-9a-f]{0,64}")]
 Text = Annotated[str, Strict(), Field(max_length=500), AfterValidator(printable)]
 Long = Annotated[str, Strict(), Field(max_length=8192), AfterValidator(printable)]
 Name = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_.-]{1,128}")]
+# It may name one for each device: "cpu:gloo,cuda:nccl".
+Backend = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_.:,-]{1,128}")]
 PortName = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_.-]{1,64}:[0-9]{1,3}")]
 ErrorName = Annotated[str, Strict(), _of_pattern(r"[A-Z0-9]{0,32}")]
 ChainName = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_./-]{1,128}")]

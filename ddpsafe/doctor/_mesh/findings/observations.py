@@ -19,11 +19,11 @@ from ddpsafe.doctor._mesh.protocol import (
     MOST_NODES,
     Address,
     AnyPort,
+    Backend,
     Contact,
     Dialled,
     EndpointHost,
     Hostname,
-    Name,
     Node,
     NodeReport,
     Rank,
@@ -105,7 +105,7 @@ class Results:
     """
 
     nnodes: Annotated[int, Strict(), Field(ge=1, le=MOST_NODES)]
-    backend: Name
+    backend: Backend
     host: EndpointHost
     port: AnyPort
     nodes: dict[Rank, Node]
