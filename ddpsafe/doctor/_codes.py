@@ -11,98 +11,7 @@ import contextlib
 from pathlib import Path
 from typing import Final
 
-MISSING: Final = "DS-MESH-001"
-DUPLICATE: Final = "DS-MESH-002"
-OTHER_PROGRAM: Final = "DS-MESH-003"
-ENDPOINT_DROPPED: Final = "DS-MESH-004"
-ENDPOINT_REFUSED: Final = "DS-MESH-005"
-ENDPOINT_NO_ROUTE: Final = "DS-MESH-006"
-ENDPOINT_UNRESOLVED: Final = "DS-MESH-007"
-ENDPOINT_LOOPBACK: Final = "DS-MESH-008"
-CANNOT_SERVE: Final = "DS-MESH-009"
-LOST: Final = "DS-MESH-010"
-COORDINATOR_LOST: Final = "DS-MESH-011"
-LATE: Final = "DS-MESH-012"
-OTHER_JOB: Final = "DS-MESH-013"
-GARBLED: Final = "DS-MESH-014"
-WITHOUT_SECRET: Final = "DS-MESH-015"  # noqa: S105 - a code
-ANNOUNCES_LOOPBACK: Final = "DS-MESH-020"
-ABSENT_INTERFACE: Final = "DS-MESH-021"
-INTERFACE_DOWN: Final = "DS-MESH-022"
-DIFFERENT_NETWORKS: Final = "DS-MESH-023"
-SAME_ADDRESS: Final = "DS-MESH-024"
-TRANSLATED: Final = "DS-MESH-025"
-VARIABLE_ON_SOME: Final = "DS-MESH-026"
-BROKEN_FAMILY: Final = "DS-MESH-027"
-ALL_OPEN: Final = "DS-MESH-030"
-DROPPED: Final = "DS-MESH-031"
-REFUSED: Final = "DS-MESH-032"
-NO_ROUTE: Final = "DS-MESH-033"
-WRONG_PEER: Final = "DS-MESH-034"
-LARGE_LOST: Final = "DS-MESH-035"
-ONLY_ENDPOINT: Final = "DS-MESH-036"
-LOSSY: Final = "DS-MESH-037"
-OTHER_ROUTE: Final = "DS-MESH-038"
-PATH_MTU: Final = "DS-MESH-039"
-VERSIONS_DIFFER: Final = "DS-MESH-040"
-ENVIRONMENT_DIFFERS: Final = "DS-MESH-041"
-MTU_DIFFERS: Final = "DS-MESH-042"
-CLOCKS_DIFFER: Final = "DS-MESH-043"
-DATA_DIFFER: Final = "DS-MESH-044"
-FACTS_DIFFER: Final = "DS-MESH-045"
-SILENT_RESOLVER: Final = "DS-MESH-046"
-INFINIBAND_DIFFERS: Final = "DS-MESH-047"
-ALL_REDUCE: Final = "DS-MESH-050"
-ALL_REDUCE_SKIPPED: Final = "DS-MESH-051"
-
-MESH: Final = {
-    MISSING: "A node did not join",
-    DUPLICATE: "Two nodes have the same node rank",
-    OTHER_PROGRAM: "Something else answers at the endpoint",
-    ENDPOINT_DROPPED: "Packets to the endpoint are lost",
-    ENDPOINT_REFUSED: "The endpoint refuses connections",
-    ENDPOINT_NO_ROUTE: "There is no route to the endpoint",
-    ENDPOINT_UNRESOLVED: "The endpoint's name does not resolve",
-    ENDPOINT_LOOPBACK: "The endpoint's name resolves to the node itself",
-    CANNOT_SERVE: "Node rank 0 cannot serve the endpoint",
-    LOST: "A node was lost during the check",
-    COORDINATOR_LOST: "Node rank 0 was lost during the check",
-    LATE: "A node joined too late",
-    OTHER_JOB: "Another job uses the endpoint",
-    GARBLED: "A node sent what no doctor sends",
-    WITHOUT_SECRET: "A node does not have the secret of the others",
-    ANNOUNCES_LOOPBACK: "A host would announce an address that only it can reach",
-    ABSENT_INTERFACE: "A host does not have the configured interface",
-    INTERFACE_DOWN: "The interface of a host is down",
-    DIFFERENT_NETWORKS: "Hosts announce addresses in networks that cannot reach each other",
-    SAME_ADDRESS: "Two hosts have the same address",
-    TRANSLATED: "A host is behind address translation",
-    VARIABLE_ON_SOME: "An interface variable is set on some hosts only",
-    BROKEN_FAMILY: "IPv4 or IPv6 does not work between the hosts",
-    ALL_OPEN: "Every host reaches every other",
-    DROPPED: "Connections between hosts are dropped",
-    REFUSED: "Connections between hosts are refused",
-    NO_ROUTE: "There is no route between hosts",
-    WRONG_PEER: "Another program answers instead of a host",
-    LARGE_LOST: "Large packets are lost between hosts",
-    ONLY_ENDPOINT: "Only the endpoint's port is open",
-    LOSSY: "Packets are lost between hosts",
-    OTHER_ROUTE: "A route leaves by a different interface than the announced one",
-    PATH_MTU: "A path carries smaller packets than the interfaces",
-    VERSIONS_DIFFER: "Versions differ between hosts",
-    ENVIRONMENT_DIFFERS: "Environment variables differ between hosts",
-    MTU_DIFFERS: "The MTU differs between hosts",
-    CLOCKS_DIFFER: "Clocks differ between hosts",
-    DATA_DIFFER: "Data differ between hosts",
-    FACTS_DIFFER: "Hosts differ",
-    SILENT_RESOLVER: "A name server does not answer",
-    INFINIBAND_DIFFERS: "InfiniBand ports differ between hosts",
-    ALL_REDUCE: "An all-reduce between all hosts",
-    ALL_REDUCE_SKIPPED: "The all-reduce was skipped",
-}
-"""Titles of the findings between nodes."""
-
-ENVIRONMENT: Final = {
+CODES: Final = {
     "DS-ENV-001": "Variables of the launcher are incomplete or contradict each other",
     "DS-ENV-002": "Variables are left over from another launcher",
     "DS-ENV-003": "MASTER_ADDR is not a host that the ranks can reach",
@@ -110,18 +19,12 @@ ENVIRONMENT: Final = {
     "DS-ENV-005": "The threads of all ranks exceed the cores",
     "DS-ENV-006": "A debugging variable slows or breaks the job",
     "DS-ENV-007": "The configuration cannot be read",
-}
-NAMES: Final = {
     "DS-NAME-001": "This host's name resolves to an address that other hosts cannot reach",
     "DS-NAME-002": "The name of the rendezvous endpoint does not resolve",
     "DS-NAME-003": "The name server is slow or does not answer",
-}
-PORTS: Final = {
     "DS-PORT-001": "The port of the rendezvous endpoint is taken",
     "DS-PORT-002": "The port of the rendezvous endpoint is an ephemeral port",
     "DS-PORT-003": "There are too few ephemeral ports",
-}
-NETWORK: Final = {
     "DS-NET-001": "An interface variable names no interface of this host",
     "DS-NET-002": "The chosen interface is down or has no address",
     "DS-NET-003": "The chosen interface does not lead to the rendezvous endpoint",
@@ -130,8 +33,6 @@ NETWORK: Final = {
     "DS-NET-006": "There is no network besides loopback",
     "DS-NET-007": "Loopback does not work",
     "DS-NET-008": "An InfiniBand device has no active port",
-}
-GPUS: Final = {
     "DS-GPU-001": "torch does not see the GPUs of this machine",
     "DS-GPU-002": "CUDA_VISIBLE_DEVICES names GPUs that do not exist",
     "DS-GPU-003": "There are fewer GPUs than ranks",
@@ -145,16 +46,12 @@ GPUS: Final = {
     "DS-GPU-011": "A copy between GPUs fails",
     "DS-GPU-012": "torch has no kernels for these GPUs",
     "DS-GPU-013": "The driver cannot be queried about the GPUs",
-}
-VERSIONS: Final = {
     "DS-VER-001": "torch cannot be imported",
     "DS-VER-002": "This version of Python or torch is not supported",
     "DS-VER-003": "There is more than one NCCL",
     "DS-VER-004": "Packages do not match the installed torch",
     "DS-VER-005": "torch lacks the requested backend",
     "DS-VER-006": "torch.load of this version can be made to run code",
-}
-LIMITS: Final = {
     "DS-LIM-001": "Shared memory (/dev/shm) is too small",
     "DS-LIM-002": "The limit of open files is too low",
     "DS-LIM-003": "The limit of locked memory is too low",
@@ -162,35 +59,60 @@ LIMITS: Final = {
     "DS-LIM-005": "There is too little memory for the ranks",
     "DS-LIM-006": "The CPU quota is smaller than the number of visible cores",
     "DS-LIM-007": "The container has no init process",
-}
-PATHS: Final = {
     "DS-PATH-001": "A data path is not ready",
     "DS-PATH-002": "A data path is on a network mount that may fail reads",
     "DS-PATH-003": "The run directory cannot be written",
     "DS-PATH-004": "The run directory has too little free space",
     "DS-PATH-005": "Writing to the run directory is too slow",
     "DS-PATH-006": "The temporary directory cannot be used",
-}
-PROCESSES: Final = {
     "DS-PROC-001": "A rank's interpreter does not start",
     "DS-PROC-002": "The job ends with this terminal",
     "DS-PROC-003": "The clock is wrong",
     "DS-PROC-004": "A check did not finish",
+    "DS-MESH-001": "A node did not join",
+    "DS-MESH-002": "Two nodes have the same node rank",
+    "DS-MESH-003": "Something else answers at the endpoint",
+    "DS-MESH-004": "Packets to the endpoint are lost",
+    "DS-MESH-005": "The endpoint refuses connections",
+    "DS-MESH-006": "There is no route to the endpoint",
+    "DS-MESH-007": "The endpoint's name does not resolve",
+    "DS-MESH-008": "The endpoint's name resolves to the node itself",
+    "DS-MESH-009": "Node rank 0 cannot serve the endpoint",
+    "DS-MESH-010": "A node was lost during the check",
+    "DS-MESH-011": "Node rank 0 was lost during the check",
+    "DS-MESH-012": "A node joined too late",
+    "DS-MESH-013": "Another job uses the endpoint",
+    "DS-MESH-014": "A node sent what no doctor sends",
+    "DS-MESH-015": "A node does not have the secret of the others",
+    "DS-MESH-020": "A host would announce an address that only it can reach",
+    "DS-MESH-021": "A host does not have the configured interface",
+    "DS-MESH-022": "The interface of a host is down",
+    "DS-MESH-023": "Hosts announce addresses in networks that cannot reach each other",
+    "DS-MESH-024": "Two hosts have the same address",
+    "DS-MESH-025": "A host is behind address translation",
+    "DS-MESH-026": "An interface variable is set on some hosts only",
+    "DS-MESH-027": "IPv4 or IPv6 does not work between the hosts",
+    "DS-MESH-030": "Every host reaches every other",
+    "DS-MESH-031": "Connections between hosts are dropped",
+    "DS-MESH-032": "Connections between hosts are refused",
+    "DS-MESH-033": "There is no route between hosts",
+    "DS-MESH-034": "Another program answers instead of a host",
+    "DS-MESH-035": "Large packets are lost between hosts",
+    "DS-MESH-036": "Only the endpoint's port is open",
+    "DS-MESH-037": "Packets are lost between hosts",
+    "DS-MESH-038": "A route leaves by a different interface than the announced one",
+    "DS-MESH-039": "A path carries smaller packets than the interfaces",
+    "DS-MESH-040": "Versions differ between hosts",
+    "DS-MESH-041": "Environment variables differ between hosts",
+    "DS-MESH-042": "The MTU differs between hosts",
+    "DS-MESH-043": "Clocks differ between hosts",
+    "DS-MESH-044": "Data differ between hosts",
+    "DS-MESH-045": "Hosts differ",
+    "DS-MESH-046": "A name server does not answer",
+    "DS-MESH-047": "InfiniBand ports differ between hosts",
+    "DS-MESH-050": "An all-reduce between all hosts",
+    "DS-MESH-051": "The all-reduce was skipped",
 }
-
-AREAS: Final = (
-    ENVIRONMENT,
-    NAMES,
-    PORTS,
-    NETWORK,
-    GPUS,
-    VERSIONS,
-    LIMITS,
-    PATHS,
-    PROCESSES,
-    MESH,
-)
-CODES: Final = {code: title for area in AREAS for code, title in area.items()}
 """Code to title, in the order of the documentation."""
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
 from ddpsafe._host import interface_variables
-from ddpsafe.doctor import _codes
 from ddpsafe.doctor._findings import Finding, printable
 from ddpsafe.doctor._mesh.findings.observations import AllReduce
 from ddpsafe.doctor._mesh.protocol import Address, AnyPort, Reduced, read, write
@@ -250,14 +249,14 @@ def check_all_reduce(results: Results) -> Finding:
             "no-torch": f"torch is not installed on {without}",
         }[done.skipped]
         return Finding(
-            code=_codes.ALL_REDUCE_SKIPPED,
+            code="DS-MESH-051",
             severity="ok",
             fact=f"No all-reduce was tried: {why}.",
         )
     errors = {rank: each.error for rank, each in done.said.items() if each.error}
     if errors:
         return Finding(
-            code=_codes.ALL_REDUCE,
+            code="DS-MESH-050",
             severity="failed",
             fact=f"An all-reduce failed on {', '.join(map(results.label, errors))}: {errors[min(errors)]}",
             cause="connections open between all hosts, so blocked ports are not the cause. See torch's "
@@ -268,7 +267,7 @@ def check_all_reduce(results: Results) -> Finding:
         )
     if done.late:
         return Finding(
-            code=_codes.ALL_REDUCE,
+            code="DS-MESH-050",
             severity="warning",
             fact=f"No all-reduce was run: torch was not imported within {_IMPORT_LIMIT.total_seconds():.0f} s "
             f"on {', '.join(map(results.label, done.late))}.",
@@ -278,7 +277,7 @@ def check_all_reduce(results: Results) -> Finding:
         )
     if done.stuck:
         return Finding(
-            code=_codes.ALL_REDUCE,
+            code="DS-MESH-050",
             severity="failed",
             fact=f"An all-reduce did not finish within {_REDUCE_LIMIT.total_seconds():.0f} s; "
             f"without a result: {', '.join(map(results.label, done.stuck))}.",
@@ -290,7 +289,7 @@ def check_all_reduce(results: Results) -> Finding:
     took_s = max((each.took_s for each in done.said.values()), default=0.0)
     backends = done.said[0].backends if 0 in done.said else ()
     return Finding(
-        code=_codes.ALL_REDUCE,
+        code="DS-MESH-050",
         severity="ok",
         fact=f"An all-reduce over {len(results.nodes)} hosts is correct "
         f"({', '.join(backends)}, {took_s:.2f} s including the start of the process group).",

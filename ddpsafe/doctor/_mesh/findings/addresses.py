@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from ddpsafe._advice import ADVICE
-from ddpsafe.doctor import _codes
 from ddpsafe.doctor._findings import Finding, to_copy
 from ddpsafe.doctor._mesh.findings.fixes import (
     common_networks,
@@ -126,7 +125,7 @@ def check_family(results: Results, explained: dict[Way, Dialled]) -> Iterator[Fi
     ]
     listed = ", ".join(f"{node} {node.announced.address}" for node in odd)
     yield Finding(
-        code=_codes.BROKEN_FAMILY,
+        code="DS-MESH-027",
         severity="failed",
         fact=f"No connection over {name} opens between the hosts, and the endpoint is reached over "
         f"{works}; the ranks would announce {listed}.",
@@ -185,7 +184,7 @@ def _same_address(results: Results, duplicate: Mapping[str, list[int]]) -> Findi
         what = "Give one of them another address; check where it is set:"
         lines = [f"ip -br address    # on {results.name_of(rank)}" for rank in involved]
     return Finding(
-        code=_codes.SAME_ADDRESS,
+        code="DS-MESH-024",
         severity="failed",
         fact=f"Hosts have the same address, so packets for one arrive at another: {shown}.",
         cause=cause,
@@ -198,7 +197,7 @@ def _same_address(results: Results, duplicate: Mapping[str, list[int]]) -> Findi
 def _shadowed(results: Results, rank: int, other: int) -> Finding:
     peer, node = results.peers[rank], results.nodes[other]
     return Finding(
-        code=_codes.SAME_ADDRESS,
+        code="DS-MESH-024",
         severity="failed",
         fact=f"{peer.hostname} (node rank {rank}) joined from {peer.address} and was lost at once, and "
         f"{node} announces the same address.",
@@ -225,7 +224,7 @@ def _translated(results: Results) -> Finding:
     )
     listed = ", ".join(f"{node} {node.announced.address}" for node in results.nodes.values())
     return Finding(
-        code=_codes.TRANSLATED,
+        code="DS-MESH-025",
         severity="failed",
         fact=f"The others reach {coordinator} at {', '.join(outside)}, which none of its interfaces has: "
         f"the address is translated on the way. The ranks would announce {listed}.",
@@ -272,7 +271,7 @@ def _check_variable(results: Results) -> Iterator[Finding]:
         for rank in without
     )
     yield Finding(
-        code=_codes.VARIABLE_ON_SOME,
+        code="DS-MESH-026",
         severity="warning",
         fact=f"{name} is set on {', '.join(map(results.label, sorted(having)))} but not on the others, "
         f"which announce: {listed}.",
@@ -311,7 +310,7 @@ def _loopback(results: Results, nodes: list[Node]) -> Finding:
         ],
     )
     return Finding(
-        code=_codes.ANNOUNCES_LOOPBACK,
+        code="DS-MESH-020",
         severity="failed",
         fact=f"Ranks would announce an address at which every other host reaches itself ({named}; "
         f"{announced.chosen_by}).",
@@ -347,7 +346,7 @@ def _absent(results: Results, odd: list[Node]) -> Finding:
         for node in odd
     )
     return Finding(
-        code=_codes.ABSENT_INTERFACE,
+        code="DS-MESH-021",
         severity="failed",
         fact=f"{shown}.",
         cause="interface names differ between hosts but the variable is the same on all of them, or it "
@@ -377,7 +376,7 @@ def _not_running(results: Results, odd: list[Node]) -> Finding:
         for node in odd
     ]
     return Finding(
-        code=_codes.INTERFACE_DOWN,
+        code="DS-MESH-022",
         severity="failed",
         fact=f"An interface that the ranks would use is down or has no carrier: {shown}.",
         cause="the cable, the switch port or the driver; or it was never brought up; or it is a bridge "
@@ -401,7 +400,7 @@ def _different_networks(results: Results, found: dict[Way, Dialled]) -> Finding:
     )
     endpoint = endpoint_lines(results, odd)
     return Finding(
-        code=_codes.DIFFERENT_NETWORKS,
+        code="DS-MESH-023",
         severity="failed",
         fact=f"The hosts announce addresses in networks that cannot reach each other: {listed}; the others are "
         f"in {usual or 'no network'}.",

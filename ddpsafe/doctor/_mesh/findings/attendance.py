@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._advice import ADVICE, COMMANDS
 from ddpsafe._host import find_interface_of, list_interfaces, show_endpoint, source_address
-from ddpsafe.doctor import _codes
 from ddpsafe.doctor._findings import Finding, to_copy
 from ddpsafe.doctor._mesh.findings.fixes import allow, describe_chain
 
@@ -227,15 +226,15 @@ def _duplicate(obstacle: Obstacle, host: str, port: int) -> _Description:
 
 
 _DESCRIPTIONS: Final[dict[str, tuple[str, Callable[[Obstacle, str, int], _Description]]]] = {
-    "dropped": (_codes.ENDPOINT_DROPPED, _dropped),
-    "refused": (_codes.ENDPOINT_REFUSED, _refused),
-    "no-route": (_codes.ENDPOINT_NO_ROUTE, _no_route),
-    "unresolved": (_codes.ENDPOINT_UNRESOLVED, _unresolved),
-    "silent-resolver": (_codes.ENDPOINT_UNRESOLVED, _unresolved),
-    "loopback": (_codes.ENDPOINT_LOOPBACK, _loopback),
-    "other-program": (_codes.OTHER_PROGRAM, _other_program),
-    "other-job": (_codes.OTHER_JOB, _other_job),
-    "duplicate": (_codes.DUPLICATE, _duplicate),
+    "dropped": ("DS-MESH-004", _dropped),
+    "refused": ("DS-MESH-005", _refused),
+    "no-route": ("DS-MESH-006", _no_route),
+    "unresolved": ("DS-MESH-007", _unresolved),
+    "silent-resolver": ("DS-MESH-007", _unresolved),
+    "loopback": ("DS-MESH-008", _loopback),
+    "other-program": ("DS-MESH-003", _other_program),
+    "other-job": ("DS-MESH-013", _other_job),
+    "duplicate": ("DS-MESH-002", _duplicate),
 }
 
 
@@ -265,7 +264,7 @@ def check_attendance(results: Results) -> Iterator[Finding]:
         addresses = ", ".join(obstacle.addresses) or "no address"
         own = results.nodes[0].hostname
         yield Finding(
-            code=_codes.CANNOT_SERVE,
+            code="DS-MESH-009",
             severity="warning" if len(results.nodes) == results.nnodes else "failed",
             fact=f"{show_endpoint(results.host, results.port)} ({addresses}) does not lead to {own}, which is node rank 0: "
             f"{obstacle.trouble} ({obstacle.said}).",
@@ -276,7 +275,7 @@ def check_attendance(results: Results) -> Iterator[Finding]:
         )
     if results.other_coordinator:
         yield Finding(
-            code=_codes.DUPLICATE,
+            code="DS-MESH-002",
             severity="failed",
             fact=f"{results.nodes[0].hostname} is node rank 0, and so is {results.other_coordinator}, where "
             f"{show_endpoint(results.host, results.port)} leads.",
@@ -330,7 +329,7 @@ def _missing(results: Results, missing: list[int]) -> Finding:
             ),
         )
     return Finding(
-        code=_codes.MISSING,
+        code="DS-MESH-001",
         severity="failed",
         fact=f"{joined} of {results.nnodes} nodes joined within {results.waited_s:.1f} s; missing: {labels}.",
         cause=cause,
@@ -342,7 +341,7 @@ def _missing(results: Results, missing: list[int]) -> Finding:
 
 def _lost(results: Results, node: int) -> Finding:
     return Finding(
-        code=_codes.LOST,
+        code="DS-MESH-010",
         severity="failed",
         fact=f"{results.label(node)} joined and was lost during the check.",
         cause=f"the {_process(at_store=results.at_store)} there was ended, or the host crashed or lost "
@@ -360,7 +359,7 @@ def _rejected(results: Results, each: Rejected) -> Finding:
     who, rank = each.greeting.hostname, each.greeting.node_rank
     if each.reason == "duplicate":
         return Finding(
-            code=_codes.DUPLICATE,
+            code="DS-MESH-002",
             severity="failed",
             fact=f"{who} tried to join as node rank {rank}, which {each.holder} "
             f"(pid {each.holder_pid}) already has.",
@@ -379,7 +378,7 @@ def _rejected(results: Results, each: Rejected) -> Finding:
             f"{who} (node rank {rank}) tried to join", waited="the others had stopped waiting"
         )
     return Finding(
-        code=_codes.OTHER_JOB,
+        code="DS-MESH-013",
         severity="failed",
         fact=f"{who} tried to join as node rank {rank} of {each.greeting.nnodes}"
         f" (job {each.greeting.job or 'without a name'}); this job has {results.nnodes} nodes.",
@@ -393,7 +392,7 @@ def _rejected(results: Results, each: Rejected) -> Finding:
 def late(who: str, *, waited: str) -> Finding:
     """Return the finding that a node joined too late."""
     return Finding(
-        code=_codes.LATE,
+        code="DS-MESH-012",
         severity="failed",
         fact=f"{who} after {waited}.",
         cause="it was started later than the doctor waits.",
@@ -404,7 +403,7 @@ def late(who: str, *, waited: str) -> Finding:
 def other_version(what: str, *, hosts: tuple[str, ...]) -> Finding:
     """Return the finding that a node has another version of the doctor."""
     return Finding(
-        code=_codes.VERSIONS_DIFFER,
+        code="DS-MESH-040",
         severity="failed",
         fact=f"{what}.",
         cause="another version of ddpsafe is installed there.",
@@ -425,7 +424,7 @@ def coordinator_lost(host: str, why: str, *, at_store: bool) -> Finding:
     """Return the finding that node rank 0 was lost during the check."""
     process = _process(at_store=at_store)
     return Finding(
-        code=_codes.COORDINATOR_LOST,
+        code="DS-MESH-011",
         severity="failed",
         fact=f"{host} (node rank 0) was lost during the check: {why}.",
         cause=f"the {process} there was ended, or the host crashed or lost its network.",
@@ -439,7 +438,7 @@ def cannot_serve(exc: OSError, *, port: int, owner: str) -> Finding:
     """Return the finding that node rank 0 cannot listen on the endpoint's port."""
     taken = exc.errno == errno.EADDRINUSE
     return Finding(
-        code=_codes.CANNOT_SERVE,
+        code="DS-MESH-009",
         severity="failed",
         fact=f"Node rank 0 cannot listen on port {port}: {exc.strerror or exc}{owner}.",
         cause=ADVICE["DS-PORT-taken"][0] if taken else "this process may not use the port.",
@@ -458,7 +457,7 @@ def _garbled(results: Results) -> Finding:
         for rank, topic in sorted(results.garbled.items())
     )
     return Finding(
-        code=_codes.GARBLED,
+        code="DS-MESH-014",
         severity="failed",
         fact=f"A node sent a message that the doctor never sends: {named}.",
         cause="another version of ddpsafe runs there, or another program has taken the node's place.",
@@ -474,7 +473,7 @@ def _garbled(results: Results) -> Finding:
 def coordinator_garbled(host: str, why: str) -> Finding:
     """Return the finding that node rank 0 sent an invalid message."""
     return Finding(
-        code=_codes.GARBLED,
+        code="DS-MESH-014",
         severity="failed",
         fact=f"{host} (node rank 0) sent a message that the doctor never sends: {why}.",
         cause="another version of ddpsafe runs there, or another program has taken its place.",
@@ -488,7 +487,7 @@ def coordinator_garbled(host: str, why: str) -> Finding:
 def no_secret(who: str, *, hosts: tuple[str, ...] = ()) -> Finding:
     """Return the finding that a node does not have the secret of the others."""
     return Finding(
-        code=_codes.WITHOUT_SECRET,
+        code="DS-MESH-015",
         severity="failed",
         fact=f"{who} without the secret of the others.",
         cause="--secret-file or DDPSAFE_JOB_SECRET is missing on one of them, or differs.",

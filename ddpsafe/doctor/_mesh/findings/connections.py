@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from ddpsafe.doctor import _codes
 from ddpsafe.doctor._findings import Finding, to_copy
 from ddpsafe.doctor._mesh.findings.fixes import (
     cloud_lines,
@@ -121,9 +120,9 @@ def _find_split(blocked: set[Way], opened: set[Way], nodes: set[int]) -> list[Gr
 
 
 _CODES: Final = {
-    "dropped": _codes.DROPPED,
-    "refused": _codes.REFUSED,
-    "no-route": _codes.NO_ROUTE,
+    "dropped": "DS-MESH-031",
+    "refused": "DS-MESH-032",
+    "no-route": "DS-MESH-033",
 }
 _IMMEDIATE_S: Final = 1.0  # a firewall answers "prohibited" within milliseconds
 _MOST_NAMED: Final = 8
@@ -168,7 +167,7 @@ def _closed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Fin
     if group.shape == "everywhere":
         said += f"; port {results.port} of the endpoint is open"
     only_endpoint = group.shape == "everywhere" and not _lacks_route(found)
-    code = _codes.ONLY_ENDPOINT if only_endpoint else _CODES[kinds[0]]
+    code = "DS-MESH-036" if only_endpoint else _CODES[kinds[0]]
     if _lacks_route(found):
         lines = []
         for source, target in sorted(found)[:_MOST_NAMED]:
@@ -312,7 +311,7 @@ def _routed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Fin
             place = node.announced.place_of_variable()
             lines.append(place.set_line(*library_setting(results.backend, route.interface)) + on)
     return Finding(
-        code=_codes.OTHER_ROUTE,
+        code="DS-MESH-038",
         severity="failed",
         fact=f"{_where(results, group, 'open a connection to')}: {'; '.join(shown)}.",
         cause="a route or a rule was added by hand, or two interfaces are in the same network; the other "
@@ -350,7 +349,7 @@ def _check_loss(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[Find
         sent, resent = (sum(each.packets for each in found), sum(each.resent for each in found))
         share = 100 * resent / (sent + resent)
         yield Finding(
-            code=_codes.LOSSY,
+            code="DS-MESH-037",
             severity="warning",
             fact=f"{_where(results, group, 'send without loss to')}: {resent} of {sent + resent} packets "
             f"({share:.0f} %) were retransmitted.",
@@ -386,7 +385,7 @@ def _check_path_mtu(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[
         for group in group_ways(ways, tried):
             ends = sorted({node for way in group.ways for node in way})
             yield Finding(
-                code=_codes.PATH_MTU,
+                code="DS-MESH-039",
                 severity="warning",
                 fact=f"{_where(results, group, f'send packets of more than {passing} bytes to')}, though "
                 f"their interfaces send up to {max(results.nodes[end].mtu_bytes for end in ends)}.",
@@ -412,7 +411,7 @@ def _wrong_peer(results: Results, group: Group, tried: Mapping[Way, Dialled]) ->
     listeners = {target for _, target in group.ways}
     addresses = sorted({results.nodes[each].announced.address for each in listeners})
     return Finding(
-        code=_codes.WRONG_PEER,
+        code="DS-MESH-034",
         severity="failed",
         fact=f"{_where(results, group, 'reach the doctor on')}: another program accepts the connection ({said}).",
         cause="a transparent proxy or a service mesh between the hosts accepts every connection, or "
@@ -457,7 +456,7 @@ def _large_lost(results: Results, group: Group, tried: Mapping[Way, Dialled]) ->
         else f"not even in packets of {SMALLEST_MTU_BYTES[6 if has_ipv6 else 4]} bytes"
     )
     return Finding(
-        code=_codes.LARGE_LOST,
+        code="DS-MESH-035",
         severity="failed",
         fact=f"{_where(results, group, 'send more than a packet to')}: connections open and small messages "
         f"pass, but 64 KiB does not ({said}); {proof}.",
@@ -493,7 +492,7 @@ def _all_open(results: Results, tried: Mapping[Way, Dialled]) -> Finding:
             f"short bursts reach about {usual_rate / 1e6:.0f} MB/s"
         )
     return Finding(
-        code=_codes.ALL_OPEN,
+        code="DS-MESH-030",
         severity="ok",
         fact=f"All {len(tried)} directions between {len(results.reports)} hosts are open{numbers}.",
         details=details,

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe.doctor import _codes
+from ddpsafe.doctor._codes import CODES
 from ddpsafe.doctor._findings import Finding, to_copy
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def check_facts(results: Results) -> Iterator[Finding]:
         yield _different(
             results,
             versions,
-            code=_codes.VERSIONS_DIFFER,
+            code="DS-MESH-040",
             severity="failed" if breaks else "warning",
             cause="the hosts have different virtual environments, images or drivers.",
             fix="Install the same on every host, e.g. from one lock file; on the host that differs:",
@@ -103,7 +103,7 @@ def check_facts(results: Results) -> Iterator[Finding]:
         yield _different(
             results,
             variables,
-            code=_codes.ENVIRONMENT_DIFFERS,
+            code="DS-MESH-041",
             severity="warning",
             cause="a variable was set in one shell, or in a start-up file of one host.",
             fix="Set it to the same value on every host; on the host that differs:",
@@ -129,7 +129,7 @@ def check_facts(results: Results) -> Iterator[Finding]:
         yield _different(
             results,
             ports,
-            code=_codes.INFINIBAND_DIFFERS,
+            code="DS-MESH-047",
             severity="failed" if breaks else "warning",
             cause="a cable, a switch port, the subnet manager or a driver: NCCL uses the ports that are active.",
             fix="Make the ports of all hosts equal, or name the same ones in NCCL_IB_HCA; on the host that "
@@ -143,7 +143,7 @@ def check_facts(results: Results) -> Iterator[Finding]:
         yield _different(
             results,
             differences,
-            code=_codes.DATA_DIFFER,
+            code="DS-MESH-044",
             severity="failed",
             cause="a copy is incomplete or old, or a mount is missing and its empty mount point shows.",
             fix="Compare the directory with that of a correct host; on the host that differs:",
@@ -154,7 +154,7 @@ def check_facts(results: Results) -> Iterator[Finding]:
         yield _different(
             results,
             differences,
-            code=_codes.FACTS_DIFFER,
+            code="DS-MESH-045",
             severity="failed",
             cause="the job was started with other arguments on one host.",
             fix="Start it with the same arguments on every host.",
@@ -168,7 +168,7 @@ def check_facts(results: Results) -> Iterator[Finding]:
                 f"{results.label(rank)} sends up to {mtu} bytes" for rank, mtu in others.items()
             )
             yield Finding(
-                code=_codes.MTU_DIFFERS,
+                code="DS-MESH-042",
                 severity="warning",
                 fact=f"The interfaces of most hosts send packets of up to {usual} bytes, but {named}.",
                 cause="jumbo frames are configured on some hosts only; TCP copes, other protocols may not.",
@@ -191,7 +191,7 @@ def check_facts(results: Results) -> Iterator[Finding]:
     if odd:
         named = ", ".join(f"{results.label(rank)} by {by:+.0f} s" for rank, by in odd.items())
         yield Finding(
-            code=_codes.CLOCKS_DIFFER,
+            code="DS-MESH-043",
             severity="warning",
             fact=f"Clocks are off: {named}.",
             cause="no time service runs there; logs and file times of the hosts cannot be compared.",
@@ -208,7 +208,7 @@ def check_facts(results: Results) -> Iterator[Finding]:
         named = ", ".join(map(results.label, silent))
         longest = max(silent.values())
         yield Finding(
-            code=_codes.SILENT_RESOLVER,
+            code="DS-MESH-046",
             severity="warning",
             fact=f"No name server answers on {named}: looking up the name of an address of this job "
             f"took more than {longest:.1f} s.",
@@ -253,7 +253,7 @@ def _different(
     return Finding(
         code=code,
         severity=severity,
-        fact=f"{_codes.MESH[code]}: {'; '.join(shown)}.",
+        fact=f"{CODES[code]}: {'; '.join(shown)}.",
         cause=cause,
         fix=to_copy(fix, *lines) if lines else fix,
         hosts=results.hostnames(ranks),
