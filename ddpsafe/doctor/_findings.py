@@ -83,14 +83,27 @@ def ok(code: str, fact: str, **details: object) -> Finding:
     return Finding(code=code, severity="ok", fact=fact, details=details)
 
 
-def warning(code: str, fact: str, *, cause: str, fix: str, **details: object) -> Finding:
+def warning(
+    code: str, fact: str, *, cause: str, fix: str, hosts: tuple[str, ...] = (), **details: object
+) -> Finding:
     """Return a finding that may break a job."""
-    return Finding(code=code, severity="warning", fact=fact, cause=cause, fix=fix, details=details)
+    return Finding(
+        code=code,
+        severity="warning",
+        fact=fact,
+        cause=cause,
+        fix=fix,
+        hosts=hosts,
+        details=details,
+    )
 
 
-def failed(code: str, fact: str, *, cause: str, fix: str, **details: object) -> Finding:
+def failed(
+    code: str, fact: str, *, cause: str, fix: str, hosts: tuple[str, ...] = (), **details: object
+) -> Finding:
     """Return a finding that will break a job."""
-    return Finding(code=code, severity="failed", fact=fact, cause=cause, fix=fix, details=details)
+    finding = warning(code, fact, cause=cause, fix=fix, hosts=hosts, **details)
+    return replace(finding, severity="failed")
 
 
 def to_copy(what: str, *lines: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
 from ddpsafe._host import interface_variables
-from ddpsafe.doctor._findings import Finding, printable
+from ddpsafe.doctor._findings import Finding, failed, ok, printable, warning
 from ddpsafe.doctor._mesh.findings.observations import AllReduce
 from ddpsafe.doctor._mesh.protocol import Address, AnyPort, Reduced, read, write
 from ddpsafe.doctor._mesh.transport import RESULTS, wait_for
@@ -248,38 +248,31 @@ def check_all_reduce(results: Results) -> Finding:
             "failures": "the failures above have to be fixed first",
             "no-torch": f"torch is not installed on {without}",
         }[done.skipped]
-        return Finding(
-            code="DS-MESH-051",
-            severity="ok",
-            fact=f"No all-reduce was tried: {why}.",
-        )
+        return ok("DS-MESH-051", f"No all-reduce was tried: {why}.")
     errors = {rank: each.error for rank, each in done.said.items() if each.error}
     if errors:
-        return Finding(
-            code="DS-MESH-050",
-            severity="failed",
-            fact=f"An all-reduce failed on {', '.join(map(results.label, errors))}: {errors[min(errors)]}",
+        return failed(
+            "DS-MESH-050",
+            f"An all-reduce failed on {', '.join(map(results.label, errors))}: {errors[min(errors)]}",
             cause="connections open between all hosts, so blocked ports are not the cause. See torch's "
             "message; different versions, an interface variable, or a GPU.",
             fix="Run it again with TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO in the environment.",
             hosts=results.hostnames(errors),
-            details={"errors": {results.name_of(rank): text for rank, text in errors.items()}},
+            errors={results.name_of(rank): text for rank, text in errors.items()},
         )
     if done.late:
-        return Finding(
-            code="DS-MESH-050",
-            severity="warning",
-            fact=f"No all-reduce was run: torch was not imported within {_IMPORT_LIMIT.total_seconds():.0f} s "
+        return warning(
+            "DS-MESH-050",
+            f"No all-reduce was run: torch was not imported within {_IMPORT_LIMIT.total_seconds():.0f} s "
             f"on {', '.join(map(results.label, done.late))}.",
             cause="the host is busy, or reads Python's packages from slow network storage.",
             fix="Run the doctor again when the host is idle; all connections are open.",
             hosts=results.hostnames(done.late),
         )
     if done.stuck:
-        return Finding(
-            code="DS-MESH-050",
-            severity="failed",
-            fact=f"An all-reduce did not finish within {_REDUCE_LIMIT.total_seconds():.0f} s; "
+        return failed(
+            "DS-MESH-050",
+            f"An all-reduce did not finish within {_REDUCE_LIMIT.total_seconds():.0f} s; "
             f"without a result: {', '.join(map(results.label, done.stuck))}.",
             cause="a firewall that ends long connections, lost packets, or an interface variable that only "
             "the ranks have; all connections opened when they were tried.",
@@ -288,10 +281,9 @@ def check_all_reduce(results: Results) -> Finding:
         )
     took_s = max((each.took_s for each in done.said.values()), default=0.0)
     backends = done.said[0].backends if 0 in done.said else ()
-    return Finding(
-        code="DS-MESH-050",
-        severity="ok",
-        fact=f"An all-reduce over {len(results.nodes)} hosts is correct "
+    return ok(
+        "DS-MESH-050",
+        f"An all-reduce over {len(results.nodes)} hosts is correct "
         f"({', '.join(backends)}, {took_s:.2f} s including the start of the process group).",
-        details={"took_s": round(took_s, 3)},
+        took_s=round(took_s, 3),
     )

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from ddpsafe._advice import ADVICE
-from ddpsafe.doctor._findings import Finding, to_copy
+from ddpsafe.doctor._findings import Finding, failed, to_copy, warning
 from ddpsafe.doctor._mesh.findings.fixes import (
     common_networks,
     endpoint_lines,
@@ -124,10 +124,9 @@ def check_family(results: Results, explained: dict[Way, Dialled]) -> Iterator[Fi
         for node in nodes
     ]
     listed = ", ".join(f"{node} {node.announced.address}" for node in odd)
-    yield Finding(
-        code="DS-MESH-027",
-        severity="failed",
-        fact=f"No connection over {name} opens between the hosts, and the endpoint is reached over "
+    yield failed(
+        "DS-MESH-027",
+        f"No connection over {name} opens between the hosts, and the endpoint is reached over "
         f"{works}; the ranks would announce {listed}.",
         cause=f"a router or a firewall that passes only {works}; the hosts' names have addresses of both "
         "versions, and the first one is used.",
@@ -144,7 +143,7 @@ def check_family(results: Results, explained: dict[Way, Dialled]) -> Iterator[Fi
             ),
         ),
         hosts=results.hostnames(node.node_rank for node in odd),
-        details={"directions": as_details(found)},
+        directions=as_details(found),
     )
 
 
@@ -183,23 +182,21 @@ def _same_address(results: Results, duplicate: Mapping[str, list[int]]) -> Findi
         cause = "the same address was assigned twice, by hand or by two sources of configuration."
         what = "Give one of them another address; check where it is set:"
         lines = [f"ip -br address    # on {results.name_of(rank)}" for rank in involved]
-    return Finding(
-        code="DS-MESH-024",
-        severity="failed",
-        fact=f"Hosts have the same address, so packets for one arrive at another: {shown}.",
+    return failed(
+        "DS-MESH-024",
+        f"Hosts have the same address, so packets for one arrive at another: {shown}.",
         cause=cause,
         fix=to_copy(what, *lines),
         hosts=results.hostnames(involved),
-        details={"addresses": {address: [*ranks] for address, ranks in duplicate.items()}},
+        addresses={address: [*ranks] for address, ranks in duplicate.items()},
     )
 
 
 def _shadowed(results: Results, rank: int, other: int) -> Finding:
     peer, node = results.peers[rank], results.nodes[other]
-    return Finding(
-        code="DS-MESH-024",
-        severity="failed",
-        fact=f"{peer.hostname} (node rank {rank}) joined from {peer.address} and was lost at once, and "
+    return failed(
+        "DS-MESH-024",
+        f"{peer.hostname} (node rank {rank}) joined from {peer.address} and was lost at once, and "
         f"{node} announces the same address.",
         cause="the same address was assigned twice, by hand or by two sources of configuration.",
         fix=to_copy(
@@ -207,7 +204,7 @@ def _shadowed(results: Results, rank: int, other: int) -> Finding:
             *(f"ip -br address    # on {name}" for name in (peer.hostname, node.hostname)),
         ),
         hosts=(peer.hostname, node.hostname),
-        details={"addresses": {peer.address: [rank, other]}},
+        addresses={peer.address: [rank, other]},
     )
 
 
@@ -223,10 +220,9 @@ def _translated(results: Results) -> Finding:
         - {coordinator.announced.address}
     )
     listed = ", ".join(f"{node} {node.announced.address}" for node in results.nodes.values())
-    return Finding(
-        code="DS-MESH-025",
-        severity="failed",
-        fact=f"The others reach {coordinator} at {', '.join(outside)}, which none of its interfaces has: "
+    return failed(
+        "DS-MESH-025",
+        f"The others reach {coordinator} at {', '.join(outside)}, which none of its interfaces has: "
         f"the address is translated on the way. The ranks would announce {listed}.",
         cause="gloo and NCCL announce the addresses of a host's own interfaces, which cannot be reached "
         "from the other network: hosts in two clouds or sites, or containers with their own networks.",
@@ -236,10 +232,8 @@ def _translated(results: Results) -> Finding:
             "docker run --network=host …",
         ),
         hosts=results.hostnames(results.nodes),
-        details={
-            "endpoint": outside,
-            "networks": {n.hostname: n.network for n in results.nodes.values()},
-        },
+        endpoint=outside,
+        networks={n.hostname: n.network for n in results.nodes.values()},
     )
 
 
@@ -270,19 +264,16 @@ def _check_variable(results: Results) -> Iterator[Finding]:
         f"{results.nodes[rank].announced.interface}"
         for rank in without
     )
-    yield Finding(
-        code="DS-MESH-026",
-        severity="warning",
-        fact=f"{name} is set on {', '.join(map(results.label, sorted(having)))} but not on the others, "
+    yield warning(
+        "DS-MESH-026",
+        f"{name} is set on {', '.join(map(results.label, sorted(having)))} but not on the others, "
         f"which announce: {listed}.",
         cause="the variable was exported in one shell, or the launcher does not pass it on"
         + ("; part of the job uses another network, or does not work at all." if apart else "."),
         fix=to_copy(what, *lines),
         hosts=results.hostnames(without),
-        details={
-            "variable": name,
-            "networks": {results.name_of(r): n for r, n in networks.items()},
-        },
+        variable=name,
+        networks={results.name_of(r): n for r, n in networks.items()},
     )
 
 
@@ -309,10 +300,9 @@ def _loopback(results: Results, nodes: list[Node]) -> Finding:
             for node in nodes
         ],
     )
-    return Finding(
-        code="DS-MESH-020",
-        severity="failed",
-        fact=f"Ranks would announce an address at which every other host reaches itself ({named}; "
+    return failed(
+        "DS-MESH-020",
+        f"Ranks would announce an address at which every other host reaches itself ({named}; "
         f"{announced.chosen_by}).",
         cause=cause,
         fix=to_copy(
@@ -321,10 +311,8 @@ def _loopback(results: Results, nodes: list[Node]) -> Finding:
             *lines,
         ),
         hosts=results.hostnames(node.node_rank for node in nodes),
-        details={
-            "announced": {node.hostname: node.announced.wanted for node in nodes},
-            "usable": {node.hostname: node.announced.address for node in nodes},
-        },
+        announced={node.hostname: node.announced.wanted for node in nodes},
+        usable={node.hostname: node.announced.address for node in nodes},
     )
 
 
@@ -345,18 +333,15 @@ def _absent(results: Results, odd: list[Node]) -> Finding:
         f"({node.announced.chosen_by}); it has {_listed(node) or 'only loopback'}"
         for node in odd
     )
-    return Finding(
-        code="DS-MESH-021",
-        severity="failed",
-        fact=f"{shown}.",
+    return failed(
+        "DS-MESH-021",
+        f"{shown}.",
         cause="interface names differ between hosts but the variable is the same on all of them, or it "
         "was meant for another host.",
         fix=to_copy(endpoint[0], *endpoint[1]),
         hosts=results.hostnames(node.node_rank for node in odd),
-        details={
-            "wanted": {node.hostname: node.announced.wanted for node in odd},
-            "interfaces": {node.hostname: dict(node.interfaces) for node in odd},
-        },
+        wanted={node.hostname: node.announced.wanted for node in odd},
+        interfaces={node.hostname: dict(node.interfaces) for node in odd},
     )
 
 
@@ -375,18 +360,15 @@ def _not_running(results: Results, odd: list[Node]) -> Finding:
         f"ip link show {shlex.quote(node.announced.interface)}    # on {node.hostname}"
         for node in odd
     ]
-    return Finding(
-        code="DS-MESH-022",
-        severity="failed",
-        fact=f"An interface that the ranks would use is down or has no carrier: {shown}.",
+    return failed(
+        "DS-MESH-022",
+        f"An interface that the ranks would use is down or has no carrier: {shown}.",
         cause="the cable, the switch port or the driver; or it was never brought up; or it is a bridge "
         "to containers of this host, and none of them runs.",
         fix=to_copy(f"Bring it up, or go without it. {what}", *shows, *lines),
         hosts=results.hostnames(node.node_rank for node in odd),
-        details={
-            "interfaces": {node.hostname: node.announced.interface for node in odd},
-            "addresses": {node.hostname: node.announced.address for node in odd},
-        },
+        interfaces={node.hostname: node.announced.interface for node in odd},
+        addresses={node.hostname: node.announced.address for node in odd},
     )
 
 

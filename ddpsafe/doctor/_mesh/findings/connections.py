@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from ddpsafe.doctor._findings import Finding, to_copy
+from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._mesh.findings.fixes import (
     cloud_lines,
     describe_chain,
@@ -189,14 +189,14 @@ def _closed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Fin
     else:
         what = "Allow them in the firewall or security group between the hosts:"
         fix = to_copy(what, *cloud_lines(results, group.ways)[: 3 * _MOST_NAMED])
-    return Finding(
-        code=code,
-        severity="failed",
-        fact=f"{_where(results, group, 'open a connection to')}: {verb} ({said}).",
+    return failed(
+        code,
+        f"{_where(results, group, 'open a connection to')}: {verb} ({said}).",
         cause=_closed_cause(results, group, found),
         fix=fix,
         hosts=results.hostnames(group.nodes),
-        details={"shape": group.shape, "directions": as_details(found)},
+        shape=group.shape,
+        directions=as_details(found),
     )
 
 
@@ -310,28 +310,25 @@ def _routed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Fin
         else:
             place = node.announced.place_of_variable()
             lines.append(place.set_line(*library_setting(results.backend, route.interface)) + on)
-    return Finding(
-        code="DS-MESH-038",
-        severity="failed",
-        fact=f"{_where(results, group, 'open a connection to')}: {'; '.join(shown)}.",
+    return failed(
+        "DS-MESH-038",
+        f"{_where(results, group, 'open a connection to')}: {'; '.join(shown)}.",
         cause="a route or a rule was added by hand, or two interfaces are in the same network; the other "
         "host drops packets from an interface that it would not reply on (rp_filter), or never receives "
         "them.",
         fix=to_copy("Remove the route or rule, or announce the interface that it uses:", *lines),
         hosts=results.hostnames({here for here, _ in routes}),
-        details={
-            "routes": [
-                {
-                    "source": here,
-                    "target": route.target,
-                    "interface": route.interface,
-                    "prefix": route.prefix,
-                    "table": route.table,
-                }
-                for here, route in routes
-            ],
-            "directions": as_details(found),
-        },
+        routes=[
+            {
+                "source": here,
+                "target": route.target,
+                "interface": route.interface,
+                "prefix": route.prefix,
+                "table": route.table,
+            }
+            for here, route in routes
+        ],
+        directions=as_details(found),
     )
 
 
@@ -348,10 +345,9 @@ def _check_loss(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[Find
         found = [lossy[way] for way in group.ways]
         sent, resent = (sum(each.packets for each in found), sum(each.resent for each in found))
         share = 100 * resent / (sent + resent)
-        yield Finding(
-            code="DS-MESH-037",
-            severity="warning",
-            fact=f"{_where(results, group, 'send without loss to')}: {resent} of {sent + resent} packets "
+        yield warning(
+            "DS-MESH-037",
+            f"{_where(results, group, 'send without loss to')}: {resent} of {sent + resent} packets "
             f"({share:.0f} %) were retransmitted.",
             cause="a bad cable or port, an overloaded link, or a limit on packets per second; a job "
             "runs many times slower, and connections sometimes break.",
@@ -364,11 +360,9 @@ def _check_loss(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[Find
                 ),
             ),
             hosts=results.hostnames(group.nodes),
-            details={
-                "sent": sent,
-                "resent": resent,
-                "directions": [list(way) for way in group.ways],
-            },
+            sent=sent,
+            resent=resent,
+            directions=[list(way) for way in group.ways],
         )
 
 
@@ -384,10 +378,9 @@ def _check_path_mtu(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[
         ways = {way for way, mtu in smaller.items() if mtu == passing}
         for group in group_ways(ways, tried):
             ends = sorted({node for way in group.ways for node in way})
-            yield Finding(
-                code="DS-MESH-039",
-                severity="warning",
-                fact=f"{_where(results, group, f'send packets of more than {passing} bytes to')}, though "
+            yield warning(
+                "DS-MESH-039",
+                f"{_where(results, group, f'send packets of more than {passing} bytes to')}, though "
                 f"their interfaces send up to {max(results.nodes[end].mtu_bytes for end in ends)}.",
                 cause="a tunnel, a VPN or a router on the way carries less, and says so by ICMP; TCP copes, "
                 "other protocols (RDMA over Ethernet) may not, and a firewall that drops ICMP makes large "
@@ -401,7 +394,8 @@ def _check_path_mtu(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[
                     ),
                 ),
                 hosts=results.hostnames(group.nodes),
-                details={"mtu_bytes": passing, "directions": [list(way) for way in group.ways]},
+                mtu_bytes=passing,
+                directions=[list(way) for way in group.ways],
             )
 
 
@@ -410,10 +404,9 @@ def _wrong_peer(results: Results, group: Group, tried: Mapping[Way, Dialled]) ->
     said = ", ".join(sorted({each.said for each in found.values()}))
     listeners = {target for _, target in group.ways}
     addresses = sorted({results.nodes[each].announced.address for each in listeners})
-    return Finding(
-        code="DS-MESH-034",
-        severity="failed",
-        fact=f"{_where(results, group, 'reach the doctor on')}: another program accepts the connection ({said}).",
+    return failed(
+        "DS-MESH-034",
+        f"{_where(results, group, 'reach the doctor on')}: another program accepts the connection ({said}).",
         cause="a transparent proxy or a service mesh between the hosts accepts every connection, or "
         "two hosts have the same address.",
         fix=to_copy(
@@ -427,7 +420,8 @@ def _wrong_peer(results: Results, group: Group, tried: Mapping[Way, Dialled]) ->
             ),
         ),
         hosts=results.hostnames(group.nodes),
-        details={"shape": group.shape, "directions": as_details(found)},
+        shape=group.shape,
+        directions=as_details(found),
     )
 
 
@@ -455,10 +449,9 @@ def _large_lost(results: Results, group: Group, tried: Mapping[Way, Dialled]) ->
         if passing
         else f"not even in packets of {SMALLEST_MTU_BYTES[6 if has_ipv6 else 4]} bytes"
     )
-    return Finding(
-        code="DS-MESH-035",
-        severity="failed",
-        fact=f"{_where(results, group, 'send more than a packet to')}: connections open and small messages "
+    return failed(
+        "DS-MESH-035",
+        f"{_where(results, group, 'send more than a packet to')}: connections open and small messages "
         f"pass, but 64 KiB does not ({said}); {proof}.",
         cause=f"the interfaces send packets of up to {max(mtus)} bytes, something on the way carries less, "
         "and the ICMP message about it is lost: an MTU black hole (jumbo frames, a tunnel, a VPN)."
@@ -471,7 +464,9 @@ def _large_lost(results: Results, group: Group, tried: Mapping[Way, Dialled]) ->
         if passing
         else "Find what inspects the connections between these hosts, and exclude the job's ports.",
         hosts=results.hostnames(group.nodes),
-        details={"shape": group.shape, "mtu_bytes": passing, "directions": as_details(found)},
+        shape=group.shape,
+        mtu_bytes=passing,
+        directions=as_details(found),
     )
 
 
@@ -491,9 +486,8 @@ def _all_open(results: Results, tried: Mapping[Way, Dialled]) -> Finding:
             f"; round trips take {min(latencies) * 1e3:.2f} to {max(latencies) * 1e3:.2f} ms, "
             f"short bursts reach about {usual_rate / 1e6:.0f} MB/s"
         )
-    return Finding(
-        code="DS-MESH-030",
-        severity="ok",
-        fact=f"All {len(tried)} directions between {len(results.reports)} hosts are open{numbers}.",
-        details=details,
+    return ok(
+        "DS-MESH-030",
+        f"All {len(tried)} directions between {len(results.reports)} hosts are open{numbers}.",
+        **details,
     )

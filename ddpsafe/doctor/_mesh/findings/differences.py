@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe.doctor._codes import CODES
-from ddpsafe.doctor._findings import Finding, to_copy
+from ddpsafe.doctor._findings import Finding, to_copy, warning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -167,10 +167,9 @@ def check_facts(results: Results) -> Iterator[Finding]:
             named = ", ".join(
                 f"{results.label(rank)} sends up to {mtu} bytes" for rank, mtu in others.items()
             )
-            yield Finding(
-                code="DS-MESH-042",
-                severity="warning",
-                fact=f"The interfaces of most hosts send packets of up to {usual} bytes, but {named}.",
+            yield warning(
+                "DS-MESH-042",
+                f"The interfaces of most hosts send packets of up to {usual} bytes, but {named}.",
                 cause="jumbo frames are configured on some hosts only; TCP copes, other protocols may not.",
                 fix=to_copy(
                     "Make them equal:",
@@ -181,7 +180,7 @@ def check_facts(results: Results) -> Iterator[Finding]:
                     ),
                 ),
                 hosts=results.hostnames(others),
-                details={"mtu_bytes": {results.name_of(rank): mtu for rank, mtu in mtus.items()}},
+                mtu_bytes={results.name_of(rank): mtu for rank, mtu in mtus.items()},
             )
     ahead = {rank: each.clock_ahead_s for rank, each in results.reports.items()}
     middle = sorted(ahead.values())[len(ahead) // 2] if ahead else 0.0
@@ -190,14 +189,13 @@ def check_facts(results: Results) -> Iterator[Finding]:
     }
     if odd:
         named = ", ".join(f"{results.label(rank)} by {by:+.0f} s" for rank, by in odd.items())
-        yield Finding(
-            code="DS-MESH-043",
-            severity="warning",
-            fact=f"Clocks are off: {named}.",
+        yield warning(
+            "DS-MESH-043",
+            f"Clocks are off: {named}.",
             cause="no time service runs there; logs and file times of the hosts cannot be compared.",
             fix=to_copy("Start it:", "timedatectl set-ntp true"),
             hosts=results.hostnames(odd),
-            details={"ahead_s": {results.name_of(rank): round(by, 1) for rank, by in odd.items()}},
+            ahead_s={results.name_of(rank): round(by, 1) for rank, by in odd.items()},
         )
     silent = {
         rank: each.resolver_silent_s
@@ -207,10 +205,9 @@ def check_facts(results: Results) -> Iterator[Finding]:
     if silent:
         named = ", ".join(map(results.label, silent))
         longest = max(silent.values())
-        yield Finding(
-            code="DS-MESH-046",
-            severity="warning",
-            fact=f"No name server answers on {named}: looking up the name of an address of this job "
+        yield warning(
+            "DS-MESH-046",
+            f"No name server answers on {named}: looking up the name of an address of this job "
             f"took more than {longest:.1f} s.",
             cause="/etc/resolv.conf names a server that is down or firewalled; torch looks up every "
             "host that connects to its store, which adds 10 to 20 s to each start.",
@@ -219,7 +216,7 @@ def check_facts(results: Results) -> Iterator[Finding]:
                 "echo 'options timeout:1 attempts:1' >> /etc/resolv.conf",
             ),
             hosts=results.hostnames(silent),
-            details={"waited_s": round(longest, 1)},
+            waited_s=round(longest, 1),
         )
 
 
