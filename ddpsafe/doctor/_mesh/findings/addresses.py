@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from ddpsafe._advice import ADVICE
 from ddpsafe.doctor._findings import Finding, failed, to_copy, warning
 from ddpsafe.doctor._mesh.findings.fixes import (
+    announced_lines,
     common_networks,
     endpoint_lines,
     interface_in,
-    library_setting,
+    interface_line,
+    network_lines,
 )
 from ddpsafe.doctor._mesh.findings.observations import as_details, is_closed
 
@@ -117,12 +119,6 @@ def check_family(results: Results, explained: dict[Way, Dialled]) -> Iterator[Fi
     odd = [node for node in nodes if _version(node.announced.address) not in at_endpoint]
     name = f"IPv{_version(odd[0].announced.address)}"
     works = f"IPv{_version(shared[0])}"
-    lines = [
-        node.announced.place_of_variable().set_line(
-            *library_setting(results.backend, interface_in(node, shared[0]) or "")
-        )
-        for node in nodes
-    ]
     listed = ", ".join(f"{node} {node.announced.address}" for node in odd)
     yield failed(
         "DS-MESH-027",
@@ -133,14 +129,7 @@ def check_family(results: Results, explained: dict[Way, Dialled]) -> Iterator[Fi
         fix=to_copy(
             f"Set the interface, whose first address is {works}, or remove the {name} addresses from DNS "
             "or /etc/hosts:",
-            *(
-                [f"{lines[0]}    # on every host"]
-                if len(set(lines)) == 1
-                else [
-                    f"{line}    # on {node.hostname}"
-                    for line, node in zip(lines, nodes, strict=True)
-                ]
-            ),
+            *network_lines(results, nodes, shared[0]),
         ),
         hosts=results.hostnames(node.node_rank for node in odd),
         directions=as_details(found),
@@ -256,9 +245,7 @@ def _check_variable(results: Results) -> Iterator[Finding]:
         for rank in without:
             node = results.nodes[rank]
             interface = interface_in(node, chosen.network) or node.announced.interface
-            _, value = library_setting(results.backend, interface)
-            line = node.announced.place_of_variable().set_line(name, value)
-            lines.append(f"{line}    # on {node.hostname}")
+            lines.append(f"{interface_line(node, name, interface)}    # on {node.hostname}")
     listed = ", ".join(
         f"{results.label(rank)} {results.nodes[rank].announced.address} on "
         f"{results.nodes[rank].announced.interface}"
@@ -290,16 +277,7 @@ def _loopback(results: Results, nodes: list[Node]) -> Finding:
     else:
         cause = f"{announced.chosen_by} does not resolve there, and gloo then uses loopback."
     # On every host if one network connects all: setting it on some only would be DS-MESH-026.
-    _, lines = endpoint_lines(results, nodes) or (
-        "",
-        [
-            node.announced.place_of_variable().set_line(
-                *library_setting(results.backend, node.announced.interface)
-            )
-            + f"    # on {node.hostname}"
-            for node in nodes
-        ],
-    )
+    _, lines = endpoint_lines(results, nodes) or ("", announced_lines(results, nodes))
     return failed(
         "DS-MESH-020",
         f"Ranks would announce an address at which every other host reaches itself ({named}; "
@@ -317,17 +295,10 @@ def _loopback(results: Results, nodes: list[Node]) -> Finding:
 
 
 def _absent(results: Results, odd: list[Node]) -> Finding:
-    endpoint = endpoint_lines(results, odd)
-    if endpoint is None:
-        what = "Choose an interface on each host; no network connects all of them:"
-        lines = [
-            node.announced.place_of_variable().set_line(
-                *library_setting(results.backend, node.announced.interface)
-            )
-            + f"    # on {node.hostname}"
-            for node in odd
-        ]
-        endpoint = what, lines
+    what, lines = endpoint_lines(results, odd) or (
+        "Choose an interface on each host; no network connects all of them:",
+        announced_lines(results, odd),
+    )
     shown = "; ".join(
         f"{node} has no interface {node.announced.wanted} with an address "
         f"({node.announced.chosen_by}); it has {_listed(node) or 'only loopback'}"
@@ -338,7 +309,7 @@ def _absent(results: Results, odd: list[Node]) -> Finding:
         f"{shown}.",
         cause="interface names differ between hosts but the variable is the same on all of them, or it "
         "was meant for another host.",
-        fix=to_copy(endpoint[0], *endpoint[1]),
+        fix=to_copy(what, *lines),
         hosts=results.hostnames(node.node_rank for node in odd),
         wanted={node.hostname: node.announced.wanted for node in odd},
         interfaces={node.hostname: dict(node.interfaces) for node in odd},

@@ -14,7 +14,9 @@ from ddpsafe.doctor._mesh.findings.fixes import (
     cloud_lines,
     describe_chain,
     find_openings,
-    library_setting,
+    interface_line,
+    library_variable,
+    mtu_lines,
 )
 from ddpsafe.doctor._mesh.findings.observations import as_details, is_closed
 from ddpsafe.doctor._mesh.probe import SMALLEST_MTU_BYTES
@@ -54,6 +56,11 @@ class Group:
     nodes: tuple[int, ...]
     ways: tuple[Way, ...]
 
+    @property
+    def ends(self) -> list[int]:
+        """All hosts at either end of the directions."""
+        return sorted(set(itertools.chain(*self.ways)))
+
 
 def group_ways(blocked: Collection[Way], tried: Collection[Way]) -> list[Group]:
     """Explain blocked directions with as few hosts as possible.
@@ -79,10 +86,10 @@ def group_ways(blocked: Collection[Way], tried: Collection[Way]) -> list[Group]:
         open_at = {way[end] for way in opened for end in ends}
         counts = Counter(way[end] for way in left for end in ends)
         needed = _LEAST_AGREEING * len(ends)
-        found = {node for node, count in counts.items() if count >= needed and node not in open_at}
-        if found:
-            ways = tuple(sorted(way for way in left if any(way[end] in found for end in ends)))
-            groups.append(Group(shape=shape, nodes=tuple(sorted(found)), ways=ways))
+        hosts = {node for node, count in counts.items() if count >= needed and node not in open_at}
+        if hosts:
+            ways = tuple(sorted(way for way in left if any(way[end] in hosts for end in ends)))
+            groups.append(Group(shape=shape, nodes=tuple(sorted(hosts)), ways=ways))
             left.difference_update(ways)
     for source, target in sorted(left):
         both = (target, source) in left
@@ -138,39 +145,38 @@ def check_connections(results: Results, explained: Mapping[Way, Dialled]) -> Ite
         results: Everything that was collected.
         explained: Directions that other findings explain already.
     """
-    tried = {way: each for way, each in results.connections().items() if way not in explained}
+    tried = {way: dialled for way, dialled in results.connections().items() if way not in explained}
     if not tried:
         return
-    closed = {way for way, each in tried.items() if is_closed(each.result)}
-    strange = {way for way, each in tried.items() if each.result == "wrong-peer"}
-    lossy = {way for way, each in tried.items() if each.result == "large-lost"}
+    closed = {way for way, dialled in tried.items() if is_closed(dialled.result)}
+    strange = {way for way, dialled in tried.items() if dialled.result == "wrong-peer"}
+    lossy = {way for way, dialled in tried.items() if dialled.result == "large-lost"}
     routed = {way for way in closed if _other_route(results, way) is not None}
-    for group in group_ways(routed, tried):
-        yield _routed(results, group, tried)
-    for group in group_ways(closed - routed, tried):
-        yield _closed(results, group, tried)
-    for group in group_ways(strange, tried):
-        yield _wrong_peer(results, group, tried)
-    for group in group_ways(lossy, tried):
-        yield _large_lost(results, group, tried)
+    for ways, describe in (
+        (routed, _routed),
+        (closed - routed, _closed),
+        (strange, _wrong_peer),
+        (lossy, _large_lost),
+    ):
+        for group in group_ways(ways, tried):
+            yield describe(results, group, {way: tried[way] for way in group.ways})
     yield from _check_loss(results, tried)
     yield from _check_path_mtu(results, tried)
     if not (closed or strange or lossy or explained):
         yield _all_open(results, tried)
 
 
-def _closed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
-    found = {way: tried[way] for way in group.ways}
-    kinds = sorted({each.result for each in found.values()})
-    verb = " or ".join({"no-route": "unreachable"}.get(each, each) for each in kinds)
-    said = ", ".join(sorted({each.said for each in found.values() if each.said}))
+def _closed(results: Results, group: Group, outcomes: Mapping[Way, Dialled]) -> Finding:
+    kinds = sorted({outcome.result for outcome in outcomes.values()})
+    verb = " or ".join({"no-route": "unreachable"}.get(kind, kind) for kind in kinds)
+    said = ", ".join(sorted({outcome.said for outcome in outcomes.values() if outcome.said}))
     if group.shape == "everywhere":
         said += f"; port {results.port} of the endpoint is open"
-    only_endpoint = group.shape == "everywhere" and not _lacks_route(found)
+    only_endpoint = group.shape == "everywhere" and not _lacks_route(outcomes)
     code = "DS-MESH-036" if only_endpoint else _CODES[kinds[0]]
-    if _lacks_route(found):
+    if _lacks_route(outcomes):
         lines = []
-        for source, target in sorted(found)[:_MOST_NAMED]:
+        for source, target in sorted(outcomes)[:_MOST_NAMED]:
             address = results.nodes[target].announced.address
             lines.append(f"ip route get {address}    # on {results.name_of(source)}")
             lines.append(f"ip neigh show {address}    # on {results.name_of(source)}")
@@ -180,9 +186,11 @@ def _closed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Fin
         fix = to_copy(what, *lines)
     elif openings := find_openings(results, group.ways):
         lines = [
-            f"{rule}    # on {each.host.hostname}" for each in openings for rule in each.rules()
+            f"{rule}    # on {opening.host.hostname}"
+            for opening in openings
+            for rule in opening.rules()
         ]
-        if any(not each.chains for each in openings):
+        if any(not opening.chains for opening in openings):
             lines += cloud_lines(results, group.ways)
         what = "Allow the packets of the job, as root, and run the doctor again:"
         fix = to_copy(what, *list(dict.fromkeys(lines))[: 3 * _MOST_NAMED])
@@ -192,17 +200,20 @@ def _closed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Fin
     return failed(
         code,
         f"{_where(results, group, 'open a connection to')}: {verb} ({said}).",
-        cause=_closed_cause(results, group, found),
+        cause=_closed_cause(results, group, outcomes),
         fix=fix,
         hosts=results.hostnames(group.nodes),
         shape=group.shape,
-        directions=as_details(found),
+        directions=as_details(outcomes),
     )
 
 
-def _lacks_route(found: Mapping[Way, Dialled]) -> bool:
+def _lacks_route(outcomes: Mapping[Way, Dialled]) -> bool:
     """Return whether packets do not even get to where a firewall could reject them."""
-    return any(each.reason == "no-arp" or each.error == "ENETUNREACH" for each in found.values())
+    return any(
+        outcome.reason == "no-arp" or outcome.error == "ENETUNREACH"
+        for outcome in outcomes.values()
+    )
 
 
 def _where(results: Results, group: Group, doing: str) -> str:
@@ -215,7 +226,7 @@ def _where(results: Results, group: Group, doing: str) -> str:
     """
     verb, _, preposition = doing.rpartition(" ")
     names = _several(results, group.nodes)
-    others = _several(results, tuple(sorted(set(itertools.chain(*group.ways)) - set(group.nodes))))
+    others = _several(results, tuple(node for node in group.ends if node not in group.nodes))
     first, last = results.label(group.nodes[0]), results.label(group.nodes[-1])
     sentences: dict[Shape, str] = {
         "everywhere": f"No host can {doing} any other: "
@@ -236,31 +247,33 @@ def _several(results: Results, nodes: tuple[int, ...]) -> str:
     return ", ".join(labels) + (f" and {more} more" if more else "")
 
 
-def _closed_cause(results: Results, group: Group, found: Mapping[Way, Dialled]) -> str:
-    kinds = {each.result for each in found.values()}
-    if any(each.reason == "no-arp" for each in found.values()):
+def _closed_cause(results: Results, group: Group, outcomes: Mapping[Way, Dialled]) -> str:
+    kinds = {outcome.result for outcome in outcomes.values()}
+    if any(outcome.reason == "no-arp" for outcome in outcomes.values()):
         return (
             "the host does not even answer ARP: a cable, a switch port or a VLAN. "
             "A firewall does not cause that."
         )
-    if any(each.error == "ENETUNREACH" for each in found.values()):
+    if any(outcome.error == "ENETUNREACH" for outcome in outcomes.values()):
         return "the dialling host has no route to that network."
-    if kinds == {"no-route"} and all(each.took_s < _IMMEDIATE_S for each in found.values()):
+    if kinds == {"no-route"} and all(
+        outcome.took_s < _IMMEDIATE_S for outcome in outcomes.values()
+    ):
         return (
             'a firewall that answers "prohibited" (firewalld does), on the listening host or on the '
             "way; the endpoint's port is reachable, so a route exists."
         )
     ports = "gloo and NCCL listen on ports that the system chooses"
-    openings = find_openings(results, found)
-    outgoing = [each for each in openings if each.hook == "output"]
+    openings = find_openings(results, outcomes)
+    outgoing = [opening for opening in openings if opening.hook == "output"]
     verb = "drops" if kinds == {"dropped"} else "rejects"
     if outgoing:
-        named = ", ".join(f"{each.host} ({_chains(each)})" for each in outgoing)
+        named = ", ".join(f"{opening.host} ({_chains(opening)})" for opening in outgoing)
         return f"the packet filter of {named} {verb} outgoing packets that no rule allows; {ports}."
     if group.shape == "everywhere":
         return f"only port {results.port} is open between the hosts; {ports}."
-    if openings and all(each.chains for each in openings):
-        named = ", ".join(f"{each.host} ({_chains(each)})" for each in openings)
+    if openings and all(opening.chains for opening in openings):
+        named = ", ".join(f"{opening.host} ({_chains(opening)})" for opening in openings)
         return f"the packet filter of {named} {verb} what no rule allows; {ports}."
     if not openings:
         return (
@@ -284,22 +297,23 @@ def _other_route(results: Results, way: Way) -> tuple[int, Route] | None:
     return None
 
 
-def _routed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
-    found = {way: tried[way] for way in group.ways}
-    routes = dict.fromkeys(each for way in sorted(found) if (each := _other_route(results, way)))
-    shown, lines = [], []
+def _routed(results: Results, group: Group, outcomes: Mapping[Way, Dialled]) -> Finding:
+    routes = dict.fromkeys(
+        leaving for way in sorted(outcomes) if (leaving := _other_route(results, way))
+    )
+    facts, lines = [], []
     for here, route in routes:
         node, other = results.nodes[here], results.nodes[route.target]
         address, on = other.announced.address, f"    # on {results.name_of(here)}"
         if not route.interface:
             lines.append(f"ip route show to match {address}{on}")
-            shown.append(f"a route of {node} rejects packets to {other} ({address})")
+            facts.append(f"a route of {node} rejects packets to {other} ({address})")
             lines.append(
                 f"ip route del {route.prefix}{on}" if route.prefix else f"ip rule show{on}"
             )
             continue
         lines.append(f"ip route get {address} from {node.announced.address}{on}")
-        shown.append(
+        facts.append(
             f"packets from {node} to {other} ({address}) leave by {route.interface}, but it announces "
             f"{node.announced.address} on {node.announced.interface}"
         )
@@ -308,11 +322,11 @@ def _routed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Fin
         elif route.prefix != node.network:  # not the network's own route
             lines.append(f"ip route del {route.prefix} dev {shlex.quote(route.interface)}{on}")
         else:
-            place = node.announced.place_of_variable()
-            lines.append(place.set_line(*library_setting(results.backend, route.interface)) + on)
+            variable = library_variable(results.backend)
+            lines.append(interface_line(node, variable, route.interface) + on)
     return failed(
         "DS-MESH-038",
-        f"{_where(results, group, 'open a connection to')}: {'; '.join(shown)}.",
+        f"{_where(results, group, 'open a connection to')}: {'; '.join(facts)}.",
         cause="a route or a rule was added by hand, or two interfaces are in the same network; the other "
         "host drops packets from an interface that it would not reply on (rp_filter), or never receives "
         "them.",
@@ -328,22 +342,22 @@ def _routed(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Fin
             }
             for here, route in routes
         ],
-        directions=as_details(found),
+        directions=as_details(outcomes),
     )
 
 
 def _check_loss(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[Finding]:
     """Find directions that lose packets although their connections stay open."""
     lossy = {
-        way: each
-        for way, each in tried.items()
-        if each.result == "open"
-        and each.resent >= _LEAST_RESENT
-        and each.resent >= _LOSS_SHARE * (each.packets + each.resent)
+        way: outcome
+        for way, outcome in tried.items()
+        if outcome.result == "open"
+        and outcome.resent >= _LEAST_RESENT
+        and outcome.resent >= _LOSS_SHARE * (outcome.packets + outcome.resent)
     }
     for group in group_ways(lossy, tried):
-        found = [lossy[way] for way in group.ways]
-        sent, resent = (sum(each.packets for each in found), sum(each.resent for each in found))
+        sent = sum(lossy[way].packets for way in group.ways)
+        resent = sum(lossy[way].resent for way in group.ways)
         share = 100 * resent / (sent + resent)
         yield warning(
             "DS-MESH-037",
@@ -356,7 +370,7 @@ def _check_loss(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[Find
                 *(
                     f"ip -s link show dev {shlex.quote(results.nodes[node].announced.interface)}"
                     f"    # on {results.name_of(node)}"
-                    for node in sorted({node for way in group.ways for node in way})[:_MOST_NAMED]
+                    for node in group.ends[:_MOST_NAMED]
                 ),
             ),
             hosts=results.hostnames(group.nodes),
@@ -372,26 +386,21 @@ def _check_path_mtu(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[
         (source, target): dialled.path_mtu_bytes
         for (source, target), dialled in tried.items()
         if dialled.result == "open"
-        and 0 < dialled.path_mtu_bytes < results.nodes[target].mtu_bytes  # else MTU_DIFFERS has it
+        and 0 < dialled.path_mtu_bytes < results.nodes[target].mtu_bytes  # else DS-MESH-042 has it
     }
     for passing in sorted(set(smaller.values())):
         ways = {way for way, mtu in smaller.items() if mtu == passing}
         for group in group_ways(ways, tried):
-            ends = sorted({node for way in group.ways for node in way})
             yield warning(
                 "DS-MESH-039",
                 f"{_where(results, group, f'send packets of more than {passing} bytes to')}, though "
-                f"their interfaces send up to {max(results.nodes[end].mtu_bytes for end in ends)}.",
+                f"their interfaces send up to {max(results.nodes[end].mtu_bytes for end in group.ends)}.",
                 cause="a tunnel, a VPN or a router on the way carries less, and says so by ICMP; TCP copes, "
                 "other protocols (RDMA over Ethernet) may not, and a firewall that drops ICMP makes large "
                 "packets vanish.",
                 fix=to_copy(
                     "Lower the MTU on the hosts, as root, or raise that of the path:",
-                    *(
-                        f"ip link set dev {shlex.quote(results.nodes[end].announced.interface)} mtu {passing}"
-                        f"    # on {results.name_of(end)}"
-                        for end in ends[: 2 * _MOST_NAMED]
-                    ),
+                    *mtu_lines(results, group.ends[: 2 * _MOST_NAMED], passing),
                 ),
                 hosts=results.hostnames(group.nodes),
                 mtu_bytes=passing,
@@ -399,11 +408,10 @@ def _check_path_mtu(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[
             )
 
 
-def _wrong_peer(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
-    found = {way: tried[way] for way in group.ways}
-    said = ", ".join(sorted({each.said for each in found.values()}))
+def _wrong_peer(results: Results, group: Group, outcomes: Mapping[Way, Dialled]) -> Finding:
+    said = ", ".join(sorted({outcome.said for outcome in outcomes.values()}))
     listeners = {target for _, target in group.ways}
-    addresses = sorted({results.nodes[each].announced.address for each in listeners})
+    addresses = sorted({results.nodes[node].announced.address for node in listeners})
     return failed(
         "DS-MESH-034",
         f"{_where(results, group, 'reach the doctor on')}: another program accepts the connection ({said}).",
@@ -421,28 +429,23 @@ def _wrong_peer(results: Results, group: Group, tried: Mapping[Way, Dialled]) ->
         ),
         hosts=results.hostnames(group.nodes),
         shape=group.shape,
-        directions=as_details(found),
+        directions=as_details(outcomes),
     )
 
 
 def _range(results: Results, listeners: set[int]) -> str:
-    first = min(results.nodes[each].port_range[0] for each in listeners)
-    last = max(results.nodes[each].port_range[1] for each in listeners)
+    first = min(results.nodes[node].port_range[0] for node in listeners)
+    last = max(results.nodes[node].port_range[1] for node in listeners)
     return f"{first}-{last}"
 
 
-def _large_lost(results: Results, group: Group, tried: Mapping[Way, Dialled]) -> Finding:
-    found = {way: tried[way] for way in group.ways}
-    involved = sorted({node for way in group.ways for node in way})
-    mtus = {results.nodes[node].mtu_bytes for node in involved}
-    passing = min(each.passing_mtu_bytes for each in found.values())
-    said = max(each.said for each in found.values())
-    has_ipv6 = any(":" in results.nodes[node].announced.address for node in involved)
-    lines = [
-        f"ip link set dev {shlex.quote(results.nodes[node].announced.interface)} mtu {passing}"
-        f"    # on {results.name_of(node)}"
-        for node in involved[: 2 * _MOST_NAMED]
-        if results.nodes[node].mtu_bytes > passing
+def _large_lost(results: Results, group: Group, outcomes: Mapping[Way, Dialled]) -> Finding:
+    mtus = {results.nodes[node].mtu_bytes for node in group.ends}
+    passing = min(outcome.passing_mtu_bytes for outcome in outcomes.values())
+    said = max(outcome.said for outcome in outcomes.values())
+    has_ipv6 = any(":" in results.nodes[node].announced.address for node in group.ends)
+    larger = [
+        node for node in group.ends[: 2 * _MOST_NAMED] if results.nodes[node].mtu_bytes > passing
     ]
     proof = (
         f"in packets of {passing} bytes it passes"
@@ -459,23 +462,23 @@ def _large_lost(results: Results, group: Group, tried: Mapping[Way, Dialled]) ->
         else "a firewall or a proxy ends connections after their first packets; the size is not the cause.",
         fix=to_copy(
             "Lower the MTU on both ends, as root, or repair the switch or tunnel between them:",
-            *lines,
+            *mtu_lines(results, larger, passing),
         )
         if passing
         else "Find what inspects the connections between these hosts, and exclude the job's ports.",
         hosts=results.hostnames(group.nodes),
         shape=group.shape,
         mtu_bytes=passing,
-        directions=as_details(found),
+        directions=as_details(outcomes),
     )
 
 
 def _all_open(results: Results, tried: Mapping[Way, Dialled]) -> Finding:
-    latencies = [each.latency_s for each in tried.values() if each.latency_s is not None]
+    latencies = [outcome.latency_s for outcome in tried.values() if outcome.latency_s is not None]
     rates = [
-        each.bandwidth_bytes_per_s
-        for each in tried.values()
-        if each.bandwidth_bytes_per_s is not None
+        outcome.bandwidth_bytes_per_s
+        for outcome in tried.values()
+        if outcome.bandwidth_bytes_per_s is not None
     ]
     details: dict[str, object] = {"directions": len(tried)}
     numbers = ""

@@ -1,8 +1,9 @@
-"""Lines to copy: rules that open a firewall, and variables that choose an interface."""
+"""Lines to copy: rules that open a firewall, variables that choose an interface, and MTUs."""
 
 from __future__ import annotations
 
 import ipaddress
+import shlex
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._mesh.findings.connections import Way
     from ddpsafe.doctor._mesh.findings.observations import Results
     from ddpsafe.doctor._mesh.protocol import FilterChain, Node
-    from ddpsafe.doctor._subject import VariableSource
 
 Hook = Literal["input", "output"]
 
@@ -33,7 +33,7 @@ class Opening:
     """
 
     host: Node
-    hook: Literal["input", "output"]
+    hook: Hook
     replies: bool
     peers: tuple[Node, ...]
     chains: tuple[FilterChain, ...]
@@ -61,24 +61,22 @@ def find_openings(results: Results, ways: Iterable[Way]) -> list[Opening]:
     Returns:
         What to open; nothing if both hosts of every direction are known not to filter.
     """
-    found: dict[tuple[int, Hook, bool], list[int]] = {}
+    blocked: dict[tuple[int, Hook, bool], set[int]] = defaultdict(set)
     for source, target in ways:
+        # First the filters of the connection's own packets; if there are none, those of the replies.
         places: list[tuple[int, Hook, bool, int]] = [
             (target, "input", False, source),
             (source, "output", False, target),
-        ]
-        replies: list[tuple[int, Hook, bool, int]] = [
             (source, "input", True, target),
             (target, "output", True, source),
         ]
-        chosen = [each for each in places if _chains_of(results, each[0], each[1])]
-        chosen = chosen or [each for each in replies if _chains_of(results, each[0], each[1])]
-        if not chosen and not results.reports[target].chains_known:
-            chosen = [places[0]]
-        for host, hook, is_reply, peer in chosen:
-            peers = found.setdefault((host, hook, is_reply), [])
-            if peer not in peers:
-                peers.append(peer)
+        filtering = [place for place in places if _chains_of(results, place[0], place[1])]
+        are_replies = all(is_reply for _, _, is_reply, _ in filtering)
+        if not filtering and not results.reports[target].chains_known:
+            filtering, are_replies = [places[0]], False
+        for host, hook, is_reply, peer in filtering:
+            if is_reply is are_replies:
+                blocked[host, hook, is_reply].add(peer)
     return [
         Opening(
             host=results.nodes[host],
@@ -87,7 +85,7 @@ def find_openings(results: Results, ways: Iterable[Way]) -> list[Opening]:
             peers=tuple(results.nodes[peer] for peer in sorted(peers)),
             chains=_chains_of(results, host, hook),
         )
-        for (host, hook, is_reply), peers in sorted(found.items())
+        for (host, hook, is_reply), peers in sorted(blocked.items())
     ]
 
 
@@ -135,9 +133,9 @@ def _firewalld(origin: str, first: int, last: int) -> str:
         return f"firewall-cmd --permanent --add-port={ports}/tcp && firewall-cmd --reload"
     family = "ipv6" if ":" in origin else "ipv4"
     rules = " ".join(
-        f'--add-rich-rule=\'rule family="{family}" source address="{each}" '
+        f'--add-rich-rule=\'rule family="{family}" source address="{address}" '
         f'port port="{ports}" protocol="tcp" accept\''
-        for each in origin.strip("{ }").split(", ")
+        for address in origin.strip("{ }").split(", ")
     )
     return f"firewall-cmd --permanent {rules} && firewall-cmd --reload"
 
@@ -164,10 +162,42 @@ def _origin(sources: Sequence[Node], target: Node) -> str:
     return addresses[0] if len(addresses) == 1 else f"{{ {', '.join(addresses)} }}"
 
 
-def library_setting(backend: str, interface: str) -> tuple[str, str]:
-    """Return the variable of the library behind a backend, and its value for an interface."""
-    library = LIBRARY_VARIABLES[1] if "nccl" in backend else LIBRARY_VARIABLES[0]
-    return library, interface_variables(interface)[library]
+def interface_line(node: Node, variable: str, interface: str) -> str:
+    """Return the line that gives a host's variable the value for an interface, where it is set there."""
+    value = interface_variables(interface)[variable]
+    return node.announced.place_of_variable().set_line(variable, value)
+
+
+def library_variable(backend: str) -> str:
+    """Return the variable of the library behind a backend."""
+    return LIBRARY_VARIABLES[1] if "nccl" in backend else LIBRARY_VARIABLES[0]
+
+
+def network_lines(results: Results, nodes: Sequence[Node], network: str) -> list[str]:
+    """Return the lines that choose the interfaces of all hosts in a network: one, if they are equal."""
+    variable = library_variable(results.backend)
+    lines = [interface_line(node, variable, interface_in(node, network) or "") for node in nodes]
+    if len(set(lines)) == 1:
+        return [f"{lines[0]}    # on every host"]
+    return [f"{line}    # on {node.hostname}" for line, node in zip(lines, nodes, strict=True)]
+
+
+def announced_lines(results: Results, nodes: Sequence[Node]) -> list[str]:
+    """Return the lines that choose the interface that each of some hosts announces now."""
+    variable = library_variable(results.backend)
+    return [
+        f"{interface_line(node, variable, node.announced.interface)}    # on {node.hostname}"
+        for node in nodes
+    ]
+
+
+def mtu_lines(results: Results, node_ranks: Iterable[int], mtu_bytes: int) -> list[str]:
+    """Return the lines that set the MTU of the announced interfaces of some hosts."""
+    return [
+        f"ip link set dev {shlex.quote(results.nodes[rank].announced.interface)} mtu {mtu_bytes}"
+        f"    # on {results.name_of(rank)}"
+        for rank in node_ranks
+    ]
 
 
 def common_networks(nodes: Sequence[Node]) -> list[str]:
@@ -184,9 +214,8 @@ def common_networks(nodes: Sequence[Node]) -> list[str]:
             for address, network in () if leads_to_containers(name) else table.items():
                 networks[network].append(address)
         tables.append(networks)
-    found = set.intersection(*map(set, tables)) if tables else set()
     connecting = []
-    for network in found:
+    for network in set.intersection(*map(set, tables)) if tables else ():
         owners = {
             (address, node.machine)
             for node, table in zip(nodes, tables, strict=True)
@@ -227,31 +256,17 @@ def endpoint_lines(results: Results, odd: Sequence[Node]) -> tuple[str, list[str
     nodes = [results.nodes[rank] for rank in sorted(results.nodes)]
     fine = {node.network for node in nodes if node not in odd}
     if len(fine) == 1 and all(_is_in(node.announced.otherwise, *fine) for node in odd):
-        lines = [
-            f"{_place_of(node).unset_line(node.announced.variable)}    # on {node.hostname}"
-            for node in odd
-        ]
-        return (
-            "Without the variable the library chooses the network of the others; unset it:",
-            lines,
-        )
+        what = "Without the variable the library chooses the network of the others; unset it:"
+        lines = []
+        for node in odd:
+            unset = node.announced.place_of_variable().unset_line(node.announced.variable)
+            lines.append(f"{unset}    # on {node.hostname}")
+        return what, lines
     shared = common_networks(nodes)
     if not shared:
         return None
-    settings = {
-        node.node_rank: _place_of(node).set_line(
-            *library_setting(results.backend, interface_in(node, shared[0]) or "")
-        )
-        for node in nodes
-    }
     what = f"Use the network that connects all hosts, {shared[0]}:"
-    if len(set(settings.values())) == 1:
-        return what, [f"{settings[nodes[0].node_rank]}    # on every host"]
-    return what, [f"{settings[node.node_rank]}    # on {node.hostname}" for node in nodes]
-
-
-def _place_of(node: Node) -> VariableSource:
-    return node.announced.place_of_variable()
+    return what, network_lines(results, nodes, shared[0])
 
 
 def _is_in(address: str, network: str) -> bool:
