@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._config import LaunchConfig
+from ddpsafe._config.endpoint import split_endpoint
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import count_cores
 from ddpsafe._job.secret import find_job_secret
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from ddpsafe._config import LaunchFields
     from ddpsafe.doctor._checks import Check
     from ddpsafe.doctor._findings import Finding, Matrix
+    from ddpsafe.doctor._mesh import Job
     from ddpsafe.doctor._mesh.transport import Store
-    from ddpsafe.doctor._subject import VariableSource
 
 
 logger = logging.getLogger(__name__)
@@ -155,14 +156,11 @@ def run(
     resolved, findings = _resolve(config, fields)
     with_mesh = (resolved.nnodes > 1 and checks != "launch") if mesh is None else mesh
     if with_mesh:
-        missing = [
-            name
-            for name, value in (
-                ("rendezvous.endpoint", resolved.rendezvous.endpoint),
-                ("node_rank", resolved.node_rank),
-            )
-            if value is None
-        ]
+        needed = {
+            "rendezvous.endpoint": resolved.rendezvous.endpoint,
+            "node_rank": resolved.node_rank,
+        }
+        missing = [name for name, value in needed.items() if value is None]
         if missing:
             what = f"The check between {resolved.nnodes} nodes needs {' and '.join(missing)}."
             cause = "no launcher sets it here, and every node needs it."
@@ -184,21 +182,19 @@ def run(
     findings += examine_host(subject, checks, on_progress=report_progress)
     matrix = None
     if with_mesh:
-        from ddpsafe.doctor._fingerprint import fingerprint
         from ddpsafe.doctor._mesh import examine
 
-        between, matrix = examine(
+        job = _job(
+            resolved,
             nnodes=resolved.nnodes,
             node_rank=resolved.node_rank or 0,
             endpoint=resolved.rendezvous.endpoint or "",
-            interface=resolved.rendezvous.interface,
             backend=subject.backend,
             timeout=timeout,
-            local=fingerprint(resolved),
             on_progress=report_progress,
             secret=find_job_secret(resolved.rendezvous.secret_file) if secret is None else secret,
-            places=_places(resolved),
         )
+        between, matrix = examine(job)
         findings += between
     return _report(findings, matrix, subject.env, began)
 
@@ -227,23 +223,50 @@ def examine_nodes(
     Returns:
         The findings, the same on every node except for `hostname`.
     """
-    from ddpsafe.doctor._fingerprint import fingerprint
     from ddpsafe.doctor._mesh import examine_at_store
 
     began = Deadline.after(timeout)
-    findings, matrix = examine_at_store(
-        store,
+    job = _job(
+        config,
         nnodes=nnodes,
         node_rank=node_rank,
         endpoint=endpoint,
+        backend=backend,
+        timeout=timeout,
+        on_progress=logger.debug,
+    )
+    findings, matrix = examine_at_store(job, store)
+    return _report(findings, matrix, environment_of(config), began)
+
+
+def _job(
+    config: LaunchConfig,
+    *,
+    nnodes: int,
+    node_rank: int,
+    endpoint: str,
+    backend: str,
+    timeout: timedelta,
+    on_progress: Callable[[str], None],
+    secret: str = "",
+) -> Job:
+    from ddpsafe.doctor._fingerprint import fingerprint
+    from ddpsafe.doctor._mesh import Job
+
+    host, port = split_endpoint(endpoint)
+    return Job(
+        nnodes=nnodes,
+        node_rank=node_rank,
+        host=host,
+        port=int(port),
         interface=config.rendezvous.interface,
         backend=backend,
         timeout=timeout,
-        local=fingerprint(config),
-        on_progress=logger.debug,
-        places=_places(config),
+        facts=fingerprint(config),
+        on_progress=on_progress,
+        secret=secret,
+        places={name: find_place(config, name) for name in config.env},
     )
-    return _report(findings, matrix, environment_of(config), began)
 
 
 def _report(
@@ -279,7 +302,3 @@ def _unreadable(error: ConfigError) -> Finding:
         + (f", and {len(others)} more: `ddpsafe config` lists them all." if others else "."),
         problems=[str(problem) for problem in error.problems],
     )
-
-
-def _places(config: LaunchConfig) -> dict[str, VariableSource]:
-    return {name: find_place(config, name) for name in config.env}

@@ -8,17 +8,13 @@ import importlib.util
 import os
 import platform
 import re
-import socket
-import time
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import BoundedCall
-from ddpsafe._host import Interface, list_interfaces
 from ddpsafe._secrets import Mask, hide_value
-from ddpsafe.doctor._checks.processes import clock_is_synchronised
 from ddpsafe.doctor._checks.storage import find_storage
 from ddpsafe.doctor._subject import environment_of
 from ddpsafe.doctor._system.infiniband import list_ports
@@ -43,28 +39,21 @@ _PATH_LIMIT_S: Final = 3.0
 def fingerprint(config: LaunchConfig) -> dict[str, object]:
     """Return what the nodes of a job compare, JSON-serializable and without secrets.
 
-    Keys: ``hostname``, ``versions``, ``env``, ``interfaces`` (name to state), ``subnets``,
-    ``driver``, ``infiniband`` (port to state and rate), ``clock``, ``data_paths``, ``config``.
+    Keys: ``versions``, ``env``, ``driver``, ``infiniband`` (port to state and rate), ``data_paths``,
+    ``config``.
     """
     env = environment_of(config)
-    interfaces = list_interfaces()
     driver = read_driver()
     names = {*_COMPARED_NAMES, *config.env}
-    found: dict[str, object] = {
-        "hostname": socket.gethostname(),
+    facts: dict[str, object] = {
         "versions": _versions(),
         "env": {
             name: hide_value(name, value)
             for name, value in sorted(env.items())
             if name.startswith(_COMPARED_PREFIXES) or name in names
         },
-        "interfaces": {each.name: _state(each) for each in interfaces},
-        "subnets": sorted(
-            {str(n.network) for each in interfaces if each.is_candidate for n in each.networks}
-        ),
         "driver": None if driver is None else driver.version,
         "infiniband": {name: str(port) for name, port in list_ports().items()},
-        "clock": {"unix_s": time.time(), "synchronised": clock_is_synchronised()},
         "data_paths": {name: _data_path(wanted.path) for name, wanted in config.data_paths.items()},
         "config": {
             "backend": config.backend,
@@ -72,8 +61,8 @@ def fingerprint(config: LaunchConfig) -> dict[str, object]:
             "nnodes": config.nnodes,
         },
     }
-    masked = Mask.of(env).value(found)
-    return masked if isinstance(masked, dict) else found
+    mask = Mask.of(env)
+    return {section: mask.value(value) for section, value in facts.items()}
 
 
 def _versions() -> dict[str, str]:
@@ -100,15 +89,6 @@ def _cuda_of_torch() -> str | None:
             if found := re.search(r"^cuda\b[^=]*=\s*['\"](.+?)['\"]", text, re.MULTILINE):
                 return found[1]
     return None
-
-
-def _state(interface: Interface) -> dict[str, object]:
-    return {
-        "up": interface.is_running,
-        "mtu_bytes": interface.mtu_bytes,
-        "addresses": [str(each) for each in interface.networks],
-        "candidate": interface.is_candidate,
-    }
 
 
 def _data_path(path: Path) -> dict[str, object]:

@@ -19,6 +19,7 @@ import scripts
 from mesh_kit import healthy_node as node
 
 from ddpsafe._clock import Deadline
+from ddpsafe._config.endpoint import split_endpoint
 from ddpsafe.doctor import Direction, Finding, Matrix, Report, _mesh
 from ddpsafe.doctor._mesh.channel_transport import Client, Server
 from ddpsafe.doctor._mesh.findings.assemble import make_findings, make_matrix
@@ -271,18 +272,21 @@ def free_endpoint() -> str:
 
 def examined(endpoint: str, node_rank: int, **asked: Any) -> tuple[list[Finding], Matrix]:
     """Act as an honest node of a job with two nodes."""
-    return _mesh.examine(
+    host, port = split_endpoint(endpoint)
+    job = _mesh.Job(
         nnodes=2,
         node_rank=node_rank,
-        endpoint=endpoint,
+        host=host,
+        port=int(port),
         interface=None,
         backend="gloo",
         timeout=timedelta(seconds=5),
-        local={},
+        facts={},
         on_progress=lambda _: None,
         collective="skip",
         **asked,
     )
+    return _mesh.examine(job)
 
 
 def beside(honest: Callable[[], Any], hostile: Callable[[], Any]) -> Any:

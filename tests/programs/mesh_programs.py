@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 def examine() -> None:
     """Examine the mesh as the arguments say, all but a few of them with defaults."""
+    from ddpsafe._config.endpoint import split_endpoint
     from ddpsafe.doctor import _mesh
 
     asked = json.loads(sys.argv[2])
@@ -35,18 +36,20 @@ def examine() -> None:
     if asked.get("protocol"):
         _speak(asked["protocol"])
     started_s = time.monotonic()
-    findings, matrix = _mesh.examine(
+    host, port = split_endpoint(asked.get("endpoint", "h0:29500"))
+    job = _mesh.Job(
         nnodes=asked["nnodes"],
         node_rank=asked["node_rank"],
-        endpoint=asked.get("endpoint", "h0:29500"),
+        host=host,
+        port=int(port),
         interface=asked.get("interface"),
         backend=asked.get("backend", "gloo"),
         timeout=timedelta(seconds=asked.get("timeout_s", 3)),
-        local=asked.get("local", {}),
+        facts=asked.get("local", {}),
         on_progress=_progress_of(asked),
         collective=asked.get("collective", "skip"),
     )
-    _report(findings, matrix, started_s)
+    _report(*_mesh.examine(job), started_s)
 
 
 def _speak(version: int) -> None:
@@ -132,18 +135,18 @@ def examine_at_store() -> None:
     is_master = asked["node_rank"] == 0
     store = TCPStore("h0", 29500, is_master=is_master, wait_for_workers=False)
     started_s = time.monotonic()
-    findings, matrix = _mesh.examine_at_store(
-        PrefixStore("doctor", store),
+    job = _mesh.Job(
         nnodes=asked["nnodes"],
         node_rank=asked["node_rank"],
-        endpoint="h0:29500",
+        host="h0",
+        port=29500,
         interface=None,
         backend="gloo",
         timeout=timedelta(seconds=asked.get("timeout_s", 20)),
-        local={},
+        facts={},
         on_progress=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    _report(findings, matrix, started_s)
+    _report(*_mesh.examine_at_store(job, PrefixStore("doctor", store)), started_s)
     store.add("left", 1)
     while is_master and int(store.add("left", 0)) < asked["nnodes"]:
         time.sleep(0.01)

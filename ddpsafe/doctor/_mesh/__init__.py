@@ -11,12 +11,11 @@ them (`findings`), so the findings are the same everywhere.
 from __future__ import annotations
 
 import asyncio
-import json
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import BoundedCall, Deadline
-from ddpsafe._config.endpoint import split_endpoint
 from ddpsafe.doctor._mesh.all_reduce import LONGEST
 from ddpsafe.doctor._mesh.coordinator import (
     MESH,
@@ -51,118 +50,39 @@ from ddpsafe.doctor._mesh.transport import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Coroutine
 
     from ddpsafe.doctor._findings import Finding, Matrix
     from ddpsafe.doctor._mesh.protocol import Greeting, Node
     from ddpsafe.doctor._mesh.transport import Store
-    from ddpsafe.doctor._subject import VariableSource
 
     Found = tuple[list[Finding], Matrix]
 
-__all__ = ["examine", "examine_at_store"]
+__all__ = ["Job", "examine", "examine_at_store"]
 
 
-def examine(  # noqa: PLR0913 - the facts of one job, all by name
-    *,
-    nnodes: int,
-    node_rank: int,
-    endpoint: str,
-    interface: str | None,
-    backend: str,
-    timeout: timedelta,
-    local: Mapping[str, object],
-    on_progress: Callable[[str], None],
-    collective: Literal["run", "skip"] = "run",
-    secret: str = "",
-    places: Mapping[str, VariableSource] | None = None,
-) -> tuple[list[Finding], Matrix]:
+def examine(job: Job) -> Found:
     """Examine the connections between the nodes of a job; every node calls it.
-
-    Args:
-        nnodes: The number of nodes.
-        node_rank: The rank of this node, from 0; node rank 0 runs on the endpoint's host.
-        endpoint: host:port that every node can reach.
-        interface: ``Rendezvous.interface``: a name, ``"auto"``, or None for the library's choice.
-        backend: The job's backend, with "auto" resolved. One that contains ``nccl`` follows NCCL's
-            rules, all others gloo's.
-        timeout: How long to wait for missing nodes; everything after that takes seconds.
-        local: This host's fingerprint, JSON-serializable, to compare with the others'.
-        on_progress: Called from time to time with a line that says what the doctor waits for.
-        collective: Whether to end with an all-reduce, if torch is installed and nothing failed.
-        secret: A secret that only the nodes of the job know. It signs their messages, and nodes
-            without it are refused. Without one, anyone who reaches the endpoint can take part.
-        places: Where variables of the ranks were set, if not in the shell.
 
     Returns:
         The findings, the same on every node that reached the endpoint, and the matrix.
     """
-    host, port = split_endpoint(endpoint)
-    job = Job(
-        nnodes=nnodes,
-        node_rank=node_rank,
-        host=host,
-        port=int(port),
-        interface=interface,
-        backend=backend,
-        timeout=timeout,
-        facts=_as_json(local),
-        on_progress=on_progress,
-        collective=collective,
-        secret=secret,
-        places=places or {},
-    )
     return _run(_serve(job) if job.node_rank == 0 else _join(job))
 
 
-def examine_at_store(  # noqa: PLR0913 - as `examine`
-    store: Store,
-    *,
-    nnodes: int,
-    node_rank: int,
-    endpoint: str,
-    interface: str | None,
-    backend: str,
-    timeout: timedelta,
-    local: Mapping[str, object],
-    on_progress: Callable[[str], None],
-    places: Mapping[str, VariableSource] | None = None,
-) -> tuple[list[Finding], Matrix]:
+def examine_at_store(job: Job, store: Store) -> Found:
     """Examine like `examine`, on nodes that already share a torch store.
 
     One rank of each node calls it. It does not end with an all-reduce: the job's own comes next.
 
     Args:
+        job: Its endpoint is where the store listens; the route to it is taken as the route to the others.
         store: The store, with a key prefix that nothing else uses and no earlier examination used.
-        nnodes: As in `examine`.
-        node_rank: As in `examine`.
-        endpoint: Where the store listens; the route to it is taken as the route to the others.
-        interface: As in `examine`.
-        backend: As in `examine`.
-        timeout: As in `examine`.
-        local: As in `examine`.
-        on_progress: As in `examine`.
-        places: As in `examine`.
 
     Returns:
         As `examine` does.
     """
-    host, port = split_endpoint(endpoint)
-    job = Job(
-        nnodes=nnodes,
-        node_rank=node_rank,
-        host=host,
-        port=int(port),
-        interface=interface,
-        backend=backend,
-        timeout=timeout,
-        facts=_as_json(local),
-        on_progress=on_progress,
-        collective="skip",
-        at_store=True,
-        places=places or {},
-    )
-    return _run(_examine_over_store(job, store))
+    return _run(_examine_over_store(replace(job, collective="skip", at_store=True), store))
 
 
 _RESOLVE_LIMIT: Final = timedelta(seconds=2)
@@ -277,11 +197,6 @@ def _without_coordinator(exc: TransportLostError, job: Job, hostname: str) -> Fo
         else coordinator_lost(hostname, str(exc), at_store=job.at_store)
     )
     return [finding], job.empty_matrix()
-
-
-def _as_json(local: Mapping[str, object]) -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(json.dumps(dict(local), default=str))
-    return table
 
 
 def _run(examination: Coroutine[None, None, Found]) -> Found:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from datetime import timedelta
 
-    from ddpsafe.doctor._mesh.transport import Json
     from ddpsafe.doctor._subject import VariableSource
 
 
@@ -36,17 +35,19 @@ class Job:
 
     Attributes:
         nnodes: The number of nodes.
-        node_rank: The rank of this node.
-        host: The endpoint's host.
+        node_rank: The rank of this node, from 0; node rank 0 runs on the endpoint's host.
+        host: The endpoint's host, which every node can reach.
         port: The endpoint's port.
-        interface: ``Rendezvous.interface``.
-        backend: The backend whose rules the addresses follow.
-        timeout: How long to wait for missing nodes.
-        facts: This host's fingerprint.
+        interface: ``Rendezvous.interface``: a name, ``"auto"``, or None for the library's choice.
+        backend: The job's backend, with "auto" resolved. One that contains ``nccl`` follows NCCL's
+            rules, all others gloo's.
+        timeout: How long to wait for missing nodes; everything after that takes seconds.
+        facts: This host's fingerprint, to compare with the others'.
         on_progress: Called from time to time with a line that says what the doctor waits for.
-        collective: Whether the examination ends with an all-reduce.
+        collective: Whether to end with an all-reduce, if torch is installed and nothing failed.
         at_store: Whether the nodes exchange messages over the job's store, not at the endpoint.
-        secret: A secret that only the nodes of the job know; empty if there is none.
+        secret: A secret that only the nodes of the job know. It signs their messages, and nodes
+            without it are refused. Without one, anyone who reaches the endpoint can take part.
         places: Where variables of the ranks were set, if not in the shell.
     """
 
@@ -57,9 +58,9 @@ class Job:
     interface: str | None
     backend: str
     timeout: timedelta
-    facts: Mapping[str, Json]
+    facts: Mapping[str, object]
     on_progress: Callable[[str], None]
-    collective: Literal["run", "skip"]
+    collective: Literal["run", "skip"] = "run"
     at_store: bool = False
     secret: str = ""
     places: Mapping[str, VariableSource] = field(default_factory=dict)

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ddpsafe.doctor._mesh.job import Job
-    from ddpsafe.doctor._mesh.transport import Json
 
 
 logger = logging.getLogger(__name__)
@@ -351,7 +350,7 @@ def _plain(address: str) -> str:
         return ""
 
 
-def _as_facts(fingerprint: Mapping[str, Json]) -> Facts:
+def _as_facts(fingerprint: Mapping[str, object]) -> Facts:
     """Return the sections of a fingerprint that nodes compare, without those they would refuse."""
     sections: dict[str, object] = {}
     for section in fields(Facts):
