@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Ty
 
 from pydantic import AfterValidator, Field, Strict, TypeAdapter
 
-from ddpsafe.doctor._findings import (
-    DialResult,
-    printable,
-)
+from ddpsafe.doctor._findings import DialResult, printable
 from ddpsafe.doctor._subject import PlaceKind, VariableSource
 
 # pydantic reads annotations when a message is first validated: these must exist at run time.
@@ -40,7 +37,9 @@ LOWEST_PORT: Final = 1024
 
 def _is_interface(name: str) -> str:
     # What the kernel's dev_valid_name() accepts, if printable; lines to copy quote it.
-    if name and (not name.isprintable() or any(each in "/: " for each in name) or name[0] == "."):
+    if name and (
+        not name.isprintable() or any(character in "/: " for character in name) or name[0] == "."
+    ):
         raise ValueError("this cannot be the name of an interface")
     return name
 
@@ -72,19 +71,8 @@ def require_unicast(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return address
 
 
-def _of_pattern(pattern: str) -> Any:
-    compiled = re.compile(pattern)
-
-    def check(text: str) -> str:
-        if not compiled.fullmatch(text):
-            raise ValueError(f"this does not match {pattern}")
-        return text
-
-    return AfterValidator(check)
-
-
-Hostname = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")]
-EndpointHost = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_:][A-Za-z0-9._:-]{0,252}")]
+Hostname = Annotated[str, Strict(), Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,252}$")]
+EndpointHost = Annotated[str, Strict(), Field(pattern=r"^[A-Za-z0-9_:][A-Za-z0-9._:-]{0,252}$")]
 InterfaceName = Annotated[str, Strict(), Field(max_length=15), AfterValidator(_is_interface)]
 Address = Annotated[str, Strict(), Field(max_length=45), AfterValidator(_is_address)]
 NetworkText = Annotated[str, Strict(), Field(max_length=49), AfterValidator(_is_network)]
@@ -93,15 +81,15 @@ Count = Annotated[int, Strict(), Field(ge=0, le=1 << 40)]
 AnyPort = Annotated[int, Strict(), Field(ge=0, le=65535)]
 Seconds = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=-1e10, le=1e10)]
 Rate = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=0, le=1e15)]
-Hex = Annotated[str, Strict(), _of_pattern(r"[0-9a-f]{0,64}")]
+Hex = Annotated[str, Strict(), Field(pattern=r"^[0-9a-f]{0,64}$")]
 Text = Annotated[str, Strict(), Field(max_length=500), AfterValidator(printable)]
 Long = Annotated[str, Strict(), Field(max_length=8192), AfterValidator(printable)]
-Name = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_.-]{1,128}")]
+Name = Annotated[str, Strict(), Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 # It may name one for each device: "cpu:gloo,cuda:nccl".
-Backend = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_.:,-]{1,128}")]
-PortName = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_.-]{1,64}:[0-9]{1,3}")]
-ErrorName = Annotated[str, Strict(), _of_pattern(r"[A-Z0-9]{0,32}")]
-ChainName = Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9_./-]{1,128}")]
+Backend = Annotated[str, Strict(), Field(pattern=r"^[A-Za-z0-9_.:,-]{1,128}$")]
+PortName = Annotated[str, Strict(), Field(pattern=r"^[A-Za-z0-9_.-]{1,64}:[0-9]{1,3}$")]
+ErrorName = Annotated[str, Strict(), Field(pattern=r"^[A-Z0-9]{0,32}$")]
+ChainName = Annotated[str, Strict(), Field(pattern=r"^[A-Za-z0-9_./-]{1,128}$")]
 Plain = bool | int | float | Long | None
 
 Flaw = Literal[
@@ -182,7 +170,7 @@ class Rejected:
 
     reason: Refusal
     greeting: Greeting
-    holder: Annotated[str, Strict(), _of_pattern(r"[A-Za-z0-9._-]{0,253}")] = ""
+    holder: Annotated[str, Strict(), Field(pattern=r"^[A-Za-z0-9._-]{0,253}$")] = ""
     holder_pid: Count = 0
 
 
@@ -278,7 +266,7 @@ class Node:
 
     node_rank: Rank
     hostname: Hostname
-    machine: Annotated[str, Strict(), _of_pattern(r"[ -~]{0,128}")]
+    machine: Annotated[str, Strict(), Field(pattern=r"^[ -~]{0,128}$")]
     announced: Announced
     port: AnyPort
     token: Hex
@@ -342,7 +330,7 @@ class Contact(NamedTuple):
     port: AnyPort
     token: Hex
     network: NetworkText
-    machine: Annotated[str, Strict(), _of_pattern(r"[ -~]{0,128}")]
+    machine: Annotated[str, Strict(), Field(pattern=r"^[ -~]{0,128}$")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
