@@ -535,6 +535,15 @@ def prove(secret: bytes, side: str, scope: str, node: int | str, challenge: str)
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 
+def oldest_of_busiest_host(hosts: Mapping[T, str]) -> T:
+    """Return which connection to drop of too many unknown ones, given their hosts, the oldest first.
+
+    A node opens a few at most, so the host that has opened the most is none.
+    """
+    ((busiest, _),) = Counter(hosts.values()).most_common(1)
+    return next(connection for connection, host in hosts.items() if host == busiest)
+
+
 class Channel(Generic[NameT, MessageT]):
     """One node's end of the control channel; the nodes at the other ends are known by name.
 
@@ -821,11 +830,8 @@ class Channel(Generic[NameT, MessageT]):
             self._drop(connection)
         # All nodes dial at once, and may wait for the answer for as long as a packet travels.
         while len(self._ungreeted) > self._nnodes + _MAX_UNGREETED:
-            # A node has one connection, so the host that has opened the most is none.
-            ((host, _),) = Counter(connection.host for connection in self._ungreeted).most_common(1)
-            self._drop(
-                next(connection for connection in self._ungreeted if connection.host == host)
-            )
+            hosts = {connection: connection.host for connection in self._ungreeted}
+            self._drop(oldest_of_busiest_host(hosts))
 
     def _send_alive(self) -> None:
         """Have each participant answer, except those that have not done so for long."""

@@ -11,8 +11,9 @@ from datetime import timedelta
 import pytest
 
 from ddpsafe._clock import Deadline
+from ddpsafe.doctor._mesh import probe
 from ddpsafe.doctor._mesh.channel_transport import Client, Server
-from ddpsafe.doctor._mesh.link import UnknownPeers, encode
+from ddpsafe.doctor._mesh.probe import Listener, encode
 from ddpsafe.doctor._mesh.protocol import VERSION, Greeting, read
 from ddpsafe.doctor._mesh.reach_node_zero import Obstacle, Refused, reach_coordinator
 from ddpsafe.doctor._mesh.transport import TransportLostError, gather, wait_for
@@ -282,21 +283,21 @@ def test_idle_unknown_clients_do_not_shut_a_node_out() -> None:
     asyncio.run(talk())
 
 
-def test_address_with_most_unknown_clients_loses_one() -> None:
-    """An address with few connections keeps them."""
+def test_address_with_most_unknown_clients_loses_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address with few connections keeps them, and is answered."""
+    monkeypatch.setattr(probe, "_MAX_UNKNOWN", 2)
 
-    async def wait() -> None:
-        crowd = UnknownPeers(most=4, per_address=10)
-        many = [asyncio.create_task(asyncio.sleep(60)) for _ in range(4)]
-        one = asyncio.create_task(asyncio.sleep(60))
-        crowd.admit(one, "10.0.0.1")
-        for each in many:
-            crowd.admit(each, "10.0.0.2")
-        await asyncio.wait(many, timeout=0, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.sleep(0)
-        assert [each.cancelled() for each in many] == [True, False, False, False]
-        assert not one.cancelled()
-        for each in (one, *many):
-            each.cancel()
+    async def flood() -> None:
+        listener = Listener(token="ab", secret="", nnodes=1)
+        port = await listener.open("127.0.0.1")
+        one = await asyncio.open_connection("127.0.0.1", port)
+        other = {"local_addr": ("127.0.0.2", 0)}
+        many = [await asyncio.open_connection("127.0.0.1", port, **other) for _ in range(4)]
+        assert await asyncio.wait_for(many[0][0].read(), SOON.total_seconds()) == b""
+        one[1].write(encode({"source": 0, "challenge": "ab"}))
+        assert b"answer" in await asyncio.wait_for(one[0].readline(), SOON.total_seconds())
+        for _, writer in (one, *many):
+            writer.close()
+        await listener.close()
 
-    asyncio.run(wait())
+    asyncio.run(flood())

@@ -9,20 +9,20 @@ import json
 import secrets
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe.doctor._mesh.link import (
-    UnknownPeers,
-    encode,
-    prove,
-)
+from ddpsafe._job.channel import oldest_of_busiest_host, prove
+from ddpsafe._job.secret import key_of_secret
 from ddpsafe.doctor._mesh.protocol import Contact, Dialled, Hex, Rank, read
 from ddpsafe.doctor._system.tcp import find_tcp_state, is_silent_neighbour
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ddpsafe.doctor._findings import DialResult
     from ddpsafe.doctor._mesh.protocol import Reason
+    from ddpsafe.doctor._mesh.transport import Json
 
 
 BULK_BYTES: Final = 64 << 10
@@ -30,8 +30,9 @@ BULK_BYTES: Final = 64 << 10
 
 _LONGEST_LINE_BYTES: Final = 512
 _CALL_LIMIT_S: Final = 15.0
-_UNKNOWN_PEERS: Final = 256
-"""Includes the extra connections with which diallers measure loss and packet sizes."""
+_MAX_UNKNOWN: Final = 256
+"""Connections of unknown programs, beside two of each node. Includes the extra connections with which
+diallers measure loss and packet sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,16 @@ class Call:
     challenge: Hex
 
 
+def encode(message: Mapping[str, Json]) -> bytes:
+    """Return a message as a line."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def _proof(call: Call, token: str, secret: str) -> str:
+    """Return the answer to a call, which takes knowledge of the node's token and of the secret."""
+    return prove(key_of_secret(secret + token), "listener", "", call.source, call.challenge)
+
+
 class Listener:
     """Answers the other nodes on one ephemeral port.
 
@@ -59,11 +70,10 @@ class Listener:
     def __init__(self, *, token: str, secret: str, nnodes: int) -> None:
         """Start without any call."""
         self.received_bytes: dict[int, int] = {}
-        self._token, self._secret = token, secret
-        self._expected = range(nnodes)
-        self._unknown_peers = UnknownPeers(
-            most=nnodes * 2 + _UNKNOWN_PEERS, per_address=nnodes * 2 + _UNKNOWN_PEERS
-        )
+        self._token = token
+        self._secret = secret
+        self._nnodes = nnodes
+        self._unknown: dict[asyncio.Task[None], str] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -91,29 +101,36 @@ class Listener:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - asyncio runs every connection as a task
         self._calls.add(task)
-        self._unknown_peers.admit(task, str((writer.get_extra_info("peername") or ("",))[0]))
+        self._unknown[task] = str((writer.get_extra_info("peername") or ("",))[0])
+        # A flood of calls that say nothing must not keep the nodes out.
+        if len(self._unknown) > self._nnodes * 2 + _MAX_UNKNOWN:
+            oldest = oldest_of_busiest_host(self._unknown)
+            del self._unknown[oldest]
+            oldest.cancel()
         try:
-            await asyncio.wait_for(self._answer(reader, writer), _CALL_LIMIT_S)
+            await asyncio.wait_for(self._answer(reader, writer, task), _CALL_LIMIT_S)
         except (OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError):
             pass
         except asyncio.CancelledError:  # by close() or to make room; Python < 3.12 would report it
             pass
         finally:
             self._calls.discard(task)
-            self._unknown_peers.forget(task)
+            self._unknown.pop(task, None)
             writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        task: asyncio.Task[None],
+    ) -> None:
         # An endless line and an invalid call both raise ValueError.
         call = read(Call, json.loads(await reader.readline() or "null"))
-        task = asyncio.current_task()
-        assert task is not None  # noqa: S101 - as above
-        self._unknown_peers.forget(task)
-        if call.source not in self._expected:
+        self._unknown.pop(task, None)
+        if call.source >= self._nnodes:
             return
         self.received_bytes.setdefault(call.source, 0)
-        proof = prove(call.challenge, self._secret + self._token)
-        writer.write(encode({"answer": proof}))
+        writer.write(encode({"answer": _proof(call, self._token, self._secret)}))
         received = 0
         while received < BULK_BYTES:
             chunk = await reader.read(BULK_BYTES)
@@ -284,14 +301,12 @@ class _Dial:
 
     async def _exchange(self, connection: socket.socket, *, lost_after: int) -> Dialled:
         loop = asyncio.get_running_loop()
-        challenge = secrets.token_hex(8)
-        greeting = encode({"source": self.source, "challenge": challenge})
-        await loop.sock_sendall(connection, greeting)
+        call = Call(source=self.source, challenge=secrets.token_hex(8))
+        await loop.sock_sendall(connection, encode(asdict(call)))
         answer = await _read_line(connection, ANSWER_S)
         if answer is None:
             return self._found("wrong-peer", reason="silent")
-        proof = prove(challenge, self.secret + self.contact.token)
-        if answer != encode({"answer": proof}):
+        if answer != encode({"answer": _proof(call, self.contact.token, self.secret)}):
             # Do not report its bytes: a node must not disclose to others what a third host's port sends.
             return self._found("wrong-peer", reason="other-answer" if answer else "hung-up")
         state = find_tcp_state(connection)

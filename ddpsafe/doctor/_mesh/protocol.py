@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-VERSION: Final = 4
+VERSION: Final = 5
 """The protocol version; doctors of different versions refuse each other."""
 
 MOST_NODES: Final = 100_000
