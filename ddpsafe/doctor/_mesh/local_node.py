@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -91,8 +91,7 @@ async def announce(
         towards: Addresses of the endpoint.
         places: Where variables of the ranks were set.
     """
-    interfaces = list_interfaces()
-    fallback = _plain(find_address_towards(towards) or "")
+    host = _Host(interfaces=list_interfaces(), fallback=_plain(find_address_towards(towards) or ""))
     uses_nccl = "nccl" in backend
     variable: Literal["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"] = (
         "NCCL_SOCKET_IFNAME" if uses_nccl else "GLOO_SOCKET_IFNAME"
@@ -100,112 +99,109 @@ async def announce(
     if value := env.get(variable):
         names = value.split(",")
         if uses_nccl:
-            names = expand_nccl(value, [each.name for each in interfaces]) or [value]
-        named = _of_interfaces(names, interfaces, f"{variable}={value}", fallback)
+            existing = [interface.name for interface in host.interfaces]
+            names = expand_nccl(value, existing) or [value]
         others = {name: value for name, value in env.items() if name != variable}
         otherwise = await announce(
             backend=backend, interface=interface, env=others, towards=towards, places=places
         )
         place = places.get(variable, VariableSource())
         return replace(
-            named,
+            host.of_names(names, f"{variable}={value}"),
             variable=variable,
             place=place.kind,
             place_where=place.where,
             otherwise="" if otherwise.flaw else otherwise.address,
         )
-    if interface is not None and (interface != "auto" or not fallback):
-        return _of_interfaces([interface], interfaces, f"interface={interface!r}", fallback)
+    if interface == "auto" and host.fallback:
+        return host.of_address(host.fallback, "the route to the endpoint")
     if interface is not None:
-        return _of_address(fallback, interfaces, "the route to the endpoint", fallback)
+        return host.of_names([interface], f"interface={interface!r}")
     if uses_nccl:
-        usable = [each.name for each in interfaces if each.addresses and each.is_running]
-        choices = (expand_nccl(each, usable) for each in _NCCL_ORDER)
-        names = next(filter(None, choices), [])
-        return _of_interfaces(names, interfaces, "NCCL's own choice", fallback)
-    return await _of_hostname(interfaces, fallback)
+        usable = [
+            interface.name
+            for interface in host.interfaces
+            if interface.addresses and interface.is_running
+        ]
+        choices = (expand_nccl(prefixes, usable) for prefixes in _NCCL_ORDER)
+        return host.of_names(next(filter(None, choices), []), "NCCL's own choice")
+    return await host.of_own_name()
 
 
-def _of_interfaces(
-    names: Sequence[str], interfaces: Sequence[Interface], chosen_by: str, fallback: str
-) -> Announced:
-    by_name = {each.name: each for each in interfaces}
-    name = names[0] if names else ""
-    found = by_name.get(name)
-    if found is None or not found.addresses:
-        flawed = _of_address(fallback, interfaces, chosen_by, fallback)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Host:
+    """The addresses of this host, and what it announces for a choice among them.
+
+    Attributes:
+        interfaces: Its interfaces.
+        fallback: Its address that leads to the endpoint, for an unusable choice; empty if there is none.
+    """
+
+    interfaces: Sequence[Interface]
+    fallback: str
+
+    def of_names(self, names: Sequence[str], chosen_by: str) -> Announced:
+        """Announce the first address of the first of these interfaces."""
+        name = (names[0] if names else "") or "any interface"
+        for interface in self.interfaces:
+            if interface.name == name and interface.addresses:
+                return self.of_address(interface.addresses[0], chosen_by)
+        return self._instead("absent-interface", name, chosen_by)
+
+    def of_address(self, address: str, chosen_by: str) -> Announced:
+        """Announce an address, unless no other host could reach it."""
+        if address and is_loopback(address) and self.fallback:
+            return self._instead("loopback", address, chosen_by)
+        if address and not _plain(address):
+            return self._instead("link-local", address, chosen_by)
+        owner = self._find_owner(address)
+        is_stopped = owner is not None and not owner.is_running
+        name = "" if owner is None else owner.name
         return Announced(
-            address=fallback,
-            interface=flawed.interface,
+            address=address,
+            interface=name,
             chosen_by=chosen_by,
-            flaw="absent-interface",
-            wanted=name or "any interface",
+            flaw="not-running" if is_stopped else "",
+            wanted=name if is_stopped else "",
         )
-    return _of_address(found.addresses[0], interfaces, chosen_by, fallback)
 
-
-def _of_address(
-    address: str, interfaces: Sequence[Interface], chosen_by: str, fallback: str
-) -> Announced:
-    owner = _owner(interfaces, address)
-    if address and is_loopback(address) and fallback:
-        usable = _owner_name(interfaces, fallback)
-        return Announced(
-            address=fallback, interface=usable, chosen_by=chosen_by, flaw="loopback", wanted=address
-        )
-    if address and not _plain(address):
-        return Announced(
-            address=fallback,
-            interface=_owner_name(interfaces, fallback),
-            chosen_by=chosen_by,
-            flaw="link-local",
-            wanted=address,
-        )
-    stopped = owner is not None and not owner.is_running
-    return Announced(
-        address=address,
-        interface=owner.name if owner else "",
-        chosen_by=chosen_by,
-        flaw="not-running" if stopped else "",
-        wanted=owner.name if owner is not None and stopped else "",
-    )
-
-
-async def _of_hostname(interfaces: Sequence[Interface], fallback: str) -> Announced:
-    """Choose like gloo: the first address of the host's name that this host can bind."""
-    hostname = socket.gethostname()
-    chosen_by = f"the host's name {hostname}"
-    flaw: Flaw = "unresolved"
-    try:
-        found = await bounded(
-            lambda: socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM),
-            deadline=Deadline.after(_RESOLVE_LIMIT),
-            name="ddpsafe-own-name",
-        )
-    except TimeoutError:
-        found, flaw = [], "silent-resolver"
-    except (OSError, UnicodeError):
-        found = []
-    for family, _, _, _, address in found:
+    async def of_own_name(self) -> Announced:
+        """Choose like gloo: the first address of the host's name that this host can bind."""
+        hostname = socket.gethostname()
+        chosen_by = f"the host's name {hostname}"
+        flaw: Flaw = "unresolved"
+        resolved = []
         try:
-            with socket.socket(family, socket.SOCK_STREAM) as trial:
-                trial.bind((str(address[0]), 0))
-        except OSError:
-            continue
-        return _of_address(str(address[0]), interfaces, chosen_by, fallback)
-    usable = _owner_name(interfaces, fallback)
-    return Announced(
-        address=fallback, interface=usable, chosen_by=chosen_by, flaw=flaw, wanted="127.0.0.1"
-    )
+            resolved = await bounded(
+                lambda: socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM),
+                deadline=Deadline.after(_RESOLVE_LIMIT),
+                name="ddpsafe-own-name",
+            )
+        except TimeoutError:
+            flaw = "silent-resolver"
+        except (OSError, UnicodeError):
+            pass
+        for family, _, _, _, address in resolved:
+            try:
+                with socket.socket(family, socket.SOCK_STREAM) as trial:
+                    trial.bind((str(address[0]), 0))
+            except OSError:
+                continue
+            return self.of_address(str(address[0]), chosen_by)
+        return self._instead(flaw, "127.0.0.1", chosen_by)
 
+    def _instead(self, flaw: Flaw, wanted: str, chosen_by: str) -> Announced:
+        owner = self._find_owner(self.fallback)
+        return Announced(
+            address=self.fallback,
+            interface="" if owner is None else owner.name,
+            chosen_by=chosen_by,
+            flaw=flaw,
+            wanted=wanted,
+        )
 
-def _owner(interfaces: Sequence[Interface], address: str) -> Interface | None:
-    return next((each for each in interfaces if address in each.addresses), None)
-
-
-def _owner_name(interfaces: Sequence[Interface], address: str) -> str:
-    owner = _owner(interfaces, address)
-    return "" if owner is None else owner.name
+    def _find_owner(self, address: str) -> Interface | None:
+        return next((owner for owner in self.interfaces if address in owner.addresses), None)
 
 
 _MOST_AT_ONCE: Final = 256
@@ -221,7 +217,8 @@ class LocalNode:
 
     def __init__(self, job: Job, env: Mapping[str, str]) -> None:
         """Create the node, which does not listen yet."""
-        self._job, self._env = job, env
+        self._job = job
+        self._env = env
         self._token = secrets.token_hex(16)
         self._listener = Listener(token=self._token, secret=job.secret, nnodes=job.nnodes)
         self._machine = machine_id()
@@ -246,7 +243,9 @@ class LocalNode:
             with contextlib.suppress(OSError):  # the address was removed a moment ago
                 port = await self._listener.open(announced.address)
         interfaces = list_interfaces()
-        mtus = [each.mtu_bytes for each in interfaces if each.name == announced.interface]
+        mtus = [
+            interface.mtu_bytes for interface in interfaces if interface.name == announced.interface
+        ]
         ports = port_range() or _USUAL_PORTS
         source = ""
         with contextlib.suppress(OSError):
@@ -260,9 +259,9 @@ class LocalNode:
             token=self._token,
             mtu_bytes=mtus[0] if mtus else 0,
             interfaces={
-                each.name: dict(zip(each.addresses, each.prefixes, strict=True))
-                for each in interfaces
-                if each.is_running and each.addresses and not each.is_loopback
+                interface.name: dict(zip(interface.addresses, interface.prefixes, strict=True))
+                for interface in interfaces
+                if interface.is_running and interface.addresses and not interface.is_loopback
             },
             port_range=(ports[0], ports[-1]),
             has_torch=importlib.util.find_spec("torch") is not None,
@@ -306,7 +305,8 @@ class LocalNode:
         expected = {rank for rank, others in plan.items() if self._job.node_rank in others}
         received = self._listener.received_bytes
         arrived = {rank for rank, count in received.items() if count}
-        closed = {each.target for each in dialled if is_closed(each.result)} | (expected - arrived)
+        closed = {direction.target for direction in dialled if is_closed(direction.result)}
+        closed |= expected - arrived
         # Read the packet filter only if something failed, because it takes a process.
         failed = closed or len(contacts) < roster.nnodes
         chains = await asyncio.to_thread(find_filter_chains) if failed else None
@@ -333,9 +333,9 @@ class LocalNode:
         network = ipaddress.ip_network(own.network)
         for contact in contacts:
             near = contact.address and ipaddress.ip_address(contact.address) in network
-            found = find_route(contact.address, own.announced.address) if near else None
-            if found is not None and found.interface not in (own.announced.interface, "lo"):
-                yield Route(contact.node_rank, *found)
+            route = find_route(contact.address, own.announced.address) if near else None
+            if route is not None and route.interface not in (own.announced.interface, "lo"):
+                yield Route(contact.node_rank, *route)
 
     async def close(self) -> None:
         """Stop listening."""
