@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._advice import ADVICE
 from ddpsafe._clock import BoundedCall
 from ddpsafe._config.endpoint import find_address
-from ddpsafe._host import list_interfaces, look_up_name
+from ddpsafe._host import is_loopback, list_interfaces, look_up_name
 from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._system.tcp import addresses_of
 
@@ -32,16 +32,11 @@ def check_own_name(subject: Subject) -> Iterator[Finding]:
     except (OSError, UnicodeError) as error:
         yield _own_name(subject, name, f"does not resolve here ({error})", ())
         return
-    outside = [text for text in found if not _is_loopback(text)]
+    outside = [text for text in found if not is_loopback(text)]
     if outside:
         yield ok("DS-NAME-001", f"{name} is {', '.join(outside)}.", addresses=found)
     else:
         yield _own_name(subject, name, f"resolves to {', '.join(found)}, which is loopback", found)
-
-
-def _is_loopback(text: str) -> bool:
-    address = find_address(text)
-    return address is not None and address.is_loopback
 
 
 def _own_name(subject: Subject, name: str, what: str, loopback: Sequence[str]) -> Finding:
@@ -104,7 +99,7 @@ def check_endpoint(subject: Subject) -> Iterator[Finding]:
         return
     if (
         subject.nnodes > 1
-        and all(map(_is_loopback, found))
+        and all(map(is_loopback, found))
         and endpoint.host.casefold().split(".")[0] != socket.gethostname().casefold().split(".")[0]
     ):
         yield failed(

@@ -14,6 +14,7 @@ import psutil
 from ddpsafe._advice import ADVICE, COMMANDS
 from ddpsafe._host import count_cores, read_limits, whole_cores
 from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
+from ddpsafe.doctor._system.infiniband import DEVICES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -34,7 +35,6 @@ _THREADS_AT_START: Final = 16
 _RANK_BYTES: Final = 1024 * _MIB
 _RANK_AT_LAUNCH_BYTES: Final = 200 * _MIB
 """What a rank needs just to import torch."""
-_INFINIBAND: Final = Path("/sys/class/infiniband")
 
 
 def _mib(count: float) -> str:
@@ -110,7 +110,7 @@ def check_locked_memory(subject: Subject) -> Iterator[Finding]:
     """Check the limit of locked memory, which InfiniBand needs for its buffers."""
     del subject
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    cards = sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
+    cards = sorted(path.name for path in DEVICES.iterdir()) if DEVICES.is_dir() else []
     if soft == resource.RLIM_INFINITY or not cards:
         yield ok(
             "DS-LIM-003",
