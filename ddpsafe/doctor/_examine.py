@@ -22,7 +22,7 @@ from ddpsafe.doctor._subject import Subject, environment_of, find_place
 from ddpsafe.doctor._system.nvidia import count_device_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from typing_extensions import Unpack
 
@@ -63,44 +63,33 @@ def examine_host(
             raise ConfigError(Explanation(what, cause="a typo.", fix=fix))
         chosen = {area: members for area, members in chosen.items() if area in wanted}
     findings: list[Finding] = []
-    with _probing_torch(
-        subject, wanted=bool(_TORCH_AREAS & chosen.keys()) and not subject.at_launch
-    ) as probed:
+    with contextlib.ExitStack() as stack:
+        if _TORCH_AREAS & chosen.keys() and not subject.at_launch:
+            from ddpsafe.doctor._system.torch_probe import TorchProbe
+
+            probe = stack.enter_context(contextlib.closing(TorchProbe(subject.env)))
+            subject = replace(subject, probe=probe)
         for area, members in chosen.items():
             on_progress(AreaStep(f"checking {area}"))
             for check in members:
                 limit = None if area in _TORCH_AREAS else CHECK_LIMIT
-                findings += run_check(check, probed, limit=limit)
+                findings += run_check(check, subject, limit=limit)
     return findings
-
-
-@contextlib.contextmanager
-def _probing_torch(subject: Subject, *, wanted: bool) -> Iterator[Subject]:
-    if not wanted:
-        yield subject
-        return
-    from ddpsafe.doctor._system.torch_probe import TorchProbe
-
-    probe = TorchProbe(subject.env)
-    try:
-        yield replace(subject, probe=probe)
-    finally:
-        probe.close()
 
 
 def run_check(check: Check, subject: Subject, *, limit: timedelta | None) -> list[Finding]:
     """Run one check. A check that raises or hangs becomes a finding, and the others still run."""
     own = Deadline.after(limit).earlier(subject.deadline)
-    found: list[Finding] = []  # keeps what a check found before it got stuck
-    call = BoundedCall(lambda: found.extend(check(subject)), name=f"ddpsafe-{check.__name__}")
+    findings: list[Finding] = []  # keeps what a check found before it got stuck
+    call = BoundedCall(lambda: findings.extend(check(subject)), name=f"ddpsafe-{check.__name__}")
     # A second longer than the check's own deadline: its own finding says what it waited for.
     if not call.wait(own.remaining_s() + 1.0):
-        return [*found, _unfinished(check, f"has not returned after {own.waited_s():.1f} s")]
+        return [*findings, _unfinished(check, f"has not returned after {own.waited_s():.1f} s")]
     try:
         call.result()
     except Exception as error:  # noqa: BLE001 - a failing check must not hide the other findings
-        return [*found, _unfinished(check, f"failed with {type(error).__name__}: {error}")]
-    return found
+        return [*findings, _unfinished(check, f"failed with {type(error).__name__}: {error}")]
+    return findings
 
 
 def _unfinished(check: Check, what: str) -> Finding:
