@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
 from ddpsafe._clock import BoundedCall, Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -23,9 +23,6 @@ T = TypeVar("T")
 
 RESULTS: Final = "results"
 """The topic of the last value that node rank 0 sends."""
-
-_FIRST_PAUSE_S: Final = 0.002
-_LONGEST_PAUSE_S: Final = 0.05
 
 
 class TransportLostError(Exception):
@@ -95,7 +92,7 @@ async def gather(
         TransportLostError: The transport itself was lost.
     """
     last_missing: set[int] | None = None
-    pauses = _pauses()
+    pauses = deadline.pauses_s()
     while True:
         values = {
             node: value
@@ -104,11 +101,11 @@ async def gather(
         }
         missing = set(node_ranks) - values.keys() - set(transport.disconnected())
         if missing != last_missing:
-            last_missing, pauses = missing, _pauses()
+            last_missing, pauses = missing, deadline.pauses_s()
             on_change(missing)
         if not missing or deadline.expired():
             return values
-        await asyncio.sleep(min(next(pauses), deadline.remaining_s()))
+        await asyncio.sleep(next(pauses))
 
 
 async def bounded(
@@ -125,24 +122,15 @@ async def bounded(
     """
     call = BoundedCall(function, name=name)
     try:
-        for pause_s in _pauses():
+        for pause_s in deadline.pauses_s():
             if call.wait(0):
                 return call.result()
-            if deadline.expired():
-                break
-            await asyncio.sleep(min(pause_s, deadline.remaining_s()))
+            await asyncio.sleep(pause_s)
     except asyncio.CancelledError:
         call.abandon(dispose)
         raise
     call.abandon(dispose)
     raise TimeoutError(f"{name}: no answer within {deadline.waited_s():.1f} s")
-
-
-def _pauses() -> Iterator[float]:
-    pause_s = _FIRST_PAUSE_S
-    while True:
-        yield pause_s
-        pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
 
 # A store whose host was lost fails only after its own timeout, a minute or more.
