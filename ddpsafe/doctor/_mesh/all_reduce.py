@@ -22,10 +22,7 @@ from ddpsafe.doctor._mesh.transport import RESULTS, wait_for
 from ddpsafe.doctor._system.torch_probe import WITHOUT_DIRECTORY, find_safe_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-    from types import TracebackType
-
-    from typing_extensions import Self
+    from collections.abc import AsyncIterator, Collection
 
     from ddpsafe.doctor._mesh.findings.observations import Results, Skipped
     from ddpsafe.doctor._mesh.job import Job
@@ -73,7 +70,7 @@ async def coordinate(
         await transport.put("all-reduce", write(Asked()))
         return AllReduce(skipped=skipped)
     job.on_progress("all connections are open: trying an all-reduce")
-    async with _Member(job, results.nodes[0], Asked()) as own:
+    async with _started_rank(job, results.nodes[0], Asked()) as own:
         importing = Deadline.after(_IMPORT_LIMIT)
         port = await own.find_port(importing)
         address = results.nodes[0].announced.address if port else ""
@@ -85,7 +82,7 @@ async def coordinate(
 
 
 async def _collect(
-    transport: Transport, ranks: Collection[int], own: _Member, importing: Deadline
+    transport: Transport, ranks: Collection[int], own: _ReducingRank, importing: Deadline
 ) -> tuple[dict[int, Reduced], set[int]]:
     """Wait until all nodes have a result, one has failed, or the time is up.
 
@@ -106,8 +103,12 @@ async def _collect(
         if reducing is None and imported >= set(ranks):
             reducing = Deadline.after(_REDUCE_LIMIT)
         over = (reducing or importing).expired()
-        if over or reduced.keys() >= set(ranks) or any(each.error for each in reduced.values()):
-            return {rank: each for rank, each in reduced.items() if rank in ranks}, imported
+        if (
+            over
+            or reduced.keys() >= set(ranks)
+            or any(outcome.error for outcome in reduced.values())
+        ):
+            return {rank: outcome for rank, outcome in reduced.items() if rank in ranks}, imported
         await asyncio.sleep(_POLL_S)
 
 
@@ -130,7 +131,7 @@ async def participate(job: Job, transport: Transport, asked: Asked, own: Node) -
     if not asked.port:
         return
     job.on_progress("all connections are open: trying an all-reduce")
-    async with _Member(job, own, asked) as rank:
+    async with _started_rank(job, own, asked) as rank:
         deadline = Deadline.after(LONGEST)
         over = asyncio.ensure_future(wait_for(transport, RESULTS, deadline=deadline))
         try:
@@ -148,77 +149,31 @@ async def participate(job: Job, transport: Transport, asked: Asked, own: Node) -
             over.cancel()
 
 
-class _Member:
-    """Owns the process that runs this host's rank, and kills it when the block ends.
+class _ReducingRank:
+    """What this host's rank has reported.
 
-    Args:
-        job: The examination.
-        own: This node.
-        asked: The request, with the store's address; without a port, the process serves the store.
+    Attributes:
+        imported: Whether it has imported torch.
+        port: The port of the store that it serves; 0 before that.
+        result: Its result, once it has one.
     """
 
-    def __init__(self, job: Job, own: Node, asked: Asked) -> None:
-        """Prepare the process, which does not run yet."""
+    def __init__(self) -> None:
+        """Start without any report."""
         self.imported = False
+        self.port = 0
         self.result: Reduced | None = None
-        self._port = 0
-        self._arguments = {
-            "rank": job.node_rank,
-            "world_size": job.nnodes,
-            "serve": not asked.port,
-            "address": asked.address or own.announced.address,
-            "port": asked.port,
-            "backend": job.backend,
-            "timeout_s": LONGEST.total_seconds(),
-        }
-        self._env = job.env()
-        if job.interface is not None:
-            for name, value in interface_variables(own.announced.interface).items():
-                self._env.setdefault(name, value)
-        self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        """Start the process in its own session, so that its children can be killed with it."""
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            WITHOUT_DIRECTORY,
-            str(_PROGRAM),
-            json.dumps(self._arguments),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env=self._env,
-            cwd=find_safe_directory(),
-            start_new_session=True,
-        )
-        self._reading = asyncio.ensure_future(self._read(self._process))
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Kill the process and its children."""
-        assert self._process is not None  # noqa: S101 - entered
-        assert self._reading is not None  # noqa: S101 - entered
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
-        self._reading.cancel()
 
     async def find_port(self, deadline: Deadline) -> int:
-        """Wait for the port of the store that the process serves; 0 if it does not get that far."""
+        """Wait for the port of the store; 0 if the rank does not get that far."""
         while (  # noqa: ASYNC110 - three things may end it
-            not self._port and self.result is None and not deadline.expired()
+            not self.port and self.result is None and not deadline.expired()
         ):
             await asyncio.sleep(_POLL_S)
-        return self._port
+        return self.port
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
+    async def read(self, process: asyncio.subprocess.Process) -> None:
+        """Read the reports until there is a result."""
         assert process.stdout is not None  # noqa: S101 - a pipe
         while line := await process.stdout.readline():
             message: Json = None
@@ -228,7 +183,7 @@ class _Member:
                 continue
             self.imported = self.imported or "imported" in message
             if "port" in message:
-                self._port = read(AnyPort, message["port"])
+                self.port = read(AnyPort, message["port"])
             if "took_s" in message or "error" in message:
                 error = printable(str(message.get("error") or ""))[:_LONGEST_ERROR_CHARS]
                 self.result = read(Reduced, {**message, "error": error})
@@ -237,19 +192,64 @@ class _Member:
         self.result = Reduced(error=f"the process exited with status {code} and without a result")
 
 
+@contextlib.asynccontextmanager
+async def _started_rank(job: Job, own: Node, asked: Asked) -> AsyncIterator[_ReducingRank]:
+    """Run this host's rank in a process, which is killed when the block ends.
+
+    Args:
+        job: The examination.
+        own: This node.
+        asked: The request, with the store's address; without a port, the process serves the store.
+    """
+    arguments = {
+        "rank": job.node_rank,
+        "world_size": job.nnodes,
+        "serve": not asked.port,
+        "address": asked.address or own.announced.address,
+        "port": asked.port,
+        "backend": job.backend,
+        "timeout_s": LONGEST.total_seconds(),
+    }
+    env = job.env()
+    if job.interface is not None:
+        env = {**interface_variables(own.announced.interface), **env}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        WITHOUT_DIRECTORY,
+        str(_PROGRAM),
+        json.dumps(arguments),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=env,
+        cwd=find_safe_directory(),
+        start_new_session=True,  # so that its children can be killed with it
+    )
+    rank = _ReducingRank()
+    reading = asyncio.ensure_future(rank.read(process))
+    try:
+        yield rank
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        reading.cancel()
+
+
 def check_all_reduce(results: Results) -> Finding:
     """Return the finding on the outcome of the all-reduce."""
-    done = results.all_reduce
-    if done.skipped:
+    outcome = results.all_reduce
+    if outcome.skipped:
         nodes = results.nodes.items()
         without = ", ".join(results.label(rank) for rank, node in nodes if not node.has_torch)
         why = {
             "not-asked": "it was not requested",
             "failures": "the failures above have to be fixed first",
             "no-torch": f"torch is not installed on {without}",
-        }[done.skipped]
+        }[outcome.skipped]
         return ok("DS-MESH-051", f"No all-reduce was tried: {why}.")
-    errors = {rank: each.error for rank, each in done.said.items() if each.error}
+    errors = {rank: reduced.error for rank, reduced in outcome.said.items() if reduced.error}
     if errors:
         return failed(
             "DS-MESH-050",
@@ -260,27 +260,27 @@ def check_all_reduce(results: Results) -> Finding:
             hosts=results.hostnames(errors),
             errors={results.name_of(rank): text for rank, text in errors.items()},
         )
-    if done.late:
+    if outcome.late:
         return warning(
             "DS-MESH-050",
             f"No all-reduce was run: torch was not imported within {_IMPORT_LIMIT.total_seconds():.0f} s "
-            f"on {', '.join(map(results.label, done.late))}.",
+            f"on {', '.join(map(results.label, outcome.late))}.",
             cause="the host is busy, or reads Python's packages from slow network storage.",
             fix="Run the doctor again when the host is idle; all connections are open.",
-            hosts=results.hostnames(done.late),
+            hosts=results.hostnames(outcome.late),
         )
-    if done.stuck:
+    if outcome.stuck:
         return failed(
             "DS-MESH-050",
             f"An all-reduce did not finish within {_REDUCE_LIMIT.total_seconds():.0f} s; "
-            f"without a result: {', '.join(map(results.label, done.stuck))}.",
+            f"without a result: {', '.join(map(results.label, outcome.stuck))}.",
             cause="a firewall that ends long connections, lost packets, or an interface variable that only "
             "the ranks have; all connections opened when they were tried.",
             fix="Run it again with TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO in the environment.",
-            hosts=results.hostnames(done.stuck),
+            hosts=results.hostnames(outcome.stuck),
         )
-    took_s = max((each.took_s for each in done.said.values()), default=0.0)
-    backends = done.said[0].backends if 0 in done.said else ()
+    took_s = max((reduced.took_s for reduced in outcome.said.values()), default=0.0)
+    backends = outcome.said[0].backends if 0 in outcome.said else ()
     return ok(
         "DS-MESH-050",
         f"An all-reduce over {len(results.nodes)} hosts is correct "
