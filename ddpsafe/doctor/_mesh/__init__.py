@@ -1,8 +1,7 @@
 """The check between nodes: which are present, which reaches which, and what differs.
 
 `examine` connects the nodes at the endpoint, `examine_at_store` through an existing torch store. Node
-rank 0 coordinates (`coordinator`), every other node takes part (`participant`). They exchange messages
-over a `Transport`: the job's channel (`channel_transport`, `reach_node_zero`), or a store that their ranks
+rank 0 coordinates, every other node takes part (`examination`). They exchange messages over a `Transport`: the job's channel (`channel_transport`, `reach_node_zero`), or a store that their ranks
 share already (`transport`).
 Node rank 0 collects the reports of all nodes and sends them to every node. Each computes its findings from
 them (`findings`), so the findings are the same everywhere.
@@ -17,12 +16,14 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe.doctor._mesh.all_reduce import LONGEST
-from ddpsafe.doctor._mesh.coordinator import (
+from ddpsafe.doctor._mesh.examination import (
     MESH,
     Coordinator,
     EndpointServer,
     OtherCoordinatorError,
     owner_of,
+    participate,
+    wait_for_results,
 )
 from ddpsafe.doctor._mesh.findings.assemble import make_findings, make_matrix
 from ddpsafe.doctor._mesh.findings.attendance import (
@@ -35,7 +36,6 @@ from ddpsafe.doctor._mesh.findings.attendance import (
 from ddpsafe.doctor._mesh.firewall import find_filter_chains
 from ddpsafe.doctor._mesh.job import Job
 from ddpsafe.doctor._mesh.local_node import LocalNode
-from ddpsafe.doctor._mesh.participant import participate, wait_for_results
 from ddpsafe.doctor._mesh.reach_node_zero import (
     Obstacle,
     Refused,
@@ -56,12 +56,12 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._mesh.protocol import Greeting, Node
     from ddpsafe.doctor._mesh.transport import Store
 
-    Found = tuple[list[Finding], Matrix]
+    Examined = tuple[list[Finding], Matrix]
 
 __all__ = ["Job", "examine", "examine_at_store"]
 
 
-def examine(job: Job) -> Found:
+def examine(job: Job) -> Examined:
     """Examine the connections between the nodes of a job; every node calls it.
 
     Returns:
@@ -70,7 +70,7 @@ def examine(job: Job) -> Found:
     return _run(_serve(job) if job.node_rank == 0 else _join(job))
 
 
-def examine_at_store(job: Job, store: Store) -> Found:
+def examine_at_store(job: Job, store: Store) -> Examined:
     """Examine like `examine`, on nodes that already share a torch store.
 
     One rank of each node calls it. It does not end with an all-reduce: the job's own comes next.
@@ -89,7 +89,7 @@ _RESOLVE_LIMIT: Final = timedelta(seconds=2)
 _REJOIN_LIMIT: Final = timedelta(seconds=4)
 
 
-async def _examine_over_store(job: Job, store: Store) -> Found:
+async def _examine_over_store(job: Job, store: Store) -> Examined:
     """Examine over a torch store that all nodes share."""
     transport = StoreTransport(store, node_rank=job.node_rank, nnodes=job.nnodes)
     local_node = LocalNode(job, job.env())
@@ -105,7 +105,7 @@ async def _examine_over_store(job: Job, store: Store) -> Found:
         await local_node.close()
 
 
-async def _serve(job: Job) -> Found:
+async def _serve(job: Job) -> Examined:
     at_endpoint, local_node = EndpointServer(job), LocalNode(job, job.env())
     try:
         await at_endpoint.open()
@@ -125,11 +125,11 @@ async def _serve(job: Job) -> Found:
     return await _join(job)
 
 
-async def _join(job: Job) -> Found:
+async def _join(job: Job) -> Examined:
     deadline, greeting = Deadline.after(job.timeout), job.greeting()
     local_node = LocalNode(job, job.env())
     own: Node | None = None
-    lost: Found | None = None
+    lost: Examined | None = None
     try:
         while True:
             reached = await reach_coordinator(
@@ -138,8 +138,8 @@ async def _join(job: Job) -> Found:
                 greeting,
                 secret=job.secret,
                 deadline=deadline,
-                on_trouble=lambda found: job.on_progress(
-                    describe_trouble(found, host=job.host, port=job.port)
+                on_trouble=lambda obstacle: job.on_progress(
+                    describe_trouble(obstacle, host=job.host, port=job.port)
                 ),
             )
             if isinstance(reached, Obstacle):
@@ -161,20 +161,20 @@ async def _join(job: Job) -> Found:
         await local_node.close()
 
 
-async def _wait_refused(refused: Refused, job: Job, greeting: Greeting) -> Found:
+async def _wait_refused(refused: Refused, job: Job, greeting: Greeting) -> Examined:
     """Wait for the results of the accepted nodes, so that all nodes end with the same findings."""
     job.on_progress("refused by node rank 0: waiting for the results of the others")
-    found = [await _describe(refused.obstacle, job)]
+    own = [await _describe(refused.obstacle, job)]
     try:
         results = await wait_for_results(refused.client, job.timeout + MESH + LONGEST)
     except TransportLostError:
-        return found, job.empty_matrix()
+        return own, job.empty_matrix()
     finally:
         await refused.client.close()
-    known = {(each.greeting.hostname, each.greeting.pid) for each in results.rejected}
+    known = {(node.greeting.hostname, node.greeting.pid) for node in results.rejected}
     if (greeting.hostname, greeting.pid) in known:
-        found = []  # the results have this finding
-    return [*found, *make_findings(results)], make_matrix(results)
+        own = []  # the results have this finding
+    return [*own, *make_findings(results)], make_matrix(results)
 
 
 async def _describe(obstacle: Obstacle, job: Job) -> Finding:
@@ -190,7 +190,7 @@ async def _describe(obstacle: Obstacle, job: Job) -> Finding:
     )
 
 
-def _without_coordinator(exc: TransportLostError, job: Job, hostname: str) -> Found:
+def _without_coordinator(exc: TransportLostError, job: Job, hostname: str) -> Examined:
     finding = (
         coordinator_garbled(hostname, str(exc))
         if isinstance(exc, TransportGarbledError)
@@ -199,7 +199,7 @@ def _without_coordinator(exc: TransportLostError, job: Job, hostname: str) -> Fo
     return [finding], job.empty_matrix()
 
 
-def _run(examination: Coroutine[None, None, Found]) -> Found:
+def _run(examination: Coroutine[None, None, Examined]) -> Examined:
     """Run it, even if the caller (a notebook, for example) already runs an event loop."""
     try:
         asyncio.get_running_loop()

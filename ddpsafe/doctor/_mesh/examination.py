@@ -1,4 +1,8 @@
-"""Node rank 0's part: list the nodes, collect their reports, and send the results to all of them."""
+"""One examination, both ends.
+
+Node rank 0 lists the nodes, collects their reports, and sends the results to all of them (`Coordinator`).
+Every other node registers, dials, reports, and computes the findings (`participate`).
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,20 @@ from ddpsafe.doctor._mesh.findings.assemble import (
     make_matrix,
 )
 from ddpsafe.doctor._mesh.findings.attendance import count_refused
-from ddpsafe.doctor._mesh.findings.observations import Peer, Results, pack
+from ddpsafe.doctor._mesh.findings.observations import Peer, Results, pack, unpack
 from ddpsafe.doctor._mesh.job import find_node_names
 from ddpsafe.doctor._mesh.pairs import EVERY_PAIR
 from ddpsafe.doctor._mesh.probe import ANSWER_S, CONNECT_S
 from ddpsafe.doctor._mesh.protocol import Attendance, Node, NodeReport, Roster, read, write
 from ddpsafe.doctor._mesh.reach_node_zero import Obstacle, find_answer
-from ddpsafe.doctor._mesh.transport import RESULTS, gather
+from ddpsafe.doctor._mesh.transport import (
+    RESULTS,
+    TransportClosedError,
+    TransportGarbledError,
+    TransportLostError,
+    gather,
+    wait_for,
+)
 from ddpsafe.doctor._system.tcp import find_listener
 
 if TYPE_CHECKING:
@@ -70,12 +81,12 @@ class EndpointServer:
 
     def leads_to(self) -> tuple[Obstacle | None, str]:
         """Return what the endpoint leads to if not to here: an obstacle, or another node rank 0."""
-        found = self._leads_to
-        if found is None:  # the name server does not answer, which DS-MESH-046 reports
+        answer = self._leads_to
+        if answer is None:  # the name server does not answer, which DS-MESH-046 reports
             return None, ""
-        if isinstance(found, Obstacle):
-            return found, ""
-        return None, found.greeting.hostname if found.nonce != self.server.nonce else ""
+        if isinstance(answer, Obstacle):
+            return answer, ""
+        return None, answer.greeting.hostname if answer.nonce != self.server.nonce else ""
 
     async def _check_endpoint(self) -> None:
         """Check until a doctor answers; the host that the endpoint names may start late."""
@@ -140,7 +151,9 @@ class Coordinator:
         at_endpoint: EndpointServer | None = None,
     ) -> None:
         """Start without any node."""
-        self._job, self._transport, self._local_node = job, transport, local_node
+        self._job = job
+        self._transport = transport
+        self._local_node = local_node
         self._at_endpoint = at_endpoint
         self._names = find_node_names(job.nnodes)
         self._missing: Collection[int] = ()
@@ -164,11 +177,12 @@ class Coordinator:
         self._job.on_progress(f"{len(nodes)} nodes: trying every connection")
         await self._transport.put("roster", write(roster))
         results = await self._collect(nodes, roster, waited_s)
-        failures = any(
-            each.severity == "failed" for each in make_findings_before_all_reduce(results)
-        )
+        findings = make_findings_before_all_reduce(results)
         reduced = await all_reduce.coordinate(
-            self._job, self._transport, results, found_failures=failures
+            self._job,
+            self._transport,
+            results,
+            found_failures=any(finding.severity == "failed" for finding in findings),
         )
         results = replace(results, all_reduce=reduced)
         without_tokens = {rank: replace(node, token="") for rank, node in results.nodes.items()}
@@ -191,8 +205,8 @@ class Coordinator:
                 gathering.result() if gathering.done() else await self._transport.get("hello")
             )
         finally:
-            for each in (reporting, gathering, watching):
-                each.cancel()
+            for task in (reporting, gathering, watching):
+                task.cancel()
         if self._at_endpoint is not None:
             self._at_endpoint.server.close_registration()
         nodes = {0: own, **self._parse(Node, "hello", received)}
@@ -204,16 +218,11 @@ class Coordinator:
         A grace period lets nodes join that are late, or restarted with the right arguments.
         """
         at_endpoint = self._at_endpoint
-        while (
-            at_endpoint is None
-            or not self._missing
-            or count_refused(at_endpoint.server.rejected) < len(self._missing)
-        ):
-            if (
-                at_endpoint is not None
-                and at_endpoint.leads_to()[1]
-                and len(self._missing) == self._job.nnodes - 1
-            ):
+        if at_endpoint is None:  # a store refuses no node
+            await asyncio.Event().wait()
+            return
+        while not self._missing or count_refused(at_endpoint.server.rejected) < len(self._missing):
+            if at_endpoint.leads_to()[1] and len(self._missing) == self._job.nnodes - 1:
                 return  # the nodes join another node rank 0
             await asyncio.sleep(_TICK_S)
         await asyncio.sleep(_REJOIN_GRACE_S)
@@ -244,20 +253,9 @@ class Coordinator:
         received = await gather(self._transport, "mesh", others, deadline=deadline)
         reports = {0: await own, **self._parse(NodeReport, "mesh", received)}
         only_closed = self._job.nnodes > EVERY_PAIR
-        if (
-            only_closed
-        ):  # results go to every node, and the open directions would make them too large
-            reports = {
-                rank: replace(
-                    report,
-                    dialled=tuple(
-                        dialled
-                        for dialled in report.dialled
-                        if dialled.result != "open" or dialled.path_mtu_bytes
-                    ),
-                )
-                for rank, report in reports.items()
-            }
+        if only_closed:
+            # Results go to every node, and the open directions would make them too large.
+            reports = {rank: _without_open(report) for rank, report in reports.items()}
         at_endpoint = self._at_endpoint
         obstacle, other_coordinator = (None, "") if at_endpoint is None else at_endpoint.leads_to()
         peers = {}
@@ -287,7 +285,7 @@ class Coordinator:
         self, kind: type[T], topic: Literal["hello", "mesh"], received: Mapping[int, Json]
     ) -> dict[int, T]:
         """Return the valid messages, and remember which nodes sent invalid ones."""
-        found = {}
+        messages = {}
         for rank, value in received.items():
             try:
                 message = read(kind, value)
@@ -296,5 +294,84 @@ class Coordinator:
             if message is None or (isinstance(message, Node) and message.node_rank != rank):
                 self._garbled[rank] = topic
             else:
-                found[rank] = message
-        return found
+                messages[rank] = message
+        return messages
+
+
+def _without_open(report: NodeReport) -> NodeReport:
+    kept = tuple(
+        dialled for dialled in report.dialled if dialled.result != "open" or dialled.path_mtu_bytes
+    )
+    return replace(report, dialled=kept)
+
+
+_SLACK: Final = timedelta(seconds=15)
+"""Node rank 0 started its wait at a different time, and needs time to gather and compare."""
+
+
+async def participate(
+    job: Job, transport: Transport, local_node: LocalNode, own: Node
+) -> tuple[list[Finding], Matrix]:
+    """Take part in an examination until node rank 0 has sent the results of all nodes.
+
+    Raises:
+        TransportLostError: Node rank 0 was lost; a `TransportClosedError` if its process exited
+            before anything was examined.
+    """
+    reporting = asyncio.ensure_future(_relay_progress(job, transport))
+    try:
+        await transport.put("hello", write(own))
+        roster = await _require(transport, "roster", Roster, Deadline.after(job.timeout + _SLACK))
+    finally:
+        reporting.cancel()
+    if roster.nnodes != job.nnodes:
+        raise TransportGarbledError("its list of nodes belongs to another job")
+    job.on_progress(f"{len(roster.contacts)} nodes: trying every connection")
+    try:
+        await transport.put("mesh", write(await local_node.probe(roster)))
+        asked = await _require(
+            transport, "all-reduce", all_reduce.Asked, Deadline.after(MESH + _SLACK)
+        )
+        await all_reduce.participate(job, transport, asked, own)
+        results = await wait_for_results(transport, all_reduce.LONGEST + _SLACK)
+    except TransportClosedError as exc:  # its results are lost, so joining again is of no use
+        raise TransportLostError(str(exc)) from exc
+    if results.nnodes != job.nnodes:
+        raise TransportGarbledError("its results belong to another job")
+    return make_findings(results), make_matrix(results)
+
+
+async def wait_for_results(transport: Transport, limit: timedelta) -> Results:
+    """Wait for the results from node rank 0.
+
+    Raises:
+        TransportLostError: They do not arrive, or are invalid.
+    """
+    try:
+        return unpack(await _require(transport, RESULTS, str, Deadline.after(limit)))
+    except ValueError as exc:
+        raise TransportGarbledError("its results are invalid") from exc
+
+
+async def _require(transport: Transport, topic: str, kind: type[T], deadline: Deadline) -> T:
+    value = await wait_for(transport, topic, deadline=deadline)
+    if value is None:
+        raise TransportLostError(f"it sent nothing for {deadline.waited_s():.1f} s")
+    try:
+        return read(kind, value)
+    except ValueError as exc:
+        raise TransportGarbledError(f"its {topic!r} message is invalid") from exc
+
+
+async def _relay_progress(job: Job, transport: Transport) -> None:
+    """Report here which nodes node rank 0 waits for."""
+    last: Json = None
+    while True:
+        await asyncio.sleep(_TICK_S)
+        try:
+            value = (await transport.get("progress")).get(0)
+            if value is not None and value != last:
+                job.on_progress(str(read(Attendance, value)))
+        except (TransportLostError, ValueError):  # the examination itself reports the error
+            return
+        last = value
