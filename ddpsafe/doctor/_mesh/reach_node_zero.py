@@ -12,10 +12,10 @@ from pydantic import Field
 
 from ddpsafe._clock import Deadline
 from ddpsafe._host import is_loopback
-from ddpsafe._job.channel import RefusedError
+from ddpsafe._job.channel import RefusedError, from_json
 from ddpsafe._job.endpoint import Unreached, look_up, trouble_of
 from ddpsafe.doctor._mesh.channel_transport import ANSWER, Client
-from ddpsafe.doctor._mesh.protocol import VERSION, Answer, Rate, Text, read
+from ddpsafe.doctor._mesh.protocol import VERSION, Answer, Rate, Text
 from ddpsafe.doctor._mesh.transport import TransportLostError, bounded, wait_for
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 Trouble = Unreached | Literal["loopback", "other-job", "duplicate", "late"]
 
-_NOT_REACHED: Final = (OSError, UnicodeError, RefusedError)
 # Longer than the 3 s in which a kernel finds that no host has an address.
 _CONNECT_LIMIT_S: Final = 4.0
 _RESOLVE_LIMIT_S: Final = 2.5
@@ -92,30 +91,42 @@ async def reach_coordinator(
         The transport (within `Refused` if this node is refused), or the last obstacle.
     """
     pause_s = 0.05
-    give_up = {each: Deadline.after(_GIVE_UP_AFTER[each]) for each in _GIVE_UP_AFTER}
+    give_up = _deadlines_to_give_up()
     while True:
-        addresses: tuple[str, ...] = ()
-        try:
-            addresses = await resolve(host, port, deadline=deadline)
-            client, answer = await greet(
-                addresses, port, greeting, secret=secret, deadline=deadline
-            )
-        except _NOT_REACHED as exc:
-            found = replace(_obstacle_of(exc, addresses), waited_s=deadline.waited_s())
-        else:
+        reached = await _try(host, port, greeting, secret=secret, deadline=deadline)
+        if not isinstance(reached, Obstacle):
+            client, answer, addresses = reached
             if answer.rejected is None:
                 return client
             return Refused(_refusal_of(answer, answer.rejected, addresses), client)
-        if found.trouble not in _GIVE_UP_AFTER:
-            give_up = {each: Deadline.after(_GIVE_UP_AFTER[each]) for each in _GIVE_UP_AFTER}
-        is_hopeless = found.trouble in ("secret", "version") or (
-            found.trouble in give_up and give_up[found.trouble].expired()
+        obstacle = replace(reached, waited_s=deadline.waited_s())
+        if obstacle.trouble not in _GIVE_UP_AFTER:
+            give_up = _deadlines_to_give_up()
+        is_hopeless = obstacle.trouble in ("secret", "version") or (
+            obstacle.trouble in give_up and give_up[obstacle.trouble].expired()
         )
         if is_hopeless or deadline.expired():
-            return found
-        on_trouble(found)
+            return obstacle
+        on_trouble(obstacle)
         await asyncio.sleep(min(pause_s, deadline.remaining_s()))
         pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+
+
+def _deadlines_to_give_up() -> dict[Trouble, Deadline]:
+    return {trouble: Deadline.after(limit) for trouble, limit in _GIVE_UP_AFTER.items()}
+
+
+async def _try(
+    host: str, port: int, greeting: Greeting, *, secret: str, deadline: Deadline
+) -> tuple[Client, Answer, tuple[str, ...]] | Obstacle:
+    """Reach node rank 0 once; return also the addresses of the endpoint."""
+    addresses: tuple[str, ...] = ()
+    try:
+        addresses = await resolve(host, port, deadline=deadline)
+        client, answer = await greet(addresses, port, greeting, secret=secret, deadline=deadline)
+    except (OSError, UnicodeError, RefusedError) as exc:
+        return _obstacle_of(exc, addresses)
+    return client, answer, addresses
 
 
 def _obstacle_of(exc: Exception, addresses: tuple[str, ...]) -> Obstacle:
@@ -146,10 +157,12 @@ async def resolve(host: str, port: int, *, deadline: Deadline) -> tuple[str, ...
     """
     limit = _limit(_RESOLVE_LIMIT_S, deadline)
     try:
-        found = await bounded(lambda: look_up(host, port), deadline=limit, name="ddpsafe-resolve")
+        addresses = await bounded(
+            lambda: look_up(host, port), deadline=limit, name="ddpsafe-resolve"
+        )
     except TimeoutError as exc:
         raise socket.gaierror(socket.EAI_AGAIN, str(exc)) from exc
-    return tuple(found)
+    return tuple(addresses)
 
 
 async def greet(
@@ -183,7 +196,7 @@ async def _require_answer(client: Client, limit: Deadline) -> Answer:
     try:
         value = await wait_for(client, ANSWER, deadline=limit)
         if value is not None:
-            return read(Answer, value)
+            return from_json(Answer, value)
         why = f"it sent nothing for {limit.waited_s():.1f} s"
     except TransportLostError as exc:
         why = str(exc)
@@ -201,12 +214,10 @@ async def find_answer(
     host: str, port: int, greeting: Greeting, *, secret: str, deadline: Deadline
 ) -> Answer | Obstacle:
     """Return, for node rank 0, what answers at the endpoint."""
-    addresses: tuple[str, ...] = ()
-    try:
-        addresses = await resolve(host, port, deadline=deadline)
-        client, answer = await greet(addresses, port, greeting, secret=secret, deadline=deadline)
-    except _NOT_REACHED as exc:
-        return _obstacle_of(exc, addresses)
+    reached = await _try(host, port, greeting, secret=secret, deadline=deadline)
+    if isinstance(reached, Obstacle):
+        return reached
+    client, answer, _ = reached
     await client.close()
     return answer
 
