@@ -116,11 +116,6 @@ CODES: Final = {
 """Code to title, in the order of the documentation."""
 
 
-def page_of(code: str) -> str:
-    """Return the command that prints the page of a code; it works without network access."""
-    return f"ddpsafe doctor --explain {code}"
-
-
 def read_page(code: str) -> str | None:
     """Return the page of a code, or None if there is none."""
     if code not in CODES:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ddpsafe._config import LaunchFields
+    from ddpsafe._job.store_keys import Keys
     from ddpsafe.doctor._checks import Check
     from ddpsafe.doctor._findings import Finding, Matrix
     from ddpsafe.doctor._mesh import Job
-    from ddpsafe.doctor._mesh.transport import Store
 
 
 logger = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ def run(
 
 
 def examine_nodes(
-    store: Store,
+    store: Keys,
     config: LaunchConfig,
     *,
     nnodes: int,

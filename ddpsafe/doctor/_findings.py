@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._errors import Explanation, PreflightError
-from ddpsafe.doctor._codes import page_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +34,7 @@ class AreaStep(str):
 
 def printable(text: str) -> str:
     """Return the text as one line that is safe to print: other characters as Python escapes."""
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _UNPRINTABLE.sub(lambda character: ascii(character[0])[1:-1], text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +62,8 @@ class Finding:
 
     @property
     def page(self) -> str:
-        """The command that prints the documentation page of this code."""
-        return page_of(self.code)
+        """The command that prints the documentation page of this code, without network access."""
+        return f"ddpsafe doctor --explain {self.code}"
 
     def as_text(self) -> str:
         """Return the finding as lines of plain text: fact, cause, fix, and where to read on."""
@@ -202,7 +201,7 @@ class Report:
             f"ddpsafe doctor on {self.hostname}: {len(self.failed)} failed, "
             f"{len(self.warnings)} warnings, {len(self.findings) - len(problems)} passed"
         )
-        return "\n\n".join([printable(head), *(each.as_text() for each in problems)])
+        return "\n\n".join([printable(head), *(finding.as_text() for finding in problems)])
 
     def to_json(self) -> str:
         """Return the report as JSON with the same field names."""

@@ -52,9 +52,9 @@ from ddpsafe.doctor._mesh.transport import (
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from ddpsafe._job.store_keys import Keys
     from ddpsafe.doctor._findings import Finding, Matrix
     from ddpsafe.doctor._mesh.protocol import Greeting, Node
-    from ddpsafe.doctor._mesh.transport import Store
 
     Examined = tuple[list[Finding], Matrix]
 
@@ -70,7 +70,7 @@ def examine(job: Job) -> Examined:
     return _run(_serve(job) if job.node_rank == 0 else _join(job))
 
 
-def examine_at_store(job: Job, store: Store) -> Examined:
+def examine_at_store(job: Job, store: Keys) -> Examined:
     """Examine like `examine`, on nodes that already share a torch store.
 
     One rank of each node calls it. It does not end with an all-reduce: the job's own comes next.
@@ -89,7 +89,7 @@ _RESOLVE_LIMIT: Final = timedelta(seconds=2)
 _REJOIN_LIMIT: Final = timedelta(seconds=4)
 
 
-async def _examine_over_store(job: Job, store: Store) -> Examined:
+async def _examine_over_store(job: Job, store: Keys) -> Examined:
     """Examine over a torch store that all nodes share."""
     transport = StoreTransport(store, node_rank=job.node_rank, nnodes=job.nnodes)
     local_node = LocalNode(job, job.env())

@@ -17,6 +17,8 @@ from ddpsafe._clock import BoundedCall, Deadline
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
+    from ddpsafe._job.store_keys import Keys
+
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 T = TypeVar("T")
@@ -137,19 +139,6 @@ async def bounded(
 _STORE_LIMIT: Final = timedelta(seconds=10)
 
 
-class Store(Protocol):
-    """The part of ``torch.distributed.Store`` that is used; give it its own keys (`PrefixStore`)."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a value."""
-
-    def get(self, key: str) -> bytes:
-        """Return an existing value."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys exist."""
-
-
 class StoreTransport:
     """The transport of one node over a torch store.
 
@@ -159,7 +148,7 @@ class StoreTransport:
         nnodes: The number of nodes.
     """
 
-    def __init__(self, store: Store, *, node_rank: int, nnodes: int) -> None:
+    def __init__(self, store: Keys, *, node_rank: int, nnodes: int) -> None:
         """Keep the store."""
         self._store = store
         self._node_rank = node_rank
