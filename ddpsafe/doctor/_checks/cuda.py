@@ -312,17 +312,12 @@ def _as_torch_sees(subject: Subject) -> list[Health]:
     return [
         Health(
             index=index,
-            name="",
-            compute_mode=None,
-            total_bytes=each["total_bytes"],
+            total_bytes=kernel["total_bytes"],
             # The context was the probe's, which has ended.
-            used_bytes=max(0, each["total_bytes"] - each["free_bytes"] - _CONTEXT_BYTES),
-            pids=(),
-            uncorrected_errors=None,
-            remapping=None,
+            used_bytes=max(0, kernel["total_bytes"] - kernel["free_bytes"] - _CONTEXT_BYTES),
         )
-        for index, each in enumerate(results if isinstance(results, list) else [])
-        if "free_bytes" in each
+        for index, kernel in enumerate(results if isinstance(results, list) else [])
+        if "free_bytes" in kernel
     ]
 
 

@@ -43,13 +43,13 @@ class Health:
     """
 
     index: int
-    name: str
-    compute_mode: int | None
-    total_bytes: int | None
-    used_bytes: int | None
-    pids: tuple[int, ...]
-    uncorrected_errors: int | None
-    remapping: bool | None
+    name: str = ""
+    compute_mode: int | None = None
+    total_bytes: int | None = None
+    used_bytes: int | None = None
+    pids: tuple[int, ...] = ()
+    uncorrected_errors: int | None = None
+    remapping: bool | None = None
 
 
 def count_device_nodes() -> int:
