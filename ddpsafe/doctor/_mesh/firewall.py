@@ -49,7 +49,7 @@ def _filtering(listed: list[dict[str, Any]]) -> Iterator[FilterChain]:
     """Yield the base chains that may drop or reject a packet, by their policy or by a rule."""
     dropping: set[tuple[str, str, str]] = set()
     jumps: dict[tuple[str, str, str], set[tuple[str, str, str]]] = defaultdict(set)
-    for rule in (each["rule"] for each in listed if "rule" in each):
+    for rule in (entry["rule"] for entry in listed if "rule" in entry):
         key = (rule["family"], rule["table"], rule["chain"])
         for part in rule["expr"]:
             if {"drop", "reject"} & part.keys():
@@ -61,7 +61,7 @@ def _filtering(listed: list[dict[str, Any]]) -> Iterator[FilterChain]:
                     jumps[key].add((*key[:2], part[verb]["target"]))
     while more := {key for key, targets in jumps.items() if targets & dropping} - dropping:
         dropping |= more
-    for chain in (each["chain"] for each in listed if "chain" in each):
+    for chain in (entry["chain"] for entry in listed if "chain" in entry):
         key = (chain["family"], chain["table"], chain["name"])
         filters = chain.get("hook") in ("input", "output") and chain.get("type") == "filter"
         if filters and key[0] in _FAMILIES and (chain.get("policy") == "drop" or key in dropping):

@@ -36,8 +36,8 @@ def plan_targets(networks: Sequence[Hashable], *, seed: int) -> list[list[int]]:
         return [[(node + step) % count for step in range(1, count)] for node in range(count)]
     # Every node dials the nodes at the same distances in both directions, so all are dialled equally often.
     # Not a secret: the pattern just must not coincide with that of a network.
-    chosen = random.Random(seed).sample(range(1, count // 2), _RANDOM_STEPS)  # noqa: S311
-    steps = [step for each in chosen for step in (each, -each)]
+    distances = random.Random(seed).sample(range(1, count // 2), _RANDOM_STEPS)  # noqa: S311
+    steps = [step for distance in distances for step in (distance, -distance)]
     members = _members(networks)
     plan = []
     for node in range(count):
@@ -46,7 +46,7 @@ def plan_targets(networks: Sequence[Hashable], *, seed: int) -> list[list[int]]:
         row, column = divmod(node, side)
         in_row = range(row * side, min((row + 1) * side, count))
         in_column = range(column, count, side)
-        targets = dict.fromkeys([each for each in (*in_row, *in_column) if each != node])
+        targets = dict.fromkeys((*in_row, *in_column))
         targets.update(dict.fromkeys((node + step) % count for step in steps))
         # Members of every network, including its own: a switch may isolate its hosts from each other.
         per_network = min(2, _NETWORK_TARGETS // len(members))
@@ -63,8 +63,7 @@ def plan_targets(networks: Sequence[Hashable], *, seed: int) -> list[list[int]]:
 
 
 def _members(networks: Sequence[Hashable]) -> list[list[int]]:
-    found: dict[Hashable, list[int]] = defaultdict(list)
+    members: dict[Hashable, list[int]] = defaultdict(list)
     for node, network in enumerate(networks):
-        found[network].append(node)
-    largest = sorted(found.values(), key=len, reverse=True)
-    return largest[:_NETWORK_TARGETS]
+        members[network].append(node)
+    return sorted(members.values(), key=len, reverse=True)[:_NETWORK_TARGETS]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ddpsafe._advice import ADVICE
 from ddpsafe.doctor._findings import Finding, failed, to_copy, warning
@@ -29,17 +29,14 @@ if TYPE_CHECKING:
 def check_addresses(results: Results) -> Iterator[Finding]:
     """Check the address that each host would announce."""
     nodes = list(results.nodes.values())
-    apart = len({node.machine for node in nodes}) > 1
-    looping = [
-        node
-        for node in nodes
-        if apart
-        and node.announced.flaw in ("loopback", "link-local", "unresolved", "silent-resolver")
-    ]
-    by_flaw: dict[str, list[Node]] = defaultdict(list)
-    for node in looping:
-        by_flaw[node.announced.flaw].append(node)
-    for flawed in by_flaw.values():
+    looping: dict[str, list[Node]] = defaultdict(list)
+    if (
+        len({node.machine for node in nodes}) > 1
+    ):  # nodes of one host reach each other over loopback
+        for node in nodes:
+            if node.announced.flaw in ("loopback", "link-local", "unresolved", "silent-resolver"):
+                looping[node.announced.flaw].append(node)
+    for flawed in looping.values():
         yield _loopback(results, flawed)
     absent = [node for node in nodes if node.announced.flaw == "absent-interface"]
     if absent:
@@ -61,11 +58,11 @@ def find_explained(results: Results) -> dict[Way, Dialled]:
     stopped = {rank for rank, node in results.nodes.items() if node.announced.flaw == "not-running"}
     duplicate = {rank for ranks in results.find_duplicates().values() for rank in ranks}
     return {
-        way: each
-        for way, each in results.connections().items()
-        if (each.result == "no-route" and flawed & {*way})
-        or (is_closed(each.result) and stopped & {*way})
-        or (each.result != "open" and duplicate & {*way})
+        way: outcome
+        for way, outcome in results.connections().items()
+        if (outcome.result == "no-route" and flawed & {*way})
+        or (is_closed(outcome.result) and stopped & {*way})
+        or (outcome.result != "open" and duplicate & {*way})
     }
 
 
@@ -77,22 +74,24 @@ def check_networks(results: Results, explained: dict[Way, Dialled]) -> Iterator[
     nodes = results.nodes
     translated = results.is_translated()
     shared = common_networks(list(nodes.values()))
-    found = {
-        way: each
-        for way, each in results.connections().items()
+    apart = {
+        way: outcome
+        for way, outcome in results.connections().items()
         if way not in explained
-        and is_closed(each.result)
+        and is_closed(outcome.result)
         and nodes[way[0]].network != nodes[way[1]].network
-        and (each.error == "ENETUNREACH" or shared or translated)
+        and (outcome.error == "ENETUNREACH" or shared or translated)
     }
-    if not found:
+    if not apart:
         return
     # The opposite direction is closed for the same reason, whatever error it reports.
-    back = {(target, source) for source, target in found}
-    closed = {way: each for way, each in results.connections().items() if is_closed(each.result)}
-    found |= {way: closed[way] for way in back if way in closed}
-    explained.update(found)
-    yield _translated(results) if translated and not shared else _different_networks(results, found)
+    back = {(target, source) for source, target in apart}
+    closed = {
+        way: outcome for way, outcome in results.connections().items() if is_closed(outcome.result)
+    }
+    apart |= {way: closed[way] for way in back if way in closed}
+    explained.update(apart)
+    yield _translated(results) if translated and not shared else _different_networks(results, apart)
 
 
 def check_family(results: Results, explained: dict[Way, Dialled]) -> Iterator[Finding]:
@@ -103,19 +102,21 @@ def check_family(results: Results, explained: dict[Way, Dialled]) -> Iterator[Fi
     at_endpoint = {_version(node.endpoint) for node in results.nodes.values() if node.endpoint}
     connections = results.connections()
     versions = {way: _version(results.nodes[way[1]].announced.address) for way in connections}
-    working = {versions[way] for way, each in connections.items() if not is_closed(each.result)}
-    found = {
-        way: each
-        for way, each in connections.items()
+    working = {
+        versions[way] for way, outcome in connections.items() if not is_closed(outcome.result)
+    }
+    closed = {
+        way: outcome
+        for way, outcome in connections.items()
         if way not in explained
-        and is_closed(each.result)
+        and is_closed(outcome.result)
         and versions[way] not in working | at_endpoint
     }
     nodes = list(results.nodes.values())
-    shared = [each for each in common_networks(nodes) if _version(each) in at_endpoint]
-    if not found or not shared:
+    shared = [network for network in common_networks(nodes) if _version(network) in at_endpoint]
+    if not closed or not shared:
         return
-    explained.update(found)
+    explained.update(closed)
     odd = [node for node in nodes if _version(node.announced.address) not in at_endpoint]
     name = f"IPv{_version(odd[0].announced.address)}"
     works = f"IPv{_version(shared[0])}"
@@ -132,7 +133,7 @@ def check_family(results: Results, explained: dict[Way, Dialled]) -> Iterator[Fi
             *network_lines(results, nodes, shared[0]),
         ),
         hosts=results.hostnames(node.node_rank for node in odd),
-        directions=as_details(found),
+        directions=as_details(closed),
     )
 
 
@@ -140,8 +141,14 @@ def _version(address: str) -> int:
     return 6 if ":" in address else 4
 
 
+_ASSIGNED_TWICE: Final = (
+    "the same address was assigned twice, by hand or by two sources of configuration."
+)
+_OTHER_ADDRESS: Final = "Give one of them another address; check where it is set:"
+
+
 def _same_address(results: Results, duplicate: Mapping[str, list[int]]) -> Finding:
-    shown = "; ".join(
+    named = "; ".join(
         f"{address}: {', '.join(map(results.label, ranks))}" for address, ranks in duplicate.items()
     )
     involved = sorted({rank for ranks in duplicate.values() for rank in ranks})
@@ -157,23 +164,18 @@ def _same_address(results: Results, duplicate: Mapping[str, list[int]]) -> Findi
         for name, table in node.interfaces.items()
         if address in table and node.announced.address != address
     ]
-    endpoint = endpoint_lines(results, odd)
-    local = (
-        "it belongs to a bridge or an interface that exists on every host separately, like docker0."
-    )
+    cause = _ASSIGNED_TWICE
     if spare:
         what, lines = "Remove the address from the host that does not need it, as root:", spare
-        cause = "the same address was assigned twice, by hand or by two sources of configuration."
-    elif endpoint is not None:
+    elif endpoint := endpoint_lines(results, odd):
         what, lines = endpoint
-        cause = local
+        cause = "it belongs to a bridge or an interface that exists on every host separately, like docker0."
     else:
-        cause = "the same address was assigned twice, by hand or by two sources of configuration."
-        what = "Give one of them another address; check where it is set:"
+        what = _OTHER_ADDRESS
         lines = [f"ip -br address    # on {results.name_of(rank)}" for rank in involved]
     return failed(
         "DS-MESH-024",
-        f"Hosts have the same address, so packets for one arrive at another: {shown}.",
+        f"Hosts have the same address, so packets for one arrive at another: {named}.",
         cause=cause,
         fix=to_copy(what, *lines),
         hosts=results.hostnames(involved),
@@ -187,9 +189,9 @@ def _shadowed(results: Results, rank: int, other: int) -> Finding:
         "DS-MESH-024",
         f"{peer.hostname} (node rank {rank}) joined from {peer.address} and was lost at once, and "
         f"{node} announces the same address.",
-        cause="the same address was assigned twice, by hand or by two sources of configuration.",
+        cause=_ASSIGNED_TWICE,
         fix=to_copy(
-            "Give one of them another address; check where it is set:",
+            _OTHER_ADDRESS,
             *(f"ip -br address    # on {name}" for name in (peer.hostname, node.hostname)),
         ),
         hosts=(peer.hostname, node.hostname),
@@ -222,7 +224,7 @@ def _translated(results: Results) -> Finding:
         ),
         hosts=results.hostnames(results.nodes),
         endpoint=outside,
-        networks={n.hostname: n.network for n in results.nodes.values()},
+        networks={node.hostname: node.network for node in results.nodes.values()},
     )
 
 
@@ -232,7 +234,7 @@ def _check_variable(results: Results) -> Iterator[Finding]:
     without = sorted(results.nodes.keys() - having)
     if not having or not without or any(node.announced.flaw for node in results.nodes.values()):
         return
-    if any(is_closed(each.result) for each in results.connections().values()):
+    if any(is_closed(outcome.result) for outcome in results.connections().values()):
         return  # the finding on the closed directions has the lines that fix it
     name = results.nodes[min(having)].announced.variable
     networks = {rank: node.network for rank, node in results.nodes.items()}
@@ -260,15 +262,14 @@ def _check_variable(results: Results) -> Iterator[Finding]:
         fix=to_copy(what, *lines),
         hosts=results.hostnames(without),
         variable=name,
-        networks={results.name_of(r): n for r, n in networks.items()},
+        networks={results.name_of(rank): network for rank, network in networks.items()},
     )
 
 
 def _loopback(results: Results, nodes: list[Node]) -> Finding:
     announced = nodes[0].announced
-    usual = announced.flaw == "loopback"
     named = ", ".join(f"{node}: {node.announced.wanted}" for node in nodes)
-    if usual:
+    if announced.flaw == "loopback":
         cause = ADVICE["DS-RDZV-loopback"][0].format(given="the host's own name")
     elif announced.flaw == "link-local":
         cause = (
@@ -299,14 +300,14 @@ def _absent(results: Results, odd: list[Node]) -> Finding:
         "Choose an interface on each host; no network connects all of them:",
         announced_lines(results, odd),
     )
-    shown = "; ".join(
+    named = "; ".join(
         f"{node} has no interface {node.announced.wanted} with an address "
         f"({node.announced.chosen_by}); it has {_listed(node) or 'only loopback'}"
         for node in odd
     )
     return failed(
         "DS-MESH-021",
-        f"{shown}.",
+        f"{named}.",
         cause="interface names differ between hosts but the variable is the same on all of them, or it "
         "was meant for another host.",
         fix=to_copy(what, *lines),
@@ -322,30 +323,30 @@ def _listed(node: Node) -> str:
 
 def _not_running(results: Results, odd: list[Node]) -> Finding:
     what, lines = endpoint_lines(results, odd) or ("No other network connects all hosts.", [])
-    shown = "; ".join(
+    named = "; ".join(
         f"interface {node.announced.interface} of {node} ({node.announced.address}, "
         f"{node.announced.chosen_by})"
         for node in odd
     )
-    shows = [
+    commands = [
         f"ip link show {shlex.quote(node.announced.interface)}    # on {node.hostname}"
         for node in odd
     ]
     return failed(
         "DS-MESH-022",
-        f"An interface that the ranks would use is down or has no carrier: {shown}.",
+        f"An interface that the ranks would use is down or has no carrier: {named}.",
         cause="the cable, the switch port or the driver; or it was never brought up; or it is a bridge "
         "to containers of this host, and none of them runs.",
-        fix=to_copy(f"Bring it up, or go without it. {what}", *shows, *lines),
+        fix=to_copy(f"Bring it up, or go without it. {what}", *commands, *lines),
         hosts=results.hostnames(node.node_rank for node in odd),
         interfaces={node.hostname: node.announced.interface for node in odd},
         addresses={node.hostname: node.announced.address for node in odd},
     )
 
 
-def _different_networks(results: Results, found: dict[Way, Dialled]) -> Finding:
-    involved = sorted({node for way in found for node in way})
-    nodes = [results.nodes[each] for each in sorted(results.nodes)]
+def _different_networks(results: Results, closed: dict[Way, Dialled]) -> Finding:
+    involved = sorted({node for way in closed for node in way})
+    nodes = [results.nodes[rank] for rank in sorted(results.nodes)]
     usual, _ = Counter(node.network for node in nodes).most_common(1)[0]
     odd = [node for node in nodes if node.network != usual]
     listed = "; ".join(
@@ -367,6 +368,6 @@ def _different_networks(results: Results, found: dict[Way, Dialled]) -> Finding:
         details={
             "networks": {node.hostname: node.network for node in nodes},
             "hosts": list(results.hostnames(involved)),
-            "directions": as_details(found),
+            "directions": as_details(closed),
         },
     )

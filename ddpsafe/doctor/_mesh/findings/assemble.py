@@ -50,17 +50,17 @@ def make_matrix(results: Results) -> Matrix:
     directions = []
     for source, targets in sorted(results.plan().items()):
         for target in targets:
-            found = connections.get((source, target), Dialled(target=target, result="absent"))
-            if results.only_closed and found.result == "open":
+            outcome = connections.get((source, target), Dialled(target=target, result="absent"))
+            if results.only_closed and outcome.result == "open":
                 continue
             directions.append(
                 Direction(
                     source=source,
                     target=target,
-                    result=found.result,
-                    latency_s=found.latency_s,
-                    bandwidth_bytes_per_s=found.bandwidth_bytes_per_s,
-                    said=found.said,
+                    result=outcome.result,
+                    latency_s=outcome.latency_s,
+                    bandwidth_bytes_per_s=outcome.bandwidth_bytes_per_s,
+                    said=outcome.said,
                 )
             )
     return Matrix(
