@@ -20,6 +20,7 @@ from mesh_kit import healthy_node as node
 
 from ddpsafe._clock import Deadline
 from ddpsafe._config.endpoint import split_endpoint
+from ddpsafe._job.channel import from_json
 from ddpsafe.doctor import Direction, Finding, Matrix, Report, _mesh
 from ddpsafe.doctor._mesh.channel_transport import Client, Server
 from ddpsafe.doctor._mesh.findings.assemble import make_findings, make_matrix
@@ -35,7 +36,6 @@ from ddpsafe.doctor._mesh.protocol import (
     NodeReport,
     Reduced,
     Roster,
-    read,
     write,
 )
 from ddpsafe.doctor._mesh.reach_node_zero import reach_coordinator
@@ -134,8 +134,8 @@ def test_a_message_field_with_an_invalid_value_is_refused(
     message: object, place: tuple[str | int, ...], value: object
 ) -> None:
     """By its type, pattern or range, on reading, and always with the same error."""
-    read(type(message), json.loads(json.dumps(write(message))))
-    assert is_refused(lambda: read(type(message), spoiled(message, place, value)))
+    from_json(type(message), json.loads(json.dumps(write(message))))
+    assert is_refused(lambda: from_json(type(message), spoiled(message, place, value)))
 
 
 def collected_results(**changed: Any) -> Results:
@@ -174,7 +174,7 @@ def test_contradictory_results_are_refused(changed: dict[str, Any]) -> None:
     table = json.loads(json.dumps(write(collected_results())))
     for name, value in changed.items():
         table[name] = json.loads(json.dumps(value, default=write))
-    assert is_refused(lambda: read(Results, table))
+    assert is_refused(lambda: from_json(Results, table))
 
 
 @pytest.mark.parametrize("packed", ["", "x", "eJw=", "e30=", "AAAA" * 10, "é"])

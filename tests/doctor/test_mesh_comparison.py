@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 from mesh_kit import agree, examine, healthy_node, require_told_in_time
 
+from ddpsafe._job.channel import from_json
 from ddpsafe.doctor._mesh.findings.differences import check_facts
 from ddpsafe.doctor._mesh.findings.observations import Results
-from ddpsafe.doctor._mesh.protocol import Dialled, Facts, NodeReport, read
+from ddpsafe.doctor._mesh.protocol import Dialled, Facts, NodeReport
 
 if TYPE_CHECKING:
     from mesh_kit import MakeHosts
@@ -119,7 +120,7 @@ def test_infiniband_ports_that_differ_are_reported(
 ) -> None:
     """NCCL of a host without an active port uses TCP, and does not meet the others."""
     nodes = {
-        rank: healthy_node(rank, facts=read(Facts, odd if rank == 1 else ACTIVE))
+        rank: healthy_node(rank, facts=from_json(Facts, odd if rank == 1 else ACTIVE))
         for rank in (0, 1, 2)
     }
     reports = {

@@ -11,10 +11,11 @@ from datetime import timedelta
 import pytest
 
 from ddpsafe._clock import Deadline
+from ddpsafe._job.channel import from_json
 from ddpsafe.doctor._mesh import probe
 from ddpsafe.doctor._mesh.channel_transport import Client, Server
 from ddpsafe.doctor._mesh.probe import Listener, encode
-from ddpsafe.doctor._mesh.protocol import VERSION, Greeting, read
+from ddpsafe.doctor._mesh.protocol import VERSION, Greeting
 from ddpsafe.doctor._mesh.reach_node_zero import Obstacle, Refused, reach_coordinator
 from ddpsafe.doctor._mesh.transport import TransportLostError, gather, wait_for
 
@@ -24,7 +25,7 @@ SOON = timedelta(seconds=5)
 def greeting(node_rank: int, **changed: object) -> Greeting:
     """Return the greeting of one node of three."""
     known = {"nnodes": 3, "hostname": f"h{node_rank}", "pid": 1, "job": ""}
-    return read(Greeting, {"version": VERSION, "node_rank": node_rank, **known, **changed})
+    return from_json(Greeting, {"version": VERSION, "node_rank": node_rank, **known, **changed})
 
 
 def free_port() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -204,10 +203,7 @@ def know_messages() -> None:
         observations.Peer,
         observations.Results,
     ]
-    channel_transport.CODEC.prepare()
-    for kind in kinds:
-        with contextlib.suppress(ValueError):
-            protocol.read(kind, None)
+    channel_transport.CODEC.prepare(*kinds)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
 from ddpsafe._host import interface_variables
+from ddpsafe._job.channel import from_json
 from ddpsafe.doctor._findings import Finding, failed, ok, printable, warning
 from ddpsafe.doctor._mesh.findings.observations import AllReduce
-from ddpsafe.doctor._mesh.protocol import Address, AnyPort, Reduced, read, write
+from ddpsafe.doctor._mesh.protocol import Address, AnyPort, Reduced, write
 from ddpsafe.doctor._mesh.transport import RESULTS, wait_for
 from ddpsafe.doctor._system.torch_probe import WITHOUT_DIRECTORY, find_safe_directory
 
@@ -114,7 +115,7 @@ async def _collect(
 
 def _result(value: Json) -> Reduced:
     try:
-        return read(Reduced, value)
+        return from_json(Reduced, value)
     except ValueError:
         return Reduced(error="it sent an invalid result")
 
@@ -183,10 +184,10 @@ class _ReducingRank:
                 continue
             self.imported = self.imported or "imported" in message
             if "port" in message:
-                self.port = read(AnyPort, message["port"])
+                self.port = from_json(AnyPort, message["port"])
             if "took_s" in message or "error" in message:
                 error = printable(str(message.get("error") or ""))[:_LONGEST_ERROR_CHARS]
-                self.result = read(Reduced, {**message, "error": error})
+                self.result = from_json(Reduced, {**message, "error": error})
                 return
         code = await process.wait()
         self.result = Reduced(error=f"the process exited with status {code} and without a result")

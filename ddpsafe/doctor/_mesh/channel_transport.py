@@ -15,9 +15,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from ddpsafe._clock import Deadline
-from ddpsafe._job.channel import Channel, Codec, Hello, Lost
+from ddpsafe._job.channel import Channel, Codec, Hello, Lost, from_json
 from ddpsafe._job.secret import key_of_secret
-from ddpsafe.doctor._mesh.protocol import Answer, Greeting, Rejected, Topic, read, write
+from ddpsafe.doctor._mesh.protocol import Answer, Greeting, Rejected, Topic, write
 from ddpsafe.doctor._mesh.transport import (
     RESULTS,
     TransportClosedError,
@@ -160,7 +160,8 @@ class Server:
         """Start without any value."""
         self.nonce = secrets.token_hex(16)
         self.peers: dict[int, tuple[str, str]] = {}
-        self._own, self._secret = own, secret
+        self._own = own
+        self._secret = secret
         self._accepts = True
         self._sent: dict[str, Json] = {}
         self._received: dict[str, dict[int, Json]] = {}
@@ -192,11 +193,11 @@ class Server:
     @property
     def rejected(self) -> list[Rejected]:
         """The nodes that were refused: here, or by the channel because they do not know the secret."""
-        found = self._rejected.copy()
+        rejected = self._rejected.copy()
         for reason, about in self._channel.refused.copy():
             with contextlib.suppress(ValueError):  # anyone can have sent it
-                found.append(read(Rejected, {"reason": reason, "greeting": about}))
-        return found
+                rejected.append(from_json(Rejected, {"reason": reason, "greeting": about}))
+        return rejected
 
     async def put(self, topic: str, value: Json) -> None:
         """Send a value to every node."""
@@ -238,7 +239,7 @@ class Server:
                     self._received.setdefault(event.topic, {})[self._ranks[name]] = event.value
             elif isinstance(event, Said) and event.topic == GREETING:
                 with contextlib.suppress(ValueError):
-                    self._receive_greeting(name, read(Greeting, event.value))
+                    self._receive_greeting(name, from_json(Greeting, event.value))
 
     def _receive_greeting(self, name: str, greeting: Greeting) -> None:
         rejected = self._find_refusal(greeting)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 import psutil
 
 from ddpsafe._clock import Deadline
+from ddpsafe._job.channel import from_json
 from ddpsafe.doctor._mesh import all_reduce
 from ddpsafe.doctor._mesh.channel_transport import Server
 from ddpsafe.doctor._mesh.findings.assemble import (
@@ -29,7 +30,7 @@ from ddpsafe.doctor._mesh.findings.observations import Peer, Results, pack, unpa
 from ddpsafe.doctor._mesh.job import find_node_names
 from ddpsafe.doctor._mesh.pairs import EVERY_PAIR
 from ddpsafe.doctor._mesh.probe import ANSWER_S, CONNECT_S
-from ddpsafe.doctor._mesh.protocol import Attendance, Node, NodeReport, Roster, read, write
+from ddpsafe.doctor._mesh.protocol import Attendance, Node, NodeReport, Roster, write
 from ddpsafe.doctor._mesh.reach_node_zero import Obstacle, find_answer
 from ddpsafe.doctor._mesh.transport import (
     RESULTS,
@@ -261,7 +262,7 @@ class Coordinator:
         peers = {}
         for rank, (hostname, address) in (at_endpoint.server.peers if at_endpoint else {}).items():
             with contextlib.suppress(ValueError):  # a link-local address
-                peers[rank] = read(Peer, {"hostname": hostname, "address": address})
+                peers[rank] = from_json(Peer, {"hostname": hostname, "address": address})
         return Results(
             nnodes=self._job.nnodes,
             backend=self._job.backend,
@@ -288,7 +289,7 @@ class Coordinator:
         messages = {}
         for rank, value in received.items():
             try:
-                message = read(kind, value)
+                message = from_json(kind, value)
             except ValueError:
                 message = None
             if message is None or (isinstance(message, Node) and message.node_rank != rank):
@@ -358,7 +359,7 @@ async def _require(transport: Transport, topic: str, kind: type[T], deadline: De
     if value is None:
         raise TransportLostError(f"it sent nothing for {deadline.waited_s():.1f} s")
     try:
-        return read(kind, value)
+        return from_json(kind, value)
     except ValueError as exc:
         raise TransportGarbledError(f"its {topic!r} message is invalid") from exc
 
@@ -371,7 +372,7 @@ async def _relay_progress(job: Job, transport: Transport) -> None:
         try:
             value = (await transport.get("progress")).get(0)
             if value is not None and value != last:
-                job.on_progress(str(read(Attendance, value)))
+                job.on_progress(str(from_json(Attendance, value)))
         except (TransportLostError, ValueError):  # the examination itself reports the error
             return
         last = value

@@ -28,6 +28,7 @@ from ddpsafe._host import (
     port_range,
     source_address,
 )
+from ddpsafe._job.channel import from_json
 from ddpsafe.doctor._mesh.findings.observations import is_closed, make_plan
 from ddpsafe.doctor._mesh.firewall import find_filter_chains
 from ddpsafe.doctor._mesh.probe import Listener, dial
@@ -42,7 +43,6 @@ from ddpsafe.doctor._mesh.protocol import (
     Roster,
     Route,
     as_hostname,
-    read,
     require_unicast,
 )
 from ddpsafe.doctor._mesh.transport import bounded
@@ -357,7 +357,7 @@ def _as_facts(fingerprint: Mapping[str, object]) -> Facts:
         value = fingerprint.get(section.name)
         if value is not None:
             try:
-                read(Facts, {section.name: value})
+                from_json(Facts, {section.name: value})
             except ValueError:
                 logger.warning(
                     "this host's %r is not compared with that of other nodes: its format is unknown",
@@ -365,7 +365,7 @@ def _as_facts(fingerprint: Mapping[str, object]) -> Facts:
                 )
             else:
                 sections[section.name] = value
-    return read(Facts, sections)
+    return from_json(Facts, sections)
 
 
 async def _wait_for_resolver(address: str) -> float:

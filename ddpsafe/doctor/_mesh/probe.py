@@ -12,9 +12,9 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._job.channel import oldest_of_busiest_host, prove
+from ddpsafe._job.channel import from_json, oldest_of_busiest_host, prove
 from ddpsafe._job.secret import key_of_secret
-from ddpsafe.doctor._mesh.protocol import Contact, Dialled, Hex, Rank, read
+from ddpsafe.doctor._mesh.protocol import Contact, Dialled, Hex, Rank
 from ddpsafe.doctor._system.tcp import find_tcp_state, is_silent_neighbour
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Listener:
         task: asyncio.Task[None],
     ) -> None:
         # An endless line and an invalid call both raise ValueError.
-        call = read(Call, json.loads(await reader.readline() or "null"))
+        call = from_json(Call, json.loads(await reader.readline() or "null"))
         self._unknown.pop(task, None)
         if call.source >= self._nnodes:
             return
@@ -194,19 +194,19 @@ async def dial(
     if not contact.address or not contact.port:
         return Dialled(contact.node_rank, "no-route", reason="no-address")
     call = _Dial(source=source, contact=contact, secret=secret)
-    found = await call.make(mss_bytes=0)
-    if found.result == "large-lost":
-        found = await _find_passing_mtu(call, found, mtu_bytes)
-    if found.result == "open" and found.resent:
+    outcome = await call.make(mss_bytes=0)
+    if outcome.result == "large-lost":
+        outcome = await _find_passing_mtu(call, outcome, mtu_bytes)
+    if outcome.result == "open" and outcome.resent:
         # Measure again with more connections: a single lost packet proves nothing.
         more = await asyncio.gather(*(call.make(mss_bytes=0) for _ in range(_LOSS_CALLS)))
-        found = found._replace(
-            packets=found.packets + sum(each.packets for each in more),
-            resent=found.resent + sum(each.resent for each in more),
+        outcome = outcome._replace(
+            packets=outcome.packets + sum(other.packets for other in more),
+            resent=outcome.resent + sum(other.resent for other in more),
         )
-    if found.result == "open" and found.path_mtu_bytes >= mtu_bytes:
-        found = found._replace(path_mtu_bytes=0)
-    return found._replace(took_s=round(time.monotonic() - started_s, 3))
+    if outcome.result == "open" and outcome.path_mtu_bytes >= mtu_bytes:
+        outcome = outcome._replace(path_mtu_bytes=0)
+    return outcome._replace(took_s=round(time.monotonic() - started_s, 3))
 
 
 async def _find_passing_mtu(call: _Dial, lost: Dialled, mtu_bytes: int) -> Dialled:
@@ -257,15 +257,17 @@ class _Dial:
             assert failed is not None  # noqa: S101 - one of them has ended
             return failed
         try:
-            found = await self._exchange(connected, lost_after=_LOST_AFTER if not mss_bytes else 2)
+            outcome = await self._exchange(
+                connected, lost_after=_LOST_AFTER if not mss_bytes else 2
+            )
         except OSError as exc:
             return self._failed(exc)
         else:
             state = find_tcp_state(connected)
             if state is None:
-                return found
+                return outcome
             # The burst was sent in full packets: a router that carries less has said so by now.
-            return found._replace(
+            return outcome._replace(
                 packets=state.packets, resent=state.resent, path_mtu_bytes=state.path_mtu_bytes
             )
         finally:
@@ -284,8 +286,8 @@ class _Dial:
         except (asyncio.TimeoutError, TimeoutError):
             connection.close()
             if is_silent_neighbour(self.contact.address):
-                return self._found("no-route", reason="no-arp")
-            return self._found("dropped")
+                return self._outcome("no-route", reason="no-arp")
+            return self._outcome("dropped")
         except OSError as exc:
             connection.close()
             return self._failed(exc)
@@ -296,8 +298,8 @@ class _Dial:
 
     def _failed(self, exc: OSError) -> Dialled:
         refused = exc.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
-        found = self._found("refused" if refused else "no-route")
-        return found._replace(error=errno.errorcode.get(exc.errno or 0, ""))
+        outcome = self._outcome("refused" if refused else "no-route")
+        return outcome._replace(error=errno.errorcode.get(exc.errno or 0, ""))
 
     async def _exchange(self, connection: socket.socket, *, lost_after: int) -> Dialled:
         loop = asyncio.get_running_loop()
@@ -305,10 +307,10 @@ class _Dial:
         await loop.sock_sendall(connection, encode(asdict(call)))
         answer = await _read_line(connection, ANSWER_S)
         if answer is None:
-            return self._found("wrong-peer", reason="silent")
+            return self._outcome("wrong-peer", reason="silent")
         if answer != encode({"answer": _proof(call, self.contact.token, self.secret)}):
             # Do not report its bytes: a node must not disclose to others what a third host's port sends.
-            return self._found("wrong-peer", reason="other-answer" if answer else "hung-up")
+            return self._outcome("wrong-peer", reason="other-answer" if answer else "hung-up")
         state = find_tcp_state(connection)
         latency_s = state.round_trip_s if state is not None else None
         started_s = time.monotonic()
@@ -317,7 +319,7 @@ class _Dial:
             state = find_tcp_state(connection)
             arrived = BULK_BYTES if state is None else min(BULK_BYTES, state.acknowledged_bytes)
             measured = state.rate_bytes_per_s if state is not None else None
-            return self._found("open")._replace(
+            return self._outcome("open")._replace(
                 latency_s=latency_s,
                 bandwidth_bytes_per_s=max(round(arrived / took_s), measured or 0),
             )
@@ -326,14 +328,14 @@ class _Dial:
     def _large_lost(self, connection: socket.socket) -> Dialled:
         state = find_tcp_state(connection)
         if state is None:
-            return self._found("large-lost")
-        return self._found("large-lost")._replace(
+            return self._outcome("large-lost")
+        return self._outcome("large-lost")._replace(
             retransmits=state.retransmits,
             segment_bytes=state.segment_bytes,
             path_mtu_bytes=state.path_mtu_bytes,
         )
 
-    def _found(self, result: DialResult, *, reason: Reason = "") -> Dialled:
+    def _outcome(self, result: DialResult, *, reason: Reason = "") -> Dialled:
         return Dialled(self.contact.node_rank, result, reason=reason)
 
 
@@ -346,8 +348,8 @@ async def _first_connected(
     pending = calls
     while pending and connected is None:
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        for each in done:
-            result = each.result()
+        for call in done:
+            result = call.result()
             if isinstance(result, Dialled):
                 # Any other error is more informative than no answer.
                 failed = result if failed is None or failed.result == "dropped" else failed
@@ -355,8 +357,8 @@ async def _first_connected(
                 connected = result
             else:
                 result.close()
-    for each in pending:
-        each.cancel()
+    for call in pending:
+        call.cancel()
     return connected, failed
 
 

@@ -12,7 +12,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, Field, Strict, TypeAdapter
+from pydantic import AfterValidator, Field, Strict
 
 from ddpsafe.doctor._findings import DialResult, printable
 from ddpsafe.doctor._subject import PlaceKind, VariableSource
@@ -104,21 +104,6 @@ Flaw = Literal[
 Topic = Literal[
     "hello", "mesh", "imported", "reduced", "roster", "progress", "all-reduce", "results"
 ]
-
-_checkers: dict[Any, TypeAdapter[Any]] = {}
-"""Created on first use, because creating one takes milliseconds."""
-
-
-def read(kind: type[T], value: object) -> T:
-    """Validate a message of a kind.
-
-    Raises:
-        ValueError: It is not a valid message of this kind.
-    """
-    checker: TypeAdapter[T] | None = _checkers.get(kind)
-    if checker is None:
-        checker = _checkers[kind] = TypeAdapter(kind)
-    return checker.validate_python(value)
 
 
 def write(message: Any) -> Json:

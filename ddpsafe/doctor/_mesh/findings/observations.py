@@ -14,6 +14,7 @@ from pydantic import Field, Strict
 
 # pydantic reads annotations when a message is first validated: these must exist at run time.
 from ddpsafe._host import is_loopback
+from ddpsafe._job.channel import from_json
 from ddpsafe.doctor._mesh.pairs import plan_targets
 from ddpsafe.doctor._mesh.protocol import (
     MOST_NODES,
@@ -30,7 +31,6 @@ from ddpsafe.doctor._mesh.protocol import (
     Rate,
     Reduced,
     Rejected,
-    read,
     require_ranks,
     write,
 )
@@ -128,7 +128,7 @@ class Results:
         Raises:
             ValueError: A report is from a node that did not join or is beyond the number of nodes.
         """
-        if 0 not in self.nodes or any(rank != each.node_rank for rank, each in self.nodes.items()):
+        if 0 not in self.nodes or any(rank != node.node_rank for rank, node in self.nodes.items()):
             raise ValueError("node rank 0 is missing, or a node has two ranks")
         require_ranks([*self.nodes, *self.names, *self.peers, *self.garbled], self.nnodes)
         if (
@@ -182,7 +182,7 @@ class Results:
 
     def connections(self) -> dict[Way, Dialled]:
         """Return every direction between two hosts that both reported."""
-        found = {}
+        outcomes = {}
         for source, report in self.reports.items():
             for dialled in report.dialled:
                 target = dialled.target
@@ -190,18 +190,18 @@ class Results:
                     continue
                 # The target reports the call, so it was slow and no other program answered for it.
                 is_late = dialled.reason == "silent" and source in self.reports[target].heard
-                found[source, target] = (
+                outcomes[source, target] = (
                     dialled._replace(result="open", reason="late") if is_late else dialled
                 )
         if not self.only_closed:
-            return found
+            return outcomes
         opened = {
             (source, target): Dialled(target, "open")
             for source, targets in self.plan().items()
             for target in targets
             if {source, target} <= self.reports.keys()
         }
-        return {**opened, **found}
+        return {**opened, **outcomes}
 
     def hostnames(self, node_ranks: Iterable[int]) -> tuple[str, ...]:
         """Return the names of nodes, in the order of their ranks."""
@@ -247,7 +247,7 @@ def unpack(packed: str) -> Results:
     try:
         unzip = zlib.decompressobj()
         text = unzip.decompress(base64.b64decode(packed), _LONGEST_BYTES)
-        return read(Results, json.loads(text))
+        return from_json(Results, json.loads(text))
     except (zlib.error, binascii.Error, RecursionError) as exc:
         raise ValueError("these are not results") from exc
 
@@ -255,8 +255,8 @@ def unpack(packed: str) -> Results:
 def as_details(dialled: Mapping[Way, Dialled]) -> list[dict[str, Json]]:
     """Return directions as the details of a finding."""
     return [
-        {"source": source, "target": target, "result": each.result, "said": each.said}
-        for (source, target), each in sorted(dialled.items())
+        {"source": source, "target": target, "result": outcome.result, "said": outcome.said}
+        for (source, target), outcome in sorted(dialled.items())
     ]
 
 
