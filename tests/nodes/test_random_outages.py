@@ -1,0 +1,75 @@
+"""The network of a host is away for some seconds at any moment of a job: the job ends as it does without."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+from hosts import Host, Network, find_obstacle, require
+from nodes_kit import Case, finish_job, start_job
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.root
+
+LAUNCHERS: Final = "eth0"
+RANKS: Final = "eth1"
+RETRY: Final[dict[str, Any]] = {
+    "attempts": 5,
+    "on": ["peer-lost", "killed", "network", "startup-network"],
+    "backoff_initial": 0,
+    "jitter": 0,
+    "no_progress": None,
+}
+CASE: Final = Case(
+    name="any",
+    what="kill-until-2",
+    rank=1,
+    fields={
+        "nnodes": 3,
+        "retry": RETRY,
+        "env": {"GLOO_SOCKET_IFNAME": RANKS},
+        "timeouts": {"collective": 60, "grace": 3},
+    },
+)
+"""Rank 1 is killed once, so that the nodes join twice."""
+
+
+@contextlib.contextmanager
+def cut_off(host: Host, chains: dict[str, str]) -> Iterator[None]:
+    """Let packets of the launchers' network through in one direction only, or in none."""
+    rules = "".join(
+        f"chain {hook} {{ type filter hook {hook} priority 0; {way} {LAUNCHERS} drop; }}\n"
+        for hook, way in chains.items()
+    )
+    host.run("nft", "-f", "-", given=f"table inet outage {{\n{rules}}}\n")
+    try:
+        yield
+    finally:
+        host.run("nft", "delete", "table", "inet", "outage")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 40))]
+)
+def test_an_outage_at_any_moment_ends_nothing(tmp_path: Path, seed: int) -> None:
+    """While nodes join, train, and join again; of any host, in both directions or one."""
+    require(find_obstacle())
+    chance = random.Random(seed)
+    chains = {"input": "iifname", "output": "oifname"}
+    if chance.random() < 2 / 3:
+        del chains[chance.choice(list(chains))]
+    after_s, lasts_s = chance.uniform(0.3, 6), chance.uniform(2, 7)
+    with Network(3, nics={LAUNCHERS: "10.77.0", RANKS: "10.78.0"}) as network:
+        launchers = start_job(network, [CASE], tmp_path, nproc=(1, 1, 1))
+        time.sleep(after_s)
+        with cut_off(network[chance.randrange(3)], chains):
+            time.sleep(lasts_s)
+        results = [result["any"] for result in finish_job(network, [CASE], launchers)]
+    assert ["error" not in result for result in results] == [True] * 3, results
