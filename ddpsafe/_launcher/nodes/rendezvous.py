@@ -85,6 +85,9 @@ _CONTROL_OPENS: Final = timedelta(seconds=10)
 _DISMISSAL_READ: Final = timedelta(seconds=3)
 _FIRST_WARNING_S: Final = 10.0
 _NEXT_WARNINGS_S: Final = 60.0
+_LEFT_OUT: Final = 2 * STORE_CALL
+"""By then, torch has read its state again: the last one may be of the round before."""
+
 _MAX_REFUSED_NAMES: Final = 8
 """Anyone who reaches the store can write a name: they must not fill the log."""
 
@@ -456,7 +459,7 @@ class NodeRendezvous:
         """
         next_look_s, next_warning_s = 0.0, _FIRST_WARNING_S
         is_spare = False
-        left_out = Deadline.after(None)
+        left_out = Deadline.after(_LEFT_OUT)
         while not call.wait(_POLL_S):
             self.require_no_signal()
             if self.serves:
@@ -477,8 +480,7 @@ class NodeRendezvous:
                     deadline = Deadline.after(self._config.rendezvous.join)
                 is_spare = running is not None
                 if not self._is_left_out():
-                    # By then, torch has read its state again: the last one may be of the round before.
-                    left_out = Deadline.after(2 * STORE_CALL)
+                    left_out = Deadline.after(_LEFT_OUT)
                 elif left_out.expired():
                     return True
             if deadline.expired() and not is_spare:
