@@ -275,11 +275,12 @@ def is_overlay(name: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether a numeric address is a loopback address."""
+    """Return whether a numeric address is a loopback address, also as IPv6 spells that of IPv4."""
     try:
-        return ipaddress.ip_address(address).is_loopback
+        numeric = ipaddress.ip_address(address)
     except ValueError:
         return False
+    return (getattr(numeric, "ipv4_mapped", None) or numeric).is_loopback
 
 
 def look_up_name(address: str) -> str:

@@ -150,18 +150,19 @@ def views_of(
     by_paths = _view_paths(dataset, length, f"{name} by its paths")
     if by_paths is not None:
         paths, root = by_paths
-        if not has_items or not length:
+        if not (has_items and length and probes):
             return [paths]
         items = _view_items(
             dataset,
-            f"{type(dataset).__qualname__} by {{}} items",
+            type(dataset).__qualname__,
+            "items",
             min(probes, _PROBES_BESIDE_PATHS),
             lambda sample: _text_of(sample, _coarse_content).replace(root, ""),
         )
         return [paths] if items is None else [paths, items]
     if not has_items:
         return [_view(length, name, range(0), str)]
-    items = _view_items(dataset, f"{name} by {{}} probes", probes, stable_text)
+    items = _view_items(dataset, name, "probes", probes, stable_text)
     if items is None:
         items = _view(length, f"{name} by its length, as its items are random", range(0), str)
     return [items]
@@ -210,13 +211,14 @@ def _path_of(entry: Any) -> str:
 
 
 def _view_items(
-    dataset: Any, kind: str, count: int, text: Callable[[Any], str]
+    dataset: Any, name: str, unit: str, count: int, text: Callable[[Any], str]
 ) -> DatasetView | None:
     """View some items, evenly spread; ``None`` if they are random, and so do not identify a dataset.
 
     Args:
         dataset: The dataset; it has a length.
-        kind: What is compared, with ``{}`` for the number of items.
+        name: What the dataset is called.
+        unit: What its items are called, if there are several.
         count: How many items, if there are so many.
         text: Item -> text that is the same on every host.
     """
@@ -246,7 +248,7 @@ def _view_items(
 
     if indices and item(indices[0]) != item(indices[0]):
         return None
-    kind = kind.format(len(indices))
+    kind = f"{name} by {len(indices)} {unit}"
     return DatasetView(length=length, kind=kind, indices=indices, item=item, parts=parts)
 
 

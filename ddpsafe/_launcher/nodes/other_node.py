@@ -275,7 +275,9 @@ class Participant:
                         outcomes=tuple(map(_for_others, attempt.outcomes_of(processes).values())),
                         oom_kills=rank_readings.count_oom_kills() - self._oom_kills,
                         retried=tuple(
-                            process.rank for process in processes if is_retried(process, policy)
+                            process.rank
+                            for process in processes
+                            if has_raised_retried_type(process, policy)
                         ),
                         grace_s=self._parts.grace_period(),
                     )
@@ -456,7 +458,12 @@ class Participant:
         is_good = result is not None and result.is_good
         if self._failed is not None and (result is None or is_good):
             # Node 0 is lost, or had ended the round before it learned of this failure.
-            return NodeResult(values=None, error=self._failed, is_another_to_follow=False)
+            return NodeResult(
+                values=None,
+                error=self._failed,
+                is_another_to_follow=False,
+                is_alone=result is None,
+            )
         if result is None and self._ends_alone_by is not None:
             where = self._round.name_of(self._plan.worlds[0].node_rank)
             interrupted = Interrupted(self._ends_alone_by, where, is_alone=True)
@@ -528,7 +535,7 @@ class Participant:
         return NodeResult(values=None, error=error, is_another_to_follow=False, is_alone=True)
 
 
-def is_retried(process: RankProcess, policy: RetryPolicy) -> bool:
+def has_raised_retried_type(process: RankProcess, policy: RetryPolicy) -> bool:
     """Return whether a rank raised an exception of a retried type: the exception itself is not sent."""
     types = tuple(entry for entry in policy.on if isinstance(entry, type))
     return (

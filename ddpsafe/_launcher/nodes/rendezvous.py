@@ -79,6 +79,7 @@ _POLL_S: Final = 0.05
 _SHUTDOWN_S: Final = 3.0
 _OWN_SHUTDOWN_S: Final = 60.0  # it takes milliseconds, unless this process gets no core
 _CHECK_STORE_S: Final = 0.5
+_REOPEN_S: Final = 0.2
 _CONTROL_OPENS: Final = timedelta(seconds=10)
 """Node 0 publishes its control channel milliseconds after the endpoint, unless it gets no core."""
 
@@ -412,23 +413,27 @@ class NodeRendezvous:
                 node_rank = call.result().rank
             except (RendezvousError, RuntimeError) as exc:
                 # After the round is complete, torch reads an address from the store, which may be out of reach.
-                if self._has_place() and not self.serves and self._is_member():
-                    return self._round(self._launchers())
-                error = self._not_joined(exc, deadline)
+                has_place = self._has_place()
+                error = None if has_place else self._not_joined(exc, deadline)
                 is_answer = isinstance(exc, (RendezvousClosedError, RendezvousStateError))
                 is_decided = is_answer and not self._backend.lost
-                if self.serves or is_decided or not self._is_member():
+                is_over = self.serves or not self._is_member() or deadline.expired()
+                if error is not None and (is_decided or is_over):
                     raise error from exc
             else:
                 if self.serves:  # one may have been refused since the last look
                     self._warn_of_refused_names()
                 return self._round(self._launchers(), node_rank)
             # The store, or the connection to it, has not survived an outage; that to node 0 has.
+            self.require_no_signal()
+            time.sleep(_REOPEN_S)
             self._is_reopening = True
             self.endpoint.close()
             self.endpoint.open(may_serve=False)
             self._is_reopening = False
             use_store(self._handler, self._backend, self.endpoint.require_store())
+            if has_place:
+                return self._round(self._launchers())
 
     def _round(self, launchers: Sequence[str], node_rank: int | None = None) -> Round:
         self._last_round = self._backend.state.round
@@ -436,8 +441,10 @@ class NodeRendezvous:
         return Round(node_rank=own, launchers=tuple(launchers))
 
     def _has_place(self) -> bool:
-        """Return whether torch's rendezvous has completed a new round with this node."""
+        """Return whether torch's rendezvous has completed a new round with this node, as far as it knows."""
         state = self._backend.state
+        if self.serves or not self._is_member():
+            return False
         is_new = state is not None and state.complete and state.round != self._last_round
         return is_new and self._launcher in self._launchers()
 

@@ -102,7 +102,7 @@ class NodeLaunch:
         self._round: RoundChannel | None = None
         self._round_plan: RoundPlan | None = None
         self._earlier: list[DDPSafeError] = []
-        self._alone: LaunchError | None = None
+        self._alone: LaunchError | PreflightError | None = None
         self._checkpoint_folders: set[str] = set()
         self._back_by = Deadline.after(None)
         self.attempts = 0
@@ -141,7 +141,7 @@ class NodeLaunch:
                 if rendezvous.serves:
                     return self._lead(rendezvous)
                 return self._follow(rendezvous)
-            except LaunchError as exc:
+            except (LaunchError, PreflightError) as exc:
                 is_lost = isinstance(exc, NodeLostError) and exc.node_rank == 0
                 may_answer = not (is_lost or exc is self._alone)
                 if may_answer or exc in self._earlier or not self._may_come_back(exc):
@@ -151,7 +151,7 @@ class NodeLaunch:
                 rendezvous.close(may_answer=may_answer)
             inbox = rendezvous.inbox
 
-    def _may_come_back(self, error: LaunchError) -> bool:
+    def _may_come_back(self, error: LaunchError | PreflightError) -> bool:
         """Return whether a node that has lost node 0 joins again: node 0, or its successor, replaces lost nodes.
 
         Not after a failure of its own ranks that is not retried: it would only happen there again.
@@ -159,7 +159,7 @@ class NodeLaunch:
         retry = self._plan.config.retry
         return retry.attempts > 1 and "peer-lost" in retry.on and is_retried(error, retry)
 
-    def _note_loss(self, error: LaunchError) -> None:
+    def _note_loss(self, error: LaunchError | PreflightError) -> None:
         """Prepare to join again after the loss of node 0."""
         self._earlier.append(error)
         self._round_plan = None
@@ -526,7 +526,7 @@ class NodeLaunch:
             if not ended.is_another_to_follow or isinstance(ended.error, Interrupted):
                 if isinstance(ended.error, DDPSafeError):
                     ended.error.previous_attempts = tuple(self._earlier)
-                if ended.is_alone and isinstance(ended.error, LaunchError):
+                if ended.is_alone and isinstance(ended.error, (LaunchError, PreflightError)):
                     self._alone = ended.error
                 raise ended.error
             self._earlier.append(ended.error)

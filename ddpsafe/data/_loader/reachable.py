@@ -485,7 +485,7 @@ def _unless_same(look: Callable[[], Any], put_back: Callable[[Any], object]) -> 
     def step() -> bool:
         now = look()
         # By identity: the __eq__ of an object of any library may raise, or compare whole arrays.
-        if len(now) == len(then) and all(map(operator.is_, _listed(now), _listed(then))):
+        if len(now) == len(then) and all(map(operator.is_, _objects(now), _objects(then))):
             return False
         put_back(then)
         return True
@@ -493,8 +493,9 @@ def _unless_same(look: Callable[[], Any], put_back: Callable[[Any], object]) -> 
     return step
 
 
-def _listed(held: Any) -> list[Any]:
-    return [*held, *held.values()] if isinstance(held, dict) else held
+def _objects(held: Any) -> Iterable[Any]:
+    # Not a list of them: a dataset may hold millions.
+    return itertools.chain(held, held.values()) if isinstance(held, dict) else held
 
 
 def _cell_step(cell: types.CellType) -> Callable[[], bool]:

@@ -1,8 +1,9 @@
 """The check between nodes: which are present, which reaches which, and what differs.
 
 `examine` connects the nodes at the endpoint, `examine_at_store` through an existing torch store. Node
-rank 0 coordinates, every other node takes part (`examination`). They exchange messages over a `Transport`: the job's channel (`channel_transport`, `reach_node_zero`), or a store that their ranks
-share already (`transport`).
+rank 0 coordinates, every other node takes part (`examination`). They exchange messages over a `Transport`:
+the job's channel (`channel_transport`, `reach_node_zero`), or a store that their ranks share already
+(`transport`).
 Node rank 0 collects the reports of all nodes and sends them to every node. Each computes its findings from
 them (`findings`), so the findings are the same everywhere.
 """

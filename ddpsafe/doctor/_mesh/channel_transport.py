@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """A value under a topic. Whoever needs the value checks it, with `read`."""
+    """A value under a topic. Whoever needs the value checks it, with `from_json`."""
 
     topic: str
     value: Any

@@ -30,9 +30,8 @@ def check_addresses(results: Results) -> Iterator[Finding]:
     """Check the address that each host would announce."""
     nodes = list(results.nodes.values())
     looping: dict[str, list[Node]] = defaultdict(list)
-    if (
-        len({node.machine for node in nodes}) > 1
-    ):  # nodes of one host reach each other over loopback
+    # Nodes of one host reach each other over loopback.
+    if len({node.machine for node in nodes}) > 1:
         for node in nodes:
             if node.announced.flaw in ("loopback", "link-local", "unresolved", "silent-resolver"):
                 looping[node.announced.flaw].append(node)
