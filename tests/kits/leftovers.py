@@ -180,8 +180,16 @@ def _files() -> Iterator[Path]:
 def _shared_memory() -> Iterator[Path]:
     """Find shared memory that may belong to this run; other programs keep files there, too."""
     for pattern in SHARED:
-        yield from SHARED_MEMORY.glob(pattern)
+        yield from filter(_is_visible, SHARED_MEMORY.glob(pattern))
     yield from own_semaphores()
+
+
+def _is_visible(path: Path) -> bool:
+    """Return whether this user can see which process holds a file: not if it is another user's."""
+    try:
+        return os.geteuid() in (0, path.stat().st_uid)
+    except FileNotFoundError:
+        return False
 
 
 def own_semaphores() -> Iterator[Path]:

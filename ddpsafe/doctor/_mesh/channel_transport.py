@@ -58,6 +58,11 @@ _MOST_REJECTED: Final = 256
 _CLOSE_LIMIT: Final = timedelta(seconds=2)
 
 
+async def _close(channel: Channel[Any, Said]) -> None:
+    # Not with asyncio.to_thread: a cancelled call that has no thread yet would never close it.
+    await bounded(channel.close, deadline=Deadline.after(None), name="ddpsafe-close")
+
+
 class Client:
     """The transport of every node except node rank 0.
 
@@ -130,7 +135,7 @@ class Client:
     async def close(self) -> None:
         """Leave the channel, which node rank 0 notices."""
         asyncio.get_running_loop().remove_reader(self._channel.fileno())
-        await asyncio.to_thread(self._channel.close)
+        await _close(self._channel)
 
     def _look(self) -> None:
         for _, event in self._channel.events():
@@ -228,7 +233,7 @@ class Server:
                 await asyncio.sleep(0.01)
         finally:  # a cancelled wait too
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
-            await asyncio.to_thread(self._channel.close)
+            await _close(self._channel)
 
     def _look(self) -> None:
         for name, event in self._channel.events():
