@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -302,3 +304,27 @@ def test_address_with_most_unknown_clients_loses_one(monkeypatch: pytest.MonkeyP
         await listener.close()
 
     asyncio.run(flood())
+
+
+def test_a_connection_is_closed_even_if_nobody_waits_for_that() -> None:
+    """Neither without a free thread nor after a cancellation does its own thread stay."""
+
+    async def scenario() -> None:
+        coordinator, port = await opened()
+        client = await join_job(port, 1)
+        assert isinstance(client, Client)
+        go_on = threading.Event()
+        with ThreadPoolExecutor(1) as busy:
+            asyncio.get_running_loop().set_default_executor(busy)
+            busy.submit(go_on.wait)
+            closing = asyncio.create_task(client.close())
+            await asyncio.sleep(0)
+            closing.cancel()
+            await asyncio.wait({closing})
+            client._channel._thread.join(SOON.total_seconds())
+            go_on.set()
+        assert not client._channel._thread.is_alive()
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        await coordinator.close()
+
+    asyncio.run(scenario())
