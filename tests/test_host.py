@@ -1,4 +1,4 @@
-"""A process ends as a signal ends it, also where the signal has no effect."""
+"""A process ends as a signal ends it, and addresses that lead only to this host are known."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import scripts
+
+from ddpsafe._host import is_loopback
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,3 +35,21 @@ def test_the_exit_code_is_that_of_the_signal(tmp_path: Path, before: str, code: 
     """
     run = scripts.run(tmp_path, source)
     assert (run.code, run.out) == (code, ""), run.err
+
+
+@pytest.mark.parametrize(
+    ("address", "is_loop"),
+    [
+        ("127.0.0.1", True),
+        ("127.0.1.1", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("::ffff:10.0.0.1", False),
+        ("10.0.0.1", False),
+        ("localhost", False),
+        ("", False),
+    ],
+)
+def test_a_loopback_address_is_known_in_each_spelling(address: str, *, is_loop: bool) -> None:
+    """Python 3.13 knows that of IPv4 in IPv6 by itself, earlier versions do not."""
+    assert is_loopback(address) == is_loop
