@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import ipaddress
 import re
@@ -39,6 +40,7 @@ from ddpsafe._launcher.nodes.lobby import require_same_settings
 from ddpsafe._launcher.nodes.node_messages import NodeFacts
 from ddpsafe._launcher.nodes.rendezvous import Label, NodeRendezvous
 from ddpsafe._launcher.watch.signals import open_inbox
+from ddpsafe._secrets import JOB_SECRET
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -618,6 +620,38 @@ def test_the_port_of_the_endpoint_is_free_without_a_garbage_collection(
         socket.create_server(address).close()
     finally:
         gc.enable()
+
+
+def test_a_store_that_always_fails_ends_the_wait_for_a_round(
+    held_port: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the limit of the wait, although node 0 can be reached: its store is connected to again until then."""
+    monkeypatch.setenv(JOB_SECRET, "x" * 64)
+    port = held_port.getsockname()[1]
+    held_port.close()
+    tries: list[int] = []
+
+    def fail() -> None:
+        tries.append(1)
+        raise RuntimeError("it is out of order")
+
+    def config(node_rank: int) -> LaunchConfig:
+        meets = {"endpoint": f"{LOCAL}:{port}", "join": 3}
+        return LaunchConfig(
+            nnodes=2, node_rank=node_rank, nproc_per_node=1, backend="gloo", rendezvous=meets
+        )
+
+    with contextlib.ExitStack() as stack:
+        inbox = stack.enter_context(open_inbox())
+        nodes = [NodeRendezvous(config(node_rank), inbox) for node_rank in range(2)]
+        for node in nodes:
+            stack.callback(node.close)
+            node.open()
+        nodes[1]._handler = nodes[1]._make_handler()
+        monkeypatch.setattr(nodes[1]._handler, "next_rendezvous", fail)
+        with pytest.raises(RendezvousTimeoutError, match="it is out of order"):
+            nodes[1].join()
+    assert len(tries) > 1
 
 
 def test_a_program_on_loopback_is_not_mistaken_for_the_endpoint_of_another_host(
