@@ -413,8 +413,8 @@ class NodeRendezvous:
                 node_rank = call.result().rank
             except (RendezvousError, RuntimeError) as exc:
                 # After the round is complete, torch reads an address from the store, which may be out of reach.
-                has_place = self._has_place()
-                error = None if has_place else self._not_joined(exc, deadline)
+                launchers = self._launchers_of_new_round()
+                error = None if launchers else self._not_joined(exc, deadline)
                 is_answer = isinstance(exc, (RendezvousClosedError, RendezvousStateError))
                 is_decided = is_answer and not self._backend.lost
                 is_over = self.serves or not self._is_member() or deadline.expired()
@@ -432,21 +432,22 @@ class NodeRendezvous:
             self.endpoint.open(may_serve=False)
             self._is_reopening = False
             use_store(self._handler, self._backend, self.endpoint.require_store())
-            if has_place:
-                return self._round(self._launchers())
+            if launchers:
+                return self._round(launchers)
 
     def _round(self, launchers: Sequence[str], node_rank: int | None = None) -> Round:
         self._last_round = self._backend.state.round
         own = launchers.index(self._launcher) if node_rank is None else node_rank
         return Round(node_rank=own, launchers=tuple(launchers))
 
-    def _has_place(self) -> bool:
-        """Return whether torch's rendezvous has completed a new round with this node, as far as it knows."""
+    def _launchers_of_new_round(self) -> tuple[str, ...]:
+        """Return those of a round that torch has completed with this node, if node 0 can still be reached."""
         state = self._backend.state
-        if self.serves or not self._is_member():
-            return False
         is_new = state is not None and state.complete and state.round != self._last_round
-        return is_new and self._launcher in self._launchers()
+        if self.serves or not self._is_member() or not is_new:
+            return ()
+        launchers = self._launchers()
+        return launchers if self._launcher in launchers else ()
 
     def _is_left_out(self) -> bool:
         """Return whether torch's rendezvous has completed without this node the round that it is in.
