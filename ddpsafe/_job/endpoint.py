@@ -501,6 +501,7 @@ class JobEndpoint:
                     hint,
                     deadline.remaining_s(),
                 )
+            self._check()  # a host that refuses the connection at once keeps no call waiting
             time.sleep(pause_s)
         if bound is not None:
             raise self._not_served(errno.EADDRINUSE)

@@ -7,6 +7,7 @@ import gc
 import ipaddress
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -39,7 +40,7 @@ from ddpsafe._job.endpoint import JobEndpoint
 from ddpsafe._launcher.nodes.lobby import require_same_settings
 from ddpsafe._launcher.nodes.node_messages import NodeFacts
 from ddpsafe._launcher.nodes.rendezvous import Label, NodeRendezvous
-from ddpsafe._launcher.watch.signals import open_inbox
+from ddpsafe._launcher.watch.signals import Interrupted, open_inbox
 from ddpsafe._secrets import JOB_SECRET
 
 if TYPE_CHECKING:
@@ -590,6 +591,19 @@ def test_a_program_that_holds_the_port_of_the_endpoint_is_reported(
     with pytest.raises(PreflightError, match="another program holds the port") as raised:
         serve_or_find(endpoint, 0.1)
     assert raised.value.kind == "port"
+
+
+def test_the_wait_for_an_endpoint_that_refuses_connections_can_be_left(
+    endpoint: JobEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ctrl-C, or because node 0 has ended: no call is under way that would notice it."""
+
+    def leave() -> None:
+        raise Interrupted(signal.SIGINT)
+
+    monkeypatch.setattr(endpoint, "_check", leave)
+    with pytest.raises(Interrupted):
+        serve_or_find(endpoint, scripts.LIMIT_S, bound=None)
 
 
 @pytest.mark.full
