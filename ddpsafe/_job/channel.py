@@ -175,7 +175,7 @@ def from_json(cls: type[T], value: object) -> T:
     try:
         read: T = _adapter(cls).validate_python(value)
     except (ValidationError, RecursionError) as exc:
-        msg = f"it does not fit {cls}"
+        msg = f"not a {cls.__name__}"
         raise GarbledError(msg) from exc
     return read
 
