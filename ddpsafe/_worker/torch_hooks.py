@@ -64,8 +64,6 @@ _WAITING_FUNCTIONS: Final = (
 DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
 """The documented default timeout of ``init_process_group``."""
 
-_kept_groups: list[object] = []
-_safe_destroys: set[object] = set()
 _forgotten: set[tuple[str, str]] = set()
 
 
@@ -261,22 +259,22 @@ def before_destroy(hook: Callable[[], object]) -> None:
     """
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
     stock = c10d.destroy_process_group
+    kept: list[object] = []
 
     def destroy_process_group(group: object = None) -> None:
         hook()
         world = getattr(c10d, "_world", None)
-        _kept_groups.extend(getattr(world, "pg_map", ()))
+        kept.extend(getattr(world, "pg_map", ()))
         time.sleep(DRAIN_S)
         stock(group)
 
     destroy_process_group.__doc__ = stock.__doc__
-    _safe_destroys.add(destroy_process_group)
     _replace("destroy_process_group", stock, destroy_process_group)
 
 
 def is_safe_destroy(destroy: Callable[..., object]) -> bool:
     """Return whether this ``destroy_process_group`` is the safe one of `before_destroy`."""
-    return destroy in _safe_destroys
+    return destroy.__module__ == __name__
 
 
 def around_waits(waiting: Callable[[], AbstractContextManager[None]]) -> None:
