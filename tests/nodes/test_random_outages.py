@@ -1,4 +1,4 @@
-"""The network of a host is away for some seconds at any moment of a job: the job ends as it does without."""
+"""The network of a host fails for some seconds at any moment of a job: the job ends as it does without."""
 
 from __future__ import annotations
 
@@ -40,13 +40,20 @@ CASE: Final = Case(
 )
 """Rank 1 is killed once, so that the nodes join twice."""
 
+VERDICTS: Final = {
+    "away": "drop",
+    "reset": "meta l4proto tcp reject with tcp reset",
+    "lossy": "numgen random mod 100 < 40 drop",
+}
+
 
 @contextlib.contextmanager
-def cut_off(host: Host, chains: dict[str, str]) -> Iterator[None]:
-    """Let packets of the launchers' network through in one direction only, or in none."""
+def filtered(host: Host, verdict: str, directions: list[str]) -> Iterator[None]:
+    """Treat packets of the launchers' network so, in one direction or in both."""
     rules = "".join(
-        f"chain {hook} {{ type filter hook {hook} priority 0; {way} {LAUNCHERS} drop; }}\n"
-        for hook, way in chains.items()
+        f"chain {hook} {{ type filter hook {hook} priority 0; {way} {LAUNCHERS} {verdict}; }}\n"
+        for hook, way in zip(("input", "output"), ("iifname", "oifname"), strict=True)
+        if hook in directions
     )
     host.run("nft", "-f", "-", given=f"table inet outage {{\n{rules}}}\n")
     try:
@@ -65,18 +72,19 @@ def pass_time(parts: int) -> None:
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 40))]
 )
-def test_an_outage_at_any_moment_ends_nothing(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_an_outage_at_any_moment_ends_nothing(tmp_path: Path, verdict: str, seed: int) -> None:
     """While nodes join, train, and join again; of any host, in both directions or one."""
     require(find_obstacle())
     chance = random.Random(seed)
-    chains = {"input": "iifname", "output": "oifname"}
+    directions = ["input", "output"]
     if chance.random() < 2 / 3:
-        del chains[chance.choice(list(chains))]
+        directions.remove(chance.choice(directions))
     after, lasts = chance.randrange(3, 60), chance.randrange(20, 70)
     with Network(3, nics={LAUNCHERS: "10.77.0", RANKS: "10.78.0"}) as network:
         launchers = start_job(network, [CASE], tmp_path, nproc=(1, 1, 1))
         pass_time(after)
-        with cut_off(network[chance.randrange(3)], chains):
+        with filtered(network[chance.randrange(3)], VERDICTS[verdict], directions):
             pass_time(lasts)
         results = [result["any"] for result in finish_job(network, [CASE], launchers)]
     assert ["error" not in result for result in results] == [True] * 3, results
