@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import scripts
+from cut_wire import Wire
 from hosts import Network, names_as_debian, require
 from machine import require_in_time
 from nodes_kit import (
@@ -32,13 +33,13 @@ from nodes_kit import (
 )
 
 from ddpsafe import _host
-from ddpsafe._clock import Deadline
+from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._config import LaunchConfig
 from ddpsafe._errors import ConfigError, PreflightError, RendezvousTimeoutError
 from ddpsafe._job import endpoint as endpoint_module
 from ddpsafe._job.endpoint import JobEndpoint
 from ddpsafe._launcher.nodes.lobby import require_same_settings
-from ddpsafe._launcher.nodes.node_messages import NodeFacts
+from ddpsafe._launcher.nodes.node_messages import NodeFacts, RoundPlan
 from ddpsafe._launcher.nodes.rendezvous import Label, NodeRendezvous
 from ddpsafe._launcher.watch.signals import Interrupted, open_inbox
 from ddpsafe._secrets import JOB_SECRET
@@ -666,6 +667,56 @@ def test_a_store_that_always_fails_ends_the_wait_for_a_round(
         with pytest.raises(RendezvousTimeoutError, match="it is out of order"):
             nodes[1].join()
     assert len(tries) > 1
+
+
+def test_a_node_whose_store_resets_the_connection_has_not_come_too_late(
+    held_port: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It connects again within milliseconds, while torch still remembers the store as closed."""
+    monkeypatch.setenv(JOB_SECRET, "x" * 64)
+    port = held_port.getsockname()[1]
+    held_port.close()
+
+    def config(node_rank: int, port: int) -> LaunchConfig:
+        meets = {"endpoint": f"{LOCAL}:{port}"}
+        return LaunchConfig(
+            nnodes=2, node_rank=node_rank, nproc_per_node=1, backend="gloo", rendezvous=meets
+        )
+
+    with contextlib.ExitStack() as stack:
+        inbox = stack.enter_context(open_inbox())
+        wire = stack.enter_context(contextlib.closing(Wire(port)))
+        nodes = [
+            NodeRendezvous(config(0, port), inbox),
+            NodeRendezvous(config(1, wire.port), inbox),
+        ]
+        for node in nodes:
+            stack.callback(node.close)
+            node.open()
+        joining = BoundedCall(nodes[1].join, name="join")
+        scripts.wait_until(nodes[1]._present)
+        for _ in range(3):
+            stores = nodes[1].endpoint.store
+            wire.cut()
+            scripts.wait_until(
+                lambda before=stores: (
+                    joining.wait(0) or nodes[1].endpoint.store not in (None, before)
+                )
+            )
+        assert not joining.wait(0), joining.result()
+        first = nodes[0].join()
+        both = tuple(node.facts for node in nodes)
+        nodes[0].lobby.plan(
+            RoundPlan(
+                round_id="1", attempt=1, nodes=both, store_port=1, master_port=1, examines=False
+            )
+        )
+        assert joining.wait(scripts.LIMIT_S)
+        joined = joining.result()
+    assert first is not None
+    assert joined is not None
+    assert (first.node_rank, joined.node_rank) == (0, 1)
+    assert first.launchers == joined.launchers
 
 
 def test_a_program_on_loopback_is_not_mistaken_for_the_endpoint_of_another_host(

@@ -278,6 +278,7 @@ class Membership:
         channel: The control channel.
         node_0: Node 0.
         plan: The plan of the round that this node is in.
+        planned_ns: When it arrived, by the monotonic clock.
         check: The folders that this node has to see before that.
         running: The round that has begun without this node.
         joins_again: Whether the round does not begin, and its nodes join again.
@@ -296,6 +297,7 @@ class Membership:
     def leave_round(self) -> None:
         """Forget the round that this node was in."""
         self.plan: RoundPlan | None = None
+        self.planned_ns = 0
         self.check: FolderCheck | None = None
         self.joins_again = False
 
@@ -308,6 +310,7 @@ class Membership:
                 _warn_of_outage(self.node_0, event)
             elif isinstance(event, RoundPlan):
                 self.plan, self.running, self.joins_again = event, None, False
+                self.planned_ns = time.monotonic_ns()
             elif isinstance(event, RunsWithout):
                 self.running = event if event.hosts else None
             elif isinstance(event, FolderCheck):

@@ -86,9 +86,6 @@ _CONTROL_OPENS: Final = timedelta(seconds=10)
 _DISMISSAL_READ: Final = timedelta(seconds=3)
 _FIRST_WARNING_S: Final = 10.0
 _NEXT_WARNINGS_S: Final = 60.0
-_LEFT_OUT: Final = 2 * STORE_CALL
-"""By then, torch has read its state again: the last one may be of the round before."""
-
 _MAX_REFUSED_NAMES: Final = 8
 """Anyone who reaches the store can write a name: they must not fill the log."""
 
@@ -385,11 +382,7 @@ class NodeRendezvous:
             RendezvousTimeoutError: Too few nodes joined, or node 0 was lost.
             PreflightError: The job is over, has all its nodes already, or is another job.
         """
-        from torch.distributed.elastic.rendezvous import (
-            RendezvousClosedError,
-            RendezvousError,
-            RendezvousStateError,
-        )
+        from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousStateError
 
         deadline = Deadline.after(self._config.rendezvous.join)
         if self._handler is None:
@@ -415,8 +408,8 @@ class NodeRendezvous:
                 # After the round is complete, torch reads an address from the store, which may be out of reach.
                 launchers = self._launchers_of_new_round()
                 error = None if launchers else self._not_joined(exc, deadline)
-                is_answer = isinstance(exc, (RendezvousClosedError, RendezvousStateError))
-                is_decided = is_answer and not self._backend.lost
+                is_unreadable = isinstance(exc, RendezvousStateError)
+                is_decided = (is_unreadable or self._backend.is_closed) and not self._backend.lost
                 is_over = self.serves or not self._is_member() or deadline.expired()
                 if error is not None and (is_decided or is_over):
                     raise error from exc
@@ -425,15 +418,31 @@ class NodeRendezvous:
                     self._warn_of_refused_names()
                 return self._round(self._launchers(), node_rank)
             # The store, or the connection to it, has not survived an outage; that to node 0 has.
+            self._reopen_store(deadline)
+            launchers = launchers or self._launchers_of_new_round()
+            if launchers:  # torch would leave this round, and join the next one
+                return self._round(launchers)
+
+    def _reopen_store(self, deadline: Deadline) -> None:
+        """Connect to the endpoint's store again, and read torch's state there.
+
+        Raises:
+            DDPSafeError: Node 0 has ended the job or is lost, or the limit has passed.
+        """
+        self._is_reopening = True
+        while True:
             self.require_no_signal()
             time.sleep(_REOPEN_S)
-            self._is_reopening = True
             self.endpoint.close()
-            self.endpoint.open(may_serve=False)
-            self._is_reopening = False
-            use_store(self._handler, self._backend, self.endpoint.require_store())
-            if launchers:
-                return self._round(launchers)
+            try:
+                self.endpoint.open(may_serve=False)
+                use_store(self._handler, self._backend, self.endpoint.require_store())
+                self.endpoint.call(self._backend.read)
+                break
+            except (PreflightError, RendezvousTimeoutError):  # the network has failed again
+                if deadline.expired() or not self._is_member():
+                    raise
+        self._is_reopening = False
 
     def _round(self, launchers: Sequence[str], node_rank: int | None = None) -> Round:
         self._last_round = self._backend.state.round
@@ -454,10 +463,10 @@ class NodeRendezvous:
 
         Node 0 decides who is in a round. torch gives up the place of a node whose host is away just then.
         """
-        state = self._backend.state
-        is_complete = state is not None and state.complete
-        is_planned = self.membership.plan is not None
-        return is_planned and is_complete and self._launcher not in self._launchers()
+        membership, backend = self.membership, self._backend
+        # A state that was read before node 0 planned the round may be that of the round before.
+        is_new = membership.plan is not None and backend.asked_ns > membership.planned_ns
+        return is_new and backend.state.complete and self._launcher not in self._launchers()
 
     def _await_round(self, call: BoundedCall[Any], deadline: Deadline) -> bool:
         """Wait until torch's call returns; warn of missing nodes, and leave if there can be no round.
@@ -467,7 +476,6 @@ class NodeRendezvous:
         """
         next_look_s, next_warning_s = 0.0, _FIRST_WARNING_S
         is_spare = False
-        left_out = Deadline.after(_LEFT_OUT)
         while not call.wait(_POLL_S):
             self.require_no_signal()
             if self.serves:
@@ -487,9 +495,7 @@ class NodeRendezvous:
                 elif running is None and is_spare:
                     deadline = Deadline.after(self._config.rendezvous.join)
                 is_spare = running is not None
-                if not self._is_left_out():
-                    left_out = Deadline.after(_LEFT_OUT)
-                elif left_out.expired():
+                if self._is_left_out():
                     return True
             if deadline.expired() and not is_spare:
                 self._require_more_time(deadline)

@@ -7,9 +7,11 @@ before the value is parsed, and only the classes of the state are loaded. See al
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
+import time
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, Final
 
@@ -118,12 +120,13 @@ def make_signed_backend(
     """Return torch's rendezvous backend with its state signed.
 
     Setting `cancelled` ends the handler's wait at its next poll. `state` is the last one that the
-    handler read. Once the store's host has ended, `lost` says why, and the handler sees a closed
+    handler read, and `asked_ns` when it asked for it. Once the store's host has ended, `lost` says why, and the handler sees a closed
     rendezvous: otherwise its thread would write a warning every five seconds.
     """
     from torch.distributed.elastic.rendezvous import (
         RendezvousClosedError,
         RendezvousConnectionError,
+        RendezvousError,
         RendezvousStateError,
     )
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -146,37 +149,55 @@ def make_signed_backend(
         cancelled = False
         lost = ""
         state: Any = None
+        asked_ns = 0
+        _inner: C10dRendezvousBackend | None
         forget = staticmethod(times.forget)
 
-        def __init__(self, inner: C10dRendezvousBackend) -> None:
+        def __init__(self, store: Store) -> None:
             # Not in a closure: this class is part of a reference cycle, so a store that its methods
             # closed over would keep its port until the next garbage collection.
-            self._inner = inner
+            self.use(store)
 
         def use(self, store: Store) -> None:
-            self._inner, self.lost = C10dRendezvousBackend(store, job), ""
+            self._store, self._inner, self.lost = store, None, ""
 
         @property
         def name(self) -> str:
             return "ddpsafe"
 
+        @property
+        def is_closed(self) -> bool:
+            # torch remembers a state for a second. It may still see the closed one that stands for a
+            # lost store when the store has been connected to again.
+            return self.state is not None and self.state.closed
+
+        def read(self) -> None:
+            with contextlib.suppress(RendezvousError):  # the handler meets it again
+                self.get_state()
+
         def get_state(self) -> Any:
-            return self._ask(self._inner.get_state, ())
+            return self._ask(lambda inner: inner.get_state(), ())
 
         def set_state(self, state: bytes, token: Any = None) -> Any:
             restored = times.restore(_CheckedUnpickler(io.BytesIO(state)).load())
             signed = signer.sign("state", pickle.dumps(restored))
-            return self._ask(lambda: self._inner.set_state(signed, token), (False,))
+            return self._ask(lambda inner: inner.set_state(signed, token), (False,))
 
-        def _ask(self, call: Callable[[], Any], not_set: tuple[bool, ...]) -> Any:
+        def _ask(
+            self, call: Callable[[C10dRendezvousBackend], Any], not_set: tuple[bool, ...]
+        ) -> Any:
             if not (self.cancelled or self.lost):
+                asked_ns = time.monotonic_ns()
                 try:
                     with without_cpp_warnings():
-                        found = call()
+                        # Here, since it asks the store, which may be lost by now or not answer.
+                        if self._inner is None:
+                            self._inner = C10dRendezvousBackend(self._store, job)
+                        found = call(self._inner)
                 except RendezvousConnectionError as exc:
                     self.lost = str(exc.__cause__ or exc).splitlines()[0]
                 else:
-                    return found and (self._see(found[0]), *found[1:])
+                    return found and (self._see(found[0], asked_ns), *found[1:])
             if self.state is None:
                 raise RendezvousClosedError
             # Closed on this node only, and without nodes, to end torch's own threads.
@@ -184,11 +205,12 @@ def make_signed_backend(
             closed.closed, closed.participants, closed.last_heartbeats = True, {}, {}
             return (pickle.dumps(closed), None, *not_set)
 
-        def _see(self, signed: bytes) -> bytes:
+        def _see(self, signed: bytes, asked_ns: int) -> bytes:
             self.state = opened(signed)
+            self.asked_ns = asked_ns  # after the state, as another thread may look in between
             return pickle.dumps(self.state)
 
-    return SignedBackend(C10dRendezvousBackend(store, job))
+    return SignedBackend(store)
 
 
 def use_store(handler: Any, backend: Any, store: Store) -> None:
