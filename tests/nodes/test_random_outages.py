@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -40,15 +41,9 @@ CASE: Final = Case(
 )
 """Rank 1 is killed once, so that the nodes join twice."""
 
-VERDICTS: Final = {
-    "away": "drop",
-    "reset": "meta l4proto tcp reject with tcp reset",
-    "lossy": "numgen random mod 100 < 40 drop",
-}
-
 
 @contextlib.contextmanager
-def filtered(host: Host, verdict: str, directions: list[str]) -> Iterator[None]:
+def filtered(host: Host, directions: list[str], *, verdict: str) -> Iterator[None]:
     """Treat packets of the launchers' network so, in one direction or in both."""
     rules = "".join(
         f"chain {hook} {{ type filter hook {hook} priority 0; {way} {LAUNCHERS} {verdict}; }}\n"
@@ -62,18 +57,37 @@ def filtered(host: Host, verdict: str, directions: list[str]) -> Iterator[None]:
         host.run("nft", "delete", "table", "inet", "outage")
 
 
+@contextlib.contextmanager
+def paused(host: Host, directions: list[str]) -> Iterator[None]:
+    """Stop all processes of a host, whose kernel still answers."""
+    del directions
+    host.shell("kill -STOP -1")
+    try:
+        yield
+    finally:
+        host.shell("kill -CONT -1")
+
+
 def pass_time(parts: int) -> None:
     """Let so many tenths of a second pass."""
     for _ in range(parts):
         time.sleep(FAULT_TENTH_S)
 
 
+OUTAGES: Final = {
+    "away": partial(filtered, verdict="drop"),
+    "reset": partial(filtered, verdict="meta l4proto tcp reject with tcp reset"),
+    "lossy": partial(filtered, verdict="numgen random mod 100 < 40 drop"),
+    "paused": paused,
+}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 40))]
 )
-@pytest.mark.parametrize("verdict", VERDICTS)
-def test_an_outage_at_any_moment_ends_nothing(tmp_path: Path, verdict: str, seed: int) -> None:
+@pytest.mark.parametrize("outage", OUTAGES)
+def test_an_outage_at_any_moment_ends_nothing(tmp_path: Path, outage: str, seed: int) -> None:
     """While nodes join, train, and join again; of any host, in both directions or one."""
     require(find_obstacle())
     chance = random.Random(seed)
@@ -84,7 +98,8 @@ def test_an_outage_at_any_moment_ends_nothing(tmp_path: Path, verdict: str, seed
     with Network(3, nics={LAUNCHERS: "10.77.0", RANKS: "10.78.0"}) as network:
         launchers = start_job(network, [CASE], tmp_path, nproc=(1, 1, 1))
         pass_time(after)
-        with filtered(network[chance.randrange(3)], VERDICTS[verdict], directions):
+        with OUTAGES[outage](network[chance.randrange(3)], directions):
             pass_time(lasts)
         results = [result["any"] for result in finish_job(network, [CASE], launchers)]
-    assert ["error" not in result for result in results] == [True] * 3, results
+    said = "\n".join(f"{launcher.host.name}: {launcher.err}" for launcher in launchers)
+    assert ["error" not in result for result in results] == [True] * 3, f"{results}\n{said}"
