@@ -66,16 +66,16 @@ def unwrap(model: M) -> M:
     """Return the module inside DDP and `torch.compile` wrappers."""
     from torch import nn
 
-    found: nn.Module = model
+    module: nn.Module = model
     while True:
         inner: nn.Module | None
-        if isinstance(found, nn.parallel.DistributedDataParallel):
-            inner = found.module
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            inner = module.module
         else:
-            inner = uncompiled(found)
+            inner = uncompiled(module)
         if inner is None:
-            return cast("M", found)
-        found = inner
+            return cast("M", module)
+        module = inner
 
 
 def require_group(world: World) -> None:
@@ -110,8 +110,8 @@ def reduce_mean(x: Reducible, weight: float | None, device: torch.device) -> obj
         except (TypeError, ValueError):
             share = math.nan
         if not 0 <= share < math.inf:
-            shown = clip(repr(weight), _SHOWN_CHARS)
-            what = f"reduce_mean(weight={shown}): the weight is not a finite number >= 0."
+            weight_text = clip(repr(weight), _SHOWN_CHARS)
+            what = f"reduce_mean(weight={weight_text}): the weight is not a finite number >= 0."
             fix = "pass this rank's number of samples."
             raise ConfigError(Explanation(what, cause="the weight that this rank passed.", fix=fix))
     if group_size() == 1:
@@ -124,11 +124,9 @@ def all_reduce(x: Reducible, op: ReduceOp, device: torch.device) -> object:
     """Reduce a number, a tensor or a dict over the ranks; see `RankContext.all_reduce`."""
     if op not in get_args(ReduceOp):
         names = get_args(ReduceOp)
-        asked = str(op).rpartition(".")[2].lower()  # also "AVG" of torch's ReduceOp.AVG
+        name = str(op).rpartition(".")[2].lower()  # also "AVG" of torch's ReduceOp.AVG
         near = (
-            [_OTHER_NAMES[asked]]
-            if asked in _OTHER_NAMES
-            else difflib.get_close_matches(asked, names)
+            [_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(name, names)
         )
         choice = f"one of {', '.join(map(repr, names))}"
         fix = f"did you mean {near[0]!r}? Write {choice}." if near else f"write {choice}."
@@ -196,8 +194,10 @@ def _require_values(x: Any, call: str, op: str = "", path: str = "x") -> Any:
 def _not_reducible(call: str, path: str, x: object, why: str, fix: str) -> ConfigError:
     import torch
 
-    shown = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else clip(repr(x), _SHOWN_CHARS)
-    what = f"{call}: {path} is {shown}, of type {type(x).__qualname__}, and {why}."
+    value_text = (
+        f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else clip(repr(x), _SHOWN_CHARS)
+    )
+    what = f"{call}: {path} is {value_text}, of type {type(x).__qualname__}, and {why}."
     cause = f"{call} takes numbers, dense real tensors, and dicts of them."
     return ConfigError(Explanation(what, cause=cause, fix=fix))
 

@@ -110,7 +110,7 @@ def find_living_threads() -> LivingThreads:
     `atexit` may still run.
     """
     main = threading.main_thread()
-    kept = [each for each in threading.enumerate() if each is not main and not each.daemon]
+    kept = [thread for thread in threading.enumerate() if thread is not main and not thread.daemon]
     frames = sys._current_frames()  # noqa: SLF001 - documented, in spite of its name
     if not kept:
         at_exit = read_exit(frames.get(main.ident or 0))
@@ -125,7 +125,7 @@ def find_living_threads() -> LivingThreads:
             if at_exit == "children"
             else (),
         )
-    places = [(each.name, _place_of(each, frames, is_main=False)) for each in kept]
+    places = [(thread.name, _place_of(thread, frames, is_main=False)) for thread in kept]
     return LivingThreads(
         places=tuple(
             f"thread {name!r}" + (f" at {place}" if place else "") for name, place in places
@@ -140,15 +140,18 @@ def _place_of(thread: threading.Thread, frames: dict[int, FrameType], *, is_main
     """
     frame = frames.get(thread.ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else []
-    files = find_own_files(each.filename for each in stack)
-    own = [each for each in stack if each.filename in files]
+    files = find_own_files(entry.filename for entry in stack)
+    own = [entry for entry in stack if entry.filename in files]
     # The code of a process that `multiprocessing` has started is in "<string>".
-    shown = own or [
-        each
-        for each in stack
-        if not (is_main and (is_internal(each.filename) or each.filename == "<string>"))
+    candidates = own or [
+        entry
+        for entry in stack
+        if not (is_main and (is_internal(entry.filename) or entry.filename == "<string>"))
     ]
-    return f"{shown[-1].filename}:{shown[-1].lineno} in {shown[-1].name}" if shown else ""
+    if not candidates:
+        return ""
+    innermost = candidates[-1]
+    return f"{innermost.filename}:{innermost.lineno} in {innermost.name}"
 
 
 _MAX_EXCEPTION_BYTES = 1 << 20
@@ -286,12 +289,12 @@ class Reporter:
         """Report where this rank is and what its threads do, while it keeps running."""
         from ddpsafe._worker.whereabouts import read_whereabouts
 
-        at = Whereabouts(position=Position(collectives=()))
+        report = Whereabouts(position=Position(collectives=()))
         with contextlib.suppress(
             Exception
         ):  # each question has an answer: the launcher counts them
-            at = read_whereabouts()
-        self._sender.send(at)
+            report = read_whereabouts()
+        self._sender.send(report)
 
     def evidence(self, dump_stacks: Callable[[], None]) -> None:
         """Provide what the diagnosis needs from this rank once the attempt is over.
@@ -519,7 +522,7 @@ def _exception_bytes(exc: BaseException) -> bytes | None:
 
 def _frames_above(frame: FrameType | None) -> set[FrameType]:
     """Return the frames of a thread, given its innermost one."""
-    return {each for each, _ in traceback.walk_stack(frame)}
+    return {above for above, _ in traceback.walk_stack(frame)}
 
 
 def _drop_signal_handlers() -> None:
@@ -528,7 +531,9 @@ def _drop_signal_handlers() -> None:
     torch's SIGCHLD handler raises whenever a DataLoader worker dies, at whatever line this is.
     """
     try:
-        for signum in filter(lambda each: callable(signal.getsignal(each)), signal.valid_signals()):
+        for signum in filter(
+            lambda number: callable(signal.getsignal(number)), signal.valid_signals()
+        ):
             is_child = signum == signal.SIGCHLD
             signal.signal(signum, signal.SIG_DFL if is_child else signal.SIG_IGN)
     except BaseException:  # noqa: BLE001 - one of them raised just now: remove the rest

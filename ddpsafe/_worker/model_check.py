@@ -174,10 +174,10 @@ def require_equal(
     here = entries[first] if first < len(entries) else None
     row = json.dumps(here and [here[0], clip(here.name, _NAME_CHARS), *here[2:]]).encode()
     rows = gather(torch.tensor(list(row.ljust(_ENTRY_BYTES)), dtype=torch.uint8, device=device))
-    found = [json.loads(row.numpy().tobytes()) for row in rows]
+    decoded = [json.loads(row.numpy().tobytes()) for row in rows]
     raise _mismatch(
         first,
-        {world_rank[i]: each and Entry(*each) for i, each in enumerate(found)},
+        {world_rank[i]: entry and Entry(*entry) for i, entry in enumerate(decoded)},
         equal=[world_rank[i] for i in equal],
         is_order=len(set(details[:, 1].tolist())) == 1,
         # So the launcher blames a rank that differs, though all ranks raise.
@@ -202,7 +202,7 @@ def _device_for(group: ProcessGroup | None, module: nn.Module) -> torch.device:
 
 def _mismatch(
     place: int,
-    found: Mapping[int, Entry | None],
+    entries: Mapping[int, Entry | None],
     *,
     equal: Sequence[int],
     is_order: bool,
@@ -212,16 +212,16 @@ def _mismatch(
 
     Args:
         place: The first position at which a rank differs, from 0.
-        found: What each rank has there; ``None`` if its model ends before.
+        entries: What each rank has there; ``None`` if its model ends before.
         equal: The ranks that the others are compared with.
         is_order: Whether all ranks have the same names.
         origin: Whether this rank is among those that differ.
     """
-    usual = found[equal[0]]
-    odd = [rank for rank in found if rank not in equal]
+    usual = entries[equal[0]]
+    odd = [rank for rank in entries if rank not in equal]
     # Ranks may be equal here and differ later.
-    shown = [rank for rank in odd if found[rank] != usual] or odd
-    other = found[shown[0]]
+    differing = [rank for rank in odd if entries[rank] != usual] or odd
+    other = entries[differing[0]]
     if usual is None or other is None or usual[:2] != other[:2]:
         if is_order:
             cause = (
@@ -247,17 +247,17 @@ def _mismatch(
         cause = "the model was probably converted to another dtype on some ranks only."
         fix = "convert it on every rank, before it is wrapped."
     name = (usual or other or Entry("", "", None, "", requires_grad=False)).name
-    has = "has" if len(shown) == 1 else "have"
+    has = "has" if len(differing) == 1 else "have"
     return ModelMismatchError(
         Explanation(
-            f"{ranks_text(shown)} (world_size {len(found)}) {has} another model than "
+            f"{ranks_text(differing)} (world_size {len(entries)}) {has} another model than "
             f"{ranks_text(equal[:_SHOWN_RANKS])}: the first difference is at position {place}, "
             f"{other or 'nothing'} instead of {usual or 'nothing'}.",
             cause=f"DDP would copy by position, and {cause}",
             fix=fix,
             details=[
-                f"rank {rank}: position {place} is {each or 'past the end of its model'}"
-                for rank, each in list(found.items())[:_SHOWN_RANKS]
+                f"rank {rank}: position {place} is {entry or 'past the end of its model'}"
+                for rank, entry in list(entries.items())[:_SHOWN_RANKS]
             ],
         ),
         ranks=odd,

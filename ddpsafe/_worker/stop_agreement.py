@@ -222,7 +222,7 @@ class StopBoard:
         if not self._has_promised.acquire(blocking=False):
             return
         self._store.set(_promise_of(self._rank), str(self._calls.promise()))
-        keys = [_promise_of(each) for each in range(self._world_size)]
+        keys = [_promise_of(rank) for rank in range(self._world_size)]
         if self._store.check(keys):
             self._store.set(_AGREED, str(max(int(self._store.get(key)) for key in keys)))
 

@@ -395,7 +395,7 @@ def read_recorders(*, asks_events: bool) -> tuple[tuple[Collective, ...], tuple[
     of_nccl = _select_relevant(_from_entries(nccl)) if asks_events else _from_counters(nccl)
     groups = _from_entries(others, beside=nccl)
     entered = groups.get(MAIN_GROUP, {})
-    arrivals = tuple((each.number, each.entered_ns) for each in entered.values() if each.entered_ns)
+    arrivals = tuple((call.number, call.entered_ns) for call in entered.values() if call.entered_ns)
     return (*of_nccl, *_select_relevant(groups)), arrivals[-_KEPT_ARRIVALS:]
 
 
@@ -513,7 +513,7 @@ def _from_entries(
     """
     entries = content.get("entries", [])
     if not entries and content.get("recorder") == _DUMP_NCCL:
-        return {MAIN_GROUP: {each.number: each for each in _from_counters(content)}}
+        return {MAIN_GROUP: {call.number: call for call in _from_counters(content)}}
     of_nccl = (beside or {}).get("pg_config", {})
     # A script may destroy a group and make one of the same name: only the newest counts.
     newest = {_group_key(entry): entry.get("pg_id") for entry in entries}
@@ -560,7 +560,7 @@ def _select_relevant(groups: dict[str, dict[int, Collective]]) -> tuple[Collecti
     for group in groups.values():
         # The last ones too: with NCCL, a rank queues collectives far ahead of the incomplete one.
         calls = list(group.values())
-        first = next((index for index, each in enumerate(calls) if not each.done), len(calls))
+        first = next((index for index, call in enumerate(calls) if not call.done), len(calls))
         if len(calls) - first <= _KEPT_AHEAD:
             kept += calls[max(0, first - _KEPT_BEFORE) :]
         else:

@@ -85,23 +85,23 @@ def read_whereabouts() -> Whereabouts:
     newest = position.newest()
     # Another thread may call a collective, or let the main thread continue in another way.
     own = {
-        package_of(file) for file in find_own_files(at.file for at in reversed(stack.frames))
+        package_of(file) for file in find_own_files(place.file for place in reversed(stack.frames))
     } - {""}
     alone = not any(
         isinstance(thread, threading.Timer)
         or any(
-            not is_library(at.file)
-            or package_of(at.file) in own  # the user's project, which is installed
-            or "/torch/distributed/" in at.file
-            for at in each.frames
+            not is_library(place.file)
+            or package_of(place.file) in own  # the user's project, which is installed
+            or "/torch/distributed/" in place.file
+            for place in thread_stack.frames
         )
-        for thread, each in others
+        for thread, thread_stack in others
     )
-    done = [(each.name, each.sizes) for each in position.collectives if each.done]
+    done = [(call.name, call.sizes) for call in position.collectives if call.done]
     return Whereabouts(
         position=position,
         groups=read_groups(),
-        threads=(stack, *(each for _, each in others)),
+        threads=(stack, *(thread_stack for _, thread_stack in others)),
         waits_in=_find_wait(mine, stack, position, main.ident or 0) if alone else None,
         completed=0 if newest is None else done.count((newest.name, newest.sizes)),
         is_evaluating=_is_evaluating(mine),
@@ -109,14 +109,14 @@ def read_whereabouts() -> Whereabouts:
 
 
 def _read_stack(frame: FrameType | None) -> tuple[Frame, ...]:
-    found: list[Frame] = []
-    while frame is not None and len(found) < _MAX_FRAMES:
+    frames: list[Frame] = []
+    while frame is not None and len(frames) < _MAX_FRAMES:
         code = frame.f_code
         if code.co_filename.endswith(_ENTRYPOINT):  # it calls the user's function
             break
-        found.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name))
+        frames.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(frames)
 
 
 def _find_wait(
@@ -129,16 +129,16 @@ def _find_wait(
     top = stack.frames[0] if stack.frames else None
     if frame is None or top is None:
         return None
-    if any(each.thread_id not in (0, thread_id) for each in position.collectives):
+    if any(call.thread_id not in (0, thread_id) for call in position.collectives):
         return None
     if not any(
         top.file.endswith(file) and top.function in functions for file, functions in _WAITS.items()
     ):
         # For an asynchronous call, the script waits by itself. If several are under way, it may be any.
-        under_way = [each for each in position.collectives if not each.done]
+        under_way = [call for call in position.collectives if not call.done]
         is_one = len(under_way) == 1 and _is_in_wait(frame)
         return under_way[0] if is_one and not under_way[0].is_queued_ahead else None
-    last = max(position.collectives, key=lambda each: (each.entered_ns, each.number), default=None)
+    last = max(position.collectives, key=lambda call: (call.entered_ns, call.number), default=None)
     if last is None or last.done or last.is_queued_ahead:
         return None
     # The recorder does not keep the root, but the function that waits has it.
@@ -153,11 +153,11 @@ def _is_in_wait(frame: FrameType) -> bool:
     import torch.distributed as dist
 
     code = [
-        each
-        for each in dis.get_instructions(frame.f_code)
-        if each.offset <= frame.f_lasti and each.opname not in _NO_OPERATION
+        step
+        for step in dis.get_instructions(frame.f_code)
+        if step.offset <= frame.f_lasti and step.opname not in _NO_OPERATION
     ]
-    names = [each.opname for each in code[-3:]]
+    names = [step.opname for step in code[-3:]]
     has_no_arguments = len(code) > 2 and names[2].startswith("CALL") and code[-1].arg == 0  # noqa: PLR2004 - the call, the method, the object
     if not has_no_arguments or code[-2].argval != "wait":
         return False
@@ -169,16 +169,17 @@ def _is_in_wait(frame: FrameType) -> bool:
     return isinstance(frame.f_locals.get(name, frame.f_globals.get(name)), dist.Work)
 
 
-def _is_evaluating(frame: FrameType | None) -> bool:
+def _is_evaluating(innermost: FrameType | None) -> bool:
     """Return whether the innermost user function with a module has it in ``eval()`` mode."""
     torch = sys.modules.get("torch")
-    if frame is None or torch is None:
+    if innermost is None or torch is None:
         return False
-    frames = [each for each, _ in traceback.walk_stack(frame)]
-    own = find_own_files(each.f_code.co_filename for each in reversed(frames))
-    for each in frames:
-        if each.f_code.co_filename in own:
-            modules = [one for one in each.f_locals.values() if isinstance(one, torch.nn.Module)]
+    frames = [frame for frame, _ in traceback.walk_stack(innermost)]
+    own = find_own_files(frame.f_code.co_filename for frame in reversed(frames))
+    for frame in frames:
+        if frame.f_code.co_filename in own:
+            local_values = frame.f_locals.values()
+            modules = [value for value in local_values if isinstance(value, torch.nn.Module)]
             if modules:
-                return not all(one.training for one in modules)
+                return not all(module.training for module in modules)
     return False

@@ -228,8 +228,8 @@ def _enter(
         why="process_group() and setup() join ranks that have been started already",
         write="nothing; leave it out, or pass it to launch() or spawn()",
     )
-    asked = {**fields, "backend": backend} if backend != "auto" else dict(fields)
-    resolved = LaunchConfig.resolve(config, **asked)  # type: ignore[arg-type] # checked there
+    settings = {**fields, "backend": backend} if backend != "auto" else dict(fields)
+    resolved = LaunchConfig.resolve(config, **settings)  # type: ignore[arg-type] # checked there
     if is_joined:
         # A script may call setup() twice with the same fields.
         if resolved != this_rank.joined_with:

@@ -102,8 +102,8 @@ def join_launch(current: RankContext, backend: str) -> RankContext:
     spec = this_rank.spec
     assert spec is not None  # noqa: S101 - checked by the caller
     deadline = session.rendezvous_deadline(spec)
-    asked = spec.asked_backend if backend == "auto" else backend
-    chosen, device, _ = agree_on_devices(asked, current.world, current.control, deadline=deadline)
+    wanted = spec.asked_backend if backend == "auto" else backend
+    chosen, device, _ = agree_on_devices(wanted, current.world, current.control, deadline=deadline)
     session.open_group(spec, current.control, backend=chosen, device=device)
     this_rank.joined = member = replace(current, backend=chosen, device=device)
     this_rank.context = member
@@ -191,7 +191,7 @@ def _nccl_variables(config: LaunchConfig, world: World) -> dict[str, str]:
 
 
 def agree_on_devices(
-    asked: str, world: World, control: Control | None, *, deadline: Deadline
+    backend: str, world: World, control: Control | None, *, deadline: Deadline
 ) -> tuple[str, torch.device, World]:
     """Agree with all ranks on the backend and on each rank's GPU; make this rank's GPU the current one.
 
@@ -199,7 +199,7 @@ def agree_on_devices(
     others, and two ranks could choose the same GPU.
 
     Args:
-        asked: The backend, or ``auto`` for nccl if the ranks have GPUs.
+        backend: The backend, or ``auto`` for nccl if the ranks have GPUs.
         world: This rank's place.
         control: The control line to the other ranks; ``None`` in a world of one.
         deadline: When to give up.
@@ -211,9 +211,9 @@ def agree_on_devices(
         ConfigError: torch does not know the backend, or some rank has no GPU of its own.
         RendezvousTimeoutError: Some ranks did not join.
     """
-    if asked != "auto":
-        require_backend(asked)
-    mine = _gpus.VisibleGpus.here(world, asked)
+    if backend != "auto":
+        require_backend(backend)
+    mine = _gpus.VisibleGpus.here(world, backend)
     if control is None:
         agreed = _gpus.assign([replace(mine, rank=0)])
         index = agreed.indexes[0] if agreed.indexes else None
@@ -274,7 +274,7 @@ def device_of_script(world: World) -> torch.device:
     gpus = torch.cuda.device_count()
     if not has_group or not gpus:
         return torch.device("cpu")
-    backends = dict(each.partition(":")[::2] for each in dist.get_backend_config().split(","))
+    backends = dict(part.partition(":")[::2] for part in dist.get_backend_config().split(","))
     if backends.get("cuda") != "nccl":
         return torch.device("cpu")
     bound = getattr(dist.group.WORLD, "bound_device_id", None)

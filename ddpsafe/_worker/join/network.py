@@ -39,20 +39,20 @@ def prefer(variables: Mapping[str, str]) -> None:
     environment.borrow({name: text for name, text in variables.items() if name not in os.environ})
 
 
-def choose(asked: str | None, endpoint: StoreEndpoint, *, deadline: Deadline) -> None:
+def choose(interface: str | None, endpoint: StoreEndpoint, *, deadline: Deadline) -> None:
     """Keep gloo, NCCL and TensorPipe on one interface, unless the user has set their variables.
 
     Args:
-        asked: ``Rendezvous.interface``: a name, ``"auto"``, or None to leave it to the libraries.
+        interface: ``Rendezvous.interface``: a name, ``"auto"``, or None to leave it to the libraries.
         endpoint: Where rank 0 is; its name has resolved before.
         deadline: When to stop waiting for a name server nevertheless.
 
     Raises:
         ConfigError: This host does not have the interface that was asked for.
     """
-    if asked is None:
+    if interface is None:
         return
-    name = _find_way(endpoint, deadline) if asked == "auto" else _require(asked)
+    name = _find_way(endpoint, deadline) if interface == "auto" else _require(interface)
     if name is None:
         logger.warning("no interface leads to %s: gloo and NCCL choose one themselves", endpoint)
         return

@@ -61,13 +61,13 @@ def agree_on_generation(store: Keys, world: World, *, deadline: Deadline) -> tup
         answered: set[str] = set()
         for pause_s in deadline.pauses_s():
             for rank in sorted(outside):
-                found = _read(store, f"hello/{rank}")
-                if found is None:
+                greeting = _read(store, f"hello/{rank}")
+                if greeting is None:
                     continue
-                if found not in answered:
-                    answered.add(found)
-                    store.set(f"welcome/{found}", name)
-                elif _read(store, f"seen/{found}") == name:
+                if greeting not in answered:
+                    answered.add(greeting)
+                    store.set(f"welcome/{greeting}", name)
+                elif _read(store, f"seen/{greeting}") == name:
                     outside.remove(rank)
             if not outside:
                 break
@@ -314,8 +314,8 @@ def _listen(endpoint: StoreEndpoint, world: World) -> socket.socket:
                     dualstack_ipv6=True,
                 )
             return socket.create_server(("", endpoint.port), backlog=_BACKLOG)
-        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = found[0]
+        addresses = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = addresses[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as exc:
         what = f"{world} cannot serve the store at {endpoint}: {exc.strerror or exc}."
