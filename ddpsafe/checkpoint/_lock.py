@@ -241,9 +241,9 @@ class DirectoryLock:
             return "the directory, or the lock in it, was removed, or is no longer mounted."
         if (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino):
             return "the lock file was replaced: the directory was removed and created again."
-        found = self._read()
-        if found is None or found.id != self.owner.id:
-            who = "another process" if found is None else str(found)
+        current = self._read()
+        if current is None or current.id != self.owner.id:
+            who = "another process" if current is None else str(current)
             return (
                 f"{who} has taken it over, because this process was suspended for so long that it "
                 "counted as dead."

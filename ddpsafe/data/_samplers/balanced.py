@@ -201,8 +201,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         epoch = int(self.epoch)
         if self._token_list is None or self._token_list[0] != epoch:
             order = np.fromiter(self._order, dtype=np.int64, count=len(self.lengths))
-            found = self._tokens.batches(order, self._costs, (self.seed, epoch))
-            self._token_list = (epoch, found)
+            batches = self._tokens.batches(order, self._costs, (self.seed, epoch))
+            self._token_list = (epoch, batches)
         return self._token_list[1]
 
     def _batches(self) -> Iterator[list[int]]:

@@ -124,21 +124,21 @@ class TokenPlan:
     ) -> list[list[int]]:
         """Return all batches of an epoch, as lists of dataset indices."""
         size = self.window or len(order)
-        found: list[list[int]] = []
+        batches: list[list[int]] = []
         for first in range(0, len(order), size):
             items = order[first : first + size]
             if self.window:
                 items = items[np.argsort(-lengths[items], kind="stable")]
             filled = self._fill(items.tolist(), lengths[items].tolist())
             shuffled = random_order(len(filled), (*words, first)) if self.window else ()
-            found += [filled[i] for i in shuffled] if self.window else filled
+            batches += [filled[i] for i in shuffled] if self.window else filled
         if self.largest_first:
             costs = [
                 lengths[batch].max() * len(batch) if self.padded else lengths[batch].sum()
-                for batch in found
+                for batch in batches
             ]
-            found.insert(0, found.pop(int(np.argmax(costs))))
-        return found
+            batches.insert(0, batches.pop(int(np.argmax(costs))))
+        return batches
 
     def _fill(self, items: list[int], lengths: list[float]) -> list[list[int]]:
         batches: list[list[int]] = []

@@ -159,9 +159,9 @@ def check_weights(weights: Sequence[float] | torch.Tensor | NDArray[Any]) -> NDA
         )
     bad = np.flatnonzero(~np.isfinite(values) | (values < 0))
     if len(bad):
-        shown = ", ".join(f"weights[{i}] = {values[i]}" for i in bad[:_SHOWN])
+        listed = ", ".join(f"weights[{i}] = {values[i]}" for i in bad[:_SHOWN])
         raise _bad_call(
-            f"{len(bad)} weights are negative or not finite: {shown}",
+            f"{len(bad)} weights are negative or not finite: {listed}",
             "pass finite weights of zero or more",
         )
     if not values.any():
