@@ -141,6 +141,7 @@ class Checkpointer:
         self._schedule = None if every is None else _Schedule(every)
         if access == "write":
             lock, self._newest = _directory.open_directory(self._ranks, self._directory)
+            # A node that joins later must see the same folder.
             environment.note_checkpoint_folder(str(self._directory))
             if lock is not None:
                 # For callers that use neither `with` nor close().
@@ -271,6 +272,7 @@ class Checkpointer:
 
         ranks = self._ranks
         lost: list[str] = []
+        # The launcher learns how long steps take; one with a save may take longer.
         environment.note_saving()
         exchange = ranks.begin("save()")
         try:
@@ -476,6 +478,7 @@ def _versions_of(state: Mapping[str, Any]) -> dict[str, int]:
         for name, model in state.items()
         if isinstance(model, nn.Module)
         for path, parameter in model.named_parameters()
+        # torch does not count the changes of inference tensors, and raises.
         if not parameter.is_inference() and not is_sharded(parameter)
     }
 
@@ -635,8 +638,10 @@ class _Schedule:
             if before is None or before >= step:
                 return step % self._every == 0 and before != step
             return step // self._every > before // self._every
+        # Rank 0 has chosen that step for all ranks: an exchange at each step would cost too much.
         if step < self._next_check:
             return False
+        # By the clock of rank 0: if each rank looked at its own, only some of them might save.
         exchange = ranks.begin("is_due()")
         exchange.send(Message(facts={}))
         absence_error = ranks.absence_error(
@@ -784,6 +789,7 @@ def _require_step(step: object, call: str) -> int:
     if not isinstance(step, bool):
         with contextlib.suppress(TypeError):
             whole = operator.index(step)  # type: ignore[arg-type]  # raises TypeError for others
+    # The names of folders have at most 18 digits.
     if not 0 <= whole < 10**18:
         raise _misuse(
             f"{call}(step={step!r}).",
@@ -821,6 +827,7 @@ def _require_numbers(metrics: object, *, ranked_by: str | None) -> dict[str, flo
     numbers: dict[str, float | None] = {}
     try:
         given = {name: float(value) for name, value in dict(metrics).items()}  # type: ignore[call-overload]  # raises for others
+        # JSON has neither NaN nor infinity.
         numbers = {name: value if math.isfinite(value) else None for name, value in given.items()}
         cause = "" if all(map(is_text, given)) else "a name is not a string that UTF-8 can encode."
     except Exception as exc:  # noqa: BLE001 - a user's type may raise anything

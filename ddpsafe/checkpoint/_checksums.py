@@ -36,8 +36,7 @@ class DamagedFileError(Exception):
 class ChecksumWriter:
     """Writes a new file and computes its checksums.
 
-    An error of the file system is raised by `close` and not by `write`, because torch calls `write`
-    from C++, and an exception does not always get through that.
+    An error of the file system is raised by `close` and not by `write`.
 
     Attributes:
         size: Bytes written so far.
@@ -74,11 +73,12 @@ class ChecksumWriter:
                     piece = piece[count:]
                     self._start_writeback(count)
             except OSError as exc:
+                # torch calls this from C++, and an exception does not always get through that.
                 self.error = exc
         return len(view)
 
     def _start_writeback(self, count: int) -> None:
-        """Start writing to disk now, or the fsync at the end would have to write everything."""
+        # Otherwise the fsync at the end would have to write everything.
         self._unsent += count
         if self._unsent >= _WRITEBACK_BYTES:
             _start_writeback(self._file.fileno(), self._file.tell() - self._unsent, self._unsent)
@@ -112,6 +112,7 @@ class ChecksumWriter:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # An exception of torch may only follow from the file system's error, which close() raises.
         if kind is None or self.error is not None:
             self.close()
         else:
@@ -119,11 +120,9 @@ class ChecksumWriter:
 
 
 def _start_writeback(fd: int, offset: int, length: int) -> None:
-    """Ask Linux to start writing, without waiting; if it cannot, the fsync writes everything.
-
-    Not posix_fadvise(POSIX_FADV_DONTNEED): it also starts writing, but drops pages that are already
-    written, and a restore would have to read them from the disk.
-    """
+    """Ask Linux to start writing, without waiting; if it cannot, the fsync writes everything."""
+    # Not posix_fadvise(POSIX_FADV_DONTNEED): it also starts writing, but drops pages that are
+    # already written, and a restore would have to read them from the disk.
     begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if begin is not None:
         begin(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
@@ -154,11 +153,9 @@ class VerifiedFile:
             raise DamagedFileError(f"{name} is {what}: {length} of {size} bytes")
 
     def check(self) -> None:
-        """Check every block.
-
-        The file is read, not mapped: a disk error then raises OSError, while a mapping would end the
-        process with SIGBUS. The pages stay in the page cache for a mapping of the file later.
-        """
+        """Check every block."""
+        # Read, not mapped: a disk error then raises OSError, while a mapping would end the process
+        # with SIGBUS. The pages stay in the page cache for a mapping of the file later.
         buffer = memoryview(bytearray(min(BLOCK_BYTES, self._size)))
         for number in range(len(self._crc32)):
             self._read_block(number, buffer)

@@ -60,6 +60,7 @@ def folder_name(step: int) -> str:
 def step_of(name: str) -> int | None:
     """Return the step that a folder's name stands for; ``None`` for other names."""
     match = _STEP.fullmatch(name)
+    # With more zeros it is not a name that `folder_name` makes, so no path leads to it.
     return int(match[1]) if match and name == folder_name(int(match[1])) else None
 
 
@@ -101,8 +102,8 @@ def publish(folder: Path, step: int, *, is_wanted: Callable[[], bool] = lambda: 
     Args:
         folder: The folder.
         step: Its step.
-        is_wanted: Whether the checkpoint should still be published. It is asked before the rename and
-            after it, because either may block for as long as the storage does not respond.
+        is_wanted: Whether the checkpoint should still be published; asked before the rename and after
+            it.
 
     Returns:
         Whether the checkpoint was published.
@@ -112,9 +113,11 @@ def publish(folder: Path, step: int, *, is_wanted: Callable[[], bool] = lambda: 
         OSError: The file system refused it.
     """
     directory = folder.parent
+    # Before the rename: after a crash, a complete name must not have incomplete contents.
     for path, folders, _ in os.walk(folder):
         sync_directory(path)
         folders.sort()
+    # The syncs may have blocked for as long as the storage did not respond.
     if not is_wanted():
         return False
     final = directory / folder_name(step)
@@ -130,6 +133,7 @@ def publish(folder: Path, step: int, *, is_wanted: Callable[[], bool] = lambda: 
         with contextlib.suppress(OSError):
             final.rename(folder)
         raise
+    # So may the rename. By then every rank may have reported that the save failed.
     if not is_wanted():
         final.rename(folder)
         return False
@@ -386,9 +390,10 @@ def open_directory(ranks: Ranks, directory: Path) -> tuple[DirectoryLock | None,
 
 
 def _make(directory: Path) -> None:
-    """Create the directory and flush it to disk, as it may hold the only checkpoint."""
+    """Create the directory and flush it to disk."""
     new = [path for path in [directory, *directory.parents] if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
+    # A crash after the first save could leave the checkpoint without a path to it.
     for path in new:
         with contextlib.suppress(
             PermissionError

@@ -4,11 +4,9 @@ There are two signs that an owner is alive:
 
 - A record lock on ``.lock``. The kernel releases it when the owner's process ends, however it ends, and
   file systems that support locks across hosts (NFSv4, Lustre with ``flock``, GPFS) extend it to them.
-- A heartbeat, where record locks do not work: a thread renews the file's modification time. It is
-  compared only with its own earlier value, never with the clock of another host.
+- A heartbeat, where record locks do not work: a thread renews the file's modification time.
 
-The directory may be shared with other users. So the file is opened without following links, and a file
-that ddpsafe did not write is left untouched.
+A file that ddpsafe did not write is left untouched.
 """
 
 from __future__ import annotations
@@ -48,6 +46,8 @@ DYING_S: Final = 5.0
 _BUSY: Final = (errno.EACCES, errno.EAGAIN)
 _POLL_S: Final = 0.05
 _MAX_BYTES: Final = 4096
+# Other users may write into the directory too: a link could lead to any file, and opening a pipe
+# would block.
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -132,6 +132,7 @@ class DirectoryLock:
         self.owner = owner
         self._path = directory / NAME
         self._key = str(directory.resolve())
+        # With the pid: a forked child inherits the entry, but not the lock.
         if _mine.get(self._key) == os.getpid():
             raise DirectoryLockedError(
                 Explanation(
@@ -158,6 +159,7 @@ class DirectoryLock:
 
     def _take_record_lock(self, directory: Path) -> str:
         """Take the record lock; return its kind, which depends on the file system."""
+        # A scheduler may start the next job while the previous one is still ending.
         ends_s = time.monotonic() + DYING_S
         while (kind := self._try_record_lock()) is None:
             if time.monotonic() > ends_s:
@@ -196,11 +198,13 @@ class DirectoryLock:
         # The lock of a process does not: the owner may have dropped it and live on.
         if {former.lock, self.owner.lock} == {_FILE_LOCK} and former.boot == self.owner.boot:
             return
+        # Compared only with its own earlier value: the clock of another host may differ.
         last = self._beat_time()
         ends_s = time.monotonic() + SILENCE_S
         while time.monotonic() < ends_s:
             if self._beat_time() != last:
                 raise _locked(directory, former, "its heartbeat continues")
+            # The owner has released it, which empties the file.
             if self._read() is None:
                 return
             time.sleep(min(1.0, SILENCE_S / 10))
@@ -252,12 +256,14 @@ class DirectoryLock:
 
     def release(self) -> None:
         """Unlock the directory. The file stays, without an owner; a second call does nothing."""
+        # A forked child inherits this object; it must not unlock its parent's directory.
         if self._stop.is_set() or os.getpid() != self.owner.pid:
             return
         self._stop.set()
         self._beat.join()
         _mine.pop(self._key, None)
         with contextlib.suppress(OSError):
+            # Another job that has taken the lock over keeps its name in the file.
             if self.find_loss() is None:
                 os.ftruncate(self._fd, 0)
         _held.discard(self._fd)

@@ -48,9 +48,12 @@ class Ranks(RankGroup):
         self.timeout = timeout
         super().__init__(
             context.control,
+            # New for each Checkpointer: keys of an earlier one stay in the store.
             f"checkpoint/{next(_numbers)}",
             context.world,
             range(self.world_size),
+            # A save may wait for 30 minutes: a rank on another host that is lost must be noticed
+            # before.
             sends_beats=True,
             waiting=pending_exception.waiting,
         )

@@ -8,8 +8,7 @@ The sequence:
    and sends rank 0 a description of it.
 4. Rank 0 writes the rest and renames the folder into place.
 
-Threads do the writing, so that storage that does not respond cannot block a rank forever. An
-asynchronous save is the same sequence, waited for later.
+An asynchronous save is the same sequence, waited for later.
 """
 
 from __future__ import annotations
@@ -161,6 +160,7 @@ class Save:
         self._call: BoundedCall[object] | None = None
         if request.ranks.is_main or self._second is not None:
             work = self._lead if request.ranks.is_main else self._write_own_shards
+            # In a thread: storage that does not respond would block the rank for ever.
             self._call = BoundedCall(work, name=f"ddpsafe-save-{request.step}")
 
     def _gather(self, exchange: Exchange) -> dict[int, Message]:
@@ -188,6 +188,7 @@ class Save:
         publisher.require_lock(self.step)
         parts = [messages[rank].data for rank in sorted(messages)]
         needed = size_bytes(self._request.snapshot.replicated) + sum(map(len, parts))
+        # What the other ranks will write counts too, since none of them has begun to write.
         needed += sum(message.facts["shard_bytes"] for message in messages.values())
         needed += needed // 100 + _MARGIN_BYTES
         directory = publisher.directory
@@ -198,6 +199,7 @@ class Save:
         with _directory.unfinished(directory, self.step) as folder:
             files, shards = self._collect_shards(folder)
             _write_files(folder, self._request, parts, files, shards)
+            # A job that was suspended while it wrote may have lost the lock meanwhile.
             publisher.require_lock(self.step)
             if not _directory.publish(
                 folder, self.step, is_wanted=lambda: not self._given_up.is_set()
@@ -244,6 +246,7 @@ class Save:
             written = _sharded.write_shards(self._request.snapshot.shards, folder, self._ranks.rank)
         except Exception as exc:
             error = _explain(exc, folder.parent, self.step)
+            # Rank 0 waits for what this rank wrote; it announces the error to all.
             self._second.fail(error)
             raise error from exc
         self._second.send(Message(facts=written))
@@ -257,12 +260,14 @@ class Save:
         if not self._ranks.is_main:
             if self._call is not None:
                 self._await(self._deadline.remaining_s())
+            # If the step is already saved, `_write_own_shards` has received this answer instead of
+            # a folder.
             if self._second is None or self._answering is self._second:
                 self._answering.receive(self._ranks.deadline(), self._absence_error)
             return
         try:
             self._await(self._deadline.remaining_s())
-        except BaseException as exc:
+        except BaseException as exc:  # Ctrl-C too: the others wait for an answer
             self._answering.announce(error=exc)
             raise
         publisher = self._request.publisher
@@ -426,6 +431,7 @@ def _explain(exc: Exception, directory: Path, step: int) -> Exception:
         except OSError:
             free = 0
         cause = _directory.find_cause(directory, exc)
+        # It is not known how much is needed, only that it is more than is free.
         return _no_space(directory, step, free + 1, free, cause)
     if isinstance(exc, FileExistsError):
         return SaveError(
