@@ -77,6 +77,7 @@ def compare(
         if kept is None or (kept == PER_RANK) != (wanted == PER_RANK):
             unequal = {name: (kept or _ABSENT, wanted)}
         elif not isinstance(value, PerRank):
+            # Only shapes and dtypes are compared: the values are not read yet.
             tree = loaded.shards.on_meta(loaded.replicated[name], name)
             unequal = _compare_tensors(name, value, tree, unwrap)
             unequal |= _compare_optimizers(loaded, name, value)
@@ -113,7 +114,7 @@ def tensors_of(tree: Any, name: str) -> Tensors:
 def _compare_tensors(
     name: str, value: Any, saved: Any, unwrap: Callable[[nn.Module], nn.Module]
 ) -> Differences:
-    """Compare a tensor, or those of a model; torch would silently cast a different dtype."""
+    """Compare a tensor, or those of a model."""
     import torch
     from torch.nn.parameter import is_lazy
 
@@ -134,7 +135,7 @@ def _compare_tensors(
         shape, dtype = now.get(path, missing)
         if saved_shape != shape:
             differences[f"{name}{path}"] = (saved_shape, shape)
-        elif saved_dtype != dtype:
+        elif saved_dtype != dtype:  # torch would cast it silently
             differences[f"{name}{path}"] = (saved_dtype, dtype)
     for path, leaf in leaves(current, name):
         if is_lazy(leaf):  # load_state_dict sets its shape
@@ -145,19 +146,22 @@ def _compare_tensors(
 
 
 def _compare_optimizers(loaded: Loaded, name: str, value: Any) -> Differences:
-    """Compare the class and the shapes of the parameters: a new optimizer has no state yet."""
+    """Compare the class of an optimizer, and the shapes of its parameters."""
     from torch.optim import Optimizer
 
     if not isinstance(value, Optimizer):
         return {}
+    # Not from its state: a new optimizer has none yet.
     saved, now = loaded.manifest.optimizers.get(name), optimizer_facts(value)
     if saved is not None and not saved.kind:  # from an imported file, where the class is not known
         return {}
+    # torch would load it, and continue with the other optimizer's hyperparameters.
     if saved is None or saved.kind != now.kind:
         return {name: ("no optimizer" if saved is None else saved.kind, now.kind)}
     if len(saved.groups) != len(now.groups):
         return {f"{name}['param_groups']": (_count(saved), _count(now))}
     return {
+        # torch would load other shapes, and fail in the next step.
         f"{name}['param_groups'][{number}]['params']": (_list(before), _list(after))
         for number, (before, after) in enumerate(zip(saved.groups, now.groups, strict=True))
         if before != after

@@ -53,11 +53,13 @@ _OUTER: Final = re.compile(rb'\{"crc32":([0-9]{1,10}),"content":(.*)\}\n', re.DO
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Shape = Annotated[list[Count], Field(max_length=64)]
 Crc32 = Annotated[int, Field(ge=0, lt=2**32)]
+# A forged manifest could name any file: only names that a save writes are opened.
 FileName = Annotated[str, Field(pattern=r"^(state\.pt|ranks\.bin|shards/rank-[0-9]{5,9}\.bin)$")]
 Text = Annotated[str, Field(max_length=1000)]
 
 
 class _Part(BaseModel):
+    # Without `strict`, pydantic would convert a value of a wrong type, as in a forged manifest.
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
@@ -153,16 +155,16 @@ class ShardedTensor(_Part):
 
 
 def _make_up(shape: list[int], pieces: list[Piece]) -> bool:
-    """Return whether pieces, none of them empty or outside, cover each value of a tensor once.
-
-    Pieces whose volumes add up to the tensor's do so if each of their corners that is not a corner of
-    the tensor is shared by an even number of pieces. Then each value is covered an odd number of times.
-    """
+    """Return whether pieces, none of them empty or outside, cover each value of a tensor once."""
     if sum(piece.numel for piece in pieces) != math.prod(shape):
         return False
+    # The other dimensions would only double the number of corners.
     cut = [dim for dim, n in enumerate(shape) if any(piece.sizes[dim] != n for piece in pieces)]
     if len(pieces) << len(cut) > _MAX_CORNERS:
         return False
+    # If each corner of a piece that is not a corner of the tensor is shared by an even number of
+    # pieces, each value is covered an odd number of times: once, as the volumes add up to the
+    # tensor's.
     odd: set[tuple[int, ...]] = set()
     for piece in pieces:
         ends = ((piece.offsets[dim], piece.offsets[dim] + piece.sizes[dim]) for dim in cut)
@@ -257,8 +259,6 @@ NOT_DAMAGE: Final = (
 def open_regular(folder: Path, name: str) -> int:
     """Open a regular file below a folder for reading, without following links.
 
-    A link could lead anywhere, and opening a pipe would block.
-
     Returns:
         The descriptor.
 
@@ -271,11 +271,13 @@ def open_regular(folder: Path, name: str) -> int:
         try:
             parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, parent)
+            # Folder by folder: O_NOFOLLOW refuses a link only in the last part of a path.
             for part in above:
                 parent = os.open(
                     part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent
                 )
                 stack.callback(os.close, parent)
+            # A link could lead anywhere, and opening a pipe would block.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(last, flags, dir_fd=parent)
         except FileNotFoundError:
@@ -306,6 +308,7 @@ def parse_manifest(data: bytes, folder: Path) -> Manifest:
     """Read the bytes of a manifest; for errors see `read_manifest`."""
     if len(data) > _MAX_MANIFEST_BYTES:
         raise DamagedFileError(f"{NAME} is larger than {_MAX_MANIFEST_BYTES} bytes")
+    # As bytes, not as parsed JSON, so that a changed bit is found wherever it is.
     match = _OUTER.fullmatch(data)
     if match is None:
         raise DamagedFileError(f"{NAME} cannot be read: it does not begin and end like a manifest")
@@ -313,7 +316,9 @@ def parse_manifest(data: bytes, folder: Path) -> Manifest:
     if int(match[1]) != zlib.crc32(content):
         raise DamagedFileError(f"{NAME} does not have the checksum it was written with")
     try:
+        # First alone: a newer format may have fields that `Manifest` refuses.
         version = _Version.model_validate_json(content).version
+        # Not damage: an older checkpoint would lose the progress made with the newer ddpsafe.
         if version > VERSION:
             raise NewerFormatError(
                 Explanation(
@@ -357,8 +362,11 @@ def from_json(value: Any) -> Any:
         TypeError, ValueError: JSON cannot hold the values, or UTF-8 cannot encode the strings.
         RecursionError: They are nested too deep.
     """
+    # Not as ASCII: escaped, a string that UTF-8 cannot encode could be saved, but not be read
+    # again.
     text = json.dumps(value, allow_nan=False, ensure_ascii=False)
     plain = json.loads(text.encode())
+    # JSON turns a key such as 1 into "1".
     if [path for path, _ in leaves(plain, "")] != [path for path, _ in leaves(value, "")]:
         message = "a key is not a string"
         raise TypeError(message)

@@ -153,6 +153,7 @@ def restore(request: RestoreRequest) -> int | None:
         )
         if loaded is not None and answer["use"]:  # every rank could load it
             _apply_everywhere(request, loaded, absence_error)
+            # The training will reach those steps again, and must be able to save them again.
             newer = [other for other in seen if other > step]
             _set_aside(request, newer, problems)
             logger.info("restored step %d from %s", step, loaded.folder)
@@ -160,6 +161,8 @@ def restore(request: RestoreRequest) -> int | None:
         problems += answer["problems"]
     if not steps:
         return None
+    # An error, not None: the script would begin at step 0, and days of training would be lost
+    # silently.
     what = f"All {len(steps)} checkpoints in {request.directory} are damaged."
     if request.step is not None:
         what = f"The checkpoint of step {request.step} in {request.directory} is damaged."
@@ -299,7 +302,10 @@ def _load(request: RestoreRequest, step: int) -> tuple[Loaded | None, Message]:
             _compare.compare(loaded, request.state, ranks.unwrap, strict=request.strict)
         )
     except Exception as exc:
+        # This ends the restore: an older checkpoint would lose work, though this one may be
+        # undamaged.
         cannot_read = isinstance(exc, OSError) and exc.errno in NOT_DAMAGE
+        # Reading what another user has forged can also exhaust the stack or the memory.
         damage = (DamagedFileError, OSError, RecursionError, MemoryError)
         if isinstance(exc, damage) and not cannot_read:
             return None, Message(facts={**facts, "damage": str(exc) or type(exc).__name__})
@@ -316,10 +322,7 @@ def _load(request: RestoreRequest, step: int) -> tuple[Loaded | None, Message]:
 
 
 def _unreadable(directory: Path, step: int, exc: OSError) -> RestoreError:
-    """Make the error for a checkpoint that is not damaged but cannot be read now.
-
-    It ends the restore: falling back to an older checkpoint would lose work for nothing.
-    """
+    """Make the error for a checkpoint that is not damaged but cannot be read now."""
     return RestoreError(
         Explanation(
             f"The checkpoint of step {step} in {directory} cannot be read: {exc}.",
@@ -351,11 +354,12 @@ def load_checkpoint(folder: Path, step: int | None, *, rank: int, world_size: in
             f"{NAME} is of step {manifest.step}; the folder was copied or renamed"
         )
     with manifest.open(folder, STATE) as file:
-        file.check()
+        file.check()  # before torch reads it: torch loads a flipped bit silently
         replicated = _read(file, folder / STATE)
     part: Any = None
     with manifest.open(folder, RANKS) as file:
         file.check()
+        # A rank that the saved world did not have keeps its present state and generators.
         if rank < manifest.world_size:
             mine = file.read(*manifest.ranks[rank])
             part = _read(io.BytesIO(mine), folder / RANKS)
@@ -372,6 +376,7 @@ def load_checkpoint(folder: Path, step: int | None, *, rank: int, world_size: in
     if own and own.keys() != manifest.names.keys() - shared:
         raise DamagedFileError(f"{RANKS} does not hold the names that {NAME} lists")
     shards = _sharded.SavedShards(folder, manifest)
+    # A mark without a tensor is found here, before any object is changed.
     for _, leaf in leaves(replicated, ""):
         shards.find(leaf)
     return Loaded(
@@ -394,17 +399,15 @@ _NO_MAPPING: Final = re.compile(r"mmap", re.IGNORECASE)
 
 
 def _read(file: VerifiedFile | io.BytesIO, path: Path) -> dict[str, Any]:
-    """Load a torch file that has been checked.
-
-    A file on disk is mapped: the ranks of a node share its pages, and the kernel can drop a page once
-    it has been copied into an object.
-    """
+    """Load a torch file that has been checked; a file on disk is mapped."""
     import torch
 
     try:
         if isinstance(file, io.BytesIO):
             loaded = torch.load(file, map_location="cpu", weights_only=True)
         else:
+            # Mapped: the ranks of a node share its pages, and the kernel can drop a page once it
+            # has been copied into an object.
             loaded = _map(f"/proc/self/fd/{file.fd}", path)
     except Exception as exc:
         raise RestoreError(
@@ -453,15 +456,13 @@ def _apply_everywhere(
 
 
 def _set_aside(request: RestoreRequest, newer: list[int], problems: list[str]) -> None:
-    """Set aside checkpoints newer than the restored one: damaged, not shared, or rolled back.
-
-    The training will reach those steps again and save them again.
-    """
+    """Set aside checkpoints newer than the restored one: damaged, not shared, or rolled back."""
     if not newer or not request.may_tidy or not request.ranks.is_main:
         return
     try:
         targets = _directory.set_aside(request.directory, newer)
     except OSError as exc:
+        # The restore itself has succeeded on every rank.
         logger.warning("setting aside the newer %s failed: %s", _steps_text(newer), exc)
     else:
         logger.warning(

@@ -117,6 +117,7 @@ def write_shards(own: Own, folder: Path, rank: int) -> dict[str, Any]:
             values = local.detach().cpu().contiguous().reshape(-1)
             pieces[path] = [writer.size, offsets, sizes]
             if values.numel():
+                # As bytes: NumPy has neither bfloat16 nor floats of 8 bits.
                 writer.write(values.view(torch.uint8).numpy().data)
     return {"file": name, "size_bytes": writer.size, "crc32": writer.crc32, "pieces": pieces}
 
@@ -134,9 +135,6 @@ def index_of(
 ) -> tuple[dict[str, FileFacts], dict[str, ShardedTensor]]:
     """Make the manifest's entries for the parts that all ranks wrote.
 
-    If ranks of different meshes wrote the same part, the lowest rank's is used. That happens when each
-    group of ranks has its own mesh, as with tensor parallelism inside subgroups.
-
     Args:
         whole: What `describe` returned.
         written: What `write_shards` returned on each rank.
@@ -151,6 +149,9 @@ def index_of(
         for path, (start, offsets, sizes) in facts["pieces"].items():
             piece = Piece(file=facts["file"], start=start, offsets=offsets, sizes=sizes)
             if piece.numel:
+                # Ranks of different meshes may have written the same part: each group of ranks may
+                # have its own mesh, as with tensor parallelism inside subgroups. The lowest rank's
+                # is used.
                 pieces[path].setdefault((*offsets, *sizes), piece)
     shards = {
         path: ShardedTensor(dtype=dtype, shape=shape, pieces=list(pieces[path].values()))
@@ -171,6 +172,7 @@ def check_shards(folder: Path, manifest: Manifest, *, rank: int, world_size: int
             if piece.start + piece.numel * width > manifest.files[piece.file].size_bytes:
                 raise DamagedFileError(f"{NAME}: a piece is longer than its file {piece.file}")
     names = sorted(name for name in manifest.files if name.startswith(f"{SHARDS}/"))
+    # A share of the files: what this rank reads of the others is checked as it is read.
     for name in names[rank::world_size]:
         with manifest.open(folder, name) as file:
             file.check()
@@ -302,4 +304,5 @@ def copied_to_all(whole: torch.Tensor, parameter: Any) -> Any:
 
     mesh = parameter.device_mesh
     local = whole.to(parameter.to_local().device)
+    # The check would be a collective, in which a rank could hang if another one has failed.
     return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)

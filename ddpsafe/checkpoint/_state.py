@@ -128,6 +128,8 @@ def take_snapshot(
             require_finite(own[name], name)
             names[name] = PER_RANK
             continue
+        # On every rank, though rank 0 keeps it: state_dict() may have collectives, and each rank
+        # saves its own parts of distributed tensors.
         taken = state_of(value, unwrap)
         require_finite(taken, name)
         rest, parts = _sharded.split(taken, name)
@@ -407,6 +409,7 @@ def rng_state() -> dict[str, Any]:
         },
         "torch": torch.get_rng_state(),
     }
+    # Asking for the state would initialize CUDA in a process that does not use it.
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
         state["cuda"] = torch.cuda.get_rng_state()
     return state

@@ -67,10 +67,7 @@ def replace_leaves(tree: Any, path: str, change: Callable[[str, Any], Any]) -> A
 
 
 class HostCopies:
-    """Host memory that tensors are copied to, reused from one save to the next.
-
-    Allocating it again would cost more than the copy, as every page must be faulted in.
-    """
+    """Host memory that tensors are copied to, reused from one save to the next."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
@@ -93,8 +90,10 @@ class HostCopies:
             if source.layout is not torch.strided or source.is_quantized or source.is_nested:
                 done[key] = source.to("cpu", copy=True)
             else:
+                # New memory would cost more than the copy, as every page must be faulted in.
                 buffer = self._buffers.get(path)
                 if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+                    # From a GPU, only a copy to pinned memory is asynchronous.
                     buffer = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
                 done[key] = buffer.copy_(source, non_blocking=True)
             buffers[path] = done[key]
