@@ -46,14 +46,12 @@ if TYPE_CHECKING:
 
 
 def is_rank(env: Mapping[str, str]) -> bool:
-    """Return whether some launcher, ddpsafe's included, has started this process as a rank.
-
-    The only task of a Slurm step is not one: ``srun python train.py`` only runs a program on a node
-    of the allocation, and that program may start its own ranks.
-    """
+    """Return whether some launcher, ddpsafe's included, has started this process as a rank."""
     if this_rank.is_launched:
         return True
     world = find_world(env)
+    # The only task of a Slurm step is not a rank: `srun python train.py` only runs a program on a
+    # node of the allocation, and that program may start its own ranks.
     return world is not None and (world.started_by, world.world_size) != ("slurm", 1)
 
 
@@ -154,6 +152,7 @@ def cleanup() -> None:
     if member is None:
         return
     exc = sys.exc_info()[1]
+    # setup() may have been called in an `except` block, which is still being handled then.
     if exc is None or exc is this_rank.handled_at_setup:
         _close(member, opened=True)
     else:
@@ -210,6 +209,8 @@ def _enter(
 
     current = this_rank.context
     is_joined = dist.is_initialized()
+    # A program that a rank starts inherits its variables: it joined as that rank, and waited for
+    # ever.
     if not is_joined and not this_rank.is_launched:
         require_not_inherited(os.environ)
     asks_for_this_launch = current is not None and world_size in (None, current.world_size)
@@ -284,6 +285,7 @@ def _close(member: RankContext, *, opened: bool) -> None:
     if stop is not None:
         stop.close()
     failed = None if member.control is None else member.control.failed_peer
+    # Without a launcher of ddpsafe's, this rank would end with success in a job that has failed.
     if failed is not None and not is_supervised:
         raise peer_failed_error(member, failed)
 

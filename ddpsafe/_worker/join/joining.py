@@ -49,6 +49,7 @@ def place_of(rank: int | None, world_size: int | None) -> World:
         place = find_world(os.environ)
         if place is not None:
             return place
+        # Slurm sets it in a batch script too, which is one process.
         tasks = os.environ.get("SLURM_NTASKS", "1")
         if tasks != "1":
             what = f"this process is alone, though its Slurm job has {tasks} tasks (SLURM_NTASKS)."
@@ -127,6 +128,7 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
     environment.borrow(config.env)
     take_own_secrets()
     endpoint = find_endpoint(world, os.environ) if world.world_size > 1 else None
+    # On loopback, gloo cannot be reached from another host.
     if endpoint is None or endpoint.is_on_this_host:
         network.prefer(loopback_interfaces())
     deadline = Deadline.after(config.timeouts.rendezvous)
@@ -195,9 +197,6 @@ def agree_on_devices(
 ) -> tuple[str, torch.device, World]:
     """Agree with all ranks on the backend and on each rank's GPU; make this rank's GPU the current one.
 
-    If each rank decided alone, a host that has lost a GPU would join with another backend than the
-    others, and two ranks could choose the same GPU.
-
     Args:
         backend: The backend, or ``auto`` for nccl if the ranks have GPUs.
         world: This rank's place.
@@ -218,6 +217,8 @@ def agree_on_devices(
         agreed = _gpus.assign([replace(mine, rank=0)])
         index = agreed.indexes[0] if agreed.indexes else None
         return agreed.backend, _use(index), world
+    # If each rank decided alone, a host that has lost a GPU would join with another backend than
+    # the others, and two ranks could choose the same GPU.
     group = RankGroup(control, control.next_use("gpus"), world, range(world.world_size))
     exchange = group.begin("the choice of devices")
     exchange.send(Message(facts=dataclasses.asdict(mine)))
@@ -263,10 +264,7 @@ def as_in_script(member: RankContext) -> RankContext:
 
 
 def device_of_script(world: World) -> torch.device:
-    """Return the device of a rank whose script may have made a group; changes nothing.
-
-    A current device other than 0 is the script's choice; 0 may only be the default.
-    """
+    """Return the device of a rank whose script may have made a group; changes nothing."""
     import torch
     import torch.distributed as dist
 
@@ -281,6 +279,7 @@ def device_of_script(world: World) -> torch.device:
     if bound is not None:
         return torch.device(bound)
     chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]  # torch
+    # Another device than 0 is the script's choice; 0 may only be the default.
     if chosen == 0 and world.local_rank < gpus:
         chosen = world.local_rank
     return torch.device("cuda", chosen)

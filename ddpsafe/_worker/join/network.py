@@ -75,6 +75,7 @@ def _find_way(endpoint: StoreEndpoint, deadline: Deadline) -> str | None:
         name="ddpsafe-resolve",
     )
     addresses: list[str] = []
+    # A resolver whose server does not answer may hang for ever.
     if lookup.wait(Deadline.after(_RESOLVE).earlier(deadline).remaining_s()):
         with contextlib.suppress(OSError):  # it no longer resolves: the default route decides
             addresses = [str(entry[4][0]) for entry in lookup.result()]

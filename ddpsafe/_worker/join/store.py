@@ -115,9 +115,6 @@ def open_stores(
 ) -> Stores:
     """Connect to the job's store; rank 0 serves it unless the launcher does.
 
-    The connection stays for the life of the process: a second group on the same port would
-    otherwise race with the end of the first one's server.
-
     Args:
         endpoint: Where the store is.
         world: This rank's place.
@@ -207,7 +204,7 @@ def has_met(endpoint: StoreEndpoint) -> bool:
 
 
 def require_name(endpoint: StoreEndpoint, world: World, *, deadline: Deadline) -> None:
-    """Wait until the host's name resolves; a resolver whose server does not answer may hang forever.
+    """Wait until the host's name resolves.
 
     Raises:
         PreflightError: It does not resolve before the deadline.
@@ -218,9 +215,11 @@ def require_name(endpoint: StoreEndpoint, world: World, *, deadline: Deadline) -
         retry=tenacity.retry_if_exception_type(OSError),
         reraise=True,
     )
+    # A resolver whose server does not answer may hang for ever.
     lookup = BoundedCall(
         lambda: retrying(socket.getaddrinfo, endpoint.host, endpoint.port), name="ddpsafe-resolve"
     )
+    # Longer than the tries, so that the last one's error is reported.
     if not lookup.wait(deadline.remaining_s() + 1.0):
         raise _unresolved(endpoint, world, "no name server answers", deadline)
     try:
@@ -233,6 +232,8 @@ def _connection(
     endpoint: StoreEndpoint, world: World, deadline: Deadline, *, serves: bool, line: int
 ) -> TCPStore:
     key = (endpoint, world.world_size, line)
+    # It stays for the life of the process: a second group on the same port would otherwise race
+    # with the end of the first one's server.
     if key not in this_rank.stores:
         if not serves:
             # Try a plain socket first: torch's client takes 8 s to report a closed port.
@@ -256,10 +257,12 @@ def _connection(
 def _connect(
     endpoint: StoreEndpoint, world: World, deadline: Deadline, *, serves: bool
 ) -> TCPStore:
-    """Open the store in bounded time: torch's handshake with an unknown program has no timeout."""
+    """Open the store in bounded time."""
     timeout = timedelta(seconds=max(1.0, min(deadline.remaining_s(), _MAX_STORE_TIMEOUT_S)))
     with _listen(endpoint, world) if serves else contextlib.nullcontext() as listener:
+        # A copy, since torch closes the socket that it is given, maybe later than it fails.
         given = None if listener is None else listener.dup()
+        # torch's handshake with an unknown program has no timeout.
         making = BoundedCall(
             lambda: open_tcp_store(
                 endpoint.host,
@@ -303,7 +306,7 @@ def _connect(
 
 
 def _listen(endpoint: StoreEndpoint, world: World) -> socket.socket:
-    """Listen on the port; on one node only at the address of MASTER_ADDR, not on every interface."""
+    """Listen on the port; on one node only at the address of MASTER_ADDR."""
     try:
         if not endpoint.is_on_this_host:
             if socket.has_dualstack_ipv6():
@@ -314,6 +317,7 @@ def _listen(endpoint: StoreEndpoint, world: World) -> socket.socket:
                     dualstack_ipv6=True,
                 )
             return socket.create_server(("", endpoint.port), backlog=_BACKLOG)
+        # Not on every interface: torch accepts whoever can connect.
         addresses = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
         family, _, _, _, address = addresses[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)

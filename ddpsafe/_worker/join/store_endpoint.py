@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 def job_secret() -> bytes | None:
     """Return the secret of this job's ranks, if they were given one.
 
-    It is never derived from the job's identifiers: other users of a cluster can read those.
-
     Raises:
         ConfigError: It can be guessed.
     """
+    # Never derived from the job's identifiers, which other users of a cluster can read.
     text = find_job_secret()
     return hashlib.sha256(text.encode()).digest() if text else None
 
@@ -73,6 +72,7 @@ def identity_of(env: Mapping[str, str]) -> dict[str, list[str]]:
     known = {name: ["", value] for name, value in job_variables(env).items()}
     parent = multiprocessing.parent_process()
     if parent is not None:
+        # A pid means one process only on one host, and in one namespace of pids.
         pid_namespace = ""
         with contextlib.suppress(OSError):
             pid_namespace = str(Path("/proc/self/ns/pid").readlink())
@@ -87,9 +87,6 @@ def publish_job(store: Keys, env: Mapping[str, str]) -> None:
 
 def require_same_job(store: Keys, place: str, world: World, env: Mapping[str, str]) -> None:
     """Refuse the store of another job, and a rank that is already taken.
-
-    Otherwise two jobs with the same hard-coded port join each other and mix their gradients
-    (measured with hand-written scripts: 4 of 8 simultaneous starts).
 
     Args:
         store: The store; rank 0 has published its job there.
@@ -108,8 +105,12 @@ def require_same_job(store: Keys, place: str, world: World, env: Mapping[str, st
         for name in sorted(shared)
         if mine[name][0] == theirs[name][0] and mine[name][1] != theirs[name][1]
     ]
+    # Two jobs with the same hard-coded port would join each other and mix their gradients (measured
+    # with hand-written scripts: 4 of 8 simultaneous starts).
     if differing or (mine and theirs and not shared):
         raise _another_job(place, world, ", ".join(differing or sorted(theirs)) + " differs")
+    # Ranks that were started by hand have no identifiers: their second job is noticed when it takes
+    # a rank again.
     claim = secrets.token_hex(16)
     if store.compare_set(f"claim/{world.rank}", "", claim) != claim.encode():
         raise _another_job(place, world, f"rank {world.rank} has joined there already")
@@ -136,7 +137,7 @@ class StoreEndpoint:
         port: Port.
         is_served: Whether another process (torchrun's agent) serves it already.
         is_on_this_host: Whether all ranks are certainly on this host, according to the launcher or
-            because the address is loopback. ``RANK`` and ``WORLD_SIZE`` set by hand do not prove it.
+            because the address is loopback.
     """
 
     host: str
@@ -197,6 +198,7 @@ def find_endpoint(world: World, env: Mapping[str, str]) -> StoreEndpoint:
         what = f"MASTER_PORT={port} is not a port."
         cause = "a typo; the highest port is 65535."
         raise ConfigError(Explanation(what, cause=cause, fix="use a free port from 1024 to 65535."))
+    # RANK and WORLD_SIZE set by hand do not prove that all ranks are on this host.
     is_one_node = world.nnodes == 1 and world.started_by != "environment"
     return StoreEndpoint(
         host=host,
