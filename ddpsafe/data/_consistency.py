@@ -114,6 +114,7 @@ class DatasetView:
         """Return the digest of the compared samples number `start` to `stop`."""
         total = hashlib.blake2b(digest_size=_ITEM_DIGEST_BYTES)
         for place in range(start, min(stop, len(self.indices))):
+            # The names of files need not be UTF-8.
             total.update(self.item(self.indices[place]).encode("utf-8", "surrogateescape") + b"\0")
         return total.hexdigest()
 
@@ -134,10 +135,11 @@ def views_of(
 ) -> list[DatasetView]:
     """Choose what identifies a dataset: `key`, its own fingerprint, its paths, or probes.
 
-    Some items are viewed beside the paths, unless they are random. Where such a sample holds paths, only
-    what is below the root counts. Of large arrays of floats or bytes only shape and dtype count.
+    Some items are viewed beside the paths, unless they are random. Of large arrays of floats or bytes
+    only shape and dtype count.
     """
     length = len(dataset) if hasattr(dataset, "__len__") else None
+    # A class of the script has two names: in a spawned process, the script's module is __mp_main__.
     name = f"{type(dataset).__module__}.{type(dataset).__qualname__}".removeprefix("__mp_main__.")
     name = name.removeprefix("__main__.")
     if key is not None and length is not None:
@@ -157,6 +159,7 @@ def views_of(
             type(dataset).__qualname__,
             "items",
             min(probes, _PROBES_BESIDE_PATHS),
+            # A sample may hold paths, and hosts may mount the data in different places.
             lambda sample: _text_of(sample, _coarse_content).replace(root, ""),
         )
         return [paths] if items is None else [paths, items]
@@ -246,6 +249,7 @@ def _view_items(
             (_digest(text(value).encode("utf-8", "replace")), _is_single(value)) for value in values
         ]
 
+    # A dataset that draws from its own generator gives another item each time.
     if indices and item(indices[0]) != item(indices[0]):
         return None
     kind = f"{name} by {len(indices)} {unit}"
@@ -448,13 +452,13 @@ def _examine(
     key: Callable[[int], object] | None,
     facts: Mapping[str, object],
 ) -> tuple[list[DatasetView], dict[str, Any], Exception | None]:
-    """Read what is compared. Exceptions are returned: raised here, they would leave ranks waiting."""
+    """Read what is compared; return an exception of the dataset instead of raising it."""
     plain = {name: repr(value) for name, value in facts.items()}
     try:
         with restored_after_reading(dataset):
             views = views_of(dataset, probes=probes, key=key)
             fingerprints = [view.fingerprint() for view in views]
-    except Exception as error:  # noqa: BLE001 - raised again on every rank
+    except Exception as error:  # noqa: BLE001 - raised on every rank; here it would leave ranks waiting
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         broken = {"error": f"{type(error).__name__}: {error}", "facts": plain, "traceback": text}
         return [], broken, error

@@ -39,6 +39,7 @@ def gather_rows(rows: torch.Tensor, group: ProcessGroup | None) -> list[torch.Te
     counts = [torch.empty_like(own) for _ in range(size)]
     dist.all_gather(counts, own, group=group)
     lengths = [int(count) for count in counts]
+    # all_gather needs equal shapes.
     padded = torch.zeros((max(lengths), rows.shape[1]), dtype=torch.uint8, device=device)
     padded[: len(rows)] = rows.to(device)
     parts = [torch.empty_like(padded) for _ in range(size)]
@@ -69,6 +70,7 @@ def encode(value: Any) -> Any:
     Raises:
         TypeError: A part has a type that would come back as another one.
     """
+    # The exact type: a named tuple would come back as a plain one.
     kind = type(value)
     if value is None or kind in {bool, int, float, str}:
         return value

@@ -207,6 +207,7 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
         """Return what must be equal for a saved position to mean the same."""
         same: dict[str, object] = {"shard": self.shard, "fingerprint": None}
         if self.shard != "batch":
+            # Which samples were read in a number of batches depends on these.
             same |= {
                 "num_replicas": self.num_replicas,
                 "num_workers": self._num_workers,

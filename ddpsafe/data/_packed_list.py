@@ -30,6 +30,7 @@ class PackedList(Sequence[T], Generic[T]):
         packed = [pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL) for item in items]
         sizes = np.fromiter((len(part) for part in packed), dtype=np.int64, count=len(packed))
         self._ends = torch.from_numpy(np.cumsum(sizes))
+        # torch.frombuffer refuses an empty buffer.
         self._buffer = torch.frombuffer(bytearray(b"".join(packed) or b"\0"), dtype=torch.uint8)
 
     def __len__(self) -> int:

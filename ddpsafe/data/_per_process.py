@@ -41,8 +41,8 @@ class PerProcess(Generic[T]):
     """A value that is made once in each process (or thread) that uses it.
 
     It survives fork, spawn and forkserver: only the factory and its arguments cross over, never
-    the value. The value is closed once: when its process ends, also in DataLoader workers (where
-    `atexit` handlers do not run), or when this object is garbage-collected.
+    the value. The value is closed once: when its process ends, also in DataLoader workers, or when
+    this object is garbage-collected.
 
     Example:
         >>> class Records(Dataset):
@@ -96,6 +96,7 @@ class PerProcess(Generic[T]):
     def _start_empty(self, *, inherited: bool = False) -> None:
         self._values: dict[int, T] = {}
         self._closers: dict[int, util.Finalize] = {}
+        # A new one: if another thread held it at the fork, nothing would unlock the child's copy.
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._inherited = inherited
@@ -145,6 +146,7 @@ class PerProcess(Generic[T]):
                 raise
             self._values[key] = value
             if self._close is not None:
+                # Not atexit, whose handlers do not run in DataLoader workers.
                 self._closers[key] = util.Finalize(
                     self, self._close, args=(value,), exitpriority=_CLOSE_EARLY
                 )
@@ -167,6 +169,7 @@ class PerProcess(Generic[T]):
         inherited = bool(self._values) or self._inherited
         _parked.extend([self._values, self._closers])
         for closer in self._closers.values():
+            # It would close the parent's value when this process ends.
             closer.cancel()
         self._start_empty(inherited=inherited)
 

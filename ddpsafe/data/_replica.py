@@ -46,7 +46,8 @@ def resolve_replica(num_replicas: int | None, rank: int | None) -> Replica:
             (``WORLD_SIZE``) but there is no process group yet to tell which one this is.
     """
     if num_replicas is None or rank is None:
-        # Without this check every rank would silently read the same data.
+        # Without this check every rank would silently read the same data. YAML and $(cat file)
+        # leave a newline behind the number.
         announced = os.environ.get("WORLD_SIZE", "1").strip()
         if not has_group() and announced.isdecimal() and int(announced) > 1:
             raise DataConfigError(
@@ -82,11 +83,9 @@ def run_seed() -> int | None:
 
 
 def chosen_seed() -> int | None:
-    """Return the seed of ``torch.manual_seed``, else the run's; ``None`` if none was chosen.
-
-    torch starts each process with a seed of 64 random bits, so one below 2**48 was chosen.
-    """
+    """Return the seed of ``torch.manual_seed``, else the run's; ``None`` if none was chosen."""
     initial = torch.initial_seed()  # launch(seed=) sets it, too
+    # torch starts each process with a seed of 64 random bits: one below 2**48 was chosen.
     return initial if initial < _MIN_RANDOM_SEED else run_seed()
 
 

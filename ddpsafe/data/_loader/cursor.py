@@ -140,7 +140,7 @@ class EpochCursor:
 
     @property
     def loop(self) -> Epochs | None:
-        """The loop under way; one that was left with ``break`` has been freed."""
+        """The loop under way."""
         return None if self._loop is None else self._loop()
 
     def set_epoch(self, epoch: int) -> None:
@@ -162,6 +162,7 @@ class EpochCursor:
         """Read `epoch` in each pass until `leave_loop`."""
         self._loop = None
         self.set_epoch(epoch)
+        # Weak: a loop that is left with `break` is freed, and so is no longer under way.
         self._loop = weakref.ref(loop)
 
     def leave_loop(self, loop: Epochs) -> None:
@@ -217,6 +218,7 @@ class EpochCursor:
 
     def follow(self, iterator: object) -> None:
         """Take note of the iterator of the pass that has begun."""
+        # Weak: a pass whose iterator was dropped is not running any more.
         self._is_running = weakref.ref(iterator)
 
     def require_same_epoch(self) -> None:
@@ -229,6 +231,7 @@ class EpochCursor:
             return
         if self.holder.epoch != self.delivery.epoch:
             raise _late_set_epoch(int(self.holder.epoch), self.delivery)
+        # Setting the same epoch after iter() has the effect of setting it before.
         self.holder.epoch = self.delivery.epoch
         self.delivery.chosen = True
 

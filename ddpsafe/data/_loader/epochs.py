@@ -52,8 +52,8 @@ class EpochBoard:
         self._view: memoryview | None = None
 
     def cells(self) -> memoryview:
-        """Return the integers as a memoryview, ten times faster than indexing the tensor."""
-        if self._view is None:
+        """Return the integers as a memoryview."""
+        if self._view is None:  # ten times faster than indexing the tensor
             self._view = memoryview(self._cells.numpy())  # type: ignore[arg-type]  # has the buffer protocol
         return self._view
 

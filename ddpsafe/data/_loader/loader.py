@@ -250,6 +250,7 @@ class DataLoader(OpenDataLoader[T_co]):
             )
         if pin_memory is None:
             pin_memory = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types here
+        # With generator=, torch makes the sampler, so that the order is that of torch's loader.
         if sampler is None and batch_sampler is None and generator is None:
             sampler, shuffle = local_sampler(dataset, shuffle=shuffle, seed=seed)
         super().__init__(
@@ -280,6 +281,7 @@ class DataLoader(OpenDataLoader[T_co]):
             dataset.bind_loader(batch_size=batch_size or 1, num_workers=num_workers)
         check_population(self, holder)
         self._worker_seed = worker_seed(seed, holder)
+        # A framework that rebuilds a loader passes the `WorkerInit` of the first one.
         user_fn = (
             worker_init_fn.user_fn if isinstance(worker_init_fn, WorkerInit) else worker_init_fn
         )
@@ -352,6 +354,7 @@ class DataLoader(OpenDataLoader[T_co]):
         return int(steps(batch_size=batch_size, drop_last=drop_last))
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's is a private class
+        # Not in __init__: Accelerate and Fabric add their own sampler to a loader that has none.
         refuse_undivided(self)
         if self.num_workers > 0 and self._board is None:
             self._board = EpochBoard(self.num_workers)
@@ -385,6 +388,8 @@ class DataLoader(OpenDataLoader[T_co]):
         if self.num_workers == 0 and replica.num_replicas > 1:
             rng_state = derive_generator(self._worker_seed, epoch, replica.rank, 0).get_state()
         on_first_batch = None
+        # Measured with the first batch: a sample that is read in this process, before the workers
+        # start, would open the dataset's resources in it.
         if self.num_workers > 0 and not self._measured:
             self._measured = True
             on_first_batch = functools.partial(check_shared_memory, batches=batches_in_flight(self))
@@ -529,6 +534,7 @@ class DataLoader(OpenDataLoader[T_co]):
 
     def _made_indices(self) -> Any:
         source = super()._made_indices()
+        # __init__ asks for the length, and so for the indices, before it is set.
         replay = self.__dict__.get("_replay")
         return (
             source if replay is None or replay.tracker.is_stream else TrackedIndices(replay, source)

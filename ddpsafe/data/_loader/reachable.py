@@ -93,8 +93,7 @@ def _cached(function: Callable[[type], T]) -> Callable[[type], T]:
 def reachable(root: object, *, name: str, into_c: bool = True) -> Iterator[Part]:
     """Yield `root` and what it reaches, each with its path, nearest first.
 
-    It ends after 100,000 objects, not counting numbers and strings. Of a long container the
-    parts after the first 200 come later, so that they do not crowd out near objects.
+    It ends after 100,000 objects, not counting numbers and strings.
 
     Args:
         root: Where to begin.
@@ -119,6 +118,7 @@ def reachable(root: object, *, name: str, into_c: bool = True) -> Iterator[Part]
         seen[id(item)] = item
         yield path, item
         parts = iter(parts_of(path, item, into_c=into_c))
+        # The rest of a long container comes later, so that it does not crowd out near objects.
         near.extend(itertools.islice(parts, _PARTS_PER_TURN))
         far.append(parts)
 

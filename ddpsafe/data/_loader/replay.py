@@ -230,6 +230,7 @@ class Replay:
         self.tracker.leave()
         if loaded is None or loaded["epoch"] != epoch or loaded["finished"]:
             if loaded is not None and loaded["finished"]:
+                # The next epoch is drawn from the generator as the finished one has left it.
                 _set_generator(self._generator(), loaded["replay"]["generator_after"])
             return 0
         saved = loaded["replay"]
@@ -360,6 +361,7 @@ class Replay:
                     ),
                     differences={"rank": (saved["rank"], rank)},
                 )
+            # The rank that saved it has drawn other indices, so their checksum cannot be compared.
             parsed["replay"] = {**saved, "checksum": None}
         self._loaded = copy.deepcopy(parsed)
         self.finished = parsed["finished"]
@@ -417,6 +419,8 @@ class Replay:
                     )
             else:
                 checksum = self._start.checksum
+            # Before the training's generator is restored: torch's RandomSampler draws its seed at
+            # the first index.
             first = next(batches, Skip)
         finally:
             if pending is not None:

@@ -25,8 +25,11 @@ class AutoEpoch(int):
     """An epoch that the user did not set: it is the loader's, a loaded state's or the initial one.
 
     A plain integer in ``sampler.epoch`` means that the user has called ``set_epoch()`` since, and
-    the user wins. This works for every sampler that keeps the object it was given, torch's too.
+    the user wins.
     """
+
+    # A type, not a flag of a sampler: it works for every sampler that keeps the object it was
+    # given, torch's too.
 
     __slots__ = ()
 
@@ -112,8 +115,6 @@ def compare_identity(
 ) -> None:
     """Refuse a state of other data; with ``strict=False`` only warn.
 
-    A fingerprint is compared only where both sides have one.
-
     Raises:
         StateMismatchError: The state belongs to other data.
     """
@@ -121,6 +122,7 @@ def compare_identity(
         key: (saved.get(key), current.get(key))
         for key in {*saved, *current}
         if saved.get(key) != current.get(key)
+        # ctx.loader(check=False) and a bare sampler know no fingerprint.
         and not (key == "fingerprint" and None in (saved.get(key), current.get(key)))
     }
     if not differences:
@@ -157,16 +159,14 @@ class Lookup(Protocol):
 
 
 class _DrawnCount:
-    """How many indices an iteration has yielded, without counting each of them.
-
-    `operator.length_hint` of the current chunk's iterator is how many of them are left.
-    """
+    """How many indices an iteration has yielded, without counting each of them."""
 
     def __init__(self) -> None:
         self.stop = 0
         self.rest: Iterator[int] = iter(())
 
     def drawn(self) -> int:
+        # How many of the current chunk's indices its iterator has left.
         return self.stop - operator.length_hint(self.rest)
 
 
@@ -318,11 +318,9 @@ class PositionSampler(Sampler[int]):
     def state_after(
         self, batches: int, *, batch_size: int, drop_last: bool, exhausted: bool
     ) -> dict[str, Any]:
-        """Return the state after `batches` batches of each rank.
-
-        It is the same on every rank. Dealt in turn from rank 0, rank 0 has the most samples, so
-        its number of steps stands for all.
-        """
+        """Return the state after `batches` batches of each rank; it is the same on every rank."""
+        # Dealt in turn from rank 0, rank 0 has the most samples, so its number of steps stands for
+        # all.
         most = self._count_of(0)
         steps = most // batch_size if drop_last else -(-most // batch_size)
         finished = exhausted or batches >= steps
@@ -381,7 +379,8 @@ class PositionSampler(Sampler[int]):
         self._resumed = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the iteration under way: a list iterator pickles its whole chunk."""
+        """Pickle without the iteration under way."""
+        # The iterator of a list pickles its whole chunk.
         return {**self.__dict__, "_progress": _DrawnCount()}
 
 

@@ -27,10 +27,6 @@ function of each length (e.g. its square, for attention)."""
 def deal(costs: NDArray[np.float64], num_replicas: int, *, padded: bool) -> list[NDArray[np.int64]]:
     """Divide a global batch so that ranks have equal counts and similar costs.
 
-    Longest processing time first (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969); a
-    rank that has its share receives no more. If batches are padded, balance cannot shorten the
-    step (one rank has the longest sample), so samples of similar length stay together.
-
     Args:
         costs: Shape (g,), float64; g is a multiple of `num_replicas`.
         num_replicas: The number of ranks.
@@ -41,13 +37,17 @@ def deal(costs: NDArray[np.float64], num_replicas: int, *, padded: bool) -> list
     """
     share = len(costs) // num_replicas
     order = np.argsort(-costs, kind="stable")
+    # If batches are padded, balance cannot shorten the step, as one rank has the longest sample:
+    # samples of similar length stay together.
     if padded or num_replicas == 1:
         return [np.sort(order[r * share : (r + 1) * share]) for r in range(num_replicas)]
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
+    # Longest processing time first (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
     loads = [(0.0, rank) for rank in range(num_replicas)]
     for place in order.tolist():
         load, rank = heapq.heappop(loads)
         shares[rank].append(place)
+        # Ranks have equal counts: one that has its share receives no more.
         if len(shares[rank]) < share:
             heapq.heappush(loads, (load + float(costs[place]), rank))
     return [np.sort(np.asarray(own, dtype=np.int64)) for own in shares]
@@ -132,6 +132,7 @@ class TokenPlan:
             filled = self._fill(items.tolist(), lengths[items].tolist())
             shuffled = random_order(len(filled), (*words, first)) if self.window else ()
             batches += [filled[i] for i in shuffled] if self.window else filled
+        # A lack of memory then shows in the first step of the epoch.
         if self.largest_first:
             costs = [
                 lengths[batch].max() * len(batch) if self.padded else lengths[batch].sum()

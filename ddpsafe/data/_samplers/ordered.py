@@ -88,7 +88,7 @@ class _OrderedSampler(PositionSampler):
                         fix="use fewer ranks, or drop_last=False.",
                     )
                 )
-            if self.pad:
+            if self.pad:  # no error, since torch's order is kept
                 last = self.num_replicas - 1
                 repeating = f"ranks {self._n} to {last} repeat"
                 if self._n == last:
@@ -226,11 +226,10 @@ class EvalSampler(DistributedSampler):
 
 
 class LocalSampler(_OrderedSampler):
-    """The loader's default with a single rank; deliberately not a `DistributedSampler`.
+    """The loader's default with a single rank."""
 
-    Frameworks that add a distributed sampler (Lightning Fabric, Accelerate) can thus still see
-    that the loader has none.
-    """
+    # Deliberately not a `DistributedSampler`: frameworks that add one (Lightning Fabric,
+    # Accelerate) still see that the loader has none.
 
     def __init__(self, dataset: Sized, *, shuffle: bool, seed: int | None) -> None:
         super().__init__(

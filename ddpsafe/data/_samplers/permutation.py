@@ -4,9 +4,7 @@
 every machine. A better algorithm would get a new name.
 
 A Feistel network is a bijection of the b-bit numbers for any round function. Numbers outside of
-[0, n) pass through it again until they fall inside (cycle walking: Black and Rogaway, "Ciphers
-with Arbitrary Finite Domains", 2002). Up to `SMALL` the rounds are measurably not uniform over
-all permutations, and a list costs nothing, so `torch.randperm` is used.
+[0, n) pass through it again until they fall inside.
 """
 
 from __future__ import annotations
@@ -31,14 +29,10 @@ _MIX_2: Final = 0x94D049BB133111EB
 
 
 def derive_keys(*words: int, count: int) -> list[int]:
-    """Derive `count` 64-bit keys from integers.
-
-    The words are mixed in one by one and not added up, so that (seed 0, epoch 1) and (seed 1,
-    epoch 0) differ.
-    The generator is SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number
-    Generators", 2014).
-    """
+    """Derive `count` 64-bit keys from integers."""
+    # SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014).
     state = 0
+    # One by one, not added up: (seed 0, epoch 1) and (seed 1, epoch 0) must differ.
     for word in words:
         state = _splitmix((state ^ word) & MASK64)
     keys = []
@@ -87,6 +81,8 @@ def open_permutation(
 ) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
     """Return the `feistel-v1` order of [0, n): position -> index, both (k,) int64."""
     keys = derive_keys(seed, epoch, count=ROUNDS)
+    # For a small n the rounds are measurably not uniform over all permutations, and a list costs
+    # nothing.
     if n > SMALL:
         return FeistelPermutation(n, keys)
     generator = torch.Generator().manual_seed(keys[0] >> 1)
@@ -116,6 +112,7 @@ class FeistelPermutation:
         """Return the indices at `positions`; both shape (k,), int64."""
         values = self._encrypt(positions.astype(np.uint64))
         outside = np.flatnonzero(values >= self._n)
+        # Cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
         while outside.size:
             again = self._encrypt(values[outside])
             values[outside] = again

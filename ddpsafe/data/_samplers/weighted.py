@@ -124,6 +124,7 @@ class WeightedSampler(PositionSampler):
             def draw(start: int, stop: int) -> list[int]:
                 targets = uniform_at(self._positions(start, stop), key) * sums[-1]
                 places = np.searchsorted(sums, targets, side="right")
+                # Rounding may give the whole sum, which lies beyond the last weight above zero.
                 return list(np.minimum(places, last).tolist())
 
             return draw
