@@ -98,8 +98,8 @@ def describe_memory() -> str:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        held = f"{allocated / _GIB:.2f} GiB in tensors of {reserved / _GIB:.2f} GiB reserved"
-        parts.append(f"{held} on the GPU")
+        gpu_memory = f"{allocated / _GIB:.2f} GiB in tensors of {reserved / _GIB:.2f} GiB reserved"
+        parts.append(f"{gpu_memory} on the GPU")
     return "; ".join(parts)
 
 
@@ -110,9 +110,11 @@ def find_living_threads() -> LivingThreads:
     `atexit` may still run.
     """
     main = threading.main_thread()
-    kept = [thread for thread in threading.enumerate() if thread is not main and not thread.daemon]
+    living = [
+        thread for thread in threading.enumerate() if thread is not main and not thread.daemon
+    ]
     frames = sys._current_frames()  # noqa: SLF001 - documented, in spite of its name
-    if not kept:
+    if not living:
         at_exit = read_exit(frames.get(main.ident or 0))
         return LivingThreads(
             places=(),
@@ -125,7 +127,7 @@ def find_living_threads() -> LivingThreads:
             if at_exit == "children"
             else (),
         )
-    places = [(thread.name, _place_of(thread, frames, is_main=False)) for thread in kept]
+    places = [(thread.name, _place_of(thread, frames, is_main=False)) for thread in living]
     return LivingThreads(
         places=tuple(
             f"thread {name!r}" + (f" at {place}" if place else "") for name, place in places

@@ -163,10 +163,10 @@ def require_equal(
     theirs = integers(*mine) if rank == reference else integers(*[_NOTHING] * length)
     if length:
         dist.broadcast(theirs, src=world_rank[reference], group=group)
-    wanted = [*theirs.tolist(), *[_NOTHING] * max(0, len(mine) - length)]
-    mine += [_NOTHING] * (len(wanted) - len(mine))
+    expected = [*theirs.tolist(), *[_NOTHING] * max(0, len(mine) - length)]
+    mine += [_NOTHING] * (len(expected) - len(mine))
     differing = [
-        place for place, pair in enumerate(zip(mine, wanted, strict=True)) if pair[0] != pair[1]
+        place for place, pair in enumerate(zip(mine, expected, strict=True)) if pair[0] != pair[1]
     ]
     names = sorted(entry[:2] for entry in entries)
     details = gather(integers(differing[0] if differing else _NOTHING, _digest(names)))

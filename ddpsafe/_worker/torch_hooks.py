@@ -351,11 +351,11 @@ def before_ddp(check: Callable[[nn.Module, Mapping[str, Any]], None]) -> None:
     @functools.wraps(stock)
     def init(self: DistributedDataParallel, *args: Any, **options: Any) -> None:
         try:
-            given = signature.bind(self, *args, **options).arguments
+            arguments = signature.bind(self, *args, **options).arguments
         except TypeError:
-            given = {}  # torch raises the better error
-        if isinstance(given.get("module"), Module):
-            check(given["module"], given)
+            arguments = {}  # torch raises the better error
+        if isinstance(arguments.get("module"), Module):
+            check(arguments["module"], arguments)
         stock(self, *args, **options)
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
@@ -556,17 +556,17 @@ def _from_entries(
 
 def _select_relevant(groups: dict[str, dict[int, Collective]]) -> tuple[Collective, ...]:
     """Return the entries around the first incomplete one of each group, and the last ones."""
-    kept: list[Collective] = []
+    selected: list[Collective] = []
     for group in groups.values():
         # The last ones too: with NCCL, a rank queues collectives far ahead of the incomplete one.
         calls = list(group.values())
         first = next((index for index, call in enumerate(calls) if not call.done), len(calls))
         if len(calls) - first <= _KEPT_AHEAD:
-            kept += calls[max(0, first - _KEPT_BEFORE) :]
+            selected += calls[max(0, first - _KEPT_BEFORE) :]
         else:
-            kept += calls[max(0, first - _KEPT_BEFORE) : first + _KEPT_AHEAD]
-            kept += calls[-_KEPT_BEFORE:]
-    return tuple(kept)
+            selected += calls[max(0, first - _KEPT_BEFORE) : first + _KEPT_AHEAD]
+            selected += calls[-_KEPT_BEFORE:]
+    return tuple(selected)
 
 
 def _group_key(entry: dict[str, Any]) -> tuple[str, ...]:

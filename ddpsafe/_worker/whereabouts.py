@@ -97,13 +97,13 @@ def read_whereabouts() -> Whereabouts:
         )
         for thread, thread_stack in others
     )
-    done = [(call.name, call.sizes) for call in position.collectives if call.done]
+    completed_calls = [(call.name, call.sizes) for call in position.collectives if call.done]
     return Whereabouts(
         position=position,
         groups=read_groups(),
         threads=(stack, *(thread_stack for _, thread_stack in others)),
         waits_in=_find_wait(mine, stack, position, main.ident or 0) if alone else None,
-        completed=0 if newest is None else done.count((newest.name, newest.sizes)),
+        completed=0 if newest is None else completed_calls.count((newest.name, newest.sizes)),
         is_evaluating=_is_evaluating(mine),
     )
 

@@ -103,8 +103,9 @@ def join_launch(current: RankContext, backend: str) -> RankContext:
     spec = this_rank.spec
     assert spec is not None  # noqa: S101 - checked by the caller
     deadline = session.rendezvous_deadline(spec)
-    wanted = spec.asked_backend if backend == "auto" else backend
-    chosen, device, _ = agree_on_devices(wanted, current.world, current.control, deadline=deadline)
+    if backend == "auto":
+        backend = spec.asked_backend
+    chosen, device, _ = agree_on_devices(backend, current.world, current.control, deadline=deadline)
     session.open_group(spec, current.control, backend=chosen, device=device)
     this_rank.joined = member = replace(current, backend=chosen, device=device)
     this_rank.context = member

@@ -261,13 +261,13 @@ def _connect(
     timeout = timedelta(seconds=max(1.0, min(deadline.remaining_s(), _MAX_STORE_TIMEOUT_S)))
     with _listen(endpoint, world) if serves else contextlib.nullcontext() as listener:
         # A copy, since torch closes the socket that it is given, maybe later than it fails.
-        given = None if listener is None else listener.dup()
+        server_socket = None if listener is None else listener.dup()
         # torch's handshake with an unknown program has no timeout.
         making = BoundedCall(
             lambda: open_tcp_store(
                 endpoint.host,
                 endpoint.port,
-                listening=given,
+                listening=server_socket,
                 connect_timeout=timeout,
                 timeout=timeout,
             ),

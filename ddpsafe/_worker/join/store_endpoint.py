@@ -69,15 +69,15 @@ def identity_of(env: Mapping[str, str]) -> dict[str, list[str]]:
         For each identifier, the scope in which it can be compared (empty for everywhere) and its
         value.
     """
-    known = {name: ["", value] for name, value in job_variables(env).items()}
+    identifiers = {name: ["", value] for name, value in job_variables(env).items()}
     parent = multiprocessing.parent_process()
     if parent is not None:
         # A pid means one process only on one host, and in one namespace of pids.
         pid_namespace = ""
         with contextlib.suppress(OSError):
             pid_namespace = str(Path("/proc/self/ns/pid").readlink())
-        known["parent process"] = [f"{socket.gethostname()} {pid_namespace}", str(parent.pid)]
-    return known
+        identifiers["parent process"] = [f"{socket.gethostname()} {pid_namespace}", str(parent.pid)]
+    return identifiers
 
 
 def publish_job(store: Keys, env: Mapping[str, str]) -> None:
