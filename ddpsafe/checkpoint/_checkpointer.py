@@ -826,10 +826,10 @@ def _require_numbers(metrics: object, *, ranked_by: str | None) -> dict[str, flo
         return {}
     numbers: dict[str, float | None] = {}
     try:
-        given = {name: float(value) for name, value in dict(metrics).items()}  # type: ignore[call-overload]  # raises for others
+        floats = {name: float(value) for name, value in dict(metrics).items()}  # type: ignore[call-overload]  # raises for others
         # JSON has neither NaN nor infinity.
-        numbers = {name: value if math.isfinite(value) else None for name, value in given.items()}
-        cause = "" if all(map(is_text, given)) else "a name is not a string that UTF-8 can encode."
+        numbers = {name: value if math.isfinite(value) else None for name, value in floats.items()}
+        cause = "" if all(map(is_text, floats)) else "a name is not a string that UTF-8 can encode."
     except Exception as exc:  # noqa: BLE001 - a user's type may raise anything
         cause = f"they are not a mapping of names to numbers: {exc}"
     if cause:

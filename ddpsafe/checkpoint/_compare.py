@@ -72,10 +72,10 @@ def compare(
     left: dict[str, str] = {}
     for name, value in state.items():
         kept = loaded.manifest.names.get(name)
-        wanted = PER_RANK if isinstance(value, PerRank) else "shared"
+        expected = PER_RANK if isinstance(value, PerRank) else "shared"
         unequal: Differences = {}
-        if kept is None or (kept == PER_RANK) != (wanted == PER_RANK):
-            unequal = {name: (kept or _ABSENT, wanted)}
+        if kept is None or (kept == PER_RANK) != (expected == PER_RANK):
+            unequal = {name: (kept or _ABSENT, expected)}
         elif not isinstance(value, PerRank):
             # Only shapes and dtypes are compared: the values are not read yet.
             tree = loaded.shards.on_meta(loaded.replicated[name], name)

@@ -76,8 +76,8 @@ class Owner:
     @classmethod
     def myself(cls, env: Mapping[str, str]) -> Owner:
         """Describe this process."""
-        known = {**job_variables(env), **queue_variables(env)}
-        names = [f"{name}={value}" for name, value in known.items()]
+        identifiers = {**job_variables(env), **queue_variables(env)}
+        names = [f"{name}={value}" for name, value in identifiers.items()]
         return cls(
             host=socket.gethostname(),
             boot=boot_id(),

@@ -604,8 +604,8 @@ def _for_optimizer(loaded: Loaded, optimizer: Any, saved: Any, name: str) -> Any
         return _own_memory(loaded, shards.whole(saved, name))
 
     def sharded_entry(key: object, entry: Any) -> Any:
-        known = isinstance(key, int) and 0 <= key < len(parameters)
-        parameter: Any = parameters[key] if known else None  # type: ignore[call-overload]  # known
+        is_known = isinstance(key, int) and 0 <= key < len(parameters)
+        parameter: Any = parameters[key] if is_known else None  # type: ignore[call-overload]  # known
         if not _sharded.is_sharded(parameter):
             return shards.whole(entry, name)
 

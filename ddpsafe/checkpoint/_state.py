@@ -130,9 +130,9 @@ def take_snapshot(
             continue
         # On every rank, though rank 0 keeps it: state_dict() may have collectives, and each rank
         # saves its own parts of distributed tensors.
-        taken = state_of(value, unwrap)
-        require_finite(taken, name)
-        rest, parts = _sharded.split(taken, name)
+        tree = state_of(value, unwrap)
+        require_finite(tree, name)
+        rest, parts = _sharded.split(tree, name)
         shards.update(parts)
         names[name] = SHARDED if parts else REPLICATED
         if whole:

@@ -70,11 +70,11 @@ def sorted_files(
                 fix="pass an absolute path that exists on every host.",
             )
         )
-    wanted = None if suffixes is None else {suffix.lower() for suffix in suffixes}
+    accepted = None if suffixes is None else {suffix.lower() for suffix in suffixes}
     files = [
         path
         for path in top.glob(pattern)
-        if (wanted is None or path.suffix.lower() in wanted)
+        if (accepted is None or path.suffix.lower() in accepted)
         and not any(part.startswith(".") for part in path.relative_to(top).parts)
         and path.is_file()
     ]
@@ -82,7 +82,7 @@ def sorted_files(
         raise DataConfigError(
             Explanation(
                 f"No file in {top.absolute()} matches {pattern!r}"
-                f"{'' if wanted is None else f' with a suffix of {sorted(wanted)}'}.",
+                f"{'' if accepted is None else f' with a suffix of {sorted(accepted)}'}.",
                 cause="the pattern is wrong, or the directory is empty on this host.",
                 fix="check the pattern, and that the data are mounted.",
             )
@@ -125,8 +125,8 @@ class DatasetView:
     def fingerprint(self) -> str:
         """Return the digest of length, kind and samples: 16 bytes as hexadecimal text."""
         total = hashlib.blake2b(digest_size=16)
-        whole = self.digest(0, len(self.indices))
-        total.update(f"{self.length}|{self.kind}|{whole}".encode())
+        samples_digest = self.digest(0, len(self.indices))
+        total.update(f"{self.length}|{self.kind}|{samples_digest}".encode())
         return total.hexdigest()
 
 

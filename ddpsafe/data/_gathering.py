@@ -115,8 +115,8 @@ def decode(form: Any) -> Any:
     raw = bytearray(base64.b64decode(text))
     if kind == "tensor":
         values = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0)
-        wanted: torch.dtype = getattr(torch, dtype)
-        return values.view(wanted).reshape(shape) if raw else values.to(wanted).reshape(shape)
+        target: torch.dtype = getattr(torch, dtype)
+        return values.view(target).reshape(shape) if raw else values.to(target).reshape(shape)
     array = np.frombuffer(raw, dtype=dtype)
     return array[0] if shape is None else array.reshape(shape)
 

@@ -78,8 +78,8 @@ def resolve_replica(num_replicas: int | None, rank: int | None) -> Replica:
 
 def run_seed() -> int | None:
     """Return the seed that ``launch(seed=)`` gave to all ranks, if any."""
-    given = os.environ.get("_DDPSAFE_SEED", "")
-    return int(given) if given.isdigit() else None
+    seed_text = os.environ.get("_DDPSAFE_SEED", "")
+    return int(seed_text) if seed_text.isdigit() else None
 
 
 def chosen_seed() -> int | None:

@@ -53,10 +53,10 @@ def build_loader(
     """
     sampler = options.get("sampler")
     batch_sampler = options.get("batch_sampler")
-    given = batch_sampler if sampler is None else sampler
-    if given is not None and shuffle is not None:
+    user_sampler = batch_sampler if sampler is None else sampler
+    if user_sampler is not None and shuffle is not None:
         raise _no_effect(f"shuffle={shuffle}", "the sampler that was given decides the order")
-    if given is not None and not train and not isinstance(given, EvalSampler):
+    if user_sampler is not None and not train and not isinstance(user_sampler, EvalSampler):
         raise _no_effect("train=False", "it makes an EvalSampler, but a sampler was given")
     if shuffle and not train:
         raise _no_effect("shuffle=True", "train=False reads in the order of the dataset")

@@ -42,12 +42,12 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
     strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]  # torch has no types here
     if soft != resource.RLIM_INFINITY and strategy == "file_descriptor":
         needed = num_workers * _FILES_PER_WORKER + in_flight * _TENSORS_PER_BATCH
-        held = _count_open_files()
-        if held + needed > soft:
+        open_files = _count_open_files()
+        if open_files + needed > soft:
             shortages.append(
                 Explanation(
                     f"{num_workers} workers with {in_flight} batches in flight need about {needed} "
-                    f"open files; this process has {held} and may have {soft} (RLIMIT_NOFILE, hard "
+                    f"open files; this process has {open_files} and may have {soft} (RLIMIT_NOFILE, hard "
                     f"limit {hard}).",
                     cause="each tensor that a worker sends is an open file until it is freed.",
                     fix=f"raise the limit with  {_raise_to(hard)}  or use fewer workers, or "

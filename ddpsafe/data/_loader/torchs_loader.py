@@ -18,8 +18,8 @@ class OpenDataLoader(TorchDataLoader[T_co]):
 
     def _made_iterator(self) -> Iterator[T_co]:
         """Return a new iterator, with new workers if there are any."""
-        made: Iterator[T_co] = super()._get_iterator()
-        return made
+        iterator: Iterator[T_co] = super()._get_iterator()
+        return iterator
 
     def _made_indices(self) -> Any:
         """Return what yields the indices of the batches, or of the samples without batches."""

@@ -213,8 +213,9 @@ def _why(exitcode: int) -> tuple[str, str, list[str]]:
         "code in the worker called sys.exit() or os._exit(), or it could not start (with "
         "spawn or forkserver: a missing `if __name__ == '__main__':` guard)."
     )
-    said = read_last_error()
-    return cause, "read the worker's own output above this error.", [said] if said else []
+    last_error = read_last_error()
+    details = [last_error] if last_error else []
+    return cause, "read the worker's own output above this error.", details
 
 
 def describe_shared_memory() -> str:
