@@ -547,9 +547,10 @@ def _restore_one(
         tree = _filled(loaded, saved, now, name, keep_mapped=True)
         partly = any(path.startswith(f"{name}[") for path in loaded.left)
         if partly:
-            tree = type(tree)(
-                (key, kept) for key, kept in tree.items() if f"{name}[{key!r}]" not in loaded.left
-            )
+            # In place: a new dict would lack the versions of modules that torch keeps beside it.
+            for key in list(tree):
+                if f"{name}[{key!r}]" in loaded.left:
+                    del tree[key]
         tree = named_for(model, tree)
         _load_into(loaded, name, model, tree, **({"strict": False} if partly else {}))
         # A module that loads with assign=True keeps the tensors it was given.

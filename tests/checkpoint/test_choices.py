@@ -290,6 +290,35 @@ def test_values_that_do_not_match_are_kept_and_listed(tmp_path: Path) -> None:
     assert "model['0.weight']" not in text
 
 
+class Versioned(torch.nn.Module):
+    """A model that notes the version of the state that it loads."""
+
+    _version = 2
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.body = torch.nn.Parameter(torch.ones(2))
+        self.head = torch.nn.Parameter(torch.ones(size))
+        self.loaded: list[int | None] = []
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        self.loaded.append(local_metadata.get("version"))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+@pytest.mark.filterwarnings("ignore::ddpsafe.checkpoint.errors.CheckpointWarning")
+@pytest.mark.parametrize("size", [2, 3])
+def test_partial_restore_keeps_the_versions_of_modules(tmp_path: Path, size: int) -> None:
+    """A module that converts older states would take one without a version for such a state."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save({"model": Versioned(2)}, 1)
+    now = Versioned(size)
+    assert Checkpointer(tmp_path, access="read").restore({"model": now}, strict=False) == 1
+    assert now.loaded == [2]
+
+
 def test_non_strict_restore_of_a_matching_state_gives_no_warning(tmp_path: Path) -> None:
     """With nothing to skip, strict=False behaves as strict=True."""
     with Checkpointer(tmp_path) as checkpointer:
