@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpsafe.data import BalancedBatchSampler, DataLoader, DistributedSampler
-from ddpsafe.data.errors import DataConfigError, DatasetChangedError
+from ddpsafe.data.errors import DataConfigError, DatasetChangedError, StateMismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddpsafe.data.errors.DataWarning")
 
@@ -209,3 +209,15 @@ def test_largest_first_cannot_keep_the_global_batches() -> None:
     """window=0 promises the global batches of DistributedSampler."""
     with pytest.raises(DataConfigError, match="largest_first=True would change"):
         BalancedBatchSampler([1, 2, 3], 2, largest_first=True)
+
+
+@pytest.mark.parametrize("lacks", ["max_tokens", "token_window"])
+def test_position_in_other_batches_is_refused(lacks: str) -> None:
+    """Not even strict=False finds a place for it: a position counts batches of one kind."""
+    sampler = BalancedBatchSampler(range(1, 50), 4, num_replicas=2, rank=0, max_tokens=100)
+    other = BalancedBatchSampler(range(1, 50), 4, num_replicas=2, rank=0)
+    state = (other if lacks == "max_tokens" else sampler).state_dict()
+    if lacks == "token_window":
+        del state["token_window"]
+    with pytest.raises(StateMismatchError, match="not saved by a BalancedBatchSampler with max_t"):
+        sampler.load_state_dict(state, strict=False)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Sampler
 
+from ddpsafe._errors import Explanation
 from ddpsafe.data._replica import resolve_replica, run_seed
 from ddpsafe.data._samplers.base import (
     VERSION,
@@ -31,6 +32,7 @@ from ddpsafe.data._samplers.batch_plans import (
     item_costs,
 )
 from ddpsafe.data._samplers.ordered import DistributedSampler
+from ddpsafe.data.errors import StateMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -277,15 +279,22 @@ class BalancedBatchSampler(Sampler[list[int]]):
             parsed["identity"], self.identity(), strict=strict, what=type(self).__name__
         )
         place = EpochPosition.from_json(parsed.get("place"))
+        if self._tokens is not None:
+            window = parsed.get("token_window")
+            if not isinstance(window, int):
+                raise StateMismatchError(
+                    Explanation(
+                        "The state was not saved by a BalancedBatchSampler with max_tokens.",
+                        cause=f"its 'token_window' is {window!r}, and a position counts other batches.",
+                        fix="load a state of such a sampler, or restart the epoch.",
+                    )
+                )
+            # Keep the saved window, whatever the world size is now: it determines the batches.
+            self._tokens = replace(self._tokens, window=window)
+            self._token_list = None
         self.epoch = AutoEpoch(parsed["epoch"])
         self._order.set_epoch(parsed["epoch"])
-        if self._tokens is not None:
-            # Keep the saved window, whatever the world size is now: it determines the batches.
-            self._tokens = replace(self._tokens, window=int(parsed["token_window"]))
-            self._token_list = None
-            end = len(self._all_batches())
-        else:
-            end = len(self.lengths)
+        end = len(self.lengths) if self._tokens is None else len(self._all_batches())
         self._place = EpochPosition(start=end) if parsed["finished"] else place
         if self._tokens is not None and self.is_finished():
             self._warn_of_dropped_batches()  # too few are left for a step, so no pass will warn
