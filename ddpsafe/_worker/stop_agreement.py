@@ -144,7 +144,7 @@ class Alone:
         """Do nothing: there are no others."""
 
 
-class StopBoard:
+class StopKeys:
     """Requests and promises in the ranks' store, and a thread that polls for them.
 
     A request may reach one rank only: one pod is evicted, one process is signalled. From the rank's

@@ -16,7 +16,7 @@ import scripts
 from forked_ranks import by_hand, free_port
 
 import ddpsafe
-from ddpsafe._worker.stop_agreement import NoAgreementError, StopBoard, StopCalls
+from ddpsafe._worker.stop_agreement import NoAgreementError, StopCalls, StopKeys
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,17 +84,17 @@ def test_agreement_that_cannot_be_reached_is_not_waited_for() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     calls = StopCalls()
-    board = StopBoard(client, rank=1, world_size=2, calls=calls)
-    board.accept()
-    board.ask(signal.SIGTERM)
-    scripts.wait_until(lambda: board.missing() == [0])
+    stop_keys = StopKeys(client, rank=1, world_size=2, calls=calls)
+    stop_keys.accept()
+    stop_keys.ask(signal.SIGTERM)
+    scripts.wait_until(lambda: stop_keys.missing() == [0])
     del server
     started = time.monotonic()
     with pytest.raises(NoAgreementError):
         calls.answer(timedelta(hours=1))
     assert time.monotonic() - started < 10
-    assert board.missing() == [0]
-    board.leave()
+    assert stop_keys.missing() == [0]
+    stop_keys.leave()
 
 
 def test_unanswered_signal_ends_the_process(tmp_path: Path) -> None:

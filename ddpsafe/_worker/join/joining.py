@@ -24,7 +24,7 @@ from ddpsafe._worker.join import network
 from ddpsafe._worker.join.store import open_stores
 from ddpsafe._worker.join.store_endpoint import find_endpoint, job_secret
 from ddpsafe._worker.rank import this_rank
-from ddpsafe._worker.stop_agreement import StopBoard, StopCalls
+from ddpsafe._worker.stop_agreement import StopCalls, StopKeys
 from ddpsafe._worker.stop_signals import prepare_helpers, protect_torchs_helper
 from ddpsafe._world import World, find_world, loopback_interfaces, require_int
 
@@ -138,7 +138,7 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
     control = None
     store: Store = HashStore()
     if endpoint is not None:
-        store, control, board = open_stores(endpoint, world, os.environ, deadline=deadline)
+        store, control, keys = open_stores(endpoint, world, os.environ, deadline=deadline)
         if world.nnodes > 1 and config.preflight == "full":
             likely = config.backend
             if likely == "auto":  # the ranks agree on the backend only after this examination
@@ -147,7 +147,7 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
                 config,
                 world,
                 endpoint,
-                board,
+                keys,
                 control,
                 backend=likely,
                 deadline=deadline,
@@ -303,8 +303,8 @@ def _remember(
         this_rank.stopping = stop_agreement.Stopping(calls, stop_agreement.Alone(calls))
         return member
     store = member.control.store
-    board = StopBoard(store, rank=member.rank, world_size=member.world_size, calls=calls)
-    this_rank.stopping = stop_agreement.Stopping(calls, board, limit=member.barrier_timeout)
+    stop_keys = StopKeys(store, rank=member.rank, world_size=member.world_size, calls=calls)
+    this_rank.stopping = stop_agreement.Stopping(calls, stop_keys, limit=member.barrier_timeout)
     return member
 
 

@@ -94,7 +94,7 @@ def require_connected_nodes(
     config: LaunchConfig,
     world: World,
     endpoint: StoreEndpoint,
-    board: Keys,
+    keys: Keys,
     control: Control,
     *,
     backend: str,
@@ -109,7 +109,7 @@ def require_connected_nodes(
         config: The configuration.
         world: This rank's place.
         endpoint: Where the store is.
-        board: Keys of the store that nothing else uses.
+        keys: Keys of the store that nothing else uses.
         control: This rank's control line to the others.
         backend: The backend of the group that will be made.
         deadline: How long to wait for nodes that have not joined.
@@ -126,7 +126,7 @@ def require_connected_nodes(
         exchange = group.begin("the check of the nodes")
         if group.leads:
             with exchange.leading():
-                _examine(config, world, endpoint, board, backend=backend, deadline=deadline)
+                _examine(config, world, endpoint, keys, backend=backend, deadline=deadline)
         else:
             # Ranks that never join are named by the group that is made later.
             limit = timedelta(seconds=deadline.remaining_s()) + _EXAMINATION
@@ -157,7 +157,7 @@ def _examine(
     config: LaunchConfig,
     world: World,
     endpoint: StoreEndpoint,
-    board: Keys,
+    keys: Keys,
     *,
     backend: str,
     deadline: Deadline,
@@ -167,13 +167,13 @@ def _examine(
 
     # Only one rank may examine for this node.
     claim = secrets.token_hex(16)
-    if board.compare_set(f"claims/{world.node_rank}", "", claim) != claim.encode():
+    if keys.compare_set(f"claims/{world.node_rank}", "", claim) != claim.encode():
         what = f"{world} is not the only rank that considers itself the first of node {world.node_rank}."
         cause = "the launcher sets no node ranks, and does not fill one node after the other."
         fix = "set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or start with mpirun --map-by slot."
         raise PreflightError(Explanation(what, cause=cause, fix=fix))
     report = examine_nodes(
-        board,
+        keys,
         config,
         nnodes=world.nnodes,
         node_rank=world.node_rank,

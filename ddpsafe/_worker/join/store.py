@@ -102,12 +102,12 @@ class Stores(NamedTuple):
     Attributes:
         group: For torch's process group.
         control: The ranks' control line.
-        board: For the examination of the connections between the nodes.
+        node_keys: For the examination of the connections between the nodes.
     """
 
     group: Store
     control: Control
-    board: Keys
+    node_keys: Keys
 
 
 def open_stores(
@@ -140,7 +140,7 @@ def open_stores(
     return Stores(
         group=PrefixStore(prefix, group_client),
         control=control,
-        board=_keys(group_client, f"{prefix}/preflight", secret),
+        node_keys=_keys(group_client, f"{prefix}/preflight", secret),
     )
 
 
