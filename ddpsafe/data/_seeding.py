@@ -21,7 +21,7 @@ from ddpsafe.data.errors import DataConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ddpsafe.data._loader.epochs import EpochBoard
+    from ddpsafe.data._loader.epochs import SharedProgress
 
 RngKind = Literal["torch", "numpy", "random"]
 
@@ -108,13 +108,13 @@ class WorkerInit:
     def __init__(self, seed: int, user_fn: Callable[[int], object] | None) -> None:
         self.seed = seed
         self.user_fn = user_fn
-        self._board: EpochBoard | None = None
+        self._progress: SharedProgress | None = None
         self._rank = current_replica().rank
 
-    def with_board(self, board: EpochBoard) -> WorkerInit:
-        """Return a copy for workers that follow the epoch on the board."""
+    def with_progress(self, progress: SharedProgress) -> WorkerInit:
+        """Return a copy for workers that follow the epoch of the main process."""
         init = copy.copy(self)
-        init._board = board  # noqa: SLF001 - of the same class
+        init._progress = progress  # noqa: SLF001 - of the same class
         return init
 
     def __call__(self, worker_id: int) -> None:
@@ -123,7 +123,7 @@ class WorkerInit:
         with contextlib.suppress(OSError):
             Path("/proc/self/comm").write_text(f"data_worker_{worker_id}", encoding="ascii")
         rank, info = self.rank(), get_worker_info()
-        epoch = None if self._board is None else self._board.epoch()
+        epoch = None if self._progress is None else self._progress.epoch()
         if epoch is not None:
             seed_worker(self.seed, epoch, rank, worker_id)
         else:

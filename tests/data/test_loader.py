@@ -28,7 +28,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from ddpsafe.data import DataLoader, DistributedSampler, ShardedIterable
 from ddpsafe.data._loader.build import build_loader
-from ddpsafe.data._loader.epochs import EpochBoard, FollowedDataset, NamingDataset
+from ddpsafe.data._loader.epochs import FollowedDataset, NamingDataset, SharedProgress
 from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError, StateMismatchError
 
 if TYPE_CHECKING:
@@ -741,13 +741,13 @@ def test_a_batch_sampler_may_yield_any_type_that_torch_takes(batch: Any, num_wor
 
 def test_the_sample_a_worker_reads_is_recorded() -> None:
     """The worker may die much later, while it collates or waits, and it may read a batch at once."""
-    board, said = EpochBoard(1), []
+    progress, said = SharedProgress(1), []
 
     class Told(Numbers):
         """Records what is known of its worker, as the error would show it if the worker died."""
 
         def __getitem__(self, index: Any) -> Any:
-            said.append((board.has_begun(0), board.reading(0), board.describe(0, self)))
+            said.append((progress.has_begun(0), progress.reading(0), progress.describe(0, self)))
             return index
 
     class ToldInBatches(Told):
@@ -761,12 +761,12 @@ def test_the_sample_a_worker_reads_is_recorded() -> None:
         (ToldInBatches(N), [7, 8]),
         (ToldInBatches(N), ["key"]),
     ):
-        board.announce(0, 0)
-        assert not board.has_begun(0)
-        followed = FollowedDataset(dataset, None, board)
+        progress.announce(0, 0)
+        assert not progress.has_begun(0)
+        followed = FollowedDataset(dataset, None, progress)
         followed.enter_worker(0, lambda _: None, 0)
         followed.__getitems__(indices)
-        assert (board.has_begun(0), board.reading(0), board.describe(0, dataset)) == (
+        assert (progress.has_begun(0), progress.reading(0), progress.describe(0, dataset)) == (
             True,
             None,
             "",

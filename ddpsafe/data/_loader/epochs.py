@@ -43,7 +43,7 @@ PATH_ATTRIBUTES: Final = ("samples", "imgs", "files", "paths")
 _NOTES_IN_EXCEPTIONS: Final = sys.version_info >= (3, 11)
 
 
-class EpochBoard:
+class SharedProgress:
     """Shared integers: the epoch, the offset in it, and the index each worker reads."""
 
     def __init__(self, num_workers: int) -> None:
@@ -181,19 +181,19 @@ class NamingDataset:
 
 
 class FollowedDataset(NamingDataset):
-    """Wraps the user's dataset in a worker: follows the board's epoch, and reports each index."""
+    """Wraps the user's dataset in a worker: follows the epoch of the main process, and reports each index."""
 
     def __init__(
         self,
         dataset: Any,
         collate_fn: object,
-        board: EpochBoard,
+        progress: SharedProgress,
         tracker: Tracker | None = None,
     ) -> None:
         super().__init__(dataset, tracker)
         self._targets = epoch_targets(dataset, collate_fn)
-        self._board = board
-        self._epoch = board.epoch()
+        self._progress = progress
+        self._epoch = progress.epoch()
         self._worker = -1
         self._rank = 0
         self._reseed: Callable[[int], None] | None = None
@@ -203,12 +203,12 @@ class FollowedDataset(NamingDataset):
         self._worker = worker_id
         self._rank = rank
         self._reseed = reseed
-        self._epoch = self._board.epoch()
+        self._epoch = self._progress.epoch()
         if self._tracker is not None:
             self._tracker.enter(self.dataset)
 
     def _follow(self) -> None:
-        epoch = self._board.epoch()
+        epoch = self._progress.epoch()
         if epoch == self._epoch or epoch is None:
             return
         self._epoch = epoch
@@ -219,14 +219,14 @@ class FollowedDataset(NamingDataset):
 
     def __iter__(self) -> Iterator[Any]:
         self._follow()
-        self._board.cells()[_FIRST_WORKER + self._worker] = _UNKNOWN
+        self._progress.cells()[_FIRST_WORKER + self._worker] = _UNKNOWN
         if hasattr(self.dataset, "seek_consumed"):
-            self.dataset.seek_consumed(self._board.offset())
+            self.dataset.seek_consumed(self._progress.offset())
         return super().__iter__()
 
     def _read_batch(self, many: Callable[[Any], Any], indices: Any) -> Any:
         self._follow()
-        cells, cell = self._board.cells(), _FIRST_WORKER + self._worker
+        cells, cell = self._progress.cells(), _FIRST_WORKER + self._worker
         first = _number_of(next(iter(indices), None)) if isinstance(indices, Sequence) else _UNKNOWN
         cells[cell] = _BATCH - first if first >= 0 else _UNKNOWN
         batch = many(indices)
@@ -235,7 +235,7 @@ class FollowedDataset(NamingDataset):
 
     def _reported(self, indices: Iterable[Any]) -> Iterator[Any]:
         self._follow()
-        cells, cell = self._board.cells(), _FIRST_WORKER + self._worker
+        cells, cell = self._progress.cells(), _FIRST_WORKER + self._worker
         for index in indices:
             cells[cell] = _number_of(index)
             yield index

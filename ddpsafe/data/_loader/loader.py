@@ -16,9 +16,9 @@ from ddpsafe.data._consistency import compare_states
 from ddpsafe.data._iterable import ShardedIterable
 from ddpsafe.data._loader.cursor import EpochCursor, Epochs
 from ddpsafe.data._loader.epochs import (
-    EpochBoard,
     FollowedDataset,
     NamingDataset,
+    SharedProgress,
     add_note,
     limit_notes,
 )
@@ -28,7 +28,7 @@ from ddpsafe.data._loader.machine_limits import (
     warn_of_limits,
 )
 from ddpsafe.data._loader.replay import (
-    ParcelCollate,
+    CollateWithState,
     Replay,
     TrackedIndices,
     is_stateful,
@@ -87,7 +87,7 @@ class EpochIterator(Generic[T_co]):
         self,
         inner: Iterator[T_co],
         cursor: EpochCursor,
-        board: EpochBoard | None,
+        progress: SharedProgress | None,
         on_first_batch: Callable[[object], None] | None = None,
         rng_state: torch.Tensor | None = None,
         replay: Replay | None = None,
@@ -97,7 +97,7 @@ class EpochIterator(Generic[T_co]):
         self._inner = inner
         self._cursor = cursor
         self._delivery = cursor.delivery
-        self._board = board
+        self._progress = progress
         self._on_first_batch = on_first_batch
         self._rng_state = rng_state
         self._replay = replay
@@ -162,7 +162,7 @@ class EpochIterator(Generic[T_co]):
 
     def explain(self, error: Exception) -> Exception | None:
         """Return what explains an error, if a worker that died or timed out caused it."""
-        return explain_worker_error(error, self._inner, self._board)
+        return explain_worker_error(error, self._inner, self._progress)
 
     def count_as_used(self, batches: int) -> None:
         """Count only these batches as read, and the end as not reached; `even_steps` calls it."""
@@ -288,7 +288,7 @@ class DataLoader(OpenDataLoader[T_co]):
         self.worker_init_fn = WorkerInit(self._worker_seed, user_fn)
         warn_of_limits(self)
         self._measured = False
-        self._board: EpochBoard | None = None
+        self._progress: SharedProgress | None = None
         follows_state = is_stateful(dataset) or self._find_position() is None
         self._replay = Replay(self) if follows_state else None
 
@@ -356,8 +356,8 @@ class DataLoader(OpenDataLoader[T_co]):
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's is a private class
         # Not in __init__: Accelerate and Fabric add their own sampler to a loader that has none.
         refuse_undivided(self)
-        if self.num_workers > 0 and self._board is None:
-            self._board = EpochBoard(self.num_workers)
+        if self.num_workers > 0 and self._progress is None:
+            self._progress = SharedProgress(self.num_workers)
         epoch = self._cursor.begin(
             self.dataset,
             self.collate_fn,
@@ -366,9 +366,9 @@ class DataLoader(OpenDataLoader[T_co]):
             has_more=self._has_more,
         )
         holder = self._cursor.holder
-        if self._board is not None:
+        if self._progress is not None:
             offset = holder.offset() if hasattr(holder, "offset") else 0
-            self._board.announce(epoch, offset)
+            self._progress.announce(epoch, offset)
         skipped = 0 if self._replay is None else self._replay.begin_epoch(epoch)
         skipped += getattr(holder, "batches_to_skip", int)()
         replica = current_replica()
@@ -396,7 +396,7 @@ class DataLoader(OpenDataLoader[T_co]):
         iterator = EpochIterator(
             inner,
             self._cursor,
-            self._board,
+            self._progress,
             on_first_batch,
             rng_state,
             self._replay,
@@ -426,14 +426,14 @@ class DataLoader(OpenDataLoader[T_co]):
         refuse_unsafe_workers(
             parts, requested=self.multiprocessing_context, safety=self.worker_safety
         )
-        if isinstance(init, WorkerInit) and self._board is not None:
-            wrapped["worker_init_fn"] = init.with_board(self._board)
+        if isinstance(init, WorkerInit) and self._progress is not None:
+            wrapped["worker_init_fn"] = init.with_progress(self._progress)
             if not is_pipe:
                 wrapped["dataset"] = FollowedDataset(
-                    self.dataset, self.collate_fn, self._board, tracker
+                    self.dataset, self.collate_fn, self._progress, tracker
                 )
             if tracker is not None and tracker.has_state():
-                wrapped["collate_fn"] = ParcelCollate(self.collate_fn, tracker)
+                wrapped["collate_fn"] = CollateWithState(self.collate_fn, tracker)
         try:
             with self._replaced(**wrapped), warnings.catch_warnings():
                 # torch's warning recommends fork, under which workers would share open handles.
@@ -547,7 +547,7 @@ class DataLoader(OpenDataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the iteration under way."""
-        return {**self._without_workers(), "_board": None}
+        return {**self._without_workers(), "_progress": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore as a copy with its own position."""

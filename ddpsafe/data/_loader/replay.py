@@ -50,14 +50,14 @@ class Skip:
 
 
 @dataclass(slots=True)
-class Parcel:
+class WorkerBatch:
     """A batch on its way from a worker, with the state of that worker's data after it."""
 
     batch: Any
     worker: int
     state: dict[str, Any] | None
 
-    def pin_memory(self, device: Any = None) -> Parcel:
+    def pin_memory(self, device: Any = None) -> WorkerBatch:
         """Pin the batch; torch's pinning thread calls it."""
         self.batch = pinned(self.batch, device)
         return self
@@ -159,18 +159,18 @@ def _worker() -> int:
     return 0 if info is None else info.id
 
 
-class ParcelCollate:
+class CollateWithState:
     """Collates with the user's function, and sends the worker's state along with each batch."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], tracker: Tracker) -> None:
         self._collate_fn = collate_fn
         self._tracker = tracker
 
-    def __call__(self, samples: Any) -> Parcel:
+    def __call__(self, samples: Any) -> WorkerBatch:
         """Collate, in the worker."""
         if samples is Skip or (isinstance(samples, list) and samples and samples[0] is Skip):
-            return Parcel(None, -1, None)
-        return Parcel(self._collate_fn(samples), _worker(), self._tracker.state())
+            return WorkerBatch(None, -1, None)
+        return WorkerBatch(self._collate_fn(samples), _worker(), self._tracker.state())
 
 
 @dataclass(slots=True)
@@ -251,7 +251,7 @@ class Replay:
         last = self._delivered[-1] if self._delivered else self._start
         drawn = self._drawn.popleft() if self._drawn else copy.copy(last)
         drawn.workers, drawn.last_worker = last.workers, last.last_worker
-        if type(batch) is Parcel:
+        if type(batch) is WorkerBatch:
             if batch.state is not None:
                 drawn.workers = {**last.workers, batch.worker: batch.state}
             drawn.last_worker = batch.worker

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
     from types import FrameType
 
-    from ddpsafe.data._loader.epochs import EpochBoard
+    from ddpsafe.data._loader.epochs import SharedProgress
 
 
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -95,7 +95,7 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def explain_worker_error(
-    error: Exception, iterator: object, board: EpochBoard | None
+    error: Exception, iterator: object, progress: SharedProgress | None
 ) -> Exception | None:
     """Return what explains an error that a dead or timed-out worker caused; else ``None``."""
     if isinstance(error, OSError):
@@ -110,7 +110,7 @@ def explain_worker_error(
         return None
     workers = workers_of(iterator)
     kinds = (RuntimeError, OSError, EOFError)
-    if board is None or not workers or not isinstance(error, kinds):
+    if progress is None or not workers or not isinstance(error, kinds):
         return None
     # torch prefixes an error that a worker raised: "Caught … in DataLoader worker process".
     if isinstance(error, WorkerDiedError) or str(error).startswith("Caught "):
@@ -129,18 +129,20 @@ def explain_worker_error(
     dataset = dataset_behind(iterator)
     for worker, process in enumerate(workers):
         if process.exitcode not in {None, 0}:
-            return _died(worker, process, board, dataset)
+            return _died(worker, process, progress, dataset)
     if str(error).startswith("DataLoader timed out after"):
-        return _timed_out(iterator, board, dataset)
+        return _timed_out(iterator, progress, dataset)
     return None
 
 
-def _died(worker: int, process: BaseProcess, board: EpochBoard, dataset: object) -> WorkerDiedError:
+def _died(
+    worker: int, process: BaseProcess, progress: SharedProgress, dataset: object
+) -> WorkerDiedError:
     replica = current_replica()
     exitcode = process.exitcode or 0
-    sample = board.describe(worker, dataset)
+    sample = progress.describe(worker, dataset)
     reading = f" while it read {sample}" if sample else ""
-    if not board.has_begun(worker):
+    if not progress.has_begun(worker):
         reading = " before it read anything in this epoch"
     how = f"exited with code {exitcode}"
     if exitcode < 0:
@@ -158,18 +160,18 @@ def _died(worker: int, process: BaseProcess, board: EpochBoard, dataset: object)
         worker=worker,
         pid=process.pid,
         exitcode=exitcode,
-        index=board.reading(worker),
+        index=progress.reading(worker),
     )
 
 
-def _timed_out(iterator: Any, board: EpochBoard, dataset: object) -> WorkerTimeoutError:
+def _timed_out(iterator: Any, progress: SharedProgress, dataset: object) -> WorkerTimeoutError:
     replica = current_replica()
     worker = find_awaited_worker(iterator)
     waited_s = worker_limit_s(iterator)
     late, sample = "a worker", ""
     if worker is not None:
         late = f"worker {worker} (pid {workers_of(iterator)[worker].pid})"
-        sample = board.describe(worker, dataset)
+        sample = progress.describe(worker, dataset)
     reading = f" and is reading {sample}" if sample else ""
     return WorkerTimeoutError(
         Explanation(
@@ -181,7 +183,7 @@ def _timed_out(iterator: Any, board: EpochBoard, dataset: object) -> WorkerTimeo
         ),
         rank=replica.rank,
         worker=worker,
-        index=None if worker is None else board.reading(worker),
+        index=None if worker is None else progress.reading(worker),
         timeout_s=waited_s,
     )
 
