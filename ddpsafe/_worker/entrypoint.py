@@ -467,7 +467,8 @@ def _run_user_code(
 
     this_rank.reporter = reporter
     name_rank(spec.world, spec.attempt)
-    this_rank.spec, this_rank.since_start = spec, since_start
+    this_rank.spec = spec
+    this_rank.since_start = since_start
 
     def use_torch() -> torch.device:
         session.install_hooks(spec)

@@ -139,7 +139,8 @@ def setup(
     """
     member, opened = _enter(rank, world_size, backend or "auto", config, fields)
     if opened:
-        this_rank.opened, this_rank.handled_at_setup = member, sys.exc_info()[1]
+        this_rank.opened = member
+        this_rank.handled_at_setup = sys.exc_info()[1]
     return member
 
 

@@ -95,7 +95,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         largest_first: bool = False,
     ) -> None:
         replica = resolve_replica(num_replicas, rank)
-        self.num_replicas, self.rank = replica.num_replicas, replica.rank
+        self.num_replicas = replica.num_replicas
+        self.rank = replica.rank
         self.batch_size = _at_least(batch_size, 1, "batch_size")
         self.window = _at_least(window, 0, "window")
         self.lengths = check_lengths(lengths)
