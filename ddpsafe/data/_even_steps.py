@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Final, Generic, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,8 @@ from torch.distributed.algorithms.join import Join, Joinable
 from ddpsafe._errors import Explanation
 from ddpsafe._text import ranks_text
 from ddpsafe.data._replica import current_replica
-from ddpsafe.data.errors import DataConfigError, UnevenStepsError
+from ddpsafe.data._samplers.base import bad_arguments
+from ddpsafe.data.errors import UnevenStepsError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -203,7 +205,4 @@ def _ignore(*_: int) -> None:
     """Do nothing: other libraries' iterators do not count used batches."""
 
 
-def _bad(what: str, fix: str) -> DataConfigError:
-    return DataConfigError(
-        Explanation(f"even_steps: {what}.", cause="the arguments do not fit.", fix=f"{fix}.")
-    )
+_bad: Final = functools.partial(bad_arguments, "even_steps")

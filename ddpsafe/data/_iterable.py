@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import warnings
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, cast, get_args
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -14,12 +15,13 @@ from ddpsafe.data._replica import resolve_replica
 from ddpsafe.data._samplers.base import (
     VERSION,
     AutoEpoch,
+    bad_arguments,
     check_epoch,
     compare_identity,
     parse_state,
     warn_empty_epoch,
 )
-from ddpsafe.data.errors import DataConfigError, DataWarning, UnevenStepsError
+from ddpsafe.data.errors import DataWarning, UnevenStepsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -249,7 +251,4 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
         self._finished = parsed["finished"]
 
 
-def _bad(what: str, fix: str) -> DataConfigError:
-    return DataConfigError(
-        Explanation(f"ShardedIterable: {what}.", cause="the arguments do not fit.", fix=f"{fix}.")
-    )
+_bad: Final = functools.partial(bad_arguments, "ShardedIterable")

@@ -397,6 +397,13 @@ def require_int(value: object, name: str) -> int:
     )
 
 
+def bad_arguments(subject: str, what: str, fix: str) -> DataConfigError:
+    """Make the error for arguments of `subject` that do not fit."""
+    return DataConfigError(
+        Explanation(f"{subject}: {what}.", cause="the arguments do not fit.", fix=f"{fix}.")
+    )
+
+
 def check_epoch(epoch: int) -> None:
     """Raise if an epoch is not a whole number from 0."""
     if require_int(epoch, "epoch") < 0:

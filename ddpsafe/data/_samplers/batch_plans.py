@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from ddpsafe._errors import Explanation
+from ddpsafe.data._samplers.base import bad_arguments
 from ddpsafe.data._samplers.permutation import random_order
-from ddpsafe.data.errors import DataConfigError, StateMismatchError
+from ddpsafe.data.errors import StateMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -82,13 +83,7 @@ def item_costs(lengths: NDArray[np.float64], cost: Cost) -> NDArray[np.float64]:
     return lengths
 
 
-def bad_balance(what: str, fix: str) -> DataConfigError:
-    """Make the error for bad arguments of `BalancedBatchSampler`."""
-    return DataConfigError(
-        Explanation(
-            f"BalancedBatchSampler: {what}.", cause="the arguments do not fit.", fix=f"{fix}."
-        )
-    )
+bad_balance: Final = functools.partial(bad_arguments, "BalancedBatchSampler")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+import functools
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import numpy as np
 import torch
 
-from ddpsafe._errors import Explanation
-from ddpsafe.data._samplers.base import PositionSampler, digest, require_int
+from ddpsafe.data._samplers.base import PositionSampler, bad_arguments, digest, require_int
 from ddpsafe.data._samplers.permutation import derive_keys, open_permutation, uniform_at
-from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from ddpsafe.data._samplers.base import Lookup
 
 WeightMode = Literal["iid", "repeat"]
-_SHOWN: int = 3
+_SHOWN: Final = 3
 
 
 class WeightedSampler(PositionSampler):
@@ -68,9 +67,9 @@ class WeightedSampler(PositionSampler):
         self.replacement = replacement
         self.mode: WeightMode = mode
         if self.mode not in get_args(WeightMode):
-            raise _bad_call(f"mode cannot be {self.mode!r}", "choose 'iid' or 'repeat'")
+            raise _bad(f"mode cannot be {self.mode!r}", "choose 'iid' or 'repeat'")
         if self.mode == "repeat" and num_samples is not None:
-            raise _bad_call(
+            raise _bad(
                 "with mode='repeat' the weights decide how many samples an epoch has",
                 "leave num_samples out, or scale the weights",
             )
@@ -79,7 +78,7 @@ class WeightedSampler(PositionSampler):
         )
         possible = int(np.count_nonzero(self.weights))
         if draws < 1 or (not self.replacement and self.mode == "iid" and draws > possible):
-            raise _bad_call(
+            raise _bad(
                 f"{draws} samples cannot be drawn from {possible} with a weight above zero"
                 f"{'' if self.replacement else ' without replacement'}",
                 "request fewer samples, or use replacement=True",
@@ -154,23 +153,20 @@ def check_weights(weights: Sequence[float] | torch.Tensor | NDArray[Any]) -> NDA
     plain = weights.detach().cpu().numpy() if isinstance(weights, torch.Tensor) else weights
     values = np.ascontiguousarray(plain, dtype=np.float64)
     if values.ndim != 1 or len(values) == 0:
-        raise _bad_call(
+        raise _bad(
             f"weights must have the shape (n,) with n >= 1, not {values.shape}",
             "pass one weight for each sample",
         )
     bad = np.flatnonzero(~np.isfinite(values) | (values < 0))
     if len(bad):
         listed = ", ".join(f"weights[{i}] = {values[i]}" for i in bad[:_SHOWN])
-        raise _bad_call(
+        raise _bad(
             f"{len(bad)} weights are negative or not finite: {listed}",
             "pass finite weights of zero or more",
         )
     if not values.any():
-        raise _bad_call("all weights are zero", "give at least one sample a weight")
+        raise _bad("all weights are zero", "give at least one sample a weight")
     return values
 
 
-def _bad_call(what: str, fix: str) -> DataConfigError:
-    return DataConfigError(
-        Explanation(f"WeightedSampler: {what}.", cause="the arguments do not fit.", fix=f"{fix}.")
-    )
+_bad: Final = functools.partial(bad_arguments, "WeightedSampler")
