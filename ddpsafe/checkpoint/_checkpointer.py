@@ -536,7 +536,9 @@ def import_file(
             if isinstance(value, dict) and {"state", "param_groups"} <= value.keys()
         },
     )
+    # A path need not be UTF-8, but the manifest is.
     source = os.fsencode(file).decode(errors="backslashreplace")
+    # keep=None: an import removes no other checkpoint.
     with Checkpointer(directory, keep=None) as checkpointer:
         imported = {"imported_from": source}
         checkpointer._begin(snapshot, step, None, imported, asynchronous=False)  # noqa: SLF001 - the same module

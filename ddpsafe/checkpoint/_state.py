@@ -334,6 +334,7 @@ def _refused(state: dict[str, Any]) -> Iterator[tuple[str, str]]:
         # torch 2.15 saves nested tensors but cannot load them.
         if isinstance(leaf, torch.Tensor) and type(leaf) in tensors and not leaf.is_nested:
             continue
+        # Tried, not looked up in a list: add_safe_globals() may have allowed the type.
         why = _try(leaf)
         if why is not None:
             kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"

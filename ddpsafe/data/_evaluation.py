@@ -122,6 +122,7 @@ def gather_exact(
         }
         spec = _describe(leaves, len(own), named=isinstance(values, Mapping))
     except Exception as error:  # noqa: BLE001 - raised below on every rank; raised here, it would leave the others waiting
+        # Never empty: that means no error.
         spec = {"error": str(error) or type(error).__name__}
     specs = gather_json(spec, group)
     problems = [f"rank {rank}: {spec['error']}" for rank, spec in enumerate(specs) if spec["error"]]
@@ -168,6 +169,7 @@ def gather_exact(
 
 def _indices(indices: Iterable[int]) -> NDArray[np.int64]:
     listed = indices.tolist() if isinstance(indices, torch.Tensor | np.ndarray) else indices
+    # One by one: NumPy would truncate 1.5.
     return np.asarray([require_int(index, "an index") for index in listed], dtype=np.int64)
 
 
@@ -251,6 +253,7 @@ def _gather_leaf(
     # The bytes of each row, (k, w) uint8; the leaf of a rank without samples may have any form.
     width = math.prod(spec["shape"]) * dtype.itemsize
     count = 0 if leaf is None else len(leaf)
+    # torch.frombuffer refuses an empty buffer, and warns of one that cannot be written to.
     if count * width == 0:
         rows = torch.empty((count, width), dtype=torch.uint8)
     elif is_array:

@@ -177,6 +177,7 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
                 finished_ranks=range(self.num_replicas - missing, self.num_replicas),
                 step=total // self.num_replicas,
             )
+        # Cycled, since a stream may have fewer samples than there are ranks.
         for extra, item in enumerate(itertools.islice(itertools.cycle(self._open()), missing)):
             if (total + extra) % self.num_replicas == self.rank:
                 yield item

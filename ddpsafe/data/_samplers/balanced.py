@@ -109,6 +109,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._costs = item_costs(self.lengths, cost)
         self._padded = cost == "padded"
         self._cost_name = cost if isinstance(cost, str) else "callable"
+        # The global order, as for a single rank: whole batches of it are dealt to the ranks.
         self._order = DistributedSampler(
             len(self.lengths), 1, 0, shuffle=shuffle, seed=self.seed, algorithm=algorithm
         )
