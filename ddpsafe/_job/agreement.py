@@ -290,9 +290,9 @@ class Exchange:
         missing = list(group.ranks[1:])
         lost = ""
         while missing:
-            raw, found = self._wait(self._key(missing[0]), missing, deadline, self._has_sent)
-            if found is not None:
-                missing, lost = [found[0]], found[1]
+            raw, peer = self._wait(self._key(missing[0]), missing, deadline, self._has_sent)
+            if peer is not None:
+                missing, lost = [peer[0]], peer[1]
                 break
             if raw is None:
                 missing = [rank for rank in missing if not self._has_sent(rank)]

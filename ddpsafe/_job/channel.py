@@ -1119,8 +1119,8 @@ def _open_server(address: str, port: int) -> socket.socket:
 
 
 def _open_connection(address: tuple[str, int], deadline: Deadline) -> socket.socket:
-    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    family, kind, _, _, where = found[0]  # with the zone of a link-local address
+    entries = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    family, kind, _, _, where = entries[0]  # with the zone of a link-local address
     connection = socket.socket(family, kind)
     try:
         _keep_packets_small(connection)

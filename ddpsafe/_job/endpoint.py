@@ -114,8 +114,8 @@ def look_up(host: str, port: int) -> list[str]:
         OSError: It has none.
         UnicodeError: It cannot be a name.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 class JobEndpoint:
@@ -252,9 +252,9 @@ class JobEndpoint:
         addresses = _without_loopback(resolved)
         interfaces = list_interfaces()
         if self._endpoint.is_loopback:  # as in torchrun's examples: all nodes are on this host
-            if self._asked_interface not in (None, "lo"):
+            if self._wanted_interface not in (None, "lo"):
                 what = (
-                    f"rendezvous.interface={self._asked_interface!r} has no effect with the endpoint "
+                    f"rendezvous.interface={self._wanted_interface!r} has no effect with the endpoint "
                     f"{self._endpoint}, which is on each host itself."
                 )
                 fix = (
@@ -270,13 +270,13 @@ class JobEndpoint:
         else:
             self.address = self._own_address(addresses, interfaces)
         own = {address: interface for interface in interfaces for address in interface.addresses}
-        node_rank, asked = self._config.node_rank, self._asked_interface
+        node_rank, wanted = self._config.node_rank, self._wanted_interface
         here = [address for address in addresses if address in own or self._endpoint.is_loopback]
         # A resolver may return every address of this host, and the other nodes reach only some:
         # first the interface that was asked for, then networks before containers, IPv4 before IPv6.
         here.sort(
             key=lambda address: (
-                address in own and own[address].name != asked,
+                address in own and own[address].name != wanted,
                 address in own and not own[address].is_candidate,
                 ":" in address,
             )
@@ -302,7 +302,7 @@ class JobEndpoint:
                 sum(interface.is_candidate for interface in interfaces) > 1
                 or not self._has_own_name
             )
-            if not addresses and asked is None and is_unsure:
+            if not addresses and wanted is None and is_unsure:
                 logger.warning(
                     "%s is %s here (/etc/hosts), so node 0 listens at %s; if the other nodes reach it at "
                     "another address, set rendezvous.interface (--interface) on this node",
@@ -364,32 +364,33 @@ class JobEndpoint:
         raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
 
     def _own_address(self, endpoint: Sequence[str], interfaces: Sequence[Interface]) -> str:
-        asked = self._asked_interface
-        if asked is not None:
-            chosen = next((interface for interface in interfaces if interface.name == asked), None)
+        wanted = self._wanted_interface
+        if wanted is not None:
+            chosen = next((interface for interface in interfaces if interface.name == wanted), None)
             if chosen is None or not chosen.addresses:
                 existing = ", ".join(interface.name for interface in interfaces)
                 what = (
-                    f"rendezvous.interface={asked!r}: {socket.gethostname()} has no such interface "
+                    f"rendezvous.interface={wanted!r}: {socket.gethostname()} has no such interface "
                     "with an address."
                 )
                 cause = "interface names differ from host to host."
                 fix = f'set interface="auto", or one of {existing}.'
                 raise ConfigError(Explanation(what, cause=cause, fix=fix))
             return chosen.addresses[0]
-        found = find_address_towards(endpoint)
-        if found is None:
+        address = find_address_towards(endpoint)
+        if address is None:
             what = f"{socket.gethostname()} has no address that other nodes could reach."
             cause = "no interface except loopback is up."
             raise PreflightError(
                 Explanation(what, cause=cause, fix="check  ip addr  there."), kind="startup-network"
             )
-        return found
+        return address
 
     @property
-    def _asked_interface(self) -> str | None:
-        asked = self._config.rendezvous.interface
-        return None if asked == "auto" else asked
+    def _wanted_interface(self) -> str | None:
+        """The interface that the user has named, if any."""
+        name = self._config.rendezvous.interface
+        return None if name == "auto" else name
 
     def interface_settings(self) -> dict[str, str]:
         """Return the variables that keep the ranks' libraries on an interface, if one was asked for.
@@ -398,10 +399,10 @@ class JobEndpoint:
         use the one that this host's name leads to: if that is loopback, as after Debian's installer, no other
         host reaches it.
         """
-        name = self._asked_interface
+        name = self._wanted_interface
         if name is None:
-            found = find_interface_of(self.address)
-            name = None if found is None else found.name
+            interface = find_interface_of(self.address)
+            name = None if interface is None else interface.name
         if name is None:
             return {}
         variables = interface_variables(name)
@@ -413,10 +414,10 @@ class JobEndpoint:
     def _is_own_name_loopback(self) -> bool:
         """Return whether this host's name leads to loopback first, or nowhere."""
         try:
-            found = self.call(lambda: socket.getaddrinfo(socket.gethostname(), 0), _HANDSHAKE)
+            entries = self.call(lambda: socket.getaddrinfo(socket.gethostname(), 0), _HANDSHAKE)
         except (OSError, UnicodeError, RendezvousTimeoutError):
             return True
-        return is_loopback(str(found[0][4][0]))
+        return is_loopback(str(entries[0][4][0]))
 
     def _serve(self, address: str) -> bool:
         """Serve the store at one address; return whether the port was free."""
@@ -518,8 +519,9 @@ class JobEndpoint:
         try:
             self.store = self.call(lambda: open_tcp_store(address, port), _HANDSHAKE)
         except RendezvousTimeoutError as exc:
-            at = f"{self._endpoint}" + (f" ({address})" if address != self._endpoint.host else "")
-            what = f"the program that {socket.gethostname()} reached at {at} is not a launcher."
+            place = str(self._endpoint)
+            place += f" ({address})" if address != self._endpoint.host else ""
+            what = f"the program that {socket.gethostname()} reached at {place} is not a launcher."
             holder = "this host" if address in here else self._endpoint.host
             cause = f"another program is using port {port} on {holder}."
             look = COMMANDS["DS-PORT-taken"][0].format(port=port)

@@ -202,11 +202,11 @@ class SignedKeys:
         signed = self._sign(key, desired)
         known = self._sign(key, expected) if expected else b""
         for _ in range(self._MAX_TRIES):  # an unsigned value counts as not set: replace it
-            found = self._store.compare_set(key, known, signed)  # type: ignore[arg-type]  # as above
-            value = self._signer.verified(key, found)
+            stored = self._store.compare_set(key, known, signed)  # type: ignore[arg-type]  # as above
+            value = self._signer.verified(key, stored)
             if value is not None:
                 return value
-            known = found
+            known = stored
         raise RuntimeError(f"another program keeps writing to {key}")
 
     def delete_key(self, key: str, /) -> bool:

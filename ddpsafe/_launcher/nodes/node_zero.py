@@ -478,17 +478,17 @@ class OtherNodes(Peers):
 
     def outcomes(self) -> dict[int, RankOutcome]:
         """Return what became of the ranks of all other nodes."""
-        found = {outcome.rank: outcome for outcome in self._described()}
+        outcomes = {outcome.rank: outcome for outcome in self._described()}
         for node in self.reported.values() if self._has_asked else ():
             for outcome in node.outcomes:
                 rank = self._by_rank.get(outcome.rank)
                 # It may have returned since its launcher asked it where it is.
                 is_late = outcome.status == "stopped" and outcome.before is None
                 if is_late and rank is not None and rank.returned is not None:
-                    found[outcome.rank] = replace(outcome, status="returned")
+                    outcomes[outcome.rank] = replace(outcome, status="returned")
                 else:
-                    found[outcome.rank] = outcome
-        return found
+                    outcomes[outcome.rank] = outcome
+        return outcomes
 
     def oom_kills(self) -> int:
         """Return how many processes their kernels have killed for memory during the attempt."""

@@ -282,9 +282,9 @@ class NodeRendezvous:
     def _find_control(self) -> ControlAddress:
         for pause_s in Deadline.after(_CONTROL_OPENS).pauses_s():
             if self.endpoint.has(_CONTROL):
-                found = self._find(_CONTROL, ControlAddress)
-                if found is not None:
-                    return found
+                control = self._find(_CONTROL, ControlAddress)
+                if control is not None:
+                    return control
                 self.endpoint.put_plain(_REFUSED_NAME, socket.gethostname())
                 break
             self.require_no_signal()

@@ -244,12 +244,12 @@ class NodeLaunch:
         least = self._plan.config.rendezvous.min_nodes or self._plan.config.nnodes
         while True:
             try:
-                found = rendezvous.join()
-                assert found is not None, "the node that serves the endpoint is not a replacement"  # noqa: S101
-                if found.node_rank != 0:
+                new_round = rendezvous.join()
+                assert new_round is not None  # noqa: S101 - only a replacement can find the job ended
+                if new_round.node_rank != 0:
                     what = (
                         f"{socket.gethostname()} serves the endpoint, but the rendezvous made it node "
-                        f"{found.node_rank} of {len(found.launchers)}."
+                        f"{new_round.node_rank} of {len(new_round.launchers)}."
                     )
                     cause = "another node has node_rank 0, or the clocks of the nodes differ by many seconds."
                     fix = (
@@ -258,7 +258,7 @@ class NodeLaunch:
                     raise PreflightError(  # noqa: TRY301 - sent to the others
                         Explanation(what, cause=cause, fix=fix), kind="startup-network"
                     )
-                others = found.launchers[1:]
+                others = new_round.launchers[1:]
                 limit = Deadline.after(self._plan.config.timeouts.rendezvous)
                 # Each has connected before it joined, and may have left since.
                 lobby.wait_until(
@@ -272,7 +272,7 @@ class NodeLaunch:
                     rendezvous.facts,
                     *(lobby.nodes[launcher] for launcher in others if launcher in there),
                 )
-                is_whole = len(nodes) == len(found.launchers) >= least
+                is_whole = len(nodes) == len(new_round.launchers) >= least
                 if is_whole and self._sees_checkpoints(lobby, nodes):
                     return nodes
             except (Exception, Interrupted) as exc:
@@ -481,7 +481,7 @@ class NodeLaunch:
                 rendezvous.inbox = inbox
                 try:
                     self._require_ready(rendezvous)
-                    found = rendezvous.join()
+                    new_round = rendezvous.join()
                 except Interrupted as exc:
                     if self._earlier and membership.running is None:  # node 0 waits for this node
                         received = Interrupted(exc.signum, socket.gethostname())
@@ -494,7 +494,7 @@ class NodeLaunch:
                     if self._earlier and self._round_plan is None:  # it has lost node 0 before
                         raise self._earlier[-1] from exc
                     raise
-                if found is None:
+                if new_round is None:
                     note_event("ended", "the job has ended")
                     return {}
                 try:
@@ -508,7 +508,7 @@ class NodeLaunch:
                 except _JoinAgain:
                     continue
                 except (Exception, Interrupted) as exc:
-                    error = self._failed_to_begin(rendezvous, found.node_rank, exc)
+                    error = self._failed_to_begin(rendezvous, new_round.node_rank, exc)
                     if error is None:
                         continue
                     if error is exc:

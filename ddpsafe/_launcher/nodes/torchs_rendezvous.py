@@ -106,9 +106,9 @@ class _LocalTimes:
     def restore(self, state: Any) -> Any:
         """Put the times of others back as they wrote them."""
         for node, beat in state.last_heartbeats.items():
-            wrote, shown = self._beats.get((node.addr, node.pid), (None, None))
-            if beat == shown:
-                state.last_heartbeats[node] = wrote
+            written, seen = self._beats.get((node.addr, node.pid), (None, None))
+            if beat == seen:
+                state.last_heartbeats[node] = written
         if self._deadline is not None and state.deadline == self._deadline[1]:
             state.deadline = self._deadline[0]
         return state
@@ -193,11 +193,11 @@ def make_signed_backend(
                         # Here, since it asks the store, which may be lost by now or not answer.
                         if self._inner is None:
                             self._inner = C10dRendezvousBackend(self._store, job)
-                        found = call(self._inner)
+                        answer = call(self._inner)
                 except RendezvousConnectionError as exc:
                     self.lost = str(exc.__cause__ or exc).splitlines()[0]
                 else:
-                    return found and (self._see(found[0], asked_ns), *found[1:])
+                    return answer and (self._see(answer[0], asked_ns), *answer[1:])
             if self.state is None:
                 raise RendezvousClosedError
             # Closed on this node only, and without nodes, to end torch's own threads.
