@@ -44,15 +44,15 @@ class BrokenLink(NamedTuple):
 def find_broken_link(plan: RoundPlan, outcomes: Mapping[int, RankOutcome]) -> BrokenLink | None:
     """Return the nodes between which a connection gets no reply, although their launchers are connected.
 
-    A kernel has given the connection up, or sends the same packet again and again. Only if that explains
-    everything: no rank was killed, has exited, or has raised anything else. A reset counts if all other ranks
-    wait in a collective, so that none has closed its connections.
+    A kernel has given the connection up, or sends the same packet again and again.
     """
     silent: list[tuple[float, int, RankOutcome, int]] = []
     resets: list[tuple[float, int, RankOutcome, int]] = []
     all_wait = True
     reports: dict[tuple[int, int], RankOutcome] = {}
     for outcome in outcomes.values():
+        # A link is the cause only if it explains everything: no rank was killed, has exited, or has
+        # raised anything else.
         if outcome.status in ("killed", "exited") or outcome.native is not None:
             return None
         raised, without_reply = outcome.raised, _nodes_without_reply(plan, outcome)
@@ -70,11 +70,15 @@ def find_broken_link(plan: RoundPlan, outcomes: Mapping[int, RankOutcome]) -> Br
         silent += ((at_ns, outcome.rank, outcome, peer) for peer in without_reply)
         if _RESET.search(_text_of(outcome)):
             resets += ((at_ns, outcome.rank, outcome, peer) for peer in named)
+    # A reset is the network's only if all other ranks wait, so that none has closed its
+    # connections.
     if not silent and all_wait:
         silent = resets
     if not silent:
         return None
     *_, reporter, peer = min(silent, key=lambda report: report[:2])
+    # The other end need not have reported it: a rank there may have failed a moment earlier because
+    # of a third one, as seen on one core.
     other = reports.get((peer, reporter.node_rank)) or outcomes[plan.ranks_of(peer).start]
     first, second = sorted((reporter, other), key=lambda outcome: outcome.node_rank)
     pairs = {frozenset((outcome.node_rank, peer)) for *_, outcome, peer in silent}

@@ -114,6 +114,7 @@ class Lobby:
         if isinstance(event, Joining):
             self._admit(launcher, event.node)
         elif isinstance(event, CannotTakePart):
+            # It may have come after its round was given up.
             if event.round_id in ("", self._round_id):
                 self.unable[launcher] = event
         elif isinstance(event, FoldersSeen):
@@ -204,13 +205,13 @@ class Lobby:
         warn_of_differences(self._own, node)
 
     def _note_outage(self, launcher: str, event: Away | Back) -> None:
-        """Free the place of a host that does not answer; torch's rendezvous takes it in again."""
+        """Free the place of a host that does not answer."""
         node = self.nodes.get(launcher)
         if node is None:
             return
         _warn_of_outage(node, event)
         if isinstance(event, Away):
-            self._forget(node)
+            self._forget(node)  # once it is back, torch's rendezvous takes it in again
 
 
 class RoundChannel:
@@ -369,6 +370,7 @@ def warn_of_differences(first: NodeFacts, other: NodeFacts) -> None:
         for name in sorted({*first.setup, *other.setup})
         if first.setup.get(name) != other.setup.get(name)
     ]
+    # They may be meant, so a difference is not an error.
     for line in lines[:_MAX_DIFFERENCES]:
         logger.warning("the nodes of this job differ: %s", line)
     if len(lines) > _MAX_DIFFERENCES:

@@ -171,9 +171,11 @@ class RoundPlan:
         """How often each node reports how far its ranks are, in seconds."""
         return max(1.0, len(self.nodes) / _MAX_REPORTS_PER_S)
 
+    # Once, as each rank asks for it: without that, the places of all ranks of 256 nodes of 8 took
+    # 1.0 s, and take 21 ms.
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
-        """The first rank of each node, and the number of ranks: computed once, as each rank asks for it."""
+        """The first rank of each node, and the number of ranks."""
         return (0, *itertools.accumulate(node.nproc for node in self.nodes))
 
     @property
@@ -195,11 +197,12 @@ class RoundPlan:
 
     @cached_property
     def by_address(self) -> dict[str, int]:
-        """The nodes by their addresses, without those that several have, such as a bridge to containers."""
+        """The nodes by their addresses, without those that several have."""
         owners: defaultdict[str, set[int]] = defaultdict(set)
         for node, facts in enumerate(self.nodes):
             for address in (facts.address, *facts.addresses):
                 owners[address].add(node)
+        # A bridge to containers has the same address on every host.
         return {address: min(nodes) for address, nodes in owners.items() if len(nodes) == 1}
 
 
@@ -588,12 +591,14 @@ _RANK_MESSAGES: Final[dict[str, Any]] = {
 
 
 def prepare() -> None:
-    """Make all adapters now: pydantic imports modules for it, which fails once descriptors run out."""
+    """Make all adapters now."""
+    # pydantic imports modules for it, which fails once descriptors run out.
     CODEC.prepare(*_RANK_MESSAGES.values(), ControlAddress)
 
 
 def rank_report(rank: int, message: Message) -> RankReport:
-    """Return a rank's message as it is sent, without pickled objects: no node unpickles from the network."""
+    """Return a rank's message as it is sent, without pickled objects."""
+    # No node unpickles what comes from the network.
     if isinstance(message, Returned):
         message = replace(message, payload=b"")
     elif isinstance(message, Raised):

@@ -153,20 +153,20 @@ class RemoteRank(RankState):
         """Record a message from the rank."""
         if isinstance(message, Whereabouts):
             self._is_seen_since_answer = False
+            # Its launcher sends a group of all ranks as an empty one.
             groups = {name: ranks or self._everyone for name, ranks in message.groups.items()}
             message = replace(message, groups=groups)
         super().take(message)
 
     def note_report(self, report: NodeProgress, offset: ClockOffset) -> None:
-        """Record what its launcher reports.
-
-        What the launcher has relayed before is older: it looks at its ranks after that.
-        """
+        """Record what its launcher reports."""
         self._progress = shift_progress(report.ranks[self.rank], offset)
         self._activity = report.activity.get(self.rank, Activity())
         self.idle_s = report.idle_s
         self.unanswered = report.unanswered.get(self.rank, ())
+        # What the launcher has relayed before is older: it looks at its ranks after that.
         self._is_seen_since_answer = True
+        # At the earliest: a proof must not take an old look for one that followed a rank's answer.
         self._known_ns = report.at_ns + offset.mono_ns - _CLOCK_MARGIN_NS
 
     @property
@@ -191,6 +191,7 @@ class RemoteRank(RankState):
 
     def activity(self) -> Activity:
         """Return what its main thread did at its launcher's last report, if that is recent."""
+        # A node that is late, paused or cut off must not be part of a proof.
         return self._activity if self.is_heard else Activity()
 
     def outcome(self) -> RankOutcome:
@@ -346,6 +347,8 @@ class OtherNodes(Peers):
         elif isinstance(message, RanksEnded):
             self.ended.add(node)
         elif isinstance(message, SignalReceived):
+            # Two signals in the inbox count as impatience; whether one is meant so, its own
+            # launcher knows.
             if message.insists or not is_order(self._inbox.received):
                 self._inbox.put(message.number, None, self._plan.name_of(node))
             if message.insists:
@@ -378,13 +381,15 @@ class OtherNodes(Peers):
     def is_known_who_is_cut_off(self, connected: set[int]) -> bool:
         """Return whether it is clear which side of a silent connection is cut off.
 
-        If another node still sends, the silent node is; if all nodes are silent, this one is. Every
-        node's kernel answers each second, and it is lost after `LOSS_S` seconds of silence.
+        If another node still sends, the silent node is; if all nodes are silent, this one is.
         """
+        # Every node's kernel answers each second, and it is lost after `LOSS_S` seconds of silence.
         return not connected or self._channel.has_heard(within_s=LOSS_S - BEAT_S)
 
     def give_up_away(self) -> None:
         """Take the nodes that cannot be reached now as lost: something has failed without them."""
+        # A firewall that resets connections makes ranks fail at the same moment: with a node that
+        # is dialled again, node 0 decides for all, where each node had named another one.
         self.wait_until(lambda connected: not connected & self._reset, Deadline.after(REDIAL))
         self._channel.give_up_away()
         self.take_news()
@@ -455,6 +460,8 @@ class OtherNodes(Peers):
     ) -> Ending:
         """Have the ranks of all nodes asked where they are; wait until the cause can be known."""
         if ending.reason not in ("done", "signal"):
+            # A rank may give up before a kernel notices that another host is away. Node 0 would
+            # wait up to 15 s for what that node knows, and could blame a rank that was left.
             self.give_up_away()
         if any(lost.is_silent for lost in self.lost.values()):
             self.wait_until(self.is_known_who_is_cut_off, Deadline.after(_OTHER_LOSSES))
@@ -625,7 +632,7 @@ def run_as_node_0(
         if shared is exc:
             raise
         raise shared from exc
-    finally:
+    finally:  # after a failure above all: a node that replaces another one has to see them
         for rank in ranks:
             checkpoint_folders |= rank.checkpoint_folders
     return values

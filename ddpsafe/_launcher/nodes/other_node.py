@@ -245,6 +245,7 @@ class Participant:
             if self._gives_up.expired() and any(map(has_failed, processes)):
                 self._channel.give_up_away()  # node 0 cannot decide what follows
             if self._silence.silent:
+                # Else nothing would say so here: node 0, which reports failures, does not respond.
                 failed = [
                     process
                     for process in processes
@@ -287,7 +288,7 @@ class Participant:
                 rank_readings.continue_suspended(processes)
 
     def _relay(self, rank: int, message: Message) -> None:
-        """Pass on what a rank reports; an answer is worth more with what the rank does after it."""
+        """Pass on what a rank reports."""
         if isinstance(message, Whereabouts):
             size = self._round.world_size
             # A group of all ranks is sent as an empty one: thousands of ranks would send thousands each.
@@ -295,6 +296,7 @@ class Participant:
                 name: () if len(ranks) == size else ranks for name, ranks in message.groups.items()
             }
             message = replace(message, groups=groups)
+            # For a proof, an answer counts only with a report of what the rank has done since.
             self._next_progress_s = min(self._next_progress_s, time.monotonic() + _AFTER_ANSWER_S)
         self._channel.send(rank_report(rank, message))
 
@@ -551,5 +553,6 @@ def _for_others(outcome: RankOutcome) -> RankOutcome:
     raised = outcome.raised
     if raised is not None:
         short = raised.traceback[-_MAX_TRACEBACK_CHARS:]
+        # No node unpickles what comes from the network.
         raised = replace(raised, payload=None, traceback=short)
     return replace(outcome, raised=raised, said=said)

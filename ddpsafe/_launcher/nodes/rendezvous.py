@@ -99,18 +99,19 @@ class Label(NamedTuple):
     """What torch knows of a node: it sorts them by this text, and makes the first one node 0.
 
     That is the node that serves the endpoint, and the others keep their order from round to round.
-    The launcher is part of it because a restarted container may have the name, address and pid of
-    its predecessor, but is not in its round.
     """
 
     order: str
     hostname: str
     address: str
+    # A restarted container may have the name, address and pid of its predecessor, but is not in its
+    # round.
     launcher: str
 
     @classmethod
     def of(cls, facts: NodeFacts) -> Label:
         """Return that of a node; those without a node rank come after node 0, in order of their names."""
+        # Padded: torch compares labels as texts, and "10" would stand before "2".
         order = "000001?" if facts.node_rank is None else f"{facts.node_rank:06d}"
         return cls(order, facts.hostname, facts.address, facts.launcher)
 
@@ -175,6 +176,7 @@ class NodeRendezvous:
         may_serve: bool = True,
     ) -> None:
         """Read the configuration; nothing is opened yet."""
+        # While there are descriptors: pydantic imports modules when it makes an adapter.
         prepare()
         self._config, self.inbox = config, inbox
         self._settings, self._setup, self._nproc = settings or {}, setup or {}, nproc
@@ -182,6 +184,7 @@ class NodeRendezvous:
         self.endpoint = JobEndpoint(config, self._check)
         self._may_serve = may_serve
         self._launcher = make_random_id()
+        # Read here, and not in `facts`, which is made for every message that introduces this node.
         self._addresses = tuple(
             address
             for interface in list_interfaces()
@@ -231,7 +234,7 @@ class NodeRendezvous:
         """
         if self.inbox.received is not None:
             if self._backend is not None:
-                self._backend.cancelled = True
+                self._backend.cancelled = True  # torch's thread polls the store until then
             raise Interrupted(self.inbox.received)
 
     def open(self, *, joins: bool = True) -> None:
@@ -285,6 +288,8 @@ class NodeRendezvous:
                 control = self._find(_CONTROL, ControlAddress)
                 if control is not None:
                     return control
+                # Not signed, since the two ends have different secrets: node 0 warns of this host
+                # by name.
                 self.endpoint.put_plain(_REFUSED_NAME, socket.gethostname())
                 break
             self.require_no_signal()
@@ -307,6 +312,7 @@ class NodeRendezvous:
                 deadline=deadline,
                 node_loss=self._config.timeouts.node_loss,
             )
+            # A signal or the limit ends the wait, but not this thread.
             if is_abandoned.is_set():
                 channel.close()
             return channel
@@ -388,6 +394,8 @@ class NodeRendezvous:
         if self._handler is None:
             self._handler = self._make_handler()
         while True:
+            # Set in this thread: that of the rendezvous may outlive an abandoned wait, and would
+            # then change the environment while others read it.
             with _without_shared_store():
                 call = BoundedCall(self._handler.next_rendezvous, name="ddpsafe-rendezvous")
                 if not self._await_round(call, deadline):
@@ -406,6 +414,7 @@ class NodeRendezvous:
                 node_rank = call.result().rank
             except (RendezvousError, RuntimeError) as exc:
                 # After the round is complete, torch reads an address from the store, which may be out of reach.
+                # Once: torch's thread may read a newer state, without this node, in the meantime.
                 launchers = self._launchers_of_new_round()
                 error = None if launchers else self._not_joined(exc, deadline)
                 is_unreadable = isinstance(exc, RendezvousStateError)
@@ -432,7 +441,7 @@ class NodeRendezvous:
         self._is_reopening = True
         while True:
             self.require_no_signal()
-            time.sleep(_REOPEN_S)
+            time.sleep(_REOPEN_S)  # torch's call may fail at once, again and again
             self.endpoint.close()
             try:
                 self.endpoint.open(may_serve=False)
@@ -459,13 +468,12 @@ class NodeRendezvous:
         return launchers if self._launcher in launchers else ()
 
     def _is_left_out(self) -> bool:
-        """Return whether torch's rendezvous has completed without this node the round that it is in.
-
-        Node 0 decides who is in a round. torch gives up the place of a node whose host is away just then.
-        """
+        """Return whether torch's rendezvous has completed without this node the round that it is in."""
         membership, backend = self.membership, self._backend
         # A state that was read before node 0 planned the round may be that of the round before.
         is_new = membership.plan is not None and backend.asked_ns > membership.planned_ns
+        # Node 0 decides who is in a round. torch gives up the place of a node whose host is away
+        # just then.
         return is_new and backend.state.complete and self._launcher not in self._launchers()
 
     def _await_round(self, call: BoundedCall[Any], deadline: Deadline) -> bool:
@@ -533,6 +541,7 @@ class NodeRendezvous:
         membership.look()
         if membership.result is not None and not membership.result.is_good:
             raise error_of(membership.result)
+        # After a result, node 0 leaves: that is not a loss.
         if membership.lost is not None and membership.result is None:
             raise self.endpoint.lost(membership.lost.why, Deadline.after(None))
         return membership.result is None
@@ -582,7 +591,7 @@ class NodeRendezvous:
             DDPSafeError: The node's error, if the job ends.
             Interrupted: The node's launcher has received a signal.
         """
-        for launcher, refusal in [*self.lobby.unable.items()]:
+        for launcher, refusal in [*self.lobby.unable.items()]:  # a copy: `refuse` removes entries
             error = error_of(refusal.result)
             if not self.lobby.is_new(launcher):
                 raise error
@@ -602,6 +611,7 @@ class NodeRendezvous:
                 if describes(unconnected.result.error, PreflightError):
                     self._examine(self.endpoint.store_below(unconnected.node.launcher), 0)
             except PreflightError as exc:
+                # What was examined from both sides says more than the node's dial that failed.
                 unconnected = replace(unconnected, result=round_result_of(exc, is_final=True))
             self.lobby.unable[unconnected.node.launcher] = unconnected
             self._end_or_refuse()
@@ -783,11 +793,15 @@ class NodeRendezvous:
             channel.close()
         handler, backend = self._handler, self._backend
         if handler is not None:
+            # `shutdown` closes the rendezvous for all nodes, which is up to node 0. For another
+            # node the backend reaches no store any more, so that only its own threads end.
             backend.cancelled = not self.serves
             call = BoundedCall(handler.shutdown, name="ddpsafe-rendezvous")
             if self.serves:
                 # The port is free only when this thread no longer holds the store, which is here and answers.
                 call.wait(_OWN_SHUTDOWN_S)
+            # torch's heartbeat may hang in the store of a host that is gone: the loss of node 0 was
+            # named 3 s late in half of the runs.
             elif may_answer:
                 call.wait(_SHUTDOWN_S)
             backend.cancelled = True
@@ -803,11 +817,7 @@ _shared_store_before: list[str | None] = []
 
 @contextlib.contextmanager
 def _without_shared_store() -> Iterator[None]:
-    """Set `_DISABLE_SHARED_STORE` while any launch waits for torch's rendezvous.
-
-    The launch's own thread does it: the thread that is in the rendezvous may outlive an abandoned
-    wait, and would then change the environment while others read it.
-    """
+    """Set `_DISABLE_SHARED_STORE` while any launch waits for torch's rendezvous."""
     with _shared_store_lock:
         _shared_store_before.append(os.environ.get(_DISABLE_SHARED_STORE))
         os.environ[_DISABLE_SHARED_STORE] = "1"

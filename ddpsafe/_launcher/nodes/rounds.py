@@ -130,6 +130,7 @@ class NodeLaunch:
                     rendezvous.open()
                 except BaseException as exc:
                     rendezvous.close()
+                    # After the loss of node 0, its successor may still be starting.
                     if not self._earlier or not _is_no_launcher_yet(exc):
                         raise
                     if self._back_by.expired():
@@ -143,6 +144,7 @@ class NodeLaunch:
                 return self._follow(rendezvous)
             except (LaunchError, PreflightError) as exc:
                 is_lost = isinstance(exc, NodeLostError) and exc.node_rank == 0
+                # torch's threads would wait for a store whose host is gone.
                 may_answer = not (is_lost or exc is self._alone)
                 if may_answer or exc in self._earlier or not self._may_come_back(exc):
                     raise
@@ -152,11 +154,10 @@ class NodeLaunch:
             inbox = rendezvous.inbox
 
     def _may_come_back(self, error: LaunchError | PreflightError) -> bool:
-        """Return whether a node that has lost node 0 joins again: node 0, or its successor, replaces lost nodes.
-
-        Not after a failure of its own ranks that is not retried: it would only happen there again.
-        """
+        """Return whether a node that has lost node 0 joins again: node 0, or its successor, replaces lost nodes."""
         retry = self._plan.config.retry
+        # Not after a failure of its own ranks that is not retried: it would only happen there
+        # again.
         return retry.attempts > 1 and "peer-lost" in retry.on and is_retried(error, retry)
 
     def _note_loss(self, error: LaunchError | PreflightError) -> None:
@@ -192,6 +193,8 @@ class NodeLaunch:
         except _NoRound as exc:
             if isinstance(exc.error, DDPSafeError):
                 exc.error.previous_attempts = tuple(self._earlier)
+            # To all, not to those of the round alone: a node that is to join again would find the
+            # job closed, and report that it was too late.
             lobby.send(round_result_of(exc.error, is_final=True))
             raise exc.error from exc.error.__cause__
         except BaseException as exc:
@@ -208,6 +211,8 @@ class NodeLaunch:
         self.attempts = number
         lobby = rendezvous.lobby
         with contextlib.ExitStack() as stack:
+            # It takes over a signal that came too late for the inbox before: no wait would notice
+            # it.
             inbox = stack.enter_context(open_inbox(rendezvous.inbox))
             rendezvous.inbox = inbox
             while True:
@@ -283,10 +288,8 @@ class NodeLaunch:
             )
 
     def _sees_checkpoints(self, lobby: Lobby, nodes: Sequence[NodeFacts]) -> bool:
-        """Refuse a new node that does not see the folders with the checkpoints of earlier attempts.
-
-        The ranks would notice as well, but that would end all of them.
-        """
+        """Refuse a new node that does not see the folders with the checkpoints of earlier attempts."""
+        # Before any rank starts: the ranks would notice as well, but that would end all of them.
         new = [node for node in nodes[1:] if lobby.is_new(node.launcher)]
         if not new or not self._checkpoint_folders:
             return True
@@ -306,6 +309,7 @@ class NodeLaunch:
             return False  # it has left meanwhile
         for node in new:
             seen = lobby.seen.get(node.launcher)
+            # A node that does not answer is refused, too: a look at a dead mount does not return.
             if seen is not None and not seen.missing:
                 continue
             name, who = node.hostname, node.named(nodes.index(node))
@@ -343,6 +347,8 @@ class NodeLaunch:
         return RoundPlan(
             round_id=make_random_id(),
             attempt=number,
+            # Settings are compared when a node joins. Here those of all nodes would go to every
+            # node.
             nodes=tuple(replace(node, settings={}, setup={}) for node in nodes),
             store_port=stack.enter_context(rank_store(address)),
             master_port=stack.enter_context(reserved_port(address)),
@@ -377,7 +383,7 @@ class NodeLaunch:
             )
             unfit = max(new, key=lambda number: named[plan.nodes[number].hostname])
             if not named[plan.nodes[unfit].hostname]:
-                raise
+                raise  # the next new node would be refused as well, without end
             launcher = plan.nodes[unfit].launcher
             lobby.refuse(launcher, exc)
             lobby.give_up_round(others - {launcher})
@@ -394,7 +400,7 @@ class NodeLaunch:
         failure = "could not open the round"
         error = as_error(exc, rendezvous.facts.named(0), failure, phase="start")
         lobby = rendezvous.lobby
-        lobby.look()
+        lobby.look()  # a node may have said why since
         for launcher, refusal in lobby.unable.items():
             if not isinstance(error, Interrupted) and not lobby.is_new(launcher):
                 return _with_own_report(error_of(refusal.result), error)
@@ -629,6 +635,8 @@ class NodeLaunch:
                 raise _JoinAgain
             if membership.check is not None:
                 check, membership.check = membership.check, None
+                # In a thread: a look at a dead mount does not return, and this node still has to
+                # take a signal.
                 checking = BoundedCall(partial(_find_missing, check), name="ddpsafe-folders")
             if checking is not None and checking.wait(0):
                 membership.channel.send(FoldersSeen(missing=checking.result()))
@@ -700,10 +708,11 @@ def _file_in(folders: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
                 written.append(folder)
         return tuple(written)
 
+    # In a thread: a call to a file system that does not answer does not return.
     writing = BoundedCall(write, name="ddpsafe-folders")
 
     def remove() -> None:
-        writing.wait(math.inf)
+        writing.wait(math.inf)  # it may write the file after the limit
         for folder in folders:
             with contextlib.suppress(OSError):
                 Path(folder, file).unlink()

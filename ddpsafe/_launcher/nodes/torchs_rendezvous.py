@@ -59,9 +59,7 @@ Member = tuple[str, int]
 class _LocalTimes:
     """Converts the times in a rendezvous state to this host's clock.
 
-    torch compares the wall clocks of different hosts: a node whose clock is ahead considers all
-    others dead and starts a round alone. Here the age of a heartbeat is the time since this node
-    first saw it, whatever the other clocks show.
+    The age of a heartbeat is the time since this node first saw it, whatever the other clocks show.
 
     Args:
         last_call: How far in the future the end of the last call is when a node writes it.
@@ -74,17 +72,15 @@ class _LocalTimes:
         self._gone: dict[Member, datetime | None] = {}
 
     def forget(self, member: Member) -> None:
-        """Show a node as long dead until its heartbeat changes.
-
-        A restarted container has the name, the address and often the pid of its predecessor: a
-        later heartbeat is its own.
-        """
+        """Show a node as long dead until its heartbeat changes."""
         self._gone[member] = None
 
     def show(self, state: Any) -> Any:
         """Replace the times that others wrote by the times at which this node first saw them."""
         now = datetime.now(timezone.utc)
         beats = {(node.addr, node.pid): beat for node, beat in state.last_heartbeats.items()}
+        # torch compares the wall clocks of different hosts: a node whose clock is ahead considers
+        # all others dead and starts a round alone.
         for member, beat in beats.items():
             if self._beats.get(member, (None,))[0] != beat:
                 self._beats[member] = (beat, now)
@@ -94,6 +90,8 @@ class _LocalTimes:
             if member in self._gone:
                 # The first heartbeat read after the loss is the last one that the lost node wrote.
                 last = self._gone[member] = self._gone[member] or beat
+                # A restarted container has the name, the address and often the pid of its
+                # predecessor: a later heartbeat is its own.
                 if last != beat:
                     del self._gone[member]
             state.last_heartbeats[node] = _LONG_AGO if member in self._gone else seen
@@ -107,6 +105,7 @@ class _LocalTimes:
         """Put the times of others back as they wrote them."""
         for node, beat in state.last_heartbeats.items():
             written, seen = self._beats.get((node.addr, node.pid), (None, None))
+            # A value that differs was set on this node, as torch sets this node's own.
             if beat == seen:
                 state.last_heartbeats[node] = written
         if self._deadline is not None and state.deadline == self._deadline[1]:
@@ -120,8 +119,8 @@ def make_signed_backend(
     """Return torch's rendezvous backend with its state signed.
 
     Setting `cancelled` ends the handler's wait at its next poll. `state` is the last one that the
-    handler read, and `asked_ns` when it asked for it. Once the store's host has ended, `lost` says why, and the handler sees a closed
-    rendezvous: otherwise its thread would write a warning every five seconds.
+    handler read, and `asked_ns` when it asked for it. Once the store's host has ended, `lost` says
+    why, and the handler sees a closed rendezvous.
     """
     from torch.distributed.elastic.rendezvous import (
         RendezvousClosedError,
@@ -135,6 +134,8 @@ def make_signed_backend(
     times = _LocalTimes(last_call)
 
     def opened(signed: bytes) -> Any:
+        # Before anything is parsed: a pickle may run any code, and anyone who reaches the port can
+        # write it.
         state = signer.verified("state", signed)
         if state is None:
             raise RendezvousStateError(
@@ -189,6 +190,7 @@ def make_signed_backend(
             if not (self.cancelled or self.lost):
                 asked_ns = time.monotonic_ns()
                 try:
+                    # torch writes twenty lines of C++ frames; the exception says the same.
                     with without_cpp_warnings():
                         # Here, since it asks the store, which may be lost by now or not answer.
                         if self._inner is None:
@@ -200,7 +202,8 @@ def make_signed_backend(
                     return answer and (self._see(answer[0], asked_ns), *answer[1:])
             if self.state is None:
                 raise RendezvousClosedError
-            # Closed on this node only, and without nodes, to end torch's own threads.
+            # Closed on this node only, and without nodes, to end torch's own threads: its
+            # keep-alive would write a warning every five seconds.
             closed = copy.copy(self.state)
             closed.closed, closed.participants, closed.last_heartbeats = True, {}, {}
             return (pickle.dumps(closed), None, *not_set)
@@ -214,9 +217,8 @@ def make_signed_backend(
 
 
 def use_store(handler: Any, backend: Any, store: Store) -> None:
-    """Let a handler and its backend continue with another connection to their store.
-
-    A new handler would be another node to torch, and the place of the first one taken until it expires.
-    """
+    """Let a handler and its backend continue with another connection to their store."""
+    # A new handler would be another node to torch, and the place of the first one taken until it
+    # expires.
     backend.use(store)
     handler._store = store  # noqa: SLF001 - it has no other way
