@@ -173,7 +173,8 @@ class RankGroup:
         return not self._peers.knows(rank) or self.find_lost([rank], lambda _: False) is not None
 
     def drop_read_keys(self) -> None:
-        """Remove the messages of finished exchanges, or the store would grow with every one."""
+        """Remove the messages of finished exchanges."""
+        # The store would grow with every exchange.
         keys, self.read_keys = self.read_keys, []
         for key in keys:
             if self.control is not None:
@@ -181,6 +182,7 @@ class RankGroup:
 
     def failure_of(self, error: BaseException) -> dict[str, Any]:
         """Return an error of this rank, or one that it received, as plain values for `peer_error`."""
+        # Passed on as it came: it names the rank that has raised it first.
         if self._received is not None and self._received[0]() is error:
             return self._received[1]
         error = self.as_own_error(error)
@@ -240,8 +242,7 @@ class Exchange:
     def agree(self, decide: Decide, absence_error: MakeError, deadline: Deadline) -> dict[str, Any]:
         """Let the leader decide by the messages of all ranks, and return its answer on every rank.
 
-        A rank whose deadline passes first raises alone: the leader may still hear from all. The others then
-        miss it in what they do next.
+        A rank whose deadline passes first raises alone, and the others miss it in what they do next.
 
         Args:
             decide: Makes the answer from the messages, on the leader. If it raises, every rank raises.
@@ -252,6 +253,8 @@ class Exchange:
             DDPSafeError: A rank failed, or sent nothing, or the leader rejected its message.
         """
         if not self._group.leads:
+            # If its deadline passes first, it raises alone: the leader may still receive all
+            # messages.
             return self.receive(deadline, absence_error)
         return self.lead(lambda: decide(self.gather(deadline, absence_error)))
 

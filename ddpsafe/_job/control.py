@@ -144,6 +144,7 @@ class Control:
         except RuntimeError:
             if not self._served_by_rank_zero or self._rank == 0:
                 return None
+            # Rank 0 serves the store, so that has ended with it.
             return Departure(0, "own", "its process ended, and with it the ranks' store.")
 
     def raise_to(self, name: str, value: int) -> None:

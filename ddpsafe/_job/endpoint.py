@@ -165,6 +165,7 @@ class JobEndpoint:
                 return function()
 
         deadline = Deadline.after(limit)
+        # In a thread, which can be left: a call to a host that has vanished cannot be interrupted.
         call = BoundedCall(make, name="ddpsafe-rendezvous")
         while not call.wait(_POLL_S):
             self._check()
@@ -231,6 +232,7 @@ class JobEndpoint:
             RendezvousTimeoutError: What answers is not a store.
         """
         host, port = self._host, self._endpoint.port
+        # First a plain connection: torch's client would try again for the whole of its timeout.
         socket.create_connection((host, port), _LOOK_S).close()
         return self.call(lambda: open_tcp_store(host, port), _HANDSHAKE)
 
@@ -282,7 +284,7 @@ class JobEndpoint:
             )
         )
         self._unserved = here[1:]
-        if not addresses:
+        if not addresses:  # the name leads to loopback alone
             self._require_own_name(resolved)
             here, self._host = [self.address], self.address
         may_serve &= node_rank == 0 or (node_rank is None and bool(here))
@@ -393,12 +395,7 @@ class JobEndpoint:
         return None if name == "auto" else name
 
     def interface_settings(self) -> dict[str, str]:
-        """Return the variables that keep the ranks' libraries on an interface, if one was asked for.
-
-        NCCL chooses its network by itself, which may be faster than the one that leads to node 0. The others
-        use the one that this host's name leads to: if that is loopback, as after Debian's installer, no other
-        host reaches it.
-        """
+        """Return the variables that keep the ranks' libraries on an interface, if one was asked for."""
         name = self._wanted_interface
         if name is None:
             interface = find_interface_of(self.address)
@@ -407,6 +404,9 @@ class JobEndpoint:
             return {}
         variables = interface_variables(name)
         if self._config.rendezvous.interface is None and not self._endpoint.is_loopback:
+            # NCCL chooses its network by itself, which may be faster than the one that leads to
+            # node 0. gloo and TensorPipe use the one that this host's name leads to: if that is
+            # loopback, as after Debian's installer, no other host reaches it.
             del variables[NCCL]
             return variables if self._is_own_name_loopback() else {}
         return variables

@@ -42,6 +42,8 @@ class Process:
     @classmethod
     def myself(cls) -> Process:
         """Describe this process."""
+        # A pid means the same process only in one pid namespace of one kernel: containers have
+        # their own.
         try:
             namespace = str(Path("/proc/self/ns/pid").readlink())
         except OSError:
@@ -51,6 +53,7 @@ class Process:
 
     def has_ended(self) -> bool:
         """Return whether it has exited; only for processes of this kernel and pid namespace."""
+        # The pid alone is not enough: the kernel may have given it to another process since.
         return self.started is not None and _start_of(self.pid) != self.started
 
 
@@ -60,14 +63,14 @@ def _start_of(pid: int) -> int | None:
         stat = read_stat(pid)
     except OSError:
         return None
+    # A zombie has exited, and its parent may never collect its exit status.
     return None if stat.state in ("Z", "X") else stat.started
 
 
 class PeerWatch:
     """Finds ranks that have exited: on this host by their process, on others by their heartbeat, if any.
 
-    A thread renews this rank's own heartbeat. It refers only to the control line, not to this object,
-    so that it can be stopped when the owner of this one is garbage-collected.
+    A thread renews this rank's own heartbeat.
 
     Args:
         control: This rank's control line to the others.
@@ -91,6 +94,7 @@ class PeerWatch:
                 control.put(_key_of(rank), json.dumps(asdict(self._myself)).encode())
                 control.has_introduced_itself = True
         if beats:
+            # The thread must not refer to this object, so that its owner can be garbage-collected.
             work = (control, f"{beats}/beat/{rank}", self._stop)
             threading.Thread(target=_beat, args=work, name="ddpsafe-beat", daemon=True).start()
 

@@ -42,6 +42,8 @@ class Signer:
     def verified(self, key: str, signed: bytes) -> bytes | None:
         """Return the value without its signature; ``None`` if this job did not sign it."""
         value = signed[self._MAC_CHARS :]
+        # In constant time: who can write to the store could measure how much of a signature is
+        # right.
         return value if hmac.compare_digest(signed, self.sign(key, value)) else None
 
 

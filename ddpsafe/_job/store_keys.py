@@ -42,8 +42,7 @@ class FolderStore:
     """A store for ranks of one host; each key is a file in a folder.
 
     It has no server that could be suspended or starved, and no lock: wherever a rank is stopped or
-    killed, every key is either set or not. torch's `FileStore` appends to one file under a lock, so
-    a rank stopped there would block all others without a timeout.
+    killed, every key is either set or not.
 
     Args:
         folder: The folder; made if it does not exist. It must be private to the user.
@@ -58,6 +57,8 @@ class FolderStore:
 
     def set(self, key: str, value: str | bytes, /) -> None:
         """Set a key atomically."""
+        # torch's `FileStore` appends to one file under a lock: a rank that is stopped there blocks
+        # all others without a timeout.
         os.replace(self._written(value), self._path(key))  # noqa: PTH105 - plain paths: it is called often
 
     def get(self, key: str, /) -> bytes:
@@ -100,8 +101,6 @@ class FolderStore:
 
 class ReopenedStore:
     """A store on another host: a connection that breaks is opened again, and the call made again.
-
-    Each call may be made twice: the second one sets the same value, or finds what the first has set.
 
     Once it could not be opened again, each call fails at once.
 
@@ -154,12 +153,15 @@ class ReopenedStore:
                 return use(broken)
             except DistNetworkError:
                 with self._lock:  # several threads use it
+                    # Else each further call would wait for the network, the next one for 5 min.
                     if self._is_lost:
                         raise
                     if self._store is broken:
                         self._is_lost = True
                         self._store = self._reopen_store()
                         self._is_lost = False
+                # The first call may have arrived: this one sets the same value, or finds what that
+                # has set.
                 return use(self._store)
 
 
