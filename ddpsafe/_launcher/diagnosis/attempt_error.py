@@ -165,7 +165,7 @@ _SWALLOWED: Final[Advice] = (
 )
 
 _INTERRUPTED: Final[Advice] = (
-    "SIGINT was sent to this rank only, or its code raised KeyboardInterrupt{at}.",
+    "SIGINT was sent to this rank only, or its code raised KeyboardInterrupt{where}.",
     "find what signals process {pid} on {host}; Ctrl-C goes to the launcher, which ends all ranks.",
 )
 
@@ -274,8 +274,8 @@ class EndedAttempt:
         size = f"world_size {self.world_size}"
         if self.nnodes == 1:
             return f"rank {outcome.rank} ({size})"
-        at = f"node {outcome.node_rank} {outcome.hostname!r}, local rank {outcome.local_rank}"
-        return f"rank {outcome.rank} ({at}, {size})"
+        place = f"node {outcome.node_rank} {outcome.hostname!r}, local rank {outcome.local_rank}"
+        return f"rank {outcome.rank} ({place}, {size})"
 
     def place(self, outcome: RankOutcome, kind: FailureKind) -> str:
         """Return on which host a rank was, in which phase, and when the attempt ended."""
@@ -410,9 +410,9 @@ def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> Laun
         details += _gpus.read_errors(ended.ending.waited_s + _LOG_MARGIN_S)
     if raised.hidden_by:
         details.append(f"on top of it, in an except or a finally: {raised.hidden_by}")
-    shown = f": {clip(text, _MAX_MESSAGE)}" if text else "."
+    quoted = f": {clip(text, _MAX_MESSAGE)}" if text else "."
     message = Explanation(
-        f"{ended.name(root)} raised {raised.type_name} {ended.place(root, kind)}{shown}",
+        f"{ended.name(root)} raised {raised.type_name} {ended.place(root, kind)}{quoted}",
         cause=likely,
         fix=fix,
         details=[*details, *handled, *other_ranks(ended.outcomes.values(), cause)],
@@ -508,8 +508,8 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     likely += "."
     if code == 128 + signal.SIGINT and raised is not None and not raised.handled:
         likely, fix = _INTERRUPTED
-        at = f" at {raised.where}" if raised.where else ""
-        likely, fix = likely.format(at=at), fix.format(pid=root.pid, host=root.hostname)
+        where_text = f" at {raised.where}" if raised.where else ""
+        likely, fix = likely.format(where=where_text), fix.format(pid=root.pid, host=root.hostname)
     message = Explanation(
         f"{ended.name(root)} exited with code {code} "
         f"{'after' if root.phase == 'leaving' else 'before'} its function returned, "
@@ -581,7 +581,7 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     waiting, goal = cause.evidence.find_who_waited(root)
     late = {out.rank: delay_s for out, delay_s in cause.evidence.late}
     also_late = [rank for rank in late if rank != root.rank] if cause.rule.name == "late" else []
-    behaviour = conclusion.did.format(
+    behaviour = conclusion.behaviour.format(
         delay_s=late.get(root.rank, 0.0),
         first="the first rank" if also_late else "the others",
         newest=newest_collective(root),
@@ -649,7 +649,7 @@ def _mismatch_error(
     mine = next(call for rank, call in calls if rank == root.rank)
     others = [call for rank, call in calls if rank != root.rank]
     likely, fix = CONCLUSIONS["mismatch"].advice
-    behaviour = CONCLUSIONS["mismatch"].did
+    behaviour = CONCLUSIONS["mismatch"].behaviour
     is_same = all(family(call) == family(mine) for call in others)
     if is_same:
         name = f"{family(mine)} number {mine.number}"
@@ -743,7 +743,7 @@ def _stuck_gpu_error(
     if started and queued:  # known only with TORCH_NCCL_ENABLE_TIMING=1
         details = [f"on the GPU of {ranks_text(queued)} it has not even started", *details]
     likely, fix = cause.conclusion.advice
-    behaviour = cause.conclusion.did.format(newest=stuck[0][1])
+    behaviour = cause.conclusion.behaviour.format(newest=stuck[0][1])
     message = Explanation(
         f"{ranks_text(calls)} (world_size {ended.world_size}) {behaviour}, {ended.when('hang')}.",
         cause=likely,
@@ -896,8 +896,8 @@ def other_ranks(outcomes: Iterable[RankOutcome], cause: RootCause) -> list[str]:
     named = (cause.root, *cause.collateral)
     stopped = [out for out in outcomes if out.status == "stopped" and out not in named]
     for outcome in stopped[:_SHOWN_RANKS]:
-        at = f" at {outcome.stack}" if outcome.stack else ""
-        lines.append(f"rank {outcome.rank} was stopped by the launcher{at}")
+        where_text = f" at {outcome.stack}" if outcome.stack else ""
+        lines.append(f"rank {outcome.rank} was stopped by the launcher{where_text}")
     return lines
 
 
@@ -969,7 +969,7 @@ def last_output(outcome: RankOutcome) -> list[str]:
     output, _, stacks = outcome.error_text().partition(CRASH)
     lines = output.splitlines()[-_STDERR_LINES:]
     frames = [
-        (found["file"], line) for line in stacks.splitlines() if (found := _FRAME.match(line))
+        (frame["file"], line) for line in stacks.splitlines() if (frame := _FRAME.match(line))
     ]
     own = find_own_files(file for file, _ in reversed(frames))
     lines += [line for file, line in frames if file in own]
@@ -1007,8 +1007,8 @@ def handled_errors(outcomes: Sequence[RankOutcome], ended: EndedAttempt) -> list
             if _NUMBER.sub("", line) not in by_all and not (own and line.startswith(own))
         ]
         if lines:
-            shown = [f"| {line[:_STDERR_WIDTH]}" for line in lines[-_HANDLED_LINES:]]
-            return [f"rank {outcome.rank} has written about an error, and continued:", *shown]
+            ends = [f"| {line[:_STDERR_WIDTH]}" for line in lines[-_HANDLED_LINES:]]
+            return [f"rank {outcome.rank} has written about an error, and continued:", *ends]
     return []
 
 

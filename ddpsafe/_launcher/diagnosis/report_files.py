@@ -105,8 +105,8 @@ def _text(error: LaunchError) -> str:
         if outcome.position is not None and outcome.position.collectives:
             parts.append("last collectives:")
             parts += [
-                f"  {each}, {'ended' if each.done else 'not ended'}"
-                for each in outcome.position.collectives
+                f"  {call}, {'ended' if call.done else 'not ended'}"
+                for call in outcome.position.collectives
             ]
         log = None if outcome.stderr is None else Path(outcome.stderr).with_suffix(".stacks")
         stacks = "" if log is None else read_log(log).rstrip()
@@ -119,7 +119,7 @@ def _text(error: LaunchError) -> str:
 def _facts_of_ranks(outcomes: Mapping[int, RankOutcome]) -> dict[str, Any]:
     began = [out.began_ns["starting"] for out in outcomes.values() if out.began_ns]
     return {
-        "stragglers": [each.as_json() for each in find_stragglers_of(outcomes)],
+        "stragglers": [straggler.as_json() for straggler in find_stragglers_of(outcomes)],
         "ranks": [
             {**_facts_of_rank(outcome), "timeline_s": _timeline(outcome, min(began, default=0))}
             for outcome in outcomes.values()
@@ -171,13 +171,13 @@ def _facts_of_rank(outcome: RankOutcome) -> dict[str, Any]:
         },
         "collectives": [
             {
-                "group": each.group,
-                "number": each.number,
-                "name": each.name,
-                "sizes": each.sizes,
-                "done": each.done,
+                "group": call.group,
+                "number": call.number,
+                "name": call.name,
+                "sizes": call.sizes,
+                "done": call.done,
             }
-            for each in (() if position is None else position.collectives)
+            for call in (() if position is None else position.collectives)
         ],
         "stdout": outcome.stdout,
         "stderr": outcome.stderr,

@@ -77,36 +77,36 @@ _TEMPLATE: Final = """\
 <!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>ddpsafe: {{ title | shown }}</title><style>{{ style }}</style></head><body>
-<h1>{{ title | shown }}</h1>
-{% for each in attempts %}{% if loop.first %}
-<div{% if each.has_failed %} class="cause"{% endif %}><p><b>{{ each.report.what | shown }}</b></p>
-{% if each.report.cause %}<p>Likely cause: {{ each.report.cause | shown }}</p>{% endif %}
-{% if each.report.fix %}<p>What to do: {{ each.report.fix | shown }}</p>{% endif %}</div>
-{% if each.report.details %}<pre>{{ each.report.details | join("\n") | shown }}</pre>{% endif %}
+<title>ddpsafe: {{ title | printable }}</title><style>{{ style }}</style></head><body>
+<h1>{{ title | printable }}</h1>
+{% for attempt in attempts %}{% if loop.first %}
+<div{% if attempt.has_failed %} class="cause"{% endif %}><p><b>{{ attempt.report.what | printable }}</b></p>
+{% if attempt.report.cause %}<p>Likely cause: {{ attempt.report.cause | printable }}</p>{% endif %}
+{% if attempt.report.fix %}<p>What to do: {{ attempt.report.fix | printable }}</p>{% endif %}</div>
+{% if attempt.report.details %}<pre>{{ attempt.report.details | join("\n") | printable }}</pre>{% endif %}
 {% endif %}{% endfor %}
-<p class="dim">{{ summary | shown }}</p>
+<p class="dim">{{ summary | printable }}</p>
 {% if legend %}<h2>Timeline</h2>
 <p>{% for word, meaning in legend %}<b>{{ word }}</b>: {{ meaning }}{{ "; " if not loop.last }}{% endfor %}.
 The thick line is a rank's end, the thin one its last step.</p>{% endif %}
-{% for each in attempts %}
-<h2>Attempt {{ each.number }}</h2>
-{% if not loop.first %}<p>{{ each.report.what | shown }}</p>{% endif %}
-{% if each.chart %}<div class="scroll"><svg viewBox="0 0 {{ each.chart.width }} {{ each.chart.height }}" width="{{ each.chart.width }}" height="{{ each.chart.height }}" role="img" aria-label="Timeline of attempt {{ each.number }}">
-{% for row in each.chart.rows %}<text x="0" y="{{ row.y + 15 }}">{{ row.label }}</text>
+{% for attempt in attempts %}
+<h2>Attempt {{ attempt.number }}</h2>
+{% if not loop.first %}<p>{{ attempt.report.what | printable }}</p>{% endif %}
+{% if attempt.chart %}<div class="scroll"><svg viewBox="0 0 {{ attempt.chart.width }} {{ attempt.chart.height }}" width="{{ attempt.chart.width }}" height="{{ attempt.chart.height }}" role="img" aria-label="Timeline of attempt {{ attempt.number }}">
+{% for row in attempt.chart.rows %}<text x="0" y="{{ row.y + 15 }}">{{ row.label }}</text>
 {% for bar in row.bars %}<g><title>{{ bar.title }}</title><rect class="{{ bar.phase }}" x="{{ bar.x }}" y="{{ row.y + 2 }}" width="{{ bar.width }}" height="18" fill="var(--{{ bar.phase }})"/>{% if bar.word %}<text x="{{ bar.x + 4 }}" y="{{ row.y + 15 }}">{{ bar.word }}</text>{% endif %}</g>
 {% endfor %}{% if row.step_x is not none %}<line x1="{{ row.step_x }}" x2="{{ row.step_x }}" y1="{{ row.y + 6 }}" y2="{{ row.y + 16 }}"/>{% endif %}
 <line class="end" x1="{{ row.end_x }}" x2="{{ row.end_x }}" y1="{{ row.y }}" y2="{{ row.y + 22 }}"/>
-{% endfor %}{% for tick in each.chart.ticks %}<text x="{{ tick.x }}" y="{{ each.chart.height - 4 }}">{{ tick.label }}</text>{% endfor %}</svg></div>{% endif %}
-{% for late in each.report.stragglers or [] %}<p>Before that, {{ late.text | shown }}.</p>
+{% endfor %}{% for tick in attempt.chart.ticks %}<text x="{{ tick.x }}" y="{{ attempt.chart.height - 4 }}">{{ tick.label }}</text>{% endfor %}</svg></div>{% endif %}
+{% for late in attempt.report.stragglers or [] %}<p>Before that, {{ late.text | printable }}.</p>
 {% endfor %}<div class="scroll"><table><tr><th>rank</th><th>host</th><th>status</th><th>steps</th><th>where it was</th><th>collective</th></tr>
-{% for rank in each.ranks %}<tr><td>{{ rank.rank }}</td><td>{{ rank.hostname | shown }}</td><td>{{ rank.status | shown }}{% if rank.signal %} ({{ rank.signal | shown }}){% endif %}</td><td>{{ rank.steps }}</td><td>{{ rank.where | shown }}</td><td>{{ rank.last | shown }}</td></tr>
+{% for rank in attempt.ranks %}<tr><td>{{ rank.rank }}</td><td>{{ rank.hostname | printable }}</td><td>{{ rank.status | printable }}{% if rank.signal %} ({{ rank.signal | printable }}){% endif %}</td><td>{{ rank.steps }}</td><td>{{ rank.where | printable }}</td><td>{{ rank.last | printable }}</td></tr>
 {% endfor %}</table></div>
-{% for rank in each.ranks %}{% if rank.raised or rank.output or rank.stacks %}
-<details{% if rank.rank == each.report.rank or rank.rank in (each.report.missing_ranks or []) %} open{% endif %}><summary>rank {{ rank.rank }}: exception, output and stacks</summary>
-{% if rank.raised %}<pre>{{ rank.raised.traceback | shown }}</pre>{% endif %}
-{% if rank.output %}<p>Last lines of its stderr:</p><pre>{{ rank.output | shown }}</pre>{% endif %}
-{% if rank.stacks %}<p>All threads, the last call first:</p><pre>{{ rank.stacks | shown }}</pre>{% endif %}
+{% for rank in attempt.ranks %}{% if rank.raised or rank.output or rank.stacks %}
+<details{% if rank.rank == attempt.report.rank or rank.rank in (attempt.report.missing_ranks or []) %} open{% endif %}><summary>rank {{ rank.rank }}: exception, output and stacks</summary>
+{% if rank.raised %}<pre>{{ rank.raised.traceback | printable }}</pre>{% endif %}
+{% if rank.output %}<p>Last lines of its stderr:</p><pre>{{ rank.output | printable }}</pre>{% endif %}
+{% if rank.stacks %}<p>All threads, the last call first:</p><pre>{{ rank.stacks | printable }}</pre>{% endif %}
 </details>{% endif %}{% endfor %}{% endfor %}
 </body></html>
 """
@@ -139,12 +139,15 @@ def draw(run_dir: Path) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.ChainableUndefined, trim_blocks=True
     )
-    environment.filters["shown"] = _shown
-    count = sum(each["has_failed"] for each in attempts)
+    environment.filters["printable"] = _printable
+    count = sum(attempt["has_failed"] for attempt in attempts)
     failed = f"{count} failed attempt{'s' if count != 1 else ''}"
     newest = attempts[0]["report"] if attempts else {}
     seen = {
-        bar["phase"] for each in attempts for row in each["chart"]["rows"] for bar in row["bars"]
+        bar["phase"]
+        for attempt in attempts
+        for row in attempt["chart"]["rows"]
+        for bar in row["bars"]
     }
     return environment.from_string(_TEMPLATE).render(
         title=newest.get("error")
@@ -156,19 +159,19 @@ def draw(run_dir: Path) -> str:
     )
 
 
-def _shown(text: object) -> str:
+def _printable(text: object) -> str:
     """Return a text without characters that would hide or reorder other text."""
     return _UNSAFE.sub("�", "" if text is None else str(text))
 
 
 def _reports(run_dir: Path) -> list[Path]:
-    found = {
+    reports = {
         _number(path): path
         for name in (RANKS, "report.json")
         for path in run_dir.glob(f"attempt-*/{name}")
         if _number(path)
     }
-    return [found[number] for number in sorted(found, reverse=True)][:_MAX_ATTEMPTS]
+    return [reports[number] for number in sorted(reports, reverse=True)][:_MAX_ATTEMPTS]
 
 
 def _number(path: Path) -> int:
@@ -182,12 +185,12 @@ def _attempt(path: Path) -> dict[str, Any]:
         read = json.loads(path.read_text(encoding="utf-8"))
         report = read if isinstance(read, dict) else {}
     report.setdefault("what", report.get("message", f"{path} cannot be read"))
-    ranks = [each for each in report.get("ranks", []) if isinstance(each, dict)][:_MAX_RANKS]
+    ranks = [facts for facts in report.get("ranks", []) if isinstance(facts, dict)][:_MAX_RANKS]
     return {
         "number": _number(path),
         "has_failed": path.name != RANKS,
         "report": report,
-        "ranks": [_rank(each, path.parent) for each in ranks],
+        "ranks": [_rank(facts, path.parent) for facts in ranks],
         "chart": _chart(ranks),
     }
 
@@ -217,7 +220,7 @@ def _tail(path: Path, size: int) -> str:
 
 def _chart(ranks: Sequence[Facts]) -> dict[str, Any]:
     """Return the coordinates of an attempt's timeline."""
-    timelines = [each["timeline_s"] for each in ranks if each.get("timeline_s")]
+    timelines = [facts["timeline_s"] for facts in ranks if facts.get("timeline_s")]
     lasts_s: float = max([1e-3, *(line.get("end", 0.0) for line in timelines)])
     scale = (_WIDTH_PX - _LABEL_PX) / lasts_s
 
@@ -253,10 +256,10 @@ def _chart(ranks: Sequence[Facts]) -> dict[str, Any]:
                 "end_x": x(end_s),
             }
         )
-    ticks = [lasts_s * number / _TICKS for number in range(_TICKS + 1)] if rows else []
+    ticks_s = [lasts_s * number / _TICKS for number in range(_TICKS + 1)] if rows else []
     return {
         "width": _WIDTH_PX + 50,
         "height": len(rows) * _ROW_PX + 22,
         "rows": rows,
-        "ticks": [{"x": x(each), "label": f"{each:.1f} s"} for each in ticks],
+        "ticks": [{"x": x(tick_s), "label": f"{tick_s:.1f} s"} for tick_s in ticks_s],
     }

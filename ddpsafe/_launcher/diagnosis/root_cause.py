@@ -145,7 +145,7 @@ class Evidence:
 
     def find_out_of_place(self) -> Ranks:
         """Return the ranks found by the first rule with `by_place`; none if places show nothing."""
-        return next((found for rule in RULES if rule.by_place and (found := rule.find(self))), ())
+        return next((ranks for rule in RULES if rule.by_place and (ranks := rule.find(self))), ())
 
     def find_who_waited(self, root: RankOutcome) -> tuple[list[int], Collective | None]:
         """Return the ranks that waited for `root` in one collective, and that collective.
@@ -172,15 +172,15 @@ class Evidence:
                 and not out.sends_or_receives
                 and (last := newest_collective(out))
             ]
-            if len({each.group for _, each in waiting}) > 1:  # there is no one collective to name
+            if len({call.group for _, call in waiting}) > 1:  # there is no one collective to name
                 waiting = []
         if not waiting:
             return [], None
         goal = max(
-            (each for _, each in waiting), key=lambda each: (each.group == MAIN_GROUP, each.number)
+            (call for _, call in waiting), key=lambda call: (call.group == MAIN_GROUP, call.number)
         )
         key = (goal.group, goal.number)
-        return sorted(rank for rank, each in waiting if (each.group, each.number) == key), goal
+        return sorted(rank for rank, call in waiting if (call.group, call.number) == key), goal
 
 
 RuleName = Literal[
@@ -256,8 +256,8 @@ def find_root_cause(
         is_stuck_with_error: See `Evidence`.
     """
     evidence = Evidence.of(outcomes, is_stuck_with_error=is_stuck_with_error)
-    rule, found = next((rule, found) for rule in RULES if (found := rule.find(evidence)))
-    root = found[0]
+    rule, ranks = next((rule, ranks) for rule in RULES if (ranks := rule.find(evidence)))
+    root = ranks[0]
     collateral = [out for out in evidence.failed if out.rank != root.rank]
     return RootCause(rule=rule, root=root, collateral=collateral, evidence=evidence)
 
@@ -283,8 +283,8 @@ def _errors_of_all_others(evidence: Evidence) -> Ranks:
 
 def _error_after_peer_error(evidence: Evidence) -> Ranks:
     root = (evidence.find_out_of_place() or _unknown(evidence))[0]
-    found = [out for out in evidence.ranks if out.raised and out.raised.wraps_peer_error]
-    return found if found == [root] and not evidence.has_rank_outside else ()
+    wrapping = [out for out in evidence.ranks if out.raised and out.raised.wraps_peer_error]
+    return wrapping if wrapping == [root] and not evidence.has_rank_outside else ()
 
 
 def _elsewhere(evidence: Evidence) -> Ranks:
@@ -293,11 +293,11 @@ def _elsewhere(evidence: Evidence) -> Ranks:
 
 
 def _unknown(evidence: Evidence) -> Ranks:
-    found = sorted(evidence.failed or evidence.ranks, key=_order)
-    if found[0].origin == "peer-lost":
+    in_order = sorted(evidence.failed or evidence.ranks, key=_order)
+    if in_order[0].origin == "peer-lost":
         # A wait that times out closes the rank's connections, and a peer may report that first.
-        return [out for out in found if out.origin == "timeout"] or found
-    return found
+        return [out for out in in_order if out.origin == "timeout"] or in_order
+    return in_order
 
 
 RULES: Final = (
@@ -415,7 +415,7 @@ RULES: Final = (
         find=lambda evidence: [
             out
             for out in evidence.ranks
-            if out.in_rpc and any(is_peer_origin(each.origin) for each in evidence.ranks)
+            if out.in_rpc and any(is_peer_origin(other.origin) for other in evidence.ranks)
         ],
         by_place=True,
     ),
@@ -455,7 +455,7 @@ class Conclusion:
         kind: Its kind; ``None`` to take it from the rank's exception or signal.
         blames: ``rank``: the rank that was found; ``several``: it is one of those that disagree;
             ``gpu``: a GPU or a link between two; ``nothing``: no rank is known to be the cause.
-        did: What the rank did; follows its name in the message.
+        behaviour: What the rank did; follows its name in the message.
         advice: The likely cause, and what to do.
         is_start_likelier: Whether a rank that never began to join is reported instead, if there is one.
     """
@@ -463,7 +463,7 @@ class Conclusion:
     error: type[LaunchError] = RankFailedError
     kind: FailureKind | None = None
     blames: Literal["rank", "several", "gpu", "nothing"] = "rank"
-    did: str = ""
+    behaviour: str = ""
     advice: Advice = (
         "it was still handling the error on its line below, in an except or a finally.",
         "fix that error first, then find out why handling it takes so long.",
@@ -505,7 +505,7 @@ CONCLUSIONS: Final[dict[RuleName, Conclusion]] = {
     "error-after-peer-error": _ENDED,
     "suspended": replace(
         _WAITED,
-        did="is stopped",
+        behaviour="is stopped",
         advice=(
             "SIGSTOP was sent to it, or a debugger or a container runtime froze it.",
             "kill -CONT {pid} would have resumed it; find out what stops processes on {host}.",
@@ -515,7 +515,7 @@ CONCLUSIONS: Final[dict[RuleName, Conclusion]] = {
     "mismatch": replace(
         _WAITED,
         blames="several",
-        did="entered a different collective than the others",
+        behaviour="entered a different collective than the others",
         advice=(
             (
                 "the ranks took different branches, one swallowed an error and skipped a call, or only one "
@@ -529,7 +529,7 @@ CONCLUSIONS: Final[dict[RuleName, Conclusion]] = {
     ),
     "behind": replace(
         _WAITED,
-        did="is behind",
+        behaviour="is behind",
         advice=(
             "the rank is busy or hangs at its line, or skipped a collective that the others entered.",
             (
@@ -541,7 +541,7 @@ CONCLUSIONS: Final[dict[RuleName, Conclusion]] = {
     ),
     "late": replace(
         _WAITED,
-        did="entered {newest} {delay_s:.1f} s after {first}",
+        behaviour="entered {newest} {delay_s:.1f} s after {first}",
         advice=(
             "the rank loaded, evaluated or saved something for longer than the others wait.",
             "divide that work among the ranks, or raise timeouts.{setting} above the time it takes.",
@@ -550,7 +550,7 @@ CONCLUSIONS: Final[dict[RuleName, Conclusion]] = {
     "stuck-on-gpu": replace(
         _WAITED,
         blames="gpu",
-        did="all wait in {newest}, which does not end",
+        behaviour="all wait in {newest}, which does not end",
         advice=(
             "a GPU or a link between GPUs (NVLink, InfiniBand, the network) is stuck.",
             (
@@ -562,7 +562,7 @@ CONCLUSIONS: Final[dict[RuleName, Conclusion]] = {
     "returned": _RETURNED,
     "in-rpc": replace(
         _WAITED,
-        did="was executing an RPC call from another rank",
+        behaviour="was executing an RPC call from another rank",
         advice=(
             "the RPC call that the rank executes for another one hangs or takes long.",
             "see its line below; raise the rpc_timeout of init_rpc if the call needs that long.",
@@ -570,7 +570,7 @@ CONCLUSIONS: Final[dict[RuleName, Conclusion]] = {
     ),
     "elsewhere": replace(
         _WAITED,
-        did="was not in the collective that the others waited in",
+        behaviour="was not in the collective that the others waited in",
         advice=(
             "the rank was busy outside the collective that the others waited in.",
             (
@@ -583,14 +583,14 @@ CONCLUSIONS: Final[dict[RuleName, Conclusion]] = {
     "timed-out": replace(
         _WAITED,
         blames="nothing",
-        did="timed out in {wait}",
+        behaviour="timed out in {wait}",
         advice=_NO_REASON_REPORTED,
         is_start_likelier=True,
     ),
     "unknown": replace(
         _ENDED,
         blames="nothing",
-        did="timed out in {wait}",
+        behaviour="timed out in {wait}",
         advice=_NO_REASON_REPORTED,
         is_start_likelier=True,
     ),
@@ -609,7 +609,7 @@ def find_stuck_on_gpu(evidence: Evidence) -> list[tuple[RankOutcome, Collective]
             for place in members
             if place.current is not None and not place.current.done
         ]
-        is_same = len({each.number for _, each in stuck}) == 1 and stuck[0][1].is_queued_ahead
+        is_same = len({call.number for _, call in stuck}) == 1 and stuck[0][1].is_queued_ahead
         if is_same and len(stuck) == len(members) > 1:
             return stuck
     return []
@@ -701,7 +701,7 @@ def _groups(ranks: Ranks) -> dict[str, list[GroupPosition]]:
     """
     known = [(out, out.position) for out in ranks if out.position is not None]
     groups: dict[str, list[GroupPosition]] = defaultdict(list)
-    for group in {each.group for _, position in known for each in position.collectives}:
+    for group in {call.group for _, position in known for call in position.collectives}:
         for out, position in known:
             last = position.in_group(group)
             if group == MAIN_GROUP or last is not None:
@@ -737,12 +737,14 @@ def _find_awaited(
     if not awaited:
         return None
     first = min(awaited.values(), key=likelihood)
-    at: RankOutcome | None = first
+    candidate: RankOutcome | None = first
     for _ in outcomes:  # a cycle of receives has no end
-        if at is None or not is_waiting(at):
+        if candidate is None or not is_waiting(candidate):
             break
-        at = None if at.awaited_sender is None else outcomes.get(at.awaited_sender)
-    return first if at is None or is_waiting(at) else at
+        candidate = (
+            None if candidate.awaited_sender is None else outcomes.get(candidate.awaited_sender)
+        )
+    return first if candidate is None or is_waiting(candidate) else candidate
 
 
 def _find_late(groups: Mapping[str, Sequence[GroupPosition]]) -> list[tuple[RankOutcome, float]]:
@@ -751,7 +753,7 @@ def _find_late(groups: Mapping[str, Sequence[GroupPosition]]) -> list[tuple[Rank
     The timeout of the others is unknown, because scripts set their own. It is estimated from when the first
     rank gave up.
     """
-    found: list[tuple[RankOutcome, float]] = []
+    late: list[tuple[RankOutcome, float]] = []
     for members in groups.values():
         number = max(_number(place.current) for place in members)
         entered = [
@@ -772,12 +774,12 @@ def _find_late(groups: Mapping[str, Sequence[GroupPosition]]) -> list[tuple[Rank
         if not first_ns or not gave_up_ns:
             continue
         timeout_ns = min(gave_up_ns) - first_ns
-        found += [
+        late += [
             (out, (current.entered_ns - first_ns) / 1e9)
             for out, current in entered
             if current.entered_ns - first_ns > timeout_ns / 2
         ]
-    return sorted(found, key=lambda pair: -pair[1])
+    return sorted(late, key=lambda pair: -pair[1])
 
 
 def _find_mismatched(ranks: Ranks) -> tuple[Ranks, Sequence[tuple[RankOutcome, Collective]]]:
@@ -802,14 +804,14 @@ def _find_mismatched(ranks: Ranks) -> tuple[Ranks, Sequence[tuple[RankOutcome, C
         if (collective := position.numbered(MAIN_GROUP, lowest)) is not None
     ]
     # NCCL's watchdog has other names than the recorder, and NCCL's counters have none.
-    named = [(out, each) for out, each in entered if each.name != UNKNOWN_COLLECTIVE]
-    of_recorder = [(out, each) for out, each in named if not each.is_of_watchdog]
+    named = [(out, call) for out, call in entered if call.name != UNKNOWN_COLLECTIVE]
+    of_recorder = [(out, call) for out, call in named if not call.is_of_watchdog]
     entered = of_recorder or named
     # Sizes tell nothing once the collective has ended on every rank.
     under_way = not all(collective.done for _, collective in entered)
     calls = [
-        (out, (each.name, each.sizes if under_way and each.has_one_size else ""))
-        for out, each in entered
+        (out, (call.name, call.sizes if under_way and call.has_one_size else ""))
+        for out, call in entered
     ]
     counts = Counter(call for _, call in calls)
     if len(counts) < 2:  # noqa: PLR2004 - they all agree

@@ -82,16 +82,16 @@ def find_stragglers(
         arrivals: When each rank entered its last collectives.
         nodes: The node of each rank.
     """
-    times = {rank: dict(each) for rank, each in arrivals.items()}
+    times = {rank: dict(entries) for rank, entries in arrivals.items()}
     if len(times) < 2 or len(times) < len(nodes):  # noqa: PLR2004 - one waits for another
         return []
-    numbers = sorted(set.intersection(*(set(each) for each in times.values())))
+    numbers = sorted(set.intersection(*(set(by_number) for by_number in times.values())))
     if len(numbers) < _MIN_COLLECTIVES:
         return []
     by_node: dict[int, list[int]] = {}
     for rank in sorted(times):
         by_node.setdefault(nodes.get(rank, 0), []).append(rank)
-    found = []
+    stragglers = []
     for node, ranks in by_node.items():
         others = [rank for rank in times if rank not in ranks]
         if others:
@@ -100,14 +100,18 @@ def find_stragglers(
             # of a node is not seen.
             offset = min(end - start for start, end in waits)
             waits = [(start, end - max(0, offset)) for start, end in waits]
-            found.append(_straggler(ranks, node, waits, times, numbers))
+            stragglers.append(_straggler(ranks, node, waits, times, numbers))
         for rank in ranks:
             others_of_node = [other for other in ranks if other != rank]
             if others_of_node:
                 waits = [_wait(times, [rank], others_of_node, number) for number in numbers]
-                found.append(_straggler([rank], None, waits, times, numbers))
-    notable = [each for each in found if each.window_s >= _MIN_WINDOW_S and each.share >= NOTABLE]
-    return sorted(notable, key=lambda each: -each.share)
+                stragglers.append(_straggler([rank], None, waits, times, numbers))
+    notable = [
+        straggler
+        for straggler in stragglers
+        if straggler.window_s >= _MIN_WINDOW_S and straggler.share >= NOTABLE
+    ]
+    return sorted(notable, key=lambda straggler: -straggler.share)
 
 
 def _wait(
@@ -151,5 +155,5 @@ def find_stragglers_of(outcomes: Mapping[int, RankOutcome]) -> list[Straggler]:
 
 def log_stragglers(outcomes: Mapping[int, RankOutcome]) -> None:
     """Log the stragglers of a launch, at its end."""
-    for each in find_stragglers_of(outcomes):
-        logger.info("%s", each)
+    for straggler in find_stragglers_of(outcomes):
+        logger.info("%s", straggler)
