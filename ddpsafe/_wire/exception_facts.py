@@ -70,10 +70,12 @@ def where_of(tb: TracebackType | None) -> str:
     Returns:
         ``path:line in function``, or an empty string if every frame is a library's.
     """
-    frames = traceback.extract_tb(tb)
-    own = find_own_files(frame.filename for frame in frames)
-    frame = next((each for each in reversed(frames) if each.filename in own), None)
-    return f"{frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
+    calls = traceback.extract_tb(tb)
+    own = find_own_files(call.filename for call in calls)
+    innermost = next((call for call in reversed(calls) if call.filename in own), None)
+    if innermost is None:
+        return ""
+    return f"{innermost.filename}:{innermost.lineno} in {innermost.name}"
 
 
 _MAX_HELD: Final = 200
@@ -109,11 +111,11 @@ class PointToPoint(NamedTuple):
 
 def point_to_point_of(tb: TracebackType | None) -> PointToPoint | None:
     """Return the send or receive of torch that a traceback comes from."""
-    found = None
+    call = None
     while tb is not None:
-        found = _read_point_to_point(tb.tb_frame) or found
+        call = _read_point_to_point(tb.tb_frame) or call
         tb = tb.tb_next
-    return found
+    return call
 
 
 def point_to_point_in(frame: FrameType | None) -> PointToPoint | None:
@@ -122,11 +124,11 @@ def point_to_point_in(frame: FrameType | None) -> PointToPoint | None:
     Args:
         frame: Its innermost frame.
     """
-    found = None
-    while frame is not None and found is None:
-        found = _read_point_to_point(frame)
+    call = None
+    while frame is not None and call is None:
+        call = _read_point_to_point(frame)
         frame = frame.f_back
-    return found
+    return call
 
 
 def _read_point_to_point(frame: FrameType) -> PointToPoint | None:
@@ -163,10 +165,10 @@ def dead_worker_of(exc: BaseException) -> str:
 
     torch itself reports "exited unexpectedly" or a reset connection, without the signal.
     """
-    found = _find_dead_worker(exc)
-    if found is None:
+    dead = _find_dead_worker(exc)
+    if dead is None:
         return ""
-    number, worker = found
+    number, worker = dead
     code = worker.exitcode or 0
     how = f"exited with code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
     said = read_last_error() if code > 0 else ""
@@ -203,8 +205,10 @@ def _find_dead_worker(exc: BaseException) -> tuple[int, BaseProcess] | None:
             workers = workers_of(frame.f_locals.get("self"))
         tb = tb.tb_next
     if workers and isinstance(exc, (ConnectionError, EOFError)):
-        connection.wait([each.sentinel for each in workers], _WORKER_EXIT_WAIT_S)
-    return next(((number, each) for number, each in enumerate(workers) if each.exitcode), None)
+        connection.wait([worker.sentinel for worker in workers], _WORKER_EXIT_WAIT_S)
+    return next(
+        ((number, worker) for number, worker in enumerate(workers) if worker.exitcode), None
+    )
 
 
 def signal_that_ended_a_child(exc: BaseException) -> int:
@@ -212,16 +216,16 @@ def signal_that_ended_a_child(exc: BaseException) -> int:
 
     That is a worker of a DataLoader, or a program that the script has started.
     """
-    for each in _chain_of(exc):
-        dead = _find_dead_worker(each)
+    for error in _chain_of(exc):
+        dead = _find_dead_worker(error)
         code: object = None if dead is None else dead[1].exitcode
         for name in ("exitcode", "returncode"):  # of WorkerDiedError and of CalledProcessError
-            code = getattr(each, name, None) if code is None else code
+            code = getattr(error, name, None) if code is None else code
         if isinstance(code, int) and code < 0:
             return -code
         if isinstance(code, int) and code > _BY_SIGNAL:  # as a shell exits
             return code - _BY_SIGNAL
-        signum = find_signal_of_worker(line_of(each, MAX_MESSAGE))
+        signum = find_signal_of_worker(line_of(error, MAX_MESSAGE))
         if signum:
             return signum
     return next((-code for code in _exit_codes_in(exc) if code < 0), 0)
@@ -235,8 +239,8 @@ def _exit_codes_in(exc: BaseException) -> Iterator[int]:
     programs = getattr(
         sys.modules.get("subprocess"), "Popen", ()
     )  # none, if it has not been imported
-    for each in _chain_of(exc):
-        for frame, _ in traceback.walk_tb(each.__traceback__):
+    for error in _chain_of(exc):
+        for frame, _ in traceback.walk_tb(error.__traceback__):
             held = [*frame.f_locals.values()]
             held += vars(held[0]).values() if held and hasattr(held[0], "__dict__") else []
             for value in held[:_MAX_HELD]:
@@ -271,12 +275,12 @@ def find_own_files(files: Iterable[str]) -> frozenset[str]:
         files: The file of each call, the outermost first.
     """
     known = list(files)
-    own = frozenset(each for each in known if not is_library(each))
-    packages = (package_of(each) for each in known if not is_internal(each))
+    own = frozenset(file for file in known if not is_library(file))
+    packages = (package_of(file) for file in known if not is_internal(file))
     first = next(filter(None, packages), "")
     if own or not first:
         return own
-    return frozenset(each for each in known if package_of(each) == first)
+    return frozenset(file for file in known if package_of(file) == first)
 
 
 _CRASHED: Final = re.compile(r"^Current thread .*\n((?: +File .*\n?)+)", re.MULTILINE)
@@ -308,8 +312,8 @@ def is_internal(filename: str) -> bool:
 
 def package_of(filename: str) -> str:
     """Return the name of the installed package that a file belongs to; empty if it is in none."""
-    found = _INSTALLED.search(filename)
-    return found[1] if found else ""
+    match = _INSTALLED.search(filename)
+    return match[1] if match else ""
 
 
 # Debian's Python, and so that of NVIDIA's containers, installs into dist-packages.
@@ -411,18 +415,18 @@ def find_on_its_way(exc: BaseException, running: Collection[FrameType]) -> BaseE
         running: The frames that the thread is in.
     """
     passed: Counter[FrameType] = Counter()
-    each: BaseException | None = exc
+    handled: BaseException | None = exc
     for _ in range(_MAX_HANDLED):
-        if each is None:
+        if handled is None:
             break
-        tb = each.__traceback__
+        tb = handled.__traceback__
         # If the frame has returned, it handled this one, which is only the context of a later exception.
         is_over = passed and (tb is None or tb.tb_frame not in running)
-        if not is_over and not isinstance(each, GeneratorExit):
+        if not is_over and not isinstance(handled, GeneratorExit):
             if tb is None or not _is_caught(tb.tb_frame, passed):
-                return each
+                return handled
             passed[tb.tb_frame] += 1
-        each = each.__context__
+        handled = handled.__context__
     return None
 
 
@@ -446,7 +450,7 @@ def _is_caught(frame: FrameType, passed: Counter[FrameType]) -> bool:
     blocks = []
     for node in ast.walk(tree):
         if isinstance(node, _TRY):
-            blocks += [(each.body, not _leaves(each.body[-1])) for each in node.handlers]
+            blocks += [(handler.body, not _leaves(handler.body[-1])) for handler in node.handlers]
             blocks += [(node.finalbody, False)] if node.finalbody else []
         elif passed and isinstance(node, (ast.With, ast.AsyncWith)):  # its exit has this line too
             blocks.append(([item.context_expr for item in node.items], False))
@@ -455,7 +459,7 @@ def _is_caught(frame: FrameType, passed: Counter[FrameType]) -> bool:
         for block, is_caught in blocks
         if block[0].lineno <= frame.f_lineno <= (block[-1].end_lineno or 0)
     ]
-    around.sort(key=lambda each: each[0], reverse=True)
+    around.sort(key=lambda block: block[0], reverse=True)
     inner = passed[frame]
     if len(around) <= inner:  # one of the passed exceptions is no longer handled in any block
         return bool(passed)
@@ -498,11 +502,11 @@ def _chain_of(exc: BaseException) -> list[BaseException]:
     """Return the exception, then the one that it was raised from or while handling, and so on."""
     chain: list[BaseException] = []
     seen: set[int] = set()
-    at: object = exc
-    while isinstance(at, BaseException) and id(at) not in seen:
-        seen.add(id(at))
-        chain.append(at)
-        at = at.__context__ if at.__cause__ is None else at.__cause__
+    error: object = exc
+    while isinstance(error, BaseException) and id(error) not in seen:
+        seen.add(id(error))
+        chain.append(error)
+        error = error.__context__ if error.__cause__ is None else error.__cause__
     return chain
 
 
@@ -518,7 +522,7 @@ def _origin_of(exc: BaseException, depth: int) -> Origin:
     if isinstance(exc, _GROUP):
         if depth == _MAX_GROUP_DEPTH:
             return "own"
-        origins = [_read(each, depth + 1).origin for each in exc.exceptions]
+        origins = [_read(member, depth + 1).origin for member in exc.exceptions]
         return "own" if "own" in origins or "mismatch" in origins else origins[0]
     if not isinstance(exc, RuntimeError):
         return "own"

@@ -232,15 +232,16 @@ def find_peer_text(line: str) -> PeerText | None:
 def find_native_text(stderr: str) -> NativeText | None:
     """Return the error that native code wrote to a rank's stderr before it ended the process."""
     matches = (
-        [match for each in patterns if (match := each.search(stderr))] for patterns in NATIVE_TEXTS
+        [match for pattern in patterns if (match := pattern.search(stderr))]
+        for patterns in NATIVE_TEXTS
     )
-    alike = next((each for each in matches if each), None)
+    alike = next((group for group in matches if group), None)
     if alike is None:
         return None
-    found = min(alike, key=lambda match: match.start())
-    start = stderr.rfind("\n", 0, found.start()) + 1
+    first = min(alike, key=lambda match: match.start())
+    start = stderr.rfind("\n", 0, first.start()) + 1
     line = stderr[start:].partition("\n")[0].strip()
-    error = found.groupdict().get("error")
+    error = first.groupdict().get("error")
     if error is None:
         return NativeText(line=line, origin="timeout")
     peer = find_peer_text(f"DistBackendError: {error}")
@@ -294,9 +295,9 @@ def find_kind(line: str) -> FailureKind | None:
 
 def find_signal_of_worker(line: str) -> int:
     """Return the signal that ended a worker of torch's DataLoader, by torch's own text; 0 if it is another text."""
-    found = _KILLED_WORKER.search(line)
-    names = {signal.strsignal(each): int(each) for each in signal.valid_signals()}
-    return 0 if found is None else names.get(found["name"], 0)
+    match = _KILLED_WORKER.search(line)
+    names = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
+    return 0 if match is None else names.get(match["name"], 0)
 
 
 def is_full_disk(line: str) -> bool:

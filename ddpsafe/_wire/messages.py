@@ -226,8 +226,8 @@ class Position:
     def in_group(self, group: str) -> Collective | None:
         """Return the last collective in that group."""
         return max(
-            (each for each in self.collectives if each.group == group),
-            key=lambda each: each.number,
+            (call for call in self.collectives if call.group == group),
+            key=lambda call: call.number,
             default=None,
         )
 
@@ -245,26 +245,26 @@ class Position:
 
         If the GPU waits in collectives, that is the oldest of these.
         """
-        groups = {each.group for each in self.collectives}
+        groups = {call.group for call in self.collectives}
         waiting = [
-            each
+            call
             for group in groups
-            if (each := self.first_incomplete(group)) is not None and each.is_queued_ahead
+            if (call := self.first_incomplete(group)) is not None and call.is_queued_ahead
         ]
         if waiting:
-            return min(waiting, key=lambda each: (each.entered_ns, each.group != MAIN_GROUP))
+            return min(waiting, key=lambda call: (call.entered_ns, call.group != MAIN_GROUP))
         # Old versions of torch do not record the time; then prefer the group of all ranks.
         return max(
             self.collectives,
-            key=lambda each: (each.entered_ns, each.group == MAIN_GROUP, each.number),
+            key=lambda call: (call.entered_ns, call.group == MAIN_GROUP, call.number),
             default=None,
         )
 
     def first_incomplete(self, group: str) -> Collective | None:
         """Return the first collective in that group that has not ended: the one the GPU is in."""
         return min(
-            (each for each in self.collectives if each.group == group and not each.done),
-            key=lambda each: each.number,
+            (call for call in self.collectives if call.group == group and not call.done),
+            key=lambda call: call.number,
             default=None,
         )
 
@@ -272,7 +272,7 @@ class Position:
         """Return the collective with that number in that group, if it is among the last few."""
         wanted = (group, number)
         return next(
-            (each for each in self.collectives if (each.group, each.number) == wanted), None
+            (call for call in self.collectives if (call.group, call.number) == wanted), None
         )
 
 
@@ -450,27 +450,27 @@ class Raised:
     ) -> Raised:
         """Describe an exception as plain data; never raises."""
         facts = read_chain(exc)
-        shown = facts.shown
-        name, message = type_name_of(shown), clip(text_of(shown), MAX_MESSAGE)
-        code = exit_code_of(shown)
-        handled = None if code is None else shown.__cause__
+        error = facts.shown
+        name, message = type_name_of(error), clip(text_of(error), MAX_MESSAGE)
+        code = exit_code_of(error)
+        handled = None if code is None else error.__cause__
         dead_worker, child_signal = "", 0
         with contextlib.suppress(
             Exception
         ):  # reads private names of torch, and the user's attributes
-            child_signal = signal_that_ended_a_child(shown)
-            dead_worker = dead_worker_of(shown)
-        if code is not None and not shown.__suppress_context__:
-            handled = shown.__context__
+            child_signal = signal_that_ended_a_child(error)
+            dead_worker = dead_worker_of(error)
+        if code is not None and not error.__suppress_context__:
+            handled = error.__context__
         if handled is not None and has_continued(handled):
             handled = None
         return cls(
             type_name=name,
             message=message,
             traceback=clip(traceback_of(exc), _MAX_TRACEBACK),
-            payload=pickled(shown),
+            payload=pickled(error),
             phase=phase,
-            where=where_of(shown.__traceback__),
+            where=where_of(error.__traceback__),
             position=position,
             at_ns=at_ns,
             wall_ns=wall_ns,
@@ -478,12 +478,12 @@ class Raised:
             final=final,
             held=held,
             origin=facts.origin,
-            explanation=shown.explanation if isinstance(shown, DDPSafeError) else None,
-            kind=_kind_of(shown),
-            setting=shown.setting if isinstance(shown, LaunchTimeoutError) else "",
+            explanation=error.explanation if isinstance(error, DDPSafeError) else None,
+            kind=_kind_of(error),
+            setting=error.setting if isinstance(error, LaunchTimeoutError) else "",
             wraps_peer_error=facts.wraps_peer_error,
             point_to_point=point_to_point_of(
-                (shown if facts.hidden_by is None else facts.hidden_by).__traceback__
+                (error if facts.hidden_by is None else facts.hidden_by).__traceback__
             ),
             hidden_by="" if facts.hidden_by is None else in_a_line(facts.hidden_by),
             handled="" if handled is None else in_a_line(handled),

@@ -206,7 +206,7 @@ def loads(data: bytes | mmap.mmap, handles: tuple[object, ...] = ()) -> object:
     spans = [_SPAN.unpack_from(view, table + index * _SPAN.size) for index in range(count)]
     *buffers, stream = [view[start : start + length] for start, length in spans]
     if view.readonly:
-        buffers = [memoryview(bytearray(each)) for each in buffers]
+        buffers = [memoryview(bytearray(buffer)) for buffer in buffers]
     with _using(handles):
         return pickle.loads(stream, buffers=buffers)  # noqa: S301 - from our parent or child, never from a peer
 
@@ -255,10 +255,10 @@ def _lives_in_importable_main(obj: Any) -> bool:
     names = obj.__qualname__.split(".")
     if names[0] in _defined_under_guard(str(main.__file__)):
         return False
-    found: object = main
+    named: object = main
     for name in names:
-        found = getattr(found, name, None)
-    return found is obj
+        named = getattr(named, name, None)
+    return named is obj
 
 
 def main_is_importable() -> bool:
@@ -322,10 +322,10 @@ def _find(
     for name, part in parts:
         if id(part) in fails:
             continue
-        found = _failure(part, dumps)
-        fails[id(part)] = found is not None
-        if found is not None:
-            culprit = _find(part, path + name, found, dumps, fails=fails, levels=levels - 1)
+        failure = _failure(part, dumps)
+        fails[id(part)] = failure is not None
+        if failure is not None:
+            culprit = _find(part, path + name, failure, dumps, fails=fails, levels=levels - 1)
             if culprit is not None:
                 return culprit
     # If a failing part was seen before (a child that refers to its parent), the culprit is elsewhere.

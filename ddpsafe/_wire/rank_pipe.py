@@ -75,11 +75,15 @@ class StepCounter:
 
     def count(self) -> None:
         """Count one optimizer step; this takes a fraction of a microsecond."""
-        steps, saves, checkpoint, at, last_ns, longest_ns, _ = _NUMBERS.unpack_from(self._memory)
+        steps, saves, checkpoint, at_checkpoint, last_ns, longest_ns, _ = _NUMBERS.unpack_from(
+            self._memory
+        )
         now_ns = time.monotonic_ns()
         if last_ns and now_ns - last_ns > longest_ns:
             longest_ns = now_ns - last_ns
-        _NUMBERS.pack_into(self._memory, 0, steps + 1, saves, checkpoint, at, now_ns, longest_ns, 0)
+        _NUMBERS.pack_into(
+            self._memory, 0, steps + 1, saves, checkpoint, at_checkpoint, now_ns, longest_ns, 0
+        )
 
     def note_saving(self) -> None:
         """Note that the rank has begun to save a checkpoint."""
