@@ -133,10 +133,10 @@ def run_attempt(
 
 def outcomes_of(processes: Sequence[RankProcess]) -> dict[int, RankOutcome]:
     """Return what became of the ranks of this node; those still running are about to be ended."""
-    found = {process.rank: process.outcome() for process in processes}
+    outcomes = {process.rank: process.outcome() for process in processes}
     return {
         rank: replace(outcome, status="stopped") if outcome.status == "running" else outcome
-        for rank, outcome in found.items()
+        for rank, outcome in outcomes.items()
     }
 
 
@@ -209,9 +209,9 @@ def ask_where(processes: Sequence[RankProcess]) -> None:
     """
     # A rank may have died unnoticed, as while the launcher was suspended, or may die while it is asked.
     shutdown.note_ends(processes)
-    found = rank_readings.collect(processes)
+    readings = rank_readings.collect(processes)
     for process in processes:
-        process.note_reading(found.get(process.rank))
+        process.note_reading(readings.get(process.rank))
     before = rank_readings.find_before_first_end(processes)
     for process in processes:
         process.note_before(before.get(process.rank))
@@ -266,7 +266,7 @@ def values_or_raise(
         values = dict.fromkeys(rank.rank for rank in peers.ranks if rank.returned is not None)
         values |= values_of(processes, ended, directory)
         values = {
-            rank: each for rank, each in values.items() if rank not in ended.ending.unfinished
+            rank: value for rank, value in values.items() if rank not in ended.ending.unfinished
         }
         stopped = preempted_error(ended, request, values, keeps_logs=directory.is_kept)
         directory.holds_failure |= bool(stopped.unfinished_ranks)

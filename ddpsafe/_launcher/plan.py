@@ -150,8 +150,8 @@ class Calls:
         except Exception as exc:
             name = getattr(self._fn, "__qualname__", repr(self._fn))
             named = ((args, "args"), (self._kwargs, "kwargs"), (self._fn, name))
-            found = (payload.find_unpicklable(part, path) for part, path in named)
-            path, why = next(filter(None, found), (name, exc))
+            culprits = (payload.find_unpicklable(part, path) for part, path in named)
+            path, why = next(filter(None, culprits), (name, exc))
             what = f"{path} cannot be sent to another process: {why}"
             cause = "open files, locks, sockets, generators and GPU tensors belong to one process."
             fix = "pass what it is made from (a path, a seed) and create it inside the function."
@@ -410,24 +410,24 @@ def _nccl_variables(
         return {}
     import torch
 
-    found = _gpus.nccl_variables(
+    variables = _gpus.nccl_variables(
         given, torch.__version__, debug_file=logs.nccl, folder=str(Path(logs.nccl).parent)
     )
     if _gpus.are_shared():
-        found.setdefault("NCCL_HOSTID", given.get("NCCL_HOSTID", f"ddpsafe-test-{world.rank}"))
-    return found
+        variables.setdefault("NCCL_HOSTID", given.get("NCCL_HOSTID", f"ddpsafe-test-{world.rank}"))
+    return variables
 
 
 def _resolve_nproc(config: LaunchConfig, gpus: int) -> int:
-    asked = config.nproc_per_node
-    if asked == "cpu" or (asked == "auto" and gpus == 0):
+    wanted = config.nproc_per_node
+    if wanted == "cpu" or (wanted == "auto" and gpus == 0):
         return count_cores()
-    if asked not in ("auto", "gpu"):
-        return int(asked)
+    if wanted not in ("auto", "gpu"):
+        return int(wanted)
     if gpus == 0:
         _refuse_gpu('nproc_per_node="gpu"', 'nproc_per_node="cpu" (and backend="gloo")')
     if lost := _gpus.find_lost():
-        what = f"nproc_per_node={asked!r} starts {gpus} ranks: torch sees {gpus} of {gpus + lost} GPUs."
+        what = f"nproc_per_node={wanted!r} starts {gpus} ranks: torch sees {gpus} of {gpus + lost} GPUs."
         cause = "a GPU has fallen off the bus, or another process uses it in exclusive mode."
         fix = (
             f"check nvidia-smi and dmesg; to fail instead of starting with {gpus}, set "
@@ -455,10 +455,10 @@ def _require_usable(backend: str, nproc: int, gpus: int, *, env: dict[str, str])
         raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
-def _refuse_gpu(asked: str, instead: str) -> None:
+def _refuse_gpu(setting: str, instead: str) -> None:
     import torch
 
-    what = f"{asked} needs a GPU, but torch sees none."
+    what = f"{setting} needs a GPU, but torch sees none."
     cause = "this machine has no GPU, its driver is not loaded, or CUDA_VISIBLE_DEVICES hides it."
     if torch.version.cuda is None:
         cause = f"torch {torch.__version__} is built without CUDA."

@@ -110,13 +110,16 @@ def run_attempts(
         return retrying(attempt)
     except DDPSafeError as error:
         # `error` is in `earlier` where `change` has raised the failure that it was called with.
-        error.previous_attempts = tuple(each for each in earlier if each is not error)
+        error.previous_attempts = tuple(failure for failure in earlier if failure is not error)
         if not isinstance(error, LaunchError):
             # Unlike a LaunchError, it does not name earlier attempts and their logs by itself.
-            failures = [each for each in error.previous_attempts if isinstance(each, LaunchError)]
+            failures = [
+                failure for failure in error.previous_attempts if isinstance(failure, LaunchError)
+            ]
             if failures:
                 lines = [
-                    f"Before that, {each.explanation.what}" for each in failures[-_LISTED_FAILURES:]
+                    f"Before that, {failure.explanation.what}"
+                    for failure in failures[-_LISTED_FAILURES:]
                 ]
                 error.add_details(*lines, f"Logs: {failures[-1].run_dir}")
         if len(earlier) + 1 < policy.attempts and not cancelled.is_set():
@@ -190,12 +193,15 @@ class _Progress(stop_base):
 def _reached(error: DDPSafeError) -> _Reached | None:
     """Return how far the foremost rank got; ``None`` if no rank made a step or saved a checkpoint."""
     outcomes = error.outcomes.values() if isinstance(error, LaunchError) else ()
-    ranks = [each.progress for each in outcomes]
-    if not any(each.steps or each.saves for each in ranks):
+    ranks = [outcome.progress for outcome in outcomes]
+    if not any(progress.steps or progress.saves for progress in ranks):
         return None
     return max(
-        (-1 if each.checkpoint is None else each.checkpoint, each.steps_since_checkpoint)
-        for each in ranks
+        (
+            -1 if progress.checkpoint is None else progress.checkpoint,
+            progress.steps_since_checkpoint,
+        )
+        for progress in ranks
     )
 
 
@@ -227,7 +233,7 @@ def _call_change(change: Callable[[DDPSafeError], bool], failure: DDPSafeError) 
         return change(failure)
     except Exception as exc:
         first = causes_of(exc)[-1]
-        if all(first is not each for each in causes_of(failure)):
+        if all(first is not cause for cause in causes_of(failure)):
             first.__cause__ = failure
         raise
 

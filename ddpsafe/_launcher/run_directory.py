@@ -212,11 +212,11 @@ def _may_be_removed(entry: os.DirEntry[str], too_old_s: float) -> bool:
     if not _TEMPORARY.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
         return False
     try:
-        found = entry.stat(follow_symlinks=False)
-        if found.st_uid != os.geteuid() or found.st_mtime > too_old_s:
+        status = entry.stat(follow_symlinks=False)
+        if status.st_uid != os.geteuid() or status.st_mtime > too_old_s:
             return False
         with os.scandir(entry.path) as inside:
-            changed_s = [each.stat(follow_symlinks=False).st_mtime for each in inside]
+            changed_s = [child.stat(follow_symlinks=False).st_mtime for child in inside]
         if max(changed_s, default=0) > too_old_s:
             return False
         fd = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -240,17 +240,17 @@ def _make(path: Path, node: str) -> RunDirectory:
             owner_uid = os.fstat(file.fileno()).st_uid
         # Other users might remove or rename the logs, which is worth a warning. They cannot redirect them:
         # `open_log` follows no links.
-        found = path.stat()
+        status = path.stat()
         writable = (
-            found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+            status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
         )
-        if writable or found.st_uid not in (owner_uid, 0):
+        if writable or status.st_uid not in (owner_uid, 0):
             logger.warning(
                 "other users can rename or remove files in the run directory %s (owner uid %d, mode "
                 "%03o); choose one that only you can write to",
                 path,
-                found.st_uid,
-                stat.S_IMODE(found.st_mode),
+                status.st_uid,
+                stat.S_IMODE(status.st_mode),
             )
     except OSError as exc:
         raise _unusable(path, exc) from exc
