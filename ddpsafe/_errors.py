@@ -172,7 +172,7 @@ def causes_of(error: BaseException) -> list[BaseException]:
     """Return an error and its chain of causes, up to one that would repeat."""
     chain = [error]
     # Compared by identity: exceptions that are dataclasses may be equal, and a user's __eq__ may raise.
-    while (cause := chain[-1].__cause__) is not None and all(cause is not each for each in chain):
+    while (cause := chain[-1].__cause__) is not None and all(cause is not known for known in chain):
         chain.append(cause)
     return chain
 
@@ -606,7 +606,7 @@ def _with_tuples(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(map(_with_tuples, value))
     if isinstance(value, dict):
-        return {name: _with_tuples(each) for name, each in value.items()}
+        return {name: _with_tuples(part) for name, part in value.items()}
     return value
 
 

@@ -80,11 +80,13 @@ class VisibleGpus:
         if backend == "auto" or uses_gpus(backend):
             import torch
 
-            shown = os.environ.get(VISIBLE, "all")
+            visible = os.environ.get(VISIBLE, "all")
             for index in range(torch.cuda.device_count()):  # creates no context
                 uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
                 # Without a UUID in this build, the index among the visible GPUs has to do.
-                uuids.append(f"GPU {index} of {shown} on {host}" if uuid is None else f"GPU-{uuid}")
+                uuids.append(
+                    f"GPU {index} of {visible} on {host}" if uuid is None else f"GPU-{uuid}"
+                )
         return cls(
             rank=world.rank,
             node_rank=world.node_rank,
@@ -130,45 +132,45 @@ def assign(ranks: Sequence[VisibleGpus]) -> Assignment:
             share a GPU.
     """
     by_backend: dict[str, list[int]] = {}
-    for each in ranks:
-        by_backend.setdefault(each.backend, []).append(each.rank)
+    for rank in ranks:
+        by_backend.setdefault(rank.backend, []).append(rank.rank)
     if len(by_backend) > 1:
-        parts = [f"{ranks_text(each)} with {name!r}" for name, each in by_backend.items()]
+        parts = [f"{ranks_text(users)} with {name!r}" for name, users in by_backend.items()]
         what = f"the ranks request different backends for one group: {'; '.join(parts)}."
         cause = "the backend is set on some hosts only, or the script chooses it rank by rank."
         fix = "pass the same backend= on every rank (or DDPSAFE_BACKEND on every host)."
         raise ConfigError(Explanation(what, cause=cause, fix=fix))
-    asked = ranks[0].backend
-    blind = [each.rank for each in ranks if not each.uuids]
-    if asked == "auto" and len(blind) == len(ranks):
+    backend = ranks[0].backend
+    blind = [rank.rank for rank in ranks if not rank.uuids]
+    if backend == "auto" and len(blind) == len(ranks):
         return Assignment(backend="gloo", indexes=())
-    if asked != "auto" and not uses_gpus(asked):
-        return Assignment(backend=asked, indexes=())
+    if backend != "auto" and not uses_gpus(backend):
+        return Assignment(backend=backend, indexes=())
     if blind:
-        hosts = ", ".join(sorted({each.host for each in ranks if each.rank in blind}))
-        what = f"backend {asked!r} needs a GPU for each of {len(ranks)} ranks, but "
+        hosts = ", ".join(sorted({rank.host for rank in ranks if rank.rank in blind}))
+        what = f"backend {backend!r} needs a GPU for each of {len(ranks)} ranks, but "
         what += f"{ranks_text(blind)} on {hosts} can see none"
-        seeing = [each.rank for each in ranks if each.uuids]
+        seeing = [rank.rank for rank in ranks if rank.uuids]
         what += f"; {ranks_text(seeing)} can." if seeing else "."
         cause = (
             f"no driver, a torch without CUDA, a container without --gpus, or an empty {VISIBLE}."
         )
         fix = "check nvidia-smi there; backend='gloo' trains on the CPU on every rank."
         raise ConfigError(Explanation(what, cause=cause, fix=fix))
-    indexes = tuple(_index(each) for each in ranks)
+    indexes = tuple(_index(rank) for rank in ranks)
     if not are_shared():
         users: dict[str, list[VisibleGpus]] = {}
         for rank, index in zip(ranks, indexes, strict=True):
             users.setdefault(rank.uuids[index], []).append(rank)
-        shared = next((each for each in users.items() if len(each[1]) > 1), None)
-        if shared is not None:
-            uuid, sharing = shared
+        uuid = next((uuid for uuid in users if len(users[uuid]) > 1), None)
+        if uuid is not None:
+            sharing = users[uuid]
             host = sharing[0].host
-            there = [each for each in ranks if each.host == host]
-            gpus = len({uuid for each in there for uuid in each.uuids})
+            there = [rank for rank in ranks if rank.host == host]
+            gpus = len({uuid for rank in there for uuid in rank.uuids})
             what = (
                 f"{len(there)} ranks on {host} need {len(there)} GPUs, but see {gpus}: "
-                f"{ranks_text([each.rank for each in sharing])} would share {uuid}."
+                f"{ranks_text([rank.rank for rank in sharing])} would share {uuid}."
             )
             cause = (
                 f"more ranks than GPUs, a wrong LOCAL_RANK, or the same {VISIBLE} for all ranks."
@@ -178,7 +180,7 @@ def assign(ranks: Sequence[VisibleGpus]) -> Assignment:
                 f"(srun --gpus-per-task=1, {VISIBLE}), or use backend='gloo' to train on the CPU."
             )
             raise ConfigError(Explanation(what, cause=cause, fix=fix))
-    return Assignment(backend="nccl" if asked == "auto" else asked, indexes=indexes)
+    return Assignment(backend="nccl" if backend == "auto" else backend, indexes=indexes)
 
 
 def _index(rank: VisibleGpus) -> int:
@@ -239,9 +241,9 @@ def sees_none(build: Mapping[str, Any], visible: str | None, *, has_driver: bool
 def read_build() -> dict[str, Any]:
     """Return the contents of torch's ``version.py`` without importing torch; empty if not found."""
     with contextlib.suppress(Exception):
-        found = importlib.util.find_spec("torch")
-        if found is not None and found.submodule_search_locations:
-            path = Path(found.submodule_search_locations[0], "version.py")
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.submodule_search_locations:
+            path = Path(spec.submodule_search_locations[0], "version.py")
             module = ModuleType("torch.version")
             SourceFileLoader(module.__name__, str(path)).exec_module(module)
             return vars(module)
@@ -272,7 +274,7 @@ def count_named(text: str, *, present: int | None) -> int:
         text: The value.
         present: Number of GPUs of the host; ``None`` if unknown.
     """
-    prefix = next((each for each in ("GPU-", "MIG-") if text.startswith(each)), None)
+    prefix = next((kind for kind in ("GPU-", "MIG-") if text.startswith(kind)), None)
     entries: list[str | int] = []
     for part in text.split(","):
         number = re.match(r"\+?[0-9]+", part.strip())
@@ -308,7 +310,9 @@ def find_lost() -> int:
 
     if VISIBLE in os.environ or is_split(None):
         return 0
-    nodes = [each for each in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", each.name)]
+    nodes = [
+        device for device in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", device.name)
+    ]
     return max(0, len(nodes) - torch.cuda.device_count()) if torch.cuda.device_count() else 0
 
 
@@ -369,7 +373,7 @@ def read_errors(within_s: float) -> list[str]:
     """
 
     def memory_errors(nvml: Any) -> list[str]:
-        found = []
+        lines = []
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             errors = []
@@ -384,8 +388,8 @@ def read_errors(within_s: float) -> list[str]:
                 errors += ["a row waits for a reset to be remapped"] if is_pending else []
                 errors += ["a row could not be remapped"] if has_failed else []
             if errors:
-                found.append(f"the driver says of GPU {index}: {'; '.join(errors)}")
-        return found
+                lines.append(f"the driver says of GPU {index}: {'; '.join(errors)}")
+        return lines
 
     return _read_xids(within_s) + (_query_driver(memory_errors) or [])
 
@@ -397,7 +401,7 @@ def _read_xids(within_s: float, log: Path = _KERNEL_LOG) -> list[str]:
     Documentation/ABI/testing/dev-kmsg).
     """
     oldest_us = (time.monotonic() - within_s) * 1e6
-    found = []
+    lines = []
     try:
         fd = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # in most containers, and for users without permission
@@ -413,12 +417,12 @@ def _read_xids(within_s: float, log: Path = _KERNEL_LOG) -> list[str]:
             head, _, message = record.decode(errors="replace").partition(";")
             match = _XID.search(message)
             if match is not None and float(head.split(",")[2]) >= oldest_us:
-                found.append(f"the kernel's log: Xid {match['what'].strip()} of {match['device']}")
+                lines.append(f"the kernel's log: Xid {match['what'].strip()} of {match['device']}")
             if not record:
                 break
     finally:
         os.close(fd)
-    return found
+    return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

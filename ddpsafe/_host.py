@@ -173,10 +173,10 @@ def is_directory_foreign() -> bool:
     `multiprocessing` starts processes with `python -c`, which imports from the current directory first.
     """
     try:
-        found = Path().stat()
+        status = Path().stat()
     except OSError:
         return True  # the directory was removed: do not import from it either
-    return not is_owner_trusted(found) or others_may_write(found)
+    return not is_owner_trusted(status) or others_may_write(status)
 
 
 def is_owner_trusted(status: os.stat_result) -> bool:
@@ -245,17 +245,17 @@ class Interface:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Its addresses, IPv4 first."""
-        return tuple(str(each.ip) for each in self.networks)
+        return tuple(str(network.ip) for network in self.networks)
 
     @property
     def prefixes(self) -> tuple[str, ...]:
         """The network of each address, e.g. ``10.77.0.0/24``."""
-        return tuple(str(each.network) for each in self.networks)
+        return tuple(str(network.network) for network in self.networks)
 
     @property
     def is_loopback(self) -> bool:
         """Whether it leads only to this host."""
-        return self.name == "lo" or any(each.ip.is_loopback for each in self.networks)
+        return self.name == "lo" or any(network.ip.is_loopback for network in self.networks)
 
     @property
     def is_candidate(self) -> bool:
@@ -316,23 +316,23 @@ def list_interfaces() -> list[Interface]:
     addresses: defaultdict[str, list[Any]] = defaultdict(list)
     for label, entries in psutil.net_if_addrs().items():
         addresses[label.partition(":")[0]] += entries  # the address of an alias, as in eth0:1
-    found = []
+    interfaces = []
     for name in list_names():
         own = [
-            _with_prefix(each.address, each.netmask)
-            for each in addresses[name]
-            if each.family in (socket.AF_INET, socket.AF_INET6) and "%" not in each.address
+            _with_prefix(entry.address, entry.netmask)
+            for entry in addresses[name]
+            if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address
         ]
         state = states.get(name)
-        found.append(
+        interfaces.append(
             Interface(
                 name=name,
-                networks=tuple(each for each in own if not each.ip.is_link_local),
+                networks=tuple(network for network in own if not network.ip.is_link_local),
                 mtu_bytes=state.mtu if state else 0,
                 is_running=bool(state and state.isup),
             )
         )
-    return found
+    return interfaces
 
 
 def _with_prefix(
@@ -373,9 +373,13 @@ def find_address_towards(addresses: Iterable[str]) -> str | None:
             own = source_address(address)
             if not is_loopback(own):
                 return own
-    running = [each for each in list_interfaces() if each.is_running and not each.is_loopback]
-    running.sort(key=lambda each: not each.is_candidate)
-    return next((address for each in running for address in each.addresses), None)
+    running = [
+        interface
+        for interface in list_interfaces()
+        if interface.is_running and not interface.is_loopback
+    ]
+    running.sort(key=lambda interface: not interface.is_candidate)
+    return next((address for interface in running for address in interface.addresses), None)
 
 
 def source_address(target: str, port: int = _DISCARD_PORT) -> str:
@@ -392,7 +396,9 @@ def source_address(target: str, port: int = _DISCARD_PORT) -> str:
 
 def find_interface_of(address: str) -> Interface | None:
     """Return the interface that has an address."""
-    return next((each for each in list_interfaces() if address in each.addresses), None)
+    return next(
+        (interface for interface in list_interfaces() if address in interface.addresses), None
+    )
 
 
 def as_setting(variable: str, value: str) -> str:
@@ -515,11 +521,11 @@ def ending_when_silent(port: int, limit_s: int) -> Iterator[None]:
 
 def _open_sockets() -> dict[str, int]:
     """Return the descriptors of this process's sockets, by inode: numbers are used again."""
-    found = {}
-    for each in Path("/proc/self/fd").iterdir():
+    numbers = {}
+    for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            found[str(each.readlink())] = int(each.name)
-    return {name: fd for name, fd in found.items() if name.startswith("socket:")}
+            numbers[str(link.readlink())] = int(link.name)
+    return {name: fd for name, fd in numbers.items() if name.startswith("socket:")}
 
 
 def end_when_silent(connection: socket.socket, limit_s: float, *, idle_s: int) -> None:
@@ -589,12 +595,12 @@ def read_limits(*, membership: Path = _GROUPS_OF_PROCESS, root: Path = _CGROUPS)
             parts = line.split(":", 2)
             if len(parts) == _MEMBERSHIP_FIELDS:
                 groups.append((parts[1], parts[2]))
-    memory = [found for each in _levels(groups, "memory", root) if (found := _memory_of(each))]
-    cores = [share for each in _levels(groups, "cpu", root) if (share := _cores_of(each))]
+    memory = [limit for group in _levels(groups, "memory", root) if (limit := _memory_of(group))]
+    cores = [share for group in _levels(groups, "cpu", root) if (share := _cores_of(group))]
     processes = [
-        max(0, most - (_number_in(each / "pids.current") or 0))
-        for each in _levels(groups, "pids", root)
-        if (most := _number_in(each / "pids.max")) is not None
+        max(0, most - (_number_in(group / "pids.current") or 0))
+        for group in _levels(groups, "pids", root)
+        if (most := _number_in(group / "pids.max")) is not None
     ]
     return Limits(
         memory_bytes=min((limit for limit, _ in memory), default=None),

@@ -309,10 +309,10 @@ def _run_here(
                 "nnodes": context.world.nnodes,
             }
             for name, count in given.items():
-                asked = getattr(config, name)
-                if name in config.model_fields_set and isinstance(asked, int) and asked != count:
+                wanted = getattr(config, name)
+                if name in config.model_fields_set and isinstance(wanted, int) and wanted != count:
                     text = Explanation(
-                        f"launch({name}={asked}) runs in a rank of a job with {name}={count}: it starts no "
+                        f"launch({name}={wanted}) runs in a rank of a job with {name}={count}: it starts no "
                         f"processes, and the function runs once in each of the {context.world.world_size} ranks "
                         "of that job.",
                         cause="this process is already a rank, by its variables or because ddpsafe started "

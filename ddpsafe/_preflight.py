@@ -37,9 +37,9 @@ def require_ready_to_launch(config: LaunchConfig, *, nproc: int, backend: str) -
     from ddpsafe import doctor
     from ddpsafe.doctor._findings import require_healthy
 
-    asked = LaunchConfig.resolve(config, nproc_per_node=nproc, backend=backend)
+    resolved = LaunchConfig.resolve(config, nproc_per_node=nproc, backend=backend)
     checks = "launch" if config.preflight == "local" else "all"
-    require_healthy(doctor.run(asked, checks=checks, mesh=False), outcome=_NOTHING)
+    require_healthy(doctor.run(resolved, checks=checks, mesh=False), outcome=_NOTHING)
 
 
 def require_ready_to_join(config: LaunchConfig, world: World) -> None:
@@ -64,19 +64,19 @@ def require_ready_to_join(config: LaunchConfig, world: World) -> None:
     from ddpsafe._worker.join.store_endpoint import find_endpoint
     from ddpsafe.doctor._findings import require_healthy
 
-    asked = LaunchConfig.resolve(config, nproc_per_node=world.local_world_size)
+    resolved = LaunchConfig.resolve(config, nproc_per_node=world.local_world_size)
     is_first = world.local_rank == 0
     is_full = config.preflight == "full" and is_first
     if is_full and world.nnodes > 1:
         endpoint = find_endpoint(world, os.environ)
         is_full = not has_met(endpoint)  # after that, the port is taken by the job's own store
-        asked = LaunchConfig.resolve(
-            asked,
+        resolved = LaunchConfig.resolve(
+            resolved,
             nnodes=world.nnodes,
             node_rank=world.node_rank,
             rendezvous={"endpoint": str(endpoint)},
         )
-    report = doctor.run(asked, checks="all" if is_full else "launch", mesh=False)
+    report = doctor.run(resolved, checks="all" if is_full else "launch", mesh=False)
     require_healthy(report, outcome=_NOTHING, speaks=is_first)
 
 

@@ -101,7 +101,7 @@ class TestJob:
 def run_test(ctx: RankContext, job: TestJob) -> None:
     """Run a test in this rank; raise what the test raised."""
     collected = _collect(job.collection)
-    item = next((each for each in collected.session.items if each.nodeid == job.nodeid), None)
+    item = next((item for item in collected.session.items if item.nodeid == job.nodeid), None)
     if item is None:
         msg = f"{job.nodeid} is not among the tests that this rank has collected"
         raise pytest.UsageError(msg)
@@ -263,7 +263,7 @@ if COLLECTION_VARIABLE in os.environ:  # this is the fork server: collect for al
     # From here on, the server notices its pytest's end by a pipe.
     set_death_signal(0)
     if threading.active_count() > 1:
-        names = [each.name for each in threading.enumerate()]
+        names = [thread.name for thread in threading.enumerate()]
         sys.stderr.write(
             f"ddpsafe.testing: importing the tests started threads, which forked ranks lack: {names}\n"
         )

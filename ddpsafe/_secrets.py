@@ -81,7 +81,7 @@ _PARTS: Final = [
     (r"\b(?:AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)", "***"),
 ]
 _PATTERNS: Final = [
-    (re.compile(pattern, re.IGNORECASE | re.DOTALL), shown) for pattern, shown in _PARTS
+    (re.compile(pattern, re.IGNORECASE | re.DOTALL), replacement) for pattern, replacement in _PARTS
 ]
 """Patterns of secrets inside a text, each with its replacement; applied in this order."""
 
@@ -102,8 +102,8 @@ def hide_value(name: str, value: str) -> str:
 
 def hide_parts(text: str) -> str:
     """Return a text with everything masked that is recognised as a secret by its format."""
-    for pattern, shown in _PATTERNS:
-        text = pattern.sub(shown, text)
+    for pattern, replacement in _PATTERNS:
+        text = pattern.sub(replacement, text)
     return text
 
 
@@ -120,9 +120,9 @@ class Mask:
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Mask:
         """Collect the values of all variables whose names look secret."""
-        found = {value for name, value in env.items() if is_secret_name(name)}
-        found.update(_taken.values())
-        long = [value for value in found if len(value) >= _MIN_SECRET_CHARS]
+        values = {value for name, value in env.items() if is_secret_name(name)}
+        values.update(_taken.values())
+        long = [value for value in values if len(value) >= _MIN_SECRET_CHARS]
         return cls(tuple(sorted(long, key=len, reverse=True)))
 
     def text(self, text: str) -> str:

@@ -38,9 +38,9 @@ def helpers_folder() -> Path | None:
     # The public function would make one. A folder that this process inherited from its parent belongs
     # to the parent: only there a finalizer is registered that removes it.
     folder = _config().get("tempdir")
-    for each in [*getattr(multiprocessing.util, "_finalizer_registry", {}).values()]:
-        is_own = getattr(each, "_pid", None) == os.getpid()
-        if is_own and folder is not None and folder in (getattr(each, "_args", None) or ()):
+    for finalizer in [*getattr(multiprocessing.util, "_finalizer_registry", {}).values()]:
+        is_own = getattr(finalizer, "_pid", None) == os.getpid()
+        if is_own and folder is not None and folder in (getattr(finalizer, "_args", None) or ()):
             return Path(folder)
     return None
 
@@ -200,9 +200,9 @@ def parser_of_beginnings() -> type[argparse.ArgumentParser]:
 
     class Parser(argparse.ArgumentParser):
         def _get_option_tuples(self, option_string: str) -> list[Any]:
-            found: list[Any] = super()._get_option_tuples(option_string)
-            options = {id(each[0]) for each in found}
-            return found[:1] if len(options) == 1 else []
+            matches: list[Any] = super()._get_option_tuples(option_string)
+            options = {id(match[0]) for match in matches}
+            return matches[:1] if len(options) == 1 else []
 
     return Parser
 
@@ -210,4 +210,4 @@ def parser_of_beginnings() -> type[argparse.ArgumentParser]:
 def options_of(parser: argparse.ArgumentParser) -> list[str]:
     """Return all option strings of a parser."""
     actions: list[argparse.Action] = getattr(parser, "_actions", [])
-    return [each for action in actions for each in action.option_strings]
+    return [option for action in actions for option in action.option_strings]

@@ -24,9 +24,9 @@ def name_cells(text: str) -> str:
     if name_of is None:
         return text
 
-    def named(found: re.Match[str]) -> str:
-        label = name_of(found[0])
-        return found[0] if label is None else " ".join(label)
+    def named(match: re.Match[str]) -> str:
+        label = name_of(match[0])
+        return match[0] if label is None else " ".join(label)
 
     # ipykernel names the files after the pid of the kernel, and the launcher runs in the kernel.
     return re.sub(rf"[^\s\"']*/ipykernel_{os.getpid()}/\d+\.py", named, text)

@@ -215,8 +215,8 @@ def clean_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     env = os.environ if env is None else env
     of_launchers = {
         name
-        for each in _DIALECTS
-        for name in (each.marker, each.rank, each.world_size, each.local_rank)
+        for dialect in _DIALECTS
+        for name in (dialect.marker, dialect.rank, dialect.world_size, dialect.local_rank)
     }
     return {
         name: text
@@ -349,8 +349,8 @@ def read_nnodes(name: str, text: str) -> tuple[int, int]:
     Raises:
         ConfigError: It has neither form.
     """
-    found = _NNODES.fullmatch(text)
-    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = _NNODES.fullmatch(text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 0 < least <= most:
         what = f"{name}={text} is not a number of nodes."
         fix = f"write {name}=2, or {name}=2:4 to start with two and take up to four."
@@ -388,12 +388,12 @@ def _node_as_rank(env: Mapping[str, str]) -> World | None:
         or place not in env
         or not (counts_nodes and same_place)
     ):
-        shown = ", ".join(
+        variables = ", ".join(
             f"{name}={env[name]}"
             for name in (*_NODE_VARIABLES, "RANK", "WORLD_SIZE")
             if name in env
         )
-        what = f"{shown} are meant for torchrun, which did not start this process."
+        what = f"{variables} are meant for torchrun, which did not start this process."
         cause = (
             "a pod of Kubernetes (PyTorchJob, Kubeflow Trainer, Volcano, …) that runs "
             "`python script.py`: the variables describe the pod, not its ranks."
@@ -513,12 +513,12 @@ def expand_hosts(text: str) -> list[str]:
 def _host_numbers(text: str) -> Iterator[str]:
     """Yield the numbers of a bracket, padded with zeros to the width of each range's first number."""
     for item in text.split(","):
-        found = _HOST_RANGE.fullmatch(item)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-        if not found or not 0 <= last - first < _MAX_HOSTS:
+        match = _HOST_RANGE.fullmatch(item)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not match or not 0 <= last - first < _MAX_HOSTS:
             raise ValueError(f"[{text}] is not a list of numbers and ranges")
         for number in range(first, last + 1):
-            yield f"{number:0{len(found[1])}d}"
+            yield f"{number:0{len(match[1])}d}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,10 +159,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 from ddpsafe._stdlib_private import options_of
 
                 parser: argparse.ArgumentParser = options.parser
-                option = next((each for each in unknown if each.startswith("-")), unknown[0])
+                option = next(
+                    (argument for argument in unknown if argument.startswith("-")), unknown[0]
+                )
                 name = option.partition("=")[0]
                 known = options_of(parser)
-                begun = [each for each in known if each.startswith(name) and name != "-"]
+                begun = [option for option in known if option.startswith(name) and name != "-"]
                 near = [*begun, *difflib.get_close_matches(name, known, n=1)]
                 text = f"there is no option {name}" + (
                     f"; did you mean {near[0]}?" if near else "."
@@ -265,8 +267,8 @@ def make_parser() -> argparse.ArgumentParser:
     about = "print a job file to start from: Slurm, Kubernetes, …"
     template = commands.add_parser("template", help=about, description=f"{about.capitalize()}.")
     template.add_argument("place", metavar="PLACE", choices=TEMPLATES, help=", ".join(TEMPLATES))
-    for each in commands.choices.values():
-        each.set_defaults(parser=each)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return parser
 
 
@@ -329,8 +331,8 @@ def _add_checkpoint(add: Callable[..., argparse.ArgumentParser], about: str) -> 
         default=[],
         help="rename OLD in the state to NEW",
     )
-    for each in (listing, verifying, comparing, importing):
-        each.add_argument("--json", action="store_true", help="print JSON")
+    for action in (listing, verifying, comparing, importing):
+        action.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

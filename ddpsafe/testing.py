@@ -86,14 +86,14 @@ class _Outcome:
     Attributes:
         world_size: Number of ranks.
         error: The error of the launch, if it failed.
-        found: The report that stands for the test, see `find_report`.
+        report: The rank and the report that stand for the test, see `find_report`.
         from_ranks: What each rank wrote about the test, by rank.
         output: Title and text of each rank's output.
     """
 
     world_size: int
     error: BaseException | None = None
-    found: tuple[int, pytest.TestReport] | None = None
+    report: tuple[int, pytest.TestReport] | None = None
     from_ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
     output: list[tuple[str, str]] = field(default_factory=list)
 
@@ -173,18 +173,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         rank
         for rank, written in outcome.from_ranks.items()
         if any(
-            each["outcome"] == "skipped" and "wasxfail" not in each for each in written["reports"]
+            report["outcome"] == "skipped" and "wasxfail" not in report
+            for report in written["reports"]
         )
     }
-    outcome.found = outcome.find_report(config)
-    if outcome.error is not None and outcome.found is None:
+    outcome.report = outcome.find_report(config)
+    if outcome.error is not None and outcome.report is None:
         raise outcome.error  # a crash or a hang
     if outcome.error is None and skipped and len(skipped) < call.nproc:
         from ddpsafe._text import ranks_text
 
         names = ranks_text(sorted(skipped))
         text = f"{names} (world_size {call.nproc}) skipped the test, the others ran it"
-        outcome.error, outcome.found = pytest.fail.Exception(text, pytrace=False), None
+        outcome.error, outcome.report = pytest.fail.Exception(text, pytrace=False), None
         raise outcome.error
     return True
 
@@ -198,7 +199,7 @@ def pytest_runtest_makereport(
     outcome = item.stash.get(_outcome_key, None)
     if call.when != "call" or outcome is None:
         return report
-    if outcome.found is None:
+    if outcome.report is None:
         if outcome.error is not None and call.excinfo is not None and report.failed:
             from ddpsafe import AttemptTimeoutError
 
@@ -210,7 +211,7 @@ def pytest_runtest_makereport(
                 )
         report.sections += outcome.output
         return report
-    rank, theirs = outcome.found
+    rank, theirs = outcome.report
     theirs.when, theirs.duration = "call", report.duration
     theirs.sections = [(f"{name} of rank {rank}", text) for name, text in theirs.sections]
     theirs.sections += outcome.output
@@ -223,7 +224,11 @@ def pytest_runtest_makereport(
             crash.message = f"{title}: {crash.message}"
         notes = [title]
         for other, written in sorted(outcome.from_ranks.items()):
-            states = [each["outcome"] for each in written["reports"] if each["outcome"] != "passed"]
+            states = [
+                report_data["outcome"]
+                for report_data in written["reports"]
+                if report_data["outcome"] != "passed"
+            ]
             if other != rank:
                 notes.append(f"rank {other}: {states[0] if states else 'ended with the first one'}")
         if hasattr(failure, "addsection"):
@@ -336,11 +341,11 @@ class _Server:
                 if debugs
                 else (),
             )
-            shown = self._config.getoption("capture", default="fd") == "no"
+            shows_output = self._config.getoption("capture", default="fd") == "no"
             limits = dict.fromkeys(("attempt", "collective", "barrier"), _DAY_S) if debugs else {}
             fields: dict[str, Any] = {
                 "timeouts": limits or {"attempt": call.timeout_s},
-                "console": "tagged" if shown else "none",
+                "console": "tagged" if shows_output else "none",
                 "run_dir": files / "run",
                 "retry": {"attempts": 1},
                 "start_method": "forkserver",
@@ -385,7 +390,7 @@ class _Server:
         from ddpsafe._rank_tests import COLLECTION_VARIABLE, Collection
 
         factory = cast("pytest.TempPathFactory", item.funcargs["tmp_path_factory"])
-        files = dict.fromkeys(str(each.path) for each in item.session.items if _runs_ranks(each))
+        files = dict.fromkeys(str(other.path) for other in item.session.items if _runs_ranks(other))
         options = {
             **vars(self._config.option),
             **_PLAIN_OPTIONS,
