@@ -283,7 +283,7 @@ class EndedAttempt:
 
     @property
     def logs(self) -> Path | str:
-        """The run directory, with its host if there are several: all nodes show the same message."""
+        """The run directory, with its host if there are several nodes."""
         return self._on(socket.gethostname(), self.run_dir)
 
     def log_of(self, outcome: RankOutcome) -> Path | str:
@@ -295,6 +295,7 @@ class EndedAttempt:
         return self._on(outcome.hostname, log) if log and has_written else self.logs
 
     def _on(self, hostname: str, path: Path) -> Path | str:
+        # All nodes show the same message, so the path alone would be looked for on the wrong host.
         return path if self.nnodes == 1 else f"{hostname}:{path}"
 
     def facts(self) -> dict[str, Any]:
@@ -406,6 +407,7 @@ def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> Laun
         details.append(raised.dead_worker)
     if raised.held:
         details.append(f"held: {raised.held}")
+    # A GPU that has failed mostly says so in the kernel's log only.
     if kind == "hardware":
         details += _gpus.read_errors(ended.ending.waited_s + _LOG_MARGIN_S)
     if raised.hidden_by:
@@ -455,6 +457,7 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     details = [*last_output(root), *other_ranks(ended.outcomes.values(), cause)]
     if number == signal.SIGABRT:  # gloo aborts if the ranks pass different shapes
         handled = handled_errors(_first(root, ended), ended)
+        # The shapes may differ because a rank has handled an error and so skipped a call.
         if handled and (likely, fix) == _BY_SIGNAL[number]:
             likely, fix = _SWALLOWED
         details += handled
@@ -601,6 +604,7 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         cause=likely.format(host=root.hostname),
         fix=fix.format(host=root.hostname, pid=root.pid, setting=cls.setting),
         details=[
+            # They name the barrier, and how long each rank has waited there.
             *(explanation.what for explanation in at_barriers[:_SHOWN_BARRIERS]),
             *handled_errors([root], ended),
             *positions(outcomes),
@@ -665,6 +669,8 @@ def _mismatch_error(
     ranks_of: dict[str, list[RankOutcome]] = defaultdict(list)
     for rank, call in calls:
         ranks_of[family(call)].append(ended.outcomes[rank])
+    # Of two ranks, or two halves, the one that is named alone would be the wrong one in half of the
+    # cases.
     is_majority_known = is_same or len(ranks_of[family(mine)]) < max(map(len, ranks_of.values()))
     named = [root]
     if is_majority_known:
@@ -778,6 +784,7 @@ def _has_raised(outcome: RankOutcome, cls: type[LaunchTimeoutError]) -> bool:
 def _advice_on_hang(cause: RootCause) -> Advice:
     root = cause.root
     outlived_sigkill = root.status == "stopped" and root.ended_ns is None
+    # It was late because of a rank that had given up: a longer timeout would not help.
     if root.before is not None:
         return _WENT_ON
     in_kernel = root.state == psutil.STATUS_DISK_SLEEP and outlived_sigkill
@@ -882,6 +889,7 @@ def other_ranks(outcomes: Iterable[RankOutcome], cause: RootCause) -> list[str]:
     """Return a line for each rank that failed because of the one that broke, or was stopped."""
     because = f"failed because of rank {cause.root.rank}"
     mine = None if cause.root.raised is None else cause.root.raised.explanation
+    # An error of ddpsafe that all ranks raise has a long text, which the message of the root has.
     same = [
         out.rank
         for out in cause.collateral
@@ -986,8 +994,7 @@ def _first(root: RankOutcome, ended: EndedAttempt) -> list[RankOutcome]:
 def handled_errors(outcomes: Sequence[RankOutcome], ended: EndedAttempt) -> list[str]:
     """Return the last lines in which the first rank that has such lines talks of an error that it handled.
 
-    An error that an ``except`` swallows leaves nothing else behind, and then the ranks are out of step. What
-    every rank has written is the cause of no difference between them.
+    An error that an ``except`` swallows leaves nothing else behind, and then the ranks are out of step.
 
     Args:
         outcomes: The ranks to look at, the one that is named first.
@@ -995,6 +1002,7 @@ def handled_errors(outcomes: Sequence[RankOutcome], ended: EndedAttempt) -> list
     """
     said = {rank: _lines_about_errors(outcome) for rank, outcome in ended.outcomes.items()}
     alike = [{_NUMBER.sub("", line) for line in lines} for lines in said.values()]
+    # What every rank has written does not explain why they differ.
     by_all = set.intersection(*alike) if len(alike) > 1 else set()
     for outcome in outcomes:
         raised = outcome.raised

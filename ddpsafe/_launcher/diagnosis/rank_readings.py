@@ -111,10 +111,8 @@ class RankReading:
 def collect(processes: Sequence[RankProcess]) -> dict[int, RankReading]:
     """Read state, stack and position of every rank that is alive, within one to three seconds.
 
-    The main thread's stack comes from faulthandler, which needs no GIL. The position comes from a thread,
-    which does. A suspended process does neither until it is resumed, and it is suspended again as soon as
-    it has answered. In that case all ranks are left suspended, because what it sent meanwhile could let
-    the others finish their function; `RankProcess.end` resumes them.
+    A suspended process is resumed until it has answered. In that case all ranks are left suspended;
+    `RankProcess.end` resumes them.
 
     Returns:
         What was read, by rank, without ranks that ended without a crash.
@@ -125,7 +123,8 @@ def collect(processes: Sequence[RankProcess]) -> dict[int, RankReading]:
     running = [process for process in alive if process not in stopped]
     readings = _question(running, states)
     if stopped:
-        # Otherwise they continue as soon as the rank that they wait for does.
+        # Otherwise they continue as soon as the rank that they wait for does: what it sends while
+        # it answers could let them finish their function.
         for process in running:
             process.signal(signal.SIGSTOP)
         # The main thread takes the signal; until then, the other threads may run.
@@ -153,11 +152,10 @@ def collect(processes: Sequence[RankProcess]) -> dict[int, RankReading]:
 
 
 def find_before_first_end(processes: Sequence[RankProcess]) -> dict[int, BeforeFirstEnd]:
-    """Find the ranks that went on only when another one had given up waiting, and where they were before.
-
-    A rank that gives up releases what it holds, such as the lock of a file, and a rank that waited for that
-    enters the collective then: too late to be late. What was seen of it before counts.
-    """
+    """Find the ranks that went on only when another one had given up waiting, and where they were before."""
+    # A rank that gives up releases what it holds, such as the lock of a file. A rank that waited
+    # for that enters the collective then. Without this, it was reported as 20 s late, with the
+    # advice to raise the timeout.
     gave_up = [
         process.raised
         for process in processes
@@ -257,12 +255,15 @@ def _complete(process: RankProcess, reading: RankReading) -> RankReading:
 def _question(
     processes: Sequence[RankProcess], states: Mapping[int, str]
 ) -> dict[int, RankReading]:
+    # The stack comes from faulthandler, which needs no GIL; the position from a thread, which does.
     known = {process.rank: process.position for process in processes}
     for process in processes:
         _ask(process)
     _await_answers(processes, known, Deadline.after(_ANSWER_TIMEOUT))
     for process in processes:
         if process.was_stopped:
+            # At once: in the 1.2 s of all answers, such a rank returned, and its place was no
+            # longer that of the hang.
             process.signal(signal.SIGSTOP)
     places = {process.rank: read_stack(_dump_of(process)) for process in processes}
     # Ranks that answer also write the stacks of all their threads, for the report.
@@ -287,7 +288,8 @@ def _question(
 
 
 def _new_position(process: RankProcess, known: Mapping[int, Position | None]) -> Position | None:
-    """Return a rank's position unless it is an old answer, by which the rank could look behind."""
+    """Return a rank's position unless it is an old answer."""
+    # By an old answer, the rank could look behind.
     is_old = process.raised is None and process.position is known[process.rank]
     return None if is_old else process.position
 
@@ -331,11 +333,9 @@ def _await_answers(
 
 
 def _ask_stacks(process: RankProcess) -> None:
-    """Send the signal to the main thread, which then writes its stack before it does anything else.
-
-    If it were sent to a suspended process, any thread could take it after SIGCONT while the main thread
-    continues.
-    """
+    """Send the signal to the main thread, which then writes its stack before it does anything else."""
+    # If it were sent to a suspended process, any thread could take it after SIGCONT while the main
+    # thread continues.
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30
     if tgkill is None or process.pid is None or process.exitcode is not None:
         process.signal(STACKS_SIGNAL)
@@ -398,10 +398,7 @@ def _find_programs_in_its_place(process: RankProcess) -> list[str]:
 
 
 def is_alone_in_job(pid: int) -> bool:
-    """Return whether a program has joined as rank 0, which has started it, and waits for the other ranks.
-
-    It then listens at MASTER_PORT, and has no connection there but its own.
-    """
+    """Return whether a program has joined as rank 0, which has started it, and waits for the other ranks."""
     try:
         process = psutil.Process(pid)
         environment = process.environ()
@@ -412,6 +409,7 @@ def is_alone_in_job(pid: int) -> bool:
         connections = list_connections("tcp")  # psutil 6 has renamed the function
     except (psutil.Error, OSError, KeyError, ValueError):
         return False
+    # Such a program listens at MASTER_PORT, and has no connection there but its own.
     own_ports = {socket.laddr.port for socket in connections if socket.laddr}
     at_port = [socket for socket in connections if socket.laddr and socket.laddr.port == port]
     return any(socket.status == psutil.CONN_LISTEN for socket in at_port) and all(
@@ -432,14 +430,12 @@ class LoaderWorker(NamedTuple):
 
 
 def find_busy_loader_workers(process: RankProcess) -> list[LoaderWorker]:
-    """Ask each DataLoader worker of a rank for its stack; leave out those that wait for an index.
-
-    A forked worker has inherited the rank's signal handler and the file that it writes to. The workers
-    are asked one after another, because they all write to that one file.
-    """
+    """Ask each DataLoader worker of a rank for its stack; leave out those that wait for an index."""
     deadline = Deadline.after(_ANSWER_TIMEOUT)
     busy = []
     with contextlib.suppress(psutil.Error, OSError):  # a worker may end at any moment
+        # One after another: a forked worker has inherited the rank's signal handler and the file
+        # that it writes to, so all of them write to that one file.
         for child in psutil.Process(process.pid).children():
             before = len(_dump_of(process))
             if not (
@@ -615,8 +611,7 @@ def _frames_of(thread: str) -> list[Frame]:
 def count_oom_kills() -> int:
     """Return how many processes of this cgroup the kernel has killed for memory; 0 if unknown.
 
-    The counts before and after an attempt distinguish a SIGKILL from the kernel from any other. cgroup v2
-    has the count in ``memory.events``, v1 in ``memory.oom_control``.
+    The counts before and after an attempt distinguish a SIGKILL from the kernel from any other.
     """
     try:
         lines = _OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
@@ -626,7 +621,7 @@ def count_oom_kills() -> int:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         inside = path.lstrip("/")
-        if controllers == "":
+        if controllers == "":  # version 2; the others are of version 1
             file = _CGROUPS / inside / "memory.events"
         elif "memory" in controllers.split(","):
             file = _CGROUPS / "memory" / inside / "memory.oom_control"

@@ -1,9 +1,7 @@
 """Write the reports of all attempts of a run as one HTML page, the cause first.
 
 The page is made only from the run directory: ``report.json`` (``ranks.json`` if no rank failed) and the
-ranks' logs of each attempt. So it can be made later or on another machine. Those files contain text of
-scripts and libraries, so the template escapes all of it, and the page forbids the browser to run or load
-anything.
+ranks' logs of each attempt. So it can be made later or on another machine.
 """
 
 from __future__ import annotations
@@ -136,6 +134,8 @@ def draw(run_dir: Path) -> str:
     from markupsafe import Markup
 
     attempts = [_attempt(path) for path in _reports(run_dir)]
+    # The files contain text of scripts and libraries: all of it is escaped, and the page also
+    # forbids the browser to run or load anything. What a damaged file lacks is left out.
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.ChainableUndefined, trim_blocks=True
     )

@@ -82,8 +82,7 @@ class Evidence:
         blame_no_other: The `failed` ranks that do not blame another rank, the most likely cause first;
             includes ranks that were killed or exited and so raised nothing.
         suspects: `blame_no_other` without the ranks whose uncertain error all ranks with an error share, in
-            the same place, as in a script that runs inside ``except ImportError``: it cannot explain why one
-            of them is missing. A mismatch stays.
+            the same place. A mismatch stays.
         groups: For each process group, where its members are.
         awaited: The rank that others wait for: it has not entered a collective that they are in, or has not
             sent what one of them waits to receive. Of several, the most likely cause.
@@ -119,6 +118,8 @@ class Evidence:
         ]
         blame_no_other = _by_likelihood([out for out in failed if is_own_fault(out)])
         errors = [(out.raised.type_name, out.raised.where) for out in ranks if out.raised]
+        # An error that all of them have in the same place, as in a script that runs inside
+        # `except ImportError`, cannot explain why one of them is missing.
         is_common = len(errors) > 1 and len(set(errors)) == 1
         suspects = [
             out
@@ -151,7 +152,6 @@ class Evidence:
         """Return the ranks that waited for `root` in one collective, and that collective.
 
         If numbers show no such collective, return the one that others are in while `root` is in none.
-        Ranks in a send or a receive are in no collective.
         """
         waiting = [
             (place.outcome.rank, place.current)
@@ -161,6 +161,8 @@ class Evidence:
             for place in members
             if place.current is not None
             and place.current.number > _number(own_place.last)
+            # torch's recorder shows such a rank in the last collective before the send or the
+            # receive.
             and not place.outcome.sends_or_receives
         ]
         if not waiting and not is_waiting(root):
@@ -719,8 +721,7 @@ def _find_awaited(
     """Return the rank that has not entered a collective that another rank is in, if there is one.
 
     Of several, it is one that waits for no other itself, for example in a smaller group, then the one
-    furthest behind in the group of all ranks. If all of them wait, follow the receives from that one. A
-    sender at their end that does not wait is what all of them wait for, whatever collective it has reached.
+    furthest behind in the group of all ranks. If all of them wait, follow the receives from that one.
     """
     awaited: dict[int, RankOutcome] = {}
     ahead_of_others: set[int] = set()
@@ -737,6 +738,8 @@ def _find_awaited(
     if not awaited:
         return None
     first = min(awaited.values(), key=likelihood)
+    # A rank in a receive is behind the others while the rank that it receives from works elsewhere:
+    # that one is what all of them wait for, whatever collective it has reached.
     candidate: RankOutcome | None = first
     for _ in outcomes:  # a cycle of receives has no end
         if candidate is None or not is_waiting(candidate):
@@ -748,11 +751,7 @@ def _find_awaited(
 
 
 def _find_late(groups: Mapping[str, Sequence[GroupPosition]]) -> list[tuple[RankOutcome, float]]:
-    """Return the ranks that entered the last collective of a group too late, each with its delay in s.
-
-    The timeout of the others is unknown, because scripts set their own. It is estimated from when the first
-    rank gave up.
-    """
+    """Return the ranks that entered the last collective of a group too late, each with its delay in s."""
     late: list[tuple[RankOutcome, float]] = []
     for members in groups.values():
         number = max(_number(place.current) for place in members)
@@ -773,6 +772,7 @@ def _find_late(groups: Mapping[str, Sequence[GroupPosition]]) -> list[tuple[Rank
         ]
         if not first_ns or not gave_up_ns:
             continue
+        # The timeout of the others is unknown, because scripts set their own: this is an estimate.
         timeout_ns = min(gave_up_ns) - first_ns
         late += [
             (out, (current.entered_ns - first_ns) / 1e9)
@@ -786,17 +786,15 @@ def _find_mismatched(ranks: Ranks) -> tuple[Ranks, Sequence[tuple[RankOutcome, C
     """Return the ranks whose collective is the rarest of those entered under one number, and all of these.
 
     If several collectives are equally rare, the ranks in any of them are returned, the last rank first.
-
-    The number compared is the one that the rank furthest behind is in. If rank 1 skips its third call, its
-    fourth is counted as number 3 and meets the others' third, and so on until two do not match.
-
-    Under NCCL a rank is in the collective that its GPU waits in, however many more it has queued.
     """
     positions = [
         (out, out.position, current)
         for out in ranks
         if out.position is not None and (current := out.position.reached(MAIN_GROUP)) is not None
     ]
+    # The number of the rank furthest behind. If rank 1 skips its third call, its fourth is counted
+    # as number 3 and meets the others' third, and so on until two do not match. Under NCCL a rank
+    # is in the collective that its GPU waits in, however many more it has queued.
     lowest = min((current.number for _, _, current in positions), default=0)
     entered = [
         (out, collective)

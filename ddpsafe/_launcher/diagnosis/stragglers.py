@@ -2,8 +2,7 @@
 
 The times at which ranks entered collectives show it; `root_cause` finds a rank that hangs. torch's
 flight recorder has these times anyway, so a step costs nothing more. A rank that enters a collective
-last makes all others wait from the moment at which the last of them entered it. If several collectives
-are under way at once, like the buckets of DDP, the time is counted once.
+last makes all others wait from the moment at which the last of them entered it.
 """
 
 from __future__ import annotations
@@ -102,6 +101,7 @@ def find_stragglers(
             waits = [(start, end - max(0, offset)) for start, end in waits]
             stragglers.append(_straggler(ranks, node, waits, times, numbers))
         for rank in ranks:
+            # Only those of its node, which share its clock.
             others_of_node = [other for other in ranks if other != rank]
             if others_of_node:
                 waits = [_wait(times, [rank], others_of_node, number) for number in numbers]
@@ -129,6 +129,7 @@ def _straggler(
     numbers: Sequence[int],
 ) -> Straggler:
     waited_ns, until_ns = 0, 0
+    # Several collectives may be under way at once, like the buckets of DDP: their time counts once.
     for start, end in sorted(waits):
         waited_ns += max(0, end - max(start, until_ns))
         until_ns = max(until_ns, end)

