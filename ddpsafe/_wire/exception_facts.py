@@ -161,10 +161,8 @@ _WORKER_EXIT_WAIT_S: Final = 0.5
 
 
 def dead_worker_of(exc: BaseException) -> str:
-    """Return which worker of torch's DataLoader died and how, if the exception comes from one.
-
-    torch itself reports "exited unexpectedly" or a reset connection, without the signal.
-    """
+    """Return which worker of torch's DataLoader died and how, if the exception comes from one."""
+    # torch itself reports "exited unexpectedly" or a reset connection, without the signal.
     dead = _find_dead_worker(exc)
     if dead is None:
         return ""
@@ -232,10 +230,8 @@ def signal_that_ended_a_child(exc: BaseException) -> int:
 
 
 def _exit_codes_in(exc: BaseException) -> Iterator[int]:
-    """Yield the exit codes of the processes that the frames of an exception hold, as of a decoder.
-
-    The exception may be the script's own: "the decoder has closed its pipe".
-    """
+    """Yield the exit codes of the processes that the frames of an exception hold, as of a decoder."""
+    # The exception may be the script's own, such as "the decoder has closed its pipe".
     programs = getattr(
         sys.modules.get("subprocess"), "Popen", ()
     )  # none, if it has not been imported
@@ -268,13 +264,13 @@ def is_library(filename: str) -> bool:
 def find_own_files(files: Iterable[str]) -> frozenset[str]:
     """Return which files of a stack are the user's.
 
-    The user's project may be installed beside the libraries. If no file is outside of them, the package
-    that was called first is taken for it.
+    If all are in installed packages, the package that was called first is taken for the user's project.
 
     Args:
         files: The file of each call, the outermost first.
     """
     known = list(files)
+    # The user's project may be installed beside the libraries, with pip for example.
     own = frozenset(file for file in known if not is_library(file))
     packages = (package_of(file) for file in known if not is_internal(file))
     first = next(filter(None, packages), "")
@@ -296,6 +292,8 @@ def crashed_in_users_exit(stderr: str) -> bool:
     calls = list(DUMPED_CALL.finditer(crashed[1])) if crashed else []
     names = [call["name"] for call in calls]
     ending = end_as_interpreter.__name__
+    # A library may crash while it takes itself down, but a save of the user's at exit is part of
+    # the job.
     return ending in names and not all(
         is_library(call["file"]) for call in calls[: names.index(ending)]
     )
@@ -407,14 +405,13 @@ def _count_waits(exc: BaseException) -> int:
 def find_on_its_way(exc: BaseException, running: Collection[FrameType]) -> BaseException | None:
     """Return the exception that is about to leave the program, of all that a thread handles.
 
-    It is not always the innermost one. A cleanup in a ``finally`` may handle another one meanwhile, such
-    as an upload that it retries, and a generator is left by a `GeneratorExit`.
-
     Args:
         exc: The innermost exception that the thread handles.
         running: The frames that the thread is in.
     """
     passed: Counter[FrameType] = Counter()
+    # Not always the innermost one: a cleanup in a `finally` may handle another one meanwhile, such
+    # as an upload that it retries, and a generator is left by a `GeneratorExit`.
     handled: BaseException | None = exc
     for _ in range(_MAX_HANDLED):
         if handled is None:
@@ -434,13 +431,14 @@ def _is_caught(frame: FrameType, passed: Counter[FrameType]) -> bool:
     """Return whether an exception is in an ``except`` block after which the program continues.
 
     Otherwise it is about to leave: it is in a ``finally``, at the end of a ``with``, or in an ``except``
-    block whose last statement raises or exits. Python does not expose the difference, so this reads the
-    source of the function that handles it. Without a source, the innermost exception counts as about to leave.
+    block whose last statement raises or exits. Without a source, the innermost exception counts as about to
+    leave.
 
     Args:
         frame: The function that handles it.
         passed: How many exceptions raised while this one was handled each frame handles.
     """
+    # Python does not expose the difference, so the source of the function that handles it is read.
     # linecache also knows the cells of a notebook.
     source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
     try:
@@ -514,8 +512,7 @@ def _origin_of(exc: BaseException, depth: int) -> Origin:
     """Return where one exception comes from, without regard to its chain.
 
     ddpsafe's own errors carry their origin. torch's errors are recognized by their text, but only if torch
-    raised them, because the user's own connections fail with the same texts. A group of exceptions comes
-    from another rank only if all of its members do.
+    raised them. A group of exceptions comes from another rank only if all of its members do.
     """
     if isinstance(exc, DDPSafeError):
         return exc.origin
@@ -526,7 +523,8 @@ def _origin_of(exc: BaseException, depth: int) -> Origin:
         return "own" if "own" in origins or "mismatch" in origins else origins[0]
     if not isinstance(exc, RuntimeError):
         return "own"
-    # torch raised it if its type, its text or the file that raised it is torch's.
+    # torch raised it if its type, its text or the file that raised it is torch's. The user's own
+    # connections fail with the same texts.
     line, file, tb = line_of(exc, MAX_MESSAGE), "", exc.__traceback__
     while tb is not None:
         file, tb = tb.tb_frame.f_code.co_filename, tb.tb_next

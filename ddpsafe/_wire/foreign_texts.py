@@ -104,9 +104,8 @@ NATIVE_TEXTS: Final = tuple(
 )
 """What native code, such as NCCL's watchdog, writes to stderr before it ends the process.
 
-The first tuple with a match decides, and in it the text that was written first, because an error of NCCL
-leads to timeouts. ``error`` is the text of an exception; ``stuck`` means that the watchdog itself hangs.
-Seen in torch 2.6 to 2.13.
+The first tuple with a match decides, and in it the text that was written first. ``error`` is the text of an
+exception; ``stuck`` means that the watchdog itself hangs. Seen in torch 2.6 to 2.13.
 """
 
 _ENDING: Final = re.compile(
@@ -238,6 +237,7 @@ def find_native_text(stderr: str) -> NativeText | None:
     alike = next((group for group in matches if group), None)
     if alike is None:
         return None
+    # An error of NCCL leads to timeouts, which are written later.
     first = min(alike, key=lambda match: match.start())
     start = stderr.rfind("\n", 0, first.start()) + 1
     line = stderr[start:].partition("\n")[0].strip()

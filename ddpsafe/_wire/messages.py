@@ -234,9 +234,9 @@ class Position:
     def reached(self, group: str) -> Collective | None:
         """Return the collective in that group that the rank is in, or the last that it entered.
 
-        Under NCCL that is the first that has not ended, because the GPU waits in it and has not
-        started those queued behind it.
+        Under NCCL that is the first that has not ended.
         """
+        # The GPU waits in it, and has not started those queued behind it.
         first, last = self.first_incomplete(group), self.in_group(group)
         return first if first is not None and first.is_queued_ahead else last
 
@@ -462,6 +462,7 @@ class Raised:
             dead_worker = dead_worker_of(error)
         if code is not None and not error.__suppress_context__:
             handled = error.__context__
+        # The rank has worked on since, so that it did not exit because of that exception.
         if handled is not None and has_continued(handled):
             handled = None
         return cls(

@@ -84,7 +84,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
                 msg = "it serves forked processes only; make it with multiprocessing.get_context('spawn')"
                 raise CannotTravelError(msg)
         if self._shares_tensors and self._handles is not None and _is_tensor(obj):
-            # A CPU tensor moves into shared memory, as with torch's own pickler.
+            # A CPU tensor moves into shared memory, as with torch's own pickler: what a rank writes
+            # into it would not reach the caller otherwise, and each rank would have a copy.
             is_plain = obj.layout is sys.modules["torch"].strided and obj.device.type == "cpu"
             has_room = len(self._handles) < _MAX_SHARED_TENSORS
             if is_plain and has_room and obj.untyped_storage().nbytes():
@@ -205,7 +206,7 @@ def loads(data: bytes | mmap.mmap, handles: tuple[object, ...] = ()) -> object:
     table, count = _SPAN.unpack(view[-_SPAN.size :])
     spans = [_SPAN.unpack_from(view, table + index * _SPAN.size) for index in range(count)]
     *buffers, stream = [view[start : start + length] for start, length in spans]
-    if view.readonly:
+    if view.readonly:  # an array over such memory could not be written to
         buffers = [memoryview(bytearray(buffer)) for buffer in buffers]
     with _using(handles):
         return pickle.loads(stream, buffers=buffers)  # noqa: S301 - from our parent or child, never from a peer

@@ -1,8 +1,4 @@
-"""The one-way pipe from a rank to its launcher, which can never block the launcher, and shared memory.
-
-`multiprocessing.Connection.recv` waits for the whole message, so a rank that is stopped in the
-middle of a large result would stop its launcher too. Here the launcher reads only what has arrived.
-"""
+"""The one-way pipe from a rank to its launcher, which can never block the launcher, and shared memory."""
 
 from __future__ import annotations
 
@@ -211,9 +207,6 @@ class Inheritance:
 class Sender:
     """The rank's end of the pipe. Threads may share it; a fork of the rank sends nothing.
 
-    A fork inherits the pipe and all code that sends on it, but what happens to a helper process must not
-    be taken for what happened to the rank.
-
     Attributes:
         is_lost: Whether a message could not be sent because the script has closed the pipe.
     """
@@ -232,13 +225,11 @@ class Sender:
         return os.getpid() == self._pid
 
     def send(self, message: Message) -> None:
-        """Write one message.
-
-        This does not raise if the launcher has exited, because the lifeline then ends the rank.
-        """
-        if (
-            not self.is_rank_process()
-        ):  # before the lock, which another thread may have held at the fork
+        """Write one message; this does not raise if the launcher has exited."""
+        # A fork inherits the pipe and all code that sends on it, but what happens to a helper
+        # process must not be taken for what happened to the rank. Before the lock, which another
+        # thread may have held at the fork.
+        if not self.is_rank_process():
             return
         body = pickle.dumps(message)
         with self._lock:
@@ -252,10 +243,9 @@ class Sender:
                 self._write(_HEADER.pack(len(body)) + body)
             except OSError as exc:
                 self.is_lost = exc.errno == errno.EBADF  # closed since the check above
-                if exc.errno not in (
-                    errno.EPIPE,
-                    errno.EBADF,
-                ):  # a signal handler's, e.g. TimeoutError
+                # If the launcher has exited, the lifeline ends the rank. Any other error is a
+                # signal handler's, such as TimeoutError.
+                if exc.errno not in (errno.EPIPE, errno.EBADF):
                     raise
             else:
                 self._is_cut = False
@@ -291,6 +281,8 @@ class Receiver:
         while len(self._buffer) >= _HEADER.size:
             (size,) = _HEADER.unpack_from(self._buffer)
             end = _HEADER.size + size
+            # `multiprocessing.Connection.recv` would wait for the rest: a rank that is stopped in
+            # the middle of a large result would stop its launcher too.
             if len(self._buffer) < end:
                 break
             body = bytes(memoryview(self._buffer)[_HEADER.size : end])

@@ -35,10 +35,7 @@ ddpsafe's own. A rank removes it, so that programs that the script starts do not
 
 
 def make_launch_id() -> str:
-    """Return the id of a new launch: a digest of its temporary directory, and a random part.
-
-    The digest distinguishes the launches of one test run from those of another on the same host.
-    """
+    """Return the id of a new launch: a digest of its temporary directory, and a random part."""
     try:
         folder = tempfile.gettempdir()
     except (
@@ -46,6 +43,8 @@ def make_launch_id() -> str:
     ):  # no directory, or no free descriptor to test one: reported before anything starts
         folder = ""
     place = hashlib.sha256(folder.encode(errors="surrogateescape")).hexdigest()
+    # By the digest, the launches of one test run are distinguished from those of another on the
+    # same host.
     return f"{place[:8]}{secrets.token_hex(12)}"
 
 
@@ -110,8 +109,7 @@ def unreported_mark(stderr: Path | str) -> Path:
 def open_log(path: Path | str, flags: int, *, owner_uid: int | None = None) -> int:
     """Open a file in an attempt's directory, private if it is new; return the file descriptor.
 
-    No link is followed. Otherwise a user who may write to a directory above could replace the attempt's
-    directory by a link, and so make a rank overwrite, or the launcher show, any file of the user.
+    No link is followed.
 
     Args:
         path: The file.
@@ -122,6 +120,8 @@ def open_log(path: Path | str, flags: int, *, owner_uid: int | None = None) -> i
         OSError: It cannot be opened, is a link, or its directory is a link or another user's.
     """
     parent, name = os.path.split(path)
+    # A user who may write to a directory above could replace the attempt's directory by a link, and
+    # so make a rank overwrite, or the launcher show, any file of the user.
     folder = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if owner_uid is not None and os.fstat(folder).st_uid != owner_uid:
