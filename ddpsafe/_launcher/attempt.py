@@ -278,6 +278,8 @@ def values_or_raise(
     directory.note_tracebacks(ended.outcomes.values())
     error = attempt_error.make_error(ended)
     error.add_details(*peers.silent_nodes())
+    # The exception itself is not sent between nodes, so that the retry policy cannot look at its
+    # type.
     if getattr(error, "rank", None) in peers.retried:
         error.is_of_retried_type = True
     if _died_of_request(error, ended, request, received):
@@ -297,11 +299,9 @@ def _died_of_request(
     request: StopRequest,
     received: signal.Signals | None,
 ) -> bool:
-    """Return whether the rank, or a process that it needs, died of the signal that asks the job to stop.
-
-    A cgroup or ``scancel --full`` sends the signal to all processes. So it is a request to the job, and not
-    the failure of a rank.
-    """
+    """Return whether the rank, or a process that it needs, died of the signal that asks the job to stop."""
+    # A cgroup or `scancel --full` sends the signal to all processes. So it is a request to the job,
+    # and not the failure of a rank.
     if not isinstance(error, RankFailedError):
         return False
     raised = ended.outcomes[error.rank].raised
@@ -398,13 +398,13 @@ def values_of(
 
 
 def _load(value: bytes | mmap | None) -> object:
-    """Load what a rank returned; a ``sys.exit()`` in its unpickling must not end the launcher."""
+    """Load what a rank returned."""
     if value is None:
         msg = "the shared memory that holds it could not be mapped"
         raise payload.CannotTravelError(msg)
     try:
         return payload.loads(value)
-    except SystemExit as exc:
+    except SystemExit as exc:  # of the user's code, which must not end the launcher
         msg = f"loading it raised {exc!r}"
         raise payload.CannotTravelError(msg) from exc
 

@@ -42,9 +42,9 @@ __tracebackhide__ = True  # pytest shows the caller's line, not the frames of th
 def as_torchs(error: DDPSafeError) -> DDPSafeError:
     """Return an error of `spawn` as one that ``except torch.multiprocessing.Process…`` also catches.
 
-    Its class inherits ddpsafe's and torch's, under ddpsafe's name. A timeout stays as it is: Python
-    cannot combine its base `TimeoutError` with torch's classes.
+    Its class inherits ddpsafe's and torch's, under ddpsafe's name. A timeout stays as it is.
     """
+    # Python cannot combine `TimeoutError`, the base of a timeout, with torch's classes.
     if type(error) not in _TORCHS or not isinstance(error, RankFailedError):
         return error
     return _rebuild_as_torchs(type(error), error.args, dict(error.__dict__), error.__cause__)
@@ -214,7 +214,7 @@ class SpawnHandle:
         self.error_files = [process.spec.logs.stderr for process in processes]
         self._pids = [process.pid for process in processes if process.pid is not None]
         self._inbox = inbox
-        if self._cancelled.is_set():
+        if self._cancelled.is_set():  # before there was an inbox
             inbox.put(signal.SIGINT, None)
         self._started.set()
 

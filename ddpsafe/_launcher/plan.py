@@ -380,11 +380,9 @@ def rank_env(
 def _torchruns_variables(
     plan: LaunchPlan, world: World, logs: LogFiles, attempt: int
 ) -> dict[str, str]:
-    """Return what torchrun sets beyond the variables that every launcher sets.
-
-    Libraries such as Lightning recognize a rank of torchrun by them. TORCHELASTIC_USE_AGENT_STORE is not
-    among them: there is no agent with a store at MASTER_PORT.
-    """
+    """Return what torchrun sets beyond the variables that every launcher sets."""
+    # Libraries such as Lightning recognize a rank of torchrun by them. TORCHELASTIC_USE_AGENT_STORE
+    # is not among them: there is no agent with a store at MASTER_PORT.
     return {
         "GROUP_RANK": str(world.node_rank),
         "GROUP_WORLD_SIZE": str(world.nnodes),
@@ -413,7 +411,7 @@ def _nccl_variables(
     variables = _gpus.nccl_variables(
         given, torch.__version__, debug_file=logs.nccl, folder=str(Path(logs.nccl).parent)
     )
-    if _gpus.are_shared():
+    if _gpus.are_shared():  # NCCL allows two ranks on one GPU only on different "hosts"
         variables.setdefault("NCCL_HOSTID", given.get("NCCL_HOSTID", f"ddpsafe-test-{world.rank}"))
     return variables
 

@@ -158,8 +158,11 @@ class _Progress(stop_base):
     def note(self, error: DDPSafeError) -> None:
         """Compare a failed attempt with earlier ones."""
         reached = _reached(error)
-        # A script that resumes without `Checkpointer` does not report where, so any step may be new.
+        # A script that resumes without `Checkpointer` does not report where, so any step may be
+        # new.
         is_comparable = reached is not None and reached[0] >= 0
+        # A step alone is not progress: a rank that restores step 6 and dies in step 7 each time
+        # would use up all attempts.
         if reached is not None and (
             self._best is None or reached > self._best or not is_comparable
         ):
@@ -170,6 +173,7 @@ class _Progress(stop_base):
 
     def pause_s(self) -> float:
         """Return how long to wait before the next attempt, in seconds; progress makes it short again."""
+        # Without that, thirty kills of a job that makes progress cost twelve minutes of pauses.
         initial_s = self.policy.backoff_initial.total_seconds()
         longest_s = self.policy.backoff_max.total_seconds()
         doublings = max(0, self._doublings - 1)
@@ -255,6 +259,7 @@ def is_retried(exc: BaseException, policy: RetryPolicy) -> bool:
     """Return whether a policy retries after a failure, apart from how often."""
     if not isinstance(exc, (LaunchError, PreflightError)):
         return False
+    # These kinds are retried by default, which must not run the function a second time.
     if exc.kind in STARTUP_KINDS and _has_begun(exc):
         return False
     types = tuple(entry for entry in policy.on if isinstance(entry, type))

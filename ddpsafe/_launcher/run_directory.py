@@ -96,10 +96,8 @@ class RunDirectory:
         )
 
     def note_tracebacks(self, outcomes: Iterable[RankOutcome]) -> None:
-        """Append the traceback of each rank that raised to its log.
-
-        The rank does not print it: the console would then show peer errors before their cause.
-        """
+        """Append the traceback of each rank that raised to its log."""
+        # The ranks do not print them: the console would then show peer errors before their cause.
         for outcome in outcomes:
             # The launcher of another node does so for its own ranks, where their logs are.
             is_own = outcome.said is None

@@ -35,14 +35,14 @@ def presentable(error: DDPSafeError) -> DDPSafeError:
 def without_frames(error: DDPSafeError) -> DDPSafeError:
     """Remove the frames of an error, and of its causes where none of them can be the user's.
 
-    The frames of ddpsafe and tenacity would push the message off the screen, and add nothing to it.
-
     Args:
         error: The error that is about to be shown.
 
     Returns:
         The same error.
     """
+    # The frames of ddpsafe and tenacity add nothing, and push the message off the screen: for a
+    # host that does not resolve, they were 44 lines before its three.
     for cause in causes_of(error)[1:]:
         frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(cause.__traceback__)]
         if all(map(is_internal, frames)):
@@ -51,11 +51,9 @@ def without_frames(error: DDPSafeError) -> DDPSafeError:
 
 
 def cancel_if_uncaught(cancel: Callable[[], object]) -> None:
-    """Call `cancel` when an uncaught exception ends the script, Ctrl-C included.
-
-    Ranks have sessions of their own, which the terminal's Ctrl-C does not reach, and at exit the
-    interpreter waits for the threads that watch them.
-    """
+    """Call `cancel` when an uncaught exception ends the script, Ctrl-C included."""
+    # Ranks have sessions of their own, which the terminal's Ctrl-C does not reach, and at exit the
+    # interpreter waits for the threads that watch them.
     _hook()
     _cancels.add(cancel)
 
@@ -76,9 +74,6 @@ def _hook() -> _Uncaught:
 
 class _Uncaught:
     """Hook for uncaught exceptions: shows the exception, cancels launches, sets the exit code.
-
-    Python exits with 1 after any traceback, which hides the rank's own exit code from a scheduler.
-    A hook that shows the traceback and then raises SystemExit sets the exit code.
 
     Attributes:
         before: The previous hook, which shows the traceback.
@@ -106,6 +101,8 @@ class _Uncaught:
                     cancel()
         if isinstance(raised, DDPSafeError) and raised.exit_code != 1 and not _has_prompt():
             code = raised.exit_code
+            # Python exits with 1 after any traceback, which hides the rank's own exit code from a
+            # scheduler.
             raise SystemExit(code if code >= 0 else 128 - code)  # torch: -15 for SIGTERM
 
 
