@@ -117,9 +117,10 @@ class Deadline:
     def pauses_s(self) -> Iterator[float]:
         """Yield how long to sleep before the next poll, longer each time, until this expires.
 
-        The last pause is 0, for a final poll when the time is up. Pauses start short, to notice a quick
-        result at once, and grow, because in a long wait each poll costs the peers time.
+        The last pause is 0, for a final poll when the time is up.
         """
+        # Short at first, to notice a quick result at once. In a long wait each poll costs the peers
+        # time.
         pause_s = _FIRST_PAUSE_S
         while not self.expired():
             yield min(pause_s, self.remaining_s())

@@ -147,7 +147,8 @@ class DDPSafeError(Exception):
         self.explanation = replace(self.explanation, details=details)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the attributes, because the default protocol loses keyword-only arguments."""
+        """Pickle the attributes and the cause."""
+        # The default protocol loses keyword-only arguments.
         facts = dict(self.__dict__)
         is_cycle = causes_of(self)[-1].__cause__ is not None  # pickling it would not end
         cause = None if is_cycle else portable(self.__cause__)

@@ -199,7 +199,7 @@ def count_visible(env: Mapping[str, str]) -> int:
         env: Variables of the rank, in addition to those of this process.
     """
     named = env.get(VISIBLE)
-    if "torch" not in sys.modules:
+    if "torch" not in sys.modules:  # its import takes a second or more
         visible = os.environ.get(VISIBLE) if named is None else named
         if sees_none(read_build(), visible, has_driver=may_have_driver()):
             return 0
@@ -219,7 +219,7 @@ def count_visible(env: Mapping[str, str]) -> int:
 
 
 def sees_none(build: Mapping[str, Any], visible: str | None, *, has_driver: bool) -> bool:
-    """Return whether torch certainly sees no GPU, without importing it: that takes a second or more.
+    """Return whether torch certainly sees no GPU, without importing it.
 
     Args:
         build: The facts of torch's build; see `read_build`.
@@ -352,12 +352,11 @@ def nccl_variables(
 def wait_for_memory(pids: Collection[int], deadline: Deadline) -> bool:
     """Wait until the driver lists none of these processes any more, if it can be queried.
 
-    A killed process disappears before the driver has freed all its memory, if that is much or mapped
-    by other processes. The next attempt would run out of memory.
-
     Returns:
         Whether the driver lists none of them.
     """
+    # A killed process disappears before the driver has freed all its memory, if that is much or
+    # mapped by other processes. The next attempt would run out of memory.
     while pids and find_users(pids):
         if deadline.expired():
             return False

@@ -82,8 +82,7 @@ def boot_id() -> str:
 def end_by_signal(signum: int) -> NoReturn:
     """End this process as the signal does; where that has no effect, with the exit code that a shell shows.
 
-    It unblocks the signal. The default action of a signal that was sent from inside the container has no
-    effect on the container's first process, and an ignored signal has none anywhere.
+    It unblocks the signal.
 
     Raises:
         SystemExit: The script has a handler for the signal, which has run and not ended the process.
@@ -92,6 +91,8 @@ def end_by_signal(signum: int) -> NoReturn:
     signal.raise_signal(signum)
     if callable(signal.getsignal(signum)):
         raise SystemExit(_BY_SIGNAL + signum)
+    # The default action of a signal that was sent from inside the container has no effect on the
+    # container's first process, and an ignored signal has none anywhere.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or its reader has exited
             stream.flush()
@@ -169,13 +170,14 @@ def is_directory_gone() -> bool:
 def is_directory_foreign() -> bool:
     """Return whether another user may have put files into the current directory.
 
-    Owner and mode decide, as for git's ``safe.directory`` (CVE-2022-24765). It matters because
-    `multiprocessing` starts processes with `python -c`, which imports from the current directory first.
+    It matters because `multiprocessing` starts processes with `python -c`, which imports from the current
+    directory first.
     """
     try:
         status = Path().stat()
     except OSError:
         return True  # the directory was removed: do not import from it either
+    # Owner and mode decide, as for git's `safe.directory` (CVE-2022-24765).
     return not is_owner_trusted(status) or others_may_write(status)
 
 
@@ -231,8 +233,7 @@ class Interface:
 
     Attributes:
         name: As ``ip link`` shows it.
-        networks: Its addresses with their networks, in the kernel's order. Link-local addresses are
-            left out, because other hosts cannot connect to them by name.
+        networks: Its addresses with their networks, in the kernel's order, without link-local ones.
         mtu_bytes: Size of the largest packet that it sends.
         is_running: Whether it is up and has a carrier.
     """
@@ -327,6 +328,7 @@ def list_interfaces() -> list[Interface]:
         interfaces.append(
             Interface(
                 name=name,
+                # Other hosts cannot connect to a link-local address by name.
                 networks=tuple(network for network in own if not network.ip.is_link_local),
                 mtu_bytes=state.mtu if state else 0,
                 is_running=bool(state and state.isup),
@@ -433,12 +435,10 @@ _cpp_log_before: list[int] = []
 
 @contextlib.contextmanager
 def without_cpp_warnings() -> Iterator[None]:
-    """Keep torch's C++ code from writing warnings to stderr, where the user has set no level for it.
-
-    When a store's host has ended, each call writes 20 lines of C++ frames, and each client whose address has
-    no name writes that (``formatSockAddr`` in torch's socket.cpp). The exception, or success, says it all.
-    The level belongs to the process; torch has no function to set it.
-    """
+    """Keep torch's C++ code from writing warnings to stderr, where the user has set no level for it."""
+    # When a store's host has ended, each call writes 20 lines of C++ frames, and each client whose
+    # address has no name writes that (`formatSockAddr` in torch's socket.cpp). The exception, or
+    # success, says it all. The level belongs to the process; torch has no function to set it.
     level = None if "TORCH_CPP_LOG_LEVEL" in os.environ else _find_cpp_log_level()
     if level is None:
         yield
@@ -500,10 +500,8 @@ def open_tcp_store(
 
 @contextlib.contextmanager
 def ending_when_silent(port: int, limit_s: int) -> Iterator[None]:
-    """Have the kernel end the connections that are opened here if the other host does not answer.
-
-    torch sets no such limit, and does not show its sockets: they are found by the port.
-    """
+    """Have the kernel end the connections that are opened here if the other host does not answer."""
+    # torch sets no such limit, and does not show its sockets: they are found by the port.
     before = _open_sockets().keys()
     yield
     for name, fd in _open_sockets().items():
@@ -520,7 +518,8 @@ def ending_when_silent(port: int, limit_s: int) -> Iterator[None]:
 
 
 def _open_sockets() -> dict[str, int]:
-    """Return the descriptors of this process's sockets, by inode: numbers are used again."""
+    """Return the descriptors of this process's sockets, by inode."""
+    # The number of a descriptor is used again once that is closed.
     numbers = {}
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

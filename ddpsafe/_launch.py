@@ -216,6 +216,7 @@ def run_processes(
 
 def _ready_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -> LaunchPlan:
     """Plan a launch and check that the machine is ready for it."""
+    # torch's import, which planning needs, sometimes swallows a Ctrl-C.
     with shown_log(config.console), interrupts_kept(), telling_node_0(config):
         plan = make_plan(config, style=style, daemon=daemon)
         require_ready_to_launch(config, nproc=plan.nproc, backend=plan.backend)
@@ -242,6 +243,7 @@ def _run_plan(
             shown_log(plan.console),
             ExitStack() as stack,
         ):
+            # The other nodes wait for this one, which cannot join without a place for its logs.
             with telling_node_0(plan.config):
                 opening = open_run_directory(plan.config.run_dir, node=folder)
                 directory = stack.enter_context(opening)

@@ -45,9 +45,8 @@ def require_ready_to_launch(config: LaunchConfig, *, nproc: int, backend: str) -
 def require_ready_to_join(config: LaunchConfig, world: World) -> None:
     """Check this host in a rank that another launcher started.
 
-    Every rank runs the cheap checks, so that all ranks fail together. With ``preflight="full"`` the
-    first rank of each node also runs the long ones. Connections to other nodes are checked later, once
-    the ranks have met at the store.
+    Every rank runs the cheap checks. With ``preflight="full"`` the first rank of each node also runs the
+    long ones. Connections to other nodes are checked later, once the ranks have met at the store.
 
     Args:
         config: The configuration.
@@ -76,6 +75,7 @@ def require_ready_to_join(config: LaunchConfig, world: World) -> None:
             node_rank=world.node_rank,
             rendezvous={"endpoint": str(endpoint)},
         )
+    # On every rank, so that all ranks fail together.
     report = doctor.run(resolved, checks="all" if is_full else "launch", mesh=False)
     require_healthy(report, outcome=_NOTHING, speaks=is_first)
 

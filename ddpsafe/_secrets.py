@@ -112,7 +112,7 @@ class Mask:
     """Masks the secrets of one environment in texts.
 
     Attributes:
-        secrets: The values to mask, the longest first, because one may contain another.
+        secrets: The values to mask, the longest first.
     """
 
     secrets: tuple[str, ...]
@@ -123,6 +123,7 @@ class Mask:
         values = {value for name, value in env.items() if is_secret_name(name)}
         values.update(_taken.values())
         long = [value for value in values if len(value) >= _MIN_SECRET_CHARS]
+        # One may contain another, of which the rest would be left.
         return cls(tuple(sorted(long, key=len, reverse=True)))
 
     def text(self, text: str) -> str:

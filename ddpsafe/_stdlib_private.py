@@ -46,10 +46,8 @@ def helpers_folder() -> Path | None:
 
 
 def use_sockets_folder(folder: str) -> None:
-    """Have `multiprocessing` put its sockets here, for this process and those that it starts.
-
-    It would make a folder ``pymp-…`` in each process, which stays if the process is killed.
-    """
+    """Have `multiprocessing` put its sockets here, for this process and those that it starts."""
+    # It would make a folder `pymp-…` in each process, which stays if the process is killed.
     stock = multiprocessing.util.get_temp_dir
 
     def get_temp_dir() -> str:
@@ -192,16 +190,15 @@ def serves_forks(part: object) -> bool:
 
 
 def parser_of_beginnings() -> type[argparse.ArgumentParser]:
-    """Return a parser that takes the beginning of an option for it if no other one begins so.
-
-    argparse also refuses a beginning of two options among the arguments of a script, which are not ours.
-    """
+    """Return a parser that takes the beginning of an option for it if no other one begins so."""
     import argparse
 
     class Parser(argparse.ArgumentParser):
         def _get_option_tuples(self, option_string: str) -> list[Any]:
             matches: list[Any] = super()._get_option_tuples(option_string)
             options = {id(match[0]) for match in matches}
+            # argparse would refuse a beginning of two options, also among the arguments of a
+            # script.
             return matches[:1] if len(options) == 1 else []
 
     return Parser

@@ -335,7 +335,8 @@ def find_world(env: Mapping[str, str]) -> World | None:
 
 
 def trimmed(env: Mapping[str, str]) -> Mapping[str, str]:
-    """Return variables without surrounding whitespace: those from files may end in newlines."""
+    """Return variables without surrounding whitespace."""
+    # Those from files may end in newlines.
     return {name: text.strip() for name, text in env.items()}
 
 

@@ -199,7 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_command(name: str) -> Callable[[argparse.Namespace], int]:
-    """Return the function of a command. Its module is imported only now, so that help is fast."""
+    """Return the function of a command."""
+    # Its module is imported only now, so that help is fast.
     module = importlib.import_module(f"ddpsafe._commands.{name}")
     command: Callable[[argparse.Namespace], int] = getattr(module, _COMMANDS[name])
     return command

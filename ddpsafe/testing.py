@@ -286,11 +286,8 @@ def _call_of(item: pytest.Item) -> _Call:
 
 
 def _timeout_of(item: pytest.Item) -> float:
-    """Return the seconds that a test has left: a little less than pytest-timeout gives it.
-
-    So the launch ends first, and its error shows where each rank was. pytest-timeout's time began with
-    the fixtures; for the first test, it includes the import of torch.
-    """
+    """Return the seconds that a test has left: a little less than pytest-timeout gives it."""
+    # So the launch ends first, and its error shows where each rank was.
     marker = item.get_closest_marker("timeout")
     given: Any = None
     if marker is not None:
@@ -303,6 +300,8 @@ def _timeout_of(item: pytest.Item) -> float:
     seconds = float(given) if given else 0.0
     if seconds <= 0:
         return _TIMEOUT_S
+    # pytest-timeout's time began with the fixtures; for the first test, it includes the import of
+    # torch.
     now_s = time.monotonic()
     spent_s = now_s - item.stash.get(_start_key, now_s)
     # The margin is for what a launch does before its clock starts, and for the stacks at its end.
@@ -325,7 +324,7 @@ class _Server:
         debugs = bool(self._config.getoption("usepdb", default=False))
         capture = self._config.pluginmanager.getplugin("capturemanager")
         with contextlib.ExitStack() as stack:
-            if debugs and capture is not None:
+            if debugs and capture is not None:  # else nothing could be typed into the debugger
                 capture.suspend_global_capture(in_=True)
                 stack.callback(capture.resume_global_capture)
             # Next to the test's own folder, so that pytest keeps the logs as long as that one.
