@@ -174,11 +174,11 @@ def from_json(cls: type[T], value: object) -> T:
         GarbledError: They do not fit the class.
     """
     try:
-        read: T = _adapter(cls).validate_python(value)
+        instance: T = _adapter(cls).validate_python(value)
     except (ValidationError, RecursionError) as exc:
         msg = f"not a {cls.__name__}"
         raise GarbledError(msg) from exc
-    return read
+    return instance
 
 
 class Codec(Generic[MessageT]):
@@ -1006,13 +1006,13 @@ class Channel(Generic[NameT, MessageT]):
             challenge = str(greeting["challenge"])
             proof, received = str(greeting["proof"]).encode(), int(greeting["received"])
             token, version = str(greeting["token"]), str(greeting["version"])
-            theirs = f"{connection.challenge} {received} {token}"
-            wanted = prove(self._secret, "participant", self._scope, node, theirs)
+            text = f"{connection.challenge} {received} {token}"
+            expected = prove(self._secret, "participant", self._scope, node, text)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return False
         if version != _VERSION:
             return self._refuse(connection, "version", greeting)
-        if not hmac.compare_digest(proof, wanted.encode()) or type(node) not in (int, str):
+        if not hmac.compare_digest(proof, expected.encode()) or type(node) not in (int, str):
             return self._refuse(connection, "secret", greeting)
         with self._lock:
             if node in self._lost_clocks:  # it has been lost, and the launcher acts on that
@@ -1217,8 +1217,8 @@ def _greet(
         raise _HungUpError("other-program", "it closed the connection") from exc
     if proof == _REFUSED and heard in get_args(Refusal):
         raise RefusedError(cast("Refusal", heard), f"it refuses this node: {heard}")
-    wanted = prove(secret, "coordinator", scope, node, f"{challenge} {heard}")
-    if not hmac.compare_digest(proof.encode(), wanted.encode()) or not heard.isdecimal():
+    expected = prove(secret, "coordinator", scope, node, f"{challenge} {heard}")
+    if not hmac.compare_digest(proof.encode(), expected.encode()) or not heard.isdecimal():
         raise RefusedError("secret", "it does not know the secret of this job")
     peer.scope = scope
     return int(heard)

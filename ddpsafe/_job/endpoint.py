@@ -93,18 +93,18 @@ def trouble_of(exc: Exception) -> tuple[Unreached, str]:
     Args:
         exc: What was raised by looking up its name, by connecting, or by greeting it.
     """
-    said = getattr(exc, "strerror", None) or str(exc)
+    clause = getattr(exc, "strerror", None) or str(exc)
     if isinstance(exc, RefusedError):
-        return exc.refusal, said
+        return exc.refusal, clause
     if isinstance(exc, (socket.gaierror, UnicodeError)):
         # EAI_AGAIN is not a "no such name": no name server answers, or there is none.
         is_silent = getattr(exc, "errno", None) == socket.EAI_AGAIN
-        return "silent-resolver" if is_silent else "unresolved", said
+        return "silent-resolver" if is_silent else "unresolved", clause
     if isinstance(exc, TimeoutError):
         return "dropped", "nothing answers: a firewall drops packets, or the host is down"
     name = errno.errorcode.get(getattr(exc, "errno", None) or 0)
-    said = said if name is None else f"{said} ({name})"
-    return "refused" if isinstance(exc, ConnectionError) else "no-route", said
+    clause = clause if name is None else f"{clause} ({name})"
+    return "refused" if isinstance(exc, ConnectionError) else "no-route", clause
 
 
 def look_up(host: str, port: int) -> list[str]:
@@ -254,9 +254,9 @@ class JobEndpoint:
         addresses = _without_loopback(resolved)
         interfaces = list_interfaces()
         if self._endpoint.is_loopback:  # as in torchrun's examples: all nodes are on this host
-            if self._wanted_interface not in (None, "lo"):
+            if self._interface_name not in (None, "lo"):
                 what = (
-                    f"rendezvous.interface={self._wanted_interface!r} has no effect with the endpoint "
+                    f"rendezvous.interface={self._interface_name!r} has no effect with the endpoint "
                     f"{self._endpoint}, which is on each host itself."
                 )
                 fix = (
@@ -272,13 +272,13 @@ class JobEndpoint:
         else:
             self.address = self._own_address(addresses, interfaces)
         own = {address: interface for interface in interfaces for address in interface.addresses}
-        node_rank, wanted = self._config.node_rank, self._wanted_interface
+        node_rank, interface_name = self._config.node_rank, self._interface_name
         here = [address for address in addresses if address in own or self._endpoint.is_loopback]
         # A resolver may return every address of this host, and the other nodes reach only some:
         # first the interface that was asked for, then networks before containers, IPv4 before IPv6.
         here.sort(
             key=lambda address: (
-                address in own and own[address].name != wanted,
+                address in own and own[address].name != interface_name,
                 address in own and not own[address].is_candidate,
                 ":" in address,
             )
@@ -304,7 +304,7 @@ class JobEndpoint:
                 sum(interface.is_candidate for interface in interfaces) > 1
                 or not self._has_own_name
             )
-            if not addresses and wanted is None and is_unsure:
+            if not addresses and interface_name is None and is_unsure:
                 logger.warning(
                     "%s is %s here (/etc/hosts), so node 0 listens at %s; if the other nodes reach it at "
                     "another address, set rendezvous.interface (--interface) on this node",
@@ -366,13 +366,13 @@ class JobEndpoint:
         raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
 
     def _own_address(self, endpoint: Sequence[str], interfaces: Sequence[Interface]) -> str:
-        wanted = self._wanted_interface
-        if wanted is not None:
-            chosen = next((interface for interface in interfaces if interface.name == wanted), None)
+        name = self._interface_name
+        if name is not None:
+            chosen = next((interface for interface in interfaces if interface.name == name), None)
             if chosen is None or not chosen.addresses:
                 existing = ", ".join(interface.name for interface in interfaces)
                 what = (
-                    f"rendezvous.interface={wanted!r}: {socket.gethostname()} has no such interface "
+                    f"rendezvous.interface={name!r}: {socket.gethostname()} has no such interface "
                     "with an address."
                 )
                 cause = "interface names differ from host to host."
@@ -389,14 +389,14 @@ class JobEndpoint:
         return address
 
     @property
-    def _wanted_interface(self) -> str | None:
+    def _interface_name(self) -> str | None:
         """The interface that the user has named, if any."""
         name = self._config.rendezvous.interface
         return None if name == "auto" else name
 
     def interface_settings(self) -> dict[str, str]:
         """Return the variables that keep the ranks' libraries on an interface, if one was asked for."""
-        name = self._wanted_interface
+        name = self._interface_name
         if name is None:
             interface = find_interface_of(self.address)
             name = None if interface is None else interface.name
@@ -575,8 +575,8 @@ def key_of(config: LaunchConfig) -> bytes:
     secret = find_job_secret(config.rendezvous.secret_file)
     if secret:
         return key_of_secret(secret)
-    known = (str(config.rendezvous.endpoint), config.rendezvous.id or "")
-    return hashlib.sha256("\0".join(("derived", *known)).encode()).digest()
+    facts = (str(config.rendezvous.endpoint), config.rendezvous.id or "")
+    return hashlib.sha256("\0".join(("derived", *facts)).encode()).digest()
 
 
 def _without_loopback(addresses: Sequence[str]) -> list[str]:

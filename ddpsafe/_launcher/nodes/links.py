@@ -56,20 +56,20 @@ def find_broken_link(plan: RoundPlan, outcomes: Mapping[int, RankOutcome]) -> Br
         if outcome.status in ("killed", "exited") or outcome.native is not None:
             return None
         raised, without_reply = outcome.raised, _nodes_without_reply(plan, outcome)
-        named = _named_nodes(plan, outcome)
-        if raised is not None and not (named or raised.is_peer_error):
+        named_nodes = _named_nodes(plan, outcome)
+        if raised is not None and not (named_nodes or raised.is_peer_error):
             return None
         if raised is None:
             waits = outcome.status == "stopped" and outcome.in_collective and outcome.before is None
             all_wait = all_wait and bool(waits)
         if _GIVEN_UP.search(_text_of(outcome)):
-            without_reply = (*without_reply, *named)
-        for peer in (*named, *without_reply):
+            without_reply = (*without_reply, *named_nodes)
+        for peer in (*named_nodes, *without_reply):
             reports.setdefault((outcome.node_rank, peer), outcome)
         at_ns = math.inf if raised is None else raised.at_ns
         silent += ((at_ns, outcome.rank, outcome, peer) for peer in without_reply)
         if _RESET.search(_text_of(outcome)):
-            resets += ((at_ns, outcome.rank, outcome, peer) for peer in named)
+            resets += ((at_ns, outcome.rank, outcome, peer) for peer in named_nodes)
     # A reset is the network's only if all other ranks wait, so that none has closed its
     # connections.
     if not silent and all_wait:
@@ -154,8 +154,8 @@ def _named_addresses(plan: RoundPlan, outcome: RankOutcome) -> list[str]:
 def _address_of(plan: RoundPlan, node: int, *, seen_by: RankOutcome) -> str:
     """Return the address by which a rank of another node was connected to it; the launcher's if unknown."""
     peers = [connection.peer for connection in seen_by.unanswered]
-    seen = (*peers, *_named_addresses(plan, seen_by), plan.nodes[node].address)
-    return next(address for address in seen if plan.by_address.get(address, node) == node)
+    candidates = (*peers, *_named_addresses(plan, seen_by), plan.nodes[node].address)
+    return next(address for address in candidates if plan.by_address.get(address, node) == node)
 
 
 def _text_of(outcome: RankOutcome) -> str:

@@ -326,10 +326,10 @@ class Membership:
 def _warn_of_outage(node: NodeFacts, event: Away | Back) -> None:
     """Tell of an outage between attempts; `node_zero.warn_of_outage` does so during one."""
     if isinstance(event, Back):
-        said, facts = f"can be reached again after {event.away_s:.0f} s", {"event": "back"}
+        what, facts = f"can be reached again after {event.away_s:.0f} s", {"event": "back"}
     else:
-        said, facts = f"cannot be reached ({event.why})", {"event": "away"}
-    logger.warning("%s %s", node, said, extra=facts)
+        what, facts = f"cannot be reached ({event.why})", {"event": "away"}
+    logger.warning("%s %s", node, what, extra=facts)
 
 
 def _same_rank(first: NodeFacts, second: NodeFacts) -> ConfigError:

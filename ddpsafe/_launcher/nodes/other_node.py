@@ -304,7 +304,9 @@ class Participant:
         at_ns, now_s = time.monotonic_ns(), time.monotonic()
         self._next_progress_s = now_s + self._round.progress_every_s
         activity = {process.rank: process.activity() for process in processes}
-        idle.look(now_s, is_running=any(seen.state == "R" for seen in activity.values()))
+        idle.look(
+            now_s, is_running=any(rank_activity.state == "R" for rank_activity in activity.values())
+        )
         # A stopped launcher does not read: once its buffer is full, the kernel would report its host as
         # lost.
         if not self._silence.silent:
@@ -549,10 +551,10 @@ def has_raised_retried_type(process: RankProcess, policy: RetryPolicy) -> bool:
 
 def _for_others(outcome: RankOutcome) -> RankOutcome:
     """Return an outcome without its pickle, and with the end of the log, which only this host has."""
-    said = outcome.error_text()[-_MAX_LOG_CHARS:] if outcome.status != "stopped" else ""
+    log_end = outcome.error_text()[-_MAX_LOG_CHARS:] if outcome.status != "stopped" else ""
     raised = outcome.raised
     if raised is not None:
         short = raised.traceback[-_MAX_TRACEBACK_CHARS:]
         # No node unpickles what comes from the network.
         raised = replace(raised, payload=None, traceback=short)
-    return replace(outcome, raised=raised, said=said)
+    return replace(outcome, raised=raised, said=log_end)

@@ -308,12 +308,12 @@ class NodeLaunch:
         if any(node.launcher not in lobby.nodes for node in new):
             return False  # it has left meanwhile
         for node in new:
-            seen = lobby.seen.get(node.launcher)
+            answer = lobby.seen.get(node.launcher)
             # A node that does not answer is refused, too: a look at a dead mount does not return.
-            if seen is not None and not seen.missing:
+            if answer is not None and not answer.missing:
                 continue
             name, who = node.hostname, node.named(nodes.index(node))
-            if seen is None:
+            if answer is None:
                 what = (
                     f"{who} has not reported within {limit.total_seconds():g} s whether it sees the "
                     f"checkpoints of this job: {' and '.join(folders)}."
@@ -322,7 +322,7 @@ class NodeLaunch:
                 fix = f"on {name}:  ls {folders[0]}  ; then start the launcher there again."
             else:
                 what = (
-                    f"{' and '.join(seen.missing)} is missing on {who}, or is not the same storage as on "
+                    f"{' and '.join(answer.missing)} is missing on {who}, or is not the same storage as on "
                     f"node 0 ({nodes[0].hostname!r}): it holds the checkpoints of this job."
                 )
                 cause = "the folder is not shared between the nodes, or a mount is missing there."
@@ -375,14 +375,14 @@ class NodeLaunch:
             new = [number for number, node in enumerate(plan.nodes) if lobby.is_new(node.launcher)]
             if not new:
                 raise
-            named = Counter(
+            counts = Counter(
                 host
                 for finding in getattr(exc.report, "findings", ())
                 if finding.severity == "failed"
                 for host in finding.hosts
             )
-            unfit = max(new, key=lambda number: named[plan.nodes[number].hostname])
-            if not named[plan.nodes[unfit].hostname]:
+            unfit = max(new, key=lambda number: counts[plan.nodes[number].hostname])
+            if not counts[plan.nodes[unfit].hostname]:
                 raise  # the next new node would be refused as well, without end
             launcher = plan.nodes[unfit].launcher
             lobby.refuse(launcher, exc)
@@ -568,9 +568,9 @@ class NodeLaunch:
         membership = rendezvous.membership
         failure = "could not begin the round"
         error = as_error(exc, rendezvous.facts.named(node), failure, phase="start")
-        known = membership.plan or self._round_plan
-        if membership.lost is not None and membership.result is None and known is not None:
-            return self._lost_node_0(known, membership.lost)
+        last_plan = membership.plan or self._round_plan
+        if membership.lost is not None and membership.result is None and last_plan is not None:
+            return self._lost_node_0(last_plan, membership.lost)
         is_told = membership.result is not None or membership.lost is not None
         if is_told or isinstance(error, RendezvousTimeoutError):
             return error  # node 0 says so, or does not respond
@@ -782,7 +782,7 @@ def tell_node_0(config: LaunchConfig, error: DDPSafeError) -> None:
     if config.node_rank == 0 or config.rendezvous.parsed() is None:
         return
     what = f"{socket.gethostname()} does not join: {error.explanation.what}"
-    told = PreflightError(replace(error.explanation, what=what), kind=error.kind)
+    preflight_error = PreflightError(replace(error.explanation, what=what), kind=error.kind)
     short = {"join": _EARLY}, {"rendezvous": _EARLY}
     # Whatever goes wrong here, the error itself is what the user has to see.
     with contextlib.suppress(Exception, Interrupted), open_inbox() as inbox:
@@ -790,6 +790,6 @@ def tell_node_0(config: LaunchConfig, error: DDPSafeError) -> None:
         rendezvous = NodeRendezvous(brief, inbox, may_serve=False)
         try:
             rendezvous.open(joins=False)
-            rendezvous.report_cannot_take_part(told)
+            rendezvous.report_cannot_take_part(preflight_error)
         finally:
             rendezvous.close()
