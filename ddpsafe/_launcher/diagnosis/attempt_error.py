@@ -650,14 +650,14 @@ def _mismatch_error(
         details: What stands above the lines of the ranks.
         cls: The class of the error.
     """
-    mine = next(call for rank, call in calls if rank == root.rank)
+    own_call = next(call for rank, call in calls if rank == root.rank)
     others = [call for rank, call in calls if rank != root.rank]
     likely, fix = CONCLUSIONS["mismatch"].advice
     behaviour = CONCLUSIONS["mismatch"].behaviour
-    is_same = all(family(call) == family(mine) for call in others)
+    is_same = all(family(call) == family(own_call) for call in others)
     if is_same:
-        name = f"{family(mine)} number {mine.number}"
-        if any(call.sizes != mine.sizes for call in others) and mine.has_one_size:
+        name = f"{family(own_call)} number {own_call.number}"
+        if any(call.sizes != own_call.sizes for call in others) and own_call.has_one_size:
             behaviour = f"passed a tensor of another shape to {name} than the others"
             likely, fix = _OTHER_SHAPES
         else:
@@ -671,16 +671,18 @@ def _mismatch_error(
         ranks_of[family(call)].append(ended.outcomes[rank])
     # Of two ranks, or two halves, the one that is named alone would be the wrong one in half of the
     # cases.
-    is_majority_known = is_same or len(ranks_of[family(mine)]) < max(map(len, ranks_of.values()))
-    named = [root]
+    is_majority_known = is_same or len(ranks_of[family(own_call)]) < max(
+        map(len, ranks_of.values())
+    )
+    missing = [root]
     if is_majority_known:
-        what = f"{ended.name(root)} {behaviour}{_is_at(root, mine)}, on {root.hostname}"
+        what = f"{ended.name(root)} {behaviour}{_is_at(root, own_call)}, on {root.hostname}"
     else:  # either side may be wrong
-        sides = {family(mine): ranks_of[family(mine)], **ranks_of}
-        named = [out for side in sides.values() for out in side]
+        sides = {family(own_call): ranks_of[family(own_call)], **ranks_of}
+        missing = [out for side in sides.values() for out in side]
         what = ", but ".join(
             f"{ended.name(side[0]) if len(side) == 1 else ranks_text(out.rank for out in side)} entered "
-            f"{name} number {mine.number}{_is_at(side[0], mine)}"
+            f"{name} number {own_call.number}{_is_at(side[0], own_call)}"
             for name, side in sides.items()
         )
     message = Explanation(
@@ -690,7 +692,7 @@ def _mismatch_error(
         details=[*details, *handled, *positions(ended.outcomes.values())],
         logs=ended.logs,
     )
-    return ended.timeout_error(cls, message, missing=named)
+    return ended.timeout_error(cls, message, missing=missing)
 
 
 def _is_at(outcome: RankOutcome, called: Collective) -> str:
@@ -708,8 +710,8 @@ def _deadlock_error(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> L
     ]
     if proof.reason == "mismatch":
         # The rule sees no roots, which only the ranks' stacks show.
-        named = cause.root.rank if cause.root.rank in proof.ranks else proof.ranks[-1]
-        return _mismatch_error(ended, ended.outcomes[named], proof.calls, proof_lines)
+        rank = cause.root.rank if cause.root.rank in proof.ranks else proof.ranks[-1]
+        return _mismatch_error(ended, ended.outcomes[rank], proof.calls, proof_lines)
     if proof.reason != "cycle":
         has_returned = cause.conclusion.error is RankLeftEarlyError
         error = (_returned_error if has_returned else _wait_error)(ended, cause)
@@ -888,12 +890,14 @@ def where(outcome: RankOutcome) -> str:
 def other_ranks(outcomes: Iterable[RankOutcome], cause: RootCause) -> list[str]:
     """Return a line for each rank that failed because of the one that broke, or was stopped."""
     because = f"failed because of rank {cause.root.rank}"
-    mine = None if cause.root.raised is None else cause.root.raised.explanation
+    explanation = None if cause.root.raised is None else cause.root.raised.explanation
     # An error of ddpsafe that all ranks raise has a long text, which the message of the root has.
     same = [
         out.rank
         for out in cause.collateral
-        if mine is not None and out.raised is not None and out.raised.explanation == mine
+        if explanation is not None
+        and out.raised is not None
+        and out.raised.explanation == explanation
     ]
     lines = [f"{ranks_text(same)} raised the same error"] if same else []
     lines += [
@@ -1000,8 +1004,8 @@ def handled_errors(outcomes: Sequence[RankOutcome], ended: EndedAttempt) -> list
         outcomes: The ranks to look at, the one that is named first.
         ended: What is known about all ranks.
     """
-    said = {rank: _lines_about_errors(outcome) for rank, outcome in ended.outcomes.items()}
-    alike = [{_NUMBER.sub("", line) for line in lines} for lines in said.values()]
+    lines_of = {rank: _lines_about_errors(outcome) for rank, outcome in ended.outcomes.items()}
+    alike = [{_NUMBER.sub("", line) for line in lines} for lines in lines_of.values()]
     # What every rank has written does not explain why they differ.
     by_all = set.intersection(*alike) if len(alike) > 1 else set()
     for outcome in outcomes:
@@ -1011,7 +1015,7 @@ def handled_errors(outcomes: Sequence[RankOutcome], ended: EndedAttempt) -> list
         own = "" if raised is None else raised.type_name.rpartition(".")[2]
         lines = [
             line
-            for line in said[outcome.rank]
+            for line in lines_of[outcome.rank]
             if _NUMBER.sub("", line) not in by_all and not (own and line.startswith(own))
         ]
         if lines:

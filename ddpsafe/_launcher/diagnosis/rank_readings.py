@@ -139,12 +139,12 @@ def collect(processes: Sequence[RankProcess]) -> dict[int, RankReading]:
         if not process.crashed:
             continue
         stderr = process.error_text()
-        known = readings.get(process.rank, RankReading(position=process.position))
+        reading = readings.get(process.rank, RankReading(position=process.position))
         readings[process.rank] = replace(
-            known,
+            reading,
             place=read_crash(stderr),
             native=read_native_error(stderr),
-            position=read_position(stderr, known.position),
+            position=read_position(stderr, reading.position),
         )
     return readings | {
         process.rank: _complete(process, readings[process.rank]) for process in alive
@@ -172,10 +172,10 @@ def find_before_first_end(processes: Sequence[RankProcess]) -> dict[int, BeforeF
     ago_ns = first.at_ns - (first.wall_ns - end_ns)
     before_first_end = {}
     for process in processes:
-        seen = [sighting for sighting in process.sightings if sighting.at_ns <= ago_ns]
-        if not seen or process.raised is first or process.was_stopped:
+        sightings = [sighting for sighting in process.sightings if sighting.at_ns <= ago_ns]
+        if not sightings or process.raised is first or process.was_stopped:
             continue
-        answer = seen[-1].answer
+        answer = sightings[-1].answer
         place = read_frames(answer.main_frames)
         if not place.stack or place.in_collective:
             continue
@@ -198,7 +198,7 @@ def find_before_first_end(processes: Sequence[RankProcess]) -> dict[int, BeforeF
             then = f"entered {later[0]} only {after_s:.2f} s after another rank had given up"
         before_first_end[process.rank] = BeforeFirstEnd(
             stack=place.stack,
-            waited_s=(ago_ns - seen[-1].since_ns) / 1e9,
+            waited_s=(ago_ns - sightings[-1].since_ns) / 1e9,
             position=answer.position,
             then=then,
         )
@@ -595,8 +595,8 @@ def read_position(stderr: str, known: Position | None) -> Position | None:
 def _main_thread(dump: str) -> list[Frame]:
     """Return the stack of the thread that runs the rank, from the last dump in the text."""
     threads = _threads_of(dump)
-    mine = [thread for thread in threads if _RUN_RANK.search(thread)]
-    return _frames_of(mine[-1]) if mine else []
+    main_threads = [thread for thread in threads if _RUN_RANK.search(thread)]
+    return _frames_of(main_threads[-1]) if main_threads else []
 
 
 def _threads_of(dump: str) -> list[str]:

@@ -143,7 +143,7 @@ def draw(run_dir: Path) -> str:
     count = sum(attempt["has_failed"] for attempt in attempts)
     failed = f"{count} failed attempt{'s' if count != 1 else ''}"
     newest = attempts[0]["report"] if attempts else {}
-    seen = {
+    phases = {
         bar["phase"]
         for attempt in attempts
         for row in attempt["chart"]["rows"]
@@ -154,7 +154,7 @@ def draw(run_dir: Path) -> str:
         or ("the newest attempt did not fail" if count else "no attempt of this run has failed"),
         summary=f"{failed}, {newest.get('written_at', '')} {run_dir}",
         attempts=attempts,
-        legend=[_PHASES[phase] for phase in _PHASES if phase in seen],
+        legend=[_PHASES[phase] for phase in _PHASES if phase in phases],
         style=Markup(_STYLE),  # noqa: S704 - the constant above
     )
 
@@ -182,8 +182,8 @@ def _number(path: Path) -> int:
 def _attempt(path: Path) -> dict[str, Any]:
     report: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        read = json.loads(path.read_text(encoding="utf-8"))
-        report = read if isinstance(read, dict) else {}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        report = content if isinstance(content, dict) else {}
     report.setdefault("what", report.get("message", f"{path} cannot be read"))
     ranks = [facts for facts in report.get("ranks", []) if isinstance(facts, dict)][:_MAX_RANKS]
     return {

@@ -202,15 +202,15 @@ def _find_mismatch(
 ) -> Deadlock | None:
     """Find a group whose ranks have all entered its lowest current number, in different collectives."""
     for group, ranks in members.items():
-        known = [
+        numbers = [
             views[rank].entered[group]
             for rank in ranks
             if rank in views and group in views[rank].entered
         ]
-        if len(known) < len(ranks):  # a rank has entered nothing, or is unknown
+        if len(numbers) < len(ranks):  # a rank has entered nothing, or is unknown
             continue
         numbered = [
-            (rank, answer.position.numbered(group, min(known)))
+            (rank, answer.position.numbered(group, min(numbers)))
             for rank in ranks
             if (answer := views[rank].answer) is not None
         ]
