@@ -230,8 +230,8 @@ def let_others_run(
     if given_s is None:
         return grace
     rank_readings.continue_suspended(processes)
-    given = timedelta(seconds=given_s)
-    return given if watch.let_ranks_run(given) else grace
+    period = timedelta(seconds=given_s)
+    return period if watch.let_ranks_run(period) else grace
 
 
 def values_or_raise(

@@ -149,8 +149,8 @@ class Calls:
             call = CallFile(payload.dumps_call(parts, shares_tensors=self._style == "spawn"))
         except Exception as exc:
             name = getattr(self._fn, "__qualname__", repr(self._fn))
-            named = ((args, "args"), (self._kwargs, "kwargs"), (self._fn, name))
-            culprits = (payload.find_unpicklable(part, path) for part, path in named)
+            candidates = ((args, "args"), (self._kwargs, "kwargs"), (self._fn, name))
+            culprits = (payload.find_unpicklable(part, path) for part, path in candidates)
             path, why = next(filter(None, culprits), (name, exc))
             what = f"{path} cannot be sent to another process: {why}"
             cause = "open files, locks, sockets, generators and GPU tensors belong to one process."
@@ -354,27 +354,27 @@ def rank_env(
 ) -> dict[str, str]:
     """Return the variables that one rank gets in addition to the caller's."""
     interfaces = loopback_interfaces() if plan.place is None else plan.place.interfaces
-    given = {
+    variables = {
         **world.as_env(),
         "MASTER_ADDR": LOOPBACK if plan.place is None else plan.place.store.host,
         "MASTER_PORT": str(master_port if plan.place is None else plan.place.master_port),
         **interfaces,
     }
     if plan.num_threads is not None:
-        given["OMP_NUM_THREADS"] = str(plan.num_threads)
+        variables["OMP_NUM_THREADS"] = str(plan.num_threads)
     if plan.style == "run" and "backend" in plan.config.model_fields_set:
         # For a launch() in the script, and in processes that it starts.
-        given["DDPSAFE_BACKEND"] = plan.config.backend
+        variables["DDPSAFE_BACKEND"] = plan.config.backend
     if plan.style == "run":
-        given |= _torchruns_variables(plan, world, logs, attempt)
+        variables |= _torchruns_variables(plan, world, logs, attempt)
     kept = set(interfaces)
     if plan.style == "spawn":
         # A variable that the caller has set stays: RANK may be the node's rank in scripts that compute
         # the rank from it.
-        kept |= set(given)
-    ours = {name: value for name, value in given.items() if name not in kept & set(os.environ)}
-    given = {**ours, **plan.config.env, MARKER: plan.launch_id}
-    return given | _nccl_variables(plan, world, logs, {**os.environ, **given})
+        kept |= set(variables)
+    ours = {name: value for name, value in variables.items() if name not in kept & set(os.environ)}
+    variables = {**ours, **plan.config.env, MARKER: plan.launch_id}
+    return variables | _nccl_variables(plan, world, logs, {**os.environ, **variables})
 
 
 def _torchruns_variables(
@@ -417,15 +417,15 @@ def _nccl_variables(
 
 
 def _resolve_nproc(config: LaunchConfig, gpus: int) -> int:
-    wanted = config.nproc_per_node
-    if wanted == "cpu" or (wanted == "auto" and gpus == 0):
+    setting = config.nproc_per_node
+    if setting == "cpu" or (setting == "auto" and gpus == 0):
         return count_cores()
-    if wanted not in ("auto", "gpu"):
-        return int(wanted)
+    if setting not in ("auto", "gpu"):
+        return int(setting)
     if gpus == 0:
         _refuse_gpu('nproc_per_node="gpu"', 'nproc_per_node="cpu" (and backend="gloo")')
     if lost := _gpus.find_lost():
-        what = f"nproc_per_node={wanted!r} starts {gpus} ranks: torch sees {gpus} of {gpus + lost} GPUs."
+        what = f"nproc_per_node={setting!r} starts {gpus} ranks: torch sees {gpus} of {gpus + lost} GPUs."
         cause = "a GPU has fallen off the bus, or another process uses it in exclusive mode."
         fix = (
             f"check nvidia-smi and dmesg; to fail instead of starting with {gpus}, set "

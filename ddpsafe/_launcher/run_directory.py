@@ -139,11 +139,11 @@ class RunDirectory:
 
 
 @contextlib.contextmanager
-def open_run_directory(wanted: Path | None, *, node: str = "") -> Iterator[RunDirectory]:
+def open_run_directory(run_dir: Path | None, *, node: str = "") -> Iterator[RunDirectory]:
     """Make the run directory; remove a temporary one on success, or if no attempt has failed.
 
     Args:
-        wanted: The user's directory, or ``None`` for a private temporary one.
+        run_dir: The user's directory, or ``None`` for a private temporary one.
         node: Name of a folder in the user's directory for the logs of this node, since several nodes
             may share the directory; empty for none.
 
@@ -152,7 +152,7 @@ def open_run_directory(wanted: Path | None, *, node: str = "") -> Iterator[RunDi
     """
     remove_old_directories(Path(tempfile.gettempdir()))
     in_use = None
-    if wanted is None:
+    if run_dir is None:
         try:
             path = Path(tempfile.mkdtemp(prefix="ddpsafe-"))
             directory = RunDirectory(path, is_ours=True, owner_uid=path.lstat().st_uid)
@@ -164,7 +164,7 @@ def open_run_directory(wanted: Path | None, *, node: str = "") -> Iterator[RunDi
             in_use = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(in_use, fcntl.LOCK_SH | fcntl.LOCK_NB)
     else:
-        directory = _make(wanted, node)
+        directory = _make(run_dir, node)
     try:
         yield directory
     except BaseException as error:

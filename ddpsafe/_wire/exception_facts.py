@@ -169,8 +169,10 @@ def dead_worker_of(exc: BaseException) -> str:
     number, worker = dead
     code = worker.exitcode or 0
     how = f"exited with code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
-    said = read_last_error() if code > 0 else ""
-    return f"DataLoader worker {number} (pid {worker.pid}) {how}" + (f"; {said}" if said else "")
+    last_error = read_last_error() if code > 0 else ""
+    return f"DataLoader worker {number} (pid {worker.pid}) {how}" + (
+        f"; {last_error}" if last_error else ""
+    )
 
 
 def read_last_error() -> str:
@@ -187,8 +189,10 @@ def read_last_error() -> str:
             text = file.read(_TAIL_BYTES).decode(errors="replace")
     except OSError:
         return ""
-    said = find_last_error(text)
-    return f"the last error on this rank's stderr, which may be the reason: {said}" if said else ""
+    error = find_last_error(text)
+    return (
+        f"the last error on this rank's stderr, which may be the reason: {error}" if error else ""
+    )
 
 
 _TAIL_BYTES: Final = 1 << 14
@@ -269,14 +273,14 @@ def find_own_files(files: Iterable[str]) -> frozenset[str]:
     Args:
         files: The file of each call, the outermost first.
     """
-    known = list(files)
+    paths = list(files)
     # The user's project may be installed beside the libraries, with pip for example.
-    own = frozenset(file for file in known if not is_library(file))
-    packages = (package_of(file) for file in known if not is_internal(file))
+    own = frozenset(path for path in paths if not is_library(path))
+    packages = (package_of(path) for path in paths if not is_internal(path))
     first = next(filter(None, packages), "")
     if own or not first:
         return own
-    return frozenset(file for file in known if package_of(file) == first)
+    return frozenset(path for path in paths if package_of(path) == first)
 
 
 _CRASHED: Final = re.compile(r"^Current thread .*\n((?: +File .*\n?)+)", re.MULTILINE)

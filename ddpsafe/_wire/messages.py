@@ -270,10 +270,8 @@ class Position:
 
     def numbered(self, group: str, number: int) -> Collective | None:
         """Return the collective with that number in that group, if it is among the last few."""
-        wanted = (group, number)
-        return next(
-            (call for call in self.collectives if (call.group, call.number) == wanted), None
-        )
+        key = (group, number)
+        return next((call for call in self.collectives if (call.group, call.number) == key), None)
 
 
 class Frame(NamedTuple):

@@ -256,10 +256,10 @@ def _lives_in_importable_main(obj: Any) -> bool:
     names = obj.__qualname__.split(".")
     if names[0] in _defined_under_guard(str(main.__file__)):
         return False
-    named: object = main
+    target: object = main
     for name in names:
-        named = getattr(named, name, None)
-    return named is obj
+        target = getattr(target, name, None)
+    return target is obj
 
 
 def main_is_importable() -> bool:
