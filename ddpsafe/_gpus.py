@@ -185,11 +185,11 @@ def assign(ranks: Sequence[VisibleGpus]) -> Assignment:
 
 def _index(rank: VisibleGpus) -> int:
     """Return the index of a rank's GPU, by torchrun's convention: the local rank."""
-    seen = len(rank.uuids)
+    count = len(rank.uuids)
     if are_shared():
-        return rank.local_rank % seen
+        return rank.local_rank % count
     # A rank that sees fewer GPUs than its host has ranks was shown its own.
-    return rank.local_rank if seen >= rank.local_world_size else 0
+    return rank.local_rank if count >= rank.local_world_size else 0
 
 
 def count_visible(env: Mapping[str, str]) -> int:
@@ -198,24 +198,24 @@ def count_visible(env: Mapping[str, str]) -> int:
     Args:
         env: Variables of the rank, in addition to those of this process.
     """
-    named = env.get(VISIBLE)
+    setting = env.get(VISIBLE)
     if "torch" not in sys.modules:  # its import takes a second or more
-        visible = os.environ.get(VISIBLE) if named is None else named
+        visible = os.environ.get(VISIBLE) if setting is None else setting
         if sees_none(read_build(), visible, has_driver=may_have_driver()):
             return 0
     import torch
 
-    seen = torch.cuda.device_count()
-    if named is not None and named != os.environ.get(VISIBLE):
+    count = torch.cuda.device_count()
+    if setting is not None and setting != os.environ.get(VISIBLE):
         # GPUs that are hidden from this process may be visible to the rank.
         may_see = torch.version.hip is not None or (
             torch.version.cuda is not None and may_have_driver()
         )
-        present = count_present() or (seen if VISIBLE not in os.environ else None)
-        seen = count_named(named, present=present) if may_see or seen else 0
-    elif named is None:
-        named = os.environ.get(VISIBLE)
-    return min(seen, 1) if is_split(named) else seen
+        present = count_present() or (count if VISIBLE not in os.environ else None)
+        count = count_named(setting, present=present) if may_see or count else 0
+    elif setting is None:
+        setting = os.environ.get(VISIBLE)
+    return min(count, 1) if is_split(setting) else count
 
 
 def sees_none(build: Mapping[str, Any], visible: str | None, *, has_driver: bool) -> bool:
@@ -330,23 +330,23 @@ def nccl_variables(
     version = tuple(int(part) for part in re.findall(r"\d+", torch_version)[:3])
     # The watchdog waits four times this, 60 s by default, between its message and the abort. For that
     # long a rank whose collective timed out would keep the others waiting.
-    wanted = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000"}
+    settings = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000"}
     if version < (2, 7, 1):
         # device_id= selects NCCL's non-blocking mode there, which hangs with NCCL 2.26
         # (pytorch #153960; #154055 turned it off in 2.7.1).
-        wanted["TORCH_NCCL_USE_COMM_NONBLOCKING"] = "0"
+        settings["TORCH_NCCL_USE_COMM_NONBLOCKING"] = "0"
     if version < (2, 9):
-        wanted["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"  # the recorder was off by default
+        settings["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"  # the recorder was off by default
     if debug_file is not None:
-        wanted["NCCL_DEBUG_FILE"] = debug_file
+        settings["NCCL_DEBUG_FILE"] = debug_file
     dumps = ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
     if folder is not None and not any(name in given for name in dumps):
         # torch's default is in /tmp or ~/.cache, which all jobs of the host share. torch appends the
         # rank. The second variable is the older one, for which newer versions warn.
-        wanted |= dict.fromkeys(
+        settings |= dict.fromkeys(
             dumps[: 1 if version >= (2, 10) else 2], f"{folder}/nccl_trace_rank_"
         )
-    return {name: text for name, text in wanted.items() if name not in given}
+    return {name: text for name, text in settings.items() if name not in given}
 
 
 def wait_for_memory(pids: Collection[int], deadline: Deadline) -> bool:

@@ -278,8 +278,8 @@ def _run_plan(
     except Interrupted as interrupted:
         with json_scope(on=plan.console == "json"):
             pass_on(interrupted)
-    kept = None if directory.is_ours else directory.path
-    return LaunchResult(values=values, attempts=attempts, run_dir=kept)
+    run_dir = None if directory.is_ours else directory.path
+    return LaunchResult(values=values, attempts=attempts, run_dir=run_dir)
 
 
 @contextmanager
@@ -306,11 +306,11 @@ def _run_here(
         # A launch inside a rank does not get the ranks that it asks for. Where another launcher
         # started the ranks, all of them make this call, so only rank 0 warns.
         if context.world.rank == 0 or context.world.started_by == "ddpsafe":
-            given = {
+            counts = {
                 "nproc_per_node": context.world.local_world_size,
                 "nnodes": context.world.nnodes,
             }
-            for name, count in given.items():
+            for name, count in counts.items():
                 wanted = getattr(config, name)
                 if name in config.model_fields_set and isinstance(wanted, int) and wanted != count:
                     text = Explanation(

@@ -84,8 +84,8 @@ def name_rank(world: World, attempt: int) -> None:
     _is_wrapped = True
     make = logging.Logger.makeRecord
 
-    def make_record(self: logging.Logger, *arguments: Any, **named: Any) -> logging.LogRecord:
-        record = make(self, *arguments, **named)
+    def make_record(self: logging.Logger, *arguments: Any, **keywords: Any) -> logging.LogRecord:
+        record = make(self, *arguments, **keywords)
         _add_fields(record)
         return record
 

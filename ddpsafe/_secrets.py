@@ -41,11 +41,11 @@ def withheld_own_secrets() -> Iterator[None]:
     # A rank cannot remove them itself in time: it imports the user's script first, which may start
     # programs. `multiprocessing` always passes the whole environment on.
     with _environment:
-        kept = {name: os.environ.pop(name) for name in OWN_SECRETS if name in os.environ}
+        secrets = {name: os.environ.pop(name) for name in OWN_SECRETS if name in os.environ}
         try:
             yield
         finally:
-            os.environ.update(kept)
+            os.environ.update(secrets)
 
 
 HIDDEN: Final = "***"

@@ -606,8 +606,8 @@ def _slurm_node(env: Mapping[str, str]) -> NodePlace | None:
 
 def _torchrun_node(env: Mapping[str, str]) -> NodePlace:
     fewest, nnodes = read_nnodes("PET_NNODES", env["PET_NNODES"])
-    named = [name for name in ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK") if name in env]
-    node = require_int(env, named[0], because="PET_NNODES") if named else None
+    variables = [name for name in ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK") if name in env]
+    node = require_int(env, variables[0], because="PET_NNODES") if variables else None
     master = {
         name: env.get(f"PET_{name}") or env.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")
     }

@@ -143,18 +143,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, act_by_default)
     try:
         try:
-            given = sys.argv[1:] if arguments is None else arguments
-            if not given:
+            argv = sys.argv[1:] if arguments is None else arguments
+            if not argv:
                 complain(make_parser().format_help().rstrip())
                 return USAGE
-            if not given[0].startswith("-") and given[0] not in _COMMANDS:
-                near = difflib.get_close_matches(given[0], _COMMANDS, n=1)
+            if not argv[0].startswith("-") and argv[0] not in _COMMANDS:
+                near = difflib.get_close_matches(argv[0], _COMMANDS, n=1)
                 guess = (
                     f"did you mean {near[0]}?" if near else f"choose from {', '.join(_COMMANDS)}."
                 )
-                complain(f"ddpsafe: there is no command {given[0]!r}; {guess}")
+                complain(f"ddpsafe: there is no command {argv[0]!r}; {guess}")
                 return USAGE
-            options, unknown = make_parser().parse_known_args(given)
+            options, unknown = make_parser().parse_known_args(argv)
             if unknown:
                 from ddpsafe._stdlib_private import options_of
 
@@ -390,8 +390,11 @@ def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
 
 def _add_both(parser: argparse._ActionsContainer, names: str, **how: Any) -> None:
     """Add an option spelled with hyphens and with underscores, as in torchrun."""
-    given = names.split()
-    spellings = [*given, *(f"--{name[2:].replace('-', '_')}" for name in given if name[1] == "-")]
+    options = names.split()
+    spellings = [
+        *options,
+        *(f"--{name[2:].replace('-', '_')}" for name in options if name[1] == "-"),
+    ]
     parser.add_argument(*dict.fromkeys(spellings), **how)
 
 

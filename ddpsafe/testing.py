@@ -211,14 +211,14 @@ def pytest_runtest_makereport(
                 )
         report.sections += outcome.output
         return report
-    rank, theirs = outcome.report
-    theirs.when, theirs.duration = "call", report.duration
-    theirs.sections = [(f"{name} of rank {rank}", text) for name, text in theirs.sections]
-    theirs.sections += outcome.output
-    if theirs.failed:
+    rank, rank_report = outcome.report
+    rank_report.when, rank_report.duration = "call", report.duration
+    rank_report.sections = [(f"{name} of rank {rank}", text) for name, text in rank_report.sections]
+    rank_report.sections += outcome.output
+    if rank_report.failed:
         # Add to pytest's report which rank it is from, and the outcomes of the other ranks.
         title = f"rank {rank} (world_size {outcome.world_size})"
-        failure: Any = theirs.longrepr
+        failure: Any = rank_report.longrepr
         crash = getattr(failure, "reprcrash", None)
         if crash is not None:
             crash.message = f"{title}: {crash.message}"
@@ -234,8 +234,8 @@ def pytest_runtest_makereport(
         if hasattr(failure, "addsection"):
             failure.addsection(f"{title} failed first", "\n".join(notes[1:]) or title)
         else:
-            theirs.longrepr = f"{title}: {failure}"
-    return theirs
+            rank_report.longrepr = f"{title}: {failure}"
+    return rank_report
 
 
 def _runs_ranks(item: pytest.Item) -> bool:
@@ -289,15 +289,15 @@ def _timeout_of(item: pytest.Item) -> float:
     """Return the seconds that a test has left: a little less than pytest-timeout gives it."""
     # So the launch ends first, and its error shows where each rank was.
     marker = item.get_closest_marker("timeout")
-    given: Any = None
+    limit: Any = None
     if marker is not None:
-        given = marker.args[0] if marker.args else marker.kwargs.get("timeout")
-    if given is None:
-        given = getattr(item.config.option, "timeout", None)
-    if given is None and item.config.pluginmanager.has_plugin("timeout"):
+        limit = marker.args[0] if marker.args else marker.kwargs.get("timeout")
+    if limit is None:
+        limit = getattr(item.config.option, "timeout", None)
+    if limit is None and item.config.pluginmanager.has_plugin("timeout"):
         with contextlib.suppress(ValueError, KeyError):
-            given = item.config.getini("timeout")
-    seconds = float(given) if given else 0.0
+            limit = item.config.getini("timeout")
+    seconds = float(limit) if limit else 0.0
     if seconds <= 0:
         return _TIMEOUT_S
     # pytest-timeout's time began with the fixtures; for the first test, it includes the import of
