@@ -404,8 +404,9 @@ def find_interface_of(address: str) -> Interface | None:
 
 
 def as_setting(variable: str, value: str) -> str:
-    """Return an assignment to paste into a shell; quoted for zsh too, which expands a leading ``=``."""
+    """Return an assignment to paste into a shell."""
     quoted = shlex.quote(value)
+    # zsh expands a leading "=".
     quoted = f"'{value}'" if value.startswith("=") and quoted == value else quoted
     return f"{variable}={quoted}"
 

@@ -160,7 +160,8 @@ class _Rank:
         return report
 
     def _fail(self, exc: BaseException) -> None:
-        """Keep the failure, and report it before fixtures are torn down: they may wait for others."""
+        """Keep the failure, and report it."""
+        # Before fixtures are torn down: they may wait for other ranks.
         self.failure = exc
         self.write(is_last=True)
         try:

@@ -65,10 +65,8 @@ class World:
         return self.known_ranks_of_node or range(first, first + self.local_world_size)
 
     def among(self, hosts: Sequence[str], node_ranks: Sequence[int]) -> World:
-        """Return the same place, given the host and the node rank of each rank of the job.
-
-        Some launchers give no node ranks, and some nodes are containers with one name.
-        """
+        """Return the same place, given the host and the node rank of each rank of the job."""
+        # Some launchers give no node ranks, and some nodes are containers with one name.
         for nodes in (hosts, node_ranks):
             ranks = tuple(rank for rank, node in enumerate(nodes) if node == nodes[self.rank])
             if len(ranks) == self.local_world_size:

@@ -537,10 +537,8 @@ def prove(secret: bytes, side: str, scope: str, node: int | str, challenge: str)
 
 
 def oldest_of_busiest_host(hosts: Mapping[T, str]) -> T:
-    """Return which connection to drop of too many unknown ones, given their hosts, the oldest first.
-
-    A node opens a few at most, so the host that has opened the most is none.
-    """
+    """Return which connection to drop of too many unknown ones, given their hosts, the oldest first."""
+    # A node opens a few at most, so the host that has opened the most is not one.
     ((busiest, _),) = Counter(hosts.values()).most_common(1)
     return next(connection for connection, host in hosts.items() if host == busiest)
 
@@ -1040,9 +1038,10 @@ class Channel(Generic[NameT, MessageT]):
     def _refuse(
         self, connection: _Connection[NameT], refusal: Refusal, greeting: dict[str, Any]
     ) -> bool:
-        """Tell a node why it is refused; it cannot know that node 0 says so, but need not try again."""
+        """Tell a node why it is refused."""
         if greeting.get("about") is not None and len(self.refused) < _MAX_REFUSED:
             self.refused.append((refusal, greeting["about"]))
+        # Not signed, so the node cannot know that node 0 says so; but it need not try again.
         with contextlib.suppress(OSError):
             connection.socket.send(f"{_REFUSED} {refusal}\n".encode())  # into the empty buffer
         return False

@@ -426,11 +426,9 @@ class Raised:
 
     @property
     def is_certain(self) -> bool:
-        """Whether it certainly ended the rank, by the rank's own fault or by the loss of a peer.
-
-        An exception that was seen in flight may have been handled. One raised in a wait for ranks that
-        were elsewhere may be their fault.
-        """
+        """Whether it certainly ended the rank, by the rank's own fault or by the loss of a peer."""
+        # An exception that was seen in flight may have been handled. One raised in a wait for ranks
+        # that were elsewhere may be their fault.
         return self.final and not self.hidden_by and self.origin != "mismatch"
 
     @classmethod

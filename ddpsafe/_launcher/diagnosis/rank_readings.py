@@ -378,10 +378,8 @@ def name_awaited_processes(process: RankProcess, frames: Sequence[Frame]) -> str
 
 
 def _find_programs_in_its_place(process: RankProcess) -> list[str]:
-    """Describe the programs that a rank has started with its variables, and that have loaded torch.
-
-    They would join the rank's job, whose ranks have joined already.
-    """
+    """Describe the programs that a rank has started with its variables, and that have loaded torch."""
+    # They would join the rank's job, whose ranks have joined already.
     programs = []
     with contextlib.suppress(psutil.Error, OSError):  # one may end at any moment
         rank = psutil.Process(process.pid)
@@ -472,7 +470,8 @@ def _catches_stacks_signal(process: RankProcess, pid: int | None = None) -> bool
 
 
 def _holds_stacks(process: RankProcess, pid: int | None = None) -> bool:
-    """Return whether the process still has the stacks file open; faulthandler itself does not check."""
+    """Return whether the process still has the stacks file open."""
+    # faulthandler itself does not check what the number of its descriptor refers to by now.
     path = os.path.realpath(process.spec.logs.stacks)
     try:
         links = list(Path(f"/proc/{pid or process.pid}/fd").iterdir())
