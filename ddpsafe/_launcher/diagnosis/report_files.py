@@ -55,8 +55,8 @@ def write_report(error: LaunchError, folder: Path) -> None:
         **{name: plain["facts"][name] for name in _FACTS if name in plain["facts"]},
     }
     facts |= _facts_of_ranks(error.outcomes)
-    _replace(folder / "report.txt", _text(error))
-    _replace(folder / "report.json", json.dumps(facts, indent=1, ensure_ascii=False))
+    replace_file(folder / "report.txt", _text(error) + "\n")
+    replace_file(folder / "report.json", json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
 
 def write_ranks(outcomes: Mapping[int, RankOutcome], folder: Path) -> None:
@@ -71,19 +71,24 @@ def write_ranks(outcomes: Mapping[int, RankOutcome], folder: Path) -> None:
         "what": f"no rank failed (world_size {len(outcomes)}).",
         **_facts_of_ranks(outcomes),
     }
-    _replace(folder / RANKS, json.dumps(facts, indent=1, ensure_ascii=False))
+    replace_file(folder / RANKS, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Write a file in an attempt's directory or the one above, whole or not at all.
+
+    Raises:
+        OSError: It cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fd = open_log(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         with open(fd, "w", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - a file descriptor
-            file.write(text + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

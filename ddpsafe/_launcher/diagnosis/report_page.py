@@ -12,7 +12,7 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._launcher.diagnosis.report_files import RANKS
+from ddpsafe._launcher.diagnosis.report_files import RANKS, replace_file
 from ddpsafe._wire.spec import open_log
 
 if TYPE_CHECKING:
@@ -117,14 +117,7 @@ def write_page(run_dir: Path) -> Path:
         OSError: The file cannot be written.
     """
     path = run_dir / PAGE
-    temporary = path.with_name(f".{PAGE}.{os.getpid()}")
-    try:
-        fd = open_log(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with open(fd, "w", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - a file descriptor
-            file.write(draw(run_dir))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, draw(run_dir))
     return path
 
 
