@@ -86,8 +86,8 @@ def _cuda_of_torch() -> str | None:
     for folder in (spec and spec.submodule_search_locations) or ():
         with contextlib.suppress(OSError):
             text = Path(folder, "version.py").read_text(encoding="utf-8")
-            if found := re.search(r"^cuda\b[^=]*=\s*['\"](.+?)['\"]", text, re.MULTILINE):
-                return found[1]
+            if match := re.search(r"^cuda\b[^=]*=\s*['\"](.+?)['\"]", text, re.MULTILINE):
+                return match[1]
     return None
 
 

@@ -59,35 +59,35 @@ _PAGE: Final = """\
 <!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>ddpsafe doctor on {{ report.hostname | shown }}</title>
+<title>ddpsafe doctor on {{ report.hostname | printable }}</title>
 <style>{{ style }}</style></head><body>
-<h1>ddpsafe doctor on {{ report.hostname | shown }}</h1>
+<h1>ddpsafe doctor on {{ report.hostname | printable }}</h1>
 <p>{{ report.failed | length }} failed, {{ report.warnings | length }} warnings, after {{ "%.1f" | format(report.took_s) }} s.</p>
 {% macro article(finding) %}
 {% set lines = finding.fix.split("\n") %}
 <article class="{{ finding.severity }}">
-<p><b>{{ finding.code | shown }}</b>{% if finding.hosts %} on {{ finding.hosts | join(", ") | shown }}{% endif %}: {{ finding.fact | shown }}</p>
+<p><b>{{ finding.code | printable }}</b>{% if finding.hosts %} on {{ finding.hosts | join(", ") | printable }}{% endif %}: {{ finding.fact | printable }}</p>
 {% if finding.cause %}
-<p>Likely cause: {{ finding.cause | shown }}</p><p>What to do: {{ lines[0] | shown }}</p>
+<p>Likely cause: {{ finding.cause | printable }}</p><p>What to do: {{ lines[0] | printable }}</p>
 {% endif %}
-{% if lines[1:] %}<pre>{% for line in lines[1:] %}{{ line.strip() | shown }}
+{% if lines[1:] %}<pre>{% for line in lines[1:] %}{{ line.strip() | printable }}
 {% endfor %}</pre>{% endif %}
-{% if finding.cause %}<p class="dim">Read on: {{ finding.page | shown }}</p>{% endif %}
+{% if finding.cause %}<p class="dim">Read on: {{ finding.page | printable }}</p>{% endif %}
 </article>
 {% endmacro %}
 {% if matrix %}
 <h2>Which node reaches which</h2>
 <p>Rows connect, columns listen. Hover over a cell for details.</p>
 <ul class="legend">
-{% for each in matrix.legend %}<li><b style="background:var(--{{ each.result }})">{{ each.letter or "\u00a0" }}</b>{{ each.meaning }}</li>
+{% for entry in matrix.legend %}<li><b style="background:var(--{{ entry.result }})">{{ entry.letter or "\u00a0" }}</b>{{ entry.meaning }}</li>
 {% endfor %}</ul><div class="scroll">
 <svg width="{{ matrix.width }}" height="{{ matrix.height }}" viewBox="0 0 {{ matrix.width }} {{ matrix.height }}" role="img" aria-label="Which node reaches which">
-{% for each in matrix.axis %}<text class="name{{ matrix.small }}" x="{{ matrix.left - 8 }}" y="{{ each.y + 4 }}">{{ each.label | shown }}</text>
-{% if each.column_x is not none %}<text class="column{{ matrix.small }}" x="{{ each.column_x }}" y="{{ matrix.top - 8 }}">{{ each.node }}</text>{% endif %}
-<rect x="{{ each.own_x }}" y="{{ each.own_y }}" width="{{ matrix.size }}" height="{{ matrix.size }}" fill="var(--self)"/>
+{% for host in matrix.axis %}<text class="name{{ matrix.small }}" x="{{ matrix.left - 8 }}" y="{{ host.y + 4 }}">{{ host.label | printable }}</text>
+{% if host.column_x is not none %}<text class="column{{ matrix.small }}" x="{{ host.column_x }}" y="{{ matrix.top - 8 }}">{{ host.node }}</text>{% endif %}
+<rect x="{{ host.own_x }}" y="{{ host.own_y }}" width="{{ matrix.size }}" height="{{ matrix.size }}" fill="var(--self)"/>
 {% endfor %}
-{% for each in matrix.cells %}<g><title>{{ each.title | shown }}</title><rect x="{{ each.x }}" y="{{ each.y }}" width="{{ matrix.size }}" height="{{ matrix.size }}" rx="2" fill="var(--{{ each.result }})"/>
-{% if each.letter %}<text class="letter{{ matrix.small }}" x="{{ each.x + matrix.size / 2 }}" y="{{ each.y + matrix.size / 2 + 4 }}">{{ each.letter }}</text>{% endif %}</g>
+{% for cell in matrix.cells %}<g><title>{{ cell.title | printable }}</title><rect x="{{ cell.x }}" y="{{ cell.y }}" width="{{ matrix.size }}" height="{{ matrix.size }}" rx="2" fill="var(--{{ cell.result }})"/>
+{% if cell.letter %}<text class="letter{{ matrix.small }}" x="{{ cell.x + matrix.size / 2 }}" y="{{ cell.y + matrix.size / 2 + 4 }}">{{ cell.letter }}</text>{% endif %}</g>
 {% endfor %}</svg></div>
 {% endif %}
 <h2>What was found</h2>
@@ -105,11 +105,11 @@ def draw(report: Report) -> str:
     from markupsafe import Markup
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters["shown"] = printable
+    environment.filters["printable"] = printable
     return environment.from_string(_PAGE).render(
         report=report,
         matrix=None if report.matrix is None else _layout(report.matrix),
-        passed=[each for each in report.findings if each.severity == "ok"],
+        passed=[finding for finding in report.findings if finding.severity == "ok"],
         style=Markup(_STYLE),  # noqa: S704 - the constant above
     )
 
@@ -120,7 +120,7 @@ def _layout(matrix: Matrix) -> dict[str, Any]:
     cell = _SMALL_CELL_PX if count > _MOST_LARGE_CELLS else _CELL_PX
     labels = [f"{node}  {name}" for node, name in enumerate(matrix.hostnames)]
     left = 14 + 7 * max(map(len, labels), default=0)
-    seen = {each.result for each in matrix.directions}
+    results = {direction.result for direction in matrix.directions}
     return {
         "width": left + count * cell + 4,
         "height": _TOP_PX + count * cell + 4,
@@ -131,7 +131,7 @@ def _layout(matrix: Matrix) -> dict[str, Any]:
         "legend": [
             {"result": result, "letter": letter, "meaning": meaning}
             for result, (letter, meaning) in _MEANING.items()
-            if result in seen
+            if result in results
         ],
         "axis": [
             {
@@ -149,13 +149,13 @@ def _layout(matrix: Matrix) -> dict[str, Any]:
         ],
         "cells": [
             {
-                "x": left + each.target * cell + 1,
-                "y": _TOP_PX + each.source * cell + 1,
-                "result": each.result,
-                "letter": _MEANING[each.result][0],
-                "title": _tooltip(matrix, each),
+                "x": left + direction.target * cell + 1,
+                "y": _TOP_PX + direction.source * cell + 1,
+                "result": direction.result,
+                "letter": _MEANING[direction.result][0],
+                "title": _tooltip(matrix, direction),
             }
-            for each in matrix.directions
+            for direction in matrix.directions
         ],
     }
 

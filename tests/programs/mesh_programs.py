@@ -199,7 +199,7 @@ def know_messages() -> None:
     kinds += [
         protocol.Roster,
         probe.Call,
-        all_reduce.Asked,
+        all_reduce.Request,
         observations.Peer,
         observations.Results,
     ]

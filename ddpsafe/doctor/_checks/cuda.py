@@ -111,15 +111,15 @@ def check_visible(subject: Subject) -> Iterator[Finding]:
 def check_enough(subject: Subject) -> Iterator[Finding]:
     """Compare the number of GPUs with the ranks: NCCL needs one GPU for each."""
     listed = probe_results(subject).get("list_devices", {})
-    asked = subject.config.nproc_per_node
-    if "count" not in listed or not isinstance(asked, int) or "nccl" not in subject.config.backend:
+    nproc = subject.config.nproc_per_node
+    if "count" not in listed or not isinstance(nproc, int) or "nccl" not in subject.config.backend:
         return
-    if asked <= listed["count"]:
-        yield ok("DS-GPU-003", f"{asked} ranks have {listed['count']} GPUs.")
+    if nproc <= listed["count"]:
+        yield ok("DS-GPU-003", f"{nproc} ranks have {listed['count']} GPUs.")
         return
     yield failed(
         "DS-GPU-003",
-        f"{asked} ranks with nccl need {asked} GPUs, and torch sees {listed['count']}.",
+        f"{nproc} ranks with nccl need {nproc} GPUs, and torch sees {listed['count']}.",
         cause="nccl refuses two ranks on one GPU; CUDA_VISIBLE_DEVICES may hide others.",
         fix=to_copy(
             "Start one rank per GPU, or use gloo:",
@@ -136,15 +136,15 @@ def check_driver(subject: Subject) -> Iterator[Finding]:
     if not built or driver is None:
         return
     wanted, most = tuple(map(int, built.split(".")[:2])), driver.cuda
-    shown = ".".join(map(str, most))
+    supported = ".".join(map(str, most))
     if wanted <= most or wanted[0] == most[0]:  # within a major version CUDA is compatible
         yield ok(
-            "DS-GPU-004", f"Driver {driver.version} supports CUDA {shown}; torch needs {built}."
+            "DS-GPU-004", f"Driver {driver.version} supports CUDA {supported}; torch needs {built}."
         )
         return
     yield failed(
         "DS-GPU-004",
-        f"Driver {driver.version} supports CUDA {shown}, but torch was built for CUDA {built}.",
+        f"Driver {driver.version} supports CUDA {supported}, but torch was built for CUDA {built}.",
         cause="pip installs the newest build of torch, whichever driver there is.",
         fix=to_copy(
             "Install a build for the driver, or a newer driver:",
@@ -181,11 +181,11 @@ def check_kernels(subject: Subject) -> Iterator[Finding]:
         code, what = _STAGES[stage]
         results = probed.get(stage, [])
         results = [results] if isinstance(results, dict) else results
-        wrong = {index: each for index, each in enumerate(results) if not each.get("ok")}
-        for index, each in wrong.items():
+        wrong = {index: result for index, result in enumerate(results) if not result.get("ok")}
+        for index, result in wrong.items():
             yield failed(
                 code,
-                f"GPU {index}: {what} fails: {each.get('error', 'the result is wrong')}.",
+                f"GPU {index}: {what} fails: {result.get('error', 'the result is wrong')}.",
                 cause="a GPU in a bad state, no memory left on it, a driver that does not match, or broken "
                 "peer-to-peer traffic.",
                 fix=to_copy(
@@ -204,7 +204,7 @@ def check_architecture(subject: Subject) -> Iterator[Finding]:
     listed = probe_results(subject).get("list_devices", {})
     devices, built = listed.get("devices") or [], listed.get("arch_list") or []
     numbers = [
-        int(found[1]) for arch in built if (found := re.match(r"(?:sm|compute)_(\d+)", arch))
+        int(match[1]) for arch in built if (match := re.match(r"(?:sm|compute)_(\d+)", arch))
     ]
     for index, device in enumerate(devices):
         major, minor = device["capability"]
@@ -288,8 +288,8 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
         if gpu.used_bytes is None or gpu.total_bytes is None:
             continue
         if gpu.used_bytes < _IDLE_BYTES:
-            shown = f"{gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB"
-            yield ok("DS-GPU-006", f"GPU {gpu.index}: {shown} in use.", used_bytes=gpu.used_bytes)
+            memory = f"{gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB"
+            yield ok("DS-GPU-006", f"GPU {gpu.index}: {memory} in use.", used_bytes=gpu.used_bytes)
         else:
             holders = [text for pid in gpu.pids if (text := _describe(pid))]
             yield warning(

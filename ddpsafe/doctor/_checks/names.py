@@ -28,15 +28,17 @@ def check_own_name(subject: Subject) -> Iterator[Finding]:
     """Look up this host's own name, which gloo advertises to the other hosts."""
     name = socket.gethostname()
     try:
-        found = addresses_of(name, 0, limit_s=_LOOK_UP_LIMIT_S)
+        addresses = addresses_of(name, 0, limit_s=_LOOK_UP_LIMIT_S)
     except (OSError, UnicodeError) as error:
         yield _own_name(subject, name, f"does not resolve here ({error})", ())
         return
-    outside = [text for text in found if not is_loopback(text)]
+    outside = [address for address in addresses if not is_loopback(address)]
     if outside:
-        yield ok("DS-NAME-001", f"{name} is {', '.join(outside)}.", addresses=found)
+        yield ok("DS-NAME-001", f"{name} is {', '.join(outside)}.", addresses=addresses)
     else:
-        yield _own_name(subject, name, f"resolves to {', '.join(found)}, which is loopback", found)
+        yield _own_name(
+            subject, name, f"resolves to {', '.join(addresses)}, which is loopback", addresses
+        )
 
 
 def _own_name(subject: Subject, name: str, what: str, loopback: Sequence[str]) -> Finding:
@@ -49,14 +51,14 @@ def _own_name(subject: Subject, name: str, what: str, loopback: Sequence[str]) -
             "DS-NAME-001",
             f"This host's name {name} {what}; the interface that is set takes precedence.",
         )
-    choices = [each for each in list_interfaces() if each.is_candidate]
+    choices = [interface for interface in list_interfaces() if interface.is_candidate]
     fix = "Bring up an interface that leads to the other hosts; `ip -br addr` shows all."
     if choices:
         # The command removes the name from loopback and gives it to the first candidate's address.
         blank = "[[:space:]]"
         edits = " ".join(
-            f"-e '/^{re.escape(each)}{blank}/s/{blank}{re.escape(name)}\\({blank}\\|$\\)/ /g'"
-            for each in loopback
+            f"-e '/^{re.escape(address)}{blank}/s/{blank}{re.escape(name)}\\({blank}\\|$\\)/ /g'"
+            for address in loopback
         )
         kept = f"sed {edits} /etc/hosts" if edits else "cat /etc/hosts"
         named = f"{choices[0].addresses[0]} {name}"
@@ -84,7 +86,7 @@ def check_endpoint(subject: Subject) -> Iterator[Finding]:
     if endpoint is None:
         return
     try:
-        found = addresses_of(endpoint.host, endpoint.port, limit_s=_LOOK_UP_LIMIT_S)
+        addresses = addresses_of(endpoint.host, endpoint.port, limit_s=_LOOK_UP_LIMIT_S)
     except (OSError, UnicodeError) as error:
         yield failed(
             "DS-NAME-002",
@@ -99,12 +101,12 @@ def check_endpoint(subject: Subject) -> Iterator[Finding]:
         return
     if (
         subject.nnodes > 1
-        and all(map(is_loopback, found))
+        and all(map(is_loopback, addresses))
         and endpoint.host.casefold().split(".")[0] != socket.gethostname().casefold().split(".")[0]
     ):
         yield failed(
             "DS-NAME-002",
-            f"The rendezvous endpoint {endpoint.host} resolves to {', '.join(found)} here: this node would "
+            f"The rendezvous endpoint {endpoint.host} resolves to {', '.join(addresses)} here: this node would "
             "wait for itself.",
             cause="a line of /etc/hosts on this node.",
             fix=to_copy(
@@ -113,7 +115,8 @@ def check_endpoint(subject: Subject) -> Iterator[Finding]:
         )
         return
     yield ok(
-        "DS-NAME-002", f"The rendezvous endpoint {endpoint.host} resolves to {', '.join(found)}."
+        "DS-NAME-002",
+        f"The rendezvous endpoint {endpoint.host} resolves to {', '.join(addresses)}.",
     )
 
 
@@ -124,8 +127,8 @@ def check_name_server(subject: Subject) -> Iterator[Finding]:
     if endpoint is not None and find_address(endpoint.host) is not None:
         address = endpoint.host
     else:
-        outside = [each for each in list_interfaces() if each.is_candidate]
-        address = outside[0].addresses[0] if outside and subject.nnodes > 1 else "127.0.0.1"
+        candidates = [interface for interface in list_interfaces() if interface.is_candidate]
+        address = candidates[0].addresses[0] if candidates and subject.nnodes > 1 else "127.0.0.1"
     began_s = time.monotonic()
     call = BoundedCall(lambda: look_up_name(address), name="ddpsafe-reverse")
     answered = call.wait(_LOOK_UP_LIMIT_S)

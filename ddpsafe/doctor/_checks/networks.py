@@ -90,8 +90,8 @@ def check_interface_variables(subject: Subject) -> Iterator[Finding]:
 
 def _exports(subject: Subject, variable: str) -> list[str]:
     """Return the line that names an interface of this host, if possible the one that was meant."""
-    names = [each.name for each in list_interfaces() if each.is_candidate]
-    usable = names or [each.name for each in list_interfaces() if each.is_running]
+    names = [interface.name for interface in list_interfaces() if interface.is_candidate]
+    usable = names or [interface.name for interface in list_interfaces() if interface.is_running]
     setting = variable if variable in {GLOO, NCCL} else "DDPSAFE_RENDEZVOUS__INTERFACE"
     place = find_place(subject.config, setting)
     if not usable:
@@ -104,7 +104,7 @@ def _exports(subject: Subject, variable: str) -> list[str]:
 
 def check_interface_state(subject: Subject) -> Iterator[Finding]:
     """Check whether the chosen interfaces are up and have an address."""
-    interfaces = {each.name: each for each in list_interfaces()}
+    interfaces = {interface.name: interface for interface in list_interfaces()}
     for name, variables in chosen_names(subject, list(interfaces)).items():
         interface = interfaces.get(name)
         if interface is None:  # reported by DS-NET-001
@@ -202,28 +202,30 @@ def _compare(subject: Subject, target: str, leading: Interface | None) -> Findin
 def check_mtu(subject: Subject) -> Iterator[Finding]:
     """Check the MTU of the interfaces that the ranks might use."""
     del subject
-    interfaces = [each for each in list_interfaces() if each.is_candidate]
-    small = [each for each in interfaces if 0 < each.mtu_bytes < _SMALLEST_MTU_BYTES]
-    for each in small:
+    interfaces = [interface for interface in list_interfaces() if interface.is_candidate]
+    small = [interface for interface in interfaces if 0 < interface.mtu_bytes < _SMALLEST_MTU_BYTES]
+    for interface in small:
         yield warning(
             "DS-NET-004",
-            f"The MTU of {each.name} is {each.mtu_bytes} bytes: data is cut into small packets.",
+            f"The MTU of {interface.name} is {interface.mtu_bytes} bytes: data is cut into small packets.",
             cause="a tunnel in a tunnel, or a value set by hand.",
-            fix=to_copy("If the network supports it:", f"ip link set dev {each.name} mtu 1500"),
-            mtu_bytes=each.mtu_bytes,
+            fix=to_copy(
+                "If the network supports it:", f"ip link set dev {interface.name} mtu 1500"
+            ),
+            mtu_bytes=interface.mtu_bytes,
         )
     if interfaces and not small:
-        shown = ", ".join(f"{each.name} {each.mtu_bytes}" for each in interfaces)
+        mtus = ", ".join(f"{interface.name} {interface.mtu_bytes}" for interface in interfaces)
         yield ok(
             "DS-NET-004",
-            f"MTU: {shown}.",
-            mtu_bytes={each.name: each.mtu_bytes for each in interfaces},
+            f"MTU: {mtus}.",
+            mtu_bytes={interface.name: interface.mtu_bytes for interface in interfaces},
         )
 
 
 def check_choice(subject: Subject) -> Iterator[Finding]:
     """Check whether gloo and NCCL have to guess the interface, and whether there is a network."""
-    candidates = [each for each in list_interfaces() if each.is_candidate]
+    candidates = [interface for interface in list_interfaces() if interface.is_candidate]
     if not candidates and subject.nnodes == 1:
         yield ok("DS-NET-006", "There is no network besides loopback; one node does not need one.")
         return
@@ -238,8 +240,8 @@ def check_choice(subject: Subject) -> Iterator[Finding]:
             ),
         )
         return
-    shown = ", ".join(f"{each.name} ({each.addresses[0]})" for each in candidates)
-    yield ok("DS-NET-006", f"Networks: {shown}.")
+    networks = ", ".join(f"{interface.name} ({interface.addresses[0]})" for interface in candidates)
+    yield ok("DS-NET-006", f"Networks: {networks}.")
     is_chosen = bool(chosen_names(subject, list_names()))
     is_automatic = subject.config.rendezvous.interface == "auto"
     if len(candidates) == 1 or subject.nnodes == 1 or is_chosen or is_automatic:
@@ -256,14 +258,16 @@ def check_choice(subject: Subject) -> Iterator[Finding]:
     settings = interface_variables(name)
     yield warning(
         "DS-NET-005",
-        f"This host has several networks ({shown}), and no setting chooses the one for the ranks; "
+        f"This host has several networks ({networks}), and no setting chooses the one for the ranks; "
         "gloo takes the one that the host's name resolves to, NCCL the first.",
         cause="neither GLOO_SOCKET_IFNAME nor NCCL_SOCKET_IFNAME is set.",
         fix=to_copy(
             "Choose one on every host, by its name there:",
-            " ".join(["export", *(as_setting(each, settings[each]) for each in (GLOO, NCCL))]),
+            " ".join(
+                ["export", *(as_setting(variable, settings[variable]) for variable in (GLOO, NCCL))]
+            ),
         ),
-        interfaces=[each.name for each in candidates],
+        interfaces=[interface.name for interface in candidates],
     )
 
 

@@ -33,7 +33,7 @@ def check_free(subject: Subject) -> Iterator[Finding]:
         return
     is_here = False
     with contextlib.suppress(OSError, UnicodeError):
-        own = {address for each in list_interfaces() for address in each.addresses}
+        own = {address for interface in list_interfaces() for address in interface.addresses}
         is_here = bool(
             own & set(addresses_of(endpoint.host, endpoint.port, limit_s=_LOOK_UP_LIMIT_S))
         )

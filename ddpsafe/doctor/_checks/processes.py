@@ -100,16 +100,16 @@ def check_clock(subject: Subject) -> Iterator[Finding]:
     del subject
     now_s = time.time()
     written_s = Path(__file__).stat().st_mtime
-    shown = datetime.fromtimestamp(now_s, tz=timezone.utc).isoformat(timespec="seconds")
+    clock = datetime.fromtimestamp(now_s, tz=timezone.utc).isoformat(timespec="seconds")
     if now_s < written_s - _TOLERANCE_S:
         yield warning(
             "DS-PROC-003",
-            f"The clock shows {shown}, which is {written_s - now_s:.0f} s before ddpsafe was installed.",
+            f"The clock shows {clock}, which is {written_s - now_s:.0f} s before ddpsafe was installed.",
             cause="the clock of this host is wrong; certificates, logs and `make` rely on it.",
             fix=to_copy("Synchronise it:", "timedatectl set-ntp true   # or: chronyc makestep"),
         )
         return
-    yield ok("DS-PROC-003", f"The clock shows {shown}.", synchronised=clock_is_synchronised())
+    yield ok("DS-PROC-003", f"The clock shows {clock}.", synchronised=clock_is_synchronised())
 
 
 def clock_is_synchronised() -> bool | None:

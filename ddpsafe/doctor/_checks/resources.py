@@ -167,20 +167,20 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     limits = read_limits()
     free = psutil.virtual_memory().available
     left = free if limits.memory_left_bytes is None else min(free, limits.memory_left_bytes)
-    each = _RANK_AT_LAUNCH_BYTES if subject.at_launch else _RANK_BYTES
+    per_rank = _RANK_AT_LAUNCH_BYTES if subject.at_launch else _RANK_BYTES
     bound = "" if limits.memory_bytes is None else f" (limit {_mib(limits.memory_bytes)})"
-    if left >= each * subject.nproc:
+    if left >= per_rank * subject.nproc:
         yield ok("DS-LIM-005", f"{_mib(left)} of memory are available{bound}.", left_bytes=left)
         return
     yield warning(
         "DS-LIM-005",
         f"{_mib(left)} of memory are available{bound} for {subject.nproc} ranks, which need about "
-        f"{_mib(each * subject.nproc)} before any data; the kernel kills processes that need more.",
+        f"{_mib(per_rank * subject.nproc)} before any data; the kernel kills processes that need more.",
         cause="the limit of the container or of the scheduler's job, or other processes.",
         fix=to_copy(
             "Request more, or start fewer ranks:",
             "docker run --memory=64g …   # sbatch --mem=64G",
-            f"--nproc-per-node {max(1, left // each)}",
+            f"--nproc-per-node {max(1, left // per_rank)}",
         ),
         left_bytes=left,
         limit_bytes=limits.memory_bytes,
@@ -203,11 +203,11 @@ def check_cores(subject: Subject) -> Iterator[Finding]:
         yield ok("DS-LIM-006", f"{counted} cores may be used.", cores=counted)
         return
     threads = max(1, whole_cores(share) // subject.nproc)
-    asked = subject.config.nproc_per_node
+    nproc = subject.config.nproc_per_node
     ranks = (
         ""
-        if isinstance(asked, int)
-        else f"; nproc_per_node={asked!r} would start one rank for each"
+        if isinstance(nproc, int)
+        else f"; nproc_per_node={nproc!r} would start one rank for each"
     )
     yield warning(
         "DS-LIM-006",

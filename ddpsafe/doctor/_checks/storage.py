@@ -106,7 +106,7 @@ def _existing_run_dir(subject: Subject) -> Path:
 
 def check_temporary_directory(subject: Subject) -> Iterator[Finding]:
     """Check that the temporary directory is the requested one and short enough for socket paths."""
-    asked = next(
+    requested = next(
         (subject.env[name] for name in ("TMPDIR", "TEMP", "TMP") if subject.env.get(name)), None
     )
     try:
@@ -121,14 +121,14 @@ def check_temporary_directory(subject: Subject) -> Iterator[Finding]:
         return
     path = Path(used)
     length = len(os.fsencode(used)) + _SOCKET_NAME_BYTES
-    if asked is not None and not Path(asked).is_dir():
+    if requested is not None and not Path(requested).is_dir():
         yield warning(
             "DS-PATH-006",
-            f"TMPDIR={asked!r} does not exist; files go to {used}, without a warning.",
+            f"TMPDIR={requested!r} does not exist; files go to {used}, without a warning.",
             cause="a directory that the scheduler creates on other nodes only, or has removed.",
             fix=to_copy(
                 "Create it, or unset the variable:",
-                f"mkdir -p {shlex.quote(asked)}",
+                f"mkdir -p {shlex.quote(requested)}",
                 "unset TMPDIR",
             ),
         )

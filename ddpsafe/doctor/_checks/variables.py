@@ -76,7 +76,7 @@ def check_leftovers(subject: Subject) -> Iterator[Finding]:
     if not left or by_launcher or (whole and "TORCHELASTIC_USE_AGENT_STORE" not in left):
         yield ok("DS-ENV-002", "No variables of another launch are left over.")
         return
-    shown = ", ".join(f"{name}={subject.env[name]!r}" for name in left)
+    settings = ", ".join(f"{name}={subject.env[name]!r}" for name in left)
     effect = (
         "`launch` takes this process for a rank and starts none"
         if "RANK" in left
@@ -84,7 +84,7 @@ def check_leftovers(subject: Subject) -> Iterator[Finding]:
     )
     yield warning(
         "DS-ENV-002",
-        f"No launcher runs here, yet {shown} {'is' if len(left) == 1 else 'are'} set: {effect}.",
+        f"No launcher runs here, yet {settings} {'is' if len(left) == 1 else 'are'} set: {effect}.",
         cause="an `export` in this shell or its start-up files, or a copied environment.",
         fix=to_copy("Unset them:", f"unset {' '.join(left)}"),
         variables=left,

@@ -76,10 +76,10 @@ def _broken_import(probed: dict[str, Any]) -> Finding:
     code = probed["returncode"]
     why = probed.get("import_error") or (probed["stderr"].strip().splitlines() or [""])[-1]
     died = f"; the process was killed by signal {-code}" if code is not None and code < 0 else ""
-    found = probed.get("found")
+    origin = probed.get("found")
     fact = f"torch cannot be imported: {why or 'no message'}{died}. GPUs and backends were not checked."
-    if found and not {"site-packages", "dist-packages"} & {*Path(found).parts}:
-        return _shadowed(fact, Path(found))
+    if origin and not {"site-packages", "dist-packages"} & {*Path(origin).parts}:
+        return _shadowed(fact, Path(origin))
     return failed(
         "DS-VER-001",
         fact,
@@ -89,14 +89,14 @@ def _broken_import(probed: dict[str, Any]) -> Finding:
             f"{sys.executable} -c 'import importlib.util as u; print(u.find_spec(\"torch\"))'",
             f"{sys.executable} -m pip install --force-reinstall 'torch>=2.6'",
         ),
-        found=found,
+        found=origin,
         returncode=code,
     )
 
 
-def _shadowed(fact: str, found: Path) -> Finding:
+def _shadowed(fact: str, origin: Path) -> Finding:
     """Return the finding that something else named torch is found before the package."""
-    shadow = found.parent if found.name == "__init__.py" else found
+    shadow = origin.parent if origin.name == "__init__.py" else origin
     return failed(
         "DS-VER-001",
         fact,
@@ -106,7 +106,7 @@ def _shadowed(fact: str, found: Path) -> Finding:
             "Rename it, or remove its directory from PYTHONPATH:",
             f"mv {shlex.quote(str(shadow))} {shlex.quote(str(shadow.with_name('my_' + shadow.name)))}",
         ),
-        found=str(found),
+        found=str(origin),
     )
 
 
@@ -173,7 +173,7 @@ def check_nccl(subject: Subject) -> Iterator[Finding]:
             cause="two builds of torch were installed over each other, or LD_PRELOAD loads another one.",
             fix=to_copy(
                 "Keep the one that torch requires:",
-                f"{sys.executable} -m pip uninstall -y {' '.join(each.split()[0] for each in packages) or 'nvidia-nccl-cu12'}",
+                f"{sys.executable} -m pip uninstall -y {' '.join(package.split()[0] for package in packages) or 'nvidia-nccl-cu12'}",
                 f"{sys.executable} -m pip install --force-reinstall torch",
                 *(["unset LD_PRELOAD"] if preloaded else []),
             ),

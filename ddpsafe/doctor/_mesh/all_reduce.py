@@ -44,7 +44,7 @@ _LONGEST_ERROR_CHARS: Final = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Request:
     """Node rank 0's request to take part in an all-reduce.
 
     Attributes:
@@ -68,14 +68,14 @@ async def coordinate(
     elif not all(node.has_torch for node in results.nodes.values()):
         skipped = "no-torch"
     if skipped:
-        await transport.put("all-reduce", write(Asked()))
+        await transport.put("all-reduce", write(Request()))
         return AllReduce(skipped=skipped)
     job.on_progress("all connections are open: trying an all-reduce")
-    async with _started_rank(job, results.nodes[0], Asked()) as own:
+    async with _started_rank(job, results.nodes[0], Request()) as own:
         importing = Deadline.after(_IMPORT_LIMIT)
         port = await own.find_port(importing)
         address = results.nodes[0].announced.address if port else ""
-        await transport.put("all-reduce", write(Asked(address=address, port=port)))
+        await transport.put("all-reduce", write(Request(address=address, port=port)))
         reduced, imported = await _collect(transport, results.nodes.keys(), own, importing)
     waiting = tuple(sorted(results.nodes.keys() - reduced.keys()))
     late = tuple(rank for rank in waiting if rank not in imported)
@@ -120,19 +120,19 @@ def _result(value: Json) -> Reduced:
         return Reduced(error="it sent an invalid result")
 
 
-async def participate(job: Job, transport: Transport, asked: Asked, own: Node) -> None:
+async def participate(job: Job, transport: Transport, request: Request, own: Node) -> None:
     """Take part in the all-reduce if node rank 0 requests one.
 
     Args:
         job: The examination.
         transport: The transport to node rank 0, which receives the result.
-        asked: The request of node rank 0.
+        request: The request of node rank 0.
         own: This node.
     """
-    if not asked.port:
+    if not request.port:
         return
     job.on_progress("all connections are open: trying an all-reduce")
-    async with _started_rank(job, own, asked) as rank:
+    async with _started_rank(job, own, request) as rank:
         deadline = Deadline.after(LONGEST)
         over = asyncio.ensure_future(wait_for(transport, RESULTS, deadline=deadline))
         try:
@@ -194,20 +194,20 @@ class _ReducingRank:
 
 
 @contextlib.asynccontextmanager
-async def _started_rank(job: Job, own: Node, asked: Asked) -> AsyncIterator[_ReducingRank]:
+async def _started_rank(job: Job, own: Node, request: Request) -> AsyncIterator[_ReducingRank]:
     """Run this host's rank in a process, which is killed when the block ends.
 
     Args:
         job: The examination.
         own: This node.
-        asked: The request, with the store's address; without a port, the process serves the store.
+        request: The request, with the store's address; without a port, the process serves the store.
     """
     arguments = {
         "rank": job.node_rank,
         "world_size": job.nnodes,
-        "serve": not asked.port,
-        "address": asked.address or own.announced.address,
-        "port": asked.port,
+        "serve": not request.port,
+        "address": request.address or own.announced.address,
+        "port": request.port,
         "backend": job.backend,
         "timeout_s": LONGEST.total_seconds(),
     }

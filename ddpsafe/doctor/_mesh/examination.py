@@ -330,10 +330,10 @@ async def participate(
     job.on_progress(f"{len(roster.contacts)} nodes: trying every connection")
     try:
         await transport.put("mesh", write(await local_node.probe(roster)))
-        asked = await _require(
-            transport, "all-reduce", all_reduce.Asked, Deadline.after(MESH + _SLACK)
+        request = await _require(
+            transport, "all-reduce", all_reduce.Request, Deadline.after(MESH + _SLACK)
         )
-        await all_reduce.participate(job, transport, asked, own)
+        await all_reduce.participate(job, transport, request, own)
         results = await wait_for_results(transport, all_reduce.LONGEST + _SLACK)
     except TransportClosedError as exc:  # its results are lost, so joining again is of no use
         raise TransportLostError(str(exc)) from exc

@@ -171,7 +171,7 @@ def find_route(address: str, source: str = "") -> FoundRoute | None:
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     ends = [(_DST, address)] + ([(_SRC, source)] if (":" in source) is (":" in address) else [])
-    packed = [(kind, socket.inet_pton(family, each)) for kind, each in ends if each]
+    packed = [(kind, socket.inet_pton(family, end)) for kind, end in ends if end]
     attributes = b"".join(_RTATTR.pack(_RTATTR.size + len(raw), kind) + raw for kind, raw in packed)
     bits = [len(raw) * 8 for _, raw in packed]
     of_source, flags = bits[1] if len(bits) > 1 else 0, _LOOKUP_TABLE | _FIB_MATCH
@@ -181,11 +181,11 @@ def find_route(address: str, source: str = "") -> FoundRoute | None:
             return FoundRoute("", _find_rejecting_network(address))
         if kind == _NEW_ROUTE:
             length, table = _RTMSG.unpack_from(body)[1], _RTMSG.unpack_from(body)[4]
-            found = _attributes(body[_RTMSG.size :])
-            start = found.get(_DST, bytes(len(packed[0][1])))
-            index = int.from_bytes(found.get(_OIF, b""), sys.byteorder)
+            values = _attributes(body[_RTMSG.size :])
+            start = values.get(_DST, bytes(len(packed[0][1])))
+            index = int.from_bytes(values.get(_OIF, b""), sys.byteorder)
             prefix = str(ipaddress.ip_network((start, length), strict=False))
-            table = int.from_bytes(found.get(_TABLE, bytes([table])), sys.byteorder)
+            table = int.from_bytes(values.get(_TABLE, bytes([table])), sys.byteorder)
             try:
                 return FoundRoute(socket.if_indextoname(index), prefix, table)
             except OSError:
@@ -195,7 +195,7 @@ def find_route(address: str, source: str = "") -> FoundRoute | None:
 
 def _find_rejecting_network(address: str) -> str:
     """Return the smallest network around an address that a route of the main table rejects."""
-    found = []
+    rejected = []
     try:
         lines = _IPV4_ROUTES.read_text().splitlines()[1:]
     except OSError:
@@ -204,9 +204,9 @@ def _find_rejecting_network(address: str) -> str:
         interface, start, _, _, _, _, _, mask, *_ = line.split()
         if interface == "*":  # blackhole, unreachable, prohibit
             raw = bytes.fromhex(start)[:: -1 if sys.byteorder == "little" else 1]
-            found.append(ipaddress.IPv4Network((raw, int(mask, 16).bit_count())))
-    fitting = [each for each in found if ipaddress.ip_address(address) in each]
-    return str(max(fitting, key=lambda each: each.prefixlen)) if fitting else ""
+            rejected.append(ipaddress.IPv4Network((raw, int(mask, 16).bit_count())))
+    fitting = [network for network in rejected if ipaddress.ip_address(address) in network]
+    return str(max(fitting, key=lambda network: network.prefixlen)) if fitting else ""
 
 
 def _query_kernel(kind: int, body: bytes, *, flags: int = 0) -> Iterator[tuple[int, bytes]]:
@@ -221,21 +221,21 @@ def _query_kernel(kind: int, body: bytes, *, flags: int = 0) -> Iterator[tuple[i
         while True:
             answer = kernel.recv(1 << 16)
             while len(answer) >= _NLMSG.size:
-                length, found, _, _, _ = _NLMSG.unpack_from(answer)
-                if found == _DONE or length < _NLMSG.size:
+                length, reply_kind, _, _, _ = _NLMSG.unpack_from(answer)
+                if reply_kind == _DONE or length < _NLMSG.size:
                     return
-                yield found, answer[_NLMSG.size : length]
+                yield reply_kind, answer[_NLMSG.size : length]
                 answer = answer[(length + 3) & ~3 :]
             if not flags & _DUMP:
                 return
 
 
 def _attributes(raw: bytes) -> dict[int, bytes]:
-    found = {}
+    values = {}
     while len(raw) >= _RTATTR.size:
         length, kind = _RTATTR.unpack_from(raw)
         if length < _RTATTR.size:
             break
-        found[kind] = raw[_RTATTR.size : length]
+        values[kind] = raw[_RTATTR.size : length]
         raw = raw[(length + 3) & ~3 :]
-    return found
+    return values
