@@ -80,12 +80,13 @@ def check_seen(subject: Subject) -> Iterator[Finding]:
 
 
 def check_visible(subject: Subject) -> Iterator[Finding]:
-    """Check CUDA_VISIBLE_DEVICES: CUDA silently ends the list at the first invalid entry."""
+    """Check whether CUDA_VISIBLE_DEVICES names GPUs of this host, each once."""
     text = subject.env.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return
     items = [item.strip() for item in text.split(",")]
     device_nodes = count_device_nodes()
+    # CUDA ends the list at the first invalid entry, or takes none if one is listed twice, silently.
     twice = {item for item in items if items.count(item) > 1}
     numbers = [int(item) for item in items if item.isdecimal()]
     odd = [item for item in items if not re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", item)]
@@ -95,6 +96,7 @@ def check_visible(subject: Subject) -> Iterator[Finding]:
         return
     wrong = ", ".join(sorted({*odd, *absent, *twice}))
     good = [item for item in dict.fromkeys(items) if item not in {*odd, *absent}]
+    # On a host without a GPU there is nothing to hide, so ranks on CPUs work all the same.
     make = failed if device_nodes else warning
     yield make(
         "DS-GPU-002",
@@ -158,6 +160,7 @@ def check_kernels(subject: Subject) -> Iterator[Finding]:
     probed = probe_results(subject)
     if not probed.get("list_devices", {}).get("count"):
         return
+    # The program reports each stage before it begins, so the last one reported did not return.
     if probed["timed_out"] or probed.get("stage") != "end":
         code, what = _STAGES.get(str(probed.get("stage")), ("DS-GPU-009", "using the GPUs"))
         how = (
@@ -180,6 +183,7 @@ def check_kernels(subject: Subject) -> Iterator[Finding]:
     for stage in ("run_kernels", "copy_between", "reduce_alone"):
         code, what = _STAGES[stage]
         results = probed.get(stage, [])
+        # A stage that failed as a whole has one error instead of a result for each GPU.
         results = [results] if isinstance(results, dict) else results
         wrong = {index: result for index, result in enumerate(results) if not result.get("ok")}
         for index, result in wrong.items():
@@ -243,6 +247,7 @@ def check_driver_answers(subject: Subject) -> Iterator[Finding]:
     if error is None:
         yield ok("DS-GPU-013", "The driver answers.")
         return
+    # A package that is not installed says nothing about the GPUs, so it is only a warning.
     is_missing = isinstance(error, ImportError)
     problem = "nvidia-ml-py is not installed" if is_missing else error
     make = warning if is_missing else failed
@@ -283,7 +288,8 @@ def _mode(gpu: Health, what: str) -> Finding:
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
-    """Check for memory that other processes use. torch knows how much, only the driver knows which."""
+    """Check for memory of the GPUs that other processes use."""
+    # Without nvidia-ml-py, torch still knows how much is in use, but not which processes use it.
     for gpu in read_health() or _as_torch_sees(subject):
         if gpu.used_bytes is None or gpu.total_bytes is None:
             continue

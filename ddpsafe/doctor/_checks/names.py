@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._checks import Check
     from ddpsafe.doctor._subject import Subject
 
+# The resolver itself gives up only after 10 s or more.
 _LOOK_UP_LIMIT_S: Final = 3.0
 _SLOW_S: Final = 1.0
 
@@ -99,6 +100,8 @@ def check_endpoint(subject: Subject) -> Iterator[Finding]:
             ),
         )
         return
+    # On the host that the endpoint names, /etc/hosts may map the name to 127.0.1.1 as Debian's
+    # installer does; that is DS-NAME-001.
     if (
         subject.nnodes > 1
         and all(map(is_loopback, addresses))

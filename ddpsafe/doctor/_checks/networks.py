@@ -69,6 +69,7 @@ def check_interface_variables(subject: Subject) -> Iterator[Finding]:
         variable = problem.field
         # gloo's variable always counts: beside nccl, gloo groups serve objects and checkpoints.
         may_be_nccl = "nccl" in subject.backend or subject.config.backend == "auto"
+        # A cluster's profile may set it although only gloo runs.
         if variable == NCCL and not may_be_nccl:
             continue
         library = {GLOO: "gloo", NCCL: "nccl"}.get(variable)
@@ -97,6 +98,7 @@ def _exports(subject: Subject, variable: str) -> list[str]:
     if not usable:
         return [place.unset_line(setting)]
     wrong = subject.env.get(variable) or subject.config.rendezvous.interface or ""
+    # NCCL's spelling: "^" excludes, "=" asks for the exact name, "," separates several.
     near = find_near(wrong.lstrip("^=").partition(",")[0], usable)
     name = near or usable[0]
     return [place.set_line(setting, interface_variables(name).get(setting, name))]
@@ -146,8 +148,8 @@ def chosen_names(subject: Subject, existing: list[str]) -> dict[str, list[str]]:
 
 
 _LOOK_UP_LIMIT_S: Final = 2.0
+# The minimum that IPv6 requires of every link (RFC 8200).
 _SMALLEST_MTU_BYTES: Final = 1280
-"""The minimum that IPv6 requires of every link (RFC 8200)."""
 
 
 def check_route(subject: Subject) -> Iterator[Finding]:
@@ -182,6 +184,7 @@ def _compare(subject: Subject, target: str, leading: Interface | None) -> Findin
         return ok("DS-NET-003", f"{leading.name} leads to the rendezvous endpoint {target}.")
     name, by = next(iter(chosen.items()))
     settings = interface_variables(leading.name)
+    # A second network is fine if all hosts share it, which one host cannot know.
     return warning(
         "DS-NET-003",
         f"{leading.name} leads to the rendezvous endpoint {target}, but {' and '.join(by)} chooses {name}.",

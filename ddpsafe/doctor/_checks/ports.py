@@ -39,6 +39,7 @@ def check_free(subject: Subject) -> Iterator[Finding]:
         )
     if not is_here:
         return
+    # Ranks of torchrun share the store of its agent, which already listens on MASTER_PORT.
     by_agent = subject.env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if by_agent and subject.env.get("MASTER_PORT") == str(endpoint.port):
         yield ok("DS-PORT-001", f"Port {endpoint.port} is served by torchrun, as it should be.")

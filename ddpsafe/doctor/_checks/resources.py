@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _MIB: Final = 1 << 20
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - it is what is checked
 _SHM_BROKEN_BYTES: Final = 1 * _MIB
+# Containers get 64 MiB by default, so that a launch in one has the warning.
 _SHM_AT_LAUNCH_BYTES: Final = 128 * _MIB
 _SHM_LOW_BYTES: Final = 1024 * _MIB
 _FEWEST_FILES: Final = 4096
@@ -33,8 +34,8 @@ _FILES_BASE: Final = 64
 _PROCESSES_PER_RANK: Final = 64
 _THREADS_AT_START: Final = 16
 _RANK_BYTES: Final = 1024 * _MIB
+# What a rank needs just to import torch.
 _RANK_AT_LAUNCH_BYTES: Final = 200 * _MIB
-"""What a rank needs just to import torch."""
 
 
 def _mib(count: float) -> str:
@@ -50,6 +51,7 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
         "medium: Memory at /dev/shm:",
         *COMMANDS["DS-MEM-shm"],
     )
+    # Without a free byte not even a lock can be created, and a rank needs one to start.
     try:
         with tempfile.TemporaryFile(dir=_SHARED_MEMORY) as probe:
             probe.write(b"0" * resource.getpagesize())
@@ -91,6 +93,7 @@ def check_open_files(subject: Subject) -> Iterator[Finding]:
         yield ok("DS-LIM-002", f"{soft} files may be open.", soft=soft, hard=hard)
         return
     here, outside = COMMANDS["DS-MEM-descriptors"]
+    # `ulimit` cannot exceed the hard limit, so the line to copy requests that.
     reachable = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     yield warning(
         "DS-LIM-002",
@@ -111,6 +114,7 @@ def check_locked_memory(subject: Subject) -> Iterator[Finding]:
     del subject
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     cards = sorted(path.name for path in DEVICES.iterdir()) if DEVICES.is_dir() else []
+    # A small limit is normal on a host without such a card.
     if soft == resource.RLIM_INFINITY or not cards:
         yield ok(
             "DS-LIM-003",
@@ -148,6 +152,7 @@ def check_processes(subject: Subject) -> Iterator[Finding]:
             "DS-LIM-004", f"{'Any number of' if left is None else left} processes may be started."
         )
         return
+    # A launch warns only if the ranks might not even start.
     starts = subject.nproc * _THREADS_AT_START
     if subject.at_launch and left >= starts:
         return

@@ -33,6 +33,7 @@ _CHUNKS: Final = 32
 _LONGEST_WRITE_S: Final = 2.0
 _SLOW_BYTES_PER_S: Final = 20e6
 _SOCKET_PATH_BYTES: Final = 107  # sun_path of struct sockaddr_un without its final zero
+# multiprocessing.connection.arbitrary_address: a listener, in a directory of mkdtemp.
 _SOCKET_NAME_BYTES: Final = len("/pymp-12345678/listener-12345678")
 
 _PATH_LIMIT: Final = timedelta(seconds=3)
@@ -101,6 +102,7 @@ def _existing_run_dir(subject: Subject) -> Path:
     wanted = subject.config.run_dir
     if wanted is None:
         return Path(tempfile.gettempdir())
+    # The launch creates the rest, so what counts is the directory that it creates them in.
     return next((path for path in (wanted, *wanted.parents) if path.exists()), Path("/"))
 
 
@@ -215,7 +217,7 @@ def check_speed(subject: Subject) -> Iterator[Finding]:
             while written < _CHUNKS and time.monotonic() - began_s < _LONGEST_WRITE_S:
                 probe.write(_CHUNK)
                 probe.flush()
-                os.fsync(probe.fileno())
+                os.fsync(probe.fileno())  # else the page cache would be measured
                 written += 1
     except OSError:  # reported by DS-PATH-003 and DS-PATH-004
         return

@@ -73,6 +73,7 @@ def check_leftovers(subject: Subject) -> Iterator[Finding]:
         left.append("TORCHELASTIC_USE_AGENT_STORE")
     by_launcher = {"TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "DDPSAFE_LAUNCH_ID"} & subject.env.keys()
     whole = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= subject.env.keys()
+    # All four are what torch's env:// method reads, and some launchers set nothing else.
     if not left or by_launcher or (whole and "TORCHELASTIC_USE_AGENT_STORE" not in left):
         yield ok("DS-ENV-002", "No variables of another launch are left over.")
         return

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _PYTHONS: Final = ((3, 10), (3, 14))
 _OLDEST_TORCH: Final = (2, 6)
 _SAFE_LOAD_TORCH: Final = (2, 10)
+# Their operators are compiled against one version of torch.
 _COMPANIONS: Final = ("torchvision", "torchaudio", "torchtext", "triton")
 _EXACT_TORCH: Final = re.compile(
     r"^torch\s*\(?==\s*([0-9][0-9a-z.]*)\)?\s*(?:;.*)?$", re.IGNORECASE
@@ -74,6 +75,7 @@ def _broken_import(probed: dict[str, Any]) -> Finding:
             ),
         )
     code = probed["returncode"]
+    # A process that was killed reports no error, but its stderr may end with one.
     why = probed.get("import_error") or (probed["stderr"].strip().splitlines() or [""])[-1]
     died = f"; the process was killed by signal {-code}" if code is not None and code < 0 else ""
     origin = probed.get("found")
