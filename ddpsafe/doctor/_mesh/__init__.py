@@ -119,7 +119,7 @@ async def _serve(job: Job) -> Examined:
         )
         return await coordinator.coordinate(await local_node.introduce(addresses))
     except OtherCoordinatorError:
-        pass
+        pass  # it takes part there instead, so that all nodes end with the same findings
     finally:
         await local_node.close()
         await at_endpoint.close()
@@ -201,11 +201,11 @@ def _without_coordinator(exc: TransportLostError, job: Job, hostname: str) -> Ex
 
 
 def _run(examination: Coroutine[None, None, Examined]) -> Examined:
-    """Run it, even if the caller (a notebook, for example) already runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(examination)
+    # A notebook runs an event loop already, and a thread can have only one.
     call = BoundedCall(lambda: asyncio.run(examination), name="ddpsafe-mesh")
     call.wait(float("inf"))
     return call.result()

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._mesh.protocol import Node
     from ddpsafe.doctor._mesh.transport import Json, Transport
 
+# Importing torch from cold network storage on a busy host takes this long.
 _IMPORT_LIMIT: Final = timedelta(seconds=90)
-"""Importing torch from cold network storage on a busy host takes this long."""
 
+# The all-reduce itself, once every host has imported torch: usually milliseconds, rarely seconds.
 _REDUCE_LIMIT: Final = timedelta(seconds=60)
-"""The all-reduce itself, once every host has imported torch: usually milliseconds, rarely seconds."""
 
 LONGEST: Final = _IMPORT_LIMIT + _REDUCE_LIMIT
 
@@ -85,11 +85,7 @@ async def coordinate(
 async def _collect(
     transport: Transport, ranks: Collection[int], own: _ReducingRank, importing: Deadline
 ) -> tuple[dict[int, Reduced], set[int]]:
-    """Wait until all nodes have a result, one has failed, or the time is up.
-
-    A host that is still importing torch is slow, not broken, so the time limit of the all-reduce
-    itself begins only once all hosts have imported it.
-    """
+    """Wait until all nodes have a result, one has failed, or the time is up."""
     reducing: Deadline | None = None
     while True:
         received = await transport.get("reduced")
@@ -101,6 +97,8 @@ async def _collect(
             reduced[0] = own.result
         for rank in transport.disconnected():
             reduced.setdefault(rank, Reduced(error="the doctor there was lost"))
+        # A host that is still importing torch is slow, not broken, so the time limit of the
+        # all-reduce itself begins only once all hosts have imported it.
         if reducing is None and imported >= set(ranks):
             reducing = Deadline.after(_REDUCE_LIMIT)
         over = (reducing or importing).expired()
@@ -213,6 +211,7 @@ async def _started_rank(job: Job, own: Node, request: Request) -> AsyncIterator[
     }
     env = job.env()
     if job.interface is not None:
+        # A variable that the user has set takes precedence.
         env = {**interface_variables(own.announced.interface), **env}
     process = await asyncio.create_subprocess_exec(
         sys.executable,

@@ -42,9 +42,9 @@ class Said:
 
 
 CODEC: Final[Codec[Said]] = Codec(Said)
+# With the 3.5 s after which a connection ends, a host without power is lost after 6 s. Until then the
+# node connects again: a network that loses one packet in eight sometimes loses several in a row.
 _NODE_LOSS: Final = timedelta(seconds=2.5)
-"""With the 3.5 s after which a connection ends, a host without power is lost after 6 s. Until then the
-node connects again: a network that loses one packet in eight sometimes loses several in a row."""
 
 GREETING: Final = "greeting"
 ANSWER: Final = "answer"
@@ -100,10 +100,12 @@ class Client:
                 (address, port),
                 secret=key_of_secret(secret),
                 codec=CODEC,
+                # Not its rank: a second doctor with it is a duplicate, not the first one come back.
                 node=secrets.token_hex(16),
                 hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
                 deadline=deadline,
                 node_loss=_NODE_LOSS,
+                # If the channel refuses the node (no secret), this is all that node rank 0 knows of it.
                 about=write(greeting),
             )
 
@@ -122,6 +124,7 @@ class Client:
 
     async def get(self, topic: str) -> Mapping[int, Json]:
         """Return what node rank 0 has sent."""
+        # Messages that arrived before node rank 0 was lost stay readable.
         if topic in self._received:
             return {0: self._received[topic]}
         if self._lost is not None:
@@ -187,7 +190,7 @@ class Server:
             "",
             port=port,
             secret=key_of_secret(self._secret),
-            scope=self.nonce,
+            scope=self.nonce,  # no node connects again to a successor of this process
             codec=CODEC,
             nnodes=self._own.nnodes,
             node_loss=_NODE_LOSS,
@@ -264,6 +267,7 @@ class Server:
         self._nodes[rank], self._ranks[name] = (name, greeting), rank
         self._joined.add(rank)
         self.peers[rank] = (greeting.hostname, self._channel.host_of(name))
+        # A node that joins late needs what the others have received already.
         for topic, value in self._sent.items():
             self._send(topic, value, name)
 

@@ -90,7 +90,7 @@ class EndpointServer:
         return None, answer.greeting.hostname if answer.nonce != self.server.nonce else ""
 
     async def _check_endpoint(self) -> None:
-        """Check until a doctor answers; the host that the endpoint names may start late."""
+        """Check until a doctor answers."""
         job = self._job
         while True:
             deadline = Deadline.after(_ENDPOINT_CHECK_LIMIT)
@@ -99,6 +99,7 @@ class EndpointServer:
             )
             if not isinstance(self._leads_to, Obstacle):
                 return
+            # The host that the endpoint names may start late.
             await asyncio.sleep(_ENDPOINT_CHECK_PAUSE_S)
 
     async def close(self) -> None:
@@ -186,6 +187,7 @@ class Coordinator:
             found_failures=any(finding.severity == "failed" for finding in findings),
         )
         results = replace(results, all_reduce=reduced)
+        # A token proves a node's identity, and refused nodes receive the results too.
         without_tokens = {rank: replace(node, token="") for rank, node in results.nodes.items()}
         await self._transport.put(RESULTS, pack(replace(results, nodes=without_tokens)))
         return make_findings(results), make_matrix(results)
@@ -209,15 +211,13 @@ class Coordinator:
             for task in (reporting, gathering, watching):
                 task.cancel()
         if self._at_endpoint is not None:
+            # A node that comes now is not in the plan, and learns that it is late.
             self._at_endpoint.server.close_registration()
         nodes = {0: own, **self._parse(Node, "hello", received)}
         return dict(sorted(nodes.items())), deadline.waited_s()
 
     async def _wait_until_explained(self) -> None:
-        """Wait until as many nodes were refused as are missing: no other can be expected.
-
-        A grace period lets nodes join that are late, or restarted with the right arguments.
-        """
+        """Wait until as many nodes were refused as are missing: no other can be expected."""
         at_endpoint = self._at_endpoint
         if at_endpoint is None:  # a store refuses no node
             await asyncio.Event().wait()
@@ -226,6 +226,7 @@ class Coordinator:
             if at_endpoint.leads_to()[1] and len(self._missing) == self._job.nnodes - 1:
                 return  # the nodes join another node rank 0
             await asyncio.sleep(_TICK_S)
+        # Nodes may still join that are late, or restarted with the right arguments.
         await asyncio.sleep(_REJOIN_GRACE_S)
 
     def _note_missing(self, missing: Collection[int]) -> None:
@@ -306,8 +307,8 @@ def _without_open(report: NodeReport) -> NodeReport:
     return replace(report, dialled=kept)
 
 
+# Node rank 0 started its wait at a different time, and needs time to gather and compare.
 _SLACK: Final = timedelta(seconds=15)
-"""Node rank 0 started its wait at a different time, and needs time to gather and compare."""
 
 
 async def participate(
@@ -325,6 +326,7 @@ async def participate(
         roster = await _require(transport, "roster", Roster, Deadline.after(job.timeout + _SLACK))
     finally:
         reporting.cancel()
+    # Whatever node rank 0 sends is checked against this node's own arguments: it may be hostile.
     if roster.nnodes != job.nnodes:
         raise TransportGarbledError("its list of nodes belongs to another job")
     job.on_progress(f"{len(roster.contacts)} nodes: trying every connection")

@@ -21,6 +21,7 @@ _LEGACY_TABLES: Final = Path("/proc/net/ip_tables_names")
 
 def find_filter_chains() -> list[FilterChain] | None:
     """Return the chains in which this host filters packets, or None if they cannot be read."""
+    # The PATH of a user who is not root often lacks these folders.
     nft = shutil.which("nft") or shutil.which("nft", path="/usr/sbin:/sbin")
     if nft is None:
         return None if _has_legacy_tables() is not False else []
@@ -54,6 +55,7 @@ def _filtering(listed: list[dict[str, Any]]) -> Iterator[FilterChain]:
         for part in rule["expr"]:
             if {"drop", "reject"} & part.keys():
                 dropping.add(key)
+            # How nft lists the targets of rules that iptables-nft has added.
             if part.get("xt", {}).get("name") in ("DROP", "REJECT"):
                 dropping.add(key)
             for verb in ("jump", "goto"):

@@ -70,8 +70,8 @@ def machine_id() -> str:
 
 
 _RESOLVE_LIMIT: Final = timedelta(seconds=2)
+# The order in which NCCL looks for an interface (findInterfaces in its socket code).
 _NCCL_ORDER: Final = ("ib", "^docker,lo,virbr", "docker", "lo")
-"""The order in which NCCL looks for an interface (findInterfaces in its socket code)."""
 
 
 async def announce(
@@ -101,6 +101,7 @@ async def announce(
         if uses_nccl:
             existing = [interface.name for interface in host.interfaces]
             names = expand_nccl(value, existing) or [value]
+        # If the library's own choice is right on this host, the fix is to unset the variable.
         others = {name: value for name, value in env.items() if name != variable}
         otherwise = await announce(
             backend=backend, interface=interface, env=others, towards=towards, places=places
@@ -188,6 +189,7 @@ class _Host:
             except OSError:
                 continue
             return self.of_address(str(address[0]), chosen_by)
+        # torch uses loopback if the host's name does not resolve.
         return self._instead(flaw, "127.0.0.1", chosen_by)
 
     def _instead(self, flaw: Flaw, wanted: str, chosen_by: str) -> Announced:
@@ -323,15 +325,13 @@ class LocalNode:
         )
 
     def _other_routes(self, contacts: Iterable[Contact]) -> Iterator[Route]:
-        """Yield routes to neighbours that do not leave by the announced interface.
-
-        Neighbours are in the announced network; beyond it, a router decides.
-        """
+        """Yield routes to neighbours that do not leave by the announced interface."""
         own = self._own
         if own is None or not own.network:
             return
         network = ipaddress.ip_network(own.network)
         for contact in contacts:
+            # Beyond the announced network, a router decides.
             near = contact.address and ipaddress.ip_address(contact.address) in network
             route = find_route(contact.address, own.announced.address) if near else None
             if route is not None and route.interface not in (own.announced.interface, "lo"):
@@ -370,6 +370,7 @@ def _as_facts(fingerprint: Mapping[str, object]) -> Facts:
 
 async def _wait_for_resolver(address: str) -> float:
     """Look up an address like torch's store does; return how long there was no answer."""
+    # The store listens on both IP versions, so it sees an IPv4 client at a mapped address.
     mapped = address if ":" in address else f"::ffff:{address}"
     deadline = Deadline.after(_RESOLVE_LIMIT)
     try:

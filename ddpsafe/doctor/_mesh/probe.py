@@ -30,9 +30,9 @@ BULK_BYTES: Final = 64 << 10
 
 _LONGEST_LINE_BYTES: Final = 512
 _CALL_LIMIT_S: Final = 15.0
+# Connections of unknown programs, beside two of each node. Includes the extra connections with which
+# diallers measure loss and packet sizes.
 _MAX_UNKNOWN: Final = 256
-"""Connections of unknown programs, beside two of each node. Includes the extra connections with which
-diallers measure loss and packet sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +137,7 @@ class Listener:
             if not chunk:
                 return
             received += len(chunk)
+            # A node dials more than once, to measure loss and packet sizes.
             self.received_bytes[call.source] = max(received, self.received_bytes[call.source])
         writer.write(encode({"bytes": received}))
         with contextlib.suppress(OSError):
@@ -155,28 +156,32 @@ SMALLEST_MTU_BYTES: Final = {4: 576, 6: 1280}
 """What every host, and for IPv6 every link, has to support (RFC 791, RFC 8200)."""
 
 _BULK_S: Final = 2.5
+# If the host's own link drops large packets, the kernel counts no retransmissions, and every search
+# takes all of this: the mesh took 5.4 s with 2.5 s, and 4.4 s with 1.5 s.
 _SEARCH_S: Final = 1.5
+# The limit while packets still arrive: a slow link or a long round trip is not a broken one.
 _SLOW_BULK_S: Final = 7.0
-"""The limit while packets still arrive: a slow link or a long round trip is not a broken one."""
 _POLL_S: Final = 0.1
 _LOST_AFTER: Final = 3  # consecutive retransmissions without an acknowledgement: 1.4 s
+# With 5 % loss, 96 of 100 connections lose at least one of these packets; with 12 %, all do.
 _SMALL_WRITES: Final = 64
-"""With 5 % loss, 96 of 100 connections lose at least one of these packets; with 12 %, all do."""
+# Beyond its initial window of 10 packets the kernel merges writes into fewer packets: with 32 writes
+# at once, 31 of 34 lossy directions were seen under load; with 64, eight at a time, 56 of 56.
 _SMALL_AT_ONCE: Final = 8
-"""Beyond its initial window of 10 packets the kernel merges writes into fewer packets."""
+# The total time to wait for their acknowledgements.
 _SMALL_S: Final = 1.0
-"""The total time to wait for their acknowledgements."""
 _SMALL_BYTES: Final = 64
 _BEYOND_SMALL_BYTES: Final = 512
 _EXTRA_CONNECTS: Final = 2
 _EXTRA_CONNECTS_AFTER_S: Final = 1.0
 _LOSS_CALLS: Final = 8
+# Many at a time, because each search waits for packets that do not arrive.
 _SIZES_PER_SEARCH: Final = 32
 _MTU_PRECISION_BYTES: Final = 8
 _USUAL_MTU_BYTES: Final = 1500
 _SEARCHES: Final = 4
+# IP and TCP without options, which the kernel subtracts from TCP_MAXSEG itself.
 _HEADERS_BYTES: Final = {4: 40, 6: 60}
-"""IP and TCP without options, which the kernel subtracts from TCP_MAXSEG itself."""
 
 
 async def dial(
@@ -225,7 +230,7 @@ async def _find_passing_mtu(call: _Dial, lost: Dialled, mtu_bytes: int) -> Diall
                     return again
             else:
                 failing = min(failing, size)
-        # Each search waits for packets that do not arrive. 1500 is the advice even if more would pass.
+        # 1500 is the advice even if more would pass.
         if passing in (0, _USUAL_MTU_BYTES) or failing - passing <= _MTU_PRECISION_BYTES:
             break
         step = max(1, (failing - passing) // (_SIZES_PER_SEARCH + 1))
@@ -240,15 +245,13 @@ class _Dial:
     secret: str
 
     async def make(self, *, mss_bytes: int) -> Dialled:
-        """Connect and exchange data; if the connection does not open soon, try more in parallel.
-
-        The kernel resends a lost SYN only after 1 s and 3 s. On a lossy network one connection in
-        twenty would look as if a firewall dropped it.
-        """
+        """Connect and exchange data; if the connection does not open soon, try more in parallel."""
         first = asyncio.ensure_future(self._connect(mss_bytes, CONNECT_S))
         done, _ = await asyncio.wait({first}, timeout=_EXTRA_CONNECTS_AFTER_S)
         calls = {first}
         if not done:
+            # The kernel resends a lost SYN only after 1 s and 3 s. On a lossy network one connection
+            # in twenty would look as if a firewall dropped it.
             left_s = CONNECT_S - _EXTRA_CONNECTS_AFTER_S
             again = (self._connect(mss_bytes, left_s) for _ in range(_EXTRA_CONNECTS))
             calls |= set(map(asyncio.ensure_future, again))
@@ -281,6 +284,7 @@ class _Dial:
         try:
             if mss_bytes:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, mss_bytes)
+            # Otherwise the kernel joins the small writes that measure loss.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await asyncio.wait_for(loop.sock_connect(connection, self.contact[1:3]), limit_s)
         except (asyncio.TimeoutError, TimeoutError):
@@ -382,6 +386,8 @@ async def _send_bulk(connection: socket.socket, lost_after: int) -> bool:
     """Send more than fits into a packet; return whether large packets arrive."""
     before = find_tcp_state(connection)
     # A search follows a loss of large packets, so it need not tell loss from size with small ones.
+    # Waiting for their acknowledgements left it too little time: at 12 % loss, 8 of 60 connections
+    # were taken for an MTU black hole, and 3 of 60 without them.
     is_search = lost_after != _LOST_AFTER
     small_bytes = 0 if is_search else _SMALL_WRITES * _SMALL_BYTES
     # More acknowledged bytes than this mean that a packet larger than the small writes has arrived.

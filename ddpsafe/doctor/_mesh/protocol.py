@@ -58,12 +58,12 @@ def require_unicast(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Return an address that a host may have and announce.
 
     Raises:
-        ValueError: It is a name, or a multicast, unspecified or link-local address
-            (169.254.169.254 is where clouds serve credentials).
+        ValueError: It is a name, or a multicast, unspecified or link-local address.
     """
     address = ipaddress.ip_address(text)
     if isinstance(address, ipaddress.IPv6Address) and (address.scope_id or address.ipv4_mapped):
         raise ValueError("an address with a zone, or IPv4 in IPv6, is not announced")
+    # Of the link-local ones, 169.254.169.254 is where clouds serve credentials.
     if address.is_multicast or address.is_unspecified or address.is_link_local:
         raise ValueError("no host announces an address of this kind")
     if address == ipaddress.IPv4Address("255.255.255.255"):

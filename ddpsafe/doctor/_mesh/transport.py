@@ -103,6 +103,7 @@ async def gather(
         }
         missing = set(node_ranks) - values.keys() - set(transport.disconnected())
         if missing != last_missing:
+            # One has just arrived, so the others may be about to: the pauses are short again.
             last_missing, pauses = missing, deadline.pauses_s()
             on_change(missing)
         if not missing or deadline.expired():

@@ -56,6 +56,7 @@ def describe_obstacle(
     addresses = obstacle.addresses
     if trouble == "refused" and addresses:
         own = {address for interface in list_interfaces() for address in interface.addresses}
+        # Node rank 0 was started on another host, and no firewall is involved.
         if own.issuperset(addresses):
             trouble = "refused-by-itself"
     facts = {

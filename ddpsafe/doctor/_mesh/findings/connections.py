@@ -35,8 +35,9 @@ Way = tuple[int, int]
 
 Shape = Literal["everywhere", "split", "around", "to", "from", "pair", "one-way"]
 
+# How many directions must agree before a host is blamed. With only one, nothing shows which of its
+# two hosts is at fault, so the direction is reported.
 _LEAST_AGREEING: Final = 2
-"""How many directions must agree before a host is blamed instead of a pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +134,8 @@ _CODES: Final = {
 }
 _IMMEDIATE_S: Final = 1.0  # a firewall answers "prohibited" within milliseconds
 _MOST_NAMED: Final = 8
+# A busy host resends a few packets although none was lost; a bad cable loses more.
 _LOSS_SHARE: Final = 0.05
-"""A busy host resends a few packets although none was lost; a bad cable loses more."""
 _LEAST_RESENT: Final = 8
 
 

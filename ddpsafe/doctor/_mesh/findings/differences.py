@@ -24,6 +24,7 @@ _LONGEST_SHOWN: Final = 60
 _MOST_CLOCK_OFFSET_S: Final = 5.0
 _MOST_SHOWN: Final = 8
 _NOT_BY_PIP: Final = ("driver", "python", "platform", "nccl", "cuda")
+# Endings of the names of variables that legitimately differ between hosts.
 _MAY_DIFFER: Final = (
     "_IFNAME",
     "CUDA_VISIBLE_DEVICES",
@@ -32,7 +33,6 @@ _MAY_DIFFER: Final = (
     "_HCA",
     "TORCH_DISTRIBUTED_ERROR_FILE",
 )
-"""Endings of the names of variables that legitimately differ between hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,8 @@ def _breaks_versions(_: Results, differences: Sequence[Difference]) -> bool:
 
 
 def _breaks_infiniband(results: Results, _: Sequence[Difference]) -> bool:
-    """Return whether NCCL of a host without an active port uses TCP, and does not meet the others."""
+    """Return whether some hosts have an active port and others none, where NCCL would use it."""
+    # NCCL of a host without an active port uses TCP, and does not meet the others.
     facts = [node.facts for node in results.nodes.values()]
     active = {any(port.startswith("ACTIVE") for port in host.infiniband.values()) for host in facts}
     is_unused = all(

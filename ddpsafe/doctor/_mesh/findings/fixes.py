@@ -201,11 +201,7 @@ def mtu_lines(results: Results, node_ranks: Iterable[int], mtu_bytes: int) -> li
 
 
 def common_networks(nodes: Sequence[Node]) -> list[str]:
-    """Return the networks that connect all hosts, the one that leads to the endpoint first.
-
-    Every host has a different address in such a network. The bridge to a host's own containers has
-    the same network, and mostly the same address, on every host, and connects none of them.
-    """
+    """Return the networks that connect all hosts, the one that leads to the endpoint first."""
     # For each host, its addresses by network, without bridges to containers.
     tables: list[dict[str, list[str]]] = []
     for node in nodes:
@@ -221,6 +217,8 @@ def common_networks(nodes: Sequence[Node]) -> list[str]:
             for node, table in zip(nodes, tables, strict=True)
             for address in table[network]
         }
+        # Every host has a different address in such a network. The bridge to a host's own containers
+        # has the same network, and mostly the same address, on every host, and connects none of them.
         if len({address for address, _ in owners}) == len(owners):
             connecting.append(network)
 

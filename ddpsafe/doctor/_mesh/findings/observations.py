@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._mesh.findings.connections import Way
     from ddpsafe.doctor._mesh.transport import Json
 
+# The most that results may unpack to, because node rank 0 may be hostile; a thousand nodes need 4 MB.
 _LONGEST_BYTES: Final = 256 << 20
-"""The most that results may unpack to; a thousand nodes need 4 MB."""
 
 
 Skipped = Literal["", "not-asked", "failures", "no-torch"]
@@ -128,6 +128,7 @@ class Results:
         Raises:
             ValueError: A report is from a node that did not join or is beyond the number of nodes.
         """
+        # Checked as a whole, so that no later look-up in them can fail.
         if 0 not in self.nodes or any(rank != node.node_rank for rank, node in self.nodes.items()):
             raise ValueError("node rank 0 is missing, or a node has two ranks")
         require_ranks([*self.nodes, *self.names, *self.peers, *self.garbled], self.nnodes)
@@ -168,10 +169,8 @@ class Results:
         }
 
     def find_shadowed(self) -> dict[int, int]:
-        """Return nodes that joined and were lost at once, with the node that has the same address.
-
-        Packets to such an address reach either of the two hosts.
-        """
+        """Return nodes that joined and were lost at once, with the node that has the same address."""
+        # Packets to such an address reach either of the two hosts.
         return {
             rank: node.node_rank
             for rank, peer in self.peers.items()
@@ -233,7 +232,8 @@ def make_plan(contacts: Iterable[Contact], *, nnodes: int, seed: int) -> dict[in
 
 
 def pack(results: Results) -> str:
-    """Return results as a message. It goes to every node, and similar hosts compress well."""
+    """Return results as a message."""
+    # It goes to every node, and what similar hosts report compresses well.
     text = json.dumps(write(results), separators=(",", ":"), default=str)
     return base64.b64encode(zlib.compress(text.encode())).decode()
 
