@@ -159,6 +159,7 @@ def run(
             raise ConfigError(Explanation(what, cause=cause, fix=fix))
     nproc = resolved.nproc_per_node
     if not isinstance(nproc, int):
+        # As the launch will count, but without torch, which may be broken.
         gpus = 0 if nproc == "cpu" else count_device_nodes()
         nproc = gpus or count_cores()
     subject = Subject(
@@ -278,6 +279,7 @@ def _resolve(
     except ConfigError as error:
         if config is not None or fields:
             raise
+        # The defaults, so that the checks of the machine run all the same.
         return LaunchConfig.model_construct(), [_unreadable(error)]
 
 

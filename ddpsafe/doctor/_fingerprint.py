@@ -66,7 +66,8 @@ def fingerprint(config: LaunchConfig) -> dict[str, object]:
 
 
 def _versions() -> dict[str, str]:
-    """Return the installed versions without importing: torch may be broken and is slow to import."""
+    """Return the installed versions."""
+    # From the metadata of the packages: torch may be broken, and is slow to import.
     versions = {"python": platform.python_version(), "platform": platform.machine()}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -81,7 +82,8 @@ def _versions() -> dict[str, str]:
 
 
 def _cuda_of_torch() -> str | None:
-    """Return the CUDA version that torch is built for, which the version of torch need not show."""
+    """Return the CUDA version that torch is built for."""
+    # The versions of torch on PyPI do not show it.
     spec = importlib.util.find_spec("torch")
     for folder in (spec and spec.submodule_search_locations) or ():
         with contextlib.suppress(OSError):
@@ -92,7 +94,8 @@ def _cuda_of_torch() -> str | None:
 
 
 def _data_path(path: Path) -> dict[str, object]:
-    """Describe a path so that two nodes can compare it; a dead mount must not hang the doctor."""
+    """Describe a path so that two nodes can compare it."""
+    # In a thread, because any call on a dead mount may never return.
     call = BoundedCall(lambda: _describe(path), name="ddpsafe-fingerprint")
     if not call.wait(_PATH_LIMIT_S):
         return {"state": f"no answer within {_PATH_LIMIT_S:g} s"}

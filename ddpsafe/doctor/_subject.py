@@ -111,6 +111,7 @@ def find_place(config: LaunchConfig, name: str) -> VariableSource:
     """Return where a variable of the ranks was set; the shell if it is not set at all."""
     if name not in config.env:
         return VariableSource()
+    # Where a source has another value, an argument of the call has overridden it.
     variable = find_variable(("env", name))
     if variable is not None and os.environ.get(variable) == config.env[name]:
         return VariableSource(kind="variable", where=variable)

@@ -72,7 +72,7 @@ def read_driver() -> Driver | None:
     """Return the driver, or None if there is none or it cannot be queried."""
     with contextlib.suppress(Exception), open_driver() as nvml:
         number = nvml.nvmlSystemGetCudaDriverVersion()
-        cuda = (number // 1000, number % 1000 // 10)
+        cuda = (number // 1000, number % 1000 // 10)  # 12040 is CUDA 12.4
         return Driver(version=_text(nvml.nvmlSystemGetDriverVersion()), cuda=cuda)
     return None
 

@@ -66,7 +66,7 @@ class TcpState:
         round_trip_s: The shortest round trip seen; None if unknown.
         packets: Packets with data that it has sent, without retransmissions.
         resent: Lost packets: retransmissions, except those that the other side reported as
-            duplicates. A busy host acknowledges late, and the kernel then resends what did arrive.
+            duplicates.
         acknowledged_bytes: Data that has arrived.
         rate_bytes_per_s: The delivery rate, from the acknowledgements; None if unknown.
     """
@@ -97,6 +97,8 @@ def find_tcp_state(connection: socket.socket) -> TcpState | None:
     def number_at(offset: int) -> int:
         return int(struct.unpack_from("=I", raw, offset)[0])
 
+    # A busy host acknowledges late, and the kernel then resends what did arrive: the other side
+    # reports such packets as duplicates. A kernel that does not count them reports no loss here.
     resent = number_at(_TOTAL_RETRANS)
     knows_duplicates = len(raw) >= _WITH_DUPLICATES_BYTES
     lost = max(0, resent - number_at(_DSACK_DUPS)) if knows_duplicates else 0
@@ -130,10 +132,7 @@ _IPV4_ROUTES: Final = Path("/proc/net/route")
 
 
 def is_silent_neighbour(address: str) -> bool:
-    """Return whether an address in a network of this host does not even answer ARP or NDP.
-
-    A firewall does not cause that: the host is off, unplugged, or in another network.
-    """
+    """Return whether an address in a network of this host does not even answer ARP or NDP."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     wanted = socket.inet_pton(family, address)
     request = _NDMSG.pack(family, 0, 0, 0, 0, 0, 0)
@@ -141,6 +140,7 @@ def is_silent_neighbour(address: str) -> bool:
         if kind == _NEW_NEIGHBOUR:
             state = _NDMSG.unpack_from(body)[4]
             if _attributes(body[_NDMSG.size :]).get(_NEIGHBOUR_DST) == wanted:
+                # A firewall does not cause that: the host is off, unplugged, or in another network.
                 return bool(state & (_INCOMPLETE | _FAILED))
     return False
 
@@ -173,10 +173,13 @@ def find_route(address: str, source: str = "") -> FoundRoute | None:
     ends = [(_DST, address)] + ([(_SRC, source)] if (":" in source) is (":" in address) else [])
     packed = [(kind, socket.inet_pton(family, end)) for kind, end in ends if end]
     attributes = b"".join(_RTATTR.pack(_RTATTR.size + len(raw), kind) + raw for kind, raw in packed)
+    # Without FIB_MATCH the reply has this one address as its prefix, not that of the route; without
+    # LOOKUP_TABLE it names the main table for every route.
     bits = [len(raw) * 8 for _, raw in packed]
     of_source, flags = bits[1] if len(bits) > 1 else 0, _LOOKUP_TABLE | _FIB_MATCH
     route = _RTMSG.pack(family, bits[0], of_source, 0, 0, 0, 0, 0, flags)
     for kind, body in _query_kernel(_GET_ROUTE, route + attributes):
+        # For a route that rejects packets (blackhole, prohibit) the reply is an error, not the route.
         if kind == _ERROR:
             return FoundRoute("", _find_rejecting_network(address))
         if kind == _NEW_ROUTE:
@@ -185,6 +188,7 @@ def find_route(address: str, source: str = "") -> FoundRoute | None:
             start = values.get(_DST, bytes(len(packed[0][1])))
             index = int.from_bytes(values.get(_OIF, b""), sys.byteorder)
             prefix = str(ipaddress.ip_network((start, length), strict=False))
+            # The header has 8 bits for the number of the table; the attribute has all of it.
             table = int.from_bytes(values.get(_TABLE, bytes([table])), sys.byteorder)
             try:
                 return FoundRoute(socket.if_indextoname(index), prefix, table)
@@ -225,7 +229,7 @@ def _query_kernel(kind: int, body: bytes, *, flags: int = 0) -> Iterator[tuple[i
                 if reply_kind == _DONE or length < _NLMSG.size:
                     return
                 yield reply_kind, answer[_NLMSG.size : length]
-                answer = answer[(length + 3) & ~3 :]
+                answer = answer[(length + 3) & ~3 :]  # messages start at multiples of 4
             if not flags & _DUMP:
                 return
 
@@ -237,5 +241,5 @@ def _attributes(raw: bytes) -> dict[int, bytes]:
         if length < _RTATTR.size:
             break
         values[kind] = raw[_RTATTR.size : length]
-        raw = raw[(length + 3) & ~3 :]
+        raw = raw[(length + 3) & ~3 :]  # attributes, too
     return values

@@ -45,7 +45,7 @@ class TorchProbe:
             stdout=self._lines,
             stderr=self._errors,
             env={**env, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
+            start_new_session=True,  # so that its children can be killed with it
         )
         self._results: dict[str, Any] | None = None
 

@@ -48,6 +48,7 @@ def describe(torch: ModuleType) -> dict[str, Any]:
         "distributed": dist.is_available(),
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "has_nccl": dist.is_available() and dist.is_nccl_available(),
+        # A build without torch.distributed has no Backend.
         "backends": list(getattr(getattr(dist, "Backend", None), "backend_list", ())),
         "num_threads": torch.get_num_threads(),
         "libnccl": loaded_libraries("libnccl"),
