@@ -307,15 +307,15 @@ def _index(keywords: list[Iterable[str]]) -> dict[str, list[tuple[str, int]]]:
     a tenth of the time of searching it for each of 300 words.
     """
     counts = Counter(gram for words in keywords for word in words for gram in grams_of(word))
-    found: dict[str, list[tuple[str, int]]] = {}
+    index: dict[str, list[tuple[str, int]]] = {}
     for number, words in enumerate(keywords):
         for word in words:
             key = min(
                 sorted(grams_of(word)),
                 key=lambda gram: (gram in _FREQUENT, counts[gram], " " in gram),
             )
-            found.setdefault(key, []).append((word, number))
-    return found
+            index.setdefault(key, []).append((word, number))
+    return index
 
 
 _PAGE_REPORT: Final = """

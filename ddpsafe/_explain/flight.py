@@ -110,7 +110,7 @@ class FlightRecordings:
 
     def _add_dump(self, dump: Any, path: Path) -> bool:
         entries = dump["entries"] if isinstance(dump, dict) else dump
-        if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             return False
         groups = dump.get("pg_config", {}) if isinstance(dump, dict) else {}
         rank = dump.get("rank") if isinstance(dump, dict) else None
@@ -118,12 +118,12 @@ class FlightRecordings:
             match = _LAST_NUMBER.search(path.name)
             rank = int(match[1]) if match else max(self._dumped, default=-1) + 1
         calls = []
-        for each in entries:
-            if not each.get("is_p2p"):
-                named = each.get("process_group")
+        for entry in entries:
+            if not entry.get("is_p2p"):
+                named = entry.get("process_group")
                 is_named = isinstance(named, (list, tuple)) and named
-                group = str(named[0] if is_named else each.get("pg_id", "0"))
-                calls.append((group, _call_of(each)))
+                group = str(named[0] if is_named else entry.get("pg_id", "0"))
+                calls.append((group, _call_of(entry)))
         # A dump has the ranks of a group as a string: "[0, 1]".
         members = {
             str(group.get("name", name)): set(
@@ -141,10 +141,10 @@ class FlightRecordings:
 
     def findings(self) -> Iterator[RecordedFailure]:
         """Yield what each group shows, beginning with the group that stopped first."""
-        for group, calls in sorted(self._calls.items(), key=lambda each: _first_stuck(each[1])):
-            found = self._examine(group, calls)
-            if found is not None:
-                yield found
+        for group, calls in sorted(self._calls.items(), key=lambda item: _first_stuck(item[1])):
+            failure = self._examine(group, calls)
+            if failure is not None:
+                yield failure
 
     def _examine(
         self, group: str, calls: dict[int, dict[int, _Recorded]]
@@ -154,19 +154,25 @@ class FlightRecordings:
         mismatch = _find_mismatch(group, calls)
         if mismatch is not None:
             return mismatch
-        at = _first_stuck(calls)
-        if at == _NEVER:
+        stuck = _first_stuck(calls)
+        if stuck == _NEVER:
             return None
-        inside = {rank: own[at] for rank, own in calls.items() if at in own}
+        inside = {rank: own[stuck] for rank, own in calls.items() if stuck in own}
         # A rank with a later call has completed this one, even if its ring buffer dropped the call.
         missing = {
-            rank for rank in members & self._dumped if max(calls.get(rank, {}), default=0) < at
+            rank for rank in members & self._dumped if max(calls.get(rank, {}), default=0) < stuck
         }
         silent = members - self._dumped
         call = next(iter(inside.values()))
-        waiting = sorted(rank for rank, each in inside.items() if each.state != "completed")
-        facts = {"call": f"{call.name} number {at}", "group": group, "waiting": ranks_text(waiting)}
-        evidence = [(each.record, f"rank {rank}: {each}") for rank, each in sorted(inside.items())]
+        waiting = sorted(rank for rank, entry in inside.items() if entry.state != "completed")
+        facts = {
+            "call": f"{call.name} number {stuck}",
+            "group": group,
+            "waiting": ranks_text(waiting),
+        }
+        evidence = [
+            (entry.record, f"rank {rank}: {entry}") for rank, entry in sorted(inside.items())
+        ]
         if missing:
             last = [
                 (own[max(own)].record, f"rank {rank}, its last: {own[max(own)]}")
@@ -187,7 +193,7 @@ class FlightRecordings:
             return RecordedFailure(
                 code=code, facts=facts, rank=min(silent), evidence=evidence[:_MAX_EVIDENCE]
             )
-        queued = sorted(rank for rank, each in inside.items() if each.state == "scheduled")
+        queued = sorted(rank for rank, entry in inside.items() if entry.state == "scheduled")
         if queued and len(queued) < len(inside):
             facts["missing"] = ranks_text(queued)
             return RecordedFailure(
@@ -220,13 +226,13 @@ def _first_stuck(calls: dict[int, dict[int, _Recorded]]) -> int:
 def _find_mismatch(group: str, calls: dict[int, dict[int, _Recorded]]) -> RecordedFailure | None:
     for number in sorted({number for own in calls.values() for number in own}):
         inside = {rank: own[number] for rank, own in calls.items() if number in own}
-        if all(each.state == "completed" for each in inside.values()):
+        if all(entry.state == "completed" for entry in inside.values()):
             continue
         usual = max(
             inside.values(),
             key=lambda call: sum(call.matches(other) for other in inside.values()),
         )
-        others = {rank: each for rank, each in inside.items() if not each.matches(usual)}
+        others = {rank: entry for rank, entry in inside.items() if not entry.matches(usual)}
         if others:
             rank, other = min(others.items())
             facts = {
@@ -237,7 +243,9 @@ def _find_mismatch(group: str, calls: dict[int, dict[int, _Recorded]]) -> Record
                 "waiting": ranks_text(sorted(set(inside) - set(others))),
                 "usual": f"{usual.name} of shape {usual.sizes}{usual.where}",
             }
-            lines = [(each.record, f"rank {who}: {each}") for who, each in sorted(inside.items())]
+            lines = [
+                (entry.record, f"rank {who}: {entry}") for who, entry in sorted(inside.items())
+            ]
             return RecordedFailure(
                 code="FLIGHT-mismatch", facts=facts, rank=rank, evidence=lines[:_MAX_EVIDENCE]
             )
@@ -251,7 +259,7 @@ def _call_of(entry: dict[str, Any]) -> _Recorded:
         number=int(number if number is not None else entry["record_id"]),
         record=int(entry.get("record_id", entry.get("id", 0))),
         name=str(entry.get("profiling_name", "?")).partition(":")[2] or "?",
-        sizes=", ".join(str([int(each) for each in size]) for size in sizes) or "[]",
+        sizes=", ".join(str([int(length) for length in size]) for size in sizes) or "[]",
         dtypes=",".join(map(str, entry.get("input_dtypes") or ())),
         state=str(entry.get("state", "?")),
         # gloo never records "completed"; a call that is over, also by an error, is "retired".

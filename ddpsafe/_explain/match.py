@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ddpsafe._explain.catalogue import Catalogue, LogRule
 
 _ANSI_BYTES: Final = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\n]*\x07")
-_CONTROL_BYTES: Final = bytes(each for each in (*range(32), 127) if each not in b"\t\n")
+_CONTROL_BYTES: Final = bytes(code for code in (*range(32), 127) if code not in b"\t\n")
 _SHELL_SIGNS: Final = (
     *("zsh: ", "zsh:1: ", "  killed  ", "  segmentation fault  ", "  abort  ", "(os error "),
     *("cudaerror", "hiperror", "cuda_error_", "cuda error", "cuda failure", "os { code: "),
@@ -92,28 +92,28 @@ class Matcher:
             grams: See `candidates`.
             is_exception: Whether the line is an exception, whose words are always meant.
         """
-        found = Matched()
+        matched = Matched()
         for rule in self.candidates(body, grams):
             if rule.also is not None and compiled(rule.also).search(body):
                 self.completed.add(rule.code)
             if rule.until is not None and compiled(rule.until).search(body):
-                found.ended.append(rule.code)
+                matched.ended.append(rule.code)
             # A rule that needs another line may still replace an earlier rule, by its `over`.
-            is_settled = found.best is not None and strength(found.best[0]) == (False, 0)
+            is_settled = matched.best is not None and strength(matched.best[0]) == (False, 0)
             if (is_settled and rule.also is None) or (match := rule.find(body)) is None:
                 continue
             if not is_exception and is_nothing(match):
                 continue
             if not rule.fallback and rule.is_raised_in(innermost) and not is_settled:
-                found.best = (rule, match)
+                matched.best = (rule, match)
                 break
             if rule.raised_in is not None and rule.also is None and not rule.fallback:
                 continue
             if rule.also is not None and (is_settled or rule.code not in self.completed):
-                found.waiting.append((rule, match))
-            elif found.best is None or strength(rule) < strength(found.best[0]):
-                found.best = (rule, match)
-        return found
+                matched.waiting.append((rule, match))
+            elif matched.best is None or strength(rule) < strength(matched.best[0]):
+                matched.best = (rule, match)
+        return matched
 
     def find_by_place(self, raised: re.Match[str], innermost: str | None) -> Match | None:
         """Return the rule for any exception that is raised in a certain call."""
@@ -169,7 +169,7 @@ class Sieve:
         clean = clean.translate(None, _CONTROL_BYTES).lower()
         ends = np.flatnonzero(np.frombuffer(clean, dtype=np.uint8) == ord("\n"))
         bounds = [0, *ends.tolist(), len(clean)]
-        found: dict[int, set[str]] = {}
+        grams_of_line: dict[int, set[str]] = {}
         for offset in range(GRAM):
             count = (len(clean) - offset) // GRAM
             if count <= 0:
@@ -182,5 +182,5 @@ class Sieve:
                     continue
                 start, end = bounds[line], bounds[line + 1]
                 if any(clean.find(word, start, end) >= 0 for word in self._words[gram]):
-                    found.setdefault(line, set()).add(gram)
-        return found
+                    grams_of_line.setdefault(line, set()).add(gram)
+        return grams_of_line

@@ -265,24 +265,24 @@ class Tail:
 
     def went_on(self, number: int) -> bool:
         """Return whether training made several steps after a line, which no rank does alone."""
-        return len({text for at, text in self.steps if at > number}) >= _STEPS_OF_GOING_ON
+        return len({text for step, text in self.steps if step > number}) >= _STEPS_OF_GOING_ON
 
 
-def read_tail(tail: list[str], lines: int) -> Tail:
+def read_tail(texts: list[str], lines: int) -> Tail:
     """Return what the last lines of a log show; `lines` is the number of the last one."""
-    found = Tail()
-    for number, text in enumerate(tail, start=lines - len(tail) + 1):
+    tail = Tail()
+    for number, text in enumerate(texts, start=lines - len(texts) + 1):
         body = without_prefix(clean(text))
         if _phrase("progress").search(text):
-            found.progress = number
-            found.steps.append((number, " ".join(_NUMBER.findall(body)[:_NUMBERS_OF_STEP])))
+            tail.progress = number
+            tail.steps.append((number, " ".join(_NUMBER.findall(body)[:_NUMBERS_OF_STEP])))
         if _phrase("succeeded").search(text):
-            found.succeeded = number
+            tail.succeeded = number
         if _phrase("recovered").search(text):
-            found.recovered = number
+            tail.recovered = number
         if _phrase("all_passed").match(body):
-            found.passed = number
-    return found
+            tail.passed = number
+    return tail
 
 
 def is_passed_test(body: str) -> bool:
@@ -420,15 +420,17 @@ class Folds:
         full = sum(len(line) > self.width - _LONG_WORD_CHARS for line in lines)
         self.is_paste = full > _MAX_UNFOLDED_FULL
 
-    def following(self, at: int) -> list[str]:
+    def following(self, index: int) -> list[str]:
         """Return the few lines after one of them."""
-        return [line.decode("utf-8", "replace") for line in self.lines[at + 1 : at + _MAX_JOINED]]
+        return [
+            line.decode("utf-8", "replace") for line in self.lines[index + 1 : index + _MAX_JOINED]
+        ]
 
-    def rest(self, at: int) -> list[str]:
+    def rest(self, index: int) -> list[str]:
         """Return the lines that continue one, which is folded if the next word did not fit."""
         if self.width > _MAX_FOLD_WIDTH:
             return []
-        lines, rest = self.lines[at : at + _MAX_JOINED], list[str]()
+        lines, rest = self.lines[index : index + _MAX_JOINED], list[str]()
         is_message = lines[0].rstrip().endswith(b":")
         for line, following in itertools.pairwise(lines):
             text = following.decode("utf-8", "replace").strip()

@@ -178,7 +178,7 @@ class Findings:
     def __init__(self, catalogue: Catalogue) -> None:
         """Begin a log."""
         self._catalogue = catalogue
-        self._found: dict[str, Cause] = {}
+        self._causes: dict[str, Cause] = {}
         self._waiting: dict[str, Cause] = {}  # of rules that need another line, too
         self._lone: Cause | None = None  # the script's own exception, without a traceback
         self._quoted: Cause | None = None
@@ -213,7 +213,7 @@ class Findings:
             # DDP names them in its first message or in a line of its own.
             are = "They are" if unused["of"] == "s" else "Their numbers are"
             self._unused = f" {are} {unused['first']}{' and more' if unused['more'] else ''}."
-        cause = self._note_in(self._found, match, line)
+        cause = self._note_in(self._causes, match, line)
         if traceback is not None and traceback.is_original:
             self._knows_original = True
         if rule.level == "exception" and traceback is not None and cause.count == 1:
@@ -234,15 +234,15 @@ class Findings:
         self._note_in(self._waiting, match, line)
 
     def _note_in(self, where: dict[str, Cause], match: Match, line: Line) -> Cause:
-        rule, found = match
+        rule, sign = match
         facts = dict.fromkeys(_GROUP_NAME.findall(" ".join(rule.signs)), "")
-        facts |= {name: value or "" for name, value in found.groupdict().items()}
+        facts |= {name: value or "" for name, value in sign.groupdict().items()}
         if rule.raised_in is not None:
             text = line.body.strip().rstrip(":")
             if text == "AssertionError" and line.rank in self._asserted:
                 text += f": {self._asserted.pop(line.rank)}"  # its condition
             facts["said"] = text[:_MAX_QUOTED_CHARS].removesuffix(".")
-        weight = weight_of(line, found)
+        weight = weight_of(line, sign)
         if weight == "handled":  # its own words, in an exception that was raised
             weight = "error"
         level = rule.level
@@ -281,7 +281,7 @@ class Findings:
 
         One that a program logs or quotes counts only if the run makes no progress after it.
         """
-        known = self._found.get(_USER)
+        known = self._causes.get(_USER)
         if traceback is None and (known is None or known.is_wrapper):
             known = self._lone
         if known is not None and not known.is_wrapper:
@@ -289,7 +289,7 @@ class Findings:
             known.last, known.is_warning = line.number, known.is_warning and is_logged
             return known
         frame = None if traceback is None else traceback.frame
-        at = "" if frame is None else f" at {frame}"
+        place = "" if frame is None else f" at {frame}"
         own_text = raised["text"] or ""
         if not own_text and raised["type"] == "AssertionError":
             own_text = self._asserted.pop(line.rank, "")
@@ -303,13 +303,15 @@ class Findings:
             is_replica = "replica" in own_text
             what = _REPLICA_RAISED if is_replica else worker.cause.removesuffix(".")
             meaning, fix = "", _FIX_OF_REPLICA if is_replica else worker.fix
-        cause = _user_error(f"{what}{text}{at}.{meaning}", fix, line.rank, line.number, line.body)
+        cause = _user_error(
+            f"{what}{text}{place}.{meaning}", fix, line.rank, line.number, line.body
+        )
         cause.level = "end" if traceback is None else "exception"
         cause.is_warning, cause.is_wrapper = is_logged and traceback is None, is_wrapper
         if traceback is None:
             self._lone = cause
         else:
-            self._found[_USER] = cause
+            self._causes[_USER] = cause
         return cause
 
     def note_quoted(self, line: Line) -> None:
@@ -347,12 +349,12 @@ class Findings:
             cause.count -= 1
         elif cause is self._lone:
             self._lone = None
-        elif self._found.get(cause.code) is cause:
+        elif self._causes.get(cause.code) is cause:
             self.take_back(cause.code)
 
     def take_back(self, code: str) -> bool:
         """Drop a cause that was over; its lines are matched again. Return whether there was one."""
-        cause = self._found.pop(code, None)
+        cause = self._causes.pop(code, None)
         if cause is not None:
             cause.is_taken_back = True
         return cause is not None
@@ -369,8 +371,8 @@ class Findings:
         rank: int | None = None,
     ) -> None:
         """Record a cause that several records or lines show together."""
-        if code not in self._found:  # else an earlier group stopped, and this one waits for it
-            cause = self._found[code] = _make_cause(self._catalogue.of_code[code], facts)
+        if code not in self._causes:  # else an earlier group stopped, and this one waits for it
+            cause = self._causes[code] = _make_cause(self._catalogue.of_code[code], facts)
             cause.rank, cause.evidence, cause.count = rank, evidence, len(evidence)
 
     def add_report(self, report: Mapping[str, Any]) -> None:
@@ -379,14 +381,14 @@ class Findings:
             return
         self._report = report
         facts = {name: str(report[name]).removesuffix(".") for name in ("what", "cause", "fix")}
-        found = _make_cause(self._catalogue.of_code[_REPORT], facts)
-        found.kind = report["kind"]
-        found.retry = _RETRY_OF.get(found.kind, "once")
+        cause = _make_cause(self._catalogue.of_code[_REPORT], facts)
+        cause.kind = report["kind"]
+        cause.retry = _RETRY_OF.get(cause.kind, "once")
         ranks = report.get("missing_ranks") or [None]
-        found.rank = report.get("rank", ranks[0])
-        found.evidence = [(0, line) for line in report["details"]]
-        found.evidence, found.count = found.evidence[:_MAX_EVIDENCE], 1
-        self._found[_REPORT] = found
+        cause.rank = report.get("rank", ranks[0])
+        cause.evidence = [(0, line) for line in report["details"]]
+        cause.evidence, cause.count = cause.evidence[:_MAX_EVIDENCE], 1
+        self._causes[_REPORT] = cause
 
     def compare_sequence(self, line: Line) -> None:
         """Compare the collective of a line with those of other ranks that waited too long."""
@@ -404,20 +406,20 @@ class Findings:
             tracebacks: Those that the log ends in.
             lines: How many lines the log has.
         """
-        shown = [*self._found.values(), *([self._lone] if self._lone else [])]
-        shown += [cause for code, cause in self._waiting.items() if code in completed]
-        shown += [self._quoted] if self._quoted else []
-        found: dict[str, Cause] = {}
-        for cause in shown:
+        noted = [*self._causes.values(), *([self._lone] if self._lone else [])]
+        noted += [cause for code, cause in self._waiting.items() if code in completed]
+        noted += [self._quoted] if self._quoted else []
+        by_code: dict[str, Cause] = {}
+        for cause in noted:
             if not _is_over(cause, tail) and not (cause.is_wrapper and self._knows_original):
-                found.setdefault(cause.code, cause)
-        _lower_what_ended_nothing(found.values(), tail)
-        self._timeouts.describe(found)
-        for code in found.keys() & set(_UNUSED):
-            found[code].cause += self._unused
-        ranked = sorted(found.values(), key=_order)
+                by_code.setdefault(cause.code, cause)
+        _lower_what_ended_nothing(by_code.values(), tail)
+        self._timeouts.describe(by_code)
+        for code in by_code.keys() & set(_UNUSED):
+            by_code[code].cause += self._unused
+        ranked = sorted(by_code.values(), key=_order)
         general = {
-            code for rule in self._catalogue.rules if rule.code in found for code in rule.over
+            code for rule in self._catalogue.rules if rule.code in by_code for code in rule.over
         }
         kept = [cause for cause in ranked if cause.code not in general]
         real = [cause for cause in kept if cause.level != "noise"] or kept
@@ -434,8 +436,10 @@ class Findings:
         rank, traceback = cut_off
         calls = tuple(traceback.calls)
         who, _, fix = read_exception("", calls, self._catalogue)
-        at = f" at {traceback.frame}" if traceback.frame else ""
-        what = f"{who} an exception that this log does not show, as it ends in the traceback{at}."
+        place = f" at {traceback.frame}" if traceback.frame else ""
+        what = (
+            f"{who} an exception that this log does not show, as it ends in the traceback{place}."
+        )
         fix = _FIX_OF_CUT_OFF if fix == FIX_OF_USER else f"{_FIX_OF_CUT_OFF} {fix}"
         cause = _user_error(what, fix, rank, lines, calls[-1])
         cause.level = "exception"
@@ -478,14 +482,14 @@ class _Timeouts:
         facts = {"number": match[1], "rank": str(rank), "call": call}
         return facts | {"rank2": str(rank2), "call2": call2}, [line2, here_line]
 
-    def describe(self, found: Mapping[str, Cause]) -> None:
+    def describe(self, causes: Mapping[str, Cause]) -> None:
         """Name the rank that is behind in the causes that say that a collective took too long."""
         if self._lowest is not None and self._lowest[1] is not None:
-            for code, cause in found.items():
+            for code, cause in causes.items():
                 if is_timeout(code) and code != _MISMATCH:
                     cause.rank = self._lowest[1]
-        if _WATCHDOG in found:
-            found[_WATCHDOG].cause += self._skew()
+        if _WATCHDOG in causes:
+            causes[_WATCHDOG].cause += self._skew()
 
     def _skew(self) -> str:
         """Describe ranks of one group that waited in different collectives, if there are any.

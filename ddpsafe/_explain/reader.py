@@ -111,25 +111,25 @@ class LogReader:
         lines = chunk.split(b"\n")
         if len(chunk) < _SMALL_BYTES:
             folds = Folds(lines)
-            for at, raw in enumerate(lines):
+            for index, raw in enumerate(lines):
                 if self._skipped:
                     self._skipped -= 1
                     continue
-                self._following, self._folded = folds.following(at), folds.rest(at)
-                self._read_raw(first + at, raw, None)
+                self._following, self._folded = folds.following(index), folds.rest(index)
+                self._read_raw(first + index, raw, None)
             self._following, self._folded = [], []
             return
         self._sieve = self._sieve or Sieve(self._catalogue)
-        found = self._sieve.find(chunk)
+        grams = self._sieve.find(chunk)
         number = 0
-        for at in (*sorted(found), len(lines)):
+        for index in (*sorted(grams), len(lines)):
             # Read every line of a traceback: its exception may match no rule.
-            while self._tracebacks.is_open and not self._tracebacks.skips_calls and number < at:
+            while self._tracebacks.is_open and not self._tracebacks.skips_calls and number < index:
                 self._read_raw(first + number, lines[number], ())
                 number += 1
-            if at < len(lines):
-                self._read_raw(first + at, lines[at], found[at])
-            number = at + 1
+            if index < len(lines):
+                self._read_raw(first + index, lines[index], grams[index])
+            number = index + 1
 
     def _read_raw(self, number: int, raw: bytes, grams: Collection[str] | None) -> None:
         """Read one line; `grams` are those of its grams that rules need, if they are known."""
@@ -320,13 +320,13 @@ class LogReader:
         raised: re.Match[str] | None,
     ) -> Match | None:
         """Return the best rule for a line; record those that wait, and what the line takes back."""
-        found = self._matcher.match(body, innermost, grams, is_exception=raised is not None)
-        for code in found.ended:
+        matched = self._matcher.match(body, innermost, grams, is_exception=raised is not None)
+        for code in matched.ended:
             self._take_back(code)
             self._ended.append(code)
-        for waiting in found.waiting:
+        for waiting in matched.waiting:
             self._findings.note_waiting(waiting, line)
-        return found.best
+        return matched.best
 
     def _find_broken(
         self,
@@ -345,15 +345,15 @@ class LogReader:
         if not rest:
             return None
         is_message = bool(self._folded) and own is None
-        found, end = list["Match"](), len(line.body)
+        matches, end = list["Match"](), len(line.body)
         for joint in (" ", ""):
             text = joint.join((line.body, *rest))
             text = normalise.without_hedge(text) if self._folded else text
             best = self._match_rules(line, text, innermost, None, raised)
             # The match must reach past the first line, and begin in it unless this is a folded message.
             if best is not None and best[1].end() > end and (is_message or best[1].start() < end):
-                found.append(best)
-        return min(found, key=lambda match: strength(match[0]), default=None)
+                matches.append(best)
+        return min(matches, key=lambda match: strength(match[0]), default=None)
 
 
 def explain_text(text: str, catalogue: Catalogue | None = None) -> list[Cause]:

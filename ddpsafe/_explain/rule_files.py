@@ -115,7 +115,9 @@ class RuleFile:
             why = getattr(error, "strerror", None) or f"it is not valid TOML ({error})"
             self._add("rules", str(path), f"{why}", "the path of a TOML file with [[rule]] tables")
             return
-        starts = [self._text.count("\n", 0, each.start()) for each in _HEADER.finditer(self._text)]
+        starts = [
+            self._text.count("\n", 0, header.start()) for header in _HEADER.finditer(self._text)
+        ]
         self._lines = [start + 1 for start in starts]
         rules = table.pop("rule", [])
         for name in table:
@@ -137,7 +139,7 @@ class RuleFile:
         ends = [*self._lines, self._text.count("\n") + 2]
         block = self._text.split("\n")[line - 1 : ends[number + 1] - 1]
         name = re.compile(rf"\s*{re.escape(field)}\s*=")
-        within = (at for at, text in enumerate(block) if field and name.match(text))
+        within = (offset for offset, text in enumerate(block) if field and name.match(text))
         return f"{self.path}:{line + next(within, 0)}"
 
     def _add(self, field: str, given: object, why: str, write: str, place: str = "") -> None:
@@ -160,8 +162,8 @@ class RuleFile:
             return
         before = len(self.problems)
         for field, given, why, write in _problems_of_rule(table):
-            at = self._place(number, field)
-            self._add(f"{field} of {table.code}", given, why, write, at)
+            place = self._place(number, field)
+            self._add(f"{field} of {table.code}", given, why, write, place)
         if len(self.problems) == before:
             self.tables.append(table)
             self._numbers.append(number)
@@ -290,7 +292,7 @@ def check_together(
         catalogue: All rules, with those of the files.
         known: Codes that the files may not use again.
     """
-    found: list[ConfigProblem] = []
+    problems: list[ConfigProblem] = []
     places = dict.fromkeys(known, "ddpsafe")
     claims: dict[str, str] = {}
     for file in files:
@@ -299,7 +301,7 @@ def check_together(
             def add(field: str, given: str, why: str, write: str) -> None:
                 source = file.place(number, field)  # noqa: B023 - called in this round
                 name = f"{field} of {table.code}"  # noqa: B023 - called in this round
-                found.append(
+                problems.append(
                     ConfigProblem(field=name, given=given, why=why, write=write, source=source)
                 )
 
@@ -325,7 +327,7 @@ def check_together(
             for log in table.not_examples:
                 if table.code in {cause.code for cause in explain_text(log, catalogue)}:
                     add("not_examples", show(log), "the rule explains it", "a narrower sign")
-    return found
+    return problems
 
 
 def _why_not(log: str, rule: LogRule, catalogue: Catalogue) -> tuple[str, str] | None:

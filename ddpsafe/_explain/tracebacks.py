@@ -115,8 +115,8 @@ class Tracebacks:
         traceback.innermost = frame[0].replace("\\", "/")
         traceback.calls.append(traceback.innermost)
         if not _LIBRARY.search(file):
-            at = f"{file}:{line}" if line else file
-            traceback.frame = f"{at} in {function}"
+            place = f"{file}:{line}" if line else file
+            traceback.frame = f"{place} in {function}"
         rest = body[frame.end() :].strip()
         return "" if rest.startswith("(") else rest
 
@@ -194,11 +194,16 @@ def read_exception(
     )
     stage = next(stages, None)
     who = "The script raised" if stage is None else stage["who"]
-    meanings = (each for each in catalogue.meanings if compiled(each["sign"]).search(exception))
+    meanings = (
+        meaning for meaning in catalogue.meanings if compiled(meaning["sign"]).search(exception)
+    )
     meaning = next(meanings, {"fix": FIX_OF_USER})
     cause = meaning.get("cause", "")
     # The last two meanings only say that the message asks for something.
-    is_general = meaning["fix"] in (FIX_OF_USER, *(each["fix"] for each in catalogue.meanings[-2:]))
+    is_general = meaning["fix"] in (
+        FIX_OF_USER,
+        *(general["fix"] for general in catalogue.meanings[-2:]),
+    )
     if stage is not None and not cause and is_general:
         return who, "", stage["fix"]
     return who, f" {cause}".rstrip(), meaning["fix"]
