@@ -190,5 +190,5 @@ def resolve_host(host: str, port: int) -> list[str]:
     Raises:
         OSError: The name does not resolve.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return sorted({str(entry[4][0]) for entry in found})
+    results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({str(entry[4][0]) for entry in results})

@@ -138,10 +138,11 @@ def validate_env(value: object) -> object:
     for name, text in value.items():
         problem = _name_problem(name) or _value_problem(str(name), text)
         if problem is not None:
-            shown = _without_value(name)
-            where = shown if isinstance(shown, str) and shown.isprintable() else show(shown)
-            found = Problem(why=problem.why, write=problem.write, where=(where,), given=text)
-            problems.append(found)
+            bare = _without_value(name)
+            where = bare if isinstance(bare, str) and bare.isprintable() else show(bare)
+            problems.append(
+                Problem(why=problem.why, write=problem.write, where=(where,), given=text)
+            )
     require_none(problems, given=value)
     return {str(name): str(text) for name, text in value.items()}
 

@@ -341,8 +341,8 @@ class Rendezvous(Part):
     def _validate_interface(cls, value: str | None) -> str | None:
         several = Problem(why="it is one interface, not a list", write='interface="eth0"')
         if value is not None:
-            found = several if "," in value else find_shape_problem(GLOO, value)
-            require_none([found] if found else [], given=value)
+            problem = several if "," in value else find_shape_problem(GLOO, value)
+            require_none([problem] if problem else [], given=value)
         return value
 
     def parsed(self) -> Endpoint | None:

@@ -241,7 +241,9 @@ def require_data_paths(
         name: find_not_ready(wanted, name=name, deadline=own[name], report=report)
         for name, wanted in data_paths.items()
     }
-    found = [(name, data_paths[name].path, reasons) for name, reasons in left.items() if reasons]
-    if found:
-        waited_s = max(own[name].waited_s() for name, _, _ in found)
-        raise preflight_error(found, waited_s=waited_s)
+    not_ready = [
+        (name, data_paths[name].path, reasons) for name, reasons in left.items() if reasons
+    ]
+    if not_ready:
+        waited_s = max(own[name].waited_s() for name, _, _ in not_ready)
+        raise preflight_error(not_ready, waited_s=waited_s)

@@ -265,11 +265,11 @@ def raise_config_error(problems: Iterable[ConfigProblem]) -> NoReturn:
 
     It has no cause: a traceback would first show pydantic's own list of the same problems.
     """
-    found = tuple(problems)
-    count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
+    all_problems = tuple(problems)
+    count = "1 problem" if len(all_problems) == 1 else f"{len(all_problems)} problems"
     what = f"The configuration has {count}; nothing was started."
-    lines = [f"{number}. {problem}" for number, problem in enumerate(found, start=1)]
-    raise ConfigError(Explanation(what, details=lines), problems=found) from None
+    lines = [f"{number}. {problem}" for number, problem in enumerate(all_problems, start=1)]
+    raise ConfigError(Explanation(what, details=lines), problems=all_problems) from None
 
 
 def problems_of(
@@ -285,7 +285,7 @@ def problems_of(
         model: The model that was built; its field names and examples go into the problems.
         source: Returns where the value at a location came from; empty for an argument.
     """
-    found = []
+    problems = []
     for detail in error.errors(include_url=False):
         # A default that depends on a wrong field is not a second problem.
         if detail["type"] == "default_factory_not_called":
@@ -305,8 +305,8 @@ def problems_of(
             source=source(location),
             is_guess=is_guess,
         )
-        found.append(problem)
-    return found
+        problems.append(problem)
+    return problems
 
 
 def _why(detail: ErrorDetails) -> str:

@@ -136,17 +136,17 @@ def read_config_file(path: object = None) -> ConfigFile | None:
     """
     if path is not None and not isinstance(path, (str, os.PathLike)):
         _refuse_file(path, f"expected a path, got a {type(path).__name__}")
-    found = find_file() if path is None else Path(path)
-    if found is None:
+    file = find_file() if path is None else Path(path)
+    if file is None:
         return None
-    table: Any = _load(found)
-    for key in ("tool", "ddpsafe") if "tool" in table or found.name == "pyproject.toml" else ():
+    table: Any = _load(file)
+    for key in ("tool", "ddpsafe") if "tool" in table or file.name == "pyproject.toml" else ():
         table = table.get(key, {})
         if not isinstance(table, dict):
-            _refuse_file(found, f"'{key}' is a {type(table).__name__}, not a table")
+            _refuse_file(file, f"'{key}' is a {type(table).__name__}, not a table")
     # What `ddpsafe explain` reads beside a launch's fields; see `read_explain_rules`.
     fields = {name: value for name, value in table.items() if name != _EXPLAIN}
-    return ConfigFile(path=found, table=fields, is_implicit=path is None)
+    return ConfigFile(path=file, table=fields, is_implicit=path is None)
 
 
 def read_explain_rules() -> list[Path]:
@@ -155,25 +155,25 @@ def read_explain_rules() -> list[Path]:
     Raises:
         ConfigError: The table has something else.
     """
-    found = find_file()
-    table: Any = {} if found is None else _load(found)
+    file = find_file()
+    table: Any = {} if file is None else _load(file)
     for key in ("tool", "ddpsafe"):
         table = table.get(key, {})
-        if found is not None and not isinstance(table, dict):
-            _refuse_file(found, f"'{key}' is a {type(table).__name__}, not a table")
+        if file is not None and not isinstance(table, dict):
+            _refuse_file(file, f"'{key}' is a {type(table).__name__}, not a table")
     explain: Any = table.get(_EXPLAIN, {})
     is_known = isinstance(explain, dict) and set(explain) <= {"rules"}
     rules: Any = explain.get("rules", []) if is_known else None
-    if not isinstance(rules, list) or not all(isinstance(each, str) for each in rules):
+    if not isinstance(rules, list) or not all(isinstance(name, str) for name in rules):
         problem = ConfigProblem(
             field=_EXPLAIN,
             given=show(explain),
             why="it is a table with a list of files and folders",
             write='rules = ["rules/acme.toml"] under [tool.ddpsafe.explain]',
-            source=str(found),
+            source=str(file),
         )
         raise_config_error([problem])
-    return [Path(each) for each in rules]
+    return [Path(name) for name in rules]
 
 
 def find_file() -> Path | None:

@@ -173,10 +173,10 @@ class _WaitReport:
 
 
 def preflight_error(
-    found: list[tuple[str, Path, list[NotReady]]], *, waited_s: float
+    not_ready: list[tuple[str, Path, list[NotReady]]], *, waited_s: float
 ) -> PreflightError:
     """Make one error for all paths that are not ready."""
-    reasons = [(name, path, reason) for name, path, left in found for reason in left]
+    reasons = [(name, path, reason) for name, path, left in not_ready for reason in left]
     (name, _, first), *others = reasons
     message = Explanation(
         f"data path {name!r} is not ready on {socket.gethostname()} after {waited_s:.1f} s: "
@@ -185,7 +185,7 @@ def preflight_error(
         fix=f"{first.fix}.",
         details=[f"Also: data path {other!r}: {reason}" for other, _, reason in others],
     )
-    report = {name: [str(reason) for reason in left] for name, _, left in found}
+    report = {name: [str(reason) for reason in left] for name, _, left in not_ready}
     return PreflightError(message, report=report, kind="mount")
 
 
@@ -194,11 +194,9 @@ def _look(wanted: Wanted) -> Iterator[NotReady]:
         mode = wanted.path.stat().st_mode
         is_right = {"directory": stat.S_ISDIR, "file": stat.S_ISREG}.get(wanted.kind)
         if is_right is not None and not is_right(mode):
-            found = (
-                "directory" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "device"
-            )
+            kind = "directory" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "device"
             yield NotReady(
-                what=f"{wanted.path} is a {found}, not a {wanted.kind}",
+                what=f"{wanted.path} is a {kind}, not a {wanted.kind}",
                 cause="the path is wrong, or an unpacking step is missing",
                 fix=f'Use the path of a {wanted.kind}, or kind="any"',
             )
