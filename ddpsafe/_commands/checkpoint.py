@@ -50,16 +50,16 @@ def handle_checkpoints(options: Namespace) -> int:
 
 
 def _list(options: Namespace) -> int:
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for step, folder in _find(options.directory):
         try:
-            found.append(asdict(read_info(folder)) | {"damage": None})
+            rows.append(asdict(read_info(folder)) | {"damage": None})
         except RestoreError as error:  # noqa: PERF203 - a damaged checkpoint is listed as damaged
-            found.append({"step": step, "damage": error.explanation.what})
+            rows.append({"step": step, "damage": error.explanation.what})
     if options.json:
-        say(json.dumps(found, indent=2))
+        say(json.dumps(rows, indent=2))
     else:
-        _show(("step", "saved at", "ranks", "MB", "names", "metrics", "metadata"), map(_row, found))
+        _show(("step", "saved at", "ranks", "MB", "names", "metrics", "metadata"), map(_row, rows))
     return HEALTHY
 
 
@@ -78,50 +78,52 @@ def _find(place: str) -> list[tuple[int | None, Path]]:
     step = step_of(folder.name)
     if step is not None or (folder / MANIFEST).exists():
         return [(step, folder)]
-    return [(each, path / folder_name(each)) for each in list_steps(path)]
+    return [(saved, path / folder_name(saved)) for saved in list_steps(path)]
 
 
 def _require_some(place: str, step: int | None = None) -> list[tuple[int | None, Path]]:
     """Return what `_find` does, or only the checkpoint of `step`; raise if there is none."""
     path = Path(place).absolute()
-    found = _find(place)
+    checkpoints = _find(place)
     if step is not None:
-        others = [each for each, _ in found if each is not None]
-        found = [each for each in found if each[0] == step]
-        if not found:
+        others = [other for other, _ in checkpoints if other is not None]
+        checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint[0] == step]
+        if not checkpoints:
             raise missing_step(path, step, others=others)
-    if not found:
+    if not checkpoints:
         raise _misuse(f"There is no checkpoint in {path}.")
-    return found
+    return checkpoints
 
 
-def _row(found: dict[str, Any]) -> tuple[str, ...]:
-    if found["damage"] is not None:
-        return (str(found["step"]), found["damage"], "", "", "", "", "")
-    metrics = ", ".join(f"{name}={value}" for name, value in found["metrics"].items())
+def _row(checkpoint: dict[str, Any]) -> tuple[str, ...]:
+    if checkpoint["damage"] is not None:
+        return (str(checkpoint["step"]), checkpoint["damage"], "", "", "", "", "")
+    metrics = ", ".join(f"{name}={value}" for name, value in checkpoint["metrics"].items())
     return (
-        str(found["step"]),
-        found["saved_at"],
-        str(found["world_size"]),
-        f"{found['size_bytes'] / 1e6:.1f}",
-        ", ".join(found["names"]),
+        str(checkpoint["step"]),
+        checkpoint["saved_at"],
+        str(checkpoint["world_size"]),
+        f"{checkpoint['size_bytes'] / 1e6:.1f}",
+        ", ".join(checkpoint["names"]),
         metrics,
-        json.dumps(found["metadata"]) if found["metadata"] else "",
+        json.dumps(checkpoint["metadata"]) if checkpoint["metadata"] else "",
     )
 
 
 def _verify(options: Namespace) -> int:
-    found = _require_some(options.directory, options.step)
-    problems = [(step, folder, _damage_of(folder, step)) for step, folder in found]
+    checkpoints = _require_some(options.directory, options.step)
+    problems = [(step, folder, _damage_of(folder, step)) for step, folder in checkpoints]
     if options.json:
-        say(json.dumps([{"step": step, "damage": each} for step, _, each in problems], indent=2))
+        say(
+            json.dumps([{"step": step, "damage": damage} for step, _, damage in problems], indent=2)
+        )
     else:
         rows = (
-            (folder.name if step is None else str(step), "whole" if each is None else each)
-            for step, folder, each in problems
+            (folder.name if step is None else str(step), "whole" if damage is None else damage)
+            for step, folder, damage in problems
         )
         _show(("step", "state"), rows)
-    return UNHEALTHY if any(each for _, _, each in problems) else HEALTHY
+    return UNHEALTHY if any(damage for _, _, damage in problems) else HEALTHY
 
 
 def _damage_of(folder: Path, step: int | None) -> str | None:
@@ -161,7 +163,7 @@ def _diff(options: Namespace) -> int:
             )
         )
     elif differences:
-        _show(("path", "difference"), ((each["path"], each["difference"]) for each in differences))
+        _show(("path", "difference"), ((row["path"], row["difference"]) for row in differences))
     else:
         say(f"no difference in {len(then)} values")
     return UNHEALTHY if differences else HEALTHY
@@ -218,12 +220,12 @@ def _describe(tensor: torch.Tensor) -> str:
 
 def _import(options: Namespace) -> int:
     rename = {}
-    for each in options.rename:
-        old, separator, new = each.partition("=")
+    for option in options.rename:
+        old, separator, new = option.partition("=")
         if not separator:
-            raise _misuse(f"--rename {each} is not OLD=NEW.", _RENAME)
+            raise _misuse(f"--rename {option} is not OLD=NEW.", _RENAME)
         if old in rename:
-            raise _misuse(f"--rename {each}: {old!r} already has another new name.", _RENAME)
+            raise _misuse(f"--rename {option}: {old!r} already has another new name.", _RENAME)
         rename[old] = new
     directory = Path(options.directory).absolute()
     info = import_file(options.file, directory, options.step, name=options.name, rename=rename)
@@ -244,10 +246,10 @@ def _misuse(
 def _printable(text: str) -> str:
     """Escape control characters, which a terminal acts on: a checkpoint may come from anywhere."""
     return "".join(
-        each
-        if each.isprintable() or each == "\n"
-        else each.encode("unicode_escape").decode("ascii")
-        for each in text
+        character
+        if character.isprintable() or character == "\n"
+        else character.encode("unicode_escape").decode("ascii")
+        for character in text
     )
 
 

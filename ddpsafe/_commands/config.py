@@ -40,8 +40,8 @@ def explain_config(options: Namespace) -> int:
     rows: list[Row] = []
     for location, value in _values(config):
         source = find_variable(location) or _in_file(location, file) or "default"
-        shown = json.loads(json.dumps(value, default=str))
-        text = shown if isinstance(shown, str) else json.dumps(shown)
+        plain = json.loads(json.dumps(value, default=str))
+        text = plain if isinstance(plain, str) else json.dumps(plain)
         field: object = config
         for part in location:
             field = getattr(field, part, None)
@@ -51,8 +51,8 @@ def explain_config(options: Namespace) -> int:
             text = hide_value(location[-1], text)
         rows.append((".".join(location), mask.text(text), source))
     if options.json:
-        found = {name: {"value": value, "source": source} for name, value, source in rows}
-        say(json.dumps(found, indent=2))
+        fields = {name: {"value": value, "source": source} for name, value, source in rows}
+        say(json.dumps(fields, indent=2))
     else:
         _show(rows)
     return HEALTHY

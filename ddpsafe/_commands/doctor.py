@@ -177,28 +177,29 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
 
 def show_report(report: Report, *, verbose: bool) -> None:
     """Print a report; passed checks only if `verbose`."""
-    shown = [each for each in report.findings if verbose or each.severity != "ok"]
+    findings = [finding for finding in report.findings if verbose or finding.severity != "ok"]
     on_terminal = sys.stdout.isatty()
     if on_terminal:
         table = Table(show_edge=False, pad_edge=False, expand=False)
         table.add_column("result", no_wrap=True)
         table.add_column("code", no_wrap=True)
         table.add_column("what was found")
-        for finding in shown:
+        for finding in findings:
             mark = Text(_MARKS[finding.severity], style=_STYLES[finding.severity])
             table.add_row(mark, printable(finding.code), Text(printable(finding.fact)))
-        if shown:
+        if findings:
             Console().print(table)
     else:
-        for finding in shown:
+        for finding in findings:
             if finding.severity == "ok":  # the others are printed below in full
                 say(printable(f"ok {finding.code}: {finding.fact}"))
     if report.matrix is not None:
         hosts, directions = report.matrix.hostnames, report.matrix.directions
-        closed = [each for each in directions if each.result != "open"]
+        closed = [direction for direction in directions if direction.result != "open"]
         rows: dict[tuple[int, DialResult], list[str]] = {}
-        for each in closed:
-            rows.setdefault((each.source, each.result), []).append(hosts[each.target])
+        for direction in closed:
+            key = (direction.source, direction.result)
+            rows.setdefault(key, []).append(hosts[direction.target])
         lines = [
             printable(f"  {hosts[source]} -> {', '.join(targets)}: {result}")
             for (source, result), targets in rows.items()
@@ -209,18 +210,18 @@ def show_report(report: Report, *, verbose: bool) -> None:
             say(line)
         if len(lines) > _MAX_MATRIX_LINES:
             say(f"  … and {len(lines) - _MAX_MATRIX_LINES} more")
-    for number, finding in enumerate(shown):
+    for number, finding in enumerate(findings):
         if finding.severity != "ok":
             if number or on_terminal or report.matrix is not None:
                 say("")
             severity = "" if on_terminal else f"{finding.severity} "
             say(severity + finding.as_text())  # not through rich, which wraps commands to copy
-    if shown:
+    if findings:
         say("")
-    fine = sum(1 for each in report.findings if each.severity == "ok")
+    passed = sum(1 for finding in report.findings if finding.severity == "ok")
     parts = [
         f"{len(report.failed)} failed",
         f"{len(report.warnings)} {'warning' if len(report.warnings) == 1 else 'warnings'}",
-        f"{fine} passed" + ("" if verbose else " (--verbose lists them)"),
+        f"{passed} passed" + ("" if verbose else " (--verbose lists them)"),
     ]
     say(f"{report.hostname}: {', '.join(parts)}, after {report.took_s:.1f} s.")

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 _SHOWN: Final = 5
 _LOGS: Final = {".log", ".out", ".err", ".txt", ".json", ".stacks", ".pkl", ".pickle", ""}
+# The timeline of an attempt without a failure: it holds no log lines.
 _NO_LOGS: Final = {"ranks.json"}
-"""The timeline of an attempt without a failure: it holds no log lines."""
 _NOT_THE_END: Final = "Nothing in the log shows that it ended the job."
 _MAX_COLUMNS: Final = 160
+# What a pyproject.toml has that names rules in [tool.ddpsafe.explain].
 _MAY_NAME_RULES: Final = re.compile(rb"^\s*\[tool(?:\.ddpsafe\b|\])", re.MULTILINE)
-"""What a pyproject.toml has that names rules in [tool.ddpsafe.explain]."""
 _RETRY_TEXTS: Final = {
     "never": "Starting it again will not help.",
     "once": "Starting it again may help, once.",
@@ -109,13 +109,13 @@ def _files(names: list[str]) -> Iterator[Path]:
         path = Path(name)
         if path.is_dir():
             inside = (
-                each
-                for each in path.rglob("*")
-                if each.suffix in _LOGS
-                and each.is_file()
+                file
+                for file in path.rglob("*")
+                if file.suffix in _LOGS
+                and file.is_file()
                 # report.txt has the facts of report.json once more.
-                and not (each.name == "report.txt" and each.with_suffix(".json").exists())
-                and each.name not in _NO_LOGS
+                and not (file.name == "report.txt" and file.with_suffix(".json").exists())
+                and file.name not in _NO_LOGS
             )
             yield from sorted(inside)
         else:
@@ -135,8 +135,8 @@ def _lines(causes: list[Cause], lines: int) -> Iterator[str]:
         yield f"{cause.code}{rank}: {cause.cause}"
         yield f"  What to do: {cause.fix}"
         yield f"  {_RETRY_TEXTS[cause.retry] if cause.ended_job else _NOT_THE_END}"
-        for at, text in cause.evidence:
-            yield f"  line {at}: {text[:_MAX_COLUMNS]}" if at else f"  {text[:_MAX_COLUMNS]}"
+        for line, text in cause.evidence:
+            yield f"  line {line}: {text[:_MAX_COLUMNS]}" if line else f"  {text[:_MAX_COLUMNS]}"
         if cause.count > len(cause.evidence):
             yield f"  and {cause.count - len(cause.evidence)} more such lines"
         yield ""

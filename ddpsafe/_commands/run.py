@@ -242,15 +242,22 @@ def _fill_in_node(
     place = find_node_place(os.environ)
     if place is None:
         return fields, rendezvous
-    found = {"endpoint": place.endpoint, "id": place.job, "min_nodes": place.min_nodes}
-    rendezvous = {**{name: each for name, each in found.items() if each is not None}, **rendezvous}
+    known = {"endpoint": place.endpoint, "id": place.job, "min_nodes": place.min_nodes}
+    rendezvous = {
+        **{name: value for name, value in known.items() if value is not None},
+        **rendezvous,
+    }
     fields = {"nnodes": place.nnodes, **fields}
     if place.node_rank is not None:
         fields.setdefault("node_rank", place.node_rank)
-    at = rendezvous.get("endpoint")
+    endpoint = rendezvous.get("endpoint")
     notes.append(
         f"{place.said_by} says: this is node {fields.get('node_rank', '?')} of {place.nnodes}"
-        + (f", and they meet at {at}." if at else "; --rdzv-endpoint must name where they meet.")
+        + (
+            f", and they meet at {endpoint}."
+            if endpoint
+            else "; --rdzv-endpoint must name where they meet."
+        )
     )
     return fields, rendezvous
 
@@ -281,12 +288,12 @@ def _require_target(options: Namespace) -> str:
         path, here = sys.path, str(Path.cwd())
         sys.path = [here, *path]  # as in the ranks
         try:
-            found = importlib.util.find_spec(package)
+            spec = importlib.util.find_spec(package)
         except (ImportError, ValueError):  # e.g. an empty name, or __main__
-            found = None
+            spec = None
         finally:
             sys.path = path
-        if found is None:
+        if spec is None:
             message = f"There is no module {package!r} in {here} or among the installed packages."
             raise ConfigError(message)
         return name
@@ -298,7 +305,7 @@ def _require_target(options: Namespace) -> str:
             raise ConfigError(message)
         return name
     if not Path(name).is_file():
-        near = difflib.get_close_matches(name, [each.name for each in Path.cwd().glob("*.py")], n=1)
+        near = difflib.get_close_matches(name, [file.name for file in Path.cwd().glob("*.py")], n=1)
         advice = f"did you mean {near[0]}?" if near else "for a module write -m MODULE."
         if Path(name).name.startswith("python"):
             advice = "every rank runs the script with this Python already; leave that word out."

@@ -46,16 +46,16 @@ def show_status(options: argparse.Namespace) -> int:
             launches = [_read(folder, stacks=options.stacks) for folder in folders]
             # Between two attempts a launch has no socket, so it looks ended while ranks exit.
             if options.run_dir is None:
-                launches = [each for each in launches if each["state"] != "ended"]
+                launches = [launch for launch in launches if launch["state"] != "ended"]
             if options.format == "json":
                 say(json.dumps({"launches": launches}, ensure_ascii=False))
             elif options.format == "openmetrics":
                 say(openmetrics.render(launches))
             else:
-                text = "\n\n".join("\n".join(_lines(each)) for each in launches)
+                text = "\n\n".join("\n".join(_lines(launch)) for launch in launches)
                 text = text or "no launch of this user runs on this host"
                 say(f"{_CLEAR}{text}" if options.watch and sys.stdout.isatty() else text)
-            is_running = any(each["state"] == "running" for each in launches)
+            is_running = any(launch["state"] == "running" for launch in launches)
             code = HEALTHY if is_running else UNHEALTHY
             if not options.watch or code != HEALTHY:
                 return code
@@ -69,15 +69,15 @@ def find_run_dirs() -> list[Path]:
 
     No launch has to register: a rank's standard output is a log file in the run directory.
     """
-    found = set()
+    run_dirs = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if process.stat().st_uid != os.geteuid():
                 continue
             match = _RANKS_LOG.fullmatch(os.readlink(process / "fd" / "1"))  # noqa: PTH115 - text
             if match is not None:
-                found.add(Path(match["run"]))
-    return sorted(found)
+                run_dirs.add(Path(match["run"]))
+    return sorted(run_dirs)
 
 
 def _read(folder: Path, *, stacks: bool) -> Facts:
@@ -97,13 +97,13 @@ def _read(folder: Path, *, stacks: bool) -> Facts:
         return {**place, "state": "dead", "report": _find_report(folder)}
     except OSError as error:
         return {**place, "state": "silent", "error": str(error)}
-    usage = _read_usage([each["pid"] for each in facts["ranks"] if each["pid"] is not None])
+    usage = _read_usage([rank["pid"] for rank in facts["ranks"] if rank["pid"] is not None])
     gpus = _gpus.read_use()
-    for each in facts["ranks"]:
-        each.update(usage.get(each["pid"], {}))
-        use = gpus.get(each["pid"])
-        each["gpu_memory_bytes"] = None if use is None else use.memory_bytes
-        each["gpus"] = [] if use is None else [gpu_facts(reading) for reading in use.gpus]
+    for rank in facts["ranks"]:
+        rank.update(usage.get(rank["pid"], {}))
+        use = gpus.get(rank["pid"])
+        rank["gpu_memory_bytes"] = None if use is None else use.memory_bytes
+        rank["gpus"] = [] if use is None else [gpu_facts(reading) for reading in use.gpus]
     return {**facts, "state": "running"}
 
 
@@ -124,17 +124,17 @@ def _read_usage(pids: Iterable[int]) -> dict[int, Facts]:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             families[pid] = [process, *process.children(recursive=True)]
-    for each in (each for family in families.values() for each in family):
+    for process in (process for family in families.values() for process in family):
         with contextlib.suppress(psutil.Error):
-            each.cpu_percent()
+            process.cpu_percent()
     time.sleep(_CPU_SAMPLE_S)
     usage: dict[int, Facts] = {}
     for pid, family in families.items():
         cpu = memory = 0.0
-        for each in family:
+        for process in family:
             with contextlib.suppress(psutil.Error):
-                cpu += each.cpu_percent()
-                memory += each.memory_info().rss
+                cpu += process.cpu_percent()
+                memory += process.memory_info().rss
         usage[pid] = {"cpu_percent": round(cpu, 1), "memory_bytes": int(memory)}
     return usage
 
@@ -148,27 +148,30 @@ def _lines(launch: Facts) -> list[str]:
         )
         if launch["longest_step_s"]:
             head += f", longest time between steps {launch['longest_step_s']:.1f} s"
-        waits = [each["text"] for each in launch.get("stragglers", ())]
+        stragglers = launch.get("stragglers", ())
+        waits = [straggler["text"] for straggler in stragglers]
         # Add the GPUs of the ranks that others wait for, and GPUs that are throttled.
-        late = {rank for each in launch.get("stragglers", ()) for rank in each.get("ranks", ())}
+        late = {rank for straggler in stragglers for rank in straggler.get("ranks", ())}
         waits += [
             f"rank {rank['rank']} is on {gpu['text']}"
             for rank in launch["ranks"]
             for gpu in rank.get("gpus", ())
             if rank["rank"] in late or gpu["is_throttled"]
         ]
-        has_gpus = any(each.get("gpu_memory_bytes") for each in launch["ranks"])
-        hosts = {each["hostname"] for each in launch["ranks"]}
+        has_gpus = any(rank.get("gpu_memory_bytes") for rank in launch["ranks"])
+        hosts = {rank["hostname"] for rank in launch["ranks"]}
         if len(hosts) > 1:
             # Show the host beside the pid. The pid is unknown for processes on other hosts.
             ranks = [
-                {**each, "pid": f"{each['hostname']} {each['pid'] or ''}".rstrip()}
-                for each in launch["ranks"]
+                {**rank, "pid": f"{rank['hostname']} {rank['pid'] or ''}".rstrip()}
+                for rank in launch["ranks"]
             ]
             launch = {**launch, "ranks": ranks}
         columns = [*_COLUMNS, *(["gpu memory"] if has_gpus else []), "collective", "where"]
-        rows = [_row(each, has_gpus=has_gpus) for each in launch["ranks"]]
-        widths = [max(len(row[at]) for row in [columns, *rows]) for at in range(len(columns) - 1)]
+        rows = [_row(rank, has_gpus=has_gpus) for rank in launch["ranks"]]
+        widths = [
+            max(len(row[column]) for row in [columns, *rows]) for column in range(len(columns) - 1)
+        ]
         table = [
             "  ".join(
                 [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]
@@ -178,10 +181,12 @@ def _lines(launch: Facts) -> list[str]:
         stacks = []
         for rank in launch["ranks"]:
             for what, kind in (("threads", "thread"), ("loader_workers", "DataLoader worker")):
-                for each in filter(itemgetter("frames"), rank[what]):
-                    name = f"{kind} {each['name']}"
+                for thread in filter(itemgetter("frames"), rank[what]):
+                    name = f"{kind} {thread['name']}"
                     stacks += ["", f"rank {rank['rank']}, {name}, the last call first:"]
-                    stacks += [f"  {file}:{line} in {call}" for file, line, call in each["frames"]]
+                    stacks += [
+                        f"  {file}:{line} in {call}" for file, line, call in thread["frames"]
+                    ]
         return [printable(line) for line in [head, *table, *waits, *stacks]]
     line = {
         "ended": f"no launch is running in {folder}",
@@ -212,7 +217,9 @@ def _row(rank: Facts, *, has_gpus: bool) -> list[str]:
     state = "stopped" if rank["state"] in ("T", "stopped") else rank["phase"]
     ago, collective = rank["last_step_s"], rank["collective"]
     gpu = [_mib(rank.get("gpu_memory_bytes"))] if has_gpus else []
-    at = rank["where"] or ("" if rank["answered"] or rank["phase"] == "returned" else "no answer")
+    where = rank["where"] or (
+        "" if rank["answered"] or rank["phase"] == "returned" else "no answer"
+    )
     return [
         str(rank["rank"]),
         str(rank["pid"]),
@@ -226,7 +233,7 @@ def _row(rank: Facts, *, has_gpus: bool) -> list[str]:
         ""
         if collective is None
         else f"{'after' if collective['done'] else 'in'} {collective['text']}",
-        at,
+        where,
     ]
 
 
