@@ -109,7 +109,9 @@ def _read(folder: Path, *, stacks: bool) -> Facts:
 
 def _find_report(folder: Path) -> Facts | None:
     """Return the report of the newest failed attempt."""
-    for path in sorted(folder.glob("attempt-*/report.json"), reverse=True):
+    reports = folder.glob("attempt-*/report.json")
+    # The numbers have no leading zeros: attempt-10 is newer than attempt-9.
+    for path in sorted(reports, key=lambda path: (len(path.parent.name), path), reverse=True):
         with contextlib.suppress(OSError, ValueError):
             report = json.loads(path.read_text(encoding="utf-8"))
             names = ("error", "kind", "message", "attempt", "exit_code")

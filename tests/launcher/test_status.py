@@ -135,7 +135,7 @@ def test_a_failed_launch_is_shown_with_its_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The newest report is shown, with control characters made visible."""
-    for number in (1, 2):
+    for number in (1, 2, 9, 10):
         folder = tmp_path / f"attempt-{number}"
         folder.mkdir()
         report = {
@@ -146,7 +146,7 @@ def test_a_failed_launch_is_shown_with_its_error(
         (folder / "report.json").write_text(json.dumps(report))
     assert main(["status", str(tmp_path)]) == 1
     said = capsys.readouterr().out
-    assert "attempt 2 failed: RankRaisedError: rank 2 " in said
+    assert "attempt 10 failed: RankRaisedError: rank 10 " in said
     assert "\x1b" not in said
     assert "more" not in said
 
