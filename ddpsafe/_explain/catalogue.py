@@ -3,10 +3,6 @@
 ``rules/*.toml`` hold it, an area in each file, every rule with its examples. A rule describes a
 mechanism, not one sentence: its patterns hold what every version of a message has in common.
 ``docs/how-to/explain-your-own-failures.md`` describes the columns.
-
-A wheel has the catalogue as one JSON file, which loads in a few milliseconds; parsing TOML takes a
-tenth of a second. A checkout keeps what it has parsed beside Python's bytecode, where it can write, and
-uses it only for exactly the same files.
 """
 
 from __future__ import annotations
@@ -73,16 +69,17 @@ PACKED: Final = "catalogue.json"
 """The file of a wheel that `hatch_build.py` makes of the TOML."""
 GRAM: Final = 4
 """Characters of a gram: it fits into 32 bits, so numpy can look up all of a log's. No keyword is shorter."""
+# What most lines of healthy logs and of tracebacks contain.
 _FREQUENT: Final = (
     " step epoch iteration train loss valid lr: rate time data rank world size batch error load worker"
     " saved checkpoint to validation optimizer backward forward warning received channel via module"
     " traceback (most recent call last) /lib/python3 _wrapped_call autograd forward(*args, **kwargs)"
     " data time checkpoint, validation accuracy, in main, self"
 )
-"""What most lines of healthy logs and of tracebacks contain."""
 
+# Most logs need a few of a thousand patterns.
 compiled = functools.cache(re.compile)
-"""Compile a pattern when it is first used: most logs need a few of a thousand."""
+"""Compile a pattern when it is first used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +191,8 @@ class Catalogue:
 @functools.cache
 def built_in() -> Catalogue:
     """Return the catalogue that comes with ddpsafe."""
+    # A wheel has the catalogue as one JSON file, which loads in a few milliseconds; parsing the TOML
+    # takes a tenth of a second.
     try:
         packed = pkgutil.get_data(__package__, PACKED)
     except OSError:
@@ -204,6 +203,7 @@ def built_in() -> Catalogue:
 def _pack_checkout() -> Mapping[str, Any]:
     """Return the packed catalogue of a checkout: what an earlier call has kept, if nothing changed."""
     texts = read_toml()
+    # The code decides on the form of what is kept, so a new version does not read that of an old one.
     code = [pkgutil.get_data(__package__, name) or b"" for name in ("catalogue.py", "checks.py")]
     code.append(repr((ADVICE, GENERAL)).encode())
     key = source_hash(b"".join([*code, *(text.encode() for text in texts.values())])).hex()
@@ -215,6 +215,7 @@ def _pack_checkout() -> Mapping[str, Any]:
     packed = pack(texts)
     if place is not None and not sys.dont_write_bytecode:
         with contextlib.suppress(OSError):
+            # Another process may read the file or write its own at the same time.
             new = place.with_name(f"{place.name}.{os.getpid()}")
             new.write_text(json.dumps({"key": key, "packed": packed}), "utf-8")
             new.replace(place)
@@ -301,15 +302,13 @@ def grams_of(text: str) -> set[str]:
 
 
 def _index(keywords: list[Iterable[str]]) -> dict[str, list[tuple[str, int]]]:
-    """Return keywords and the numbers of their rules, by one of the keyword's grams.
-
-    Of each keyword, that is the gram that the fewest rules have. Looking up all grams of a line takes
-    a tenth of the time of searching it for each of 300 words.
-    """
+    """Return keywords and the numbers of their rules, by one of the keyword's grams."""
+    # Looking up all grams of a line takes a tenth of the time of searching it for each of 300 words.
     counts = Counter(gram for words in keywords for word in words for gram in grams_of(word))
     index: dict[str, list[tuple[str, int]]] = {}
     for number, words in enumerate(keywords):
         for word in words:
+            # Of its grams, the one that the fewest rules have, and that few healthy lines have.
             key = min(
                 sorted(grams_of(word)),
                 key=lambda gram: (gram in _FREQUENT, counts[gram], " " in gram),

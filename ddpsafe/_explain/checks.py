@@ -82,10 +82,11 @@ def expand(pattern: str) -> str:
 
 _GIB: Final[dict[str, float]] = {"K": 1 / 1024**2, "M": 1 / 1024, "G": 1.0}
 _SIZE: Final = r"([\d.]+) ([KMG])iB"
+# Bound on the elements that pad the shards of flat parameters: fewer than the number of ranks times
+# an alignment.
 _MOST_PADDING: Final = 1_024
-"""Bound on the elements that pad the shards of flat parameters: fewer than the number of ranks times an alignment."""
+# From this share of a GPU's memory on, the process itself fills it.
 _MOSTLY_OWN: Final = 0.5
-"""From this share of a GPU's memory on, the process itself fills it."""
 
 
 def _gib(pattern: str, text: str) -> float | None:

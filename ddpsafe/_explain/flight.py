@@ -89,6 +89,7 @@ class FlightRecordings:
         Raises:
             OSError: It cannot be read.
         """
+        # A named pipe without a writer would block.
         if not path.is_file() or path.stat().st_size > _MAX_DUMP_BYTES:
             return False
         with path.open("rb") as stream:
@@ -115,10 +116,12 @@ class FlightRecordings:
         groups = dump.get("pg_config", {}) if isinstance(dump, dict) else {}
         rank = dump.get("rank") if isinstance(dump, dict) else None
         if not isinstance(rank, int):
+            # torch names the file after the rank: TORCH_NCCL_DEBUG_INFO_TEMP_FILE, then its number.
             match = _LAST_NUMBER.search(path.name)
             rank = int(match[1]) if match else max(self._dumped, default=-1) + 1
         calls = []
         for entry in entries:
+            # Sends and receives are between two ranks, and have numbers of their own.
             if not entry.get("is_p2p"):
                 named = entry.get("process_group")
                 is_named = isinstance(named, (list, tuple)) and named

@@ -22,11 +22,11 @@ _SHELL_SIGNS: Final = (
     *("cudaerror", "hiperror", "cuda_error_", "cuda error", "cuda failure", "os { code: "),
 )
 """Parts of lines that `normalise.in_usual_form` words in another way."""
+# Parts of lines that say what came of the failure in the line before or after them.
 _HANDLED_SIGNS: Final = (
     *("skipping", "skipped", "ignoring", "continuing", "falling back", "retrying", "trying again"),
     "reducing batch",
 )
-"""Parts of lines that say what came of the failure in the line before or after them."""
 
 Match = tuple["LogRule", "re.Match[str]"]
 """A rule and the match of one of its signs."""
@@ -133,11 +133,10 @@ def strength(rule: LogRule) -> tuple[bool, int]:
 class Sieve:
     """Finds the lines of a large chunk that rules may match, with a few passes of numpy.
 
-    Every four consecutive bytes are looked up in a table of the rules' grams. Most lines of any log
-    have none of them, so no Python code runs for those. Most of the others have none of the words
-    that the grams come from.
+    Every four consecutive bytes are looked up in a table of the rules' grams.
     """
 
+    # Knuth's factor for multiplicative hashing: 2**32 divided by the golden ratio.
     _FACTOR: Final = 2_654_435_761
     _BITS: Final = 18
 
@@ -152,6 +151,7 @@ class Sieve:
         self._gram_of = {int.from_bytes(gram.encode("latin-1"), "little"): gram for gram in grams}
         self._words: dict[str, list[bytes]] = {gram: [] for gram in grams}
         for gram, entries in catalogue.grams.items():
+            # The lines that they are searched in have lost their control characters, too.
             words = (word.encode().translate(None, _CONTROL_BYTES) for word, _ in entries)
             self._words[gram] += words
         for sign in others:
@@ -170,16 +170,19 @@ class Sieve:
         ends = np.flatnonzero(np.frombuffer(clean, dtype=np.uint8) == ord("\n"))
         bounds = [0, *ends.tolist(), len(clean)]
         grams_of_line: dict[int, set[str]] = {}
+        # A view of the chunk as numbers of 32 bits has every fourth gram; four views have all.
         for offset in range(GRAM):
             count = (len(clean) - offset) // GRAM
             if count <= 0:
                 continue
             codes = np.frombuffer(clean, dtype="<u4", offset=offset, count=count)
             hits = np.flatnonzero(self._table[self._hash(codes)])
+            # Most lines of any log have no gram of a rule, so no Python code runs for them.
             lines = np.searchsorted(ends, hits * GRAM + offset)
             for line, code in zip(lines.tolist(), codes[hits].tolist(), strict=True):
                 if (gram := self._gram_of.get(code)) is None:
-                    continue
+                    continue  # another gram has the same hash
+                # Most of the remaining lines have none of the words that the grams come from.
                 start, end = bounds[line], bounds[line + 1]
                 if any(clean.find(word, start, end) >= 0 for word in self._words[gram]):
                     grams_of_line.setdefault(line, set()).add(gram)

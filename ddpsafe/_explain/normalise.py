@@ -55,13 +55,13 @@ _DECORATED: Final = re.compile(
     r"""(?:(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)|StopIteration)"""
     r"""|_?queue\.(?:Empty|Full))(?:: |:?[\s`'"*│]*$)"""
 )
+# Every line that `_DECORATED` matches has one of these.
 _EXCEPTION_WORDS: Final = ("rror", "xception", "StopIteration", "queue.", "Interrupt", "Timeout")
-"""Every line that `_DECORATED` matches has one of these."""
+# The name of a CUDA error in a program's output, but not in source code that compares with it.
 _CUDA_NAME: Final = re.compile(
     r"(?<![=!(|&] )(?<![=!(|&])\b(?:cudaError_?|hipError_?|CUDA_ERROR_)(?P<name>[A-Z]\w{2,40})\b(?!\s*[|&)]{2})"
     r"|\b(?i:cuda(?: ?(?:driver|runtime|execution))?(?: api)?(?: failed with)?) ?(?i:error|failure)(?: code)?[:= ]{0,3}\(?(?P<number>\d{1,3})\)?(?=$|[\s.,;)])"
 )
-"""The name of a CUDA error in a program's output, but not in source code that compares with it."""
 _ZSH: Final = re.compile(
     r"^(?:zsh(?::\d+)?: |(?:\[\d+\] +[-+]? *)?\d+ )(?:(?P<what>command not found|permission denied|no such file or directory): (?P<name>.+)"
     r"|(?P<signal>killed|segmentation fault|abort|bus error|terminated|illegal hardware instruction|floating point exception)(?P<core>(?: \(core dumped\))?) {2,}.+)"
@@ -86,10 +86,10 @@ _BASH_MESSAGES: Final = {
     "illegal hardware instruction": "Illegal instruction",
 }
 """bash's messages, by zsh's, where they differ."""
+# Ray's list of possible causes, which names SIGKILL and SIGSEGV whatever happened.
 _HEDGE: Final = re.compile(
     r"There are some potential root causes.*|\bkilled by SIGKILL by OOM killer due to high|crashed unexpectedly due to SIGSEGV or"
 )
-"""Ray's list of possible causes, which names SIGKILL and SIGSEGV whatever happened."""
 _NO_ATTRIBUTE: Final = re.compile(
     r"^(?:[\s`*\"]*|AttributeError [\w .]{1,60}: *)(?='\w{1,80}' object has no attribute '\w)"
 )
@@ -104,15 +104,15 @@ _UNFOLD: Final = re.compile(
     r"|(?<=\s)(?=(?:[a-z_]\w{0,40}\.){0,6}(?:StopIteration|[A-Z]\w{0,60}(?:Error|Exception|Interrupt))(?:: |\s*$))"
 )
 """Where a call or an exception begins in the middle of a line."""
+# An escaped newline, but not part of a call's path such as C:\nets.
 _ESCAPED_END: Final = re.compile(r'\\n(?![^"]{0,300}", line \d)')
-"""An escaped newline, but not part of a call's path such as C:\\nets."""
 _MAX_FOLD_WIDTH: Final = 240
+# Terminals and forums fold lines at a width between these.
 _MIN_FOLD_WIDTH: Final = 50
-"""Terminals and forums fold lines at a width between these."""
 _LONG_WORD_CHARS: Final = 15
 _MAX_JOINED: Final = 4
+# If more lines than this are within a long word of the width, the log has been folded.
 _MAX_UNFOLDED_FULL: Final = 2
-"""If more lines than this are within a long word of the width, the log has been folded."""
 _BEGINS: Final = re.compile(
     rb"""
     \s*(?: Traceback\ \( | File\ " | \[\ ?(?:rank|default|[EWIF]\d*\b|[\d.]+[,\]]) | \(\w+\ pid= | \S+:\d+:\d+\ \[\d
@@ -125,26 +125,26 @@ _BEGINS: Final = re.compile(
 _CONTINUES_BELOW: Final = re.compile(r"\d+ validation errors? for [\w.]+$")
 _CONTINUES: Final = re.compile(r"(?![\w.]+: )[a-z`(][^=]* ")
 """How a line begins that continues a message which a terminal or a paste has broken."""
+# A line that its program marks as less than an error, so it proves less.
 _WARNING: Final = re.compile(
     r"^.{0,60}?(?:\[W\d* |\[W \w|(?:^|[\]\s:])W\d{4} |(?<![=_\w])WARN(?:ING)?(?<!NCCL WARN)\b|Warning: |(?:^|[\]\s:])W (?=[\w.]+/)"
     r"|\S{1,300}\.py:\d+: \w*Warning: "
     r"|.{0,120}cuda_(?:driver|executor)\.cc:\d+\] failed to allocate "  # it tries again with less
     r"|(?P<info>\[I\d* |\[I \w|(?:^|[\]\s:])I\d{4} |(?<![=_\w])(?:INFO|DEBUG)\b))"
 )
-"""A line that its program marks as less than an error, so it proves less."""
+# An exception. Some launchers print their ranks' stderr as INFO, so it counts there, too.
 _RAISED: Final = re.compile(r"\b[A-Z]\w*(?:Error|Exception): ")
-"""An exception. Some launchers print their ranks' stderr as INFO, so it counts there, too."""
+# A passed or skipped test, whose name may mention the failure that it provokes.
 _PASSED_TEST: Final = re.compile(
     # Atomic, up to the first "::": backtracking over each takes minutes in a line full of them.
     r"^(?=(.*?::\S))\1.* (?:PASSED|SKIPPED|XFAIL|XPASS)\b|^(?:PASSED|SKIPPED|XFAIL) "
 )
-"""A passed or skipped test, whose name may mention the failure that it provokes."""
+# A warning of Kubernetes, which tries everything again.
 _EVENT: Final = re.compile(r"^Warning {2,}\w")
-"""A warning of Kubernetes, which tries everything again."""
 _STEPS_OF_GOING_ON: Final = 3
 _NUMBER: Final = re.compile(r"\d+")
+# The first numbers of a line that shows progress are those of the epoch and the step.
 _NUMBERS_OF_STEP: Final = 2
-"""The first numbers of a line that shows progress are those of the epoch and the step."""
 _NOTHING: Final = re.compile(
     r"""(?i)[\w-]*(?: (?:errors?|events?|counts?|kills?|failures?|total))?["']?\s*[:=|]\s*"""
     r"""(?:0+(?:\.0+)?(?=[\s,;}\]|)]|$)|(?:false|none|null|no|never|off|\[\]|\{\}|""|'')(?=[,;}\]|)]|\s*$))"""
@@ -177,11 +177,9 @@ Weight = Literal["error", "warning", "info", "handled"]
 
 
 def is_handled(line: Line, match: re.Match[str] | None) -> bool:
-    """Return whether a line says that its program has handled what it reports.
-
-    The words that a sign has matched do not count: such a rule is about what was handled.
-    """
+    """Return whether a line says that its program has handled what it reports."""
     body = line.body
+    # The words that a sign has matched do not count: such a rule is about what was handled.
     if match is not None and match.string == body:
         body = f"{body[: match.start()]} {body[match.end() :]}"
     return _has_stem("handled", body) and _phrase("handled").search(body) is not None
@@ -264,7 +262,8 @@ class Tail:
     steps: list[tuple[int, str]] = field(default_factory=list)
 
     def went_on(self, number: int) -> bool:
-        """Return whether training made several steps after a line, which no rank does alone."""
+        """Return whether training made several steps after a line."""
+        # A rank cannot make them alone: it waits for the others in the first collective.
         return len({text for step, text in self.steps if step > number}) >= _STEPS_OF_GOING_ON
 
 
@@ -315,10 +314,8 @@ def without_hedge(body: str) -> str:
 
 
 def unfolded(body: str) -> list[str] | None:
-    """Return the lines of a traceback that is in one line; None if it is not one.
-
-    A paste lost its newlines, or it is JSON.
-    """
+    """Return the lines of a traceback that is in one line; None if it is not one."""
+    # A paste has lost its newlines, or a logger has written it as JSON, with escapes.
     if ('File "' not in body and 'File \\"' not in body) or FRAME.fullmatch(body):
         return None
     text = _ESCAPED_END.sub("\n", body).replace('\\"', '"')
@@ -337,10 +334,11 @@ def rank_of(line: str) -> tuple[int | None, bool]:
 
 
 def undecorated(body: str) -> str | None:
-    """Return the exception in a line without its decorations, removed one by one in linear time."""
+    """Return the exception in a line without its decorations."""
     if not any(word in body for word in _EXCEPTION_WORDS):
         return None
     begin = 0
+    # One by one, because a pattern that repeats pieces may take exponential time.
     for _ in range(_MAX_DECORATIONS):
         decoration = _DECORATION.match(body, begin)
         if decoration is None:

@@ -35,8 +35,8 @@ _LOGGED: Final = re.compile(
 """A message that a logger marks as an error."""
 _ASSERTION: Final = re.compile(r"^[\s`*]*(assert (?=.*[<>=(\[%.])[\w(\[].{5,300}?)[`*]*$")
 """An assertion quoted without its exception."""
+# Up to this line an assertion is taken for a quote; further down a program may print source.
 _MAX_QUOTED_LINE: Final = 3
-"""Up to this line an assertion is taken for a quote; further down a program may print source."""
 _CAUGHT_IN_WORKER: Final = re.compile(r"^Caught \w+ in (?:DataLoader worker|replica|pin memory)")
 _ROOT_CAUSE: Final = re.compile(r"^Root Cause \(first observed failure\)")
 _OTHER_FAILURES: Final = re.compile(r"^Failures:$")
@@ -277,10 +277,7 @@ class Findings:
         *,
         is_logged: bool,
     ) -> Cause:
-        """Record the script's own exception; one without a traceback counts if there is no other.
-
-        One that a program logs or quotes counts only if the run makes no progress after it.
-        """
+        """Record the script's own exception; one without a traceback counts if there is no other."""
         known = self._causes.get(_USER)
         if traceback is None and (known is None or known.is_wrapper):
             known = self._lone
@@ -307,6 +304,7 @@ class Findings:
             f"{what}{text}{place}.{meaning}", fix, line.rank, line.number, line.body
         )
         cause.level = "end" if traceback is None else "exception"
+        # One that a program logs or quotes counts only if the run makes no progress after it.
         cause.is_warning, cause.is_wrapper = is_logged and traceback is None, is_wrapper
         if traceback is None:
             self._lone = cause
@@ -492,11 +490,9 @@ class _Timeouts:
             causes[_WATCHDOG].cause += self._skew()
 
     def _skew(self) -> str:
-        """Describe ranks of one group that waited in different collectives, if there are any.
-
-        A difference of one is not enough: it also appears after a lost connection.
-        """
+        """Describe ranks of one group that waited in different collectives, if there are any."""
         for (low, rank), (high, rank2) in self._reached.values():
+            # A difference of one also appears after a lost connection.
             if high - low > 1:
                 return (
                     f" Rank {rank} waited in number {low}, and rank {rank2} in {high}: they have called"

@@ -1,8 +1,7 @@
 """Reads logs of any launcher and any size, and ranks the known failures found in them.
 
-A log is read once, in chunks. Most lines of any log differ from earlier ones only in digits; of
-those, only the first few are matched. For the others, a rule's patterns are tried only if the line
-has one of its keywords. In a large log, numpy finds these lines without a Python loop over all.
+A log is read once, in chunks. A rule's patterns are tried only on lines that have one of its keywords.
+In a large log, numpy finds these lines without a Python loop over all.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES: Final = 1 << 20
 _MAX_LINE_BYTES: Final = 4_000
+# How many lines that differ only in digits are matched: a loop prints the same one for hours.
 _MAX_SAME_LINES: Final = 3
-"""How many lines that differ only in digits are matched: a loop prints the same one for hours."""
+# Smaller chunks are read line by line, which takes less time than importing numpy.
 _SMALL_BYTES: Final = 1 << 16
-"""Smaller chunks are read line by line, which takes less time than importing numpy."""
 _TAIL_BYTES: Final = 1 << 14
+# After so many lines with the same grams of rules, each of which had a cause, further ones are
+# skipped as having the same cause, so that no log takes a minute per GB.
 _MAX_ALIKE: Final = 1_000
-"""After so many lines with the same grams of rules, each of which had a cause, further ones are
-skipped as having the same cause, so that no log takes a minute per GB."""
+# An exception may have its reason in so many lines after it, as pydantic prints it.
 _LINES_BELOW: Final = 2
-"""An exception may have its reason in so many lines after it, as pydantic prints it."""
 
 
 class LogReader:
@@ -138,7 +137,8 @@ class LogReader:
             return
         if grams and self._alike and self._alike.get(frozenset(grams), 0) >= _MAX_ALIKE:
             return
-        # Deleting the digits runs in C, and most lines of a log end here.
+        # Most lines of any log differ from earlier ones only in digits. Deleting these runs in C, and
+        # most lines of a log end here.
         shape = raw[:_MAX_LINE_BYTES].translate(None, b"0123456789")
         seen = self._shapes.get(shape, 0)
         is_frequent = seen >= _MAX_SAME_LINES and not is_call and not self._findings.expects_rank
@@ -169,7 +169,8 @@ class LogReader:
         if cause is None:
             return True
         if self._findings.note_again(cause, number):
-            if ranking.is_timeout(cause.code):  # lines that differ in the numbers that matter
+            # Lines of the watchdog differ in the numbers that matter: who is behind in which call.
+            if ranking.is_timeout(cause.code):
                 text = raw[:_MAX_LINE_BYTES].decode("utf-8", "replace")
                 named, _ = normalise.rank_of(text)
                 self._findings.compare_sequence(
@@ -180,6 +181,7 @@ class LogReader:
 
     def _take_back(self, code: str) -> None:
         if self._findings.take_back(code):
+            # Lines that were skipped as alike may show the cause again.
             self._alike.clear()
 
     def _read_line(
@@ -339,8 +341,7 @@ class LogReader:
     ) -> Match | None:
         """Return the rule that a message matches which is broken between words or within one.
 
-        `own` is the match of the first line alone. If there is one, matches within the other lines
-        are left to those.
+        `own` is the match of the first line alone.
         """
         if not rest:
             return None
@@ -350,7 +351,8 @@ class LogReader:
             text = joint.join((line.body, *rest))
             text = normalise.without_hedge(text) if self._folded else text
             best = self._match_rules(line, text, innermost, None, raised)
-            # The match must reach past the first line, and begin in it unless this is a folded message.
+            # The match must reach past the first line, and begin in it unless this is a folded message:
+            # the longest line of a log looks folded, and would hide what the next one says itself.
             if best is not None and best[1].end() > end and (is_message or best[1].start() < end):
                 matches.append(best)
         return min(matches, key=lambda match: strength(match[0]), default=None)

@@ -47,8 +47,8 @@ _LENGTHS: Final = (*range(8, 26), 60, 125, 250, 500, 1_000)
 _ORDINARY: Final = r"(?:\w+\.)*\w+!"
 _LONG_LINE: Final = "a." * 1_000
 _SLOW: Final = 3.0
+# A machine may stop a thread in the middle of a search, at the expense of the thread's own clock.
 _SEARCHES: Final = 3
-"""A pattern that needs so long for a line of a thousand characters would hold up a whole log."""
 
 
 class RuleTable(BaseModel):
@@ -217,10 +217,7 @@ def _why_no_pattern(pattern: str) -> tuple[str, str] | None:
 
 
 def find_slow(pattern: str) -> str | None:
-    """Return the filler of a line for which a pattern takes much too long, or None.
-
-    Lengths rise until a search is slow, so that even exponential time is noticed before it matters.
-    """
+    """Return the filler of a line for which a pattern takes much too long, or None."""
     without_classes = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", pattern)
     if len(_UNBOUNDED.findall(without_classes)) < len(("one", "within another")):
         return None
@@ -228,6 +225,7 @@ def find_slow(pattern: str) -> str | None:
     plain = _PLAIN.match(re.sub(r"(?<!\\)\((?:\?(?:P<\w+>|i?:))?", "", pattern))
     prefix = "" if plain is None else plain[0].replace("\\", "")
     for filler in _FILLERS:
+        # Lengths rise until a search is slow, so that even exponential time is noticed before it matters.
         for length in _LENGTHS:
             text = f"{prefix}{filler * length}\x00"
             if _takes_longer(compiled, text, _SLOW * _ordinary_s()):
@@ -236,7 +234,7 @@ def find_slow(pattern: str) -> str | None:
 
 
 def _takes_longer(pattern: re.Pattern[str], text: str, limit_s: float) -> bool:
-    """Return whether each of several searches does: a machine may stop a thread at the thread's expense."""
+    """Return whether each of several searches does."""
     return all(_search_s(pattern, text) > limit_s for _ in range(_SEARCHES))
 
 

@@ -12,15 +12,17 @@ from ddpsafe._explain.catalogue import compiled
 if TYPE_CHECKING:
     from ddpsafe._explain.catalogue import Catalogue
 
+# Calls show only where the exception was raised, and reading all of them nearly doubled the time for a
+# log of tracebacks.
 MAX_CALLS: Final = 20_000
-"""How many calls of tracebacks are read; none after the script's own exception is known. They show
-only where it was raised, and reading all of them nearly doubled the time for a log of tracebacks."""
+"""How many calls of tracebacks are read; none after the script's own exception is known."""
 _MAX_CALLS_OF_TRACEBACK: Final = 50
 """How many of a traceback's last calls are kept, to find out what the script was doing."""
 _MAX_LINES_AFTER_CALL: Final = 200
 """How many lines after a traceback's last call its exception may follow."""
+# A traceback is cut off if the log ends so many lines after its last call: its source and a line of
+# marks.
 _SOURCE_OF_CALL: Final = 2
-"""A traceback is cut off if the log ends so many lines after its last call: its source and a line of marks."""
 _CALLS_OF_CUT_OFF: Final = 2
 
 FRAME: Final = re.compile(
