@@ -36,6 +36,7 @@ def require_backend(backend: str) -> None:
     Raises:
         ConfigError: No package imported so far has registered it.
     """
+    # Nearly every launch uses one of these, and then torch need not be imported here.
     if not find_unknown(backend, list(KNOWN_TO_EVERY_TORCH)):
         return
     import torch.distributed as dist

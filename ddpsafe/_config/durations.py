@@ -60,6 +60,7 @@ def parse_duration(value: object, *, shortest: timedelta = SHORTEST) -> object:
     if isinstance(value, timedelta):
         seconds = value.total_seconds()
     elif isinstance(value, (int, float)):
+        # float() raises OverflowError for an integer beyond its range.
         seconds = float(value) if abs(value) <= LONGEST.total_seconds() else math.inf
     else:
         match = _TEXT.fullmatch(value.lower()) if len(value) <= _MAX_CHARS else None

@@ -13,13 +13,13 @@ from ddpsafe._config.backend_names import KNOWN_TO_EVERY_TORCH
 from ddpsafe._config.interfaces import GLOO, NCCL, find_shape_problem
 from ddpsafe._config.problems import Problem, find_near, require_none, show, wrong
 
+# More than any machine has cores; a typo must not start 80000 processes.
 MOST_RANKS_PER_NODE: Final = 4096
-"""More than any machine has cores; a typo must not start 80000 processes."""
 
 _BACKEND: Final = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 _COMMON_BACKENDS: Final = (*KNOWN_TO_EVERY_TORCH, "auto")
+# Vendors' libraries whose names are one letter off nccl and no typos: xccl, hccl, rccl, mccl, cncl.
 _VENDOR_BACKENDS: Final = re.compile(r"[a-z]?ccl|cncl", re.ASCII)
-"""Vendors' libraries whose names are one letter off nccl and no typos: xccl, hccl, rccl, mccl, cncl."""
 
 _SET_BY_LAUNCHER: Final = {
     "RANK": "each rank gets its own",
@@ -94,10 +94,7 @@ def validate_start_method(value: object) -> object:
 
 
 def validate_backend(value: object) -> object:
-    """Validate a backend's name without torch: refuse malformed names and typos of known ones.
-
-    Any package can register a backend, so an unknown name is not wrong by itself.
-    """
+    """Validate a backend's name without torch: refuse malformed names and typos of known ones."""
     if not isinstance(value, str):
         raise wrong(
             f"expected a name, got a {type(value).__name__}", write='"auto", "nccl" or "gloo"'
@@ -117,6 +114,7 @@ def validate_backend(value: object) -> object:
     if len(pairs) > 1 and any(name == "auto" for _, _, name in pairs):
         raise wrong('"auto" chooses for all devices and cannot be part of a list', write=write)
     for _, _, name in pairs:
+        # Any package can register a backend, so an unknown name is not wrong by itself.
         near = find_near(name, _COMMON_BACKENDS, cutoff=0.7)
         if near not in {None, name} and not _VENDOR_BACKENDS.fullmatch(name):
             raise wrong(

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 GLOO: Final = "GLOO_SOCKET_IFNAME"
 NCCL: Final = "NCCL_SOCKET_IFNAME"
+# IFNAMSIZ - 1 of the Linux kernel.
 _LONGEST_NAME: Final = 15
-"""IFNAMSIZ - 1 of the Linux kernel."""
 
 
 def find_shape_problem(variable: str, value: str) -> Problem | None:

@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = True  # pytest shows the line of the caller, not these
 
+# The file for the config being built, as pydantic-settings has no argument for it.
 _file: ContextVar[ConfigFile | None] = ContextVar("ddpsafe_config_file", default=None)
-"""The file for the config being built, as pydantic-settings has no argument for it."""
 
 
 class GroupFields(TypedDict, total=False):
@@ -204,6 +204,7 @@ class LaunchConfig(BaseSettings):
 
     def __init__(self, /, **fields: Unpack[LaunchFields]) -> None:
         """Read all sources and validate every field."""
+        # `from_toml` has already read the file that was named.
         file = _file.get() or read_config_file()
         given = _parts_as_tables(dict(fields))
         token = _file.set(file)
@@ -277,6 +278,7 @@ class LaunchConfig(BaseSettings):
             below = given.get(name)
             both = isinstance(below, dict) and isinstance(value, dict)
             given[name] = below | value if both else value
+        # Not BaseSettings, which would read the environment and the file again.
         resolved = cls.__new__(cls)
         _build(resolved, BaseModel.__init__, given)
         return resolved

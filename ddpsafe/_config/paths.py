@@ -222,8 +222,6 @@ def require_data_paths(
 ) -> None:
     """Wait until all data paths are ready, for each up to its own `wait`.
 
-    All waits begin at the same moment, so that they do not add up.
-
     Args:
         data_paths: The paths by name.
         deadline: Ends every wait; none by default.
@@ -233,6 +231,7 @@ def require_data_paths(
         PreflightError: Some are not ready; it lists all of them, and its kind is "mount".
     """
     began = Deadline.after(None) if deadline is None else deadline
+    # All waits begin at the same moment, so that they do not add up.
     own = {
         name: Deadline.after(wanted.wait or timedelta(0), clock=began.clock).earlier(began)
         for name, wanted in data_paths.items()

@@ -229,11 +229,9 @@ def show(value: object) -> str:
 
 
 def show_at(location: Iterable[int | str], value: object) -> str:
-    """Return the value at a place in the configuration as a message may show it, without secrets.
-
-    The ranks' variables hold tokens and passwords. So neither `env` as a whole, which may be a string
-    that could not be parsed, nor a variable with a secret name is shown.
-    """
+    """Return the value at a place in the configuration as a message may show it, without secrets."""
+    # The ranks' variables hold tokens and passwords. So neither `env` as a whole, which may be a string
+    # that could not be parsed, nor a variable with a secret name is shown.
     path = [str(part) for part in location]
     if len(path) == 1 and "env" in path[0].casefold():  # env and misspellings of it
         return f"a {type(value).__name__} that is not shown, as it may hold secrets"
@@ -261,14 +259,12 @@ def find_near(word: object, choices: Iterable[str], *, cutoff: float = 0.6) -> s
 
 
 def raise_config_error(problems: Iterable[ConfigProblem]) -> NoReturn:
-    """Raise one `ConfigError` that lists all problems.
-
-    It has no cause: a traceback would first show pydantic's own list of the same problems.
-    """
+    """Raise one `ConfigError` that lists all problems."""
     all_problems = tuple(problems)
     count = "1 problem" if len(all_problems) == 1 else f"{len(all_problems)} problems"
     what = f"The configuration has {count}; nothing was started."
     lines = [f"{number}. {problem}" for number, problem in enumerate(all_problems, start=1)]
+    # With its cause, a traceback would first show pydantic's own list of the same problems.
     raise ConfigError(Explanation(what, details=lines), problems=all_problems) from None
 
 

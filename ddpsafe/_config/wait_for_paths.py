@@ -82,11 +82,9 @@ class PathWatch:
         self._looking_since = Deadline.after(None)
 
     def look(self, patience: timedelta = PATIENCE) -> list[NotReady]:
-        """Check once; return what is not ready.
-
-        A check that hangs continues in its own daemon thread, and the next call waits for the same
-        thread. So however long a file system hangs, only one thread hangs with it.
-        """
+        """Check once; return what is not ready."""
+        # A check that hangs continues in its own daemon thread, and the next call waits for the same
+        # thread. So however long a file system hangs, only one thread hangs with it.
         if self._call is None:
             self._looking_since = Deadline.after(None)
             self._call = BoundedCall(lambda: list(_look(self._wanted)), name="ddpsafe-look")
@@ -215,6 +213,7 @@ def _look(wanted: Wanted) -> Iterator[NotReady]:
                 )
         if stat.S_ISDIR(mode):
             least = wanted.min_entries or 0
+            # Only as many as needed: a directory may have millions on slow network storage.
             with os.scandir(wanted.path) as entries:
                 count = sum(1 for _ in islice(entries, least))
             if count < least:
@@ -230,7 +229,7 @@ def _look(wanted: Wanted) -> Iterator[NotReady]:
                     fix="Wait for it (field wait), or correct marker",
                 )
         elif stat.S_ISREG(mode):
-            wanted.path.open("rb").close()
+            wanted.path.open("rb").close()  # stat() needs no permission to read the file
     except OSError as error:
         yield _unreadable(wanted.path, error)
 
