@@ -244,7 +244,8 @@ def _misuse(
 
 
 def _printable(text: str) -> str:
-    """Escape control characters, which a terminal acts on: a checkpoint may come from anywhere."""
+    """Escape control characters."""
+    # A terminal acts on them, and a checkpoint may come from anywhere.
     return "".join(
         character
         if character.isprintable() or character == "\n"

@@ -50,6 +50,7 @@ def run_ranks(options: Namespace) -> int:
             if options.config
             else LaunchConfig(**fields)
         )
+        # Node 0 would wait for this node, which cannot join without the script.
         with telling_node_0(config):
             target = _require_target(options)
     except ConfigError as error:
@@ -93,6 +94,7 @@ def read_options(options: Namespace) -> tuple[dict[str, Any], list[str]]:
     fields: dict[str, Any] = {
         name: value for name in names if (value := getattr(options, name)) is not None
     }
+    # The field refuses a relative path, which in a command line means this directory.
     if "run_dir" in fields:
         fields["run_dir"] = Path(fields["run_dir"]).absolute()
     notes: list[str] = []
@@ -157,8 +159,10 @@ def _read_parts(options: Namespace) -> dict[str, dict[str, Any]]:
     retry: dict[str, Any] = {}
     if options.shutdown_timeout is not None:
         grace = _number(options, "shutdown_timeout")
+        # The grace has to be shorter than the shutdown, whose default is 30 s.
         timeouts = {"grace": grace, "shutdown": max(30, 2 * grace)}
     if options.max_restarts is not None:
+        # torchrun restarts after any failure; those left out here would only happen again.
         retry = {
             "attempts": _number(options, "max_restarts") + 1,
             "on": FAILURE_KINDS - DETERMINISTIC,
@@ -201,6 +205,7 @@ def _read_nodes(options: Namespace, notes: list[str]) -> dict[str, Any]:
     if options.node_rank is not None:
         fields["node_rank"] = _number(options, "node_rank")
     if options.master_addr is not None and "endpoint" not in rendezvous:
+        # The default of torchrun's --master-port.
         port = 29500 if options.master_port is None else _number(options, "master_port")
         rendezvous["endpoint"] = show_endpoint(plain_host(options.master_addr), port)
     if options.standalone:

@@ -65,15 +65,13 @@ def show_status(options: argparse.Namespace) -> int:
 
 
 def find_run_dirs() -> list[Path]:
-    """Return the run directories of this user's launches on this host, found by their ranks.
-
-    No launch has to register: a rank's standard output is a log file in the run directory.
-    """
+    """Return the run directories of this user's launches on this host, found by their ranks."""
     run_dirs = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if process.stat().st_uid != os.geteuid():
                 continue
+            # No launch has to register: a rank's standard output is a log file in the run directory.
             match = _RANKS_LOG.fullmatch(os.readlink(process / "fd" / "1"))  # noqa: PTH115 - text
             if match is not None:
                 run_dirs.add(Path(match["run"]))
@@ -126,6 +124,7 @@ def _read_usage(pids: Iterable[int]) -> dict[int, Facts]:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             families[pid] = [process, *process.children(recursive=True)]
+    # cpu_percent() compares with its previous call, so the first one returns 0.
     for process in (process for family in families.values() for process in family):
         with contextlib.suppress(psutil.Error):
             process.cpu_percent()
