@@ -54,7 +54,9 @@ def fingerprint(config: LaunchConfig) -> dict[str, object]:
         },
         "driver": None if driver is None else driver.version,
         "infiniband": {name: str(port) for name, port in list_ports().items()},
-        "data_paths": {name: _data_path(wanted.path) for name, wanted in config.data_paths.items()},
+        "data_paths": {
+            name: _data_path(data_path.path) for name, data_path in config.data_paths.items()
+        },
         "config": {
             "backend": config.backend,
             "nproc_per_node": config.nproc_per_node,
@@ -113,10 +115,10 @@ def _describe(path: Path) -> dict[str, object]:
         names = sorted(entry.name for entry in islice(entries, _MAX_ENTRIES))
     digest = hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape")).hexdigest()[:16]
     # A truncated listing has whichever names the file system returned first: hosts cannot compare it.
-    whole = len(names) < _MAX_ENTRIES
+    is_whole = len(names) < _MAX_ENTRIES
     return {
         "state": "directory",
-        "entries": len(names) if whole else f"{_MAX_ENTRIES} or more",
-        "names": digest if whole else "not compared",
+        "entries": len(names) if is_whole else f"{_MAX_ENTRIES} or more",
+        "names": digest if is_whole else "not compared",
         "file_system": kind,
     }

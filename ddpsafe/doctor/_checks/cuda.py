@@ -87,15 +87,15 @@ def check_visible(subject: Subject) -> Iterator[Finding]:
     items = [item.strip() for item in text.split(",")]
     device_nodes = count_device_nodes()
     # CUDA ends the list at the first invalid entry, or takes none if one is listed twice, silently.
-    twice = {item for item in items if items.count(item) > 1}
+    repeated = {item for item in items if items.count(item) > 1}
     numbers = [int(item) for item in items if item.isdecimal()]
-    odd = [item for item in items if not re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", item)]
+    malformed = [item for item in items if not re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", item)]
     absent = [str(number) for number in numbers if device_nodes and number >= device_nodes]
-    if text in {"", "-1"} or not (twice or odd or absent):
+    if text in {"", "-1"} or not (repeated or malformed or absent):
         yield ok("DS-GPU-002", f"CUDA_VISIBLE_DEVICES={text!r} can be read.")
         return
-    wrong = ", ".join(sorted({*odd, *absent, *twice}))
-    good = [item for item in dict.fromkeys(items) if item not in {*odd, *absent}]
+    wrong = ", ".join(sorted({*malformed, *absent, *repeated}))
+    usable = [item for item in dict.fromkeys(items) if item not in {*malformed, *absent}]
     # On a host without a GPU there is nothing to hide, so ranks on CPUs work all the same.
     make = failed if device_nodes else warning
     yield make(
@@ -105,23 +105,23 @@ def check_visible(subject: Subject) -> Iterator[Finding]:
         cause="a value from another machine, spaces or brackets in it, or a GPU that fell off the bus.",
         fix=to_copy(
             "Name GPUs that exist, each once:",
-            f"export CUDA_VISIBLE_DEVICES={','.join(good) or '0'}",
+            f"export CUDA_VISIBLE_DEVICES={','.join(usable) or '0'}",
         ),
     )
 
 
 def check_enough(subject: Subject) -> Iterator[Finding]:
     """Compare the number of GPUs with the ranks: NCCL needs one GPU for each."""
-    listed = probe_results(subject).get("list_devices", {})
+    gpus = probe_results(subject).get("list_devices", {})
     nproc = subject.config.nproc_per_node
-    if "count" not in listed or not isinstance(nproc, int) or "nccl" not in subject.config.backend:
+    if "count" not in gpus or not isinstance(nproc, int) or "nccl" not in subject.config.backend:
         return
-    if nproc <= listed["count"]:
-        yield ok("DS-GPU-003", f"{nproc} ranks have {listed['count']} GPUs.")
+    if nproc <= gpus["count"]:
+        yield ok("DS-GPU-003", f"{nproc} ranks have {gpus['count']} GPUs.")
         return
     yield failed(
         "DS-GPU-003",
-        f"{nproc} ranks with nccl need {nproc} GPUs, and torch sees {listed['count']}.",
+        f"{nproc} ranks with nccl need {nproc} GPUs, and torch sees {gpus['count']}.",
         cause="nccl refuses two ranks on one GPU; CUDA_VISIBLE_DEVICES may hide others.",
         fix=to_copy(
             "Start one rank per GPU, or use gloo:",
@@ -137,9 +137,9 @@ def check_driver(subject: Subject) -> Iterator[Finding]:
     driver = read_driver()
     if not built or driver is None:
         return
-    wanted, most = tuple(map(int, built.split(".")[:2])), driver.cuda
-    supported = ".".join(map(str, most))
-    if wanted <= most or wanted[0] == most[0]:  # within a major version CUDA is compatible
+    needed, newest = tuple(map(int, built.split(".")[:2])), driver.cuda
+    supported = ".".join(map(str, newest))
+    if needed <= newest or needed[0] == newest[0]:  # within a major version CUDA is compatible
         yield ok(
             "DS-GPU-004", f"Driver {driver.version} supports CUDA {supported}; torch needs {built}."
         )
@@ -150,7 +150,7 @@ def check_driver(subject: Subject) -> Iterator[Finding]:
         cause="pip installs the newest build of torch, whichever driver there is.",
         fix=to_copy(
             "Install a build for the driver, or a newer driver:",
-            f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu{most[0]}{most[1]}",
+            f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu{newest[0]}{newest[1]}",
         ),
     )
 
@@ -205,8 +205,8 @@ def check_kernels(subject: Subject) -> Iterator[Finding]:
 
 def check_architecture(subject: Subject) -> Iterator[Finding]:
     """Check whether torch was compiled for GPUs of this generation."""
-    listed = probe_results(subject).get("list_devices", {})
-    devices, built = listed.get("devices") or [], listed.get("arch_list") or []
+    gpus = probe_results(subject).get("list_devices", {})
+    devices, built = gpus.get("devices") or [], gpus.get("arch_list") or []
     numbers = [
         int(match[1]) for arch in built if (match := re.match(r"(?:sm|compute)_(\d+)", arch))
     ]
@@ -272,8 +272,8 @@ def check_compute_mode(subject: Subject) -> Iterator[Finding]:
         if gpu.compute_mode == _PROHIBITED:
             yield _mode(gpu, "prohibited: no process may compute on it")
         elif gpu.compute_mode == _EXCLUSIVE and gpu.pids:
-            taken = ", ".join(map(str, gpu.pids))
-            yield _mode(gpu, f"exclusive, and process {taken} uses it")
+            pids = ", ".join(map(str, gpu.pids))
+            yield _mode(gpu, f"exclusive, and process {pids} uses it")
         elif gpu.compute_mode is not None:
             yield ok("DS-GPU-005", f"GPU {gpu.index} ({gpu.name}) accepts ranks.")
 
@@ -365,14 +365,14 @@ def check_links(subject: Subject) -> Iterator[Finding]:
     gpus = read_health()
     if len(gpus) < 2:  # noqa: PLR2004 - a pair
         return
-    apart = find_unlinked()
-    if not apart:
+    unlinked = find_unlinked()
+    if not unlinked:
         yield ok("DS-GPU-008", f"All {len(gpus)} GPUs reach each other directly.")
         return
-    pairs = ", ".join(f"{a} and {b}" for a, b in apart[:6])
+    pairs = ", ".join(f"{a} and {b}" for a, b in unlinked[:6])
     yield warning(
         "DS-GPU-008",
-        f"GPUs {pairs}{' and others' if len(apart) > 6 else ''} do not reach each other directly; "  # noqa: PLR2004 - as shown
+        f"GPUs {pairs}{' and others' if len(unlinked) > 6 else ''} do not reach each other directly; "  # noqa: PLR2004 - as shown
         "NCCL goes through the host's memory.",
         cause="consumer cards, GPUs on two sockets, virtual machines, or ACS switched on.",
         fix=to_copy(

@@ -62,8 +62,8 @@ def check_loopback(subject: Subject) -> Iterator[Finding]:
 def check_interface_variables(subject: Subject) -> Iterator[Finding]:
     """Check each interface variable by the rules of the library that reads it."""
     problems = list(check_interfaces(subject.env))
-    wanted = subject.config.rendezvous.interface
-    own = check_interface(wanted) if wanted not in (None, "auto") else None
+    configured = subject.config.rendezvous.interface
+    own = check_interface(configured) if configured not in (None, "auto") else None
     problems += [own] if own else []
     for problem in problems:
         variable = problem.field
@@ -141,9 +141,9 @@ def chosen_names(subject: Subject, existing: list[str]) -> dict[str, list[str]]:
     if subject.env.get(NCCL) and not subject.env[NCCL].startswith("^"):
         for name in expand_nccl(subject.env[NCCL], existing):
             chosen.setdefault(name, []).append(NCCL)
-    wanted = subject.config.rendezvous.interface
-    if wanted not in (None, "auto"):
-        chosen.setdefault(str(wanted), []).append("rendezvous.interface")
+    configured = subject.config.rendezvous.interface
+    if configured not in (None, "auto"):
+        chosen.setdefault(str(configured), []).append("rendezvous.interface")
     return chosen
 
 

@@ -38,7 +38,7 @@ def check_start(subject: Subject) -> Iterator[Finding]:
     program = os.fsdecode(multiprocessing.spawn.get_executable())
     began_s = time.monotonic()
     try:
-        done = subprocess.run(  # noqa: S603 - the interpreter that ranks are started with
+        child = subprocess.run(  # noqa: S603 - the interpreter that ranks are started with
             [program, "-c", _CHILD],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -47,8 +47,8 @@ def check_start(subject: Subject) -> Iterator[Finding]:
             timeout=_START_LIMIT_S,
             check=False,
         )
-        problem = done.stderr.decode("utf-8", "replace").strip()[-300:] if done.returncode else ""
-        problem = problem or (f"exit code {done.returncode}" if done.returncode else "")
+        problem = child.stderr.decode("utf-8", "replace").strip()[-300:] if child.returncode else ""
+        problem = problem or (f"exit code {child.returncode}" if child.returncode else "")
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = str(error)
     if not problem:

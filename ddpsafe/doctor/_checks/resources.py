@@ -66,8 +66,8 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
         )
         return
     free_bytes = state.f_bavail * state.f_frsize
-    least = _SHM_AT_LAUNCH_BYTES if subject.at_launch else _SHM_LOW_BYTES
-    if free_bytes >= least:
+    least_bytes = _SHM_AT_LAUNCH_BYTES if subject.at_launch else _SHM_LOW_BYTES
+    if free_bytes >= least_bytes:
         fact = f"Shared memory (/dev/shm) has {_mib(free_bytes)} free."
         yield ok("DS-LIM-001", fact, free_bytes=free_bytes)
         return
@@ -87,9 +87,9 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
 def check_open_files(subject: Subject) -> Iterator[Finding]:
     """Check the limit of open files; every tensor from a loader worker may need one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least = _FILES_BASE + _FILES_PER_RANK * subject.nproc
-    least = least if subject.at_launch else max(_FEWEST_FILES, least)
-    if soft == resource.RLIM_INFINITY or soft >= least:
+    least_files = _FILES_BASE + _FILES_PER_RANK * subject.nproc
+    least_files = least_files if subject.at_launch else max(_FEWEST_FILES, least_files)
+    if soft == resource.RLIM_INFINITY or soft >= least_files:
         yield ok("DS-LIM-002", f"{soft} files may be open.", soft=soft, hard=hard)
         return
     here, outside = COMMANDS["DS-MEM-descriptors"]
@@ -136,7 +136,7 @@ def check_locked_memory(subject: Subject) -> Iterator[Finding]:
 
 def check_processes(subject: Subject) -> Iterator[Finding]:
     """Count the processes and threads that may still be started."""
-    left = read_limits().processes_left
+    processes_left = read_limits().processes_left
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     # The limit does not apply to root. Counting a user's threads is too slow for a launch.
     if not subject.at_launch and soft != resource.RLIM_INFINITY and os.geteuid() != 0:
@@ -146,48 +146,57 @@ def check_processes(subject: Subject) -> Iterator[Finding]:
             if uids is not None and uids.real == os.getuid():
                 used += process.info["num_threads"] or 1
         by_user = max(0, soft - used)
-        left = by_user if left is None else min(left, by_user)
-    if left is None or left >= subject.nproc * _PROCESSES_PER_RANK:
+        processes_left = by_user if processes_left is None else min(processes_left, by_user)
+    if processes_left is None or processes_left >= subject.nproc * _PROCESSES_PER_RANK:
         yield ok(
-            "DS-LIM-004", f"{'Any number of' if left is None else left} processes may be started."
+            "DS-LIM-004",
+            f"{'Any number of' if processes_left is None else processes_left} processes may be started.",
         )
         return
     # A launch warns only if the ranks might not even start.
     starts = subject.nproc * _THREADS_AT_START
-    if subject.at_launch and left >= starts:
+    if subject.at_launch and processes_left >= starts:
         return
-    make = failed if left < subject.nproc else warning
+    make = failed if processes_left < subject.nproc else warning
     yield make(
         "DS-LIM-004",
-        f"Only {left} more processes and threads may be started; {subject.nproc} ranks with their "
+        f"Only {processes_left} more processes and threads may be started; {subject.nproc} ranks with their "
         f"threads and loader workers need about {subject.nproc * _PROCESSES_PER_RANK}.",
         cause="pids.max of the container, or `ulimit -u`, counts threads too.",
         fix=to_copy("Raise the limit:", "docker run --pids-limit=-1 …", "ulimit -u unlimited"),
-        left=left,
+        left=processes_left,
     )
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
     """Compare the available memory with what the ranks need to start."""
     limits = read_limits()
-    free = psutil.virtual_memory().available
-    left = free if limits.memory_left_bytes is None else min(free, limits.memory_left_bytes)
-    per_rank = _RANK_AT_LAUNCH_BYTES if subject.at_launch else _RANK_BYTES
+    free_bytes = psutil.virtual_memory().available
+    left_bytes = (
+        free_bytes
+        if limits.memory_left_bytes is None
+        else min(free_bytes, limits.memory_left_bytes)
+    )
+    bytes_per_rank = _RANK_AT_LAUNCH_BYTES if subject.at_launch else _RANK_BYTES
     bound = "" if limits.memory_bytes is None else f" (limit {_mib(limits.memory_bytes)})"
-    if left >= per_rank * subject.nproc:
-        yield ok("DS-LIM-005", f"{_mib(left)} of memory are available{bound}.", left_bytes=left)
+    if left_bytes >= bytes_per_rank * subject.nproc:
+        yield ok(
+            "DS-LIM-005",
+            f"{_mib(left_bytes)} of memory are available{bound}.",
+            left_bytes=left_bytes,
+        )
         return
     yield warning(
         "DS-LIM-005",
-        f"{_mib(left)} of memory are available{bound} for {subject.nproc} ranks, which need about "
-        f"{_mib(per_rank * subject.nproc)} before any data; the kernel kills processes that need more.",
+        f"{_mib(left_bytes)} of memory are available{bound} for {subject.nproc} ranks, which need about "
+        f"{_mib(bytes_per_rank * subject.nproc)} before any data; the kernel kills processes that need more.",
         cause="the limit of the container or of the scheduler's job, or other processes.",
         fix=to_copy(
             "Request more, or start fewer ranks:",
             "docker run --memory=64g …   # sbatch --mem=64G",
-            f"--nproc-per-node {max(1, left // per_rank)}",
+            f"--nproc-per-node {max(1, left_bytes // bytes_per_rank)}",
         ),
-        left_bytes=left,
+        left_bytes=left_bytes,
         limit_bytes=limits.memory_bytes,
     )
 

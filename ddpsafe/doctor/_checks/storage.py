@@ -44,23 +44,23 @@ _NETWORK: Final = frozenset(
 
 def check_ready(subject: Subject) -> Iterator[Finding]:
     """Check every data path once, as the launch will."""
-    for name, wanted in subject.config.data_paths.items():
-        problems = PathWatch(wanted).look(_PATH_LIMIT)
+    for name, data_path in subject.config.data_paths.items():
+        problems = PathWatch(data_path).look(_PATH_LIMIT)
         for problem in problems:
             yield failed(
                 "DS-PATH-001",
                 f"Data path {name!r} is not ready: {problem.what}.",
                 cause=f"{problem.cause}.",
-                fix=to_copy(f"{problem.fix}.", shlex.join(["namei", "-l", str(wanted.path)])),
+                fix=to_copy(f"{problem.fix}.", shlex.join(["namei", "-l", str(data_path.path)])),
             )
         if not problems:
-            yield ok("DS-PATH-001", f"Data path {name!r} ({wanted.path}) is ready.")
+            yield ok("DS-PATH-001", f"Data path {name!r} ({data_path.path}) is ready.")
 
 
 def check_storage(subject: Subject) -> Iterator[Finding]:
     """Report the file system of each data path, and warn about one on which reads can fail."""
-    for name, wanted in subject.config.data_paths.items():
-        kind, options = find_storage(wanted.path)
+    for name, data_path in subject.config.data_paths.items():
+        kind, options = find_storage(data_path.path)
         where = "network" if is_network(kind) else "local"
         if is_network(kind) and "soft" in options.split(","):
             yield warning(
@@ -69,7 +69,7 @@ def check_storage(subject: Subject) -> Iterator[Finding]:
                 "with an error in the middle of an epoch.",
                 cause="the mount option `soft`.",
                 fix=to_copy(
-                    "Mount it `hard`:", f"mount -o remount,hard {find_mount_point(wanted.path)}"
+                    "Mount it `hard`:", f"mount -o remount,hard {find_mount_point(data_path.path)}"
                 ),
                 file_system=kind,
             )
@@ -99,11 +99,11 @@ def is_network(kind: str) -> bool:
 
 def _existing_run_dir(subject: Subject) -> Path:
     """Return the run directory, or its deepest parent that exists."""
-    wanted = subject.config.run_dir
-    if wanted is None:
+    run_dir = subject.config.run_dir
+    if run_dir is None:
         return Path(tempfile.gettempdir())
     # The launch creates the rest, so what counts is the directory that it creates them in.
-    return next((path for path in (wanted, *wanted.parents) if path.exists()), Path("/"))
+    return next((path for path in (run_dir, *run_dir.parents) if path.exists()), Path("/"))
 
 
 def check_temporary_directory(subject: Subject) -> Iterator[Finding]:
@@ -157,16 +157,16 @@ def check_writing(subject: Subject) -> Iterator[Finding]:
             probe.write(b"0")
             probe.flush()
     except OSError as error:
-        wanted = subject.config.run_dir
+        run_dir = subject.config.run_dir
         yield failed(
             "DS-PATH-003",
             f"{place} cannot be written ({error.strerror}), and logs and reports go "
-            f"{'there' if wanted in (None, place) else f'below it, to {wanted}'}.",
+            f"{'there' if run_dir in (None, place) else f'below it, to {run_dir}'}.",
             cause="it is mounted read-only, belongs to another user, or is full.",
             fix=to_copy(
                 "Name a directory that can be written, or check this one:",
                 "export DDPSAFE_RUN_DIR=/path/with/room"
-                if wanted
+                if run_dir
                 else "export TMPDIR=/path/with/room",
                 f"namei -l {place}; findmnt -T {place}",
             ),
@@ -181,17 +181,19 @@ def check_room(subject: Subject) -> Iterator[Finding]:
     state = os.statvfs(place)
     free_bytes = state.f_bavail * state.f_frsize
     inodes = state.f_favail if state.f_files else None
-    least = _ROOM_AT_LAUNCH_BYTES if subject.at_launch else _LOW_ROOM_BYTES
-    few = inodes is not None and inodes < _FEWEST_INODES
-    if free_bytes >= least and not few:
+    least_bytes = _ROOM_AT_LAUNCH_BYTES if subject.at_launch else _LOW_ROOM_BYTES
+    has_few_inodes = inodes is not None and inodes < _FEWEST_INODES
+    if free_bytes >= least_bytes and not has_few_inodes:
         yield ok(
             "DS-PATH-004", f"{place} has {free_bytes / _MIB:,.0f} MiB free.", free_bytes=free_bytes
         )
         return
-    broken = not subject.at_launch and (free_bytes < _BROKEN_BYTES or inodes == 0)
-    make = failed if broken else warning
+    is_broken = not subject.at_launch and (free_bytes < _BROKEN_BYTES or inodes == 0)
+    make = failed if is_broken else warning
     what = (
-        f"room for only {inodes} more files" if few else f"only {free_bytes / _MIB:,.0f} MiB free"
+        f"room for only {inodes} more files"
+        if has_few_inodes
+        else f"only {free_bytes / _MIB:,.0f} MiB free"
     )
     yield make(
         "DS-PATH-004",
@@ -221,19 +223,23 @@ def check_speed(subject: Subject) -> Iterator[Finding]:
                 written += 1
     except OSError:  # reported by DS-PATH-003 and DS-PATH-004
         return
-    speed = written * _MIB / max(time.monotonic() - began_s, 1e-6)
-    if speed >= _SLOW_BYTES_PER_S:
-        yield ok("DS-PATH-005", f"{place} is written at {speed / 1e6:.0f} MB/s.", bytes_per_s=speed)
+    bytes_per_s = written * _MIB / max(time.monotonic() - began_s, 1e-6)
+    if bytes_per_s >= _SLOW_BYTES_PER_S:
+        yield ok(
+            "DS-PATH-005",
+            f"{place} is written at {bytes_per_s / 1e6:.0f} MB/s.",
+            bytes_per_s=bytes_per_s,
+        )
         return
     yield warning(
         "DS-PATH-005",
-        f"{place} is written at only {speed / 1e6:.1f} MB/s; a checkpoint of 10 GB takes "
-        f"{10e9 / max(speed, 1) / 60:.0f} min while the other ranks wait.",
+        f"{place} is written at only {bytes_per_s / 1e6:.1f} MB/s; a checkpoint of 10 GB takes "
+        f"{10e9 / max(bytes_per_s, 1) / 60:.0f} min while the other ranks wait.",
         cause="a network file system or a disk that others keep busy.",
         fix=to_copy(
             "Write to a local disk and copy afterwards:", "export DDPSAFE_RUN_DIR=/local/scratch"
         ),
-        bytes_per_s=speed,
+        bytes_per_s=bytes_per_s,
     )
 
 

@@ -68,27 +68,31 @@ def check_launcher(subject: Subject) -> Iterator[Finding]:
 
 def check_leftovers(subject: Subject) -> Iterator[Finding]:
     """Check for variables that make a launch attach to a job that does not exist."""
-    left = [name for name in _RANK_VARIABLES if name in subject.env]
+    leftovers = [name for name in _RANK_VARIABLES if name in subject.env]
     if "TORCHELASTIC_USE_AGENT_STORE" in subject.env:
-        left.append("TORCHELASTIC_USE_AGENT_STORE")
+        leftovers.append("TORCHELASTIC_USE_AGENT_STORE")
     by_launcher = {"TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "DDPSAFE_LAUNCH_ID"} & subject.env.keys()
-    whole = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= subject.env.keys()
+    is_complete = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= subject.env.keys()
     # All four are what torch's env:// method reads, and some launchers set nothing else.
-    if not left or by_launcher or (whole and "TORCHELASTIC_USE_AGENT_STORE" not in left):
+    if (
+        not leftovers
+        or by_launcher
+        or (is_complete and "TORCHELASTIC_USE_AGENT_STORE" not in leftovers)
+    ):
         yield ok("DS-ENV-002", "No variables of another launch are left over.")
         return
-    settings = ", ".join(f"{name}={subject.env[name]!r}" for name in left)
+    settings = ", ".join(f"{name}={subject.env[name]!r}" for name in leftovers)
     effect = (
         "`launch` takes this process for a rank and starts none"
-        if "RANK" in left
+        if "RANK" in leftovers
         else "scripts that read them take this process for a rank"
     )
     yield warning(
         "DS-ENV-002",
-        f"No launcher runs here, yet {settings} {'is' if len(left) == 1 else 'are'} set: {effect}.",
+        f"No launcher runs here, yet {settings} {'is' if len(leftovers) == 1 else 'are'} set: {effect}.",
         cause="an `export` in this shell or its start-up files, or a copied environment.",
-        fix=to_copy("Unset them:", f"unset {' '.join(left)}"),
-        variables=left,
+        fix=to_copy("Unset them:", f"unset {' '.join(leftovers)}"),
+        variables=leftovers,
     )
 
 

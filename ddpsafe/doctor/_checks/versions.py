@@ -189,7 +189,7 @@ def check_nccl(subject: Subject) -> Iterator[Finding]:
 def check_companions(subject: Subject) -> Iterator[Finding]:
     """Compare the installed torch with the one that torchvision and similar packages were built for."""
     installed = _torch_version(subject).partition("+")[0]
-    wrong = 0
+    mismatches = 0
     for name in _COMPANIONS if installed else ():
         requirements: list[str] = []
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -198,7 +198,7 @@ def check_companions(subject: Subject) -> Iterator[Finding]:
         wanted = next(exact, None)
         if wanted is None or wanted == installed:
             continue
-        wrong += 1
+        mismatches += 1
         yield warning(
             "DS-VER-004",
             f"{name} {metadata.version(name)} was built for torch {wanted}, and torch {installed} is "
@@ -209,7 +209,7 @@ def check_companions(subject: Subject) -> Iterator[Finding]:
                 f"{sys.executable} -m pip install --upgrade torch {name}",
             ),
         )
-    if installed and not wrong:
+    if installed and not mismatches:
         yield ok("DS-VER-004", "No installed package requires another torch.")
 
 

@@ -26,11 +26,11 @@ def find_filter_chains() -> list[FilterChain] | None:
     if nft is None:
         return None if _has_legacy_tables() is not False else []
     try:
-        done = subprocess.run(  # noqa: S603 - a fixed command, found on the system's path
+        process = subprocess.run(  # noqa: S603 - a fixed command, found on the system's path
             [nft, "-j", "list", "ruleset"], capture_output=True, timeout=_NFT_LIMIT_S, check=True
         )
-        listed = json.loads(done.stdout).get("nftables", [])
-        chains = [*_filtering(listed)]
+        entries = json.loads(process.stdout).get("nftables", [])
+        chains = [*_filtering(entries)]
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
         return None
     return chains if chains or _has_legacy_tables() is False else None
@@ -46,11 +46,11 @@ def _has_legacy_tables() -> bool | None:
         return None
 
 
-def _filtering(listed: list[dict[str, Any]]) -> Iterator[FilterChain]:
+def _filtering(entries: list[dict[str, Any]]) -> Iterator[FilterChain]:
     """Yield the base chains that may drop or reject a packet, by their policy or by a rule."""
     dropping: set[tuple[str, str, str]] = set()
     jumps: dict[tuple[str, str, str], set[tuple[str, str, str]]] = defaultdict(set)
-    for rule in (entry["rule"] for entry in listed if "rule" in entry):
+    for rule in (entry["rule"] for entry in entries if "rule" in entry):
         key = (rule["family"], rule["table"], rule["chain"])
         for part in rule["expr"]:
             if {"drop", "reject"} & part.keys():
@@ -63,7 +63,7 @@ def _filtering(listed: list[dict[str, Any]]) -> Iterator[FilterChain]:
                     jumps[key].add((*key[:2], part[verb]["target"]))
     while more := {key for key, targets in jumps.items() if targets & dropping} - dropping:
         dropping |= more
-    for chain in (entry["chain"] for entry in listed if "chain" in entry):
+    for chain in (entry["chain"] for entry in entries if "chain" in entry):
         key = (chain["family"], chain["table"], chain["name"])
         filters = chain.get("hook") in ("input", "output") and chain.get("type") == "filter"
         if filters and key[0] in _FAMILIES and (chain.get("policy") == "drop" or key in dropping):
