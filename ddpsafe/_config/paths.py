@@ -233,15 +233,15 @@ def require_data_paths(
     began = Deadline.after(None) if deadline is None else deadline
     # All waits begin at the same moment, so that they do not add up.
     own = {
-        name: Deadline.after(wanted.wait or timedelta(0), clock=began.clock).earlier(began)
-        for name, wanted in data_paths.items()
+        name: Deadline.after(data_path.wait or timedelta(0), clock=began.clock).earlier(began)
+        for name, data_path in data_paths.items()
     }
-    left = {
-        name: find_not_ready(wanted, name=name, deadline=own[name], report=report)
-        for name, wanted in data_paths.items()
+    reasons_of = {
+        name: find_not_ready(data_path, name=name, deadline=own[name], report=report)
+        for name, data_path in data_paths.items()
     }
     not_ready = [
-        (name, data_paths[name].path, reasons) for name, reasons in left.items() if reasons
+        (name, data_paths[name].path, reasons) for name, reasons in reasons_of.items() if reasons
     ]
     if not_ready:
         waited_s = max(own[name].waited_s() for name, _, _ in not_ready)

@@ -130,10 +130,10 @@ def find_not_ready(
         shortened = min(PATIENCE, timedelta(seconds=max(remaining, 0.1)))
         return watch.look(PATIENCE if remaining <= 0 else shortened)
 
-    left: list[NotReady] = retrying(look)
-    if not left:
+    not_ready: list[NotReady] = retrying(look)
+    if not not_ready:
         progress.finish()
-    return left
+    return not_ready
 
 
 _backoff: Final = tenacity.wait_exponential(multiplier=_POLL_FIRST_S, max=_POLL_MAX_S)
@@ -161,8 +161,8 @@ class _WaitReport:
             return
         self._next_s, self._has_reported = waited_s + _REPORT_EVERY_S, True
         total_s = waited_s + self._deadline.remaining_s()
-        seen = "; ".join(reason.what for reason in state.outcome.result())
-        self._report(f"waiting for {self._subject}: {seen}; {waited_s:.0f} s of {total_s:.0f} s")
+        reasons = "; ".join(reason.what for reason in state.outcome.result())
+        self._report(f"waiting for {self._subject}: {reasons}; {waited_s:.0f} s of {total_s:.0f} s")
 
     def finish(self) -> None:
         """Report the end of the wait, if the wait was reported."""
