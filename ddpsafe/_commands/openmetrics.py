@@ -57,25 +57,25 @@ def render(launches: Iterable[Facts]) -> str:
 
 
 def _samples_of(launch: Facts) -> Iterator[tuple[str, dict[str, object], float | None]]:
-    here: dict[str, object] = {"run_dir": launch["run_dir"]}
-    yield "ddpsafe_launch_running", here, launch["state"] == "running"
+    own_labels: dict[str, object] = {"run_dir": launch["run_dir"]}
+    yield "ddpsafe_launch_running", own_labels, launch["state"] == "running"
     if launch["state"] != "running":
         return
     ranks = launch["ranks"]
-    yield "ddpsafe_launch_ranks", here, launch["world_size"]
-    yield "ddpsafe_launch_nodes", here, len({rank["hostname"] for rank in ranks})
-    yield "ddpsafe_launch_attempts", here, launch["attempt"]
-    yield "ddpsafe_launch_longest_step_seconds", here, launch["longest_step_s"]
+    yield "ddpsafe_launch_ranks", own_labels, launch["world_size"]
+    yield "ddpsafe_launch_nodes", own_labels, len({rank["hostname"] for rank in ranks})
+    yield "ddpsafe_launch_attempts", own_labels, launch["attempt"]
+    yield "ddpsafe_launch_longest_step_seconds", own_labels, launch["longest_step_s"]
     for rank in ranks:
-        labels = {**here, "rank": rank["rank"], "host": rank["hostname"]}
+        labels = {**own_labels, "rank": rank["rank"], "host": rank["hostname"]}
         yield "ddpsafe_rank_steps", labels, rank["steps"]
         yield "ddpsafe_rank_steps_per_second", labels, rank["steps_per_s"]
         yield "ddpsafe_rank_since_step_seconds", labels, rank["last_step_s"]
         yield "ddpsafe_rank_memory_bytes", labels, rank.get("memory_bytes")
-    for late in launch["stragglers"]:
-        labels = {**here, "ranks": ",".join(map(str, late["ranks"]))}
-        yield "ddpsafe_waited_seconds", labels, late["waited_s"]
-        yield "ddpsafe_waited_ratio", labels, late["share"]
+    for straggler in launch["stragglers"]:
+        labels = {**own_labels, "ranks": ",".join(map(str, straggler["ranks"]))}
+        yield "ddpsafe_waited_seconds", labels, straggler["waited_s"]
+        yield "ddpsafe_waited_ratio", labels, straggler["share"]
 
 
 def _lines_of(name: str, samples: Iterable[Sample]) -> Iterator[str]:

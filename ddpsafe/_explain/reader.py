@@ -172,9 +172,9 @@ class LogReader:
             # Lines of the watchdog differ in the numbers that matter: who is behind in which call.
             if ranking.is_timeout(cause.code):
                 text = raw[:_MAX_LINE_BYTES].decode("utf-8", "replace")
-                named, _ = normalise.rank_of(text)
+                rank, _ = normalise.rank_of(text)
                 self._findings.compare_sequence(
-                    Line(number=number, text=text, body=text, rank=named)
+                    Line(number=number, text=text, body=text, rank=rank)
                 )
             return True
         return False
@@ -209,9 +209,9 @@ class LogReader:
         self, number: int, text: str, body: str, shape: bytes, grams: Collection[str] | None
     ) -> None:
         """Read the body of a line, or of a part of one."""
-        named, is_local = normalise.rank_of(text)
-        line = Line(number=number, text=text, body=body, rank=named, has_local_rank=is_local)
-        after_call = self._tracebacks.read_call(body, named)
+        rank, is_local = normalise.rank_of(text)
+        line = Line(number=number, text=text, body=body, rank=rank, has_local_rank=is_local)
+        after_call = self._tracebacks.read_call(body, rank)
         if after_call is not None:
             if after_call:  # the newline after the call was lost
                 line.body = after_call
@@ -219,10 +219,10 @@ class LogReader:
             return
         has_following, is_handled = bool(self._following), self._handled_at == number - 1
         if self._tracebacks.read_start(
-            body, named, has_following=has_following, is_handled=is_handled
+            body, rank, has_following=has_following, is_handled=is_handled
         ):
             return
-        self._tracebacks.read_ignored(body, named)
+        self._tracebacks.read_ignored(body, rank)
         cause = self._match(line, grams)
         if cause is not None and len(self._cause_of_shape) < ranking.MAX_DISTINCT:
             self._cause_of_shape[shape] = cause
@@ -280,8 +280,8 @@ class LogReader:
         self._handled_at = line.number
         # Advice below an error, which may have such words, is indented.
         if not is_failure and self._noted is not None and not line.body[:1].isspace():
-            number, named, cause = self._noted
-            if (number, named) == (line.number - 1, line.rank):
+            number, rank, cause = self._noted
+            if (number, rank) == (line.number - 1, line.rank):
                 self._findings.withdraw(cause, is_over=is_handled)
         return is_handled
 
