@@ -54,6 +54,7 @@ def worst(report: Report, code: str) -> Finding:
         ({"TORCH_DISTRIBUTED_DEBUG": "DETAILS"}, "DS-ENV-006", "failed", "not a level"),
         ({"CUDA_LAUNCH_BLOCKING": "1"}, "DS-ENV-006", "warning", "waits for the kernel"),
         ({"NCCL_ASYNC_ERROR_HANDLING": "1"}, "DS-ENV-006", "warning", "old name"),
+        ({"NCCL_ASYNC_ERROR_HANDLING": "1 2"}, "DS-ENV-006", "warning", "old name"),
     ],
 )
 def test_variable_is_reported_and_the_copied_fix_repairs_it(

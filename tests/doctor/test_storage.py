@@ -63,10 +63,12 @@ def test_run_directory_on_a_read_only_mount_fails(tmp_path: Path) -> None:
 
 
 def test_run_directory_below_a_file_fails(tmp_path: Path) -> None:
-    """A path through a file cannot be created."""
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    report = doctor.run(checks={"PATH"}, run_dir=tmp_path / "file" / "run")
-    assert [each.code for each in report.failed] == ["DS-PATH-003"]
+    """A path through a file cannot be created; one with a blank can be copied."""
+    file = tmp_path / "a file"
+    file.write_text("", encoding="utf-8")
+    (finding,) = doctor.run(checks={"PATH"}, run_dir=file / "run").failed
+    assert finding.code == "DS-PATH-003"
+    assert f"namei -l '{file}'; findmnt -T '{file}'" in finding.fix
 
 
 @needs_namespaces

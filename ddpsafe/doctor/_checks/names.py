@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._advice import ADVICE
 from ddpsafe._clock import BoundedCall
 from ddpsafe._config.endpoint import find_address
-from ddpsafe._host import is_loopback, list_interfaces, look_up_name
+from ddpsafe._host import as_setting, is_loopback, list_interfaces, look_up_name
 from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._system.tcp import addresses_of
 
@@ -65,7 +65,7 @@ def _own_name(subject: Subject, name: str, what: str, loopback: Sequence[str]) -
         named = f"{choices[0].addresses[0]} {name}"
         fix = to_copy(
             "Name the interface on this host, or correct /etc/hosts:",
-            f"export GLOO_SOCKET_IFNAME={choices[0].name}",
+            f"export {as_setting('GLOO_SOCKET_IFNAME', choices[0].name)}",
             f"hosts=$({kept}) && printf '%s\\n' \"$hosts\" '{named}' > /etc/hosts",
         )
     # NCCL does not use the name, but gloo groups beside it do.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import socket
 from typing import TYPE_CHECKING, Final
 
@@ -117,7 +118,9 @@ def check_interface_state(subject: Subject) -> Iterator[Finding]:
                 "DS-NET-002",
                 f"The interface {name}, chosen by {chosen_by}, is down.",
                 cause="it was never brought up on this host, or its cable is unplugged.",
-                fix=to_copy("Bring it up, or name another one:", f"ip link set dev {name} up"),
+                fix=to_copy(
+                    "Bring it up, or name another one:", f"ip link set dev {shlex.quote(name)} up"
+                ),
             )
         elif not interface.networks:
             yield failed(
@@ -213,7 +216,8 @@ def check_mtu(subject: Subject) -> Iterator[Finding]:
             f"The MTU of {interface.name} is {interface.mtu_bytes} bytes: data is cut into small packets.",
             cause="a tunnel in a tunnel, or a value set by hand.",
             fix=to_copy(
-                "If the network supports it:", f"ip link set dev {interface.name} mtu 1500"
+                "If the network supports it:",
+                f"ip link set dev {shlex.quote(interface.name)} mtu 1500",
             ),
             mtu_bytes=interface.mtu_bytes,
         )

@@ -69,7 +69,10 @@ def check_storage(subject: Subject) -> Iterator[Finding]:
                 "with an error in the middle of an epoch.",
                 cause="the mount option `soft`.",
                 fix=to_copy(
-                    "Mount it `hard`:", f"mount -o remount,hard {find_mount_point(data_path.path)}"
+                    "Mount it `hard`:",
+                    shlex.join(
+                        ["mount", "-o", "remount,hard", str(find_mount_point(data_path.path))]
+                    ),
                 ),
                 file_system=kind,
             )
@@ -168,7 +171,7 @@ def check_writing(subject: Subject) -> Iterator[Finding]:
                 "export DDPSAFE_RUN_DIR=/path/with/room"
                 if run_dir
                 else "export TMPDIR=/path/with/room",
-                f"namei -l {place}; findmnt -T {place}",
+                f"namei -l {shlex.quote(str(place))}; findmnt -T {shlex.quote(str(place))}",
             ),
         )
         return
@@ -201,7 +204,7 @@ def check_room(subject: Subject) -> Iterator[Finding]:
         cause="old runs, caches or core dumps fill the file system, or a quota does.",
         fix=to_copy(
             "See what fills it, or name another directory:",
-            f"du -xh --max-depth=1 {place} | sort -h | tail",
+            f"du -xh --max-depth=1 {shlex.quote(str(place))} | sort -h | tail",
             "export DDPSAFE_RUN_DIR=/path/with/room",
         ),
         free_bytes=free_bytes,

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from ddpsafe._config.endpoint import DEFAULT_PORT, parse_endpoint
 from ddpsafe._errors import ConfigError
-from ddpsafe._host import count_cores, plain_host, show_endpoint
+from ddpsafe._host import as_setting, count_cores, plain_host, show_endpoint
 from ddpsafe._world import find_world
 from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._subject import find_place
@@ -170,7 +170,9 @@ def check_debugging(subject: Subject) -> Iterator[Finding]:
             "DS-ENV-006",
             f"{name} is the old name of {new}, and torch warns about it or ignores it.",
             cause="advice written for torch before 2.2.",
-            fix=to_copy("Rename it:", f"export {new}={subject.env[name]}", f"unset {name}"),
+            fix=to_copy(
+                "Rename it:", f"export {as_setting(new, subject.env[name])}", f"unset {name}"
+            ),
         )
     if not slow and not old:
         yield ok("DS-ENV-006", "No debugging variable slows the job down.")
@@ -219,7 +221,8 @@ def _unusable(subject: Subject, host: str, error: ValidationError) -> Finding:
         f"MASTER_ADDR={host!r} is not a host: {context.get('why', 'it cannot be read')}.",
         cause="a line break from a command's output, a URL, or an address with its port.",
         fix=to_copy(
-            "Write the host alone, as a name or an address:", f"export MASTER_ADDR={example}"
+            "Write the host alone, as a name or an address:",
+            f"export {as_setting('MASTER_ADDR', example)}",
         ),
     )
 
