@@ -142,13 +142,8 @@ def read_config_file(path: object = None) -> ConfigFile | None:
     file = find_file() if path is None else Path(path)
     if file is None:
         return None
-    table: Any = _load(file)
-    for key in ("tool", "ddpsafe") if "tool" in table or file.name == "pyproject.toml" else ():
-        table = table.get(key, {})
-        if not isinstance(table, dict):
-            _refuse_file(file, f"'{key}' is a {type(table).__name__}, not a table")
     # What `ddpsafe explain` reads beside a launch's fields; see `read_explain_rules`.
-    fields = {name: value for name, value in table.items() if name != _EXPLAIN}
+    fields = {name: value for name, value in _table_of(file).items() if name != _EXPLAIN}
     return ConfigFile(path=file, table=fields, is_implicit=path is None)
 
 
@@ -159,12 +154,7 @@ def read_explain_rules() -> list[Path]:
         ConfigError: The table has something else.
     """
     file = find_file()
-    table: Any = {} if file is None else _load(file)
-    for key in ("tool", "ddpsafe"):
-        table = table.get(key, {})
-        if file is not None and not isinstance(table, dict):
-            _refuse_file(file, f"'{key}' is a {type(table).__name__}, not a table")
-    explain: Any = table.get(_EXPLAIN, {})
+    explain: Any = {} if file is None else _table_of(file).get(_EXPLAIN, {})
     is_known = isinstance(explain, dict) and set(explain) <= {"rules"}
     rules: Any = explain.get("rules", []) if is_known else None
     if not isinstance(rules, list) or not all(isinstance(name, str) for name in rules):
@@ -233,6 +223,17 @@ def implicit_file_problems(file: ConfigFile | None) -> Iterator[ConfigProblem]:
                 write="nothing here; pass env={…}, set the variable where you start the command, "
                 "or name the file (--config, LaunchConfig.from_toml)",
             )
+
+
+def _table_of(file: Path) -> dict[str, Any]:
+    """Return the table of ddpsafe in a file: ``[tool.ddpsafe]``, or the whole file if it has no tools."""
+    table: Any = _load(file)
+    for key in ("tool", "ddpsafe") if "tool" in table or file.name == "pyproject.toml" else ():
+        table = table.get(key, {})
+        if not isinstance(table, dict):
+            _refuse_file(file, f"'{key}' is a {type(table).__name__}, not a table")
+    ddpsafe: dict[str, Any] = table
+    return ddpsafe
 
 
 def _load(path: Path) -> dict[str, Any]:
