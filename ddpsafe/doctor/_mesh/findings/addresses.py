@@ -73,6 +73,7 @@ def check_networks(results: Results, explained: dict[Way, Dialled]) -> Iterator[
     nodes = results.nodes
     translated = results.is_translated()
     shared = common_networks(list(nodes.values()))
+    # Different networks alone prove nothing, because a router may connect them.
     apart = {
         way: outcome
         for way, outcome in results.connections().items()

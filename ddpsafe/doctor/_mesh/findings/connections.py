@@ -191,6 +191,7 @@ def _closed(results: Results, group: Group, outcomes: Mapping[Way, Dialled]) -> 
             for opening in openings
             for rule in opening.rules()
         ]
+        # If a host's filter is unknown, one between the hosts may drop the packets instead.
         if any(not opening.chains for opening in openings):
             lines += cloud_lines(results, group.ways)
         what = "Allow the packets of the job, as root, and run the doctor again:"

@@ -245,6 +245,7 @@ def _check_mtus(results: Results) -> Iterator[Finding]:
 
 def _check_clocks(results: Results) -> Iterator[Finding]:
     ahead = {rank: report.clock_ahead_s for rank, report in results.reports.items()}
+    # All are measured against node rank 0's clock, which may be the wrong one: so the median counts.
     middle = sorted(ahead.values())[len(ahead) // 2] if ahead else 0.0
     odd = {
         rank: by - middle for rank, by in ahead.items() if abs(by - middle) > _MOST_CLOCK_OFFSET_S

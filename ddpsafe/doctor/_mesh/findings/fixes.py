@@ -108,8 +108,10 @@ def allow(chain: FilterChain, origin: str, first: int, last: int, side: str = "d
         last: The last port.
         side: ``dport`` if the ports are the destination, ``sport`` if they are the source.
     """
+    # firewalld replaces its table whenever it is reloaded, so a rule of nft would not stay.
     if chain.table == "firewalld" and chain.hook == "input":
         return _firewalld(origin, first, last)
+    # Chains of iptables-nft, whose tables only iptables should change.
     if chain.name in ("INPUT", "OUTPUT") and chain.family != "inet":
         return _iptables(origin, first, last, chain.hook, side)
     family = "ip6" if ":" in origin else "ip"
