@@ -120,6 +120,32 @@ def test_a_node_that_has_lost_node_0_joins_again(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_a_node_that_has_lost_node_0_before_the_first_attempt_joins_again(
+    own_network: Network, tmp_path: Path, attempts: int
+) -> None:
+    """With restarts; without them, its exit code asks the scheduler for another start."""
+    case = Case(name="three", fields={"nnodes": 3, "retry": {**RETRY, "attempts": attempts}})
+
+    def start(node: int) -> Launcher:
+        return start_node(own_network, node, [case], tmp_path, (1, 1, 1), ENDPOINT)
+
+    first, second = start(0), start(1)
+    scripts.wait_until(lambda: "2 of 3 nodes reached" in first.err, otherwise=lambda: first.err)
+    os.kill(first.pid, signal.SIGKILL)
+    lost = "node 0 ('h0') was lost, before attempt 1: its launcher has ended."
+    if attempts == 1:
+        (result,) = finish_job(own_network, [case], [second])
+        assert (result["three"]["text"], result["three"]["code"]) == (lost, AGAIN)
+        return
+    again = f"{lost} Joining again"
+    scripts.wait_until(lambda: again in second.err, otherwise=lambda: second.err)
+    launchers = [start(0), second, start(2)]
+    for result in finish_job(own_network, [case], launchers):
+        assert "error" not in result["three"], result
+
+
+@pytest.mark.full
 def test_an_unfit_replacement_is_refused_and_the_others_wait_for_another(
     network: Network, tmp_path: Path
 ) -> None:

@@ -206,6 +206,12 @@ class RoundPlan:
         return {address: min(nodes) for address, nodes in owners.items() if len(nodes) == 1}
 
 
+def plan_of_node_0(node_0: NodeFacts) -> RoundPlan:
+    """Return what is known of a round that node 0 has not planned yet: itself, and no ranks."""
+    nodes = (replace(node_0, nproc=0),)
+    return RoundPlan(round_id="", attempt=0, nodes=nodes, store_port=0, master_port=0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderCheck:
     """What a new node has to see before it may start ranks.

@@ -764,7 +764,8 @@ def lost_node_error(
         cause, fix = (text.format(host=who.hostname) for text in _LOSSES[lost.how])
     if lost.is_silent:
         why = f"nothing has arrived from {who.address} for {lost.silent_s:.1f} s ({lost.why})"
-    name = plan.name_of(node, f"{ranks_text(ranks)} of world_size {plan.world_size}")
+    place = [f"{ranks_text(ranks)} of world_size {plan.world_size}"] if ranks else []
+    name = plan.name_of(node, *place)
     what = f"{name} was lost, {when}: {why}."
     return NodeLostError(
         Explanation(what, cause=cause, fix=fix, details=tuple(details)),

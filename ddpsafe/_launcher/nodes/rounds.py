@@ -40,6 +40,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     RoundResult,
     as_error,
     error_of,
+    plan_of_node_0,
     round_result_of,
 )
 from ddpsafe._launcher.nodes.node_zero import lost_node_error, run_as_node_0, world_of
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from ddpsafe._launcher.launch_parts import LaunchParts
-    from ddpsafe._launcher.nodes.lobby import Lobby, RoundChannel
+    from ddpsafe._launcher.nodes.lobby import Lobby, Membership, RoundChannel
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.watch.signals import SignalInbox
 
@@ -495,11 +496,9 @@ class NodeLaunch:
                     raise
                 except RendezvousTimeoutError as exc:
                     lost = rendezvous.how_node_0_was_lost()
-                    if lost is not None and self._round_plan is not None:
-                        raise self._lost_node_0(self._round_plan, lost) from exc
-                    if self._earlier and self._round_plan is None:  # it has lost node 0 before
-                        raise self._earlier[-1] from exc
-                    raise
+                    if lost is None:
+                        raise
+                    raise self._lost_node_0(membership, lost) from exc
                 if new_round is None:
                     note_event("ended", "the job has ended")
                     return {}
@@ -568,11 +567,9 @@ class NodeLaunch:
         membership = rendezvous.membership
         failure = "could not begin the round"
         error = as_error(exc, rendezvous.facts.named(node), failure, phase="start")
-        last_plan = membership.plan or self._round_plan
-        if membership.lost is not None and membership.result is None and last_plan is not None:
-            return self._lost_node_0(last_plan, membership.lost)
-        is_told = membership.result is not None or membership.lost is not None
-        if is_told or isinstance(error, RendezvousTimeoutError):
+        if membership.lost is not None and membership.result is None:
+            return self._lost_node_0(membership, membership.lost)
+        if membership.result is not None or isinstance(error, RendezvousTimeoutError):
             return error  # node 0 says so, or does not respond
         plan = membership.plan
         result = self._tell_cannot_take_part(
@@ -610,10 +607,10 @@ class NodeLaunch:
             time.sleep(pause_s)
         return membership.result
 
-    def _lost_node_0(self, plan: RoundPlan, lost: Lost) -> NodeLostError:
-        """Return the error for the loss of node 0 between two attempts."""
+    def _lost_node_0(self, membership: Membership, lost: Lost) -> NodeLostError:
+        """Return the error for the loss of node 0 before or between attempts."""
         return lost_node_error(
-            plan,
+            membership.plan or self._round_plan or plan_of_node_0(membership.node_0),
             0,
             lost,
             when=f"after attempt {self.attempts}" if self.attempts else "before attempt 1",
