@@ -85,6 +85,21 @@ def test_state_of_another_dataset_of_equal_length_is_refused() -> None:
     assert set(caught.value.differences) == {"fingerprint"}
 
 
+@pytest.mark.parametrize("changes", [{"n": 41}, {"consumed": 41}])
+def test_refused_state_changes_nothing(changes: dict[str, int]) -> None:
+    """Not the seed that it would have brought, nor the epoch."""
+    saved = build_loader(range(40), batch_size=4, seed=7).sampler
+    saved.set_epoch(3)
+    state = saved.state_dict()
+    for values in (state, state["identity"]):
+        values.update({key: changes[key] for key in changes.keys() & values.keys()})
+    sampler = build_loader(range(40), batch_size=4).sampler
+    before = sampler.state_dict()
+    with pytest.raises(StateMismatchError):
+        sampler.load_state_dict(state)
+    assert sampler.state_dict() == before
+
+
 def test_dataset_with_random_items_is_compared_by_its_length() -> None:
     """Reading an item twice gives two values, so items do not identify the dataset."""
     state = build_loader(Noisy(40, 0), batch_size=4).state_dict()

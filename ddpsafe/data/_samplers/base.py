@@ -359,24 +359,38 @@ class PositionSampler(Sampler[int]):
         """
         parsed = parse_state(state)
         saved_seed = parsed["identity"].get("seed")
+        own = self.seed, self.epoch
+        # The identity and the size depend on both.
         if self.takes_seed_of_state and isinstance(saved_seed, int):
             self.seed = saved_seed
-        compare_identity(
-            parsed["identity"], self.identity(), strict=strict, what=type(self).__name__
-        )
         self.epoch = AutoEpoch(parsed["epoch"])
-        if parsed["consumed"] > self.size() and strict:
-            raise StateMismatchError(
-                Explanation(
-                    f"The state is after {parsed['consumed']} samples of an epoch of {self.size()}.",
-                    cause="the state is damaged.",
-                    fix="load an intact state, or restart the epoch.",
-                )
-            )
+        try:
+            self._require_own(parsed, strict=strict)
+        except StateMismatchError:
+            self.seed, self.epoch = own
+            raise
         self._base = self.size() if parsed["finished"] else min(parsed["consumed"], self.size())
         self._progress = _DrawnCount()
         self._measure()
         self._resumed = True
+
+    def _require_own(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Check that a state belongs to this data and seed, in its epoch.
+
+        Raises:
+            StateMismatchError: It does not.
+        """
+        compare_identity(
+            state["identity"], self.identity(), strict=strict, what=type(self).__name__
+        )
+        if state["consumed"] > self.size() and strict:
+            raise StateMismatchError(
+                Explanation(
+                    f"The state is after {state['consumed']} samples of an epoch of {self.size()}.",
+                    cause="the state is damaged.",
+                    fix="load an intact state, or restart the epoch.",
+                )
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the iteration under way."""
