@@ -27,7 +27,7 @@ from ddpsafe._errors import (
     RendezvousTimeoutError,
     describes,
 )
-from ddpsafe._host import list_interfaces
+from ddpsafe._host import list_interfaces, without_cpp_warnings
 from ddpsafe._job.channel import (
     Channel,
     GarbledError,
@@ -396,7 +396,7 @@ class NodeRendezvous:
         while True:
             # Set in this thread: that of the rendezvous may outlive an abandoned wait, and would
             # then change the environment while others read it.
-            with _without_shared_store():
+            with _without_shared_store(), without_cpp_warnings():
                 call = BoundedCall(self._handler.next_rendezvous, name="ddpsafe-rendezvous")
                 if not self._await_round(call, deadline):
                     logger.warning(
