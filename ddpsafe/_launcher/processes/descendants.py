@@ -84,7 +84,7 @@ class RankIdentity(ProcessIdentity):
             return self.is_alive()
         if self.left is None:
             return None
-        return any(each.is_alive() for each in self.left)
+        return any(process.is_alive() for process in self.left)
 
 
 def find_members(ranks: Iterable[RankIdentity], launch_id: str) -> list[psutil.Process]:
@@ -105,21 +105,21 @@ def find_members(ranks: Iterable[RankIdentity], launch_id: str) -> list[psutil.P
     owned = {rank.pid: rank.owns_session() for rank in ranks}
     certain = {pid for pid, is_own in owned.items() if is_own}
     likely = {pid for pid, is_own in owned.items() if is_own is None}
-    found = []
+    descendants = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
             places = {process.pid, _session_of(process.pid)}
             if places & certain:
-                found.append(process)
+                descendants.append(process)
                 continue
             # An ended rank's session may belong to another process by now, and any user can set MARKER.
             # Root has the permission to kill other users' processes, and must not.
             is_likely = places & likely or process.environ().get(MARKER) == launch_id
             if is_likely and {os.getuid(), os.geteuid()} & set(process.uids()):
-                found.append(process)
-    return found
+                descendants.append(process)
+    return descendants
 
 
 def kill_members(

@@ -318,9 +318,9 @@ class RankState:
         """Record where it was before another rank gave up waiting, if it went on after that."""
         self.before = before
 
-    def note_native(self, found: NativeError | None) -> None:
+    def note_native(self, native: NativeError | None) -> None:
         """Record what native code wrote before it ended the process."""
-        self.native = found
+        self.native = native
 
     def announce_all_started(self) -> None:
         """Notify it that all other ranks have been started, so it can wait for them."""

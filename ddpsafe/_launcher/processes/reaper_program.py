@@ -85,7 +85,7 @@ def clean_up(lines: Sequence[bytes]) -> None:
         else:  # the last line about a rank counts: another process may have its pid by now
             rank = sent["rank"]
             left = rank["left"]
-            members = None if left is None else tuple(ProcessIdentity(**each) for each in left)
+            members = None if left is None else tuple(ProcessIdentity(**fields) for fields in left)
             ranks[rank["pid"]] = RankIdentity(rank["pid"], rank["started"], members)
     kill_members(list(ranks.values()), launch_id, within_s=_CLEAN_UP_S)
     # A kill of the launcher's process group has also killed Python's resource tracker.

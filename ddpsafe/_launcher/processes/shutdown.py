@@ -132,7 +132,11 @@ def end_processes(processes: Sequence[RankProcess], *, grace: timedelta, launch_
             ", ".join(programs[:_SHOWN_PROGRAMS]),
         )
     # The driver may free the GPU memory of ranks that were ended only some time afterwards.
-    pids = [each.pid for each in processes if each.spec.device != "cpu" and each.exitcode != 0]
+    pids = [
+        process.pid
+        for process in processes
+        if process.spec.device != "cpu" and process.exitcode != 0
+    ]
     waiting = Deadline.after(_MEMORY_WAIT)
     is_free = _gpus.wait_for_memory([pid for pid in pids if pid is not None], waiting)
     if not is_free or waiting.waited_s() > _LOOK.total_seconds():

@@ -430,11 +430,11 @@ def terminal_variables(show: str, rank: int, given: Mapping[str, str]) -> dict[s
         return {}
     columns, _ = _size()
     tag = len(tag_of(rank, rank)) if show == "tagged" else 0
-    found = {"COLUMNS": str(max(20, columns - tag - 1))}
+    variables = {"COLUMNS": str(max(20, columns - tag - 1))}
     if show == "rank-zero":
         # For rich since 14.1. With several ranks, lines are shown and not what each of them draws.
-        found |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1"}
-    return {name: text for name, text in found.items() if name not in given}
+        variables |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1"}
+    return {name: text for name, text in variables.items() if name not in given}
 
 
 def _size() -> tuple[int, int]:
@@ -494,7 +494,9 @@ class _Warnings(logging.Handler):
             _, show = self.shows[-1]
             # The program may have handlers that show records.
             loggers = (logger, logging.getLogger()) if logger.propagate else (logger,)
-            is_handled = any(other is not self for each in loggers for other in each.handlers)
+            is_handled = any(
+                other is not self for other_logger in loggers for other in other_logger.handlers
+            )
             if show == "json":
                 text = json_of_record(record)
             elif show == "none" or logging.lastResort is None or is_handled:
@@ -521,9 +523,9 @@ def shown_log(show: str) -> Iterator[None]:
     Args:
         show: ``rank-zero``, ``all``, ``tagged``, ``json`` or ``none``.
     """
-    shown = (object(), show)  # unique, since launches of several threads end in any order
+    scope = (object(), show)  # unique, since launches of several threads end in any order
     with _lock:
-        _warnings.shows.append(shown)
+        _warnings.shows.append(scope)
         logger.addHandler(_warnings)
     try:
         with json_scope(on=show == "json"):
@@ -533,6 +535,6 @@ def shown_log(show: str) -> Iterator[None]:
         raise
     finally:
         with _lock:
-            _warnings.shows.remove(shown)
+            _warnings.shows.remove(scope)
             if not _warnings.shows:
                 logger.removeHandler(_warnings)

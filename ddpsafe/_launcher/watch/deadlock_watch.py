@@ -514,8 +514,8 @@ class LiveWatch:
         if not inquiry.is_over(now_s):
             return
         answers = inquiry.answers()
-        asked = {rank.rank for rank in inquiry.ranks} - answers.keys()
-        silent = [process for process in self._processes if process.rank in asked]
+        unanswered = {rank.rank for rank in inquiry.ranks} - answers.keys()
+        silent = [process for process in self._processes if process.rank in unanswered]
         if silent and self._signalled is None:
             self._signalled = {process.rank: ask_for_stacks(process) for process in silent}
             inquiry.ends_s = now_s + self._settings.answer_s / 2

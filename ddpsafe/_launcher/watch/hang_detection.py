@@ -156,13 +156,13 @@ class FlightWatch:
                 process.ask_position()
         staying = {rank for rank, repeats in self._repeats.items() if repeats >= _REPEATS}
         places = {rank: self._answers[rank] for rank in staying}
-        for mine in failing & staying:
-            at = places[mine]
-            newest = None if at is None else at.newest()
+        for rank in failing & staying:
+            position = places[rank]
+            newest = None if position is None else position.newest()
             if newest is not None and newest.group != MAIN_GROUP and not newest.done:
                 continue  # it waits for some of the ranks only, which may still join it
-            last = last_in_main(at)
-            if any(_wait_for_each_other(last, last_in_main(each)) for each in places.values()):
+            last = last_in_main(position)
+            if any(_wait_for_each_other(last, last_in_main(other)) for other in places.values()):
                 return True
         return False
 
@@ -298,11 +298,11 @@ class NewCollectives:
             positions: Where the ranks are, in the same order at each call.
         """
         last_ns = 0
-        for place, at in enumerate(positions):
-            if at is None:
+        for place, position in enumerate(positions):
+            if position is None:
                 continue
-            for group in {each.group for each in at.collectives}:
-                last = at.in_group(group)
+            for group in {call.group for call in position.collectives}:
+                last = position.in_group(group)
                 if last is not None and self._known.get((place, group)) != last.number:
                     self._known[place, group] = last.number
                     last_ns = max(last_ns, last.entered_ns)
@@ -354,8 +354,8 @@ class ProgressWatch:
             return False
         progress = [process.progress() for process in self._processes]
         seen = [
-            (each.phase, made, each.returned is None)
-            for each, made in zip(self._processes, progress, strict=True)
+            (process.phase, rank_progress, process.returned is None)
+            for process, rank_progress in zip(self._processes, progress, strict=True)
         ]
         # `timeouts.rendezvous` limits the time until all have joined.
         starting = not all(process.joined for process in self._processes)
@@ -366,7 +366,9 @@ class ProgressWatch:
         if self._limit is None:
             return False
         # A collective is a sign of progress, too: measure from the last one that a rank has entered.
-        entered_ns = self._collectives.last_entered_ns(each.position for each in self._processes)
+        entered_ns = self._collectives.last_entered_ns(
+            process.position for process in self._processes
+        )
         if entered_ns:
             ago = timedelta(seconds=max(0, time.time_ns() - entered_ns) / 1e9)
             if self._limit - ago > timedelta(seconds=self._deadline.remaining_s()):
@@ -389,8 +391,8 @@ class ProgressWatch:
         if not self._is_auto:
             return
         now_s = time.monotonic()
-        is_saving = any(each.saving for each in progress)
-        has_stepped = any(each.steps for each in progress)
+        is_saving = any(rank_progress.saving for rank_progress in progress)
+        has_stepped = any(rank_progress.steps for rank_progress in progress)
         # At the first look after all have joined, the first step may already have been made: it took no
         # longer than the time since the look before. The first gap ends with that step only.
         if has_stepped and not starting and not self._is_interrupted:
@@ -401,7 +403,7 @@ class ProgressWatch:
         self._was_starting, self._was_saving = starting, is_saving
         # A step may be seen in shared memory before the rank's report that it has joined is read.
         self._is_first = starting or not has_stepped
-        leaves = any(each.returned is not None for each in self._processes)
+        leaves = any(process.returned is not None for process in self._processes)
         self._limit = (
             None
             if starting or leaves  # how long the end takes after the last step was never learned

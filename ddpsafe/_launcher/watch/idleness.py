@@ -166,7 +166,7 @@ def _usage_of(rank: int, family: Sequence[int], stats: Mapping[int, ProcessStat]
                     threads[int(tid)] = ThreadUsage(ran_ns + waited_ns, slices, ran_ns)
             with open(f"/proc/{pid}/io", "rb") as file:  # noqa: PTH123 - as above
                 lines = dict(line.split(b":") for line in file.read().splitlines())
-            io_bytes += sum(int(lines[each]) for each in (b"rchar", b"wchar", b"read_bytes"))
+            io_bytes += sum(int(lines[name]) for name in (b"rchar", b"wchar", b"read_bytes"))
     except (OSError, ValueError, KeyError):  # it has ended, or the system does not show it
         return None
     page = os.sysconf("SC_PAGE_SIZE")
@@ -236,9 +236,11 @@ class IdleWatch:
             return False
         if now_s - self._connections_s >= _CONNECTIONS_S:
             self._connections_s = now_s
-            found = read_unanswered(rank.pid for rank in self._processes if rank.pid is not None)
+            unanswered = read_unanswered(
+                rank.pid for rank in self._processes if rank.pid is not None
+            )
             for rank in self._processes:
-                if connections := found.get(rank.pid or 0):
+                if connections := unanswered.get(rank.pid or 0):
                     rank.unanswered, self._unanswered_s = connections, now_s
                 elif now_s - self._unanswered_s > _KEPT_S and rank.raised is None:
                     rank.unanswered = ()
@@ -248,11 +250,11 @@ class IdleWatch:
 
     def _take_sample(self, now_s: float) -> None:
         ranks = [
-            each.pid
-            for each in self._processes
-            if each.pid is not None and each.alive and each.returned is None
+            process.pid
+            for process in self._processes
+            if process.pid is not None and process.alive and process.returned is None
         ]
-        answers = [(each.whereabouts, each.position) for each in self._processes]
+        answers = [(process.whereabouts, process.position) for process in self._processes]
         usage = self._read(ranks)
         has_answered = len(answers) != len(self._answers) or any(
             one is not other

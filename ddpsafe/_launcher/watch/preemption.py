@@ -56,8 +56,8 @@ class StopRequest:
 
     def must_end(self) -> bool:
         """Return whether the ranks have to be ended now; if not, ask them to stop by themselves."""
-        asked = any(process.stop.asked_by is not None for process in self._processes)
-        if self._inbox.received is None and not asked:
+        is_asked = any(process.stop.asked_by is not None for process in self._processes)
+        if self._inbox.received is None and not is_asked:
             return False
         if self._inbox.received == signal.SIGINT or self._inbox.insists:
             return True
@@ -104,5 +104,5 @@ class StopRequest:
         """Return which signal was received, and by which process."""
         if self._inbox.received is not None:
             return f"{self._inbox.received.name} to the launcher"
-        asked = [process for process in self._processes if process.stop.asked_by is not None]
-        return ", ".join(f"{process.stop.asked_by} to rank {process.rank}" for process in asked)
+        processes = [process for process in self._processes if process.stop.asked_by is not None]
+        return ", ".join(f"{process.stop.asked_by} to rank {process.rank}" for process in processes)

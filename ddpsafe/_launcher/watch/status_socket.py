@@ -75,7 +75,7 @@ class StatusSocket:
 
     def handles(self) -> list[int]:
         """Return the descriptors that become readable when another process connects or asks."""
-        waiting = [each.fileno() for each in self._connected]
+        waiting = [connection.fileno() for connection in self._connected]
         if self._listener is None or self._is_listener_skipped:
             return waiting
         return [self._listener.fileno(), *waiting]

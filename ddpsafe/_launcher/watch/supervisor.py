@@ -251,7 +251,9 @@ class AttemptWatch:
                 deadlines = [self._attempt, self.stop_request.deadline]
                 if not self._have_all_joined():
                     deadlines.append(self._rendezvous)
-                limits_s = [each.remaining_s() for each in deadlines if each is not None]
+                limits_s = [
+                    deadline.remaining_s() for deadline in deadlines if deadline is not None
+                ]
                 self._wait(min(*limits_s, *(watch.interval_s() for watch in watches)))
         finally:
             self._live.close()
@@ -395,7 +397,7 @@ def let_ranks_leave(
     answer = next_step
     stuck: set[int] = set()
     while True:
-        alive = [each for each in processes if each.alive]
+        alive = [process for process in processes if process.alive]
         if shutdown.expired():
             for process in alive:
                 if not process.is_finishing and process.rank not in stuck:
@@ -406,16 +408,16 @@ def let_ranks_leave(
                         process.rank,
                         timeouts.shutdown.total_seconds(),
                     )
-        waited_for = [each for each in alive if each.rank not in stuck]
+        waited_for = [process for process in alive if process.rank not in stuck]
         if not waited_for:
             return {}
         for process in waited_for:
             if process.is_finishing:
                 finish.setdefault(process.rank, Deadline.after(timeouts.finish, clock=clock))
-        finishing = [each for each in waited_for if each.rank in finish]
-        if is_over() or any(finish[each.rank].expired() for each in finishing):
-            return {each.rank: _what_runs(each) for each in finishing}
-        has_all = all(each.living_threads is not None for each in waited_for)
+        finishing = [process for process in waited_for if process.rank in finish]
+        if is_over() or any(finish[process.rank].expired() for process in finishing):
+            return {process.rank: _what_runs(process) for process in finishing}
+        has_all = all(process.living_threads is not None for process in waited_for)
         if next_step.expired() and has_asked and not has_all and not answer.expired():
             next_step = Deadline.after(_THREADS_ANSWER, clock=clock)
         elif next_step.expired():

@@ -39,15 +39,15 @@ def read_unanswered(pids: Iterable[int]) -> dict[int, tuple[Unanswered, ...]]:
     for table in _TABLES:
         with contextlib.suppress(OSError, ValueError):
             suspects |= find_unanswered(Path(table).read_text(encoding="ascii"))
-    found: dict[int, tuple[Unanswered, ...]] = {}
+    unanswered: dict[int, tuple[Unanswered, ...]] = {}
     for pid in pids if suspects else ():
         files = f"/proc/{pid}/fd"
         with contextlib.suppress(OSError):
             for fd in os.listdir(files):  # noqa: PTH208 - names only
                 with contextlib.suppress(OSError):  # it was closed a moment ago
                     if connection := suspects.get(os.readlink(f"{files}/{fd}")):  # noqa: PTH115
-                        found[pid] = (*found.get(pid, ()), connection)
-    return found
+                        unanswered[pid] = (*unanswered.get(pid, ()), connection)
+    return unanswered
 
 
 def find_unanswered(table: str) -> Mapping[str, Unanswered]:
@@ -56,7 +56,7 @@ def find_unanswered(table: str) -> Mapping[str, Unanswered]:
     Args:
         table: The text of ``/proc/net/tcp`` or ``/proc/net/tcp6``.
     """
-    found = {}
+    connections = {}
     for line in table.splitlines()[1:]:
         if (
             f" {_RESENDS}:" not in line
@@ -67,8 +67,8 @@ def find_unanswered(table: str) -> Mapping[str, Unanswered]:
             continue
         connection = Unanswered(_address_of(own), _address_of(peer))
         if not ipaddress.ip_address(connection.peer).is_loopback:
-            found[f"socket:[{inode}]"] = connection
-    return found
+            connections[f"socket:[{inode}]"] = connection
+    return connections
 
 
 def _address_of(field: str) -> str:
