@@ -275,10 +275,13 @@ def is_overlay(name: str) -> bool:
     return name.startswith(_OVERLAYS)
 
 
-def is_loopback(address: str) -> bool:
-    """Return whether a numeric address is a loopback address, also as IPv6 spells that of IPv4."""
+def is_loopback(host: str) -> bool:
+    """Return whether a host always means the local machine: a name, or an address, also as IPv6 spells IPv4's."""
+    name = host.rstrip(".").casefold()
+    if name in ("localhost", "ip6-localhost") or name.endswith(".localhost"):
+        return True
     try:
-        numeric = ipaddress.ip_address(address)
+        numeric = ipaddress.ip_address(host)
     except ValueError:
         return False
     return (getattr(numeric, "ipv4_mapped", None) or numeric).is_loopback

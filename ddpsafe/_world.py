@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._errors import ConfigError, Explanation
-from ddpsafe._host import plain_host, show_endpoint
+from ddpsafe._host import is_loopback, plain_host, show_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -323,7 +323,7 @@ def find_world(env: Mapping[str, str]) -> World | None:
         if dialect.marker in env and not _is_shell_step(dialect, env):
             # If a pod has only RANK and WORLD_SIZE, each pod is a host with one rank.
             by_pod = "KUBERNETES_SERVICE_HOST" in env and not is_loopback(
-                env.get("MASTER_ADDR", "")
+                plain_host(env.get("MASTER_ADDR", ""))
             )
             has_local = "LOCAL_RANK" in env or "LOCAL_WORLD_SIZE" in env
             if dialect is _BY_HAND and by_pod and not has_local:
@@ -404,11 +404,6 @@ def _node_as_rank(env: Mapping[str, str]) -> World | None:
         raise ConfigError(Explanation(what, cause=cause, fix=fix))
     one_rank = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return _read(_BY_HAND, {**env, **one_rank, "RANK": env[place], "WORLD_SIZE": nnodes})
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host, as written, is a name or address of loopback."""
-    return plain_host(host) in {"localhost", "::1"} or host.startswith("127.")
 
 
 def _is_shell_step(dialect: _Dialect, env: Mapping[str, str]) -> bool:

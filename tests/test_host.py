@@ -46,7 +46,11 @@ def test_the_exit_code_is_that_of_the_signal(tmp_path: Path, before: str, code: 
         ("::ffff:127.0.0.1", True),
         ("::ffff:10.0.0.1", False),
         ("10.0.0.1", False),
-        ("localhost", False),
+        ("localhost", True),
+        ("localhost.", True),
+        ("ip6-localhost", True),
+        ("gpu-01.localhost", True),
+        ("gpu-01", False),
         ("", False),
     ],
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._config.problems import Problem, require_none, show
-from ddpsafe._host import plain_host, show_endpoint
+from ddpsafe._host import is_loopback, plain_host, show_endpoint
 
 if TYPE_CHECKING:
     IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -46,10 +46,7 @@ class Endpoint:
     @property
     def is_loopback(self) -> bool:
         """Whether the host, as written, always means the local machine."""
-        name = self.host.rstrip(".").casefold()
-        address = find_address(self.host)
-        by_name = name in ("localhost", "ip6-localhost") or name.endswith(".localhost")
-        return by_name or (address is not None and address.is_loopback)
+        return is_loopback(str(find_address(self.host) or self.host))
 
 
 def find_address(host: str) -> IPAddress | None:

@@ -15,6 +15,7 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe._host import is_loopback
 from ddpsafe._wire.messages import Unanswered
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def find_unanswered(table: str) -> Mapping[str, Unanswered]:
         if state != _ESTABLISHED or timer[:2] != _RESENDS or int(retries, 16) < _RETRIES:
             continue
         connection = Unanswered(_address_of(own), _address_of(peer))
-        if not ipaddress.ip_address(connection.peer).is_loopback:
+        if not is_loopback(connection.peer):
             connections[f"socket:[{inode}]"] = connection
     return connections
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Ty
 
 from pydantic import AfterValidator, Field, Strict
 
+from ddpsafe._host import is_loopback
 from ddpsafe.doctor._findings import DialResult, printable
 from ddpsafe.doctor._subject import PlaceKind, VariableSource
 
@@ -276,7 +277,7 @@ class Node:
                     raise ValueError(f"{address} is not in {network}")
         known = {address for table in self.interfaces.values() for address in table}
         own = self.announced.address
-        elsewhere = ipaddress.ip_address(own).is_loopback if own else True
+        elsewhere = not own or is_loopback(own)
         # An interface that is down is not among the running ones.
         if not elsewhere and own not in known and self.announced.flaw != "not-running":
             raise ValueError(f"{own} is announced but none of the interfaces has it")
