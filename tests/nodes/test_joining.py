@@ -362,7 +362,7 @@ def test_a_launcher_that_exits_before_it_starts_ranks_is_named_at_once(
     # A kernel resets the connection of a process that ends with something unread.
     why = found[0]["text"].partition(words)[2]
     assert why in ("its launcher has ended.", "Connection reset by peer.")
-    _require(said, (1,), "node 0", "RendezvousTimeoutError", "h1 has lost the store")
+    _require(said, (1,), "node 0", "NodeLostError", "node 0 ('h0') was lost, before attempt 1: ")
 
 
 @pytest.mark.full

@@ -90,6 +90,7 @@ def test_each_node_writes_what_happens_as_events(network: Network, tmp_path: Pat
     await_ranks(tmp_path, launchers, 2)
     os.kill(launchers[1].pid, signal.SIGKILL)
     launchers[0].end()
-    found = events(launchers[0])
-    assert [each["event"] for each in found] == ["attempt", "lost"], launchers[0].err
+    # A kernel resets the connection of a process that ends with something unread: away, then lost.
+    found = [event for event in events(launchers[0]) if event["event"] != "away"]
+    assert [event["event"] for event in found] == ["attempt", "lost"], launchers[0].err
     assert (found[1]["node"], found[1]["of_node"]) == (0, 1)

@@ -496,7 +496,7 @@ class NodeLaunch:
                     raise
                 except RendezvousTimeoutError as exc:
                     lost = rendezvous.how_node_0_was_lost()
-                    if lost is None:
+                    if lost is None or membership.result is not None:  # node 0 has said why
                         raise
                     raise self._lost_node_0(membership, lost) from exc
                 if new_round is None:
