@@ -211,13 +211,24 @@ def test_largest_first_cannot_keep_the_global_batches() -> None:
         BalancedBatchSampler([1, 2, 3], 2, largest_first=True)
 
 
-@pytest.mark.parametrize("lacks", ["max_tokens", "token_window"])
-def test_position_in_other_batches_is_refused(lacks: str) -> None:
+@pytest.mark.parametrize(
+    ("saved", "window", "loads"),
+    [
+        (None, None, 100),
+        (100, None, 100),
+        (100, -5, 100),
+        (100, True, 100),
+        (100, 8, None),
+    ],
+)
+def test_position_in_other_batches_is_refused(
+    saved: int | None, window: object, loads: int | None
+) -> None:
     """Not even strict=False finds a place for it: a position counts batches of one kind."""
-    sampler = BalancedBatchSampler(range(1, 50), 4, num_replicas=2, rank=0, max_tokens=100)
-    other = BalancedBatchSampler(range(1, 50), 4, num_replicas=2, rank=0)
-    state = (other if lacks == "max_tokens" else sampler).state_dict()
-    if lacks == "token_window":
-        del state["token_window"]
-    with pytest.raises(StateMismatchError, match="not saved by a BalancedBatchSampler with max_t"):
+    state = BalancedBatchSampler(
+        range(1, 50), 4, num_replicas=2, rank=0, max_tokens=saved
+    ).state_dict()
+    state["token_window"] = window
+    sampler = BalancedBatchSampler(range(1, 50), 4, num_replicas=2, rank=0, max_tokens=loads)
+    with pytest.raises(StateMismatchError, match="not saved by a BalancedBatchSampler with"):
         sampler.load_state_dict(state, strict=False)

@@ -281,16 +281,18 @@ class BalancedBatchSampler(Sampler[list[int]]):
             parsed["identity"], self.identity(), strict=strict, what=type(self).__name__
         )
         place = EpochPosition.from_json(parsed.get("place"))
-        if self._tokens is not None:
-            window = parsed.get("token_window")
-            if not isinstance(window, int):
-                raise StateMismatchError(
-                    Explanation(
-                        "The state was not saved by a BalancedBatchSampler with max_tokens.",
-                        cause=f"its 'token_window' is {window!r}, and a position counts other batches.",
-                        fix="load a state of such a sampler, or restart the epoch.",
-                    )
+        window: Any = parsed.get("token_window")
+        is_count = isinstance(window, int) and not isinstance(window, bool) and window >= 0
+        if not is_count if self._tokens is not None else window is not None:
+            kind = "without" if self._tokens is None else "with"
+            raise StateMismatchError(
+                Explanation(
+                    f"The state was not saved by a BalancedBatchSampler {kind} max_tokens.",
+                    cause=f"its 'token_window' is {window!r}, and a position counts other batches.",
+                    fix="load a state of such a sampler, or restart the epoch.",
                 )
+            )
+        if self._tokens is not None:
             # Keep the saved window, whatever the world size is now: it determines the batches.
             self._tokens = replace(self._tokens, window=window)
             self._token_list = None
