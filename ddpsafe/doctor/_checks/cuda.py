@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -62,7 +63,7 @@ def check_seen(subject: Subject) -> Iterator[Finding]:
     elif about.get("cuda") is None and about.get("hip") is None:
         what = f"torch {about.get('version')} is built without CUDA"
         index = "https://download.pytorch.org/whl/cu128"
-        line = f"{sys.executable} -m pip install --force-reinstall torch --index-url {index}"
+        line = f"{shlex.quote(sys.executable)} -m pip install --force-reinstall torch --index-url {index}"
         fix = to_copy("Install a build with CUDA:", line)
     elif hidden is not None:
         what = f"CUDA_VISIBLE_DEVICES={hidden!r} hides them"
@@ -259,7 +260,9 @@ def check_driver_answers(subject: Subject) -> Iterator[Finding]:
         if is_missing
         else "the library and the kernel module of the driver differ (after an upgrade without a "
         "reboot), or the container lacks the driver's library.",
-        fix=to_copy("Install it:", f"{sys.executable} -m pip install 'nvidia-ml-py>=12.535'")
+        fix=to_copy(
+            "Install it:", f"{shlex.quote(sys.executable)} -m pip install 'nvidia-ml-py>=12.535'"
+        )
         if is_missing
         else to_copy("See what the driver reports; after an upgrade, reboot:", "nvidia-smi"),
     )

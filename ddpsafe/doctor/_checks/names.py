@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import socket
 import time
 from typing import TYPE_CHECKING, Final
@@ -113,7 +114,8 @@ def check_endpoint(subject: Subject) -> Iterator[Finding]:
             "wait for itself.",
             cause="a line of /etc/hosts on this node.",
             fix=to_copy(
-                "Find the line and correct the address:", f"grep -n {endpoint.host} /etc/hosts"
+                "Find the line and correct the address:",
+                f"grep -n {shlex.quote(endpoint.host)} /etc/hosts",
             ),
         )
         return

@@ -51,7 +51,7 @@ def check_import(subject: Subject) -> Iterator[Finding]:
         cause="torch is on slow network storage, or an import hangs in a driver or a dead mount.",
         fix=to_copy(
             "See where it hangs; if the storage is slow, install it on a local disk:",
-            f"timeout -s ABRT 60 {sys.executable} -X faulthandler -c 'import torch'",
+            f"timeout -s ABRT 60 {shlex.quote(sys.executable)} -X faulthandler -c 'import torch'",
         ),
     )
 
@@ -88,8 +88,8 @@ def _broken_import(probed: dict[str, Any]) -> Finding:
         cause="it is not installed in this environment, or its libraries do not match.",
         fix=to_copy(
             "See which one is found, and reinstall it:",
-            f"{sys.executable} -c 'import importlib.util as u; print(u.find_spec(\"torch\"))'",
-            f"{sys.executable} -m pip install --force-reinstall 'torch>=2.6'",
+            f"{shlex.quote(sys.executable)} -c 'import importlib.util as u; print(u.find_spec(\"torch\"))'",
+            f"{shlex.quote(sys.executable)} -m pip install --force-reinstall 'torch>=2.6'",
         ),
         found=origin,
         returncode=code,
@@ -130,7 +130,9 @@ def check_known(subject: Subject) -> Iterator[Finding]:
             "DS-VER-002",
             f"torch {torch} is older than 2.6, the oldest that ddpsafe supports.",
             cause="an old environment, or a package that requires an older torch.",
-            fix=to_copy("Install a newer one:", f"{sys.executable} -m pip install 'torch>=2.6'"),
+            fix=to_copy(
+                "Install a newer one:", f"{shlex.quote(sys.executable)} -m pip install 'torch>=2.6'"
+            ),
         )
     elif not _PYTHONS[0] <= python <= _PYTHONS[1]:
         yield warning(
@@ -152,7 +154,10 @@ def check_load(subject: Subject) -> Iterator[Finding]:
             "DS-VER-006",
             f"torch {torch} runs code from a forged file even with weights_only=True.",
             cause="CVE-2026-24747, fixed in torch 2.10; a checkpoint from someone else can be such a file.",
-            fix=to_copy("Install a newer one:", f"{sys.executable} -m pip install 'torch>=2.10'"),
+            fix=to_copy(
+                "Install a newer one:",
+                f"{shlex.quote(sys.executable)} -m pip install 'torch>=2.10'",
+            ),
         )
     elif numbers:
         yield ok("DS-VER-006", f"torch {torch}: weights_only=True does not run code.")
@@ -175,8 +180,8 @@ def check_nccl(subject: Subject) -> Iterator[Finding]:
             cause="two builds of torch were installed over each other, or LD_PRELOAD loads another one.",
             fix=to_copy(
                 "Keep the one that torch requires:",
-                f"{sys.executable} -m pip uninstall -y {' '.join(package.split()[0] for package in packages) or 'nvidia-nccl-cu12'}",
-                f"{sys.executable} -m pip install --force-reinstall torch",
+                f"{shlex.quote(sys.executable)} -m pip uninstall -y {' '.join(package.split()[0] for package in packages) or 'nvidia-nccl-cu12'}",
+                f"{shlex.quote(sys.executable)} -m pip install --force-reinstall torch",
                 *(["unset LD_PRELOAD"] if preloaded else []),
             ),
         )
@@ -206,7 +211,7 @@ def check_companions(subject: Subject) -> Iterator[Finding]:
             cause="one of the two was installed or upgraded without the other.",
             fix=to_copy(
                 "Install both in one command:",
-                f"{sys.executable} -m pip install --upgrade torch {name}",
+                f"{shlex.quote(sys.executable)} -m pip install --upgrade torch {name}",
             ),
         )
     if installed and not mismatches:
@@ -232,7 +237,7 @@ def check_backend(subject: Subject) -> Iterator[Finding]:
             cause="a build for the CPU or for another system.",
             fix=to_copy(
                 "Install a build that has it, or use gloo:",
-                f"{sys.executable} -m pip install --force-reinstall torch",
+                f"{shlex.quote(sys.executable)} -m pip install --force-reinstall torch",
                 "export DDPSAFE_BACKEND=gloo",
             ),
         )
