@@ -92,7 +92,7 @@ _MAX_REFUSED_NAMES: Final = 8
 # Keys of the endpoint's store, besides those of torch's rendezvous.
 _CONTROL: Final = "ddpsafe/control"  # where the control channel is
 _UNCONNECTED: Final = "ddpsafe/unconnected"  # how many nodes cannot reach that, and below it why
-_REFUSED_NAME: Final = "ddpsafe/unknown"  # the host of a launcher without the secret; not signed
+_REFUSED_NAME: Final = "ddpsafe/refused"  # the host of a launcher without the secret; not signed
 
 
 class Label(NamedTuple):
@@ -198,6 +198,7 @@ class NodeRendezvous:
         self._unconnected = 0
         self._last_round: int | None = None
         self._is_reopening = False
+        self._join_by = Deadline.after(None)
         self._has_warned_of_endpoint = False
 
     @property
@@ -234,7 +235,7 @@ class NodeRendezvous:
         """
         if self.inbox.received is not None:
             if self._backend is not None:
-                self._backend.cancelled = True  # torch's thread polls the store until then
+                self._backend.cancelled = True  # else torch's thread would go on polling the store
             raise Interrupted(self.inbox.received)
 
     def open(self, *, joins: bool = True) -> None:
@@ -390,7 +391,7 @@ class NodeRendezvous:
         """
         from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousStateError
 
-        deadline = Deadline.after(self._config.rendezvous.join)
+        self._join_by = Deadline.after(self._config.rendezvous.join)
         if self._handler is None:
             self._handler = self._make_handler()
         while True:
@@ -398,10 +399,7 @@ class NodeRendezvous:
             # then change the environment while others read it.
             with _without_shared_store(), without_cpp_warnings():
                 call = BoundedCall(self._handler.next_rendezvous, name="ddpsafe-rendezvous")
-                if not self._await_round(call, deadline):
-                    logger.warning(
-                        "the job at %s has ended; no node of it had to be replaced", self.endpoint
-                    )
+                if not self._await_round(call):
                     return None
             if not call.wait(0):
                 # torch would have this node wait for the next round. Another handler joins that one.
@@ -414,58 +412,76 @@ class NodeRendezvous:
                 node_rank = call.result().rank
             except (RendezvousError, RuntimeError) as exc:
                 # After the round is complete, torch reads an address from the store, which may be out of reach.
-                # Once: torch's thread may read a newer state, without this node, in the meantime.
-                launchers = self._launchers_of_new_round()
-                error = None if launchers else self._not_joined(exc, deadline)
+                # Read once, here: torch's thread may read a newer state, without this node, any time.
+                new_round = self._find_new_round()
+                error = None if new_round else self._not_joined(exc, self._join_by)
                 is_unreadable = isinstance(exc, RendezvousStateError)
                 is_decided = (is_unreadable or self._backend.is_closed) and not self._backend.lost
-                is_over = self.serves or not self._is_member() or deadline.expired()
-                if error is not None and (is_decided or is_over):
+                if self._has_ended_well():
+                    return None
+                if error is not None and (is_decided or self._must_give_up()):
                     raise error from exc
             else:
                 if self.serves:  # one may have been refused since the last look
                     self._warn_of_refused_names()
                 return self._round(self._launchers(), node_rank)
             # The store, or the connection to it, has not survived an outage; that to node 0 has.
-            self._reopen_store(deadline)
-            launchers = launchers or self._launchers_of_new_round()
-            if launchers:  # torch would leave this round, and join the next one
-                return self._round(launchers)
+            self._reopen_store()
+            new_round = new_round or self._find_new_round()
+            if new_round is not None:  # torch would leave this round, and join the next one
+                return new_round
 
-    def _reopen_store(self, deadline: Deadline) -> None:
+    def _reopen_store(self) -> None:
         """Connect to the endpoint's store again, and read torch's state there.
 
         Raises:
-            DDPSafeError: Node 0 has ended the job or is lost, or the limit has passed.
+            DDPSafeError: Node 0 has ended the job with an error or is lost, or the limit has passed.
         """
-        self._is_reopening = True
-        while True:
+        is_first = True
+        while not self._has_ended_well():
             self.require_no_signal()
             time.sleep(_REOPEN_S)  # torch's call may fail at once, again and again
             self.endpoint.close()
+            self._is_reopening = True
             try:
                 self.endpoint.open(may_serve=False)
                 use_store(self._handler, self._backend, self.endpoint.require_store())
                 self.endpoint.call(self._backend.read)
-                break
-            except (PreflightError, RendezvousTimeoutError):  # the network has failed again
-                if deadline.expired() or not self._is_member():
+            except (PreflightError, RendezvousTimeoutError) as exc:
+                if self._must_give_up():
                     raise
-        self._is_reopening = False
+                if is_first:
+                    logger.warning("%s Connecting again.", exc.explanation.what)
+                is_first = False
+            else:
+                return
+            finally:
+                self._is_reopening = False
+
+    def _must_give_up(self) -> bool:
+        """Return whether a broken connection to the store ends the wait for a round."""
+        if self.serves or not self._is_member():
+            return True
+        return self._join_by.expired() and self.membership.running is None
+
+    def _has_ended_well(self) -> bool:
+        """Return whether the job is over while this node waited to replace another."""
+        result = None if self.serves else self.membership.result
+        return result is not None and result.is_good
 
     def _round(self, launchers: Sequence[str], node_rank: int | None = None) -> Round:
         self._last_round = self._backend.state.round
         own = launchers.index(self._launcher) if node_rank is None else node_rank
         return Round(node_rank=own, launchers=tuple(launchers))
 
-    def _launchers_of_new_round(self) -> tuple[str, ...]:
-        """Return those of a round that torch has completed with this node, if node 0 can still be reached."""
+    def _find_new_round(self) -> Round | None:
+        """Return a round that torch has completed with this node, if node 0 can still be reached."""
         state = self._backend.state
         is_new = state is not None and state.complete and state.round != self._last_round
         if self.serves or not self._is_member() or not is_new:
-            return ()
+            return None
         launchers = self._launchers()
-        return launchers if self._launcher in launchers else ()
+        return self._round(launchers) if self._launcher in launchers else None
 
     def _is_left_out(self) -> bool:
         """Return whether torch's rendezvous has completed without this node the round that it is in."""
@@ -476,7 +492,7 @@ class NodeRendezvous:
         # just then.
         return is_new and backend.state.complete and self._launcher not in self._launchers()
 
-    def _await_round(self, call: BoundedCall[Any], deadline: Deadline) -> bool:
+    def _await_round(self, call: BoundedCall[Any]) -> bool:
         """Wait until torch's call returns; warn of missing nodes, and leave if there can be no round.
 
         Returns:
@@ -501,10 +517,11 @@ class NodeRendezvous:
                 if running is not None and not is_spare:
                     self._require_use_for_spare(running.hosts)
                 elif running is None and is_spare:
-                    deadline = Deadline.after(self._config.rendezvous.join)
+                    self._join_by = Deadline.after(self._config.rendezvous.join)
                 is_spare = running is not None
                 if self._is_left_out():
                     return True
+            deadline = self._join_by
             if deadline.expired() and not is_spare:
                 self._require_more_time(deadline)
             if self.serves and deadline.waited_s() >= next_look_s:
@@ -800,10 +817,10 @@ class NodeRendezvous:
             if self.serves:
                 # The port is free only when this thread no longer holds the store, which is here and answers.
                 call.wait(_OWN_SHUTDOWN_S)
-            # torch's heartbeat may hang in the store of a host that is gone: the loss of node 0 was
-            # named 3 s late in half of the runs.
             elif may_answer:
                 call.wait(_SHUTDOWN_S)
+            # Else nothing waits: torch's heartbeat may hang in the store of a host that is gone, and
+            # the loss of node 0 was named 3 s late in half of the runs.
             backend.cancelled = True
         # An error on its way out would keep a reference to the store, as its traceback keeps this object.
         self._handler = self._backend = None

@@ -88,11 +88,9 @@ class _LocalTimes:
             member = (node.addr, node.pid)
             beat, seen = self._beats[member]
             if member in self._gone:
-                # The first heartbeat read after the loss is the last one that the lost node wrote.
+                # The first heartbeat read after the loss is most likely the last one before it.
                 last = self._gone[member] = self._gone[member] or beat
-                # A restarted container has the name, the address and often the pid of its
-                # predecessor: a later heartbeat is its own.
-                if last != beat:
+                if last != beat:  # the launcher writes again: its host was only away
                     del self._gone[member]
             state.last_heartbeats[node] = _LONG_AGO if member in self._gone else seen
         if state.deadline is not None:
@@ -188,17 +186,19 @@ def make_signed_backend(
             self, call: Callable[[C10dRendezvousBackend], Any], not_set: tuple[bool, ...]
         ) -> Any:
             if not (self.cancelled or self.lost):
-                asked_ns = time.monotonic_ns()
+                store, asked_ns = self._store, time.monotonic_ns()
                 try:
                     # torch writes twenty lines of C++ frames; the exception says the same.
                     with without_cpp_warnings():
                         # Here, since it asks the store, which may be lost by now or not answer.
-                        if self._inner is None:
-                            self._inner = C10dRendezvousBackend(self._store, job)
-                        answer = call(self._inner)
+                        inner = self._inner or C10dRendezvousBackend(store, job)
+                        answer = call(inner)
                 except RendezvousConnectionError as exc:
+                    self._require_in_use(store)
                     self.lost = str(exc.__cause__ or exc).splitlines()[0]
                 else:
+                    self._require_in_use(store)
+                    self._inner = inner
                     return answer and (self._see(answer[0], asked_ns), *answer[1:])
             if self.state is None:
                 raise RendezvousClosedError
@@ -207,6 +207,11 @@ def make_signed_backend(
             closed = copy.copy(self.state)
             closed.closed, closed.participants, closed.last_heartbeats = True, {}, {}
             return (pickle.dumps(closed), None, *not_set)
+
+        def _require_in_use(self, store: Store) -> None:
+            # Nobody waits any more for a call that outlived its connection.
+            if store is not self._store:
+                raise RendezvousClosedError
 
         def _see(self, signed: bytes, asked_ns: int) -> bytes:
             self.state = opened(signed)
