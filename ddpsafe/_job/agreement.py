@@ -253,8 +253,7 @@ class Exchange:
             DDPSafeError: A rank failed, or sent nothing, or the leader rejected its message.
         """
         if not self._group.leads:
-            # If its deadline passes first, it raises alone: the leader may still receive all
-            # messages.
+            # Not told to the leader, which may still receive all messages.
             return self.receive(deadline, absence_error)
         return self.lead(lambda: decide(self.gather(deadline, absence_error)))
 

@@ -538,7 +538,8 @@ def prove(secret: bytes, side: str, scope: str, node: int | str, challenge: str)
 
 def oldest_of_busiest_host(hosts: Mapping[T, str]) -> T:
     """Return which connection to drop of too many unknown ones, given their hosts, the oldest first."""
-    # A node opens a few at most, so the host that has opened the most is not one.
+    # A node opens a few at most, so the host that has opened the most is hardly a node's. One that is
+    # dropped nevertheless, as of many nodes behind one address, dials again.
     ((busiest, _),) = Counter(hosts.values()).most_common(1)
     return next(connection for connection, host in hosts.items() if host == busiest)
 

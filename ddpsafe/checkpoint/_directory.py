@@ -133,7 +133,7 @@ def publish(folder: Path, step: int, *, is_wanted: Callable[[], bool] = lambda: 
         with contextlib.suppress(OSError):
             final.rename(folder)
         raise
-    # So may the rename. By then every rank may have reported that the save failed.
+    # The rename and its sync may have blocked, too. By then every rank may have reported that the save failed.
     if not is_wanted():
         final.rename(folder)
         return False

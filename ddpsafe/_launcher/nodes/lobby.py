@@ -114,7 +114,7 @@ class Lobby:
         if isinstance(event, Joining):
             self._admit(launcher, event.node)
         elif isinstance(event, CannotTakePart):
-            # It may have come after its round was given up.
+            # A refusal may arrive after its round was given up.
             if event.round_id in ("", self._round_id):
                 self.unable[launcher] = event
         elif isinstance(event, FoldersSeen):
@@ -128,7 +128,8 @@ class Lobby:
             self.losses[launcher] = event
             self.drop(launcher)
         elif launcher in self.ready:
-            self._early.append((launcher, event))  # its ranks have started before those of node 0
+            # Its ranks have started before those of node 0: `RoundChannel` hands this out at `begin`.
+            self._early.append((launcher, event))
 
     def drop(self, launcher: str) -> None:
         """Let the next round begin without a launcher."""
@@ -279,7 +280,7 @@ class Membership:
         channel: The control channel.
         node_0: Node 0.
         plan: The plan of the round that this node is in.
-        planned_ns: When it arrived, by the monotonic clock.
+        planned_ns: When it was read, by the monotonic clock.
         check: The folders that this node has to see before that.
         running: The round that has begun without this node.
         joins_again: Whether the round does not begin, and its nodes join again.

@@ -298,7 +298,7 @@ class OtherNodes(Peers):
         self.ended: set[int] = set()
         self.retried: set[int] = set()
         self.insisted: set[int] = set()
-        self._reset: set[int] = set()
+        self._reset: set[int] = set()  # away after a reset; mostly back within `REDIAL`
 
     @property
     def ranks(self) -> Sequence[RemoteRank]:
@@ -388,8 +388,8 @@ class OtherNodes(Peers):
 
     def give_up_away(self) -> None:
         """Take the nodes that cannot be reached now as lost: something has failed without them."""
-        # A firewall that resets connections makes ranks fail at the same moment: with a node that
-        # is dialled again, node 0 decides for all, where each node had named another one.
+        # A firewall that resets connections makes ranks fail at the same moment. Once the node is
+        # connected again, node 0 decides for all; without this wait, each node named another one.
         self.wait_until(lambda connected: not connected & self._reset, Deadline.after(REDIAL))
         self._channel.give_up_away()
         self.take_news()

@@ -155,7 +155,9 @@ class Participant:
         self._values: dict[int, object] = {}
         self._failed: DDPSafeError | Interrupted | None = None
         self._lost: Lost | None = None
-        self._gives_up = Deadline.after(None)  # on node 0, if a rank has failed
+        # Once this has passed and a rank here has failed, node 0 counts as lost, although it may come
+        # back.
+        self._gives_up = Deadline.after(None)
         self._may_leave = False
         self._wants_evidence = False
         self._reported: SignalReceived | None = None

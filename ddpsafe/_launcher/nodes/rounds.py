@@ -100,10 +100,10 @@ class NodeLaunch:
         """Keep the parts; `run` starts."""
         self._parts = parts
         self._plan = parts.plan
-        self._round: RoundChannel | None = None
+        self._round_channel: RoundChannel | None = None
         self._round_plan: RoundPlan | None = None
         self._earlier: list[DDPSafeError] = []
-        self._alone: LaunchError | PreflightError | None = None
+        self._error_without_node_0: LaunchError | PreflightError | None = None
         self._checkpoint_folders: set[str] = set()
         self._back_by = Deadline.after(None)
         self.attempts = 0
@@ -138,7 +138,7 @@ class NodeLaunch:
                         raise self._earlier[-1] from exc
                     time.sleep(_AGAIN_S)
                     continue
-            may_answer = True
+            has_lost_node_0 = False
             try:
                 if rendezvous.serves:
                     return self._lead(rendezvous)
@@ -146,12 +146,13 @@ class NodeLaunch:
             except (LaunchError, PreflightError) as exc:
                 is_lost = isinstance(exc, NodeLostError) and exc.node_rank == 0
                 # torch's threads would wait for a store whose host is gone.
-                may_answer = not (is_lost or exc is self._alone)
-                if may_answer or exc in self._earlier or not self._may_come_back(exc):
+                has_lost_node_0 = is_lost or exc is self._error_without_node_0
+                # Any other error is the decision of node 0.
+                if not has_lost_node_0 or exc in self._earlier or not self._may_come_back(exc):
                     raise
                 self._note_loss(exc)
             finally:
-                rendezvous.close(may_answer=may_answer)
+                rendezvous.close(may_answer=not has_lost_node_0)
             inbox = rendezvous.inbox
 
     def _may_come_back(self, error: LaunchError | PreflightError) -> bool:
@@ -179,8 +180,8 @@ class NodeLaunch:
 
         def announce(error: DDPSafeError) -> bool:
             self._earlier.append(error)
-            if self._round is not None:
-                self._round.send(round_result_of(error, is_final=False))
+            if self._round_channel is not None:
+                self._round_channel.send(round_result_of(error, is_final=False))
             lobby.end_round()
             return self._parts.calls.change(error)
 
@@ -221,7 +222,7 @@ class NodeLaunch:
                 ports = stack.enter_context(contextlib.ExitStack())
                 try:
                     plan = self._open_round(rendezvous, nodes, number, ports)
-                    self._round = lobby.plan(plan)
+                    self._round_channel = lobby.plan(plan)
                     if self._examine_with_new_nodes(rendezvous, plan):
                         self._await_nodes(rendezvous, plan)
                         break
@@ -235,7 +236,7 @@ class NodeLaunch:
                 number,
                 self._placed(plan, 0, rendezvous),
                 round_plan=plan,
-                channel=self._round,
+                channel=self._round_channel,
                 inbox=inbox,
                 checkpoint_folders=self._checkpoint_folders,
             )
@@ -402,6 +403,7 @@ class NodeLaunch:
         error = as_error(exc, rendezvous.facts.named(0), failure, phase="start")
         lobby = rendezvous.lobby
         lobby.look()  # a node may have said why since
+        # A new node is refused, and the job goes on without it: see `Lobby.settled`.
         for launcher, refusal in lobby.unable.items():
             if not isinstance(error, Interrupted) and not lobby.is_new(launcher):
                 return _with_own_report(error_of(refusal.result), error)
@@ -500,6 +502,10 @@ class NodeLaunch:
                         raise
                     raise self._lost_node_0(membership, lost) from exc
                 if new_round is None:
+                    logger.warning(
+                        "the job at %s has ended; no node of it had to be replaced",
+                        rendezvous.endpoint,
+                    )
                     note_event("ended", "the job has ended")
                     return {}
                 try:
@@ -532,7 +538,7 @@ class NodeLaunch:
                 if isinstance(ended.error, DDPSafeError):
                     ended.error.previous_attempts = tuple(self._earlier)
                 if ended.is_alone and isinstance(ended.error, (LaunchError, PreflightError)):
-                    self._alone = ended.error
+                    self._error_without_node_0 = ended.error
                 raise ended.error
             self._earlier.append(ended.error)
             logger.warning("attempt %d failed: %s", self.attempts, ended.error.explanation.what)
