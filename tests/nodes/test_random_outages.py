@@ -84,7 +84,7 @@ OUTAGES: Final = {
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 40))]
+    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 40))]
 )
 @pytest.mark.parametrize("outage", OUTAGES)
 def test_an_outage_at_any_moment_ends_nothing(tmp_path: Path, outage: str, seed: int) -> None:
