@@ -278,7 +278,7 @@ def test_a_launcher_without_the_secret_is_the_likely_cause_of_a_missing_node(
     job.rendezvous.endpoint.store = HashStore()
     job.rendezvous._backend = SimpleNamespace(state=None)
     for host in hosts:
-        job.rendezvous.endpoint.put_plain("ddpsafe/unknown", host)
+        job.rendezvous.endpoint.put_plain("ddpsafe/refused", host)
         job.rendezvous._warn_of_refused_names()
     with pytest.raises(RendezvousTimeoutError) as raised:
         job.rendezvous._require_more_time(Deadline.after(timedelta(0)))
