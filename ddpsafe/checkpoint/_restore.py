@@ -584,6 +584,8 @@ def _filled(loaded: Loaded, saved: Any, now: Any, name: str, *, keep_mapped: boo
     current = {path: leaf for path, leaf in leaves(now, name) if _sharded.is_sharded(leaf)}
 
     def put(path: str, leaf: Any) -> Any:
+        if path in loaded.left:  # the part that overlaps would be filled
+            return leaf
         if path in current:
             loaded.shards.fill(current[path], leaf, path)
             return current[path]

@@ -360,16 +360,30 @@ def distribute_over_parts_of_the_ranks(
 
 
 def refuse_shards(ctx: ddpsafe.RankContext, directory: Path) -> Any:
-    """Restore a sharded model from a checkpoint of another shape, which must change nothing."""
+    """Restore a sharded model from a checkpoint of another shape, which must change nothing.
+
+    Returns:
+        The error's class, the value of another object, and whether ``strict=False`` has left the
+        parameters of another shape as they were.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = torch.nn.Linear(6, 9)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 4))
     fully_shard(model, mesh=init_device_mesh("cpu", (ctx.world_size,)))
     first = torch.zeros(2)
+    others = [model[0].weight, model[0].bias, model[1].weight]
+    before = [parameter.to_local().clone() for parameter in others]
     with Checkpointer(directory, access="read") as checkpointer:
         found = caught(checkpointer.restore, {"epoch": first, "model": model})
-    return found["class"], first.tolist()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", errors.CheckpointWarning)
+            checkpointer.restore({"model": model}, strict=False)
+    same = [
+        torch.equal(parameter.to_local(), own)
+        for parameter, own in zip(others, before, strict=True)
+    ]
+    return found["class"], first.tolist(), same
 
 
 def hold_lock(directory: Path, held: Any) -> None:
