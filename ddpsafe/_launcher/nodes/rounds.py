@@ -403,7 +403,7 @@ class NodeLaunch:
         error = as_error(exc, rendezvous.facts.named(0), failure, phase="start")
         lobby = rendezvous.lobby
         lobby.look()  # a node may have said why since
-        # A new node is refused, and the job goes on without it: see `Lobby.settled`.
+        # A new node is refused, and the job continues without it: see `Lobby.settled`.
         for launcher, refusal in lobby.unable.items():
             if not isinstance(error, Interrupted) and not lobby.is_new(launcher):
                 return _with_own_report(error_of(refusal.result), error)

@@ -209,7 +209,7 @@ def make_signed_backend(
             return (pickle.dumps(closed), None, *not_set)
 
         def _require_in_use(self, store: Store) -> None:
-            # Nobody waits any more for a call that outlived its connection.
+            # The caller of one that outlived its connection has given it up.
             if store is not self._store:
                 raise RendezvousClosedError
 
