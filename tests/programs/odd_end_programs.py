@@ -229,8 +229,12 @@ def die_later(ctx: RankContext, folder: Path, where: str, how: str) -> int:
             os._exit(9)
         os.kill(os.getpid(), getattr(signal, how))
 
+    def work_at_the_end() -> None:
+        threading.main_thread().join()  # it waits for this thread by now
+        work()
+
     if ctx.rank == 1 and where == "thread":
-        threading.Timer(0.5, work).start()
+        threading.Thread(target=work_at_the_end).start()
     elif ctx.rank == 1:
         atexit.register(work)
     return ctx.rank
