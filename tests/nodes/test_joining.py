@@ -637,6 +637,24 @@ def test_the_port_of_the_endpoint_is_free_without_a_garbage_collection(
         gc.enable()
 
 
+def open_two(stack: contextlib.ExitStack, *ports: int, **meets: float) -> list[NodeRendezvous]:
+    """Open two nodes on this host, each of which finds the endpoint at its port."""
+    inbox = stack.enter_context(open_inbox())
+    nodes = []
+    for node_rank, port in enumerate(ports):
+        config = LaunchConfig(
+            nnodes=2,
+            node_rank=node_rank,
+            nproc_per_node=1,
+            backend="gloo",
+            rendezvous={"endpoint": f"{LOCAL}:{port}", **meets},
+        )
+        nodes.append(NodeRendezvous(config, inbox))
+        stack.callback(nodes[-1].close)
+        nodes[-1].open()
+    return nodes
+
+
 def test_a_store_that_always_fails_ends_the_wait_for_a_round(
     held_port: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -650,18 +668,8 @@ def test_a_store_that_always_fails_ends_the_wait_for_a_round(
         tries.append(1)
         raise RuntimeError("it is out of order")
 
-    def config(node_rank: int) -> LaunchConfig:
-        meets = {"endpoint": f"{LOCAL}:{port}", "join": 3}
-        return LaunchConfig(
-            nnodes=2, node_rank=node_rank, nproc_per_node=1, backend="gloo", rendezvous=meets
-        )
-
     with contextlib.ExitStack() as stack:
-        inbox = stack.enter_context(open_inbox())
-        nodes = [NodeRendezvous(config(node_rank), inbox) for node_rank in range(2)]
-        for node in nodes:
-            stack.callback(node.close)
-            node.open()
+        nodes = open_two(stack, port, port, join=3)
         nodes[1]._handler = nodes[1]._make_handler()
         monkeypatch.setattr(nodes[1]._handler, "next_rendezvous", fail)
         with pytest.raises(RendezvousTimeoutError, match="it is out of order"):
@@ -677,22 +685,9 @@ def test_a_node_whose_store_resets_the_connection_has_not_come_too_late(
     port = held_port.getsockname()[1]
     held_port.close()
 
-    def config(node_rank: int, port: int) -> LaunchConfig:
-        meets = {"endpoint": f"{LOCAL}:{port}"}
-        return LaunchConfig(
-            nnodes=2, node_rank=node_rank, nproc_per_node=1, backend="gloo", rendezvous=meets
-        )
-
     with contextlib.ExitStack() as stack:
-        inbox = stack.enter_context(open_inbox())
         wire = stack.enter_context(contextlib.closing(Wire(port)))
-        nodes = [
-            NodeRendezvous(config(0, port), inbox),
-            NodeRendezvous(config(1, wire.port), inbox),
-        ]
-        for node in nodes:
-            stack.callback(node.close)
-            node.open()
+        nodes = open_two(stack, port, wire.port)
         joining = BoundedCall(nodes[1].join, name="join")
         scripts.wait_until(nodes[1]._present)
         for _ in range(3):
