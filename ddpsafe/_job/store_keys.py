@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import os
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 T = TypeVar("T")
+
+# Where this file is missing, the folder of a `FolderStore` has been cleaned.
+_COMPLETE: Final = ".complete"
 
 
 class Keys(Protocol):
@@ -42,24 +46,31 @@ class FolderStore:
     """A store for ranks of one host; each key is a file in a folder.
 
     It has no server that could be suspended or starved, and no lock: wherever a rank is stopped or
-    killed, every key is either set or not.
+    killed, every key is either set or not. If the folder is removed meanwhile (by a cleaner of temporary
+    files, or at the logout of its user), whoever notices makes it again, and each rank puts back what it
+    has set itself.
 
     Args:
         folder: The folder; made if it does not exist. It must be private to the user.
     """
 
     _numbers = itertools.count()
+    # What is older has been read: a rank sets a few keys, and waits until the others have read them.
+    _MOST_KEPT: Final = 1_000
 
     def __init__(self, folder: Path) -> None:
         """Make the folder."""
-        folder.mkdir(mode=0o700, exist_ok=True)
         self._folder = str(folder)
+        self._own: dict[str, bytes] = {}
+        self._require_folder()
 
     def set(self, key: str, value: str | bytes, /) -> None:
         """Set a key atomically."""
         # torch's `FileStore` appends to one file under a lock: a rank that is stopped there blocks
         # all others without a timeout.
-        os.replace(self._written(value), self._path(key))  # noqa: PTH105 - plain paths: it is called often
+        data = value.encode() if isinstance(value, str) else value
+        self._made_again(lambda: os.replace(self._written(data), self._path(key)))  # noqa: PTH105 - plain paths: it is called often
+        self._keep(key, data)
 
     def get(self, key: str, /) -> bytes:
         """Return the value of a key that is set."""
@@ -68,34 +79,82 @@ class FolderStore:
 
     def check(self, keys: list[str], /) -> bool:
         """Return whether all the keys are set."""
-        return all(os.path.exists(self._path(key)) for key in keys)  # noqa: PTH110 - as above
+        if all(os.path.exists(self._path(key)) for key in keys):  # noqa: PTH110 - as above
+            return True
+        if not os.path.exists(f"{self._folder}/{_COMPLETE}"):  # noqa: PTH110 - as above
+            self._restore()
+        return False
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Set a key unless it is set; return its value."""
         assert expected == "", "only a key that is not set can be compared"  # noqa: S101
-        written = self._written(desired)
-        with contextlib.suppress(FileExistsError):
-            os.link(written, self._path(key))
-        os.unlink(written)  # noqa: PTH108 - as above
-        return self.get(key)
+
+        def link() -> bytes:
+            self._link(key, desired.encode())
+            return self.get(key)
+
+        value = self._made_again(link)
+        self._keep(key, value)
+        return value
 
     def delete_key(self, key: str, /) -> bool:
         """Remove a key; return whether it was set."""
+        self._own.pop(key, None)
         try:
             os.unlink(self._path(key))  # noqa: PTH108 - as above
         except FileNotFoundError:
             return False
         return True
 
+    def _keep(self, key: str, value: bytes) -> None:
+        self._own[key] = value
+        if len(self._own) > self._MOST_KEPT:
+            del self._own[next(iter(self._own))]
+
+    def _made_again(self, write: Callable[[], T]) -> T:
+        """Write a key; if the folder has been removed, restore it first."""
+        try:
+            return write()
+        except FileNotFoundError:
+            self._restore()
+            return write()
+
+    def _restore(self) -> None:
+        """Make the folder again, with the keys that this rank has set."""
+        self._require_folder()
+        for key, value in [*self._own.items()]:
+            self._link(key, value)
+
+    def _require_folder(self) -> None:
+        parent = os.path.dirname(self._folder)  # noqa: PTH120 - as above
+        for folder in (parent, self._folder):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, mode=0o700)  # noqa: PTH102 - as above
+        with open(f"{self._folder}/{_COMPLETE}", "wb") as file:  # noqa: PTH123 - as above
+            owner_uid = os.fstat(file.fileno()).st_uid
+        # Another user may have taken the name of a folder that was removed.
+        if os.lstat(self._folder).st_uid != owner_uid or os.lstat(parent).st_uid not in (
+            owner_uid,
+            0,
+        ):
+            raise PermissionError(errno.EPERM, "another user owns it", self._folder)
+
     def _path(self, key: str) -> str:
         # Hashed: a key may be any text of any length, and some file systems do not tell "a" from "A".
         return f"{self._folder}/{hashlib.sha256(key.encode()).hexdigest()}"
 
-    def _written(self, value: str | bytes) -> str:
+    def _link(self, key: str, value: bytes) -> None:
+        """Set a key unless it is set."""
+        written = self._written(value)
+        with contextlib.suppress(FileExistsError):
+            os.link(written, self._path(key))
+        os.unlink(written)  # noqa: PTH108 - as above
+
+    def _written(self, value: bytes) -> str:
         """Write a value to a file of its own; return the path."""
         path = f"{self._folder}/.{os.getpid()}-{next(self._numbers)}"
         with open(path, "wb") as file:  # noqa: PTH123 - as above
-            file.write(value.encode() if isinstance(value, str) else value)
+            file.write(value)
         return path
 
 

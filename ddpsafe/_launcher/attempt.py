@@ -26,7 +26,7 @@ from ddpsafe._launcher.processes import shutdown
 from ddpsafe._launcher.processes.reaper import running_reaper
 from ddpsafe._launcher.processes.start import require_room, started_processes
 from ddpsafe._launcher.processes.store_folder import open_store
-from ddpsafe._launcher.watch.console import open_console, terminal_variables
+from ddpsafe._launcher.watch.console import is_shown, open_console, terminal_variables
 from ddpsafe._launcher.watch.signals import Interrupted, is_order
 from ddpsafe._launcher.watch.supervisor import AttemptWatch, Peers
 from ddpsafe._logging import note_attempt
@@ -175,9 +175,7 @@ def started_ranks(
         for folder in (helpers_folder(), None if directory.is_kept else directory.path):
             if folder is not None:
                 reaper.remove_later(folder)
-        store = stack.enter_context(
-            open_store(directory.path if directory.is_ours else None, reaper)
-        )
+        store = stack.enter_context(open_store(reaper))
 
         def end_ranks(
             processes: Sequence[RankProcess], *, grace: timedelta = config.timeouts.grace
@@ -419,6 +417,10 @@ def _specs(
         launcher_environment = {
             name: text for name, text in os.environ.items() if name not in OWN_SECRETS
         }
+    logs = {
+        world.rank: directory.logs(number, world, is_shown=is_shown(plan.console, world.rank))
+        for world in plan.worlds
+    }
     return [
         RankSpec(
             world=world,
@@ -426,6 +428,7 @@ def _specs(
             launch_id=plan.launch_id,
             launcher_pid=os.getpid(),
             store_dir=str(store.folder),
+            groups_file=store.groups,
             store_place=None if plan.place is None else plan.place.store,
             backend=plan.backend,
             asked_backend=config.backend,
@@ -438,7 +441,7 @@ def _specs(
                     plan,
                     world,
                     store.master_port,
-                    directory.logs(number, world),
+                    logs[world.rank],
                     attempt=number,
                 ),
             },
@@ -447,7 +450,7 @@ def _specs(
             seed=config.seed,
             child_start_method=plan.child_start_method,
             num_threads=plan.num_threads,
-            logs=directory.logs(number, world),
+            logs=logs[world.rank],
             run_dir=str(directory.path),
         )
         for world in plan.worlds

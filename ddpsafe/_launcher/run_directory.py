@@ -33,6 +33,10 @@ _KEPT_S: Final = 7 * 86_400.0
 _TEMPORARY: Final = re.compile(r"ddpsafe-[a-z0-9_]{8}")
 _MOST_LOOKED_AT: Final = 10_000
 _MOST_REMOVED: Final = 20
+_MOST_KEPT: Final = 50
+_MOST_KEPT_BYTES: Final = 1 << 30
+_BLOCK_BYTES: Final = 512
+_LOCK: Final = ".lock"
 
 
 class RunDirectory:
@@ -64,6 +68,8 @@ class RunDirectory:
         """
         path = self._logs_below / f"attempt-{number}"
         try:
+            # A cleaner of temporary files may have removed it since the last attempt.
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             path.mkdir(mode=0o700)
             if path.lstat().st_uid != self.owner_uid:
                 raise PermissionError(errno.EPERM, "another user has replaced it", str(path))
@@ -84,8 +90,8 @@ class RunDirectory:
         for folder in attempts:
             folder.rename(free / folder.name)
 
-    def logs(self, number: int, world: World) -> LogFiles:
-        """Name the files of one rank in one attempt."""
+    def logs(self, number: int, world: World, *, is_shown: bool) -> LogFiles:
+        """Name the files of one rank in one attempt; see `LogFiles`."""
         stem = str(self._logs_below / f"attempt-{number}" / f"rank-{world.rank}")
         return LogFiles(
             stdout=f"{stem}.out",
@@ -93,6 +99,7 @@ class RunDirectory:
             stacks=f"{stem}.stacks",
             nccl=f"{stem}.nccl",
             owner_uid=self.owner_uid,
+            is_shown=is_shown,
         )
 
     def note_tracebacks(self, outcomes: Iterable[RankOutcome]) -> None:
@@ -117,8 +124,12 @@ class RunDirectory:
             is_kept: Whether the directory is to be kept because of it.
         """
         self.holds_failure |= is_kept
+        folder = self._logs_below / f"attempt-{number}"
+        if not folder.exists():
+            error.add_details(f"{folder} was removed while the ranks ran, and their logs with it")
+            return
         with contextlib.suppress(OSError):
-            write_report(error, self._logs_below / f"attempt-{number}")
+            write_report(error, folder)
             write_page(self._logs_below)
 
     def note_end(self, number: int, outcomes: Mapping[int, RankOutcome]) -> None:
@@ -164,7 +175,7 @@ def open_run_directory(run_dir: Path | None, *, node: str = "") -> Iterator[RunD
             in_use = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(in_use, fcntl.LOCK_SH | fcntl.LOCK_NB)
     else:
-        directory = _make(run_dir, node)
+        directory, in_use = _make(run_dir, node)
     try:
         yield directory
     except BaseException as error:
@@ -177,14 +188,18 @@ def open_run_directory(run_dir: Path | None, *, node: str = "") -> Iterator[RunD
         directory.discard()
     finally:
         if in_use is not None:
+            with contextlib.suppress(OSError):  # a fork of this process may keep it open
+                fcntl.flock(in_use, fcntl.LOCK_UN)
             os.close(in_use)
 
 
 def remove_old_directories(parent: Path, *, now_s: float | None = None) -> list[Path]:
-    """Remove what failed launches of this user left in the temporary directory a week ago or earlier.
+    """Remove what failed launches of this user left in the temporary directory.
 
-    That is, directories that have a name that `tempfile` makes for ddpsafe, have not changed for a
-    week, and are not locked by a launch; only a few of them at each launch.
+    Kept are, with the one of a launch that fails next, the newest 50 that have changed within a week, as
+    long as they take no more than 1 GiB together. The newest one is kept whatever its size. Only a few are
+    removed at each launch, and only directories that have a name that `tempfile` makes for ddpsafe and are
+    not locked by a launch.
 
     Args:
         parent: The temporary directory.
@@ -193,65 +208,128 @@ def remove_old_directories(parent: Path, *, now_s: float | None = None) -> list[
     Returns:
         What was removed.
     """
-    removed: list[Path] = []
     too_old_s = (time.time() if now_s is None else now_s) - _KEPT_S
+    removed: list[Path] = []
     try:
         with os.scandir(parent) as entries:
-            for entry in itertools.islice(entries, _MOST_LOOKED_AT):
-                if len(removed) < _MOST_REMOVED and _may_be_removed(entry, too_old_s):
-                    shutil.rmtree(entry.path, ignore_errors=True)
-                    removed.append(Path(entry.path))
+            left = [_last_change_s(entry) for entry in itertools.islice(entries, _MOST_LOOKED_AT)]
     except OSError:
-        pass
+        return []
+    size = 0
+    for number, (changed_s, path) in enumerate(sorted(filter(None, left), reverse=True)):
+        size += _size_of(path) if size <= _MOST_KEPT_BYTES else 0
+        is_kept = changed_s > too_old_s and (
+            number == 0 or (number < _MOST_KEPT - 1 and size <= _MOST_KEPT_BYTES)
+        )
+        if not is_kept and len(removed) < _MOST_REMOVED and not _is_held(path):
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path)
     return removed
 
 
-def _may_be_removed(entry: os.DirEntry[str], too_old_s: float) -> bool:
+def _last_change_s(entry: os.DirEntry[str]) -> tuple[float, Path] | None:
+    """Return when a directory of a failed launch changed last, and its path; ``None`` for others."""
     if not _TEMPORARY.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
-        return False
+        return None
     try:
         status = entry.stat(follow_symlinks=False)
-        if status.st_uid != os.geteuid() or status.st_mtime > too_old_s:
-            return False
+        if status.st_uid != os.geteuid():
+            return None
         with os.scandir(entry.path) as inside:
             changed_s = [child.stat(follow_symlinks=False).st_mtime for child in inside]
-        if max(changed_s, default=0) > too_old_s:
-            return False
-        fd = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    return max(changed_s, default=status.st_mtime), Path(entry.path)
+
+
+def _size_of(folder: Path) -> int:
+    size = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += os.lstat(os.path.join(where, name)).st_blocks * _BLOCK_BYTES  # noqa: PTH118 - there may be many
+    return size
+
+
+def _is_held(folder: Path) -> bool:
+    """Return whether a launch that still runs holds the directory, or that cannot be found out."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where a launch still holds it
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:
             os.close(fd)
     except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
-def _make(path: Path, node: str) -> RunDirectory:
+def _make(path: Path, node: str) -> tuple[RunDirectory, int | None]:
+    """Make the user's directory, or one in it if another launch uses that one; lock it."""
     logs_below = path / node
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         logs_below.mkdir(mode=0o700, exist_ok=True)
-        _set_aside_earlier_attempts(logs_below)
-        with tempfile.TemporaryFile(dir=path) as file:
-            file.write(bytes(_PROBE_BYTES))  # an empty file fits on a full disk
-            owner_uid = os.fstat(file.fileno()).st_uid
-        # Other users might remove or rename the logs, which is worth a warning. They cannot redirect them:
-        # `open_log` follows no links.
-        status = path.stat()
-        writable = (
-            status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
-        )
-        if writable or status.st_uid not in (owner_uid, 0):
-            logger.warning(
-                "other users can rename or remove files in the run directory %s (owner uid %d, mode "
-                "%03o); choose one that only you can write to",
-                path,
-                status.st_uid,
-                stat.S_IMODE(status.st_mode),
-            )
+        own, lock = _lock_own(logs_below)
+        if own != logs_below:
+            path, logs_below = (path, own) if node else (own, own)
+        try:
+            return _prepare(path, logs_below), lock
+        except BaseException:
+            if lock is not None:
+                os.close(lock)
+            raise
     except OSError as exc:
         raise _unusable(path, exc) from exc
+
+
+def _lock_own(folder: Path) -> tuple[Path, int | None]:
+    """Lock a folder, or the first ``launch-N`` in it that no other launch uses.
+
+    Returns:
+        The folder that is locked and the open lock, which is ``None`` if the file system has no locks.
+    """
+    for number in itertools.count(1):
+        own = folder if number == 1 else folder / f"launch-{number}"
+        own.mkdir(mode=0o700, exist_ok=True)
+        if own.is_symlink() and own != folder:
+            raise OSError(errno.ELOOP, f"{own} is a symbolic link")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        lock = os.open(own / _LOCK, flags, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            os.close(lock)
+            if isinstance(exc, BlockingIOError):
+                continue
+            return own, None
+        if number > 1:
+            logger.warning(
+                "another launch uses the run directory %s: the logs and reports of this one go to %s",
+                folder,
+                own,
+            )
+        return own, lock
+    raise AssertionError
+
+
+def _prepare(path: Path, logs_below: Path) -> RunDirectory:
+    _set_aside_earlier_attempts(logs_below)
+    with tempfile.TemporaryFile(dir=path) as file:
+        file.write(bytes(_PROBE_BYTES))  # an empty file fits on a full disk
+        owner_uid = os.fstat(file.fileno()).st_uid
+    # Other users might remove or rename the logs, which is worth a warning. They cannot redirect them:
+    # `open_log` follows no links.
+    status = path.stat()
+    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+    if writable or status.st_uid not in (owner_uid, 0):
+        logger.warning(
+            "other users can rename or remove files in the run directory %s (owner uid %d, mode "
+            "%03o); choose one that only you can write to",
+            path,
+            status.st_uid,
+            stat.S_IMODE(status.st_mode),
+        )
     return RunDirectory(path, is_ours=False, owner_uid=owner_uid, logs_below=logs_below)
 
 

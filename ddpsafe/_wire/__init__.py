@@ -8,4 +8,5 @@ Each module imports only those before it::
     spec             what a rank is given when it starts, and its log files
     exception_facts  which exception of a chain explains a failure, its line, text and exit code
     messages         what ranks report, and the outcome that the launcher makes from it
+    log_overflow     where the output of a rank goes if its log has no room
 """

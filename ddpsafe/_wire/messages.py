@@ -85,6 +85,21 @@ class CheckpointFolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogFull:
+    """A log of the rank takes no more, and what the rank writes goes to memory from now on.
+
+    Attributes:
+        name: ``stdout`` or ``stderr``.
+        fd: The rank's descriptor of that memory; ``None`` if nothing shows it.
+        reason: Why the log takes no more, such as "No space left on device".
+    """
+
+    name: Literal["stdout", "stderr"]
+    fd: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptsStop:
     """The user's function has called `stop_requested`, so a request to stop will have an effect."""
 
@@ -526,6 +541,7 @@ Message = (
     | Finishing
     | LivingThreads
     | CheckpointFolder
+    | LogFull
 )
 
 

@@ -132,6 +132,7 @@ ASK_THREADS: Final = b"&"
 ASK_STOP: Final = b"!"
 STOP_AT: Final = b"="
 END_NOW: Final = b"."
+LOGS_FULL: Final = b"~"
 ALL_STARTED: Final = b"+"
 """Requests of the launcher to a rank, on the lifeline."""
 

@@ -92,6 +92,7 @@ class LogFiles:
         nccl: File for what NCCL_DEBUG shows.
         owner_uid: The owner of their directory: the user of the launcher, unless the file system gives
             all files another owner.
+        is_shown: Whether the console shows the rank's output.
     """
 
     stdout: str
@@ -99,6 +100,7 @@ class LogFiles:
     stacks: str
     nccl: str
     owner_uid: int
+    is_shown: bool
 
 
 def unreported_mark(stderr: Path | str) -> Path:
@@ -174,6 +176,7 @@ class RankSpec:
         launch_id: Marks the processes of this launch.
         launcher_pid: The process whose death ends this one.
         store_dir: The private folder in which the ranks of this attempt meet.
+        groups_file: A file for the store of their process groups.
         store_place: The store at which they meet instead, if they are on several nodes.
         backend: Backend of the process group, e.g. ``gloo`` or ``cpu:gloo,cuda:nccl``.
         asked_backend: The configured backend: ``auto``, or a backend for scripts that name none.
@@ -196,6 +199,7 @@ class RankSpec:
     launch_id: str
     launcher_pid: int
     store_dir: str
+    groups_file: str
     backend: str
     asked_backend: str
     device: str

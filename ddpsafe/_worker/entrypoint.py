@@ -31,6 +31,7 @@ from ddpsafe._wire.exception_facts import (
     point_to_point_in,
 )
 from ddpsafe._wire.foreign_texts import find_kind
+from ddpsafe._wire.log_overflow import LogOverflow
 from ddpsafe._wire.messages import (
     CheckpointFolder,
     Entered,
@@ -53,6 +54,7 @@ from ddpsafe._wire.rank_pipe import (
     ASK_WHEREABOUTS,
     CALL_NUMBER,
     END_NOW,
+    LOGS_FULL,
     RESULT_OFFSET,
     STOP_AT,
     Claim,
@@ -393,6 +395,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
     stopping = stop_agreement.Stopping(launcher_line.calls, launcher_line)
     this_rank.stopping = stopping
     stacks = environment.Stacks(spec.logs)
+    overflow = LogOverflow(spec.logs, sender.send)
     since_start = HeldClock()
     _tie_to_launcher(
         inheritance.lifeline.fd,
@@ -406,11 +409,12 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
             ASK_THREADS: reporter.living_threads,
             ASK_STOP: launcher_line.promise,
             END_NOW: stopping.signals.die_of_sigterm,
+            LOGS_FULL: lambda: overflow.replace_logs("its disk is nearly full"),
         },
         on_agreement=launcher_line.calls.agree,
     )
     try:
-        environment.capture_output(spec.logs)
+        environment.capture_output(spec.logs, overflow)
         stacks.follow_signal()
         environment.apply_environment(spec)
         if spec.inherited_env is not None:

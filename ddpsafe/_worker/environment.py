@@ -8,10 +8,11 @@ import multiprocessing
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Final, TextIO
+from typing import IO, TYPE_CHECKING, Final, TextIO, cast
 
 from ddpsafe import _stdlib_private
 from ddpsafe._errors import Explanation, PreflightError
+from ddpsafe._wire.log_overflow import LogStream
 from ddpsafe._wire.rank_pipe import Claim, StepCounter
 from ddpsafe._wire.spec import SAFE_PATH, STACKS_SIGNAL, open_log, semaphore_prefix
 from ddpsafe._worker.rank import this_rank
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ddpsafe._wire.log_overflow import LogOverflow
     from ddpsafe._wire.spec import LogFiles, RankSpec
 
 # The path of a socket has at most 107 characters, and its name 17: listener-xxxxxxxx.
@@ -31,8 +33,12 @@ _LONGEST_SOCKETS_FOLDER: Final = 85
 _NEVER_INHERITED: Final = ("TORCHELASTIC_USE_AGENT_STORE",)
 
 
-def capture_output(logs: LogFiles) -> None:
+def capture_output(logs: LogFiles, overflow: LogOverflow) -> None:
     """Redirect file descriptors 1 and 2 to files, which also captures what C++ prints.
+
+    Args:
+        logs: The files.
+        overflow: Takes over once the files take no more.
 
     Raises:
         PreflightError: A file cannot be opened, or the directory is not the one that the launcher made.
@@ -42,8 +48,9 @@ def capture_output(logs: LogFiles) -> None:
         if target != fd:  # equal if the caller had closed the descriptor: open() reuses its number
             os.dup2(target, fd)
             os.close(target)
-    sys.stdout = _line_buffered(sys.stdout, 1)
-    sys.stderr = _line_buffered(sys.stderr, 2)
+    overflow.guard()
+    sys.stdout = _line_buffered(sys.stdout, LogStream(1, overflow))
+    sys.stderr = _line_buffered(sys.stderr, LogStream(2, overflow))
 
 
 def _open_to_append(path: str, logs: LogFiles) -> int:
@@ -56,12 +63,21 @@ def _open_to_append(path: str, logs: LogFiles) -> int:
         raise PreflightError(Explanation(what, cause=cause, fix=fix)) from exc
 
 
-def _line_buffered(stream: TextIO | None, fd: int) -> TextIO:
-    """Return the stream with line buffering; a new one if Python started with the descriptor closed."""
-    if not isinstance(stream, io.TextIOWrapper):
-        return open(fd, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)
-    stream.reconfigure(line_buffering=True)
-    return stream
+def _line_buffered(stream: TextIO | None, raw: LogStream) -> TextIO:
+    """Return a stream like this one, which may be missing, but with line buffering, over `raw`."""
+    if not isinstance(stream, io.TextIOWrapper):  # Python started with the descriptor closed
+        return io.TextIOWrapper(
+            io.BufferedWriter(raw), encoding="utf-8", errors="replace", line_buffering=True
+        )
+    stream.flush()
+    return io.TextIOWrapper(
+        # As Python does itself with -u: no buffer.
+        cast("IO[bytes]", raw if stream.write_through else io.BufferedWriter(raw)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=True,
+        write_through=stream.write_through,
+    )
 
 
 class Stacks:

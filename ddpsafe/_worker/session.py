@@ -208,7 +208,7 @@ def open_fresh_store(spec: RankSpec) -> Store:
     name = f"group-{next(this_rank.groups)}"
     store: Store
     if spec.store_place is None:
-        store = dist.FileStore(str(Path(spec.store_dir, name)), -1)
+        store = dist.PrefixStore(name, dist.FileStore(spec.groups_file, -1))
     else:
         store = dist.PrefixStore(name, _client(spec.store_place, "groups"))
     store.set_timeout(spec.timeouts.rendezvous)

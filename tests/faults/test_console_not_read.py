@@ -235,3 +235,56 @@ def test_reader_that_exits_does_not_end_the_ranks(
         assert script.process.wait(scripts.LIMIT_S) == code
     assert "BrokenPipeError" in script.errors()
     assert (tmp_path / "fault").exists()
+
+
+MEGABYTES: Final = 400
+
+WRITES: Final = f"""
+import sys
+from pathlib import Path
+import ddpsafe
+
+def train(ctx, lines):
+    text = "x" * 999 + "\\n" if lines else "x" * 1000
+    for _ in range({MEGABYTES} * 1000):
+        sys.stdout.write(text)
+    sys.stdout.flush()
+    Path("written").touch()
+
+if __name__ == "__main__":
+    ddpsafe.launch(train, (sys.argv[1] == "lines",), nproc_per_node=1, console=sys.argv[2])
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("what", "console"),
+    [("lines", "rank-zero"), ("lines", "json"), ("one line", "all")],
+)
+def test_much_output_needs_no_memory_of_the_launcher(
+    tmp_path: Path, what: str, console: str
+) -> None:
+    """It waits in the log: the rank continues at once, and the launcher stays below 200 MiB."""
+    script = scripts.write(tmp_path, "train.py", WRITES)
+    ours, theirs = os.pipe()
+    process = scripts.start(
+        [str(script), what, console],
+        folder=tmp_path,
+        streams=[0, theirs, 2],
+        fresh=True,
+    )
+    os.close(theirs)
+    try:
+        scripts.wait_until((tmp_path / "written").exists)  # nothing has been read
+        size = 0
+        with os.fdopen(ours, "rb") as stdout:
+            while chunk := stdout.read(1 << 20):
+                size += len(chunk)
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                # Of a process that has ended, it is missing.
+                peak = next((n for n in status.splitlines() if n.startswith("VmHWM")), "VmHWM: 0")
+                assert int(peak.split()[1]) < 200 << 10, peak
+    finally:
+        process.kill()
+        process.wait()
+    assert size >= MEGABYTES * 1_000_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import fcntl
 import json
 import os
@@ -10,16 +10,18 @@ import shutil
 import subprocess
 import tempfile
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import run_dir_programs as programs
+import scripts
 from exception_programs import LostSampleError, raise_chained
 from fault_kit import BY_TIMEOUT, World, require_hang, require_rank
 from hang_programs import wait_for_each_other
 from training_programs import FAULT_STEP, return_rank, train
 
 import ddpsafe
+from ddpsafe._job.store_keys import FolderStore
 from ddpsafe._launcher.run_directory import open_run_directory, remove_old_directories
 
 if TYPE_CHECKING:
@@ -42,16 +44,102 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+OF_ALL_WAYS: Final = [
+    *(f"of {writer}" for writer in ("a buffer", "the system", "a logger", "C")),
+    *["of a program"] * 2,
+    *(f"worker {index}" for index in [*range(4)] * 2),
+]
+"""What `programs.write_much` writes when the disk is full."""
+
+
 @pytest.mark.root
-def test_a_disk_that_fills_up_fails_the_rank_that_writes(tmp_path: Path, small_disk: Path) -> None:
-    """Its error is the system's, and the launcher copes with being unable to write, too."""
+@pytest.mark.parametrize(
+    "console", ["rank-zero", "tagged", pytest.param("json", marks=pytest.mark.full)]
+)
+def test_a_disk_that_fills_up_does_not_end_a_training(
+    tmp_path: Path,
+    small_disk: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    console: str,
+) -> None:
+    """One warning names the log; everything that ranks and their processes write is still shown."""
     world = World(folder=tmp_path)
-    error = world.launch_fails(
-        ddpsafe.RankRaisedError, programs.print_for_ever, run_dir=small_disk / "run"
-    )
-    require_rank(error, 1)
-    assert isinstance(error.__cause__, OSError)
-    assert error.__cause__.errno == errno.ENOSPC
+    fields: dict[str, Any] = {"run_dir": small_disk / "run", "console": console}
+    assert world.launch(programs.write_much, **fields).values == {0: 0, 1: 1}
+    shown = "".join(capfd.readouterr())
+    ranks = 1 if console == "rank-zero" else 2
+    assert caplog.text.count(f"cannot write to its log {small_disk / 'run'}") == 1
+    assert all(shown.count(f"{number:099d}") == ranks for number in range(programs.LINES))
+    assert shown.count("the last line") == ranks
+    for text in OF_ALL_WAYS:
+        assert shown.count(text) == ranks * OF_ALL_WAYS.count(text), text
+
+
+@pytest.mark.root
+@pytest.mark.full
+def test_a_full_temporary_directory_does_not_keep_a_job_from_starting(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    """The ranks meet in memory, and Python finds another directory for the logs."""
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb") as file:
+        file.write(b"x" * 100_000)
+    script = scripts.write(tmp_path, "train.py", PRINTS)
+    for method in ("spawn", "forkserver"):
+        run = scripts.Script(
+            [str(script), method], folder=tmp_path, env={"TMPDIR": str(small_disk)}, fresh=True
+        ).end()
+        assert "hello from rank 0" in run.out
+        assert run.code == 0, run.err
+
+
+PRINTS: Final = """
+import sys
+import ddpsafe
+
+def train(ctx):
+    ctx.barrier()
+    print("hello from rank", ctx.rank)
+
+if __name__ == "__main__":
+    ddpsafe.launch(train, nproc_per_node=2, backend="gloo", start_method=sys.argv[1])
+"""
+
+
+def test_a_limit_of_file_sizes_does_not_end_a_training(tmp_path: Path) -> None:
+    """``ulimit -f`` also holds for the logs."""
+    values = World(folder=tmp_path).launch(programs.exceed_file_size).values
+    assert values == {0: 0, 1: 1}
+
+
+def test_a_cleaner_of_temporary_files_ends_no_training(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Barriers, groups, checkpoints, loaders and the console work after all files of a launch are gone."""
+    result = World(folder=tmp_path).launch(programs.use_after_cleaning, console="all")
+    assert [*result.values.values()] == [{"items": 4, "stop": False}] * 2
+    assert capfd.readouterr().out.count("to the end") == 2
+
+
+def test_a_store_that_is_removed_is_made_again_with_what_its_ranks_have_set(tmp_path: Path) -> None:
+    """Whoever notices makes the folder again; each rank puts its keys back, at its next look."""
+    stores = [FolderStore(tmp_path / "store" / "keys") for _ in range(2)]
+    for number, store in enumerate(stores):
+        store.set(f"of {number}", "set")
+        assert store.compare_set("first", "", f"{number}") == b"0"
+    stores[0].set("gone", "set")
+    stores[0].delete_key("gone")
+    for what in ("store", "store/keys"):
+        shutil.rmtree(tmp_path / what)
+        assert stores[1].compare_set("new", "", "1") == b"1"
+        assert not stores[0].check(
+            ["other"]
+        )  # each look that finds nothing puts back what is missing
+        for store in stores:
+            assert store.check(["of 1", "first", "new"])
+            assert store.get("first") == b"0"
+            assert not store.check(["gone"])
+    assert (tmp_path / "store").stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.root
@@ -199,6 +287,62 @@ def test_a_launch_removes_old_directories_and_holds_its_own(
         os.utime(directory.path, times=(0, 0))
         assert remove_old_directories(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_directories_of_failures_have_a_bound(tmp_path: Path) -> None:
+    """However many launches fail, 50 directories stay, and 1 GiB; the newest one whatever its size."""
+    now_s = time.time()
+    for number in range(60):
+        folder = tmp_path / f"ddpsafe-{number:08d}"
+        folder.mkdir()
+        os.utime(folder, times=(now_s - number,) * 2)
+    removed = remove_old_directories(tmp_path)
+    assert sorted(path.name for path in removed) == [f"ddpsafe-{n:08d}" for n in range(49, 60)]
+    for number in range(3):
+        log = tmp_path / f"ddpsafe-{number:08d}" / "log"
+        with log.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 600 << 20)
+        os.utime(log, times=(now_s + 10 - number,) * 2)
+    while remove_old_directories(tmp_path):
+        pass
+    left = [path.name for path in sorted(tmp_path.iterdir())]
+    assert left[0] == "ddpsafe-00000000"
+    assert {"ddpsafe-00000001", "ddpsafe-00000002"}.isdisjoint(left)
+
+
+def test_two_launches_with_one_run_directory_share_no_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second one gets a folder of its own in it, as a warning says; the next one has the directory again."""
+    run = tmp_path / "run"
+    with open_run_directory(run) as first:
+        attempt = first.make_attempt_folder(1)
+        error = World(folder=tmp_path).launch_fails(
+            ddpsafe.RankRaisedError, train, raise_chained, run_dir=run
+        )
+        assert error.run_dir == run / "launch-2"
+        assert f"another launch uses the run directory {run}" in caplog.text
+        assert list(attempt.iterdir()) == []
+        assert (run / "launch-2" / "attempt-1" / "report.json").exists()
+        assert not (run / "earlier").exists()
+        with open_run_directory(run) as third:
+            assert third.path == run / "launch-2"  # free again
+            assert (run / "launch-2" / "earlier").exists()
+            with open_run_directory(run) as fourth:
+                assert fourth.path == run / "launch-3"
+    with open_run_directory(run) as later:
+        assert later.path == run
+
+
+def test_nodes_that_share_a_run_directory_have_a_folder_each(tmp_path: Path) -> None:
+    """Each node's launcher holds the lock of its own folder."""
+    with (
+        open_run_directory(tmp_path, node="node-0-a") as one,
+        open_run_directory(tmp_path, node="node-1-b") as two,
+    ):
+        assert one.path == two.path == tmp_path
+        assert one.make_attempt_folder(1) == tmp_path / "node-0-a" / "attempt-1"
+        assert two.make_attempt_folder(1) == tmp_path / "node-1-b" / "attempt-1"
 
 
 def test_one_launch_removes_a_limited_number_of_directories(tmp_path: Path) -> None:

@@ -442,13 +442,14 @@ def test_a_line_is_overwritten_however_it_is_split_into_reads(
     """A carriage return may precede or follow a line, and be read with either part."""
     file = tmp_path / "out"
     file.touch()
-    worker: Any = SimpleNamespace(spec=SimpleNamespace(world=World.alone(), attempt=1))
+    worker: Any = SimpleNamespace(spec=SimpleNamespace(world=World.alone(), attempt=1), overflow={})
     tail = _Tail(worker, str(file), sys.stdout, name="stdout", form="plain")
     found = ""
     for piece in pieces:
         with file.open("a", newline="") as log:
             log.write(piece)
         found += tail.take(0.0, final=False)
+    tail.close()
     assert found == f"{shown}\n"
 
 
@@ -474,7 +475,7 @@ def test_a_line_that_stays_unfinished_is_shown(
     """It is a prompt, and whoever is asked has to see it; what follows continues the line."""
     file = tmp_path / "out"
     file.touch()
-    worker: Any = SimpleNamespace(spec=SimpleNamespace(world=World.alone(), attempt=1))
+    worker: Any = SimpleNamespace(spec=SimpleNamespace(world=World.alone(), attempt=1), overflow={})
     tail = _Tail(worker, str(file), sys.stdout, name="stdout", form=form)
     found, now_s = [], 0.0
     for step in steps:
@@ -484,6 +485,7 @@ def test_a_line_that_stays_unfinished_is_shown(
             with file.open("a", newline="") as log:
                 log.write(step)
         found.append(tail.take(now_s, final=False))
+    tail.close()
     assert found == shown
 
 

@@ -86,7 +86,7 @@ def test_a_rank_refuses_a_swapped_attempt_folder(tmp_path: Path, victim: Path, b
             attempt.mkdir()
             os.chown(attempt, 65534, 65534)
         with pytest.raises(ddpsafe.PreflightError, match="run_dir=") as caught:
-            capture_output(directory.logs(1, world))
+            capture_output(directory.logs(1, world, is_shown=True), print)
         assert str(attempt) in caught.value.explanation.what
     assert victim.read_text() == "private"
 
@@ -157,7 +157,7 @@ def test_only_its_own_launcher_appends_the_traceback_of_a_rank(
     )
     with open_run_directory(tmp_path / "run") as directory:
         directory.make_attempt_folder(1)
-        log = directory.logs(1, World.alone()).stderr
+        log = directory.logs(1, World.alone(), is_shown=True).stderr
         outcome = RankOutcome(
             rank=0,
             local_rank=0,

@@ -351,7 +351,7 @@ def test_only_ranks_of_the_command_receive_its_backend(
 ) -> None:
     """`launch` in the script reads it; `launch` in other programs changes no variable."""
     plan = make_plan(LaunchConfig(nproc_per_node=1, **backend), style=style)
-    logs = LogFiles(stdout="", stderr="", stacks="", nccl="", owner_uid=0)
+    logs = LogFiles(stdout="", stderr="", stacks="", nccl="", owner_uid=0, is_shown=True)
     assert rank_env(plan, plan.worlds[0], 1, logs).get("DDPSAFE_BACKEND") == passed_on
 
 

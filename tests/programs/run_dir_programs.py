@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
+import os
+import resource
 import shutil
-from typing import TYPE_CHECKING
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Final
 
+import torch
+import torch.distributed as dist
 from exception_programs import raise_own_error
 from hang_programs import sleep
+from scripts import wait_until
+from torch.utils.data import DataLoader, Dataset
 from training_programs import average_gradients, mark
+
+from ddpsafe._worker.rank import this_rank
+from ddpsafe.checkpoint import Checkpointer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,13 +29,56 @@ if TYPE_CHECKING:
     from ddpsafe import RankContext
 
 
-def print_for_ever(ctx: RankContext, folder: Path) -> None:
-    """Print on rank 1 until the disk is full."""
+LINES: Final = 1_500
+"""How many lines of 100 bytes `write_much` writes: more than the disk has room for."""
+
+
+class PrintedItems(Dataset[int]):
+    """A dataset whose workers print."""
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        """Print, and return the item."""
+        if index >= len(self):
+            raise IndexError
+        print(f"worker {index}")
+        return index
+
+
+def write_much(ctx: RankContext, folder: Path) -> int:
+    """Fill the disk of the log, then write in every way that programs do; train before, between and after."""
     average_gradients()
-    while ctx.rank == 1:
-        mark(folder)
-        print("x" * 1_000)
+    for number in range(LINES):
+        print(f"{number:099d}")
+    ctx.barrier()
+    mark(folder)
+    subprocess.run(["sh", "-c", "echo of a program; echo of a program >&2"], check=True)
+    sys.stdout.buffer.write(b"of a buffer\n")
+    sys.stdout.flush()
+    os.write(1, b"of the system\n")
+    logging.getLogger("own").warning("of a logger")
+    ctypes.CDLL(None).puts(b"of C")
+    ctypes.CDLL(None).fflush(None)
+    for method in ("fork", "spawn"):
+        loader = DataLoader(PrintedItems(), num_workers=1, multiprocessing_context=method)
+        assert len(list(loader)) == len(PrintedItems())
+    ctx.barrier()
     average_gradients()
+    print("the last line")
+    return ctx.rank
+
+
+def exceed_file_size(ctx: RankContext, folder: Path) -> int:
+    """Write more than the limit of a file's size allows, as ``ulimit -f`` sets it."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50 * LINES, resource.RLIM_INFINITY))
+    for number in range(LINES):
+        print(f"{number:099d}")
+    mark(folder)
+    average_gradients()
+    return ctx.rank
 
 
 def fill_and_fail(ctx: RankContext, folder: Path, filler: Path) -> None:
@@ -35,6 +91,28 @@ def fill_and_fail(ctx: RankContext, folder: Path, filler: Path) -> None:
         mark(folder)
         raise_own_error(folder)
     average_gradients()
+
+
+def use_after_cleaning(ctx: RankContext, folder: Path) -> dict[str, object]:
+    """Remove everything of the launch that has a name, as a cleaner does; then use all of ddpsafe's parts."""
+    spec = this_rank.spec
+    assert spec is not None
+    average_gradients()
+    ctx.barrier()
+    if ctx.rank == 1:
+        shutil.rmtree(spec.run_dir)
+        shutil.rmtree(spec.store_dir)
+        (folder / "cleaned").touch()
+    wait_until((folder / "cleaned").exists)
+    ctx.barrier("after")
+    dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1]))
+    with Checkpointer(folder / "checkpoints") as checkpointer:
+        checkpointer.save({"rank": torch.ones(1)}, 1)
+    with ctx.rank_zero_first():
+        pass
+    loader = DataLoader(PrintedItems(), num_workers=1)
+    print("to the end")
+    return {"items": len(list(loader)), "stop": ctx.stop_requested()}
 
 
 def remove_run_dir(ctx: RankContext, folder: Path, how: str) -> str:

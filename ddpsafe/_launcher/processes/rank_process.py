@@ -17,6 +17,7 @@ from ddpsafe._logging import get_logger
 from ddpsafe._stdlib_private import forget_child
 from ddpsafe._wire import payload
 from ddpsafe._wire.exception_facts import crashed_in_users_exit
+from ddpsafe._wire.log_overflow import OverflowReader
 from ddpsafe._wire.messages import (
     AcceptsStop,
     AskedToStop,
@@ -25,6 +26,7 @@ from ddpsafe._wire.messages import (
     Entered,
     Finishing,
     LivingThreads,
+    LogFull,
     NativeError,
     Phase,
     Position,
@@ -296,10 +298,12 @@ class RankState:
             self.checkpoint_folders.add(message.path)
         elif isinstance(message, Recovered):
             self.raised = self.raised if self.failed else None
-        elif not isinstance(message, Raised):
+        elif not isinstance(message, (Raised, LogFull)):
             self.stop.note(message)
         # Later errors are the launcher's doing: it was ending the ranks by then.
-        elif self._teardown_ns is None or message.at_ns <= self._teardown_ns:
+        elif isinstance(message, Raised) and (
+            self._teardown_ns is None or message.at_ns <= self._teardown_ns
+        ):
             # Keep the first exception. The one that ended the rank replaces it, unless it is only a
             # peer error and the first is not.
             self.failed = self.failed or message.final
@@ -358,6 +362,8 @@ class RankProcess(RankState):
         result: The pickled return value of its function; ``None`` before it has returned, or if the
             value cannot be read.
         relay: Called with each message of the rank if another node's launcher watches it.
+        full_log: The first log that took no more, and why; ``None`` if there is none.
+        overflow: Where the rank's output goes instead, by ``stdout`` and ``stderr``.
     """
 
     def __init__(
@@ -386,6 +392,8 @@ class RankProcess(RankState):
         self.is_swept = False
         self.result: bytes | mmap | None = None
         self.relay: Callable[[Message], None] | None = None
+        self.full_log: tuple[str, str] | None = None
+        self.overflow: dict[str, OverflowReader] = {}
         self._process = process
         self._is_lent = False
         self._is_abandoned = False
@@ -431,6 +439,9 @@ class RankProcess(RankState):
         for message in self.receiver.receive():
             if self.was_stopped and isinstance(message, (Returned, Raised)):
                 continue
+            if isinstance(message, LogFull):
+                self._note_full_log(message)
+                continue
             self.take(message)
             if isinstance(message, Returned):
                 # A large value is not in the message but in the shared memory.
@@ -441,6 +452,14 @@ class RankProcess(RankState):
                         self.result = payload.map_file(self._shared.fileno(), RESULT_OFFSET)
             if self.relay is not None:
                 self.relay(message)
+
+    def _note_full_log(self, message: LogFull) -> None:
+        if self.full_log is None:
+            logs = self.spec.logs
+            self.full_log = logs.stdout if message.name == "stdout" else logs.stderr, message.reason
+        if message.fd is not None and self.pid is not None:
+            with contextlib.suppress(OSError):  # the rank has ended
+                self.overflow[message.name] = OverflowReader(self.pid, message.fd)
 
     def note_teardown(self, at_ns: int) -> None:
         """Record that the launcher ends the ranks from `at_ns` on (monotonic)."""
@@ -621,6 +640,8 @@ class RankProcess(RankState):
         self.receiver.close()
         self._steps.close()
         self._shared.close()
+        for reader in self.overflow.values():
+            reader.close()
         os.close(self._lifeline_fd)
         if self._pidfd is not None:
             os.close(self._pidfd)

@@ -1,8 +1,8 @@
-"""The store of one attempt: files in a private folder, which only this user can reach.
+"""The store of one attempt: files in memory, which only this user can reach.
 
 The kernel protects it: other users of the host cannot list, read or write anything in a folder of
-mode 0700. A socket on loopback accepts every user of the host, and since torch 2.10 a `TCPStore`
-lists all keys to any client, so no secret prefix keeps other users out.
+mode 0700, or the open files of this process. A socket on loopback accepts every user of the host, and
+since torch 2.10 a `TCPStore` lists all keys to any client, so no secret prefix keeps other users out.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._launcher.plan import LOOPBACK
+from ddpsafe._wire.rank_pipe import open_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ddpsafe._launcher.processes.reaper import Reaper
+
+_MEMORY: Final = "/dev/shm"  # noqa: S108 - the folder in it is private
+_PREFIX: Final = "ddpsafe-store-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,22 +35,21 @@ class LauncherStore:
     """The store of one attempt, which outlives every rank, and a port.
 
     Attributes:
-        folder: The folder for the files of the store.
+        folder: The folder for the keys of ddpsafe, and for sockets of the ranks.
+        groups: A file for the keys of torch's process groups.
         master_port: A reserved port, for code that opens MASTER_PORT itself.
     """
 
     folder: Path
+    groups: str
     master_port: int
 
 
 @contextlib.contextmanager
-def open_store(parent: Path | None, reaper: Reaper) -> Iterator[LauncherStore]:
+def open_store(reaper: Reaper) -> Iterator[LauncherStore]:
     """Make the folder of a fresh store, and remove it when the context is left.
 
     Args:
-        parent: A private folder on a local disk; ``None`` for the system's temporary directory. Not
-            a run directory that the user chose: it may be on a network mount, where each read of a
-            key would be a request to a server.
         reaper: Removes the folder if this process is killed.
 
     Raises:
@@ -54,17 +57,36 @@ def open_store(parent: Path | None, reaper: Reaper) -> Iterator[LauncherStore]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            folder = Path(tempfile.mkdtemp(prefix="ddpsafe-store-", dir=parent))
+            folder = _make_folder()
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             reaper.remove_later(folder)
             stack.enter_context(_kept_from_cleaners(folder))
+            # Without a name, nothing can remove it while the ranks need it.
+            groups = stack.enter_context(open_memory()).fileno()
             master_port = stack.enter_context(reserved_port())
         except OSError as exc:
             what = f"the folder for the store of the ranks cannot be made: {exc}."
             cause = f"{tempfile.gettempdir()} is not writable or full, or a limit (ulimit -n) is reached."
             fix = "set TMPDIR to a directory on a local disk that you can write to, or free some space."
             raise PreflightError(Explanation(what, cause=cause, fix=fix)) from exc
-        yield LauncherStore(folder=folder, master_port=master_port)
+        path = f"/proc/{os.getpid()}/fd/{groups}"
+        yield LauncherStore(folder=folder, groups=path, master_port=master_port)
+
+
+def _make_folder() -> Path:
+    """Make a folder in memory or, where that is not possible, in the system's temporary directory."""
+    # The logs of a long job may fill the temporary directory, and its ranks still have to meet. Not in a run
+    # directory that the user chose: on a network mount, each read of a key would be a request to a server.
+    with contextlib.suppress(OSError):
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY))
+        try:
+            (folder / "probe").write_bytes(b"1")
+            (folder / "probe").unlink()
+        except OSError:  # it is full
+            folder.rmdir()
+        else:
+            return folder
+    return Path(tempfile.mkdtemp(prefix=_PREFIX))
 
 
 @contextlib.contextmanager

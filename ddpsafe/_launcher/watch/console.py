@@ -19,6 +19,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TextIO
 
@@ -71,6 +72,11 @@ _FORMS: Final[dict[str, Form]] = {
 }
 
 
+# What is read at a time. A rank may write faster than the console is read, and the rest waits in its log.
+_CHUNK_BYTES: Final = 64 << 10
+# A longer line is shown in parts.
+_LONGEST_LINE: Final = 1 << 20
+
 # Longer than a pause between the parts of a line that a program writes piece by piece.
 _UNFINISHED_AFTER_S: Final = 0.5
 
@@ -86,6 +92,7 @@ class _Tail:
         drawn: A redrawn line that has not ended, in its current form.
         pieces: How many pieces the stream has accepted.
         given_up: Set when the rest is not to be shown.
+        has_more: Whether more may be there than the last call of `take` has read.
         hides_cursor: Whether the rank has hidden the terminal's cursor and not shown it again.
     """
 
@@ -98,7 +105,9 @@ class _Tail:
         self._form = form
         self._world = process.spec.world
         self._attempt = process.spec.attempt
-        self._offset = 0
+        self._process = process
+        self._file: FileIO | None = None
+        self.has_more = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = ""
         self._pending_since_s = 0.0
@@ -127,7 +136,9 @@ class _Tail:
             lines, rest = [*lines, rest] if as_drawn(rest).strip() else lines, ""
         self.drawn = as_drawn(rest) if "\r" in rest else ""
         self._pending = rest
-        if self.drawn:
+        if len(rest) > _LONGEST_LINE and not self.drawn:
+            lines, self._pending = [*lines, rest], ""
+        elif self.drawn:
             # Keep the current form only: an epoch may redraw its bar a hundred thousand times. A carriage
             # return at the end stays, so that what follows is drawn over it: ``print(…, end="\\r")``.
             self._pending = f"\r{self.drawn}" + ("\r" if rest.endswith("\r") else "")
@@ -202,16 +213,21 @@ class _Tail:
         return json_line("INFO", line, fields, stream=self._name) + "\n"
 
     def _read(self) -> bytes:
-        try:
-            if os.stat(self._path).st_size == self._offset:  # noqa: PTH116 - several times a second
-                return b""
-            with open(open_log(self._path, os.O_RDONLY), "rb") as file:  # noqa: PTH123 - a file descriptor
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:  # not created yet, or removed while running
-            return b""
-        self._offset += len(data)
+        data = b""
+        with contextlib.suppress(OSError):  # the log is not created yet
+            if self._file is None:
+                # Kept open: the log may be removed while the rank writes to it.
+                self._file = FileIO(open_log(self._path, os.O_RDONLY))
+            data = self._file.read(_CHUNK_BYTES)
+            if not data and (overflow := self._process.overflow.get(self._name)) is not None:
+                data = overflow.read(_CHUNK_BYTES)
+        self.has_more = len(data) == _CHUNK_BYTES
         return data
+
+    def close(self) -> None:
+        """Close the log."""
+        if self._file is not None:
+            self._file.close()
 
 
 def as_drawn(line: str) -> str:
@@ -256,7 +272,7 @@ class Console:
         self._is_closed = False
         self._tails: list[_Tail] = []
         for process in processes:
-            if show == "none" or (show == "rank-zero" and process.rank != 0):
+            if not process.spec.logs.is_shown:
                 continue
             logs = process.spec.logs
             for path, stream, name in (
@@ -316,12 +332,24 @@ class Console:
         return sum(tail.pieces for tail in self._tails)
 
     def _run(self) -> None:
-        while not self._ended.wait(_QUIET_TICK_S if self._quiet.expired() else _TICK_S):
+        while not self._ended.wait(self._pause_s()):
+            self._refresh()
+        self._refresh()
+        while self._has_more():
             self._refresh()
         self._refresh(final=True)
         for tail in self._tails:
             if tail.hides_cursor:  # the rank ended before it showed the cursor again
                 tail.show(_SHOW_CURSOR)
+            tail.close()
+
+    def _has_more(self) -> bool:
+        return any(tail.has_more and not tail.given_up.is_set() for tail in self._tails)
+
+    def _pause_s(self) -> float:
+        if self._has_more():
+            return 0
+        return _QUIET_TICK_S if self._quiet.expired() else _TICK_S
 
     def _refresh(self, *, final: bool = False) -> None:
         """Copy new output; keep redrawn lines, and the line of the start, as rows below it."""
@@ -407,6 +435,11 @@ def tag_of(rank: int, local_rank: int) -> str:
     return template.safe_substitute(role_name="default", rank=rank, local_rank=local_rank)
 
 
+def is_shown(show: str, rank: int) -> bool:
+    """Return whether the console shows a rank's output, if it is to show `show`; see `Console`."""
+    return show != "none" and (show != "rank-zero" or rank == 0)
+
+
 def is_drawn_on(stream: TextIO | None) -> bool:
     """Return whether lines on a stream can be redrawn: it is a terminal that supports that."""
     if stream is None or os.environ.get("TERM", "dumb") == "dumb":
@@ -424,7 +457,7 @@ def terminal_variables(show: str, rank: int, given: Mapping[str, str]) -> dict[s
         rank: The rank.
         given: Variables that the rank has in any case; they take precedence.
     """
-    if show in ("none", "json") or (show == "rank-zero" and rank != 0):
+    if show == "json" or not is_shown(show, rank):
         return {}
     if not (is_drawn_on(sys.stdout) and is_drawn_on(sys.stderr)):
         return {}

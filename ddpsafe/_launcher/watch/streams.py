@@ -92,7 +92,7 @@ def _find_descriptor(stream: TextIO) -> int | None:
     if type(stream) is not io.TextIOWrapper or "write" in vars(stream):  # wandb replaces `write`
         return None
     raw = getattr(stream.buffer, "raw", stream.buffer)  # without a buffer under python -u
-    return raw.fileno() if type(raw) is io.FileIO else None
+    return raw.fileno() if isinstance(raw, io.FileIO) else None
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -23,6 +23,7 @@ from ddpsafe._launcher.watch.preemption import StopRequest
 from ddpsafe._logging import get_logger
 from ddpsafe._text import signal_name
 from ddpsafe._wire.messages import is_peer_origin
+from ddpsafe._wire.rank_pipe import LOGS_FULL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -40,6 +41,7 @@ logger = get_logger(__name__)
 
 # Waits are short so that `AwakeClock` can tell: one that takes much longer means a suspended launcher.
 _LONGEST_WAIT_S: Final = 1.0
+_LEAST_ROOM_BYTES: Final = 1 << 20
 # How long to wait for more evidence after the first failure: the rank that broke often reports
 # after the ranks that failed because of it. Wait longer while only such ranks have reported.
 _SETTLE: Final = timedelta(seconds=0.3)
@@ -231,6 +233,7 @@ class AttemptWatch:
         self._sequence = SequenceWatch(ranks)
         self._flight = FlightWatch(ranks)
         self._stderr = StderrWatch(processes)
+        self._has_full_logs = False
         self._progress = ProgressWatch(ranks, timeouts.progress, learned=learned)
         self._live = LiveWatch(
             processes,
@@ -362,8 +365,37 @@ class AttemptWatch:
             process.take_reports()
             if process.end_handle() in ready:
                 process.note_end(seen_ns)
+        self._look_for_full_logs()
         reap_orphans()
         self._peers.take_news()
+
+    def _look_for_full_logs(self) -> None:
+        """Have the ranks write to memory before their disk is full, and warn once that they do."""
+        if not self._has_full_logs and _is_nearly_full(self._processes[0].spec.logs.stdout):
+            for process in self._processes:
+                process.send(LOGS_FULL)
+        full = [process for process in self._processes if process.full_log is not None]
+        if full and not self._has_full_logs and full[0].full_log is not None:
+            self._has_full_logs = True
+            path, reason = full[0].full_log
+            logger.warning(
+                "rank %d cannot write to its log %s: %s. The ranks go on, and the console shows what they "
+                "write, but it is in no log: free some space there, or pass run_dir= with a directory "
+                "that has more",
+                full[0].rank,
+                path,
+                reason,
+            )
+
+
+def _is_nearly_full(log: str) -> bool:
+    """Return whether a log's disk has so little room left that programs of the ranks may fail to print."""
+    try:
+        disk = os.statvfs(os.path.dirname(log))  # noqa: PTH120 - plain paths: it is called often
+    except OSError:  # removed
+        return False
+    blocks = disk.f_bavail if os.geteuid() else disk.f_bfree
+    return blocks * disk.f_frsize < _LEAST_ROOM_BYTES
 
 
 def let_ranks_leave(
