@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ddpsafe.checkpoint import Checkpointer
+from ddpsafe.checkpoint._replicas import digests_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -123,6 +124,8 @@ def measure_saves(state: State, folder: Path, rounds: int, order: random.Random)
         def save_asynchronously() -> None:
             ours.save(state, next(steps), asynchronous=True)
 
+        # As parameters, since only models are compared; a job of one rank compares nothing.
+        model = torch.nn.ParameterDict(state)
         contestants: dict[str, Callable[[], object]] = {
             "torch.save": lambda: torch_save(state, folder / "quick.pt", durable=False),
             "torch.save, durable": lambda: torch_save(state, folder / PLAIN, durable=True),
@@ -130,6 +133,7 @@ def measure_saves(state: State, folder: Path, rounds: int, order: random.Random)
             "save": lambda: ours.save(state, next(steps)),
             "copy to host": lambda: {k: v.to("cpu", copy=True) for k, v in state.items()},
             "asynchronous save": save_asynchronously,
+            "comparing ranks": lambda: digests_of({"model": model}, lambda model: model),
         }
         if has_safetensors():
             contestants["safetensors"] = lambda: safe_save(state, folder / SAFE)
@@ -219,6 +223,7 @@ def describe(taken: Seconds, size_bytes: int) -> str:
         line("restore", "dcp.load", ""),
         *([line("restore", "safetensors, load", "")] if optional else []),
         line("asynchronous save", "copy to host", f"≥ {1 / BLOCKING:.2f}"),
+        line("comparing ranks", "save", "≥ 10"),
     ]
     return "\n".join(lines)
 
@@ -232,6 +237,7 @@ Each round runs the contestants in another order, after a sync; each save replac
 `restore` checks every byte against its checksum; the others check nothing.
 The ratio is the median, over the rounds, of the other's time divided by ours: above 1, ours is faster.
 For an asynchronous save, the time until the call returns counts.
+"Comparing ranks" is the part of a save that each of several ranks needs to find out whether their models are equal; it is not in the rows above.
 `python benchmarks/checkpoint.py` repeats it.
 """
 

@@ -212,7 +212,9 @@ def _reduced(x: Reducible, op: ReduceOp, device: torch.device, *, has_float: boo
         return _mean(x, 1.0, device)
     is_tensor = isinstance(x, torch.Tensor)
     widest = torch.int64 if isinstance(x, int) else torch.float64
-    values = x.detach() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=widest)
+    values = (
+        x.detach() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=widest, device="cpu")
+    )
     # 64 bits, so that partial results do not overflow or lose precision; the result has the caller's
     # dtype again. All ranks must send the same dtype, but a number may be 0 on one and 0.5 on another.
     is_number = not is_tensor or values.numel() == 1
@@ -236,7 +238,11 @@ def _mean(x: Reducible, share: float, device: torch.device) -> object:
 
     if isinstance(x, Mapping):
         return {key: _mean(x[key], share, device) for key in sorted(x)}
-    values = x.detach() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.float64)
+    values = (
+        x.detach()
+        if isinstance(x, torch.Tensor)
+        else torch.tensor(x, dtype=torch.float64, device="cpu")
+    )
     if not values.is_floating_point():
         values = values.to(torch.float64)
     # float64, so that counts and sums are exact; the result has the caller's dtype again.

@@ -57,6 +57,13 @@ _WAIT_ON_ERROR: Final = timedelta(seconds=5)
 
 _MAX_LISTED: Final = 8
 
+_DRIFT: Final = (
+    "the ranks have different copies of a model that they should share, so the checkpoint of step {step} has "
+    "rank 0's: {models}. Likely cause: parameters were unfrozen, added or loaded on one rank after the model "
+    "had been wrapped, so that DDP does not average their gradients. What to do: unfreeze and load before "
+    "wrapping, on every rank, or mark a model that differs on purpose with PerRank."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
@@ -135,6 +142,7 @@ class Checkpointer:
         self._versions: dict[str, int] = {}
         self._publisher: _save.Publisher | None = None
         self._pending: _save.Save | None = None
+        self._has_drifted = False
         self._copies = HostCopies()
         self._entered = False
         self._closed = False
@@ -280,7 +288,11 @@ class Checkpointer:
                 state
                 if isinstance(state, Snapshot)
                 else take_snapshot(
-                    state, unwrap=ranks.unwrap, whole=ranks.is_main, with_rng=self._rng
+                    state,
+                    unwrap=ranks.unwrap,
+                    whole=ranks.is_main,
+                    with_rng=self._rng,
+                    is_compared=ranks.world_size > 1,
                 )
             )
             step = self._require_next(step)
@@ -329,6 +341,9 @@ class Checkpointer:
         self._set_newest(pending.step, is_new=not self._is_saved(pending.step))
         if self._schedule is not None:
             self._schedule.note_saved()
+        if pending.drift and not self._has_drifted:  # said once: some train so on purpose
+            self._has_drifted = True
+            warn(_DRIFT.format(step=pending.step, models="; ".join(pending.drift)))
 
     def wait(self) -> None:
         """Wait for the save in the background, if there is one.

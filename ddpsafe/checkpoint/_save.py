@@ -37,6 +37,7 @@ from ddpsafe.checkpoint._format import (
     parse_manifest,
 )
 from ddpsafe.checkpoint._ranks import explain_absence
+from ddpsafe.checkpoint._replicas import drift_of
 from ddpsafe.checkpoint._state import explaining
 from ddpsafe.checkpoint._trees import size_bytes
 from ddpsafe.checkpoint.errors import (
@@ -133,12 +134,14 @@ class Save:
 
     Attributes:
         step: The step.
+        drift: On rank 0, a line for each model of which the ranks have different copies.
     """
 
     def __init__(self, request: SaveRequest, first: Exchange) -> None:
         self._request = request
         self._ranks = request.ranks
         self.step = request.step
+        self.drift: list[str] = []
         self._deadline = request.ranks.deadline()
         self._given_up = threading.Event()
         self._not_removed: list[str] = []
@@ -152,6 +155,7 @@ class Save:
                     "step": request.step,
                     "names": snapshot.names,
                     "shard_bytes": _sharded.bytes_of(snapshot.shards),
+                    "digests": snapshot.digests,
                 },
                 data=snapshot.own,
             )
@@ -185,6 +189,7 @@ class Save:
         publisher = self._request.publisher
         if publisher is None:  # already saved
             return
+        self.drift = drift_of({rank: sent.facts["digests"] for rank, sent in messages.items()})
         publisher.require_lock(self.step)
         parts = [messages[rank].data for rank in sorted(messages)]
         needed = size_bytes(self._request.snapshot.replicated) + sum(map(len, parts))

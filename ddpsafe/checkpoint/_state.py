@@ -9,6 +9,7 @@ import contextlib
 import io
 import pickle
 import random
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, runtime_checkable
@@ -18,6 +19,7 @@ from ddpsafe._text import shortened
 from ddpsafe._torch_private import module_versions, set_module_versions
 from ddpsafe.checkpoint import _sharded
 from ddpsafe.checkpoint._format import PER_RANK, REPLICATED, SHARDED, Kept, OptimizerFacts
+from ddpsafe.checkpoint._replicas import digests_of
 from ddpsafe.checkpoint._trees import MAX_DEPTH, PLAIN, leaves
 from ddpsafe.checkpoint.errors import CheckpointConfigError, UnsafeStateError
 
@@ -26,7 +28,10 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+    from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.optim import Optimizer
+
+    from ddpsafe.checkpoint._replicas import Digests
 
 _CONTAINERS: Final = (dict, list, tuple)
 _MAX_LISTED: Final = 5
@@ -86,6 +91,7 @@ class Snapshot:
         sharded: Dtype and shape of the distributed tensors, by path; the same on all ranks.
         names: How the state of each name is stored.
         optimizers: Class and parameter shapes of the optimizers, by name.
+        digests: What shows whether the ranks' copies of the models are equal.
     """
 
     replicated: dict[str, Any]
@@ -94,6 +100,7 @@ class Snapshot:
     sharded: dict[str, Any] = field(default_factory=dict)
     names: dict[str, Kept] = field(default_factory=dict)
     optimizers: dict[str, OptimizerFacts] = field(default_factory=dict)
+    digests: Digests = field(default_factory=dict)
 
 
 def take_snapshot(
@@ -102,6 +109,7 @@ def take_snapshot(
     unwrap: Callable[[nn.Module], nn.Module],
     whole: bool,
     with_rng: bool,
+    is_compared: bool,
 ) -> Snapshot:
     """Take the state of every object.
 
@@ -110,6 +118,7 @@ def take_snapshot(
         unwrap: Removes the wrappers of a model.
         whole: Keep the state that all ranks share; only rank 0 does.
         with_rng: Include the random number generators.
+        is_compared: Take what is needed to compare the ranks' copies of models.
 
     Raises:
         CheckpointConfigError: `state` is not a mapping of names.
@@ -130,6 +139,13 @@ def take_snapshot(
             continue
         # On every rank, though rank 0 keeps it: state_dict() may have collectives, and each rank
         # saves its own parts of distributed tensors.
+        if has_parts_on_ranks(value):
+            # A collective; only rank 0 has the state then. Not left to the script: it would save what the
+            # parts were when it last did so.
+            value.consolidate_state_dict(to=0)
+            if not whole:
+                names[name] = REPLICATED
+                continue
         tree = state_of(value, unwrap)
         require_finite(tree, name)
         rest, parts = _sharded.split(tree, name)
@@ -146,7 +162,14 @@ def take_snapshot(
         sharded=_sharded.describe(shards),
         names=names,
         optimizers={k: optimizer_facts(v) for k, v in state.items() if isinstance(v, Optimizer)},
+        digests=digests_of(state, unwrap) if is_compared else {},
     )
+
+
+def has_parts_on_ranks(value: object) -> TypeGuard[ZeroRedundancyOptimizer]:
+    """Return whether a value is an optimizer of which each rank has a part of the state."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(value, module.ZeroRedundancyOptimizer)
 
 
 def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
@@ -400,7 +423,7 @@ def rng_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - the global one
     state = {
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
         "numpy": {
             "name": name,
             "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),

@@ -280,6 +280,44 @@ def test_other_shape_is_refused_before_anything_changes(
     assert list(found.values()) == [("CheckpointMismatchError", [0, 0], [True] * 3)] * 2
 
 
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ("unfrozen after wrapping", "'model' on rank 1: 0.weight"),
+        ("loaded on one rank", "'model' on rank 1: 2.weight, 2.bias"),
+        ("not", None),  # the buffers of the batch norm differ after each step
+        pytest.param("half precision", None, marks=pytest.mark.full),
+    ],
+)
+def test_copies_of_a_model_that_differ_are_named_by_parameter(
+    tmp_path: Path, how: str, named: str | None
+) -> None:
+    """Once, on rank 0, by the first save; a model as DDP trains it is never accused."""
+    seen = programs.run_ranks(programs.drift, tmp_path / "own", how)
+    assert seen[1] == []
+    assert len(seen[0]) == (named is not None), seen
+    if named is not None:
+        assert named in seen[0][0]
+        assert "the checkpoint of step 0 has rank 0's" in seen[0][0]
+
+
+@pytest.mark.parametrize(
+    "to",
+    [[0], pytest.param([], marks=pytest.mark.full), pytest.param([1, 0], marks=pytest.mark.full)],
+)
+def test_an_optimizer_with_parts_on_all_ranks_is_saved_whole(tmp_path: Path, to: list[int]) -> None:
+    """ZeroRedundancyOptimizer, whether and when the script has consolidated its state or not."""
+    for went_on, resumed in programs.run_ranks(programs.resume_zero, tmp_path / "own", to).values():
+        assert went_on == resumed
+
+
+def test_a_default_device_without_values_changes_no_checkpoint(tmp_path: Path) -> None:
+    """What ddpsafe saves itself, such as the generators, does not follow ``torch.set_default_device``."""
+    assert set(
+        programs.run_ranks(programs.save_with_default_device_meta, tmp_path / "own").values()
+    ) == {1}
+
+
 @pytest.mark.full(but=["raises"])
 @pytest.mark.parametrize(
     ("victim", "how", "kind", "message"),

@@ -475,3 +475,79 @@ def refuse_on_rank_1(ctx: ddpsafe.RankContext, directory: Path) -> dict[str, Any
         found = caught(checkpointer.restore, state)
         ctx.barrier()
     return found
+
+
+def drift(ctx: ddpsafe.RankContext, directory: Path, how: str) -> list[str]:
+    """Let the copies of a model drift apart, or not; return the warnings of two saves."""
+    torch.manual_seed(0)
+    inner = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+    )
+    inner[0].requires_grad_(how != "unfrozen after wrapping")
+    model = ctx.wrap(inner)
+    inner[0].requires_grad_(True)  # noqa: FBT003 - torch's signature
+    if how == "loaded on one rank" and ctx.rank == 1:
+        inner[2].load_state_dict({"weight": torch.ones(1, 8), "bias": torch.ones(1)})
+    if how == "half precision":
+        inner.half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(ctx.rank)
+    seen: list[str] = []
+    with Checkpointer(directory) as checkpointer:
+        for step in range(2):
+            optimizer.zero_grad()
+            if how != "half precision":
+                model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            with warnings.catch_warnings(record=True) as caught_now:
+                warnings.simplefilter("always")
+                checkpointer.save({"model": model, "optimizer": optimizer}, step)
+            seen += [str(each.message) for each in caught_now]
+    return seen
+
+
+def resume_zero(ctx: ddpsafe.RankContext, directory: Path, to: list[int]) -> tuple[float, float]:
+    """Go on with ZeroRedundancyOptimizer, and again from a checkpoint; return the sums of both models.
+
+    Args:
+        ctx: This rank.
+        directory: Where checkpoints are.
+        to: The ranks to which the script consolidates the state itself.
+    """
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def make() -> tuple[torch.nn.Module, ZeroRedundancyOptimizer]:
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        model = ctx.wrap(layers)
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+
+    def train(model: torch.nn.Module, optimizer: ZeroRedundancyOptimizer, first: int) -> float:
+        for step in range(first, first + 3):
+            torch.manual_seed(100 * step + ctx.rank)
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        return sum(parameter.detach().sum().item() for parameter in model.parameters())
+
+    model, optimizer = make()
+    for rank in to:  # what is consolidated before a step is out of date
+        optimizer.consolidate_state_dict(to=rank)
+    train(model, optimizer, 0)
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save({"model": model, "optimizer": optimizer}, 3)
+        went_on = train(model, optimizer, 3)
+        model, optimizer = make()
+        checkpointer.restore({"model": model, "optimizer": optimizer})
+    return went_on, train(model, optimizer, 3)
+
+
+def save_with_default_device_meta(ctx: ddpsafe.RankContext, directory: Path) -> int | None:
+    """Save, restore and reduce while new tensors are made without values."""
+    model = torch.nn.Linear(2, 2)
+    torch.set_default_device("meta")
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save({"model": model, "step": 1}, 1)
+        assert ctx.reduce_mean(1.0) == 1.0
+        assert ctx.all_reduce(1) == ctx.world_size
+        return checkpointer.restore({"model": model})
