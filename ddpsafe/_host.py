@@ -79,6 +79,20 @@ def boot_id() -> str:
         return socket.gethostname()
 
 
+def is_handled_in_c(signum: int) -> bool:
+    """Return whether code outside of Python handles a signal of which Python says that it has its default.
+
+    `faulthandler.register` does, for example. Python could replace such a handler, but not restore it.
+    """
+    if signal.getsignal(signum) != signal.SIG_DFL:
+        return False
+    with contextlib.suppress(OSError, StopIteration):  # only Linux tells
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        caught = next(line for line in lines if line.startswith("SigCgt:"))
+        return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
+    return False
+
+
 def end_by_signal(signum: int) -> NoReturn:
     """End this process as the signal does; where that has no effect, with the exit code that a shell shows.
 

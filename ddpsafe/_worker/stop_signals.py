@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe import _stdlib_private
-from ddpsafe._host import act_by_default, end_by_signal, read_stat
+from ddpsafe._host import act_by_default, end_by_signal, is_handled_in_c, read_stat
 from ddpsafe._torch_private import WORKER_SIGNALS
 from ddpsafe._wire.spec import HELPER
 
@@ -73,7 +73,7 @@ class StopSignals:
         self._is_open = True
         for signum in STOP_SIGNALS:
             before = signal.getsignal(signum)
-            if before is not None and before != signal.SIG_IGN:
+            if before not in (None, signal.SIG_IGN) and not is_handled_in_c(signum):
                 self._before[signum] = before
                 signal.signal(signum, self._note)
 

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from ddpsafe._host import act_by_default, end_by_signal
+from ddpsafe._host import act_by_default, end_by_signal, is_handled_in_c
 from ddpsafe._launcher.processes.shutdown import remove_helpers_folder
 from ddpsafe._launcher.watch.streams import write_message
 
@@ -116,7 +116,8 @@ def open_inbox(earlier: SignalInbox | None = None) -> Iterator[SignalInbox]:
                 handler = signal.getsignal(signum)
                 function = getattr(handler, "func", None)  # of a functools.partial
                 of_asyncio = getattr(function, "__module__", None) == "asyncio.runners"
-                if handler in (default, act_by_default) or of_asyncio:
+                is_free = handler in (default, act_by_default) and not is_handled_in_c(signum)
+                if is_free or of_asyncio:
                     before[signum] = signal.signal(signum, inbox.put)
             if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
                 # The kernel would reap the ranks itself, and their exit status would be lost.
