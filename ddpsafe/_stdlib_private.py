@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import io
 import multiprocessing.process
 import multiprocessing.queues
 import multiprocessing.spawn
 import multiprocessing.util
 import os
 import runpy
+import sys
+import tempfile
 import threading
+import zipfile
+from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -150,11 +157,78 @@ def run_as_main(name: str, *, alter_argv: bool = True) -> None:
 
 
 def end_as_interpreter(after_threads: Callable[[], object] = lambda: None) -> None:
-    """Before `os._exit`, join the threads and run `atexit` functions, in the interpreter's order."""
+    """Before `os._exit`, do what the interpreter does at its end for the script, in its order.
+
+    Threads are joined, `atexit` functions run, then the finalizers of objects that still exist, and files that
+    nobody has closed are written and closed. Not the interpreter's own end: with DDP's native objects
+    in memory that may not return.
+
+    Args:
+        after_threads: What to call once the threads have been joined.
+    """
     with contextlib.suppress(Exception):
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
         after_threads()
+    with contextlib.suppress(Exception):
         atexit._run_exitfuncs()  # noqa: SLF001
+    with contextlib.suppress(Exception):
+        gc.unfreeze()  # else what existed when the process was frozen is not found
+        finalizers, files = _find_left_open(gc.get_objects())
+        for finalize in finalizers:
+            with contextlib.suppress(Exception):
+                finalize()
+        _close_files(files)
+
+
+def _find_left_open(objects: list[Any]) -> tuple[list[Callable[[], object]], list[Any]]:
+    """Return what module teardown would do: the calls of ``__del__``, and the files that it would close."""
+    finalized, files = set(), set()
+    # By class: a process with torch has 300,000 objects of 6,000 classes.
+    for kind in set(map(type, objects)):
+        with contextlib.suppress(Exception):  # a metaclass may refuse any question
+            if _has_finalizer(kind):
+                finalized.add(kind)
+            if _is_file(kind):
+                files.add(kind)
+    found = [each for each in objects if type(each) in finalized or type(each) in files]
+    return (
+        [partial(type(each).__del__, each) for each in found if type(each) in finalized],
+        [each for each in found if type(each) in files],
+    )
+
+
+def _has_finalizer(kind: type[Any]) -> bool:
+    # Not of the standard library, torch and ddpsafe: what theirs free ends with the process.
+    package = kind.__module__.partition(".")[0]
+    is_own = package not in {"torch", "ddpsafe"} and package not in sys.stdlib_module_names
+    return is_own and isinstance(getattr(kind, "__del__", None), FunctionType)
+
+
+def _close_files(files: list[Any]) -> None:
+    """Write what open files still hold, as their destructors would."""
+    standard = (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__)
+    kept = {id(stream) for stream in standard}
+    files = [each for each in files if id(each) not in kept]
+    # From the outside to the inside: text may be in front of a gzip file, which is in front of a buffer.
+    for finish in (
+        *(file.flush for file in files if type(file) is io.TextIOWrapper),
+        *(file.close for file in files if type(file).__module__ != "_io"),
+        *(file.flush for file in files if type(file).__module__ == "_io"),
+    ):
+        with contextlib.suppress(Exception):  # closed, or its disk is full
+            finish()
+
+
+def _is_file(kind: type[Any]) -> bool:
+    """Return whether a class is one of files; not asked of the object, which may be a proxy."""
+    if issubclass(kind, (io.IOBase.__mro__[1], zipfile.ZipFile, _TEMPORARY)):
+        return True
+    # Those of libraries, such as of HDF5, need not be known to `io`.
+    return all(callable(getattr(kind, name, None)) for name in ("flush", "close"))
+
+
+_TEMPORARY: Any = getattr(tempfile, "_TemporaryFileWrapper", zipfile.ZipFile)
+"""The class of named temporary files, which is no subclass of a file's."""
 
 
 def read_exit(frame: FrameType | None) -> Literal["queue", "children", "other"]:

@@ -160,7 +160,7 @@ def _place_of(thread: threading.Thread, frames: dict[int, FrameType], *, is_main
 
 _MAX_EXCEPTION_BYTES = 1 << 20
 # The modules that call the user's code, which begins after their frames.
-_CALLERS = (__name__, "ddpsafe._worker.script")
+_CALLERS = (__name__, "ddpsafe._worker.script", "ddpsafe._stdlib_private", "runpy")
 # From this size on, a result goes through shared memory instead of the pipe.
 _LARGE_RESULT_BYTES = 1 << 20
 # How long a user's `__str__` may delay the position that the launcher has asked for.
@@ -172,6 +172,7 @@ class Reporter:
 
     Attributes:
         phase: The phase that the rank is in.
+        has_failed: Whether the rank has reported its failure, and only ends.
     """
 
     def __init__(self, sender: Sender, log: str, shared_fd: int) -> None:
@@ -188,6 +189,7 @@ class Reporter:
         self._has_shared = Claim(shared_fd)
         self._reported: set[int] = set()
         self.phase: Phase = "starting"
+        self.has_failed = False
 
     def is_rank_process(self) -> bool:
         """Return whether this process is the rank rather than a fork of it."""
@@ -408,7 +410,8 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
             ASK_STACKS: lambda: reporter.evidence(stacks.show_all),
             ASK_THREADS: reporter.living_threads,
             ASK_STOP: launcher_line.promise,
-            END_NOW: stopping.signals.die_of_sigterm,
+            # A rank that has reported its failure ends by itself; the grace period limits that.
+            END_NOW: lambda: None if reporter.has_failed else stopping.signals.die_of_sigterm(),
             LOGS_FULL: lambda: overflow.replace_logs("its disk is nearly full"),
         },
         on_agreement=launcher_line.calls.agree,
@@ -433,17 +436,20 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
                 gc.collect()
             reporter.returned(value, stop_calls=launcher_line.calls.count)
     except BaseException as exc:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are failures
-        # Report, flush, exit: no collective, no destroy, no destructor on a failing path.
+        # Report first. Then what the script has left for its end runs, which the grace period limits; ddpsafe
+        # itself calls no collective and no destroy on a failing path.
         try:
             _drop_signal_handlers()
         except BaseException:  # noqa: BLE001 - a handler raised before the function could catch that
             _drop_signal_handlers()
         if reporter.is_rank_process():
+            reporter.has_failed = True
+            # Programs that the script's exit functions start do not inherit it, as they would SIG_IGN.
+            signal.signal(signal.SIGTERM, lambda *_: None)
             reporter.raised(exc, "final")
-            if isinstance(exc, SystemExit) and (threads := find_living_threads().places):
-                _write_line(
-                    f"sys.exit() ends this rank at once, without waiting for {', '.join(threads)}"
-                )
+            if spec.style == "run" and sys.excepthook is not sys.__excepthook__:
+                _call_hook(exc)
+            end_as_interpreter()
         elif exit_code_of(exc) is None:  # a fork's own error: no other process reports it
             with contextlib.suppress(Exception):  # its __str__ raises, or stderr is closed
                 traceback.print_exception(exc)
@@ -547,9 +553,13 @@ def _drop_signal_handlers() -> None:
         _drop_signal_handlers()
 
 
-def _write_line(text: str) -> None:
-    with contextlib.suppress(Exception):  # stderr is closed
-        sys.stderr.write(f"ddpsafe: {text}\n")
+def _call_hook(exc: BaseException) -> None:
+    """Call the script's `sys.excepthook`, as the interpreter does."""
+    if not isinstance(exc, SystemExit):
+        with contextlib.suppress(
+            BaseException
+        ):  # the launcher has the report of the exception itself
+            sys.excepthook(type(exc), exc, exc.__traceback__)
 
 
 def _flush() -> None:

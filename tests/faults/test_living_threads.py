@@ -172,15 +172,26 @@ def test_a_rank_that_dies_in_what_it_left_running_has_failed(
 
 
 @pytest.mark.full
-def test_what_an_exit_code_cuts_off_is_told(tmp_path: Path) -> None:
-    """The rank has failed, so the others do not wait for its threads."""
+def test_what_the_end_of_a_failed_rank_cuts_off_is_told(tmp_path: Path) -> None:
+    """Threads and exit functions of a rank that has failed have the grace period, and its error stays first."""
     source = """
-        import sys, threading, time
-        threading.Thread(target=time.sleep, args=[600], name="uploader").start()
-        sys.exit(3)
+        import atexit, sys, threading, time
+        if sys.argv[1] == "thread":
+            threading.Thread(target=time.sleep, args=[600], name="uploader").start()
+        else:
+            atexit.register(time.sleep, 600)
+        if sys.argv[2] == "exit":
+            sys.exit(3)
+        raise ValueError("bad batch")
     """
     scripts.write(tmp_path, "train.py", source)
-    command = ["-m", "ddpsafe", "run", "--nproc-per-node", "1", "--run-dir", "run", "train.py"]
-    run = scripts.Script(command, folder=tmp_path).end()
-    assert run.code == 3
-    assert "sys.exit() ends this rank at once, without waiting for thread 'uploader'" in run.err
+    command = ["-m", "ddpsafe", "run", "--nproc-per-node", "1", "--timeouts.grace", "2"]
+    command += ["--run-dir", "run"]
+    for what, how, code, told in (
+        ("thread", "exit", 3, "rank 0 waits for thread 'uploader'"),
+        ("atexit", "raise", 1, "rank 0 waits for exit handlers (atexit)"),
+    ):
+        run = scripts.Script([*command, "train.py", what, how], folder=tmp_path).end()
+        assert run.code == code, run.err
+        assert f"(timeouts.grace); {told}" in run.err
+        assert ("exited with code 3" if how == "exit" else "bad batch") in run.err

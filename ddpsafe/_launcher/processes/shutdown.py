@@ -97,14 +97,26 @@ def end_processes(processes: Sequence[RankProcess], *, grace: timedelta, launch_
     started_ns = time.monotonic_ns()
     for process in processes:
         process.note_teardown(started_ns)
-    _end(processes, signal.SIGTERM, Deadline.after(grace))
-    stubborn = [process.rank for process in processes if process.alive]
+    _end(processes, signal.SIGTERM, Deadline.after(grace / 2))
+    for process in processes:
+        if process.alive and process.failed:  # its threads or exit functions still run
+            process.ask_threads()
+    await_ends(processes, Deadline.after(grace / 2))
+    stubborn = [process for process in processes if process.alive]
     if stubborn:
+        for process in stubborn:
+            process.take_reports()
+        work = [
+            f"; rank {process.rank} waits for {process.living_threads}"
+            for process in stubborn
+            if process.failed and process.living_threads is not None
+        ]
         logger.warning(
-            "%s still %s %.1f s after SIGTERM (timeouts.grace); sending SIGKILL",
-            ranks_text(stubborn),
+            "%s still %s %.1f s after SIGTERM (timeouts.grace)%s; sending SIGKILL",
+            ranks_text([process.rank for process in stubborn]),
             "runs" if len(stubborn) == 1 else "run",
             grace.total_seconds(),
+            "".join(work),
         )
     _kill(processes)
     immortal = [process for process in processes if process.alive]
