@@ -8,7 +8,9 @@ import hashlib
 import itertools
 import json
 import math
+import multiprocessing
 import os
+import pickle
 import random
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,13 +20,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, get_worker_info
 
 from ddpsafe._errors import Explanation
 from ddpsafe._text import ranks_text
 from ddpsafe.data._gathering import gather_json
 from ddpsafe.data._loader.epochs import PATH_ATTRIBUTES, add_note, describe_index
-from ddpsafe.data._loader.reachable import restored_after_reading
 from ddpsafe.data._loader.sampler_search import find_epoch_holder
+from ddpsafe.data._loader.worker_safety import find_handles, find_unpicklable, start_method_of
+from ddpsafe.data._per_process import closing_what_opens
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data.errors import DataConfigError, DatasetInconsistencyError
 
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
 
 
 _ITEM_DIGEST_BYTES: Final = 8
+_PROBES: Final = 64
 # Items are read beside the paths, because labels may come from elsewhere: wrong ones show in most items.
 _PROBES_BESIDE_PATHS: Final = 16
 # Decoders of two hosts may differ in the last bit of a pixel; labels and masks are small or integers.
@@ -328,7 +334,7 @@ _SHOWN_CHARS: Final = 200
 def check_dataset_consistency(
     dataset: object,
     *,
-    probes: int = 64,
+    probes: int = _PROBES,
     key: Callable[[int], object] | None = None,
     facts: Mapping[str, object] | None = None,
     group: ProcessGroup | None = None,
@@ -363,8 +369,42 @@ def check_dataset_consistency(
                 fix="leave key= out.",
             )
         )
+    # Which loaders will read it is not known here; a forked process leaves nothing open in this one.
+    forks = "fork" in multiprocessing.get_all_start_methods()
+    return compare_datasets(
+        _Reading(dataset, probes, key), facts or {}, group, start_method="fork" if forks else None
+    )
+
+
+def check_dataset_of(loader: TorchDataLoader[Any]) -> str:
+    """Check the dataset and the settings of a loader, and read as it will; every rank calls it.
+
+    Returns:
+        The dataset's fingerprint, as of `check_dataset_consistency`.
+    """
+    method = start_method_of(loader.multiprocessing_context) if loader.num_workers else None
+    return compare_datasets(
+        _Reading(loader.dataset), loader_facts(loader), None, start_method=method
+    )
+
+
+def compare_datasets(
+    reading: _Reading,
+    facts: Mapping[str, object],
+    group: ProcessGroup | None,
+    *,
+    start_method: str | None,
+) -> str:
+    """Compare datasets over the ranks; see `check_dataset_consistency`.
+
+    Args:
+        reading: What to read.
+        facts: As there.
+        group: As there.
+        start_method: How to start the worker that reads; ``None`` to read in this process.
+    """
     try:
-        return _compare(dataset, probes, key, facts or {}, group)
+        return _compare(reading, facts, group, start_method)
     except DatasetInconsistencyError as error:
         # So the launcher blames a rank that differs, though all ranks raise.
         error.origin = "own" if current_replica(group).rank in error.ranks else "mismatch"
@@ -372,14 +412,13 @@ def check_dataset_consistency(
 
 
 def _compare(
-    dataset: object,
-    probes: int,
-    key: Callable[[int], object] | None,
+    reading: _Reading,
     facts: Mapping[str, object],
     group: ProcessGroup | None,
+    start_method: str | None,
 ) -> str:
-    """Compare the dataset over the ranks; see `check_dataset_consistency`."""
-    views, report, error = _examine(dataset, probes, key, facts)
+    report, error = _examine(reading, start_method)
+    report["facts"] = {name: repr(value) for name, value in facts.items()}
     reports = gather_json(report, group)
     broken = [rank for rank, report in enumerate(reports) if report["error"]]
     if len(broken) == len(reports) and error is not None:
@@ -414,7 +453,8 @@ def _compare(
     for place in range(min(len(entry["views"]) for entry in reports)):
         if len({entry["views"][place]["fingerprint"] for entry in reports}) > 1:
             described = [{**entry["views"][place], "length": entry["length"]} for entry in reports]
-            _refuse_differing_data(dataset, views[place], described, group)
+            # The job ends here, so this process may read what a worker has read before.
+            _refuse_differing_data(reading.dataset, reading.views()[place], described, group)
     return str(report["views"][0]["fingerprint"])
 
 
@@ -447,36 +487,85 @@ def compare_states(state: Mapping[str, object]) -> None:
 
 
 def _examine(
-    dataset: object,
-    probes: int,
-    key: Callable[[int], object] | None,
-    facts: Mapping[str, object],
-) -> tuple[list[DatasetView], dict[str, Any], Exception | None]:
+    reading: _Reading, start_method: str | None
+) -> tuple[dict[str, Any], Exception | None]:
     """Read what is compared; return an exception of the dataset instead of raising it."""
-    plain = {name: repr(value) for name, value in facts.items()}
     try:
-        with restored_after_reading(dataset):
-            views = views_of(dataset, probes=probes, key=key)
-            fingerprints = [view.fingerprint() for view in views]
-    except Exception as error:  # noqa: BLE001 - raised on every rank; here it would leave ranks waiting
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        broken = {"error": f"{type(error).__name__}: {error}", "facts": plain, "traceback": text}
-        return [], broken, error
-    report = {
-        "error": None,
-        "facts": plain,
-        "length": views[0].length,
-        "views": [
-            {
-                "fingerprint": fingerprint,
-                "kind": view.kind,
-                "compared": len(view.indices),
-                "by_paths": view.by_paths,
-            }
-            for view, fingerprint in zip(views, fingerprints, strict=True)
-        ],
-    }
-    return views, report, None
+        if start_method is None or not reading.may_be_sent(start_method):
+            with closing_what_opens():
+                return reading[0]
+        loader = TorchDataLoader(
+            reading,
+            batch_size=None,
+            num_workers=1,
+            multiprocessing_context=start_method,
+            generator=torch.Generator(),  # else torch draws the worker's seed from the global one
+        )
+        report, error = next(iter(loader))
+    except Exception as raised:  # noqa: BLE001 - raised on every rank; here it would leave ranks waiting
+        return _report_of(raised), raised
+    return report, error
+
+
+class _Reading(Dataset[Any]):
+    """What is read of a dataset, as the only item of another one, so that a DataLoader worker can read it."""
+
+    def __init__(
+        self, dataset: Any, probes: int = _PROBES, key: Callable[[int], object] | None = None
+    ) -> None:
+        self.dataset = dataset
+        self._probes = probes
+        self._key = key
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Any], Exception | None]:
+        """Return the report on the dataset, and the exception that it raised."""
+        try:
+            views = self.views()
+            described = [
+                {
+                    "fingerprint": view.fingerprint(),
+                    "kind": view.kind,
+                    "compared": len(view.indices),
+                    "by_paths": view.by_paths,
+                }
+                for view in views
+            ]
+        except Exception as error:  # noqa: BLE001 - as above
+            report = _report_of(error)
+            return report, error if get_worker_info() is None else _sendable(error, report)
+        return {"error": None, "length": views[0].length, "views": described}, None
+
+    def views(self) -> list[DatasetView]:
+        return views_of(self.dataset, probes=self._probes, key=self._key)
+
+    def may_be_sent(self, start_method: str) -> bool:
+        """Return whether there are items for a worker to read, and it can receive the dataset as it is."""
+        has_items = hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")
+        # No process of `multiprocessing` that is a daemon may start another one.
+        if not has_items or multiprocessing.current_process().daemon:
+            return False
+        if start_method == "fork":  # it would move the position of a file that is open here
+            hazards = find_handles(self.dataset, name="dataset")
+            return all(hazard.severity != "unsafe" for hazard in hazards)
+        return find_unpicklable((self.dataset, self._key), name="dataset") is None
+
+
+def _report_of(error: Exception) -> dict[str, Any]:
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return {"error": f"{type(error).__name__}: {error}", "traceback": text}
+
+
+def _sendable(error: Exception, report: dict[str, Any]) -> Exception:
+    """Return an exception that a worker can send: pickling keeps notes, and drops the traceback."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - made in the line itself
+    except Exception:  # noqa: BLE001 - an exception of any library may raise anything
+        error = RuntimeError(report["error"])
+    add_note(error, report["traceback"])
+    return error
 
 
 def _refuse_differing_data(

@@ -1,13 +1,16 @@
 # ruff: noqa: D102, TC003 - the methods of eleven small datasets
-"""The check before training leaves the dataset unchanged: handles, caches, counters."""
+"""The check before training reads where training will, and leaves the dataset unchanged."""
 
 from __future__ import annotations
 
 import collections
 import functools
+import multiprocessing as mp
+import os
 import random
 import sqlite3
 import tarfile
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,7 +24,7 @@ from torch.utils.data import ConcatDataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from ddpsafe.data import DataLoader, check_dataset_consistency, check_worker_safety
-from ddpsafe.data._loader.reachable import restored_after_reading
+from ddpsafe.data._loader.build import build_loader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -285,7 +288,8 @@ class Counting(Numbers):
         self.seen.add(index)
         self.flags[index] = True
         self.counts[index] += 1
-        self.file.read(1)
+        if self.file is not None:
+            self.file.read(1)
         self.rng.random()
         self.numpy_rng.random()
         torch.rand((), generator=self.torch_rng)
@@ -306,7 +310,6 @@ class Counting(Numbers):
                 self.torch_rng.get_state().tolist(),
                 self.flags.tolist(),
                 self.counts.tolist(),
-                self.file.tell(),
             )
         )
 
@@ -318,25 +321,95 @@ def wraps(dataset: Any) -> Iterator[Any]:
     yield ConcatDataset([Numbers(2), dataset])
 
 
-def test_every_change_by_a_read_is_undone(folder: Path) -> None:
-    """This covers attributes, containers, class attributes, generators, small arrays, file positions."""
+def test_a_loader_with_workers_leaves_the_dataset_unchanged() -> None:
+    """The check reads in a worker; attributes, class attributes, generators, arrays stay."""
+    dataset = Counting(None)
+    before = dataset.snapshot()
+    for wrapped in wraps(dataset):
+        build_loader(wrapped, num_workers=1, multiprocessing_context="fork")
+        assert dataset.snapshot() == before
+    assert dataset[1] == 1
+    assert dataset.snapshot() != before
+    Counting.reads = 0
+    Counting.last.clear()
+
+
+class Where(Numbers):
+    """A dataset that writes down which process has read it."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(N)
+        self.file = file
+
+    def __getitem__(self, index: int) -> int:
+        self.file.write_text(f"{os.getpid()} {mp.current_process().name}")
+        return index
+
+
+@pytest.mark.parametrize(
+    ("workers", "method"),
+    [
+        (0, None),
+        pytest.param(1, "fork", marks=pytest.mark.full),
+        pytest.param(1, "spawn", marks=pytest.mark.full),
+        (1, "forkserver"),
+    ],
+)
+def test_the_check_reads_where_training_will(
+    workers: int, method: str | None, tmp_path: Path
+) -> None:
+    """In a process that is started as the loader's workers are, else in the rank."""
+    dataset = Where(tmp_path / "pid")
+    build_loader(dataset, num_workers=workers, multiprocessing_context=method)
+    pid, name = dataset.file.read_text().split()
+    assert (int(pid) == os.getpid()) is (workers == 0)
+    kind = {"fork": "ForkProcess", "spawn": "SpawnProcess", "forkserver": "ForkServerProcess"}
+    assert method is None or name.startswith(kind[method])
+
+
+def test_an_open_file_is_not_moved_by_a_forked_reader(folder: Path) -> None:
+    """A worker would share its position, so the rank reads: the loader refuses it later by name."""
     with (folder / "raw").open("rb") as file:
         dataset = Counting(file)
-        before = dataset.snapshot()
-        for wrapped in wraps(dataset):
-            check_dataset_consistency(wrapped)
-            assert dataset.snapshot() == before
-        assert dataset[1] == 1
-        assert dataset.snapshot() != before
+        check_dataset_consistency(dataset)
+        assert file.tell() == min(N, Counting.reads) > 0
         Counting.reads = 0
         Counting.last.clear()
 
 
-def test_changes_are_undone_if_the_read_raises() -> None:
-    """A failed read leaves nothing behind either."""
-    dataset = Counting(None)
-    before = dict(dataset.cache)
-    with pytest.raises(AttributeError), restored_after_reading(dataset):
-        dataset[0]
-    assert dataset.cache == before
-    assert Counting.reads == 0
+class UnpicklableError(ValueError):
+    """It cannot be made again from its arguments, as many exceptions of libraries."""
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+
+
+class Broken(Numbers):
+    """A dataset whose items cannot be read."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__(N)
+        self.error = error
+
+    def __getitem__(self, index: int) -> int:
+        if self.error is None:
+            os._exit(7)
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "text"),
+    [
+        (KeyError("label"), KeyError, "label"),
+        (UnpicklableError(code=5), RuntimeError, "UnpicklableError: code 5"),
+        (None, RuntimeError, "exited unexpectedly"),
+    ],
+)
+def test_error_in_the_worker_that_reads_is_raised_here(
+    error: Exception | None, raised: type[Exception], text: str
+) -> None:
+    """Its own type where that can be sent, with the traceback of the worker; a death is named, too."""
+    with pytest.raises(raised, match=text) as caught:
+        check_dataset_consistency(Broken(error))
+    if error is not None:
+        assert "While reading" in "".join(traceback.format_exception(caught.value))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.utils.data import IterableDataset
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._consistency import check_dataset_consistency, loader_facts
+from ddpsafe.data._consistency import check_dataset_of
 from ddpsafe.data._gathering import gather_json
 from ddpsafe.data._loader.loader import DataLoader
 from ddpsafe.data._replica import chosen_seed, run_seed
@@ -82,8 +82,7 @@ def build_loader(
             options["sampler"].takes_seed_of_state = seed is None
     loader = DataLoader(dataset, batch_size, seed=seed, **options)
     if check:
-        fingerprint = check_dataset_consistency(dataset, facts=loader_facts(loader))
-        loader.remember_fingerprint(fingerprint)
+        loader.remember_fingerprint(check_dataset_of(loader))
     return loader
 
 

@@ -1,7 +1,6 @@
 """What a worker would receive with a dataset: its attributes, containers, closures and globals.
 
-The search for hazards (`worker_safety`) walks these objects, and so does the consistency check
-(`_consistency`), to undo what its reads change. The objects may come from any library, so
+The search for hazards (`worker_safety`) walks these objects. They may come from any library, so
 inspecting one may raise anything.
 """
 
@@ -15,7 +14,6 @@ import functools
 import gc
 import itertools
 import logging
-import operator
 import os
 import pathlib
 import random
@@ -25,7 +23,6 @@ import sysconfig
 import tarfile
 import threading
 import types
-import warnings
 import weakref
 import zipfile
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -34,7 +31,7 @@ import numpy as np
 import torch
 
 from ddpsafe._wire.exception_facts import package_of
-from ddpsafe.data._per_process import PerProcess, closing_what_opens
+from ddpsafe.data._per_process import PerProcess
 
 T = TypeVar("T")
 
@@ -46,7 +43,6 @@ if TYPE_CHECKING:
 _MAX_OBJECTS: Final = 100_000
 _PARTS_PER_TURN: Final = 200
 _MAX_KEY_CHARS: Final = 40
-_MAX_RESTORED_BYTES: Final = 2**16
 
 PLAIN: Final = frozenset(
     {str, bytes, bytearray, int, float, complex, bool, type(None), range, slice, type(...)}
@@ -90,7 +86,7 @@ def _cached(function: Callable[[type], T]) -> Callable[[type], T]:
     return functools.lru_cache(maxsize=256)(function)
 
 
-def reachable(root: object, *, name: str, into_c: bool = True) -> Iterator[Part]:
+def reachable(root: object, *, name: str) -> Iterator[Part]:
     """Yield `root` and what it reaches, each with its path, nearest first.
 
     It ends after 100,000 objects, not counting numbers and strings.
@@ -98,7 +94,6 @@ def reachable(root: object, *, name: str, into_c: bool = True) -> Iterator[Part]
     Args:
         root: Where to begin.
         name: What to call it in paths.
-        into_c: Whether to include what objects of C code hold; such parts must not be changed.
     """
     seen: dict[int, object] = {}  # holds the objects, so that no id is reused
     near: collections.deque[Part] = collections.deque([(name, root)])
@@ -117,16 +112,16 @@ def reachable(root: object, *, name: str, into_c: bool = True) -> Iterator[Part]
             continue
         seen[id(item)] = item
         yield path, item
-        parts = iter(parts_of(path, item, into_c=into_c))
+        parts = iter(parts_of(path, item))
         # The rest of a long container comes later, so that it does not crowd out near objects.
         near.extend(itertools.islice(parts, _PARTS_PER_TURN))
         far.append(parts)
 
 
-def parts_of(path: str, item: Any, *, into_c: bool = True) -> Iterable[Part]:
+def parts_of(path: str, item: Any) -> Iterable[Part]:
     """Return what an object refers to, with paths; nothing if it cannot be inspected."""
     try:
-        return itertools.chain(_parts(path, item), _held_by_c(path, item) if into_c else ())
+        return itertools.chain(_parts(path, item), _held_by_c(path, item))
     except Exception:  # noqa: BLE001 - an object of any library may raise anything
         return ()
 
@@ -138,7 +133,7 @@ def _parts(path: str, item: Any) -> Iterable[Part]:  # noqa: PLR0911 - a table o
     if issubclass(kind, zipfile.ZipFile | tarfile.TarFile) and item.mode in {"w", "x"}:
         return ()  # it only writes, though the file below it is readable too
     if kind.__module__ == "_io":
-        return ()  # not the raw file below: moving it would leave the buffer above out of step
+        return ()  # the raw file below is the same file
     if issubclass(kind, np.ndarray):
         return _entries(path, item.flat) if item.dtype == object else ()
     if issubclass(kind, dict):
@@ -374,189 +369,4 @@ def is_writer(kind: type) -> bool:
     )
 
 
-@contextlib.contextmanager
-def restored_after_reading(dataset: object) -> Iterator[None]:
-    """Undo what reading a dataset changes in it.
-
-    Attributes, containers, class attributes and globals get back what they held, generators
-    their state and files their position. A dataset that opens its file at the first read is
-    unopened again afterwards. Changes outside the dataset's own objects are not undone.
-    """
-    with closing_what_opens():
-        undo: list[Callable[[], bool]] = []  # each restores something and returns if it had to
-        for _, item in reachable(dataset, name="dataset", into_c=False):
-            with contextlib.suppress(Exception):  # an object of any library may raise anything
-                for step in _steps(item):
-                    undo.append(step)  # noqa: PERF402 - keeps the steps before an exception
-        try:
-            yield
-        finally:
-            changed = [_apply(step) for step in reversed(undo)]
-            del undo
-            if any(changed):
-                with warnings.catch_warnings():
-                    # Files that the read opened close as they are freed: a ResourceWarning each.
-                    warnings.simplefilter("ignore", ResourceWarning)
-                    gc.collect(1)
-
-
-def _apply(step: Callable[[], bool]) -> bool:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)
-            return step()
-    except Exception:  # noqa: BLE001 - an object of any library may raise anything
-        return False
-
-
-def _steps(item: Any) -> Iterator[Callable[[], bool]]:
-    kind: type = type(item)
-    if issubclass(kind, dict):
-        yield _unless_same(lambda: dict(item), functools.partial(_fill_dict, item))
-    elif issubclass(kind, list | collections.deque | set):
-        yield _unless_same(lambda: list(item), functools.partial(_fill, item))
-    elif issubclass(kind, random.Random):
-        yield functools.partial(_set, item.setstate, item.getstate())
-    elif issubclass(kind, np.random.Generator):
-        bits = item.bit_generator
-        yield functools.partial(_set, functools.partial(setattr, bits, "state"), bits.state)
-    elif issubclass(kind, np.random.RandomState) or issubclass(kind, torch.Generator):
-        yield functools.partial(_set, item.set_state, item.get_state())
-    elif issubclass(kind, torch.Tensor):
-        if item.device.type == "cpu" and item.nbytes <= _MAX_RESTORED_BYTES:
-            array = item.detach().numpy()
-            yield functools.partial(_restore_array, array, array.copy())
-    elif issubclass(kind, np.ndarray):
-        if item.nbytes <= _MAX_RESTORED_BYTES and item.flags.writeable:
-            yield functools.partial(_restore_array, item, item.copy())
-    elif callable(getattr(kind, "cache_info", None)):
-        if item.cache_info().currsize == 0:
-            yield _unless_same(
-                lambda: [item.cache_info().currsize == 0], lambda _: item.cache_clear()
-            )
-    elif (
-        all(callable(getattr(kind, name, None)) for name in ("seekable", "tell"))
-        and item.seekable()
-    ):
-        yield functools.partial(_set, item.seek, item.tell())
-    if kind is types.FunctionType:
-        yield from _function_steps(item)
-    if issubclass(kind, (*_OPAQUE, types.FunctionType)):
-        return
-    own = vars_of(item)
-    yield _unless_same(lambda: dict(own), functools.partial(_fill_dict, own))
-    yield _unless_same(
-        lambda: {slot: _read_slot(slot, item) for slot in slots_of(kind).values()},
-        functools.partial(_fill_slots, item),
-    )
-    if is_user_class(kind):
-        for base in filter(is_user_class, kind.__mro__):
-            yield _unless_same(
-                functools.partial(_own_attributes, base), functools.partial(_fill_class, base)
-            )
-        for function in worker_methods(kind):
-            yield from _function_steps(function)
-
-
-def _function_steps(function: types.FunctionType) -> Iterator[Callable[[], bool]]:
-    for cell in function.__closure__ or ():
-        if cell != types.CellType():
-            yield _cell_step(cell)
-    if is_user_file(function.__code__.co_filename):
-        names, space = global_names(function.__code__), function.__globals__
-        yield _unless_same(
-            lambda: {name: space.get(name, _ABSENT) for name in names},
-            functools.partial(_fill_globals, space),
-        )
-
-
 _ABSENT: Final = object()
-
-
-def _unless_same(look: Callable[[], Any], put_back: Callable[[Any], object]) -> Callable[[], bool]:
-    """Return what puts back the objects that something holds now, unless it still holds the same.
-
-    Args:
-        look: Returns those objects: a new list or dict.
-        put_back: Takes that list or dict.
-    """
-    then = look()
-
-    def step() -> bool:
-        now = look()
-        # By identity: the __eq__ of an object of any library may raise, or compare whole arrays.
-        if len(now) == len(then) and all(map(operator.is_, _objects(now), _objects(then))):
-            return False
-        put_back(then)
-        return True
-
-    return step
-
-
-def _objects(held: Any) -> Iterable[Any]:
-    # Not a list of them: a dataset may hold millions.
-    return itertools.chain(held, held.values()) if isinstance(held, dict) else held
-
-
-def _cell_step(cell: types.CellType) -> Callable[[], bool]:
-    def put_back(then: list[Any]) -> None:
-        (cell.cell_contents,) = then
-
-    return _unless_same(lambda: [cell.cell_contents], put_back)
-
-
-def _own_attributes(kind: type) -> dict[str, Any]:
-    own = vars(kind)
-    return {name: own[name] for name in class_attributes(kind) if name in own}
-
-
-def _fill_dict(item: dict[Any, Any], then: dict[Any, Any]) -> None:
-    # The methods of a subclass may do more than to store.
-    kind = collections.OrderedDict if isinstance(item, collections.OrderedDict) else dict
-    kind.clear(item)
-    for key, value in then.items():
-        kind.__setitem__(item, key, value)
-
-
-def _fill(item: Any, then: list[Any]) -> None:
-    if isinstance(item, list):
-        list.__setitem__(item, slice(None), then)
-        return
-    item.clear()
-    for value in then:
-        (item.append if isinstance(item, collections.deque) else item.add)(value)
-
-
-def _fill_slots(item: object, then: dict[types.MemberDescriptorType, Any]) -> None:
-    for slot, value in then.items():
-        if value is not _ABSENT:
-            slot.__set__(item, value)
-        elif _read_slot(slot, item) is not _ABSENT:
-            slot.__delete__(item)
-
-
-def _fill_class(kind: type, then: dict[str, Any]) -> None:
-    # By the methods of `type`: a metaclass may refuse the change, or do more.
-    for name in _own_attributes(kind).keys() - then.keys():
-        type.__delattr__(kind, name)
-    for name, value in then.items():
-        type.__setattr__(kind, name, value)
-
-
-def _fill_globals(space: dict[str, Any], then: dict[str, Any]) -> None:
-    for name, value in then.items():
-        if value is _ABSENT:
-            space.pop(name, None)
-        else:
-            space[name] = value
-
-
-def _set(setter: Callable[[Any], object], kept: Any) -> bool:
-    setter(kept)
-    return False  # it freed no object, so nothing is left to collect
-
-
-def _restore_array(item: Any, kept: Any) -> bool:
-    if not np.array_equal(item, kept):
-        item[...] = kept
-    return False

@@ -157,6 +157,14 @@ def check_worker_safety(dataset: object, *, name: str = "dataset") -> tuple[Work
     return tuple(sorted(hazards, key=lambda hazard: order[hazard.severity]))
 
 
+def start_method_of(requested: Any) -> str:
+    """Return how a loader with this ``multiprocessing_context`` starts its workers."""
+    if requested is None:
+        # get_start_method() without allow_none would fix the method for the whole process.
+        return str(mp.get_start_method(allow_none=True) or mp.get_all_start_methods()[0])
+    return str(requested if isinstance(requested, str) else requested.get_start_method())
+
+
 def refuse_unsafe_workers(
     parts: dict[str, object], *, requested: Any, safety: WorkerSafety
 ) -> None:
@@ -172,12 +180,7 @@ def refuse_unsafe_workers(
     """
     if safety == "off":
         return
-    if requested is None:
-        # get_start_method() without allow_none would fix the method for the whole process.
-        method = mp.get_start_method(allow_none=True) or mp.get_all_start_methods()[0]
-    else:
-        method = requested if isinstance(requested, str) else requested.get_start_method()
-    if method != "fork":
+    if start_method_of(requested) != "fork":
         return
     unsafe = [
         hazard
