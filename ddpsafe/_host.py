@@ -120,6 +120,12 @@ def act_by_default(signum: int, frame: FrameType | None) -> NoReturn:
     end_by_signal(signum)
 
 
+def usable_cores(limits: Limits | None = None) -> int:
+    """Return how many cores this process may keep busy: a container's quota of CPU time hides none."""
+    share = (read_limits() if limits is None else limits).cores
+    return count_cores() if share is None else min(count_cores(), whole_cores(share))
+
+
 def count_cores() -> int:
     """Return how many cores this process may run on."""
     if hasattr(os, "sched_getaffinity"):

@@ -160,7 +160,7 @@ def end_as_interpreter(after_threads: Callable[[], object] = lambda: None) -> No
     """Before `os._exit`, do what the interpreter does at its end for the script, in its order.
 
     Threads are joined, `atexit` functions run, then the finalizers of objects that still exist, and files that
-    nobody has closed are written and closed. Not the interpreter's own end: with DDP's native objects
+    are still open are written and closed. Not the interpreter's own end: with DDP's native objects
     in memory that may not return.
 
     Args:
@@ -228,7 +228,7 @@ def _is_file(kind: type[Any]) -> bool:
 
 
 _TEMPORARY: Any = getattr(tempfile, "_TemporaryFileWrapper", zipfile.ZipFile)
-"""The class of named temporary files, which is no subclass of a file's."""
+"""The class of named temporary files, which does not derive from a file's."""
 
 
 def read_exit(frame: FrameType | None) -> Literal["queue", "children", "other"]:

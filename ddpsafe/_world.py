@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._errors import ConfigError, Explanation
@@ -409,7 +410,17 @@ def _node_as_rank(env: Mapping[str, str]) -> World | None:
 def _is_shell_step(dialect: _Dialect, env: Mapping[str, str]) -> bool:
     if dialect.started_by != "slurm":
         return False
-    return env["SLURM_STEP_ID"] in _SLURM_SHELL_STEPS or "SLURM_STEP_NUM_TASKS" not in env
+    if env["SLURM_STEP_ID"] in _SLURM_SHELL_STEPS or "SLURM_STEP_NUM_TASKS" not in env:
+        return True
+    # `srun --ntasks=4 --pty bash`: the shell is task 0, and nothing else runs in the step's other tasks. With
+    # `srun --pty python script.py` all tasks run the script, and Slurm's daemon is the parent of each.
+    if "SLURM_PTY_PORT" not in env or env.get("SLURM_PROCID") != "0":
+        return False
+    try:
+        parent = Path(f"/proc/{os.getppid()}/comm").read_text(encoding="utf-8").strip()
+    except OSError:  # another user's process, so not the shell
+        return False
+    return parent != "slurmstepd"
 
 
 def _read(dialect: _Dialect, env: Mapping[str, str]) -> World:

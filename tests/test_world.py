@@ -7,7 +7,10 @@ MPICH 4.
 from __future__ import annotations
 
 import contextlib
+import os
 import string
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -27,6 +30,7 @@ from ddpsafe._world import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 SLURM_JOB: Final = {
     "SLURM_JOB_ID": "4711",
@@ -172,6 +176,28 @@ def test_slurm_batch_script_without_srun_is_alone() -> None:
 def test_salloc_shell_is_alone() -> None:
     """The shell of an allocation sees the job's numbers and is not a rank."""
     assert find_world(SLURM_JOB) is None
+
+
+def test_shell_of_an_interactive_slurm_step_is_alone(tmp_path: Path) -> None:
+    """``srun -n4 --pty bash``: its tasks 1 to 3 run nothing. A script that Slurm starts itself is a rank."""
+    env = slurm_step(rank=0, world_size=4, local_rank=0, node=0, tasks="4", nodes=1)
+    env |= {"SLURM_PTY_PORT": "40123"}
+    assert find_world(env) is None
+    assert require_world(env | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}).rank == 1
+    # The name of a process that starts another one: a copy of Python under the name of Slurm's daemon.
+    daemon = tmp_path / "slurmstepd"
+    daemon.symlink_to(sys.executable)
+    ask = f"import os; from ddpsafe._world import find_world; print(find_world({env!r}).world_size)"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ask!r}], check=True)"
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [daemon, "-c", start],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "4", done.stderr
 
 
 @pytest.mark.parametrize("step", ["4294967291", "4294967292", "4294967290"])

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 from ddpsafe import _gpus
 from ddpsafe._config.backend_names import require_backend
 from ddpsafe._errors import STARTUP_KINDS, ConfigError, Explanation
-from ddpsafe._host import count_cores
+from ddpsafe._host import usable_cores
 from ddpsafe._launcher.processes.start import CallFile
 from ddpsafe._stdlib_private import is_importing_main
 from ddpsafe._wire import payload
+from ddpsafe._wire.foreign_texts import is_full_disk
 from ddpsafe._wire.payload import main_is_importable
 from ddpsafe._wire.spec import MARKER, RankTimeouts, make_launch_id
 from ddpsafe._world import World, loopback_interfaces
@@ -155,6 +156,13 @@ class Calls:
             what = f"{path} cannot be sent to another process: {why}"
             cause = "open files, locks, sockets, generators and GPU tensors belong to one process."
             fix = "pass what it is made from (a path, a seed) and create it inside the function."
+            if is_full_disk(str(exc)):  # tensors of `spawn` are shared, as with mp.spawn
+                what = f"the tensors in args cannot be put into shared memory (/dev/shm): {exc}"
+                cause = "it has less room than they need; Docker gives a container 64 MB."
+                fix = (
+                    "pass a path and load them in the rank, use launch(), which copies them, or give the "
+                    "container more:  docker run --shm-size=8g …"
+                )
             raise ConfigError(Explanation(what, cause=cause, fix=fix)) from exc
         _require_fitting(self._fn, args, self._kwargs, self._style)
         return call
@@ -300,7 +308,7 @@ def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -
         console = "rank-zero" if style == "launch" else "all"
     num_threads = None
     if "OMP_NUM_THREADS" not in os.environ and "OMP_NUM_THREADS" not in config.env:
-        num_threads = max(1, count_cores() // nproc)
+        num_threads = max(1, usable_cores() // nproc)
     # In a spawned process Python starts children by "spawn" as well. Ranks of torchrun are programs of
     # their own: they start DataLoader workers as the script says, or by Python's default, which is
     # "fork" up to Python 3.13. Scripts without a main guard, with a lambda as collate_fn or with a
@@ -419,7 +427,7 @@ def _nccl_variables(
 def _resolve_nproc(config: LaunchConfig, gpus: int) -> int:
     setting = config.nproc_per_node
     if setting == "cpu" or (setting == "auto" and gpus == 0):
-        return count_cores()
+        return usable_cores()
     if setting not in ("auto", "gpu"):
         return int(setting)
     if gpus == 0:

@@ -189,6 +189,8 @@ KIND_TEXTS: Final = (
         "CUDA 11 to 13, NVML",
     ),
     _kind(r"EADDRINUSE|Address already in use", "port", "2.13 store, Linux"),
+    # A connection that a setting forbids does not come back.
+    _kind(r"(?i:offline[ _]?mode|\w_OFFLINE\b)", "user-error", "huggingface_hub 1.0"),
     # Only the TimeoutError of a socket; futures and asyncio raise the same class.
     _kind(
         r"^TimeoutError: (?:\[Errno \d+\]|_ssl\.c|timed out$|The \w+ operation timed out)",

@@ -111,7 +111,7 @@ def test_an_error_of_the_sampler_is_not_taken_for_a_lost_batch(
     ("how", "kind", "texts"),
     [
         ("missing", FileNotFoundError, ["/data/00013.jpg"]),
-        ("files", OSError, ["RLIMIT_NOFILE", "ulimit -n", "/data/00013.jpg"]),
+        ("files", OSError, ["RLIMIT_NOFILE", "raise the limit", "/data/00013.jpg"]),
     ],
 )
 def test_exception_in_a_worker_keeps_its_type_and_gains_its_place(

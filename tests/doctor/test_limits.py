@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -14,7 +16,7 @@ import pytest
 import scripts
 from doctor_kit import Found, examine, lines_to_copy, needs_namespaces
 
-from ddpsafe._host import Limits, read_limits
+from ddpsafe._host import Limits, count_cores, read_limits, usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,6 +45,33 @@ def test_full_shared_memory_fails() -> None:
     found = examine("LIM", "PROC", host=fill)
     assert found.severity("DS-LIM-001") == "failed"
     assert "cannot be written (No space left on device)" in found.of("DS-LIM-001")["fact"]
+
+
+@needs_namespaces
+def test_a_launch_works_without_shared_memory() -> None:
+    """Read-only, it is a warning: only workers and locks need it."""
+    source = """
+        import ddpsafe
+
+        def train(ctx):
+            ctx.barrier()
+            return ctx.rank
+
+        if __name__ == "__main__":
+            print(ddpsafe.launch(train, nproc_per_node=2, backend="gloo").values)
+    """
+    host = ["unshare", "--mount", "sh", "-c"]
+    with tempfile.TemporaryDirectory() as folder:
+        script = scripts.write(Path(folder), "train.py", source)
+        mount = "mount -t tmpfs -o ro tmpfs /dev/shm && exec "
+        done = subprocess.run(
+            [*host, mount + shlex.join([sys.executable, str(script)])],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.stdout == "{0: 0, 1: 1}\n", done.stderr
+    assert done.stderr.count("DS-LIM-001: Shared memory (/dev/shm) cannot be written") == 1
 
 
 def test_few_open_files_are_a_warning_with_the_highest_possible_limit() -> None:
@@ -101,6 +130,17 @@ def test_quota_of_cores_is_compared_with_the_visible_cores() -> None:
         found = examine("LIM", before=enter, nproc_per_node=1)
     assert found.severity("DS-LIM-006") == "warning"
     assert "quota is 0.5 cores" in found.of("DS-LIM-006")["fact"]
+
+
+@pytest.mark.parametrize(
+    ("share", "cores"), [(None, count_cores()), (0.5, 1), (1.9, 1), (1e6, count_cores())]
+)
+def test_a_quota_counts_where_ddpsafe_chooses_the_number_of_ranks(
+    share: float | None, cores: int
+) -> None:
+    """``nproc_per_node="auto"`` starts a rank for each core that the container may keep busy."""
+    limits = Limits(memory_bytes=None, memory_left_bytes=None, cores=share, processes_left=None)
+    assert usable_cores(limits) == cores
 
 
 def write_tree(root: Path, files: dict[str, str]) -> None:

@@ -22,7 +22,7 @@ TRAINING = """
     class Holder:
         pass
 
-    class Late:  # writes when it is deleted, or in a thread that goes on after the function
+    class Late:  # writes when it is deleted, or in a thread that outlives the function
         def __init__(self, name):
             self.name = name
 

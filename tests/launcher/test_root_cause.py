@@ -1830,6 +1830,13 @@ KINDS: Final = [
     of_kind(
         "a refusal at the start", raising(ConnectionRefusedError()), "startup-network", "joining"
     ),
+    of_kind(
+        "a connection that a setting forbids",
+        raising(
+            ConnectionError("Cannot reach https://hub: offline mode is enabled (HF_HUB_OFFLINE=1)")
+        ),
+        "user-error",
+    ),
     of_kind("a name", raising(socket.gaierror(-2, "Name or service not known")), "network"),
     of_kind("a route", raising(OSError(113, "No route to host")), "network"),
     of_kind("a stale mount", raising(OSError(116, "Stale file handle")), "network"),

@@ -50,7 +50,7 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
                     f"open files; this process has {open_files} and may have {soft} (RLIMIT_NOFILE, hard "
                     f"limit {hard}).",
                     cause="each tensor that a worker sends is an open file until it is freed.",
-                    fix=f"raise the limit with  {_raise_to(hard)}  or use fewer workers, or "
+                    fix=f"raise the limit{_how_to_raise(soft, hard)}  or use fewer workers, or "
                     "torch.multiprocessing.set_sharing_strategy('file_system').",
                 )
             )
@@ -129,14 +129,17 @@ def describe_open_files() -> str:
         f"This process may open {soft} files (RLIMIT_NOFILE, hard limit {hard}).",
         cause="files are opened for each sample and not closed, or many tensors are "
         "passed as file descriptors.",
-        fix=f"raise the limit with  {_raise_to(hard)}  or open the files once, in a PerProcess; for "
+        fix=f"raise the limit{_how_to_raise(soft, hard)}  or open the files once, in a PerProcess; for "
         "tensors, use torch.multiprocessing.set_sharing_strategy('file_system').",
     )
     return str(text)
 
 
-def _raise_to(files: int) -> str:
-    return COMMANDS["DS-MEM-descriptors"][0].format(files=files)
+def _how_to_raise(soft: int, hard: int) -> str:
+    here, outside = COMMANDS["DS-MEM-descriptors"]
+    if hard == soft:  # `ulimit` cannot exceed it
+        return f", which is the hard one, where the session or the container starts:  {outside}"
+    return f" with  {here.format(files=hard)}"
 
 
 def _count_open_files() -> int:

@@ -51,16 +51,19 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
         "medium: Memory at /dev/shm:",
         *COMMANDS["DS-MEM-shm"],
     )
-    # Without a free byte not even a lock can be created, and a rank needs one to start.
+    # Without a free byte not even a lock can be created.
     try:
         with tempfile.TemporaryFile(dir=_SHARED_MEMORY) as probe:
             probe.write(b"0" * resource.getpagesize())
             probe.flush()
         state = os.statvfs(_SHARED_MEMORY)
     except OSError as error:
-        yield failed(
+        # At a launch it is a warning: ranks without loader workers need no lock.
+        make = warning if subject.at_launch else failed
+        yield make(
             "DS-LIM-001",
-            f"Shared memory (/dev/shm) cannot be written ({error.strerror}); processes that share a lock cannot be started.",
+            f"Shared memory (/dev/shm) cannot be written ({error.strerror}); processes that share a lock, such as "
+            "DataLoader workers, cannot be started.",
             cause="it is full, read-only or not mounted.",
             fix=more,
         )
