@@ -294,15 +294,10 @@ def _lock_own(folder: Path) -> tuple[Path, int | None]:
         own.mkdir(mode=0o700, exist_ok=True)
         if own.is_symlink() and own != folder:
             raise OSError(errno.ELOOP, f"{own} is a symbolic link")
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock = os.open(own / _LOCK, flags, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            os.close(lock)
-            if isinstance(exc, BlockingIOError):
-                continue
-            return own, None
+            lock = _lock_file(own / _LOCK)
+        except BlockingIOError:
+            continue
         if number > 1:
             logger.warning(
                 "another launch uses the run directory %s: the logs and reports of this one go to %s",
@@ -311,6 +306,28 @@ def _lock_own(folder: Path) -> tuple[Path, int | None]:
             )
         return own, lock
     raise AssertionError
+
+
+def _lock_file(path: Path) -> int | None:
+    """Lock a file; return its descriptor, or ``None`` if the file system has no locks.
+
+    Raises:
+        BlockingIOError: Another process holds the lock.
+        OSError: The file cannot be opened.
+    """
+    # NFS locks only what is open for writing, which elsewhere would keep a disk from becoming read-only.
+    for access in (os.O_RDONLY, os.O_RDWR):
+        lock = os.open(path, access | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise
+        except OSError:
+            os.close(lock)
+        else:
+            return lock
+    return None
 
 
 def _prepare(path: Path, logs_below: Path) -> RunDirectory:
