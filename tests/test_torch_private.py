@@ -75,3 +75,5 @@ def test_modules_and_tables_of_torch_have_their_names() -> None:
         assert hasattr(c10d._world, table)
     for name in torch_hooks._WAITING_FUNCTIONS:
         assert callable(getattr(c10d, name))
+    DistributedDataParallel = sys.modules["torch.nn.parallel"].DistributedDataParallel  # noqa: N806
+    assert {"Joinable", "__init__"} <= set(DistributedDataParallel.__init__.__code__.co_names)

@@ -12,7 +12,6 @@ import ctypes
 import functools
 import importlib
 import importlib.util
-import inspect
 import json
 import math
 import os
@@ -342,23 +341,23 @@ def before_ddp(check: Callable[[nn.Module, Mapping[str, Any]], None]) -> None:
 
     The class itself stays: subclasses, ``isinstance`` and pickles work as before.
     """
+    from torch.distributed.algorithms import Joinable
     from torch.nn import Module
     from torch.nn.parallel import DistributedDataParallel
 
-    stock = DistributedDataParallel.__init__
-    signature = inspect.signature(stock)
+    stock = Joinable.__init__
 
+    # The constructor calls this first. A function around the constructor itself would be the place of
+    # every warning that torch gives to the constructor's caller, whose filters would then not apply.
     @functools.wraps(stock)
-    def init(self: DistributedDataParallel, *args: Any, **options: Any) -> None:
-        try:
-            arguments = signature.bind(self, *args, **options).arguments
-        except TypeError:
-            arguments = {}  # torch raises the better error
-        if isinstance(arguments.get("module"), Module):
-            check(arguments["module"], arguments)
-        stock(self, *args, **options)
+    def init(self: Joinable) -> None:
+        if isinstance(self, DistributedDataParallel):
+            arguments = sys._getframe(1).f_locals  # noqa: SLF001 - without a frame there is no check
+            if isinstance(arguments.get("module"), Module):
+                check(arguments["module"], arguments)
+        stock(self)
 
-    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    Joinable.__init__ = init  # type: ignore[method-assign]
 
 
 def ignored_by_ddp(module: nn.Module) -> frozenset[str]:

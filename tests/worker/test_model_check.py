@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import model_programs as programs
 import pytest
+import scripts
 from fault_kit import World, require_rank
 
 import ddpsafe
@@ -78,3 +79,39 @@ def test_a_script_that_wraps_by_itself_is_checked_too(tmp_path: Path) -> None:
     require_rank(error, 1)
     assert isinstance(error.__cause__, ddpsafe.ModelMismatchError)
     assert "buffer 'local_freq' (shape [4], float32) instead of buffer 'full_freq'" in str(error)
+
+
+CALLER: Final = """
+import traceback
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+class Mine(DistributedDataParallel):
+    def __init__(self, model, extra):
+        super().__init__(model)
+
+class Model(torch.nn.Linear):
+    def named_parameters(self, *args, **kwargs):
+        frames = traceback.extract_stack()
+        for caller, frame in zip(frames, frames[1:]):
+            if frame.name == "__init__" and "nn/parallel/distributed" in frame.filename:
+                callers.add(caller.filename)
+        yield from super().named_parameters(*args, **kwargs)
+
+dist.init_process_group("gloo")
+callers = set()
+for make in (DistributedDataParallel, lambda model: Mine(model, 1)):
+    make(Model(2, 2))
+    print(callers == {__file__}, flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", [("script.py",), ("-m", "script")])
+def test_warnings_of_the_constructor_are_the_callers(tmp_path: Path, how: tuple[str, ...]) -> None:
+    """The line that wraps calls DDP itself: torch's warnings name it, and filters by module apply."""
+    scripts.write(tmp_path, "script.py", CALLER)
+    command = ["-m", "ddpsafe", "run", "--nproc-per-node", "2", *how]
+    done = scripts.Script(command, folder=tmp_path).end()
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == ["True"] * 4
