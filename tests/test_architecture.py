@@ -80,6 +80,10 @@ BETWEEN_SIBLINGS: Final = {
         "ddpsafe._worker.pending_exception",
     ): "announces a wait; late",
     (
+        "ddpsafe.checkpoint._state",
+        "ddpsafe._worker.rank",
+    ): "restored generators are not seeded again; late",
+    (
         "ddpsafe.checkpoint._checkpointer",
         "ddpsafe._worker.environment",
     ): "tells how far a rank is; late",

@@ -191,7 +191,8 @@ class LaunchConfig(BaseSettings):
         default=None,
         ge=0,
         lt=2**63,
-        description="Seed of every rank, set as by `seed_all`. None: seeds are not changed.",
+        description="Seed of every rank, set as by `seed_all`; from the first wrapped model on, "
+        "torch's differs between ranks. None: seeds are not changed.",
         examples=["0", "None"],
     )
     console: Literal["auto", "rank-zero", "all", "tagged", "json", "none"] = Field(

@@ -16,7 +16,7 @@ from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._torch_private import uncompiled
 from ddpsafe._wire.exception_facts import clip
 from ddpsafe._wire.payload import find_unpicklable
-from ddpsafe._worker import model_check, torch_hooks
+from ddpsafe._worker import environment, model_check, torch_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,9 +57,17 @@ def wrap(
         return model
     options: dict[str, Any] = {"device_ids": None if device.type == "cpu" else [device]}
     options.update(ddp_kwargs)
-    torch_hooks.before_ddp(model_check.check_before_ddp)  # under another launcher, the first time
+    torch_hooks.before_ddp(prepare_ddp)  # under another launcher, the first time
     with exempt_from_gc(after_script=True):  # DDP imports torch._dynamo
         return nn.parallel.DistributedDataParallel(model, **options)
+
+
+def prepare_ddp(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Compare a model over the ranks before DDP copies it, and let the ranks' random numbers differ."""
+    model_check.check_before_ddp(module, options)
+    # Ranks outside of DDP's group may hold parts of one model, and need the same numbers.
+    if options.get("process_group") is None and options.get("device_mesh") is None:
+        environment.seed_apart()
 
 
 def unwrap(model: M) -> M:

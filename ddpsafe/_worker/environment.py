@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import io
 import multiprocessing
 import os
@@ -234,6 +235,23 @@ def seed_run(seed: int) -> None:
     """Seed this rank with the launch's seed, and pass the seed on to `ddpsafe.data`."""
     os.environ[RUN_SEED] = str(seed)
     seed_all(seed)
+    this_rank.shared_seed = seed
+
+
+def seed_apart() -> None:
+    """Give torch a seed of the rank's own, as the models are made; before DDP wraps the first one.
+
+    Otherwise dropout draws the same masks on every rank. Rank 0 keeps the launch's seed, so
+    that a world of one rank draws what it draws without DDP. A generator that the script has seeded,
+    or a checkpoint restored, stays.
+    """
+    import torch
+
+    seed, this_rank.shared_seed = this_rank.shared_seed, None
+    rank = this_rank.world.rank
+    if seed is not None and rank > 0 and torch.initial_seed() == seed:
+        digest = hashlib.blake2b(f"ddpsafe/{seed}/{rank}".encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "big") >> 1)  # of every GPU as well
 
 
 def seed_all(seed: int) -> None:

@@ -44,6 +44,7 @@ class ThisRank:
             reference to it would keep the tensors of its frames alive.
         counter: Counts its steps where the launcher can read them.
         report_folder: Reports to the launcher where checkpoints are.
+        shared_seed: The launch's seed, until torch's generator has a seed of the rank's own.
         joined: Its context if `join_launch` has made its group, and not the script.
 
         opened: Its context if `setup` has joined its group, until `cleanup`.
@@ -67,6 +68,7 @@ class ThisRank:
     reported: tuple[int, int] | None = None
     counter: StepCounter | None = None
     report_folder: Callable[[str], None] | None = None
+    shared_seed: int | None = None
     joined: RankContext | None = None
 
     opened: RankContext | None = None

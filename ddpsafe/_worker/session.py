@@ -13,7 +13,7 @@ from ddpsafe._clock import Deadline
 from ddpsafe._host import ending_when_silent, without_cpp_warnings
 from ddpsafe._job.control import Control
 from ddpsafe._job.store_keys import FolderStore, ReopenedStore
-from ddpsafe._worker import context, model_check, pending_exception, process_group, torch_hooks
+from ddpsafe._worker import collectives, context, pending_exception, process_group, torch_hooks
 from ddpsafe._worker.rank import this_rank
 from ddpsafe._worker.stop_signals import protect_torchs_helper
 from ddpsafe._world import JOINED, joined_mark, loopback_interfaces
@@ -51,7 +51,7 @@ def install_hooks(spec: RankSpec) -> None:
     protect_torchs_helper()
     torch_hooks.before_destroy(_leaving_group)
     torch_hooks.around_waits(pending_exception.waiting)
-    torch_hooks.before_ddp(model_check.check_before_ddp)
+    torch_hooks.before_ddp(collectives.prepare_ddp)
 
 
 def _leaving_group() -> None:

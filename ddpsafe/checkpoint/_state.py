@@ -444,6 +444,8 @@ def load_rng_state(state: dict[str, Any]) -> None:
     import numpy as np
     import torch
 
+    from ddpsafe._worker.rank import this_rank
+
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
@@ -453,3 +455,4 @@ def load_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+    this_rank.shared_seed = None  # a later wrap must not seed them again

@@ -94,3 +94,37 @@ def wrap_by_hand(rank: int, world_size: int, folder: Path) -> None:
     setup(rank, world_size)
     mark(folder)
     DistributedDataParallel(_model("order of buffers", rank))
+
+
+def draw_after_wrap(ctx: RankContext, folder: Path, how: str) -> dict[str, Any]:
+    """Wrap two models; return the first one's weights, a dropout mask, and what a second wrap changes."""
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ddpsafe.checkpoint import Checkpointer
+
+    model = nn.Linear(4, 4)
+    weights = model.weight.tolist()
+    if how == "restored":
+        with Checkpointer(folder / "checkpoints") as checkpointer:
+            checkpointer.save({"model": model}, 1)
+            torch.rand(3)
+            checkpointer.restore({"model": model})
+    elif how == "own seed":
+        torch.manual_seed(5)
+    before = torch.get_rng_state()
+    if how == "by hand":
+        DistributedDataParallel(model)
+    else:
+        ctx.wrap(model)
+    unchanged = torch.equal(before, torch.get_rng_state())
+    mask = nn.Dropout(0.5)(torch.ones(64)).tolist()
+    after = torch.get_rng_state()
+    ctx.wrap(nn.Sequential(model))
+    return {
+        "weights": weights,
+        "mask": mask,
+        "unchanged": unchanged,
+        "second wrap": not torch.equal(after, torch.get_rng_state()),
+    }
