@@ -463,7 +463,9 @@ def terminal_variables(show: str, rank: int, given: Mapping[str, str]) -> dict[s
         return {}
     columns, _ = _size()
     tag = len(tag_of(rank, rank)) if show == "tagged" else 0
-    variables = {"COLUMNS": str(max(20, columns - tag - 1))}
+    width = str(max(20, columns - tag - 1))
+    # tqdm asks the file for its width; it reads this variable, as its default, when it is imported.
+    variables = {"COLUMNS": width, "TQDM_NCOLS": given.get("COLUMNS", width)}
     if show == "rank-zero":
         # For rich since 14.1. With several ranks, lines are shown and not what each of them draws.
         variables |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1"}
