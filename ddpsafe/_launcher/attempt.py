@@ -102,6 +102,7 @@ def run_attempt(
                 oom_kills=rank_readings.count_oom_kills() - oom_kills_before + peers.oom_kills(),
                 timeouts=timeouts,
                 nnodes=plan.worlds[0].nnodes,
+                is_script=plan.style == "run",
             )
             if is_alone:
                 stack.close()  # a signal also counts while the last output waits for its reader

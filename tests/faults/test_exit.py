@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import crash_programs as programs
 import pytest
+import scripts
 from exception_programs import raise_own_error
 from fault_kit import WORLD_SIZES, World, require_rank, run_script
 from training_programs import train, train_by_hand
@@ -94,3 +95,23 @@ def test_the_script_exits_with_78_where_a_retry_cannot_help(tmp_path: Path) -> N
     """
     script = run_script(tmp_path, statements)
     assert script.code == 78, script.err
+
+
+@pytest.mark.parametrize(
+    ("source", "advice"),
+    [
+        ("import os; os._exit(3)", "let the script reach its end"),
+        (
+            "import argparse as a; p = a.ArgumentParser(); p.add_argument('--local_rank', required=True); p.parse_args()",
+            "os.environ['LOCAL_RANK']",
+        ),
+    ],
+)
+def test_a_script_is_not_called_a_function(tmp_path: Path, source: str, advice: str) -> None:
+    """Under ``ddpsafe run``, the message speaks of the script; it knows torch.distributed.launch's argument."""
+    scripts.write(tmp_path, "train.py", source)
+    command = ["-m", "ddpsafe", "run", "--nproc-per-node", "2", "--run-dir", "run", "train.py"]
+    done = scripts.Script(command, folder=tmp_path).end()
+    assert "before its script ended" in done.err
+    assert "function" not in done.err
+    assert advice in done.err

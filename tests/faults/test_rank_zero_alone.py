@@ -45,6 +45,6 @@ def test_both_calls_of_two_ranks_are_shown(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_rank_zero_may_evaluate_the_unwrapped_model(tmp_path: Path) -> None:
-    """The error message recommends `ctx.unwrap(model)`."""
+    """The error message recommends the model inside DDP."""
     values = World(folder=tmp_path).launch(programs.evaluate_unwrapped_on_rank_zero).values
     assert values == {0: "evaluated", 1: "trained"}

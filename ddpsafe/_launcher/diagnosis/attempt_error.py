@@ -97,7 +97,10 @@ _BY_KIND: Final[dict[FailureKind, Advice]] = {
     ),
     "port": (
         ADVICE["DS-PORT-taken"][0],
-        "remove the hard-coded port (the launcher chooses one), or stop the program that holds it.",
+        (
+            "remove the hard-coded port (the launcher chooses one), or stop the program that holds it; "
+            "start a script that starts its own ranks (mp.spawn) with python, or let it use ddpsafe.spawn."
+        ),
     ),
     "peer-lost": (
         "a peer disconnected, and no rank of this launch reported why.",
@@ -157,6 +160,14 @@ _BY_TOPIC: Final[dict[Topic, Advice]] = {
         "read the worker's output; num_workers=0 shows an error of the dataset itself.",
     ),
 }
+
+_USAGE: Final = 2
+"""The exit code of argparse for arguments that are missing or unknown."""
+_LOCAL_RANK: Final = re.compile(r"error: the following arguments are required:.*--local[-_]rank")
+_ARGUMENT_OF_OLD_LAUNCHERS: Final[Advice] = (
+    "the script requires --local_rank, which torch.distributed.launch passed and torchrun does not",
+    "read the local rank from the environment: default=int(os.environ['LOCAL_RANK']), required=False.",
+)
 
 _NUMBER: Final = re.compile(r"\d+")
 _SWALLOWED: Final[Advice] = (
@@ -233,6 +244,7 @@ class EndedAttempt:
         timeouts: The timeouts that the attempt had.
         nnodes: Number of nodes.
         unknown_ranks: Number of ranks of other nodes that `outcomes` does not have.
+        is_script: Whether the ranks ran a script under ``ddpsafe run``, and no function.
     """
 
     outcomes: Mapping[int, RankOutcome]
@@ -244,6 +256,17 @@ class EndedAttempt:
     timeouts: Timeouts
     nnodes: int = 1
     unknown_ranks: int = 0
+    is_script: bool = False
+
+    @property
+    def code(self) -> str:
+        """What a rank runs, as its user knows it."""
+        return "script" if self.is_script else "function"
+
+    @property
+    def returned(self) -> str:
+        """How what a rank runs ends in order."""
+        return "its script ended" if self.is_script else "its function returned"
 
     @property
     def world_size(self) -> int:
@@ -453,7 +476,7 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
             if kind == "user-error":
                 likely, fix = _ON_THE_GPU
     if root.phase == "leaving":
-        how += " in what its function had left running (a thread, a queue, an exit function)"
+        how += f" in what its {ended.code} had left running (a thread, a queue, an exit function)"
     details = [*last_output(root), *other_ranks(ended.outcomes.values(), cause)]
     if number == signal.SIGABRT:  # gloo aborts if the ranks pass different shapes
         handled = handled_errors(_first(root, ended), ended)
@@ -476,7 +499,7 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     root, raised = cause.root, cause.root.raised
     code = root.exit_code or 0
     likely = "sys.exit() or os._exit() was called in the rank"
-    fix = "return from the function to end a rank with success; raise an exception to report a failure."
+    fix = f"{'let the script reach its end' if ended.is_script else 'return from the function'} for success; raise an exception to report a failure."
     if raised is not None and raised.exit_code is not None:
         code = raised.exit_code
         likely = f"{raised.type_name} was raised at {raised.where or 'an unknown line'}"
@@ -485,9 +508,11 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         if raised.handled:
             likely += f", while it handled {raised.handled}"
             fix = "fix that line; if you let the exception through, its traceback is shown."
+        elif code == _USAGE and _LOCAL_RANK.search(root.error_text()):
+            likely, fix = _ARGUMENT_OF_OLD_LAUNCHERS
     elif root.exit_code is None:
         message = Explanation(
-            f"{ended.name(root)} ended before its function returned, "
+            f"{ended.name(root)} ended before {ended.returned}, "
             f"{ended.place(root, 'user-error')}; its exit status is unknown.",
             cause="a SIGCHLD handler or an os.wait() in the launching program collected the exit status "
             "before ddpsafe could.",
@@ -497,13 +522,13 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         )
         return RankExitedError(message, **ended.rank_facts(root), exit_code=1)
     elif root.phase == "leaving":
-        likely = "a thread or an exit function (atexit) that the function had left running called os._exit()"
-        fix = "let it raise or return; what a rank does after its function is part of the job."
+        likely = f"a thread or an exit function (atexit) that the {ended.code} had left running called os._exit()"
+        fix = f"let it raise or return; what a rank does after its {ended.code} is part of the job."
     elif root.phase == "starting":
         likely = "the script failed while the new process imported it; its output is above"
         fix = "fix the error in the traceback above; a rank imports the script from its first line."
     elif root.stderr is not None and unreported_mark(root.stderr).exists():
-        what = "the error below" if code else "the function returned"
+        what = "the error below" if code else ended.returned
         likely = f"{what}; the script had closed the pipe on which it is reported (os.closerange?)"
         fix = "close only what the script has opened, and fix the error below if there is one."
     elif code == _UNKNOWN_CODE:
@@ -515,7 +540,7 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         likely, fix = likely.format(where=where_text), fix.format(pid=root.pid, host=root.hostname)
     message = Explanation(
         f"{ended.name(root)} exited with code {code} "
-        f"{'after' if root.phase == 'leaving' else 'before'} its function returned, "
+        f"{'after' if root.phase == 'leaving' else 'before'} {ended.returned}, "
         f"{ended.place(root, 'user-error')}.",
         cause=likely,
         fix=fix,

@@ -525,7 +525,7 @@ CONCLUSIONS: Final[dict[RuleName, Conclusion]] = {
             ),
             (
                 "call the same collectives in the same order, also after an except; to run the model on one "
-                "rank, use ctx.unwrap(model)."
+                "rank, use the model inside DDP, model.module."
             ),
         ),
     ),

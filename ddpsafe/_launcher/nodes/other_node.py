@@ -505,6 +505,7 @@ class Participant:
             timeouts=self._plan.config.timeouts,
             nnodes=len(self._round.nodes),
             unknown_ranks=self._round.world_size - len(self._plan.worlds),
+            is_script=self._plan.style == "run",
         )
 
     def _without_node_0(self, ended: EndedAttempt) -> NodeResult:
