@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import socket
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import Deadline
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import ending_when_silent, without_cpp_warnings
 from ddpsafe._job.control import Control
 from ddpsafe._job.store_keys import FolderStore, ReopenedStore
+from ddpsafe._wire.exception_facts import find_own_files
 from ddpsafe._worker import collectives, context, pending_exception, process_group, torch_hooks
 from ddpsafe._worker.rank import this_rank
 from ddpsafe._worker.stop_signals import protect_torchs_helper
@@ -52,6 +56,44 @@ def install_hooks(spec: RankSpec) -> None:
     torch_hooks.before_destroy(_leaving_group)
     torch_hooks.around_waits(pending_exception.waiting)
     torch_hooks.before_ddp(collectives.prepare_ddp)
+    torch_hooks.before_new_group(_require_same_group)
+
+
+def _require_same_group(ranks: tuple[int, ...]) -> None:
+    """Refuse a group that another rank makes with other members, in the same call of ``new_group``.
+
+    torch names groups by the number of the call: ranks of two such groups wait for each other, or get a
+    wrong sum without an error. The rank that comes first says what it makes, and no rank waits for another.
+
+    Raises:
+        ConfigError: The members differ.
+    """
+    control = None if this_rank.context is None else this_rank.context.control
+    if control is None:
+        return
+    own = _line_of_script()
+    name = control.next_use("new-group")
+    fact = json.dumps([this_rank.world.rank, ranks, own])
+    first = control.store.compare_set(f"control/{name}", "", fact)
+    rank, members, where = json.loads(bytes(first))
+    if tuple(members) != ranks:
+        raise ConfigError(
+            Explanation(
+                f"rank {this_rank.world.rank} makes a process group of ranks {[*ranks]} in the call of new_group "
+                f"in which rank {rank} makes one of ranks {members}.",
+                cause="each rank makes only the groups that it is in, or the ranks make them in different orders.",
+                fix="make every group on every rank, in the same order, or pass use_local_synchronization=True.",
+                details=[f"rank {this_rank.world.rank}, at {own}", f"rank {rank}, at {where}"],
+            )
+        )
+
+
+def _line_of_script() -> str:
+    """Return the innermost line of the user's code that is running."""
+    stack = traceback.extract_stack()
+    own = find_own_files(entry.filename for entry in stack)
+    place = next((entry for entry in reversed(stack) if entry.filename in own), stack[0])
+    return f"{place.filename}:{place.lineno} in {place.name}"
 
 
 def _leaving_group() -> None:

@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from datetime import timedelta
 from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any, Final
@@ -27,6 +28,7 @@ from ddpsafe._clock import BoundedCall
 from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._torch_private import WORKER_SIGNALS
 from ddpsafe._wire.messages import MAIN_GROUP, UNKNOWN_COLLECTIVE, Arrival, Collective
+from ddpsafe._worker.rank import this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -262,6 +264,7 @@ def before_destroy(hook: Callable[[], object]) -> None:
 
     def destroy_process_group(group: object = None) -> None:
         hook()
+        _scope()  # it cannot be told afterwards
         world = getattr(c10d, "_world", None)
         kept.extend(getattr(world, "pg_map", ()))
         time.sleep(DRAIN_S)
@@ -306,6 +309,28 @@ def _replace(name: str, stock: object, ours: object) -> None:
         names = getattr(module, "__dict__", {})
         if names.get(name) is stock:
             names[name] = ours
+
+
+@functools.cache
+def before_new_group(check: Callable[[tuple[int, ...]], None]) -> None:
+    """Call `check` with the sorted members of each ``new_group`` that all ranks of the launch have to make.
+
+    That is not so with ``use_local_synchronization=True``, nor where the default group is not that of all
+    ranks. torch's functions that make several groups, and device meshes, call ``new_group`` for each.
+    """
+    c10d = importlib.import_module("torch.distributed.distributed_c10d")
+    stock = c10d.new_group
+
+    @functools.wraps(stock)
+    def new_group(*args: Any, **options: Any) -> object:
+        is_local = options.get("use_local_synchronization", args[4:5] == (True,))
+        main = getattr(getattr(c10d, "_world", None), "default_pg", None)
+        if main is not None and not is_local and not _scope():
+            ranks = options.get("ranks", args[0] if args else None)
+            check(tuple(sorted(map(int, range(main.size()) if ranks is None else ranks))))
+        return stock(*args, **options)
+
+    _replace("new_group", stock, new_group)
 
 
 @functools.cache
@@ -387,7 +412,9 @@ def read_recorders(*, asks_events: bool) -> tuple[tuple[Collective, ...], tuple[
 
     Returns:
         The last collectives of each process group, and the times at which this rank entered the last
-        ones of the group of all ranks. Times are missing where NCCL only queues the collectives.
+        ones of the group of all ranks. Times are missing where NCCL only queues the collectives. Where
+        torch's default group is not that of all ranks, in their order, groups have names of its own: see
+        `_scope`.
     """
     nccl = _read(_DUMP_NCCL, functools.partial(_dump_nccl, asks_events=asks_events))
     others = _read(_DUMP_OTHERS, functools.partial(_dump, _DUMP_OTHERS))
@@ -395,11 +422,48 @@ def read_recorders(*, asks_events: bool) -> tuple[tuple[Collective, ...], tuple[
     groups = _from_entries(others, beside=nccl)
     entered = groups.get(MAIN_GROUP, {})
     arrivals = tuple((call.number, call.entered_ns) for call in entered.values() if call.entered_ns)
-    return (*of_nccl, *_select_relevant(groups)), arrivals[-_KEPT_ARRIVALS:]
+    collectives = (*of_nccl, *_select_relevant(groups))
+    scope = _scope()
+    if scope:
+        return tuple(replace(call, group=f"{call.group} {scope}") for call in collectives), ()
+    return collectives, arrivals[-_KEPT_ARRIVALS:]
+
+
+def _scope() -> str:
+    """Return what names the default group among others of this launch; empty for the group of all ranks.
+
+    A script may leave ranks out of its default group, number them in another order, or make several such
+    groups side by side, and then torch's numbers and names of groups mean something else in each. Ranks of one
+    group meet at one store, which names it without a message between them. After its end, what was found
+    last holds.
+    """
+    spec = this_rank.spec
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if spec is None or c10d is None:
+        return ""
+    world: Any = getattr(c10d, "_world", None)
+    main = getattr(world, "default_pg", None)
+    if main is None:
+        return this_rank.scope
+    place = main.size(), main.rank()
+    if place == (spec.world.world_size, spec.world.rank):
+        this_rank.scope = ""
+        return ""
+    _, store = getattr(world, "pg_map", {}).get(main, (None, None))
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    meets = getattr(store, "port", None) or getattr(store, "path", None) or type(store).__name__
+    this_rank.scope = f"of {place[0]} ranks at {meets}"
+    return this_rank.scope
 
 
 def read_groups() -> dict[str, tuple[int, ...]]:
-    """Return the members of each process group of this rank; keys as in `Collective.group`."""
+    """Return the members of each process group of this rank; keys as in `Collective.group`.
+
+    Empty if torch's ranks are not those of the launch: a proof needs to know who takes part.
+    """
+    if _scope():
+        return {}
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     world = getattr(c10d, "_world", None)
     names = getattr(world, "pg_names", {})
