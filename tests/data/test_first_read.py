@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import multiprocessing as mp
 import os
 import random
 import sqlite3
@@ -19,7 +18,7 @@ import lmdb
 import numpy as np
 import pytest
 import torch
-from data_programs import Numbers
+from data_programs import Numbers, Reader
 from torch.utils.data import ConcatDataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
 
@@ -334,18 +333,6 @@ def test_a_loader_with_workers_leaves_the_dataset_unchanged() -> None:
     Counting.last.clear()
 
 
-class Where(Numbers):
-    """A dataset that writes down which process has read it."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__(N)
-        self.file = file
-
-    def __getitem__(self, index: int) -> int:
-        self.file.write_text(f"{os.getpid()} {mp.current_process().name}")
-        return index
-
-
 @pytest.mark.parametrize(
     ("workers", "method"),
     [
@@ -359,7 +346,7 @@ def test_the_check_reads_where_training_will(
     workers: int, method: str | None, tmp_path: Path
 ) -> None:
     """In a process that is started as the loader's workers are, else in the rank."""
-    dataset = Where(tmp_path / "pid")
+    dataset = Reader(tmp_path / "pid")
     build_loader(dataset, num_workers=workers, multiprocessing_context=method)
     pid, name = dataset.file.read_text().split()
     assert (int(pid) == os.getpid()) is (workers == 0)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -26,7 +27,6 @@ from ddpsafe._launcher.run_directory import open_run_directory, remove_old_direc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -119,6 +119,27 @@ def test_a_cleaner_of_temporary_files_ends_no_training(
     result = World(folder=tmp_path).launch(programs.use_after_cleaning, console="all")
     assert [*result.values.values()] == [{"items": 4, "stop": False}] * 2
     assert capfd.readouterr().out.count("to the end") == 2
+
+
+def test_a_launch_removes_the_store_of_a_launcher_that_was_killed_with_its_reaper() -> None:
+    """A store that a launcher holds, or that is new, stays."""
+    stores = {
+        name: Path(f"/dev/shm/ddpsafe-store-{os.getpid()}-{name}")
+        for name in ("old", "held", "new")
+    }
+    for path in stores.values():
+        path.mkdir(mode=0o700)
+    for name in ("old", "held"):
+        os.utime(stores[name], times=(0, 0))
+    held = os.open(stores["held"], os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        ddpsafe.launch(return_rank, nproc_per_node=1, start_method="forkserver", console="none")
+        assert [path.exists() for path in stores.values()] == [False, True, True]
+    finally:
+        os.close(held)
+        for path in stores.values():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def test_a_store_that_is_removed_is_made_again_with_what_its_ranks_have_set(tmp_path: Path) -> None:

@@ -180,7 +180,12 @@ def _files() -> Iterator[Path]:
 def _shared_memory() -> Iterator[Path]:
     """Find shared memory that may belong to this run; other programs keep files there, too."""
     for pattern in SHARED:
-        yield from filter(_is_visible, SHARED_MEMORY.glob(pattern))
+        for path in filter(_is_visible, SHARED_MEMORY.glob(pattern)):
+            # The store of a launch has the pid of its launcher. What a launcher that was killed with all that
+            # could clean up has left, the next launch removes, and it may be another test's.
+            is_store = path.name.startswith("ddpsafe-store-")
+            if not is_store or path.name.startswith(f"ddpsafe-store-{os.getpid()}-"):
+                yield path
     yield from own_semaphores()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -45,6 +46,22 @@ class Numbers(Dataset[int]):
         return self.n
 
     def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Reader(Dataset[int]):
+    """A dataset that writes down which process has read it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        """Note the process, and return the item."""
+        self.file.write_text(f"{os.getpid()} {multiprocessing.current_process().name}")
         return index
 
 

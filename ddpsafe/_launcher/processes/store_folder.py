@@ -12,7 +12,9 @@ import fcntl
 import os
 import shutil
 import socket
+import stat
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 _MEMORY: Final = "/dev/shm"  # noqa: S108 - the folder in it is private
 _PREFIX: Final = "ddpsafe-store-"
+_NEW_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +80,10 @@ def _make_folder() -> Path:
     """Make a folder in memory or, where that is not possible, in the system's temporary directory."""
     # The logs of a long job may fill the temporary directory, and its ranks still have to meet. Not in a run
     # directory that the user chose: on a network mount, each read of a key would be a request to a server.
+    prefix = f"{_PREFIX}{os.getpid()}-"
     with contextlib.suppress(OSError):
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY))
+        _remove_abandoned()
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=_MEMORY))
         try:
             (folder / "probe").write_bytes(b"1")
             (folder / "probe").unlink()
@@ -86,7 +91,26 @@ def _make_folder() -> Path:
             folder.rmdir()
         else:
             return folder
-    return Path(tempfile.mkdtemp(prefix=_PREFIX))
+    return Path(tempfile.mkdtemp(prefix=prefix))
+
+
+def _remove_abandoned() -> None:
+    """Remove the folders of this user's launchers that were killed together with their reaper."""
+    now_s = time.time()
+    for folder in Path(_MEMORY).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another launch removes it, or it is another user's
+            status = folder.lstat()
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            # A new one is not locked yet.
+            if is_own and now_s - status.st_mtime > _NEW_S:
+                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(
+                        fd, fcntl.LOCK_EX | fcntl.LOCK_NB
+                    )  # fails while its launcher holds it
+                    shutil.rmtree(folder, ignore_errors=True)
+                finally:
+                    os.close(fd)
 
 
 @contextlib.contextmanager
