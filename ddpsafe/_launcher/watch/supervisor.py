@@ -371,7 +371,8 @@ class AttemptWatch:
 
     def _look_for_full_logs(self) -> None:
         """Have the ranks write to memory before their disk is full, and warn once that they do."""
-        if not self._has_full_logs and _is_nearly_full(self._processes[0].spec.logs.stdout):
+        first = next(iter(self._processes), None)  # a launcher may have ranks on other nodes only
+        if not self._has_full_logs and first and _is_nearly_full(first.spec.logs.stdout):
             for process in self._processes:
                 process.send(LOGS_FULL)
         full = [process for process in self._processes if process.full_log is not None]
