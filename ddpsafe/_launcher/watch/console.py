@@ -36,6 +36,7 @@ from ddpsafe._logging import (
     json_scope,
 )
 from ddpsafe._text import ranks_text
+from ddpsafe._wire.rank_pipe import LOGS_FULL
 from ddpsafe._wire.spec import open_log
 
 if TYPE_CHECKING:
@@ -76,6 +77,10 @@ _FORMS: Final[dict[str, Form]] = {
 _CHUNK_BYTES: Final = 64 << 10
 # A longer line is shown in parts.
 _LONGEST_LINE: Final = 1 << 20
+
+# With less room on the disk of the logs, programs of the ranks may fail to print.
+_LEAST_ROOM_BYTES: Final = 1 << 20
+_LOOK_AT_ROOM_S: Final = 1.0
 
 # Longer than a pause between the parts of a line that a program writes piece by piece.
 _UNFINISHED_AFTER_S: Final = 0.5
@@ -230,6 +235,16 @@ class _Tail:
             self._file.close()
 
 
+def _is_nearly_full(log: str) -> bool:
+    """Return whether the disk of a log has less than `_LEAST_ROOM_BYTES` left for this user."""
+    try:
+        disk = os.statvfs(Path(log).parent)
+    except OSError:  # removed
+        return False
+    blocks = disk.f_bavail if os.geteuid() else disk.f_bfree
+    return blocks * disk.f_frsize < _LEAST_ROOM_BYTES
+
+
 def as_drawn(line: str) -> str:
     """Return what a terminal shows of a line with carriage returns, roughly: what was drawn last."""
     return line.rstrip("\r").rpartition("\r")[2]
@@ -267,6 +282,8 @@ class Console:
         self._is_json = show == "json"
         self._has_rows = is_drawn_on(sys.stderr) and not self._is_json
         self._rows: list[str] = []
+        self._next_look_s = 0.0
+        self._told_full: set[int] = set()
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_closed_lock = threading.Lock()
         self._is_closed = False
@@ -333,6 +350,7 @@ class Console:
 
     def _run(self) -> None:
         while not self._ended.wait(self._pause_s()):
+            self._look_at_room()
             self._refresh()
         self._refresh()
         while self._has_more():
@@ -342,6 +360,25 @@ class Console:
             if tail.hides_cursor:  # the rank ended before it showed the cursor again
                 tail.show(_SHOW_CURSOR)
             tail.close()
+
+    def _look_at_room(self) -> None:
+        """Have each rank write to memory before the disk of the logs is full, once it runs.
+
+        In this thread, as a disk that does not answer must not stop the watch.
+        """
+        now_s = time.monotonic()
+        if now_s < self._next_look_s or not self._processes:
+            return
+        self._next_look_s = now_s + _LOOK_AT_ROOM_S
+        untold = [
+            process
+            for process in self._processes
+            if process.phase != "starting" and process.rank not in self._told_full
+        ]
+        if untold and _is_nearly_full(untold[0].spec.logs.stdout) and not self._ended.is_set():
+            for process in untold:
+                process.send(LOGS_FULL)
+                self._told_full.add(process.rank)
 
     def _has_more(self) -> bool:
         return any(tail.has_more and not tail.given_up.is_set() for tail in self._tails)

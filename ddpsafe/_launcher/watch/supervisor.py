@@ -23,7 +23,6 @@ from ddpsafe._launcher.watch.preemption import StopRequest
 from ddpsafe._logging import get_logger
 from ddpsafe._text import signal_name
 from ddpsafe._wire.messages import is_peer_origin
-from ddpsafe._wire.rank_pipe import LOGS_FULL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,7 +40,6 @@ logger = get_logger(__name__)
 
 # Waits are short so that `AwakeClock` can tell: one that takes much longer means a suspended launcher.
 _LONGEST_WAIT_S: Final = 1.0
-_LEAST_ROOM_BYTES: Final = 1 << 20
 # How long to wait for more evidence after the first failure: the rank that broke often reports
 # after the ranks that failed because of it. Wait longer while only such ranks have reported.
 _SETTLE: Final = timedelta(seconds=0.3)
@@ -365,16 +363,12 @@ class AttemptWatch:
             process.take_reports()
             if process.end_handle() in ready:
                 process.note_end(seen_ns)
-        self._look_for_full_logs()
+        self._warn_of_full_logs()
         reap_orphans()
         self._peers.take_news()
 
-    def _look_for_full_logs(self) -> None:
-        """Have the ranks write to memory before their disk is full, and warn once that they do."""
-        first = next(iter(self._processes), None)  # a launcher may have ranks on other nodes only
-        if not self._has_full_logs and first and _is_nearly_full(first.spec.logs.stdout):
-            for process in self._processes:
-                process.send(LOGS_FULL)
+    def _warn_of_full_logs(self) -> None:
+        """Warn once that ranks write to memory in place of their logs."""
         full = [process for process in self._processes if process.full_log is not None]
         if full and not self._has_full_logs and full[0].full_log is not None:
             self._has_full_logs = True
@@ -387,16 +381,6 @@ class AttemptWatch:
                 path,
                 reason,
             )
-
-
-def _is_nearly_full(log: str) -> bool:
-    """Return whether a log's disk has so little room left that programs of the ranks may fail to print."""
-    try:
-        disk = os.statvfs(os.path.dirname(log))  # noqa: PTH120 - plain paths: it is called often
-    except OSError:  # removed
-        return False
-    blocks = disk.f_bavail if os.geteuid() else disk.f_bfree
-    return blocks * disk.f_frsize < _LEAST_ROOM_BYTES
 
 
 def let_ranks_leave(
