@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import ipaddress
 import math
@@ -118,6 +119,19 @@ def act_by_default(signum: int, frame: FrameType | None) -> NoReturn:
     del frame
     signal.signal(signum, signal.SIG_DFL)
     end_by_signal(signum)
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether another process holds a lock on a directory, or that cannot be found out."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(fd)
+    except OSError:
+        return True
+    return False
 
 
 def usable_cores(limits: Limits | None = None) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import Explanation, LaunchError, PreflightError
+from ddpsafe._host import is_locked
 from ddpsafe._launcher.diagnosis.report_files import write_ranks, write_report
 from ddpsafe._launcher.diagnosis.report_page import write_page
 from ddpsafe._logging import get_logger
@@ -221,7 +222,7 @@ def remove_old_directories(parent: Path, *, now_s: float | None = None) -> list[
         is_kept = changed_s > too_old_s and (
             number == 0 or (number < _MOST_KEPT - 1 and size <= _MOST_KEPT_BYTES)
         )
-        if not is_kept and len(removed) < _MOST_REMOVED and not _is_held(path):
+        if not is_kept and len(removed) < _MOST_REMOVED and not is_locked(path):
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
     return removed
@@ -249,19 +250,6 @@ def _size_of(folder: Path) -> int:
             with contextlib.suppress(OSError):
                 size += os.lstat(os.path.join(where, name)).st_blocks * _BLOCK_BYTES  # noqa: PTH118 - there may be many
     return size
-
-
-def _is_held(folder: Path) -> bool:
-    """Return whether a launch that still runs holds the directory, or that cannot be found out."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        finally:
-            os.close(fd)
-    except OSError:
-        return True
-    return False
 
 
 def _make(path: Path, node: str) -> tuple[RunDirectory, int | None]:

@@ -70,7 +70,11 @@ def where_of(tb: TracebackType | None) -> str:
     Returns:
         ``path:line in function``, or an empty string if every frame is a library's.
     """
-    calls = traceback.extract_tb(tb)
+    return own_line_of(traceback.extract_tb(tb))
+
+
+def own_line_of(calls: traceback.StackSummary) -> str:
+    """Return the innermost of some calls that is in the user's code, as `where_of` does."""
     own = find_own_files(call.filename for call in calls)
     innermost = next((call for call in reversed(calls) if call.filename in own), None)
     if innermost is None:

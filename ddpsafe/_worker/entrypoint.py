@@ -556,9 +556,7 @@ def _drop_signal_handlers() -> None:
 def _call_hook(exc: BaseException) -> None:
     """Call the script's `sys.excepthook`, as the interpreter does."""
     if not isinstance(exc, SystemExit):
-        with contextlib.suppress(
-            BaseException
-        ):  # the launcher has the report of the exception itself
+        with contextlib.suppress(BaseException):  # the launcher has the report already
             sys.excepthook(type(exc), exc, exc.__traceback__)
 
 

@@ -16,7 +16,7 @@ from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import ending_when_silent, without_cpp_warnings
 from ddpsafe._job.control import Control
 from ddpsafe._job.store_keys import FolderStore, ReopenedStore
-from ddpsafe._wire.exception_facts import find_own_files
+from ddpsafe._wire.exception_facts import own_line_of
 from ddpsafe._worker import collectives, context, pending_exception, process_group, torch_hooks
 from ddpsafe._worker.rank import this_rank
 from ddpsafe._worker.stop_signals import protect_torchs_helper
@@ -71,7 +71,7 @@ def _require_same_group(ranks: tuple[int, ...]) -> None:
     control = None if this_rank.context is None else this_rank.context.control
     if control is None:
         return
-    own = _line_of_script()
+    own = own_line_of(traceback.extract_stack())
     name = control.next_use("new-group")
     fact = json.dumps([this_rank.world.rank, ranks, own])
     first = control.store.compare_set(f"control/{name}", "", fact)
@@ -86,14 +86,6 @@ def _require_same_group(ranks: tuple[int, ...]) -> None:
                 details=[f"rank {this_rank.world.rank}, at {own}", f"rank {rank}, at {where}"],
             )
         )
-
-
-def _line_of_script() -> str:
-    """Return the innermost line of the user's code that is running."""
-    stack = traceback.extract_stack()
-    own = find_own_files(entry.filename for entry in stack)
-    place = next((entry for entry in reversed(stack) if entry.filename in own), stack[0])
-    return f"{place.filename}:{place.lineno} in {place.name}"
 
 
 def _leaving_group() -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import Explanation, PreflightError
+from ddpsafe._host import is_locked
 from ddpsafe._launcher.plan import LOOPBACK
 from ddpsafe._wire.rank_pipe import open_memory
 
@@ -101,16 +102,9 @@ def _remove_abandoned() -> None:
         with contextlib.suppress(OSError):  # another launch removes it, or it is another user's
             status = folder.lstat()
             is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            # A new one is not locked yet.
-            if is_own and now_s - status.st_mtime > _NEW_S:
-                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(
-                        fd, fcntl.LOCK_EX | fcntl.LOCK_NB
-                    )  # fails while its launcher holds it
-                    shutil.rmtree(folder, ignore_errors=True)
-                finally:
-                    os.close(fd)
+            # A new one is not locked yet; its launcher holds it from then on.
+            if is_own and now_s - status.st_mtime > _NEW_S and not is_locked(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
