@@ -174,10 +174,15 @@ def end_as_interpreter(after_threads: Callable[[], object] = lambda: None) -> No
     with contextlib.suppress(Exception):
         gc.unfreeze()  # else what existed when the process was frozen is not found
         finalizers, files = _find_left_open(gc.get_objects())
+        # Kept until `os._exit`: what a finalizer drops would otherwise be finalized a second time.
+        _finalized.extend(finalizers)
         for finalize in finalizers:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(BaseException):
                 finalize()
         _close_files(files)
+
+
+_finalized: list[Callable[[], object]] = []
 
 
 def _find_left_open(objects: list[Any]) -> tuple[list[Callable[[], object]], list[Any]]:
@@ -206,8 +211,18 @@ def _has_finalizer(kind: type[Any]) -> bool:
 
 def _close_files(files: list[Any]) -> None:
     """Write what open files still hold, as their destructors would."""
-    standard = (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__)
-    kept = {id(stream) for stream in standard}
+    # `os._exit` is still to come, and with it what daemon threads and ddpsafe write.
+    kept: set[int] = set()
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+        sys.__stdout__,
+        sys.__stderr__,
+        sys.stdin,
+        sys.__stdin__,
+    ):
+        buffer = getattr(stream, "buffer", None)
+        kept |= {id(stream), id(buffer), id(getattr(buffer, "raw", None))}
     files = [each for each in files if id(each) not in kept]
     # From the outside to the inside: text may be in front of a gzip file, which is in front of a buffer.
     for finish in (

@@ -49,7 +49,7 @@ class LogOverflow:
         self._logs = logs
         self._tell = tell
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may print in it
         self._logs_of: dict[int, Claim] = {}
         self._memory_of: dict[int, Claim] = {}
         self._files: list[IO[bytes]] = []  # open as long as the rank lives: the launcher reads them

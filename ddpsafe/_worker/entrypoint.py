@@ -561,9 +561,9 @@ def _call_hook(exc: BaseException) -> None:
 
 
 def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(Exception):
-            stream.flush()
+            stream.flush()  # type: ignore[union-attr]  # there may be none
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).fflush(None)
 

@@ -65,20 +65,24 @@ def _open_to_append(path: str, logs: LogFiles) -> int:
 
 
 def _line_buffered(stream: TextIO | None, raw: LogStream) -> TextIO:
-    """Return a stream like this one, which may be missing, but with line buffering, over `raw`."""
-    if not isinstance(stream, io.TextIOWrapper):  # Python started with the descriptor closed
+    """Return the stream with line buffering over `raw`; a new one if Python started without it."""
+    if not isinstance(stream, io.TextIOWrapper):
         return io.TextIOWrapper(
             io.BufferedWriter(raw), encoding="utf-8", errors="replace", line_buffering=True
         )
-    stream.flush()
-    return io.TextIOWrapper(
+    encoding, errors, unbuffered = stream.encoding, stream.errors, stream.write_through
+    stream.detach()
+    # The same object: a script that `multiprocessing` has imported already may have kept it, in a handler of
+    # `logging` for example, and `sys.__stdout__` is it.
+    stream.__init__(  # type: ignore[misc]  # makes it again, over another buffer
         # As Python does itself with -u: no buffer.
-        cast("IO[bytes]", raw if stream.write_through else io.BufferedWriter(raw)),
-        encoding=stream.encoding,
-        errors=stream.errors,
+        cast("IO[bytes]", raw if unbuffered else io.BufferedWriter(raw)),
+        encoding=encoding,
+        errors=errors,
         line_buffering=True,
-        write_through=stream.write_through,
+        write_through=unbuffered,
     )
+    return stream
 
 
 class Stacks:

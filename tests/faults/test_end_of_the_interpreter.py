@@ -60,6 +60,8 @@ TRAINING = """
             open(f"hook-{rank}", "w").write(kind.__name__)
 
         sys.excepthook = hook
+        print("unfinished", rank, end="")
+        sys.stderr.write(f"also unfinished {rank}")
         if fails and rank == 1:
             raise ValueError("bad batch")
         if fails:
@@ -105,6 +107,9 @@ def test_open_files_are_written_and_temporary_ones_removed(
     # Rank 0 waits for rank 1, and SIGTERM may end it before it raises.
     for rank in (1,) if ends == "fails" else (0, 1):
         _require_all_rows(tmp_path, rank)
+        log = tmp_path / "logs" / "attempt-1" / f"rank-{rank}"
+        assert f"unfinished {rank}" in log.with_suffix(".out").read_text()
+        assert f"also unfinished {rank}" in log.with_suffix(".err").read_text()
     assert not [*tmp_path.glob("temporary-1*" if ends == "fails" else "temporary-*")]
     if ends == "fails":
         assert "rank 1 (world_size 2) raised ValueError" in ended.err
