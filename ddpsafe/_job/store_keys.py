@@ -8,8 +8,11 @@ import hashlib
 import itertools
 import os
 import threading
+import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
+from ddpsafe._clock import Deadline
 from ddpsafe._host import without_cpp_warnings
 from ddpsafe._job.secret import Signer
 
@@ -21,6 +24,8 @@ T = TypeVar("T")
 
 # Where this file is missing, the folder of a `FolderStore` has been cleaned.
 _COMPLETE: Final = ".complete"
+# How long the folder may take to be removed, and another rank to put back a key.
+_CLEANING: Final = timedelta(seconds=5)
 
 
 class Keys(Protocol):
@@ -62,6 +67,7 @@ class FolderStore:
         """Make the folder."""
         self._folder = str(folder)
         self._own: dict[str, bytes] = {}
+        self._made: tuple[int, int] | None = None
         self._require_folder()
 
     def set(self, key: str, value: str | bytes, /) -> None:
@@ -74,15 +80,15 @@ class FolderStore:
 
     def get(self, key: str, /) -> bytes:
         """Return the value of a key that is set."""
-        with open(self._path(key), "rb") as file:  # noqa: PTH123 - as above
-            return file.read()
+        # A key that was set a moment ago is put back by the rank that set it.
+        return self._made_again(lambda: self._read(key))
 
     def check(self, keys: list[str], /) -> bool:
         """Return whether all the keys are set."""
         if all(os.path.exists(self._path(key)) for key in keys):  # noqa: PTH110 - as above
             return True
-        if not os.path.exists(f"{self._folder}/{_COMPLETE}"):  # noqa: PTH110 - as above
-            self._restore()
+        if self._is_new():
+            self._made_again(self._restore)
         return False
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
@@ -91,7 +97,7 @@ class FolderStore:
 
         def link() -> bytes:
             self._link(key, desired.encode())
-            return self.get(key)
+            return self._read(key)
 
         value = self._made_again(link)
         self._keep(key, value)
@@ -111,13 +117,18 @@ class FolderStore:
         if len(self._own) > self._MOST_KEPT:
             del self._own[next(iter(self._own))]
 
-    def _made_again(self, write: Callable[[], T]) -> T:
-        """Write a key; if the folder has been removed, restore it first."""
-        try:
-            return write()
-        except FileNotFoundError:
-            self._restore()
-            return write()
+    def _made_again(self, use: Callable[[], T]) -> T:
+        """Use the folder; while it is being removed or has been, make it again first."""
+        for pause_s in Deadline.after(_CLEANING).pauses_s():
+            try:
+                return use()
+            except FileNotFoundError:
+                if not self._is_new():  # the folder is as it was, so there is no such key
+                    raise
+            with contextlib.suppress(FileNotFoundError):  # the cleaner is still at it
+                self._restore()
+            time.sleep(pause_s)
+        return use()
 
     def _restore(self) -> None:
         """Make the folder again, with the keys that this rank has set."""
@@ -125,13 +136,26 @@ class FolderStore:
         for key, value in [*self._own.items()]:
             self._link(key, value)
 
+    def _is_new(self) -> bool:
+        """Return whether the folder is another one than this rank has put its keys into."""
+        try:
+            status = os.stat(f"{self._folder}/{_COMPLETE}")  # noqa: PTH116 - as above
+        except FileNotFoundError:
+            return True
+        return (status.st_ino, status.st_mtime_ns) != self._made
+
+    def _read(self, key: str) -> bytes:
+        with open(self._path(key), "rb") as file:  # noqa: PTH123 - as above
+            return file.read()
+
     def _require_folder(self) -> None:
         parent = os.path.dirname(self._folder)  # noqa: PTH120 - as above
         for folder in (parent, self._folder):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, mode=0o700)  # noqa: PTH102 - as above
-        with open(f"{self._folder}/{_COMPLETE}", "wb") as file:  # noqa: PTH123 - as above
-            owner_uid = os.fstat(file.fileno()).st_uid
+        with open(f"{self._folder}/{_COMPLETE}", "ab") as file:  # noqa: PTH123 - as above
+            status = os.fstat(file.fileno())
+        self._made, owner_uid = (status.st_ino, status.st_mtime_ns), status.st_uid
         # Another user may have taken the name of a folder that was removed.
         if os.lstat(self._folder).st_uid != owner_uid or os.lstat(parent).st_uid not in (
             owner_uid,

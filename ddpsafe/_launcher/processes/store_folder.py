@@ -102,8 +102,11 @@ def _remove_abandoned() -> None:
         with contextlib.suppress(OSError):  # another launch removes it, or it is another user's
             status = folder.lstat()
             is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            # A new one is not locked yet; its launcher holds it from then on.
-            if is_own and now_s - status.st_mtime > _NEW_S and not is_locked(folder):
+            # A new one is not locked yet, nor is one that its ranks have made again.
+            pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+            is_alive = pid.isdecimal() and Path(f"/proc/{pid}").exists()
+            is_old = now_s - status.st_mtime > _NEW_S
+            if is_own and is_old and not is_alive and not is_locked(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
