@@ -174,7 +174,8 @@ def open_run_directory(run_dir: Path | None, *, node: str = "") -> Iterator[RunD
         # launch away. Some file systems have no locks.
         with contextlib.suppress(OSError):
             in_use = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(in_use, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            # Not LOCK_NB: only another launch that looks whether it is locked may hold it, for a moment.
+            fcntl.flock(in_use, fcntl.LOCK_SH)
     else:
         directory, in_use = _make(run_dir, node)
     try:
@@ -217,12 +218,13 @@ def remove_old_directories(parent: Path, *, now_s: float | None = None) -> list[
     except OSError:
         return []
     size = 0
-    for number, (changed_s, path) in enumerate(sorted(filter(None, left), reverse=True)):
+    failed = [each for each in left if each is not None and not is_locked(each[1])]
+    for number, (changed_s, path) in enumerate(sorted(failed, reverse=True)):
         size += _size_of(path) if size <= _MOST_KEPT_BYTES else 0
         is_kept = changed_s > too_old_s and (
             number == 0 or (number < _MOST_KEPT - 1 and size <= _MOST_KEPT_BYTES)
         )
-        if not is_kept and len(removed) < _MOST_REMOVED and not is_locked(path):
+        if not is_kept and len(removed) < _MOST_REMOVED:
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
     return removed
@@ -297,7 +299,7 @@ def _lock_own(folder: Path) -> tuple[Path, int | None]:
 
 
 def _lock_file(path: Path) -> int | None:
-    """Lock a file; return its descriptor, or ``None`` if the file system has no locks.
+    """Lock a file; return its descriptor, or ``None`` if it cannot be locked here.
 
     Raises:
         BlockingIOError: Another process holds the lock.
@@ -305,7 +307,10 @@ def _lock_file(path: Path) -> int | None:
     """
     # NFS locks only what is open for writing, which elsewhere would keep a disk from becoming read-only.
     for access in (os.O_RDONLY, os.O_RDWR):
-        lock = os.open(path, access | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            lock = os.open(path, access | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except PermissionError:  # another user, such as root, has made it
+            return None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -242,7 +242,8 @@ def _is_nearly_full(log: str) -> bool:
     except OSError:  # removed
         return False
     blocks = disk.f_bavail if os.geteuid() else disk.f_bfree
-    return blocks * disk.f_frsize < _LEAST_ROOM_BYTES
+    # Some file systems of user space do not know, and say 0 for all.
+    return disk.f_blocks > 0 and blocks * disk.f_frsize < _LEAST_ROOM_BYTES
 
 
 def as_drawn(line: str) -> str:
