@@ -45,8 +45,9 @@ class ThisRank:
         counter: Counts its steps where the launcher can read them.
         report_folder: Reports to the launcher where checkpoints are.
         shared_seed: The launch's seed, until torch's generator has a seed of the rank's own.
-        scope: What names torch's default group if that is not the group of all ranks, in their order; kept
-            when the group has been destroyed.
+        scope: What names torch's default group if that is not the group of all ranks; kept when the group has
+            been destroyed.
+        has_renumbered: Whether a rank has another number in the default group than in the launch.
         joined: Its context if `join_launch` has made its group, and not the script.
 
         opened: Its context if `setup` has joined its group, until `cleanup`.
@@ -72,6 +73,7 @@ class ThisRank:
     report_folder: Callable[[str], None] | None = None
     shared_seed: int | None = None
     scope: str = ""
+    has_renumbered: bool = False
     joined: RankContext | None = None
 
     opened: RankContext | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -23,7 +24,7 @@ from ddpsafe._worker.stop_signals import protect_torchs_helper
 from ddpsafe._world import JOINED, joined_mark, loopback_interfaces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
     from torch.distributed import Store
@@ -37,6 +38,7 @@ _SILENCE_S: Final = 4
 """After so long without an answer of its host, a connection to the launcher's store is opened again."""
 
 _CONNECT: Final = timedelta(minutes=5)
+_RENUMBERED: Final = "control/renumbered"
 _MIN_REOPEN: Final = timedelta(seconds=1)
 _DIAL_S: Final = 1.0
 _REFUSED_S: Final = 5.0
@@ -56,27 +58,30 @@ def install_hooks(spec: RankSpec) -> None:
     torch_hooks.before_destroy(_leaving_group)
     torch_hooks.around_waits(pending_exception.waiting)
     torch_hooks.before_ddp(collectives.prepare_ddp)
-    torch_hooks.before_new_group(_require_same_group)
+    torch_hooks.around_new_group(_making_group)
 
 
-def _require_same_group(ranks: tuple[int, ...]) -> None:
+@contextlib.contextmanager
+def _making_group(ranks: tuple[int, ...], keeps_number: bool) -> Iterator[None]:  # noqa: FBT001 - called by the hook
     """Refuse a group that another rank makes with other members, in the same call of ``new_group``.
 
     torch names groups by the number of the call: ranks of two such groups wait for each other, or get a
     wrong sum without an error. The rank that comes first says what it makes, and no rank waits for another.
+    Groups of one rank each meet nobody.
 
     Raises:
         ConfigError: The members differ.
     """
     control = None if this_rank.context is None else this_rank.context.control
     if control is None:
+        yield
         return
     own = own_line_of(traceback.extract_stack())
     name = control.next_use("new-group")
     fact = json.dumps([this_rank.world.rank, ranks, own])
     first = control.store.compare_set(f"control/{name}", "", fact)
     rank, members, where = json.loads(bytes(first))
-    if tuple(members) != ranks:
+    if tuple(members) != ranks and max(len(members), len(ranks)) > 1:
         raise ConfigError(
             Explanation(
                 f"rank {this_rank.world.rank} makes a process group of ranks {[*ranks]} in the call of new_group "
@@ -86,6 +91,11 @@ def _require_same_group(ranks: tuple[int, ...]) -> None:
                 details=[f"rank {this_rank.world.rank}, at {own}", f"rank {rank}, at {where}"],
             )
         )
+    if not keeps_number:
+        control.store.set(_RENUMBERED, "yes")
+    yield
+    # torch's call has ended, so all ranks have come to this one.
+    this_rank.has_renumbered = control.is_set(_RENUMBERED)
 
 
 def _leaving_group() -> None:

@@ -312,10 +312,13 @@ def _replace(name: str, stock: object, ours: object) -> None:
 
 
 @functools.cache
-def before_new_group(check: Callable[[tuple[int, ...]], None]) -> None:
-    """Call `check` with the sorted members of each ``new_group`` that all ranks of the launch have to make.
+def around_new_group(
+    making: Callable[[tuple[int, ...], bool], AbstractContextManager[None]],
+) -> None:
+    """Enter the context `making` for each ``new_group`` that all ranks of the launch have to make.
 
-    That is not so with ``use_local_synchronization=True``, nor where the default group is not that of all
+    It gets the sorted members, and whether the default group gives this rank its number in the launch. Not all
+    ranks have to make a group with ``use_local_synchronization=True``, nor where the default group is not that of all
     ranks. torch's functions that make several groups, and device meshes, call ``new_group`` for each.
     """
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
@@ -325,10 +328,13 @@ def before_new_group(check: Callable[[tuple[int, ...]], None]) -> None:
     def new_group(*args: Any, **options: Any) -> object:
         is_local = options.get("use_local_synchronization", args[4:5] == (True,))
         main = getattr(getattr(c10d, "_world", None), "default_pg", None)
-        if main is not None and not is_local and not _scope():
-            ranks = options.get("ranks", args[0] if args else None)
-            check(tuple(sorted(map(int, range(main.size()) if ranks is None else ranks))))
-        return stock(*args, **options)
+        if main is None or is_local or _scope() or this_rank.spec is None:
+            return stock(*args, **options)
+        ranks = options.pop("ranks", args[0] if args else None)
+        members = [*range(main.size())] if ranks is None else [*map(int, ranks)]
+        keeps_number = main.rank() == this_rank.spec.world.rank
+        with making(tuple(sorted(members)), keeps_number):
+            return stock(None if ranks is None else members, *args[1:], **options)
 
     _replace("new_group", stock, new_group)
 
@@ -413,8 +419,7 @@ def read_recorders(*, asks_events: bool) -> tuple[tuple[Collective, ...], tuple[
     Returns:
         The last collectives of each process group, and the times at which this rank entered the last
         ones of the group of all ranks. Times are missing where NCCL only queues the collectives. Where
-        torch's default group is not that of all ranks, in their order, groups have names of its own: see
-        `_scope`.
+        torch's default group is not that of all ranks, groups have names of its own: see `_scope`.
     """
     nccl = _read(_DUMP_NCCL, functools.partial(_dump_nccl, asks_events=asks_events))
     others = _read(_DUMP_OTHERS, functools.partial(_dump, _DUMP_OTHERS))
@@ -432,10 +437,9 @@ def read_recorders(*, asks_events: bool) -> tuple[tuple[Collective, ...], tuple[
 def _scope() -> str:
     """Return what names the default group among others of this launch; empty for the group of all ranks.
 
-    A script may leave ranks out of its default group, number them in another order, or make several such
-    groups side by side, and then torch's numbers and names of groups mean something else in each. Ranks of one
-    group meet at one store, which names it without a message between them. After its end, what was found
-    last holds.
+    A script may leave ranks out of its default group, or make several side by side, and then torch's numbers
+    and names of groups mean something else in each. Ranks of one group meet at one store, which names it
+    without a message between them. After its end, what was found last holds.
     """
     spec = this_rank.spec
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
@@ -445,22 +449,22 @@ def _scope() -> str:
     main = getattr(world, "default_pg", None)
     if main is None:
         return this_rank.scope
-    place = main.size(), main.rank()
-    if place == (spec.world.world_size, spec.world.rank):
+    size = main.size()
+    if size == spec.world.world_size:  # in any order: all its ranks have to name it alike
         this_rank.scope = ""
         return ""
     _, store = getattr(world, "pg_map", {}).get(main, (None, None))
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     meets = getattr(store, "port", None) or getattr(store, "path", None) or type(store).__name__
-    this_rank.scope = f"of {place[0]} ranks at {meets}"
+    this_rank.scope = f"of {size} ranks at {meets}"
     return this_rank.scope
 
 
 def read_groups() -> dict[str, tuple[int, ...]]:
     """Return the members of each process group of this rank; keys as in `Collective.group`.
 
-    Empty if torch's ranks are not those of the launch: a proof needs to know who takes part.
+    Only those whose members are known by their ranks in the launch: a proof needs to know who takes part.
     """
     if _scope():
         return {}
@@ -472,7 +476,7 @@ def read_groups() -> dict[str, tuple[int, ...]]:
     return {
         MAIN_GROUP if group is main else str(names[group]): tuple(sorted(ranks))
         for group, ranks in list(members.items())
-        if group in names
+        if group in names and (group is main or not this_rank.has_renumbered)
     }
 
 

@@ -69,6 +69,8 @@ def make_groups(ctx: RankContext, folder: Path, how: str) -> float:
         group = made[0]
     elif how == "all":
         group = [dist.new_group(pair) for pair in pairs][ctx.rank // 2]
+    elif how == "alone":
+        group = dist.new_group([ctx.rank])
     elif how == "local":
         group = dist.new_group(own, use_local_synchronization=True)
     elif how == "subgroups":
