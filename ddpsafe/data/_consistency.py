@@ -370,7 +370,8 @@ def check_dataset_consistency(
             )
         )
     # Which loaders will read it is not known here; a forked process leaves nothing open in this one.
-    forks = "fork" in multiprocessing.get_all_start_methods()
+    # A fork cannot use the GPU, which the dataset may do when it is read.
+    forks = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
     return compare_datasets(
         _Reading(dataset, probes, key), facts or {}, group, start_method="fork" if forks else None
     )
@@ -547,9 +548,11 @@ class _Reading(Dataset[Any]):
         # No process of `multiprocessing` that is a daemon may start another one.
         if not has_items or multiprocessing.current_process().daemon:
             return False
-        if start_method == "fork":  # it would move the position of a file that is open here
+        if start_method == "fork":
+            # It would move the position of a file that is open here, and wait for ever for a lock that a
+            # thread holds here.
             hazards = find_handles(self.dataset, name="dataset")
-            return all(hazard.severity != "unsafe" for hazard in hazards)
+            return all(hazard.severity == "memory" for hazard in hazards)
         return find_unpicklable((self.dataset, self._key), name="dataset") is None
 
 
