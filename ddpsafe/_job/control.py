@@ -86,9 +86,14 @@ class Control:
             result = f"{barrier}/missing"
             # The last barrier does not end when a rank fails: failed ranks arrive there too, and the
             # others may finish their work.
-            self.wait_for(*([result] if is_last else [result, _DEPARTED]), deadline=deadline)
-            if not self.is_set(result):
+            ends = [result] if is_last else [result, _DEPARTED]
+            departed: Departure | None = None
+            # Again if what was found is gone: the store was removed, and its ranks put back their keys.
+            while self.wait_for(*ends, deadline=deadline) and not self.is_set(result):
                 departed = None if is_last else self.departure()
+                if departed is not None:
+                    break
+            if not self.is_set(result):
                 if departed is None:
                     absent = [rank for rank in ranks if not self._has_arrived(barrier, rank)]
                 else:  # only the rank that failed: others may still be on their way

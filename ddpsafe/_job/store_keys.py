@@ -119,11 +119,13 @@ class FolderStore:
 
     def _made_again(self, use: Callable[[], T]) -> T:
         """Use the folder; while it is being removed or has been, make it again first."""
+        was_removed = False
         for pause_s in Deadline.after(_CLEANING).pauses_s():
             try:
                 return use()
             except FileNotFoundError:
-                if not self._is_new():  # the folder is as it was, so there is no such key
+                was_removed |= self._is_new()
+                if not was_removed:  # the folder is as it was, so there is no such key
                     raise
             with contextlib.suppress(FileNotFoundError):  # the cleaner is still at it
                 self._restore()
