@@ -109,7 +109,7 @@ class RankReading:
 
 
 def collect(processes: Sequence[RankProcess]) -> dict[int, RankReading]:
-    """Read state, stack and position of every rank that is alive, within one to three seconds.
+    """Read state, stack and position of every rank that still works, within one to three seconds.
 
     A suspended process is resumed until it has answered. In that case all ranks are left suspended;
     `RankProcess.end` resumes them.
@@ -117,7 +117,12 @@ def collect(processes: Sequence[RankProcess]) -> dict[int, RankReading]:
     Returns:
         What was read, by rank, without ranks that ended without a crash.
     """
-    alive = [process for process in processes if process.alive and process.returned is None]
+    # A rank that has reported how it ended is in its exit functions: where those are is no evidence.
+    alive = [
+        process
+        for process in processes
+        if process.alive and process.returned is None and not process.failed
+    ]
     states = {process.rank: _state(process) for process in alive}
     stopped = [process for process in alive if states[process.rank] == psutil.STATUS_STOPPED]
     running = [process for process in alive if process not in stopped]

@@ -40,7 +40,9 @@ logger = get_logger(__name__)
 
 # Waits are short so that `AwakeClock` can tell: one that takes much longer means a suspended launcher.
 _LONGEST_WAIT_S: Final = 1.0
-# How long to wait for more evidence after the first failure: the rank that broke often reports
+# How long the end of a failed rank may take before the others are ended: its exit functions run.
+_END_OF_A_RANK: Final = timedelta(seconds=5)
+# How long to wait for more evidence after that: the rank that broke often reports
 # after the ranks that failed because of it. Wait longer while only such ranks have reported.
 _SETTLE: Final = timedelta(seconds=0.3)
 _SETTLE_PEER_ERRORS: Final = timedelta(seconds=1)
@@ -260,15 +262,7 @@ class AttemptWatch:
             self._live.close()
         unfinished: dict[int, str] = {}
         if reason == "failed":
-            settle = Deadline.after(_SETTLE, clock=self._clock)
-            longer = Deadline.after(_SETTLE_PEER_ERRORS, clock=self._clock)
-            while any(rank.alive for rank in self._ranks):
-                failed = [rank for rank in self._ranks if has_failed(rank)]
-                deadline = longer if all(map(_blames_a_peer, failed)) else settle
-                if deadline.expired():
-                    break
-                self._stderr.look()
-                self._wait(min(deadline.remaining_s(), self._stderr.interval_s()))
+            self._let_errors_spread()
         elif reason == "done":
             self._peers.let_leave()
             must_stop = False
@@ -300,6 +294,27 @@ class AttemptWatch:
             proof=self._live.proof,
             progress=self._progress.limit,
         )
+
+    def _let_errors_spread(self) -> None:
+        """Let the other ranks report what they raise because one has failed, before they are ended."""
+        # They notice it by its connections, which last until its process ends.
+        closing = Deadline.after(_END_OF_A_RANK, clock=self._clock)
+        while (
+            all(rank.alive for rank in self._ranks if has_failed(rank))
+            and not closing.expired()
+            and not self.stop_request.must_end()
+        ):
+            self._wait(min(closing.remaining_s(), self._stderr.interval_s()))
+            self._stderr.look()
+        settle = Deadline.after(_SETTLE, clock=self._clock)
+        longer = Deadline.after(_SETTLE_PEER_ERRORS, clock=self._clock)
+        while any(rank.alive for rank in self._ranks):
+            failed = [rank for rank in self._ranks if has_failed(rank)]
+            deadline = longer if all(map(_blames_a_peer, failed)) else settle
+            if deadline.expired():
+                break
+            self._stderr.look()
+            self._wait(min(deadline.remaining_s(), self._stderr.interval_s()))
 
     def let_ranks_run(self, limit: timedelta) -> bool:
         """Let the ranks end by themselves after one has failed, for up to `limit`.
