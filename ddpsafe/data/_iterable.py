@@ -11,27 +11,18 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, cast, g
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._replica import resolve_replica
-from ddpsafe.data._samplers.base import (
-    VERSION,
-    AutoEpoch,
-    bad_arguments,
-    check_epoch,
-    compare_identity,
-    parse_state,
-    warn_empty_epoch,
-)
+from ddpsafe.data._samplers.base import Resumable, bad_arguments
 from ddpsafe.data.errors import DataWarning, UnevenStepsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
 T = TypeVar("T")
 Shard = Literal["batch", "sample", "files"]
 Even = Literal["truncate", "repeat", "error"]
 
 
-class ShardedIterable(IterableDataset[T], Generic[T]):
+class ShardedIterable(Resumable, IterableDataset[T], Generic[T]):
     """A stream, divided among ranks and DataLoader workers.
 
     ``shard="batch"`` (for streams that are cheap to read): item q goes to rank q % R, and whole
@@ -70,18 +61,13 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        replica = resolve_replica(num_replicas, rank)
-        self.num_replicas = replica.num_replicas
-        self.rank = replica.rank
+        super().__init__(num_replicas, rank)
         self.source = source
         self.shard: Shard = shard
         self.read = read
         self.even: Even | None = even
         self.batch_size = batch_size
-        self.epoch: int = AutoEpoch(0)
         self._num_workers = 0
-        self._consumed = 0
-        self._finished = False
         if self.shard not in get_args(Shard) or self.even not in {*get_args(Even), None}:
             raise _bad(
                 f"shard={self.shard!r} with even={self.even!r} is unknown",
@@ -121,8 +107,7 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
     def __iter__(self) -> Iterator[T]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        if self._finished:
-            warn_empty_epoch(self.epoch)
+        if not self.has_anything_to_read():
             return iter(())
         if self.shard == "files":
             own = self.files()[self.rank :: self.num_replicas][worker::workers]
@@ -146,10 +131,10 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
 
     def _resumed(self) -> Iterator[T]:
         seek = getattr(self.source, "seek", None)
-        if self._consumed and callable(seek):
-            seek(self._consumed)
+        if self.start and callable(seek):
+            seek(self.start)
             return self._open()
-        return itertools.islice(self._open(), self._consumed, None)
+        return itertools.islice(self._open(), self.start, None)
 
     def _own_items(self) -> Iterator[T]:
         held: list[T] = []
@@ -182,32 +167,11 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
             if (total + extra) % self.num_replicas == self.rank:
                 yield item
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch: the same epoch keeps a resumed offset, any other starts at 0."""
-        check_epoch(epoch)
-        if epoch != self.epoch:
-            self._consumed = 0
-            self._finished = False
-        self.epoch = epoch
-
-    def offset(self) -> int:
-        """Return how much of the epoch was read before it was resumed."""
-        return self._consumed
-
-    def seek_consumed(self, consumed: int) -> None:
-        """Set the offset in a persistent worker."""
-        self._consumed = consumed
-
     def batches_to_skip(self) -> int:
         """Return how many batches the loader must read again and discard."""
-        return 0 if self.shard == "batch" else self._consumed
-
-    def is_finished(self) -> bool:
-        """Return whether a loaded state was saved at the end of this epoch."""
-        return self._finished
+        return 0 if self.shard == "batch" else self.start
 
     def identity(self) -> dict[str, object]:
-        """Return what must be equal for a saved position to mean the same."""
         same: dict[str, object] = {"shard": self.shard, "fingerprint": None}
         if self.shard != "batch":
             # Which samples were read in a number of batches depends on these.
@@ -218,38 +182,13 @@ class ShardedIterable(IterableDataset[T], Generic[T]):
             }
         return same
 
-    def state_after(
-        self,
-        batches: int,
-        *,
-        batch_size: int,
-        drop_last: bool,  # noqa: ARG002 - part of the Cursor protocol
-        exhausted: bool,
-    ) -> dict[str, Any]:
-        """Return the state after `batches` batches of each rank."""
+    def steps_from(self, position: int, *, batch_size: int, drop_last: bool) -> None:
+        """A stream shows its end only when it is read."""
+
+    def position_after(self, batches: int, *, batch_size: int) -> int:
+        """Return the samples of all ranks, or with other shards than ``"batch"`` this rank's batches."""
         unit = batch_size * self.num_replicas if self.shard == "batch" else 1
-        return {
-            "version": VERSION,
-            "epoch": int(self.epoch),
-            "consumed": self._consumed + batches * unit,
-            "finished": exhausted or self._finished,
-            "world_size": self.num_replicas,
-            "identity": self.identity(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Continue where `state` was taken.
-
-        Raises:
-            StateMismatchError: It is damaged, or its `shard`, ranks, workers or batch size differ.
-        """
-        parsed = parse_state(state)
-        compare_identity(
-            parsed["identity"], self.identity(), strict=strict, what=type(self).__name__
-        )
-        self.epoch = AutoEpoch(parsed["epoch"])
-        self._consumed = parsed["consumed"]
-        self._finished = parsed["finished"]
+        return int(self.start + batches * unit)
 
 
 _bad: Final = functools.partial(bad_arguments, "ShardedIterable")

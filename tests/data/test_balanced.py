@@ -130,7 +130,7 @@ def test_batches_that_too_many_ranks_cannot_share_are_counted(
     )
     resumed = BalancedBatchSampler([1] * 6, num_replicas=3, **options)
     resumed.load_state_dict(state)
-    assert resumed.is_finished()
+    assert resumed.finished
     assert resumed.dropped_batches == 1
     assert "1 of 3 batches are dropped" in caplog.text
 

@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
-from ddpsafe.data import BalancedBatchSampler, DataLoader, DistributedSampler, ShardedIterable
+from ddpsafe.data import (
+    BalancedBatchSampler,
+    DataLoader,
+    DistributedSampler,
+    ShardedIterable,
+    WeightedSampler,
+)
 from ddpsafe.data.errors import DataConfigError, DataWarning, StateMismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddpsafe.data.errors.DataWarning")
@@ -219,14 +225,63 @@ def test_batch_sampler_around_ddpsafes_sampler_resumes_too() -> None:
     )
 
 
-def test_sampler_state_counts_draws() -> None:
+def sampler_of(kind: str, replicas: int, rank: int = 0, batch_size: int = 4) -> Any:
+    """Make a sampler of each kind that has a position, for N samples."""
+    options: dict[str, Any] = {"num_replicas": replicas, "rank": rank}
+    weights = [1 + i % 4 for i in range(N)]
+    if kind == "balanced":
+        return BalancedBatchSampler(weights, batch_size, window=2, drop_last=True, **options)
+    if kind == "tokens":
+        return BalancedBatchSampler(weights, 4, max_tokens=9, **options)
+    if kind in {"iid", "repeat"}:
+        return WeightedSampler(weights, mode=kind, **options)  # type: ignore[arg-type]
+    return DistributedSampler(N, drop_last=kind == "drop_last", **options)
+
+
+SAMPLERS = ["ordered", "drop_last", "iid", "repeat", "balanced", "tokens"]
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_sampler_state_counts_draws(kind: str) -> None:
     """The bare sampler knows only its draws, which suffices if nothing prefetches."""
-    sampler = DistributedSampler(N, 2, 0)
+    sampler = sampler_of(kind, 2)
     iterator = iter(sampler)
     drawn = [next(iterator) for _ in range(11)]
-    resumed = DistributedSampler(N, 2, 0)
-    resumed.load_state_dict(sampler.state_dict())
-    assert drawn + list(resumed) == list(DistributedSampler(N, 2, 0))
+    resumed = sampler_of(kind, 2)
+    resumed.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    assert drawn + list(resumed) == list(sampler_of(kind, 2))
+    assert list(iterator)
+    assert sampler.state_dict()["finished"]
+
+
+@pytest.mark.parametrize("way", ["epochs", "set_epoch", "automatic"])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_an_epoch_with_less_than_a_step_left_is_over(kind: str, way: str) -> None:
+    """No pass after a resume is empty, but where the script itself sets that epoch: a warning says so."""
+
+    def made(replicas: int, batch_size: int) -> DataLoader[int]:
+        sampler = sampler_of(kind, replicas, batch_size=batch_size)
+        if isinstance(sampler, BalancedBatchSampler):
+            return DataLoader(Numbers(N), batch_sampler=sampler)
+        return DataLoader(Numbers(N), batch_size, sampler=sampler, drop_last=True)
+
+    first = made(1, 1)
+    steps = len(first) - 1
+    assert len(read(first, steps)) == steps
+    state = first.state_dict()
+    assert not state["finished"]
+    resumed = made(3, 4)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict()["finished"]
+    if way == "epochs":
+        assert next(iter(resumed.epochs(3))) == 1
+    elif way == "set_epoch":
+        resumed.set_epoch(0)
+        with pytest.warns(DataWarning, match="nothing is left to read; the next epoch is 1"):
+            assert read(resumed) == []
+    plain = made(3, 4)
+    plain.set_epoch(1)
+    assert read(resumed) == read(plain) != []
 
 
 @pytest.mark.parametrize(

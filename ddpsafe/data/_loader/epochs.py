@@ -21,6 +21,7 @@ from torch.utils.data import Subset
 from ddpsafe.data._loader.machine_limits import describe_open_files
 from ddpsafe.data._loader.replay import Skip
 from ddpsafe.data._replica import current_replica
+from ddpsafe.data._samplers.base import Resumable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -220,8 +221,8 @@ class FollowedDataset(NamingDataset):
     def __iter__(self) -> Iterator[Any]:
         self._follow()
         self._progress.cells()[_FIRST_WORKER + self._worker] = _UNKNOWN
-        if hasattr(self.dataset, "seek_consumed"):
-            self.dataset.seek_consumed(self._progress.offset())
+        if isinstance(self.dataset, Resumable):
+            self.dataset.start = self._progress.offset()
         return super().__iter__()
 
     def _read_batch(self, many: Callable[[Any], Any], indices: Any) -> Any:

@@ -43,7 +43,7 @@ from ddpsafe.data._loader.torchs_loader import OpenDataLoader
 from ddpsafe.data._loader.worker_death import explain_worker_error, watch_workers
 from ddpsafe.data._loader.worker_safety import WorkerSafety, explain_pickling, refuse_unsafe_workers
 from ddpsafe.data._replica import chosen_seed, current_replica
-from ddpsafe.data._samplers.base import Cursor, require_int
+from ddpsafe.data._samplers.base import Resumable, require_int
 from ddpsafe.data._samplers.ordered import LocalSampler
 from ddpsafe.data._seeding import WorkerInit, derive_generator
 from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
@@ -333,7 +333,7 @@ class DataLoader(OpenDataLoader[T_co]):
         if self._replay is not None:
             return self._replay.finished
         holder = self._cursor.holder
-        return isinstance(holder, Cursor) and holder.is_finished()
+        return isinstance(holder, Resumable) and holder.finished
 
     def _has_more(self) -> bool:
         """Return whether the newest iteration has batches left, as far as that is known."""
@@ -351,7 +351,8 @@ class DataLoader(OpenDataLoader[T_co]):
         if steps is None or geometry is None:
             return super().__len__()
         batch_size, drop_last = geometry
-        return int(steps(batch_size=batch_size, drop_last=drop_last))
+        count = steps(batch_size=batch_size, drop_last=drop_last)
+        return super().__len__() if count is None else int(count)
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's is a private class
         # Not in __init__: Accelerate and Fabric add their own sampler to a loader that has none.
@@ -367,7 +368,7 @@ class DataLoader(OpenDataLoader[T_co]):
         )
         holder = self._cursor.holder
         if self._progress is not None:
-            offset = holder.offset() if hasattr(holder, "offset") else 0
+            offset = self.dataset.start if isinstance(self.dataset, Resumable) else 0
             self._progress.announce(epoch, offset)
         skipped = 0 if self._replay is None else self._replay.begin_epoch(epoch)
         skipped += getattr(holder, "batches_to_skip", int)()
@@ -513,7 +514,8 @@ class DataLoader(OpenDataLoader[T_co]):
             # Persistent workers hold the dataset at its old position; new ones receive the state.
             self._end_workers()
         elif position is not None:
-            position[0].load_state_dict(state, strict=strict)
+            sampler, batch_size, drop_last = position
+            sampler.restore(state, strict=strict, batch_size=batch_size, drop_last=drop_last)
         self._cursor.restart(epoch)
 
     def _require_order(self) -> None:
@@ -526,10 +528,10 @@ class DataLoader(OpenDataLoader[T_co]):
                 )
             )
 
-    def _find_position(self) -> tuple[Cursor, int, bool] | None:
+    def _find_position(self) -> tuple[Resumable, int, bool] | None:
         """Return the sampler that tracks the position, the batch size and drop_last, if all are known."""
         holder = find_epoch_holder(self)
-        geometry = batch_geometry(self, holder) if isinstance(holder, Cursor) else None
+        geometry = batch_geometry(self, holder) if isinstance(holder, Resumable) else None
         return None if geometry is None else (holder, *geometry)
 
     def _made_indices(self) -> Any:

@@ -27,7 +27,7 @@ from ddpsafe._errors import Explanation
 from ddpsafe.data._loader.equal_readers import EqualReaders, checksum
 from ddpsafe.data._loader.torchs_loader import pinned
 from ddpsafe.data._replica import current_replica
-from ddpsafe.data._samplers.base import VERSION, Cursor, compare_identity, parse_state
+from ddpsafe.data._samplers.base import VERSION, Resumable, compare_identity, parse_state
 from ddpsafe.data.errors import DataConfigError, StateMismatchError
 
 if TYPE_CHECKING:
@@ -452,7 +452,7 @@ def _batches(source: Any, saved: Any) -> tuple[Iterator[Any], Any]:
     sampler = source.sampler if plain else source
     if saved is not None and is_stateful(sampler):
         sampler.load_state_dict(saved)
-    elif saved is None and isinstance(sampler, Cursor):
+    elif saved is None and isinstance(sampler, Resumable):
         # It may hold the offset of an earlier resume; a change of epoch resets it to 0.
         epoch = sampler.epoch
         sampler.set_epoch(int(epoch) + 1)

@@ -17,7 +17,7 @@ from torch.utils.data import (
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._replica import resolve_replica
-from ddpsafe.data._samplers.base import AutoEpoch, Cursor
+from ddpsafe.data._samplers.base import AutoEpoch, Resumable
 from ddpsafe.data._samplers.ordered import LocalSampler
 from ddpsafe.data.errors import (
     DataConfigError,
@@ -68,7 +68,7 @@ def find_epoch_holder(loader: DataLoader[Any]) -> Any:
     """Return the object whose ``epoch`` decides the order, or a new `OwnEpoch` if there is none."""
     chain = samplers_of(loader)
     for item in chain:
-        if isinstance(item, Cursor):
+        if isinstance(item, Resumable):
             return item
     for item in chain:
         # If its epoch cannot be read, a value that the user set would be overwritten unseen.
@@ -101,7 +101,7 @@ def mark_unset(holder: Any) -> None:
             holder.epoch = AutoEpoch(0)
 
 
-def batch_geometry(loader: DataLoader[Any], cursor: Cursor) -> tuple[int, bool] | None:
+def batch_geometry(loader: DataLoader[Any], cursor: Resumable) -> tuple[int, bool] | None:
     """Return (batch size, drop_last) of what batches the cursor's indices; ``None`` if unknown."""
     batcher: Any = loader.batch_sampler
     sampler: Any = loader.sampler
@@ -120,7 +120,7 @@ def batch_geometry(loader: DataLoader[Any], cursor: Cursor) -> tuple[int, bool] 
 
 def check_population(loader: DataLoader[Any], cursor: object) -> None:
     """Raise if the sampler was made for a dataset of another length; warn if it leaves no batch."""
-    if loader.drop_last and hasattr(cursor, "steps_of_epoch") and len(loader) == 0:
+    if loader.drop_last and hasattr(cursor, "population") and len(loader) == 0:
         warnings.warn(
             f"drop_last=True leaves no batch of {loader.batch_size} for this rank: nothing is read.",
             DataWarning,

@@ -7,19 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.utils.data import Sampler
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._replica import resolve_replica, run_seed
 from ddpsafe.data._samplers.base import (
-    VERSION,
-    AutoEpoch,
-    check_epoch,
-    compare_identity,
+    DrawnSampler,
     digest,
-    parse_state,
     require_int,
-    warn_empty_epoch,
 )
 from ddpsafe.data._samplers.batch_plans import (
     Cost,
@@ -31,20 +24,18 @@ from ddpsafe.data._samplers.batch_plans import (
     deal,
     item_costs,
 )
-from ddpsafe.data._samplers.ordered import DistributedSampler
+from ddpsafe.data._samplers.permutation import Algorithm, check_algorithm, open_order
 from ddpsafe.data.errors import StateMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
-
-    from ddpsafe.data._samplers.ordered import Algorithm
 
 logger = logging.getLogger(__name__)
 
 
-class BalancedBatchSampler(Sampler[list[int]]):
+class BalancedBatchSampler(DrawnSampler[list[int]]):
     """Deals each global batch so that ranks have equal counts and similar total lengths.
 
     With ``window=0`` the samples of every global batch are exactly those of
@@ -78,6 +69,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
             `max_tokens`; the sizes are below 1.
     """
 
+    beginning = EpochPosition()
+
     def __init__(  # noqa: PLR0913 - keyword-only after the subject of the call
         self,
         lengths: Sequence[float] | NDArray[Any],
@@ -94,28 +87,29 @@ class BalancedBatchSampler(Sampler[list[int]]):
         algorithm: Algorithm = "torch",
         largest_first: bool = False,
     ) -> None:
-        replica = resolve_replica(num_replicas, rank)
-        self.num_replicas = replica.num_replicas
-        self.rank = replica.rank
+        super().__init__(num_replicas, rank, seed)
+        check_algorithm(algorithm)
         self.batch_size = _at_least(batch_size, 1, "batch_size")
         self.window = _at_least(window, 0, "window")
         self.lengths = check_lengths(lengths)
+        self.shuffle = shuffle
         self.drop_last = drop_last
+        self.algorithm: Algorithm = algorithm
         self.largest_first = largest_first
-        self.seed = run_seed() or 0 if seed is None else seed
-        self.epoch: int = AutoEpoch(0)
-        self.fingerprint: str | None = None
         self.dropped_batches = 0
         self._costs = item_costs(self.lengths, cost)
         self._padded = cost == "padded"
         self._cost_name = cost if isinstance(cost, str) else "callable"
-        # The global order, as for a single rank: whole batches of it are dealt to the ranks.
-        self._order = DistributedSampler(
-            len(self.lengths), 1, 0, shuffle=shuffle, seed=self.seed, algorithm=algorithm
-        )
         self._digest = digest(self._costs.tobytes())
-        self._place = EpochPosition()
+        self._windows = WindowPlan(
+            n=len(self.lengths),
+            batch=self.batch_size * self.num_replicas,
+            window=self.window,
+            drop_last=self.drop_last,
+            largest_first=self.largest_first,
+        )
         self._tokens: TokenPlan | None = None
+        self._token_batches: tuple[int, list[list[int]]] | None = None  # of an epoch
         if max_tokens is not None:
             self._tokens = TokenPlan(
                 max_tokens=max_tokens,
@@ -125,163 +119,115 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 largest_first=self.largest_first,
             )
             self._tokens.check(self._costs)
-        if largest_first and self.window == 0 and max_tokens is None:
+        elif largest_first and self.window == 0:
             raise bad_balance(
                 "largest_first=True would change the global batches, which window=0 keeps",
                 "give a window or max_tokens",
             )
-        if self._tokens is None and self._plan().steps(self._place) == 0:
+        elif self._windows.steps(self.beginning) == 0:
             raise bad_balance(
                 f"{len(self.lengths)} samples with drop_last=True are less than one global batch of "
-                f"{self._plan().batch}: every rank would read nothing",
+                f"{self._windows.batch}: every rank would read nothing",
                 "use smaller batches, fewer ranks, or drop_last=False",
             )
-        self._token_list: tuple[int, list[list[int]]] | None = None
-
-    def _plan(self) -> WindowPlan:
-        return WindowPlan(
-            n=len(self.lengths),
-            batch=self.batch_size * self.num_replicas,
-            window=self.window,
-            drop_last=self.drop_last,
-            largest_first=self.largest_first,
-        )
 
     def population(self) -> int:
-        """Return the length of the dataset the indices point into."""
         return len(self.lengths)
 
-    def offset(self) -> int:
-        """Return how much of the epoch was read before it was resumed."""
-        return self._place.consumed()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch: the same epoch keeps a resumed offset, any other starts at 0."""
-        check_epoch(epoch)
-        if epoch != self.epoch:
-            self._place = EpochPosition()
-        self.epoch = epoch
-        self._order.set_epoch(int(epoch))
-
-    def is_finished(self) -> bool:
-        """Return whether a loaded state was saved at the end of this epoch."""
-        return self._place.start > 0 and self._steps_left() == 0
-
     def __len__(self) -> int:
-        return self._steps_left()
+        return 0 if self.finished else self.steps_from(self.start)
 
-    def steps_of_epoch(self, *, batch_size: int, drop_last: bool) -> int:  # noqa: ARG002 - it batches itself
-        """Return how many batches this rank has in an epoch that is read from its beginning."""
-        place, self._place = self._place, EpochPosition()
-        steps = self._steps_left()
-        self._place = place
-        return steps
-
-    def _steps_left(self) -> int:
+    def steps_from(
+        self,
+        position: EpochPosition,
+        *,
+        batch_size: int = 1,  # noqa: ARG002 - it batches itself
+        drop_last: bool = False,  # noqa: ARG002 - as above
+    ) -> int:
         if self._tokens is None:
-            return self._plan().steps(self._place)
-        return (len(self._all_batches()) - self._place.start) // self.num_replicas
+            return self._windows.steps(position)
+        return (len(self._all_batches()) - position.start) // self.num_replicas
 
-    def __iter__(self) -> Iterator[list[int]]:
-        if self.is_finished():
-            warn_empty_epoch(self.epoch)
-            return iter(())
-        return self._batches()
+    def position_after(self, batches: int, *, batch_size: int) -> EpochPosition:  # noqa: ARG002 - as above
+        if self._tokens is None:
+            return self._windows.advance(self.start, batches)
+        return EpochPosition(start=self.start.start + batches * self.num_replicas)
+
+    def _all_batches(self) -> list[list[int]]:
+        assert self._tokens is not None, "called only with max_tokens"  # noqa: S101 - our own invariant
+        epoch = int(self.epoch)
+        if self._token_batches is None or self._token_batches[0] != epoch:
+            order = self._open_order()(np.arange(len(self.lengths), dtype=np.int64))
+            batches = self._tokens.batches(order, self._costs, (self.seed, epoch))
+            self._token_batches = (epoch, batches)
+        return self._token_batches[1]
+
+    def _open_order(self) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+        """Return the global order, as for a single rank: whole batches of it are dealt to the ranks."""
+        return open_order(
+            len(self.lengths),
+            shuffle=self.shuffle,
+            algorithm=self.algorithm,
+            seed=self.seed,
+            epoch=int(self.epoch),
+        )
 
     def _warn_of_dropped_batches(self) -> None:
-        left = len(self._all_batches()) - self._place.start
-        self.dropped_batches = left % self.num_replicas
+        total = len(self._all_batches())
+        self.dropped_batches = (total - self.start.start) % self.num_replicas
         if self.dropped_batches:
             logger.warning(
                 "epoch %d: %d of %d batches are dropped: they cannot be divided evenly among %d ranks",
                 int(self.epoch),
                 self.dropped_batches,
-                len(self._all_batches()),
+                total,
                 self.num_replicas,
             )
 
-    def _all_batches(self) -> list[list[int]]:
-        assert self._tokens is not None, "called only with max_tokens"  # noqa: S101 - our own invariant
-        epoch = int(self.epoch)
-        if self._token_list is None or self._token_list[0] != epoch:
-            order = np.fromiter(self._order, dtype=np.int64, count=len(self.lengths))
-            batches = self._tokens.batches(order, self._costs, (self.seed, epoch))
-            self._token_list = (epoch, batches)
-        return self._token_list[1]
-
-    def _batches(self) -> Iterator[list[int]]:
-        if self._tokens is not None:
-            batches = self._all_batches()
-            self._warn_of_dropped_batches()
-            for step in range(self._steps_left()):
-                yield batches[self._place.start + self.rank + step * self.num_replicas]
+    def chunks(self) -> Iterator[list[list[int]]]:
+        """Deal each global batch, which is made when it is needed."""
+        if not self.has_anything_to_read():
             return
-        look_up = self._order.open_epoch()
+        if self._tokens is not None:
+            self._warn_of_dropped_batches()
+            last = self.start.start + len(self) * self.num_replicas
+            yield self._all_batches()[self.start.start + self.rank : last : self.num_replicas]
+            return
+        order_at = self._open_order()
         words = (self.seed, int(self.epoch))
-        for batch in self._plan().read(self._place, self._costs, look_up, words):
-            missing = -len(batch) % self.num_replicas
+        for batch in self._windows.read(self.start, self._costs, order_at, words):
             # Like torch, fill the last batch with samples from the epoch's beginning.
-            positions = [place % len(self.lengths) for place in range(missing)]
-            extra = [look_up(place, place + 1)[0] for place in positions]
-            padded = np.concatenate([batch, np.asarray(extra, dtype=np.int64)])
+            missing = np.arange(-len(batch) % self.num_replicas, dtype=np.int64)
+            padded = np.concatenate([batch, order_at(missing % len(self.lengths))])
             shares = deal(self._costs[padded], self.num_replicas, padded=self._padded)
-            yield padded[shares[self.rank]].tolist()
+            yield [padded[shares[self.rank]].tolist()]
 
     def identity(self) -> dict[str, object]:
-        """Return what must be equal for a saved position to mean the same."""
         tokens = self._tokens
         return {
-            **self._order.identity(),
+            "n": len(self.lengths),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "algorithm": self.algorithm if self.shuffle else None,
+            "fingerprint": self.fingerprint,
             "lengths": self._digest,
             "window": self.window,
             "cost": self._cost_name,
             "largest_first": self.largest_first,
-            "fingerprint": self.fingerprint,
             "max_tokens": None if tokens is None else tokens.max_tokens,
             "batch_size": None if tokens is None else self.batch_size,
         }
 
-    def state_after(
-        self,
-        batches: int,
-        *,
-        batch_size: int,  # noqa: ARG002 - part of the Cursor protocol
-        drop_last: bool,  # noqa: ARG002 - part of the Cursor protocol
-        exhausted: bool,
-    ) -> dict[str, Any]:
-        """Return the state after `batches` batches of each rank; equal on all ranks."""
-        if self._tokens is None:
-            place = self._plan().advance(self._place, batches)
-        else:
-            place = EpochPosition(start=self._place.start + batches * self.num_replicas)
-        finished = exhausted or batches >= self._steps_left()
+    def write_position(self, position: EpochPosition, *, finished: bool) -> dict[str, Any]:
         return {
-            "version": VERSION,
-            "epoch": int(self.epoch),
-            "consumed": len(self.lengths) if finished else place.consumed(),
-            "finished": finished,
-            "world_size": self.num_replicas,
-            "place": place.to_json(),
+            "consumed": len(self.lengths) if finished else position.consumed(),
+            "place": position.to_json(),
             "token_window": None if self._tokens is None else self._tokens.window,
-            "identity": self.identity(),
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position that this epoch was resumed at; the loader counts from there."""
-        return self.state_after(0, batch_size=1, drop_last=False, exhausted=False)
-
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Continue where `state` was taken; world size and batch size may have changed since.
-
-        Raises:
-            StateMismatchError: It is damaged, or belongs to other data.
-        """
-        parsed = parse_state(state)
-        compare_identity(
-            parsed["identity"], self.identity(), strict=strict, what=type(self).__name__
-        )
-        place = EpochPosition.from_json(parsed.get("place"))
-        window: Any = parsed.get("token_window")
+    def read_position(self, state: Mapping[str, Any], *, strict: bool) -> EpochPosition:  # noqa: ARG002 - as above
+        position = EpochPosition.from_json(state.get("place"))
+        window: Any = state.get("token_window")
         is_count = isinstance(window, int) and not isinstance(window, bool) and window >= 0
         if not is_count if self._tokens is not None else window is not None:
             kind = "without" if self._tokens is None else "with"
@@ -295,12 +241,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if self._tokens is not None:
             # Keep the saved window, whatever the world size is now: it determines the batches.
             self._tokens = replace(self._tokens, window=window)
-            self._token_list = None
-        self.epoch = AutoEpoch(parsed["epoch"])
-        self._order.set_epoch(parsed["epoch"])
-        end = len(self.lengths) if self._tokens is None else len(self._all_batches())
-        self._place = EpochPosition(start=end) if parsed["finished"] else place
-        if self._tokens is not None and self.is_finished():
+            self._token_batches = None
+        return position
+
+    def restore(self, state: Mapping[str, Any], **options: Any) -> None:
+        super().restore(state, **options)
+        if self._tokens is not None and self.finished:
             self._warn_of_dropped_batches()  # too few are left for a step, so no pass will warn
 
 

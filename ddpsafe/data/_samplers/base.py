@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 import warnings
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsIndex, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, SupportsIndex, TypeVar
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+T = TypeVar("T")
+
 
 class AutoEpoch(int):
     """An epoch that the user did not set: it is the loader's, a loaded state's or the initial one.
@@ -32,31 +35,6 @@ class AutoEpoch(int):
     # given, torch's too.
 
     __slots__ = ()
-
-
-@runtime_checkable
-class Cursor(Protocol):
-    """Tracks the position: the epoch, and how many of its samples all ranks together have read."""
-
-    epoch: int
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch; the same epoch keeps the offset, any other starts at 0."""
-        ...
-
-    def is_finished(self) -> bool:
-        """Return whether a loaded state was saved at the end of this epoch."""
-        ...
-
-    def state_after(
-        self, batches: int, *, batch_size: int, drop_last: bool, exhausted: bool
-    ) -> dict[str, Any]:
-        """Return the state after `batches` batches of this iteration were delivered."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Continue where the state was taken."""
-        ...
 
 
 VERSION: Final = 1
@@ -145,6 +123,214 @@ def digest(data: bytes | memoryview) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+class Resumable:
+    """What divides an epoch among the ranks: a function of epoch, position, seed, rank and world size.
+
+    A pass changes none of them; the loader counts what it delivers. Subclasses say what a position
+    is, how many steps an epoch has from one on, and where a number of steps leads.
+
+    Attributes:
+        num_replicas: The number of ranks that the data are divided among.
+        rank: The rank that this object serves, from 0.
+        seed: The seed of the order.
+        epoch: The epoch that a pass reads.
+        start: The position in it where a pass begins: the beginning, or that of a loaded state.
+        finished: Whether a loaded state leaves nothing to read in this epoch.
+        fingerprint: Digest of the dataset, kept in the state; ``None`` if there is none.
+        takes_seed_of_state: Whether a loaded state brings its seed, because the user gave none.
+    """
+
+    beginning: Any = 0
+
+    def __init__(self, num_replicas: int | None, rank: int | None, seed: int | None = None) -> None:
+        replica = resolve_replica(num_replicas, rank)
+        self.num_replicas = replica.num_replicas
+        self.rank = replica.rank
+        self.seed = run_seed() or 0 if seed is None else require_int(seed, "seed")
+        self.epoch: int = AutoEpoch(0)
+        self.start = self.beginning
+        self.finished = False
+        self.fingerprint: str | None = None
+        self.takes_seed_of_state = False
+        self._is_loaded = False  # whether a position was loaded that no pass has begun at
+
+    @abstractmethod
+    def identity(self) -> dict[str, object]:
+        """Return what must be equal for a saved position to mean the same."""
+
+    @abstractmethod
+    def steps_from(self, position: Any, *, batch_size: int, drop_last: bool) -> int | None:
+        """Return how many batches follow for the rank that has most; ``None`` if that is unknown."""
+
+    def steps_of_epoch(self, *, batch_size: int, drop_last: bool) -> int | None:
+        """Return how many batches this rank has in an epoch that is read from its beginning."""
+        return self.steps_from(self.beginning, batch_size=batch_size, drop_last=drop_last)
+
+    @abstractmethod
+    def position_after(self, batches: int, *, batch_size: int) -> Any:
+        """Return the position after that many batches of each rank, from `start` on."""
+
+    def write_position(self, position: Any, *, finished: bool) -> dict[str, Any]:  # noqa: ARG002 - others need it
+        """Return a position as plain values; ``consumed`` is how much was read."""
+        return {"consumed": position}
+
+    def read_position(self, state: Mapping[str, Any], *, strict: bool) -> Any:  # noqa: ARG002 - others need it
+        """Read what `write_position` wrote.
+
+        Raises:
+            StateMismatchError: There is no such position.
+        """
+        return state["consumed"]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch: that of a loaded state keeps its position, any other starts at 0.
+
+        Args:
+            epoch: From 0. The order is a function of it.
+
+        Raises:
+            DataConfigError: It is not a whole number from 0.
+        """
+        check_epoch(epoch)
+        if epoch != self.epoch:
+            if self._is_loaded and not (self.finished and epoch == self.epoch + 1):
+                consumed = self.write_position(self.start, finished=self.finished)["consumed"]
+                warnings.warn(
+                    f"set_epoch({epoch}) discards the position that was just loaded (epoch "
+                    f"{int(self.epoch)}, {consumed} samples read); epoch {epoch} starts at 0.",
+                    DataWarning,
+                    stacklevel=3,
+                )
+            self.start, self.finished = self.beginning, False
+        self._is_loaded = False
+        self.epoch = epoch
+
+    def has_anything_to_read(self) -> bool:
+        """Begin a pass: warn and return ``False`` if a loaded state leaves nothing to read."""
+        self._is_loaded = False
+        if self.finished:
+            warnings.warn(
+                f"epoch {int(self.epoch)} was complete when its state was saved, so nothing is left to "
+                f"read; the next epoch is {int(self.epoch) + 1}. Leave set_epoch() out, or loop over "
+                "loader.epochs(n).",
+                DataWarning,
+                stacklevel=3,
+            )
+        return not self.finished
+
+    def state_after(
+        self, batches: int, *, batch_size: int, drop_last: bool, exhausted: bool
+    ) -> dict[str, Any]:
+        """Return the state after `batches` batches of each rank; it is the same on every rank."""
+        steps = self.steps_from(self.start, batch_size=batch_size, drop_last=drop_last)
+        finished = self.finished or exhausted or (steps is not None and batches >= steps)
+        position = self.position_after(batches, batch_size=batch_size)
+        return {
+            "version": VERSION,
+            "epoch": int(self.epoch),
+            **self.write_position(position, finished=finished),
+            "finished": finished,
+            "world_size": self.num_replicas,
+            "identity": self.identity(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Continue where `state` was taken; world size and batch size may have changed since.
+
+        Args:
+            state: What `state_dict` of this object or of its loader returned.
+            strict: Refuse a state of other data; ``False`` warns instead.
+
+        Raises:
+            StateMismatchError: It is damaged, or belongs to other data.
+        """
+        self.restore(state, strict=strict)
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        *,
+        strict: bool,
+        batch_size: int = 1,
+        drop_last: bool = False,
+    ) -> None:
+        """Load a state; what is less than a step now counts as read, so no pass of it is empty."""
+        parsed = parse_state(state)
+        saved_seed, own = parsed["identity"].get("seed"), (self.seed, self.epoch)
+        # The identity and the size of the epoch depend on both.
+        if self.takes_seed_of_state and isinstance(saved_seed, int):
+            self.seed = saved_seed
+        self.epoch = AutoEpoch(parsed["epoch"])
+        try:
+            what = type(self).__name__
+            compare_identity(parsed["identity"], self.identity(), strict=strict, what=what)
+            self.start = self.read_position(parsed, strict=strict)
+        except StateMismatchError:
+            self.seed, self.epoch = own
+            raise
+        steps = self.steps_from(self.start, batch_size=batch_size, drop_last=drop_last)
+        self.finished = parsed["finished"] or (steps == 0 and self.start != self.beginning)
+        self._is_loaded = True
+
+
+class Drawing(Generic[T]):
+    """One pass over chunks of what a sampler yields, and how much of it was yielded."""
+
+    def __init__(self, chunks: Iterator[list[T]]) -> None:
+        self._stop = 0
+        self._rest: Iterator[T] = iter(())
+        # In C, since a generator costs more for an index than looking it up.
+        self.items = itertools.chain.from_iterable(self._opened(chunks))
+
+    def _opened(self, chunks: Iterator[list[T]]) -> Iterator[Iterator[T]]:
+        for chunk in chunks:
+            self._stop, self._rest = self._stop + len(chunk), iter(chunk)
+            yield self._rest
+
+    def count(self) -> int:
+        """Return how much was yielded: all chunks but what the last one's iterator has left."""
+        return self._stop - operator.length_hint(self._rest)
+
+
+class DrawnSampler(Resumable, Sampler[T]):
+    """A sampler of indices, or of batches, which knows how far its newest pass is."""
+
+    _drawing: Drawing[T] | None = None
+
+    @abstractmethod
+    def chunks(self) -> Iterator[list[T]]:
+        """Yield what this rank reads from `start` on."""
+
+    @abstractmethod
+    def population(self) -> int:
+        """Return the length of the dataset the indices point into."""
+
+    def __iter__(self) -> Iterator[T]:
+        self._drawing = Drawing(self.chunks())
+        return self._drawing.items
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self._drawing = None
+
+    def restore(self, state: Mapping[str, Any], **options: Any) -> None:
+        super().restore(state, **options)
+        self._drawing = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after what was drawn so far.
+
+        A loader draws ``num_workers * prefetch_factor`` batches ahead of what it delivers. Save
+        the state of `ddpsafe.data.DataLoader` instead, which counts the delivered batches.
+        """
+        drawn = 0 if self._drawing is None else self._drawing.count()
+        return self.state_after(drawn, batch_size=1, drop_last=False, exhausted=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle without the pass under way."""
+        return {**self.__dict__, "_drawing": None}
+
+
 # Indices are looked up in chunks that double: the first one is fast, many are cheap.
 FIRST_CHUNK: Final = 256
 LARGEST_CHUNK: Final = 1 << 14
@@ -158,38 +344,17 @@ class Lookup(Protocol):
         ...
 
 
-class _DrawnCount:
-    """How many indices an iteration has yielded, without counting each of them."""
+class PositionSampler(DrawnSampler[int]):
+    """Deals the positions of an epoch's global order to the ranks, in turn from rank 0.
 
-    def __init__(self) -> None:
-        self.stop = 0
-        self.rest: Iterator[int] = iter(())
-
-    def drawn(self) -> int:
-        # How many of the current chunk's indices its iterator has left.
-        return self.stop - operator.length_hint(self.rest)
-
-
-class PositionSampler(Sampler[int]):
-    """Deals the positions of an epoch's global order to the ranks.
+    A position is how many samples all ranks together have read.
 
     Attributes:
-        num_replicas: The number of ranks that the data are divided among.
-        rank: The rank that this sampler serves, from 0.
-        epoch: The epoch whose order is dealt.
+        drop_last: Whether the tail is dropped, so that all ranks have as many samples.
+        pad: Whether samples are repeated to that end.
         num_samples: How many samples this rank has left in the epoch.
         total_size: How many samples all ranks together have left, including repeats.
-        fingerprint: Digest of the dataset, kept in the state; ``None`` if there is none.
     """
-
-    num_replicas: int
-    rank: int
-    epoch: int
-    seed: int
-    drop_last: bool
-    num_samples: int
-    total_size: int
-    fingerprint: str | None
 
     def __init__(
         self,
@@ -200,202 +365,86 @@ class PositionSampler(Sampler[int]):
         drop_last: bool,
         pad: bool,
     ) -> None:
-        replica = resolve_replica(num_replicas, rank)
-        self.num_replicas = replica.num_replicas
-        self.rank = replica.rank
-        self.seed = run_seed() or 0 if seed is None else require_int(seed, "seed")
-        # Whether a loader chose the seed, and not the caller: a loaded state then replaces it.
-        self.takes_seed_of_state = False
+        super().__init__(num_replicas, rank, seed)
         self.drop_last = drop_last
         self.pad = pad
-        self.epoch = AutoEpoch(0)
-        self.fingerprint = None
-        self._base = 0
-        self._resumed = False
-        self._progress = _DrawnCount()
 
     @abstractmethod
     def size(self) -> int:
         """Return how many positions this epoch has."""
 
     @abstractmethod
-    def population(self) -> int:
-        """Return the length of the dataset the indices point into."""
-
-    @abstractmethod
-    def identity(self) -> dict[str, object]:
-        """Return what must be equal for a saved position to mean the same."""
-
-    @abstractmethod
     def open_epoch(self) -> Lookup:
-        """Make this rank's part of the order of this epoch, from the resumed position on."""
+        """Make this rank's part of the order of this epoch, from `start` on."""
 
-    def _check_dataset(self) -> None:
-        """Raise if the dataset is not what the sampler was made for."""
-
-    def __iter__(self) -> Iterator[int]:
-        self._check_dataset()
-        if self._base and self.is_finished():
-            warn_empty_epoch(self.epoch)
-        progress = self._progress = _DrawnCount()
-        self._resumed = False
-        count = self.num_samples
-        if count == 0:
-            return
-        lookup = self.open_epoch()
-        chunk = FIRST_CHUNK
-        while progress.stop < count:
-            start = progress.stop
-            stop = min(start + chunk, count)
-            rest = iter(lookup(start, stop))
-            progress.stop, progress.rest = stop, rest
-            yield from rest
-            chunk = min(chunk * 2, LARGEST_CHUNK)
+    def chunks(self) -> Iterator[list[int]]:
+        """Look the indices up, and let go of each chunk when the next one is needed."""
+        count = self.num_samples if self.has_anything_to_read() else 0
+        done, chunk, lookup = 0, FIRST_CHUNK, self.open_epoch() if count else None
+        while lookup is not None and done < count:
+            yield lookup(done, min(done + chunk, count))
+            done, chunk = done + chunk, min(chunk * 2, LARGEST_CHUNK)
 
     def __len__(self) -> int:
         return self.num_samples
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch: the same epoch keeps a resumed offset, any other starts at 0.
+    @property
+    def num_samples(self) -> int:
+        return self._share(self.rank, self._left())
 
-        Args:
-            epoch: From 0. The order is a function of it.
-
-        Raises:
-            DataConfigError: It is not a whole number from 0.
-        """
-        check_epoch(epoch)
-        if epoch != self.epoch:
-            if self._resumed and (not self.is_finished() or epoch != self.epoch + 1):
-                warnings.warn(
-                    f"set_epoch({epoch}) discards the position that was just loaded (epoch "
-                    f"{int(self.epoch)}, {self._base} samples read); epoch {epoch} starts at 0.",
-                    DataWarning,
-                    stacklevel=3,
-                )
-            self._base = 0
-        self._resumed = False
-        self._progress = _DrawnCount()
-        self.epoch = epoch
-        self._measure()
-
-    def is_finished(self) -> bool:
-        """Return whether a loaded state was saved at the end of this epoch."""
-        return self._base >= self.size()
-
-    def steps_of_epoch(self, *, batch_size: int, drop_last: bool) -> int:
-        """Return how many batches this rank has in an epoch that is read from its beginning."""
-        base, self._base = self._base, 0
-        count = self._count_of(self.rank)
-        self._base = base
-        return count // batch_size if drop_last else -(-count // batch_size)
-
-    def _measure(self) -> None:
-        self.num_samples = self._count_of(self.rank)
-        left = max(0, self.size() - self._base)
+    @property
+    def total_size(self) -> int:
         uneven = not self.drop_last and not self.pad
-        self.total_size = left if uneven else self.num_samples * self.num_replicas
+        return self._left() if uneven else self.num_samples * self.num_replicas
 
-    def _count_of(self, rank: int) -> int:
-        left = max(0, self.size() - self._base)
+    def _left(self) -> int:
+        return 0 if self.finished else max(0, self.size() - self.start)
+
+    def _share(self, rank: int, left: int) -> int:
+        """Return how many of `left` positions a rank gets."""
         if self.drop_last:
             return left // self.num_replicas
         if self.pad:
             return -(-left // self.num_replicas)
         return len(range(rank, left, self.num_replicas))
 
+    def steps_from(self, position: int, *, batch_size: int, drop_last: bool) -> int:
+        """Return the steps of rank 0, which has most: they stand for all ranks."""
+        share = self._share(0, max(0, self.size() - position))
+        return share // batch_size if drop_last else -(-share // batch_size)
+
+    def steps_of_epoch(self, *, batch_size: int, drop_last: bool) -> int:
+        share = self._share(self.rank, self.size())
+        return share // batch_size if drop_last else -(-share // batch_size)
+
     def valid_samples(self) -> int:
         """Return how many of this rank's remaining samples are not repeats; repeats come last."""
-        left = max(0, self.size() - self._base)
-        return min(self.num_samples, len(range(self.rank, left, self.num_replicas)))
+        return min(self.num_samples, len(range(self.rank, self._left(), self.num_replicas)))
 
     def _positions(self, start: int, stop: int) -> NDArray[np.int64]:
         # Positions beyond the end repeat the beginning: torch pads by p % n, in both of its
         # branches (torch/utils/data/distributed.py, DistributedSampler.__iter__).
         local = np.arange(start, stop, dtype=np.int64)
-        return np.asarray((self._base + self.rank + self.num_replicas * local) % self.size())
+        return np.asarray((self.start + self.rank + self.num_replicas * local) % self.size())
 
-    def state_after(
-        self, batches: int, *, batch_size: int, drop_last: bool, exhausted: bool
-    ) -> dict[str, Any]:
-        """Return the state after `batches` batches of each rank; it is the same on every rank."""
-        # Dealt in turn from rank 0, rank 0 has the most samples, so its number of steps stands for
-        # all.
-        most = self._count_of(0)
-        steps = most // batch_size if drop_last else -(-most // batch_size)
-        finished = exhausted or batches >= steps
-        consumed = self._base + batches * batch_size * self.num_replicas
-        return self._state(consumed=consumed, finished=finished)
+    def position_after(self, batches: int, *, batch_size: int) -> int:
+        consumed: int = self.start + batches * batch_size * self.num_replicas
+        return min(consumed, self.size())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position after the indices drawn so far.
+    def write_position(self, position: int, *, finished: bool) -> dict[str, Any]:
+        return {"consumed": self.size() if finished else position}
 
-        A loader draws ``num_workers * prefetch_factor`` batches ahead of what it delivers. Save
-        the state of `ddpsafe.data.DataLoader` instead, which counts the delivered batches.
-        """
-        drawn = self._progress.drawn()
-        finished = drawn >= self._count_of(0)
-        return self._state(consumed=self._base + drawn * self.num_replicas, finished=finished)
-
-    def _state(self, *, consumed: int, finished: bool) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "epoch": int(self.epoch),
-            "consumed": self.size() if finished else min(consumed, self.size()),
-            "finished": finished,
-            "world_size": self.num_replicas,
-            "identity": self.identity(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Continue where `state` was taken; world size and batch size may have changed since.
-
-        Args:
-            state: What `state_dict` of this sampler or of its loader returned.
-            strict: Refuse a state of other data; ``False`` warns instead.
-
-        Raises:
-            StateMismatchError: It is damaged, or belongs to other data.
-        """
-        parsed = parse_state(state)
-        saved_seed = parsed["identity"].get("seed")
-        own = self.seed, self.epoch
-        # The identity and the size depend on both.
-        if self.takes_seed_of_state and isinstance(saved_seed, int):
-            self.seed = saved_seed
-        self.epoch = AutoEpoch(parsed["epoch"])
-        try:
-            self._require_own(parsed, strict=strict)
-        except StateMismatchError:
-            self.seed, self.epoch = own
-            raise
-        self._base = self.size() if parsed["finished"] else min(parsed["consumed"], self.size())
-        self._progress = _DrawnCount()
-        self._measure()
-        self._resumed = True
-
-    def _require_own(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Check that a state belongs to this data and seed, in its epoch.
-
-        Raises:
-            StateMismatchError: It does not.
-        """
-        compare_identity(
-            state["identity"], self.identity(), strict=strict, what=type(self).__name__
-        )
-        if state["consumed"] > self.size() and strict:
+    def read_position(self, state: Mapping[str, Any], *, strict: bool) -> int:
+        consumed, size = int(state["consumed"]), self.size()
+        if consumed > size and strict:
             raise StateMismatchError(
                 Explanation(
-                    f"The state is after {state['consumed']} samples of an epoch of {self.size()}.",
+                    f"The state is after {consumed} samples of an epoch of {size}.",
                     cause="the state is damaged.",
                     fix="load an intact state, or restart the epoch.",
                 )
             )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the iteration under way."""
-        # The iterator of a list pickles its whole chunk.
-        return {**self.__dict__, "_progress": _DrawnCount()}
+        return min(consumed, size)
 
 
 def require_int(value: object, name: str) -> int:
@@ -428,14 +477,3 @@ def check_epoch(epoch: int) -> None:
                 fix="pass the number of completed epochs.",
             )
         )
-
-
-def warn_empty_epoch(epoch: int) -> None:
-    """Warn that the loaded state was saved at the end of this epoch."""
-    warnings.warn(
-        f"epoch {int(epoch)} was complete when its state was saved, so nothing is left to read; "
-        f"the next epoch is {int(epoch) + 1}. Leave set_epoch() out, or loop over "
-        "loader.epochs(n).",
-        DataWarning,
-        stacklevel=3,
-    )

@@ -272,7 +272,7 @@ class WindowPlan:
         self,
         place: EpochPosition,
         lengths: NDArray[np.float64],
-        look_up: Callable[[int, int], list[int]],
+        order_at: Callable[[NDArray[np.int64]], NDArray[np.int64]],
         seed_words: tuple[int, int],
     ) -> Iterator[NDArray[np.int64]]:
         """Yield the dataset indices of each global batch, shape (g,), int64.
@@ -280,7 +280,7 @@ class WindowPlan:
         Args:
             place: Where to begin.
             lengths: Of all samples, shape (n,).
-            look_up: Global order: positions start to stop -> indices.
+            order_at: Global order: positions -> indices, both shape (k,), int64.
             seed_words: Seed and epoch.
         """
         for _ in range(self.steps(place)):
@@ -291,7 +291,7 @@ class WindowPlan:
             covered = place.start
             earlier = [part for part in place.segments if part is not segment]
             for number, part in enumerate([*earlier, segment]):
-                fresh = np.asarray(look_up(covered, part.end), dtype=np.int64)
+                fresh = order_at(np.arange(covered, part.end, dtype=np.int64))
                 items = np.concatenate([items, fresh])
                 covered = max(covered, part.end)
                 words = (*seed_words, place.start, number)

@@ -3,59 +3,49 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._samplers.base import PositionSampler, require_int
-from ddpsafe.data._samplers.permutation import open_permutation
+from ddpsafe.data._samplers.permutation import (
+    Algorithm,
+    check_algorithm,
+    open_order,
+    torchs_permutation,
+)
 from ddpsafe.data.errors import DataConfigError, DatasetChangedError, DataWarning
 
 if TYPE_CHECKING:
-    from collections.abc import Sized
+    from collections.abc import Iterator, Sized
 
     from ddpsafe.data._samplers.base import Lookup
-
-Algorithm = Literal["torch", "feistel-v1"]
-"""How an epoch is shuffled: torch's order, or a frozen one that needs no memory."""
-
-_INT32_LIMIT: Final = 2**31
 
 
 class _OrderedSampler(PositionSampler):
     """A permutation of the dataset per epoch, or the dataset's own order."""
 
     dataset: Any  # torch declares a Dataset; a length and any sized object work, too
-    shuffle: bool
 
     def __init__(
         self,
         dataset: Sized | int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+        seed: int | None = None,
+        drop_last: bool = False,  # noqa: FBT001, FBT002 - torch's signature
         *,
-        num_replicas: int | None,
-        rank: int | None,
-        shuffle: bool,
-        seed: int | None,
-        drop_last: bool,
-        pad: bool,
-        algorithm: Algorithm,
+        pad: bool = True,
+        algorithm: Algorithm = "torch",
     ) -> None:
         super().__init__(
             num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last, pad=pad
         )
-        if algorithm not in get_args(Algorithm):
-            raise DataConfigError(
-                Explanation(
-                    f"There is no shuffle named {algorithm!r}.",
-                    cause="the name is misspelled, or belongs to a newer ddpsafe.",
-                    fix=f"choose one of {', '.join(get_args(Algorithm))}.",
-                )
-            )
-        if hasattr(dataset, "__len__"):
-            self.dataset = dataset
-        else:
+        check_algorithm(algorithm)
+        if not hasattr(dataset, "__len__"):
             n = require_int(dataset, "dataset (or its length)")
             if n < 0:
                 raise DataConfigError(
@@ -65,7 +55,8 @@ class _OrderedSampler(PositionSampler):
                         fix="pass the dataset or its length.",
                     )
                 )
-            self.dataset = range(n)
+            dataset = range(n)
+        self.dataset = dataset
         self.shuffle = shuffle
         self.algorithm: Algorithm = algorithm
         self._n = len(self.dataset)
@@ -78,28 +69,30 @@ class _OrderedSampler(PositionSampler):
                 )
             )
         if self._n < self.num_replicas:
-            samples = "1 sample" if self._n == 1 else f"{self._n} samples"
-            if self.drop_last:
-                raise DataConfigError(
-                    Explanation(
-                        f"{samples} {'is' if self._n == 1 else 'are'} too few for {self.num_replicas} ranks with "
-                        "drop_last=True: every rank would read nothing.",
-                        cause="the dataset has fewer samples than there are ranks.",
-                        fix="use fewer ranks, or drop_last=False.",
-                    )
+            self._warn_of_few_samples()
+
+    def _warn_of_few_samples(self) -> None:
+        samples = "1 sample" if self._n == 1 else f"{self._n} samples"
+        if self.drop_last:
+            raise DataConfigError(
+                Explanation(
+                    f"{samples} {'is' if self._n == 1 else 'are'} too few for {self.num_replicas} ranks with "
+                    "drop_last=True: every rank would read nothing.",
+                    cause="the dataset has fewer samples than there are ranks.",
+                    fix="use fewer ranks, or drop_last=False.",
                 )
-            if self.pad:  # no error, since torch's order is kept
-                last = self.num_replicas - 1
-                repeating = f"ranks {self._n} to {last} repeat"
-                if self._n == last:
-                    repeating = f"rank {last} repeats"
-                warnings.warn(
-                    f"{samples} for {self.num_replicas} ranks: {repeating} samples of the others. "
-                    "pad=False (or EvalSampler) leaves them empty.",
-                    DataWarning,
-                    stacklevel=3,
-                )
-        self._measure()
+            )
+        if self.pad:  # no error, since torch's order is kept
+            last = self.num_replicas - 1
+            repeating = f"ranks {self._n} to {last} repeat"
+            if self._n == last:
+                repeating = f"rank {last} repeats"
+            warnings.warn(
+                f"{samples} for {self.num_replicas} ranks: {repeating} samples of the others. "
+                "pad=False (or EvalSampler) leaves them empty.",
+                DataWarning,
+                stacklevel=4,
+            )
 
     def size(self) -> int:
         return self._n
@@ -116,6 +109,10 @@ class _OrderedSampler(PositionSampler):
             "fingerprint": self.fingerprint,
         }
 
+    def chunks(self) -> Iterator[list[int]]:
+        self._check_dataset()
+        yield from super().chunks()
+
     def _check_dataset(self) -> None:
         now = len(self.dataset)
         if now != self._n:
@@ -128,27 +125,27 @@ class _OrderedSampler(PositionSampler):
             )
 
     def open_epoch(self) -> Lookup:
-        if not self.shuffle:
-            return lambda start, stop: self._positions(start, stop).tolist()
-        if self.algorithm == "torch":
-            # The permutation of ``DistributedSampler.__iter__`` (torch/utils/data/distributed.py);
-            # int32 gives the same one as int64 in half the memory.
-            n, first = self._n, self._base + self.rank
-            generator = torch.Generator().manual_seed(self.seed + int(self.epoch))
-            dtype = torch.int32 if n < _INT32_LIMIT else torch.int64
-            order = torch.randperm(n, generator=generator, dtype=dtype)
-            own = order[first :: self.num_replicas][: self.num_samples]
+        if self.shuffle and self.algorithm == "torch":
+            # Of the permutation, only this rank's part is kept.
+            order = torchs_permutation(self._n, seed=self.seed, epoch=int(self.epoch))
+            own = order[self.start + self.rank :: self.num_replicas][: self.num_samples]
             if len(own) == self.num_samples:
                 own = own.clone()
             else:
                 padding = torch.from_numpy(self._positions(len(own), self.num_samples))
                 own = torch.cat([own, order[padding]])
             return lambda start, stop: own[start:stop].tolist()
-        permute = open_permutation(self._n, seed=self.seed, epoch=int(self.epoch))
-        return lambda start, stop: permute(self._positions(start, stop)).tolist()
+        order_at = open_order(
+            self._n,
+            shuffle=self.shuffle,
+            algorithm=self.algorithm,
+            seed=self.seed,
+            epoch=int(self.epoch),
+        )
+        return lambda start, stop: order_at(self._positions(start, stop)).tolist()
 
 
-class DistributedSampler(_OrderedSampler, TorchDistributedSampler[object]):
+class DistributedSampler(_OrderedSampler, TorchDistributedSampler[object]):  # type: ignore[override]  # torch sets attributes
     """torch's `DistributedSampler`, bit for bit, in O(n / num_replicas) memory and resumable.
 
     Differences: it has a state, ``pad=False``, and an opt-in shuffle that needs no memory.
@@ -170,29 +167,6 @@ class DistributedSampler(_OrderedSampler, TorchDistributedSampler[object]):
     Raises:
         DataConfigError: n = 0, a rank outside of the world, too few samples for drop_last.
     """
-
-    def __init__(
-        self,
-        dataset: Sized | int,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        shuffle: bool = True,  # noqa: FBT001, FBT002 - torch's signature
-        seed: int | None = None,
-        drop_last: bool = False,  # noqa: FBT001, FBT002 - torch's signature
-        *,
-        pad: bool = True,
-        algorithm: Algorithm = "torch",
-    ) -> None:
-        super().__init__(
-            dataset,
-            num_replicas=num_replicas,
-            rank=rank,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            pad=pad,
-            algorithm=algorithm,
-        )
 
 
 class EvalSampler(DistributedSampler):
@@ -232,30 +206,20 @@ class LocalSampler(_OrderedSampler):
     # Accelerate) still see that the loader has none.
 
     def __init__(self, dataset: Sized, *, shuffle: bool, seed: int | None) -> None:
-        super().__init__(
-            dataset,
-            num_replicas=1,
-            rank=0,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=False,
-            pad=True,
-            algorithm="torch",
-        )
+        super().__init__(dataset, 1, 0, shuffle, seed)
 
     # As torch's samplers of a single process, it follows a dataset that grows: no other rank has to agree.
     # A pass under way keeps its order, and so does a position in it.
 
     def __len__(self) -> int:
-        return len(self.dataset) if self._base == 0 else self.num_samples
+        return self.num_samples if self.start else len(self.dataset)
 
     def steps_of_epoch(self, *, batch_size: int, drop_last: bool) -> int:
         count = len(self.dataset)
         return count // batch_size if drop_last else -(-count // batch_size)
 
     def _check_dataset(self) -> None:
-        if self._base:
+        if self.start:
             super()._check_dataset()
-        elif len(self.dataset) != self._n:
+        else:
             self._n = len(self.dataset)
-            self._measure()

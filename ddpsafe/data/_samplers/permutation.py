@@ -1,4 +1,4 @@
-"""Shuffles that need no memory: any position of an epoch's order, without the order.
+"""The global order of an epoch: torch's shuffle, or one that needs no memory.
 
 `feistel-v1` is frozen: the same (n, seed, epoch) gives the same order in every release, on
 every machine. A better algorithm would get a new name.
@@ -9,19 +9,26 @@ A Feistel network is a bijection of the b-bit numbers for any round function. Nu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import numpy as np
 import torch
+
+from ddpsafe._errors import Explanation
+from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
+Algorithm = Literal["torch", "feistel-v1"]
+"""How an epoch is shuffled: torch's order, or a frozen one that needs no memory."""
+
 MASK64: Final = (1 << 64) - 1
 SMALL: Final = 1 << 20
 ROUNDS: Final = 8
+_INT32_LIMIT: Final = 2**31
 
 _GAMMA: Final = 0x9E3779B97F4A7C15
 _MIX_1: Final = 0xBF58476D1CE4E5B9
@@ -74,6 +81,38 @@ def random_order(n: int, words: tuple[int, ...]) -> NDArray[np.int64]:
     """Return a shuffle of [0, n), shape (n,), int64, that is a function of `words` alone."""
     key = derive_keys(*words, count=1)[0]
     return np.argsort(uniform_at(np.arange(n, dtype=np.int64), key), kind="stable")
+
+
+def check_algorithm(algorithm: str) -> None:
+    """Raise if there is no such shuffle."""
+    if algorithm not in get_args(Algorithm):
+        raise DataConfigError(
+            Explanation(
+                f"There is no shuffle named {algorithm!r}.",
+                cause="the name is misspelled, or belongs to a newer ddpsafe.",
+                fix=f"choose one of {', '.join(get_args(Algorithm))}.",
+            )
+        )
+
+
+def open_order(
+    n: int, *, shuffle: bool, algorithm: Algorithm, seed: int, epoch: int
+) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+    """Return the order of [0, n) in an epoch: position -> index, both (k,) int64."""
+    if not shuffle:
+        return lambda positions: positions
+    if algorithm == "feistel-v1":
+        return open_permutation(n, seed=seed, epoch=epoch)
+    order = torchs_permutation(n, seed=seed, epoch=epoch).numpy()
+    return lambda positions: order[positions].astype(np.int64)
+
+
+def torchs_permutation(n: int, *, seed: int, epoch: int) -> torch.Tensor:
+    """Return the permutation of ``DistributedSampler.__iter__`` (torch/utils/data/distributed.py)."""
+    # int32 gives the same one as int64 in half the memory.
+    dtype = torch.int32 if n < _INT32_LIMIT else torch.int64
+    generator = torch.Generator().manual_seed(seed + epoch)
+    return torch.randperm(n, generator=generator, dtype=dtype)
 
 
 def open_permutation(

@@ -86,7 +86,6 @@ class WeightedSampler(PositionSampler):
         self._draws = draws
         self._digest = digest(self.weights.tobytes())
         self._repeats: tuple[int, NDArray[np.int64]] | None = None
-        self._measure()
 
     def size(self) -> int:
         return int(self._repeat_ends()[-1]) if self.mode == "repeat" else self._draws
