@@ -20,7 +20,8 @@ from ddpsafe.data._gathering import (
     is_plain_array,
     is_plain_tensor,
 )
-from ddpsafe.data._loader.sampler_search import batch_geometry, find_epoch_holder
+from ddpsafe.data._loader.position import SamplerPosition
+from ddpsafe.data._loader.sampler_search import find_epoch_holder
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data._samplers.base import PositionSampler, require_int
 from ddpsafe.data.errors import DataConfigError, IncompleteGatherError
@@ -53,9 +54,14 @@ def masked_batches(loader: DataLoader[T_co]) -> Iterator[tuple[Any, int]]:
         DataConfigError: The loader's sampler does not pad, so ranks may take unequal steps.
     """
     batches = iter(loader)
-    sampler = find_epoch_holder(loader)
-    geometry = batch_geometry(loader, sampler) if isinstance(sampler, PositionSampler) else None
-    if geometry is None or not sampler.pad or sampler.drop_last:
+    position = SamplerPosition.find(loader, find_epoch_holder(loader))
+    sampler = None if position is None else position.sampler
+    if (
+        position is None
+        or not isinstance(sampler, PositionSampler)
+        or not sampler.pad
+        or sampler.drop_last
+    ):
         raise DataConfigError(
             Explanation(
                 f"masked_batches: {type(loader.sampler).__name__} does not pad with repeats.",
@@ -63,7 +69,7 @@ def masked_batches(loader: DataLoader[T_co]) -> Iterator[tuple[Any, int]]:
                 fix="make the loader with sampler=EvalSampler(dataset, pad=True).",
             )
         )
-    batch_size, valid = geometry[0], sampler.valid_samples()
+    batch_size, valid = position.geometry()["batch_size"], sampler.valid_samples()
     for batch in batches:
         counted = min(batch_size, valid)
         valid -= counted

@@ -630,6 +630,75 @@ def test_interrupted_epochs_loop_releases_its_epoch() -> None:
     assert list(loader.epochs(3)) == [2]
 
 
+def test_an_epoch_of_the_loop_that_was_read_stays_read() -> None:
+    """However often the loop looks at it again, and even if it has not asked for the end."""
+    for how in (read, read_by_number):
+        loader = make()
+        for epoch in loader.epochs(2):
+            how(loader)
+            for _ in range(3):
+                next(iter(loader))
+                state = loader.state_dict()
+                assert (state["epoch"], state["finished"]) == (epoch, True)
+        assert list(loader.epochs(3)) == [2]
+
+
+def test_an_epoch_read_by_number_is_complete_before_a_loop() -> None:
+    """The loop begins with the next one: a second pass of it would repeat every sample."""
+    loader = make()
+    read_by_number(loader)
+    assert list(loader.epochs(3)) == [1, 2]
+
+
+def test_state_at_the_beginning_of_a_loops_epoch_has_nothing_of_it() -> None:
+    """Though a pass of this epoch was left before the loop: the loop reads it from its beginning."""
+    loader = make()
+    next(iter(loader))
+    for epoch in loader.epochs(1):
+        state = loader.state_dict()
+        assert (state["epoch"], state["consumed"]) == (epoch, 0)
+
+
+def test_epoch_set_on_the_dataset_before_the_first_pass_counts() -> None:
+    """Before, the loader overwrote it."""
+    data = Augmented(N)
+    loader = DataLoader(data, 8, sampler=DistributedSampler(N, 2, 1))
+    data.set_epoch(5)
+    assert loader.state_dict()["epoch"] == 5
+    assert [batch[0].tolist() for batch in loader] == epoch_order(5)
+
+
+class ReadOnly(PlainSampler):
+    """A sampler whose epoch is a property."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Store it."""
+        self._epoch = int(epoch)
+
+
+def test_sampler_with_a_property_for_its_epoch_is_supported() -> None:
+    """Another epoch shows that the user has set it; on the loader, the same one counts, too."""
+    sampler = ReadOnly()
+    loader = DataLoader(Numbers(4), sampler=sampler)
+    seen = []
+    for epoch in (None, None, 7, None):
+        if epoch is not None:
+            sampler.set_epoch(epoch)
+        list(loader)
+        seen.append(sampler.epoch)
+    loader.set_epoch(8)
+    list(loader)
+    assert [*seen, sampler.epoch] == [0, 1, 7, 8, 8]
+
+
 class Broken(Numbers):
     """A dataset with a bug in one sample, which it finds under another number, as a shuffled view does."""
 

@@ -471,6 +471,51 @@ def test_state_before_the_first_batch_has_the_epoch_that_was_set() -> None:
     assert next(iter(right.epochs(10))) == 3
 
 
+@pytest.mark.parametrize(
+    "kind", ["map dataset with state", "generator with state", "RandomSampler"]
+)
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_a_finished_epoch_that_is_set_again_is_empty(kind: str, num_workers: int) -> None:
+    """As with ddpsafe's samplers: a script that sets the saved epoch reads no sample twice."""
+    loader = make(kind, num_workers)
+    count = len(list(loader))
+    state = loader.state_dict()
+    resumed = make(kind, num_workers)
+    resumed.load_state_dict(state)
+    resumed.set_epoch(0)
+    with pytest.warns(DataWarning, match="nothing is left to read; the next epoch is 1"):
+        assert list(resumed) == []
+    assert resumed.state_dict()["finished"]
+    assert len(list(resumed)) == count
+
+
+def test_state_after_an_epoch_was_set_is_of_that_epoch() -> None:
+    """Before, it was that of the last pass, and the epoch that was set was lost."""
+    left, right = (make("SequentialSampler", 0) for _ in range(2))
+    list(left)
+    left.set_epoch(3)
+    right.load_state_dict(left.state_dict())
+    assert next(iter(right.epochs(10))) == 3
+    assert len(list(right)) == len(list(left))
+
+
+def test_nested_loops_do_not_disturb_the_position() -> None:
+    """The state is that of the newest iteration; the outer one only gets a warning."""
+    loader = make("RandomSampler", 0)
+    outer = iter(loader)
+    next(outer)
+    inner = iter(loader)
+    next(inner)
+    with pytest.warns(DataWarning, match="counts only the newest one"):
+        next(outer)
+    state = loader.state_dict()
+    assert state["consumed"] == 1
+    rest = [plain(batch) for batch in inner]
+    resumed = make("RandomSampler", 0)
+    resumed.load_state_dict(state)
+    assert [plain(batch) for batch in resumed] == rest
+
+
 def test_persistent_workers_restart_from_the_state() -> None:
     """Their dataset is at another position, so they are replaced."""
     loader = make("generator with state", 2, persistent_workers=True)

@@ -6,12 +6,12 @@ Each module imports only those before it::
     torchs_loader   torch's loader, with names of ddpsafe's for what is private there
     reachable       what a worker would receive with a dataset
     equal_readers   two ranks or workers that read the same samples of a stream
-    replay          positions of samplers and datasets that are not ddpsafe's
+    position        where a loader is: its sampler's position, saved states, or replayed reads
     sampler_search  which sampler divides the data, and which tracks the position
     epochs          how persistent workers receive the next epoch
     worker_safety   handles that must not cross into a worker
     worker_death    which worker died or hangs, at which index, and why
-    cursor          which epoch a pass reads, and what the newest one has delivered
+    cell            which epoch a pass reads, who set it, and how far the newest pass is
     loader          `DataLoader`: its epochs, its workers, its passes, its state
     build           `ctx.loader`: sampler, seeds, workers and check in one call
 """

@@ -19,14 +19,14 @@ import torch
 from torch.utils.data import Subset
 
 from ddpsafe.data._loader.machine_limits import describe_open_files
-from ddpsafe.data._loader.replay import Skip
+from ddpsafe.data._loader.position import Skip
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data._samplers.base import Resumable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from ddpsafe.data._loader.replay import Tracker
+    from ddpsafe.data._loader.position import Tracker
 
 # Places in the shared cells: the epoch, the offset, and one cell for each worker from here on.
 _EPOCH: Final = 0
@@ -109,22 +109,6 @@ def epoch_targets(*items: object) -> list[Any]:
         parts = getattr(item, "datasets", None)
         waiting.extend(parts if isinstance(parts, list | tuple) else [])
     return targets
-
-
-def set_epoch_of(*items: object, epoch: int, excluded: object) -> list[Any]:
-    """Call ``set_epoch()`` of the targets in `items`, except `excluded`.
-
-    Returns:
-        Targets that keep the very object: if one holds another epoch later, the user set it.
-    """
-    keeping = []
-    for target in epoch_targets(*items):
-        if target is excluded:
-            continue
-        target.set_epoch(epoch)
-        if getattr(target, "epoch", None) is epoch:
-            keeping.append(target)
-    return keeping
 
 
 class NamingDataset:

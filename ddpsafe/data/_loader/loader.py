@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import pickle
 import warnings
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 import torch
+from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._consistency import compare_states
 from ddpsafe.data._iterable import ShardedIterable
-from ddpsafe.data._loader.cursor import EpochCursor, Epochs
+from ddpsafe.data._loader.cell import Cell, Epochs, OwnEpoch
 from ddpsafe.data._loader.epochs import (
     FollowedDataset,
     NamingDataset,
@@ -27,14 +29,14 @@ from ddpsafe.data._loader.machine_limits import (
     check_shared_memory,
     warn_of_limits,
 )
-from ddpsafe.data._loader.replay import (
+from ddpsafe.data._loader.position import (
     CollateWithState,
     Replay,
+    SamplerPosition,
     TrackedIndices,
     is_stateful,
 )
 from ddpsafe.data._loader.sampler_search import (
-    batch_geometry,
     check_population,
     find_epoch_holder,
     refuse_undivided,
@@ -43,7 +45,7 @@ from ddpsafe.data._loader.torchs_loader import OpenDataLoader
 from ddpsafe.data._loader.worker_death import explain_worker_error, watch_workers
 from ddpsafe.data._loader.worker_safety import WorkerSafety, explain_pickling, refuse_unsafe_workers
 from ddpsafe.data._replica import chosen_seed, current_replica
-from ddpsafe.data._samplers.base import Resumable, require_int
+from ddpsafe.data._samplers.base import Resumable, require_int, warn_of_nothing_left
 from ddpsafe.data._samplers.ordered import LocalSampler
 from ddpsafe.data._seeding import WorkerInit, derive_generator
 from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.utils.data import Dataset, Sampler
+
+    from ddpsafe.data._loader.cell import Pass
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -85,23 +89,24 @@ class EpochIterator(Generic[T_co]):
 
     def __init__(
         self,
+        loader: DataLoader[T_co],
         inner: Iterator[T_co],
-        cursor: EpochCursor,
+        running: Pass,
+        *,
+        cell: Cell,
+        receive: Callable[[Any, Pass], T_co] | None,
         progress: SharedProgress | None,
         on_first_batch: Callable[[object], None] | None = None,
         rng_state: torch.Tensor | None = None,
-        replay: Replay | None = None,
-        *,
-        loader: object = None,
     ) -> None:
+        self._loader = loader  # so that it lives as long as an iteration over it
         self._inner = inner
-        self._cursor = cursor
-        self._delivery = cursor.delivery
+        self._running = running
+        self._cell = cell
+        self._receive = receive
         self._progress = progress
         self._on_first_batch = on_first_batch
         self._rng_state = rng_state
-        self._replay = replay
-        self._loader = loader  # kept alive: `Replay` has only a weak reference to it
         self._warned = False  # whether it has warned that another iteration has begun
         self.has_explained = False  # whether it has raised a worker's death
         watch_workers(self, inner)
@@ -110,27 +115,11 @@ class EpochIterator(Generic[T_co]):
         return self
 
     def __next__(self) -> T_co:
-        delivery = self._delivery
-        if delivery.superseded is not None:
-            if delivery.severe or delivery.batches == 0:
-                raise LateSetEpochError(
-                    Explanation(
-                        f"This iterator of epoch {int(delivery.epoch or 0)} is no longer valid: "
-                        f"{delivery.superseded}.",
-                        cause="two loops use one loader at the same time, or an old iterator was kept.",
-                        fix="finish or drop one iteration before the next begins, or make two loaders.",
-                    )
-                )
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"an iterator is still used although {delivery.superseded}; state_dict() "
-                    "counts only the newest one.",
-                    DataWarning,
-                    stacklevel=2,
-                )
+        running = self._running
+        if self._cell.newest is running:
+            self._cell.require_same_epoch(running)
         else:
-            self._cursor.require_same_epoch()
+            self._refuse_or_warn(running)
         try:
             if self._rng_state is None:
                 batch = next(self._inner)
@@ -144,7 +133,7 @@ class EpochIterator(Generic[T_co]):
                     self._rng_state = torch.get_rng_state()
                     torch.set_rng_state(outer)
         except StopIteration:
-            delivery.exhausted = True
+            running.exhausted = True
             raise
         except Exception as error:
             explanation = self.explain(error)
@@ -152,13 +141,33 @@ class EpochIterator(Generic[T_co]):
                 raise
             self.has_explained = True
             raise explanation from (explanation.__cause__ or error)
-        delivery.batches += 1
-        if self._replay is not None:
-            batch = self._replay.receive(batch)
+        running.batches += 1
+        if self._receive is not None:
+            batch = self._receive(batch, running)
         if self._on_first_batch is not None:
             look, self._on_first_batch = self._on_first_batch, None
             look(batch)
         return batch
+
+    def _refuse_or_warn(self, running: Pass) -> None:
+        loaded = self._cell.newest is None
+        why = "a state was loaded" if loaded else "another iteration has begun"
+        if running.is_invalid or running.batches == 0:
+            raise LateSetEpochError(
+                Explanation(
+                    f"This iterator of epoch {running.epoch} is no longer valid: {why}.",
+                    cause="two loops use one loader at the same time, or an old iterator was kept.",
+                    fix="finish or drop one iteration before the next begins, or make two loaders.",
+                )
+            )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"an iterator is still used although {why}; state_dict() counts only the "
+                "newest one.",
+                DataWarning,
+                stacklevel=3,
+            )
 
     def explain(self, error: Exception) -> Exception | None:
         """Return what explains an error, if a worker that died or timed out caused it."""
@@ -166,12 +175,12 @@ class EpochIterator(Generic[T_co]):
 
     def count_as_used(self, batches: int) -> None:
         """Count only these batches as read, and the end as not reached; `even_steps` calls it."""
-        self._delivery.used = batches
+        self._running.used = batches
 
     def finish(self) -> None:
         """Count the epoch as read, even if batches are left; `even_steps` calls it."""
-        self._delivery.used = None
-        self._delivery.complete = True
+        self._running.used = None
+        self._running.finished = True
 
     def __len__(self) -> int:
         return len(self._inner)  # type: ignore[arg-type]  # torch's iterators have a length
@@ -275,12 +284,23 @@ class DataLoader(OpenDataLoader[T_co]):
         # Frameworks rebuild a loader from attributes named like its arguments.
         self.seed = seed
         self.worker_safety: WorkerSafety = worker_safety
-        holder = find_epoch_holder(self)
-        self._cursor = EpochCursor(holder)
+        self._progress: SharedProgress | None = None
+        has_epoch = find_epoch_holder(self)
+        self._own_position = SamplerPosition.find(self, has_epoch)
+        follows = self._own_position is None or is_stateful(dataset)
+        self._position = (
+            Replay(self) if follows or self._own_position is None else self._own_position
+        )
+        self._cell = Cell(
+            OwnEpoch() if has_epoch is None else has_epoch,
+            dataset,
+            self.collate_fn,
+            is_finished=self._position.is_finished,
+        )
         if isinstance(dataset, ShardedIterable):
             dataset.bind_loader(batch_size=batch_size or 1, num_workers=num_workers)
-        check_population(self, holder)
-        self._worker_seed = worker_seed(seed, holder)
+        check_population(self, has_epoch)
+        self._worker_seed = worker_seed(seed, has_epoch)
         # A framework that rebuilds a loader passes the `WorkerInit` of the first one.
         user_fn = (
             worker_init_fn.user_fn if isinstance(worker_init_fn, WorkerInit) else worker_init_fn
@@ -288,9 +308,6 @@ class DataLoader(OpenDataLoader[T_co]):
         self.worker_init_fn = WorkerInit(self._worker_seed, user_fn)
         warn_of_limits(self)
         self._measured = False
-        self._progress: SharedProgress | None = None
-        follows_state = is_stateful(dataset) or self._find_position() is None
-        self._replay = Replay(self) if follows_state else None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; by default each iteration reads the next epoch.
@@ -304,7 +321,7 @@ class DataLoader(OpenDataLoader[T_co]):
         Raises:
             LateSetEpochError: An iteration of another epoch has begun, though without a batch yet.
         """
-        self._cursor.set_epoch(epoch)
+        self._cell.set_epoch(epoch)
 
     def epochs(self, num_epochs: int) -> Epochs:
         """Loop over the remaining epochs: ``for epoch in loader.epochs(10)``.
@@ -319,95 +336,76 @@ class DataLoader(OpenDataLoader[T_co]):
             The epochs, starting with the resumed one (or the next one, if the loader has been
             iterated before). ``len()`` is their number.
         """
-        return Epochs(
-            self._cursor, require_int(num_epochs, "num_epochs"), find_first=self._first_of_loop
-        )
-
-    def _first_of_loop(self) -> int:
-        return self._cursor.first_of_loop(
-            is_finished=self._is_state_finished(), has_more=self._has_more
-        )
-
-    def _is_state_finished(self) -> bool:
-        """Return whether a state was loaded that was saved at the end of its epoch."""
-        if self._replay is not None:
-            return self._replay.finished
-        holder = self._cursor.holder
-        return isinstance(holder, Resumable) and holder.finished
-
-    def _has_more(self) -> bool:
-        """Return whether the newest iteration has batches left, as far as that is known."""
-        try:
-            length = len(self._made_indices())
-        except (TypeError, NotImplementedError):  # a stream, or a sampler without a length
-            return True
-        skipped = 0 if self._replay is None else self._replay.skipped()
-        return skipped + self._cursor.delivery.batches < length
+        return Epochs(self._cell, require_int(num_epochs, "num_epochs"))
 
     def __len__(self) -> int:
         """Return how many batches a whole epoch has; a resumed one delivers fewer."""
-        steps = getattr(self._cursor.holder, "steps_of_epoch", None)
-        geometry = batch_geometry(self, self._cursor.holder) if steps is not None else None
-        if steps is None or geometry is None:
-            return super().__len__()
-        batch_size, drop_last = geometry
-        count = steps(batch_size=batch_size, drop_last=drop_last)
-        return super().__len__() if count is None else int(count)
+        own = self.__dict__.get("_own_position")  # torch's constructor asks for the length, too
+        steps = None if own is None else own.steps_of_epoch()
+        return super().__len__() if steps is None else int(steps)
+
+    def _count_steps(self) -> int | None:
+        """Return how many batches a pass that begins now has; ``None`` if that is unknown."""
+        try:
+            return len(self._made_indices()) - self._position.base
+        except (TypeError, NotImplementedError):  # a stream, or a sampler without a length
+            return None
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's is a private class
         # Not in __init__: Accelerate and Fabric add their own sampler to a loader that has none.
         refuse_undivided(self)
         if self.num_workers > 0 and self._progress is None:
             self._progress = SharedProgress(self.num_workers)
-        epoch = self._cursor.begin(
-            self.dataset,
-            self.collate_fn,
-            severe=self.persistent_workers,
-            is_finished=self._is_state_finished(),
-            has_more=self._has_more,
-        )
-        holder = self._cursor.holder
+        running = self._cell.begin(takes_workers=self.persistent_workers)
+        epoch, position = running.epoch, self._position
+        skipped = position.begin(running)
+        running.steps = 0 if skipped is None else self._count_steps()
         if self._progress is not None:
             offset = self.dataset.start if isinstance(self.dataset, Resumable) else 0
             self._progress.announce(epoch, offset)
-        skipped = 0 if self._replay is None else self._replay.begin_epoch(epoch)
-        skipped += getattr(holder, "batches_to_skip", int)()
         replica = current_replica()
-        # torch draws the workers' base seed. Drawn from the global generator, it would let a
-        # validation pass change the training that follows.
-        generator = self.generator
-        if generator is None:
-            generator = derive_generator(self._worker_seed, epoch, replica.rank)
-        with self._replaced(generator=generator):
-            inner = super().__iter__()
-        for _ in range(skipped):
-            next(inner)
-        # torch.manual_seed() and launch(seed=) seed torch equally on all ranks, so that their
-        # models start equal. Without workers, augmentations would draw from the same generator
-        # and be equal on all ranks, too.
-        rng_state = None
-        if self.num_workers == 0 and replica.num_replicas > 1:
-            rng_state = derive_generator(self._worker_seed, epoch, replica.rank, 0).get_state()
-        on_first_batch = None
-        # Measured with the first batch: a sample that is read in this process, before the workers
-        # start, would open the dataset's resources in it.
-        if self.num_workers > 0 and not self._measured:
-            self._measured = True
-            on_first_batch = functools.partial(check_shared_memory, batches=batches_in_flight(self))
+        rng_state = on_first_batch = None
+        if skipped is None:
+            warn_of_nothing_left(epoch)
+            running.finished = True
+            inner: Iterator[T_co] = iter(TorchDataLoader([]))  # type: ignore[arg-type]  # it has a length
+        else:
+            # torch draws the workers' base seed. Drawn from the global generator, it would let a
+            # validation pass change the training that follows.
+            generator = self.generator
+            if generator is None:
+                generator = derive_generator(self._worker_seed, epoch, replica.rank)
+            with self._replaced(generator=generator):
+                inner = super().__iter__()
+            for _ in range(skipped):
+                next(inner)
+            # torch.manual_seed() and launch(seed=) seed torch equally on all ranks, so that their
+            # models start equal. Without workers, augmentations would draw from the same generator
+            # and be equal on all ranks, too.
+            if self.num_workers == 0 and replica.num_replicas > 1:
+                rng_state = derive_generator(self._worker_seed, epoch, replica.rank, 0).get_state()
+            # Measured with the first batch: a sample that is read in this process, before the workers
+            # start, would open the dataset's resources in it.
+            if self.num_workers > 0 and not self._measured:
+                self._measured = True
+                on_first_batch = functools.partial(
+                    check_shared_memory, batches=batches_in_flight(self)
+                )
         iterator = EpochIterator(
+            self,
             inner,
-            self._cursor,
-            self._progress,
-            on_first_batch,
-            rng_state,
-            self._replay,
-            loader=self,
+            running,
+            cell=self._cell,
+            receive=position.receive if isinstance(position, Replay) else None,
+            progress=self._progress,
+            on_first_batch=on_first_batch,
+            rng_state=rng_state,
         )
-        self._cursor.follow(iterator)
+        self._cell.follow(iterator)
         return iterator
 
     def _made_iterator(self) -> Iterator[T_co]:
-        tracker = None if self._replay is None else self._replay.tracker
+        tracker = self._position.tracker
         # torch shards and seeds data pipes by their type, so they must not be wrapped.
         is_pipe = isinstance(self.dataset, IterDataPipe | MapDataPipe)
         wrapped: dict[str, object] = {}
@@ -476,22 +474,7 @@ class DataLoader(OpenDataLoader[T_co]):
             DatasetInconsistencyError: With `compare`, on every rank: the positions differ.
         """
         self._require_order()
-        delivery, epoch = self._cursor.delivery, self._cursor.holder.epoch
-        used, finished = 0, False
-        # If the user has chosen another epoch since, nothing of that one has been read.
-        if epoch is delivery.epoch or self._replay is not None:
-            used = delivery.count_used(batches)
-            finished = delivery.is_finished(used)
-        if self._replay is not None:
-            epoch = epoch if delivery.epoch is None else delivery.epoch
-            state = self._replay.state(int(epoch), used, delivery.batches, finished=finished)
-        else:
-            position = self._find_position()
-            assert position is not None, "a loader without one has a replay"  # noqa: S101 - our own invariant
-            sampler, batch_size, drop_last = position
-            state = sampler.state_after(
-                used, batch_size=batch_size, drop_last=drop_last, exhausted=finished
-            )
+        state = self._position.state(self._cell.of_state(), batches)
         if compare:
             compare_states(state)
         return state
@@ -508,15 +491,11 @@ class DataLoader(OpenDataLoader[T_co]):
             StateMismatchError: It is damaged, or belongs to other data.
         """
         self._require_order()
-        epoch, position = None, self._find_position()
-        if self._replay is not None:
-            epoch = self._replay.load(state, strict=strict)
+        epoch = self._position.load(state, strict=strict)
+        if isinstance(self._position, Replay):
             # Persistent workers hold the dataset at its old position; new ones receive the state.
             self._end_workers()
-        elif position is not None:
-            sampler, batch_size, drop_last = position
-            sampler.restore(state, strict=strict, batch_size=batch_size, drop_last=drop_last)
-        self._cursor.restart(epoch)
+        self._cell.restart(epoch)
 
     def _require_order(self) -> None:
         if not self.in_order:
@@ -528,24 +507,18 @@ class DataLoader(OpenDataLoader[T_co]):
                 )
             )
 
-    def _find_position(self) -> tuple[Resumable, int, bool] | None:
-        """Return the sampler that tracks the position, the batch size and drop_last, if all are known."""
-        holder = find_epoch_holder(self)
-        geometry = batch_geometry(self, holder) if isinstance(holder, Resumable) else None
-        return None if geometry is None else (holder, *geometry)
-
     def _made_indices(self) -> Any:
         source = super()._made_indices()
         # __init__ asks for the length, and so for the indices, before it is set.
-        replay = self.__dict__.get("_replay")
-        return (
-            source if replay is None or replay.tracker.is_stream else TrackedIndices(replay, source)
-        )
+        position = self.__dict__.get("_position")
+        if not isinstance(position, Replay) or position.tracker.is_stream:
+            return source
+        return TrackedIndices(position, source)
 
     def remember_fingerprint(self, fingerprint: str) -> None:
         """Keep the dataset's fingerprint in the state, which is then refused for other data."""
-        if hasattr(self._cursor.holder, "fingerprint"):
-            self._cursor.holder.fingerprint = fingerprint
+        if self._own_position is not None:
+            self._own_position.sampler.fingerprint = fingerprint
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the iteration under way."""
@@ -554,5 +527,6 @@ class DataLoader(OpenDataLoader[T_co]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore as a copy with its own position."""
         self.__dict__.update(state)
-        if self._replay is not None:
-            self._replay = self._replay.copy_for(self)
+        self._position = copy.copy(self._position)
+        self._cell = copy.copy(self._cell)
+        self._cell.is_finished = self._position.is_finished

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import (
-    BatchSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -17,7 +15,7 @@ from torch.utils.data import (
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._replica import resolve_replica
-from ddpsafe.data._samplers.base import AutoEpoch, Resumable
+from ddpsafe.data._samplers.base import Resumable
 from ddpsafe.data._samplers.ordered import LocalSampler
 from ddpsafe.data.errors import (
     DataConfigError,
@@ -40,17 +38,6 @@ _UNDIVIDED: Final = (
 )
 
 
-class OwnEpoch:
-    """The epoch of a loader whose sampler has none."""
-
-    def __init__(self) -> None:
-        self.epoch: int = AutoEpoch(0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch."""
-        self.epoch = epoch
-
-
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
     """Return what produces the loader's indices, the outermost first."""
     if isinstance(loader.dataset, IterableDataset):
@@ -65,57 +52,16 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
 
 
 def find_epoch_holder(loader: DataLoader[Any]) -> Any:
-    """Return the object whose ``epoch`` decides the order, or a new `OwnEpoch` if there is none."""
+    """Return the sampler or stream whose ``epoch`` decides the order; ``None`` if there is none."""
     chain = samplers_of(loader)
-    for item in chain:
-        if isinstance(item, Resumable):
-            return item
-    for item in chain:
-        # If its epoch cannot be read, a value that the user set would be overwritten unseen.
-        if callable(getattr(item, "set_epoch", None)) and isinstance(
-            getattr(item, "epoch", None), int
-        ):
-            return item
-    return OwnEpoch()
-
-
-def enter_epoch(holder: Any, epoch: int) -> Any:
-    """Set the epoch; return the holder, or an `OwnEpoch` if it does not keep the very object."""
-    holder.set_epoch(epoch)
-    if holder.epoch is epoch:
-        return holder
-    try:
-        holder.epoch = epoch
-    except AttributeError:
-        # Its epoch cannot be marked as set by the loader, so a later change by the user would
-        # go unnoticed.
-        holder = OwnEpoch()
-        holder.set_epoch(epoch)
-    return holder
-
-
-def mark_unset(holder: Any) -> None:
-    """Mark a new sampler's epoch 0 as not set by the user: it is where samplers start."""
-    if type(holder.epoch) is int and holder.epoch == 0:
-        with contextlib.suppress(AttributeError):
-            holder.epoch = AutoEpoch(0)
-
-
-def batch_geometry(loader: DataLoader[Any], cursor: Resumable) -> tuple[int, bool] | None:
-    """Return (batch size, drop_last) of what batches the cursor's indices; ``None`` if unknown."""
-    batcher: Any = loader.batch_sampler
-    sampler: Any = loader.sampler
-    dataset: Any = loader.dataset
-    if batcher is cursor:
-        return 1, False
-    if dataset is cursor:
-        return loader.batch_size or 1, loader.drop_last
-    if batcher is None:
-        return (1, False) if sampler is cursor else None
-    inner: Any = getattr(batcher, "sampler", None)
-    if type(batcher) is BatchSampler and inner is cursor:
-        return batcher.batch_size, batcher.drop_last
-    return None
+    # If its epoch cannot be read, a value that the user set would be overwritten unseen.
+    others = [
+        item
+        for item in chain
+        if callable(getattr(item, "set_epoch", None))
+        and isinstance(getattr(item, "epoch", None), int)
+    ]
+    return next((item for item in chain if isinstance(item, Resumable)), next(iter(others), None))
 
 
 def check_population(loader: DataLoader[Any], cursor: object) -> None:

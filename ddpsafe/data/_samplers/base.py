@@ -209,14 +209,12 @@ class Resumable:
         """Begin a pass: warn and return ``False`` if a loaded state leaves nothing to read."""
         self._is_loaded = False
         if self.finished:
-            warnings.warn(
-                f"epoch {int(self.epoch)} was complete when its state was saved, so nothing is left to "
-                f"read; the next epoch is {int(self.epoch) + 1}. Leave set_epoch() out, or loop over "
-                "loader.epochs(n).",
-                DataWarning,
-                stacklevel=3,
-            )
+            warn_of_nothing_left(int(self.epoch))
         return not self.finished
+
+    def batches_to_skip(self) -> int:
+        """Return how many batches a loader must read again and discard."""
+        return 0
 
     def state_after(
         self, batches: int, *, batch_size: int, drop_last: bool, exhausted: bool
@@ -445,6 +443,16 @@ class PositionSampler(DrawnSampler[int]):
                 )
             )
         return min(consumed, size)
+
+
+def warn_of_nothing_left(epoch: int) -> None:
+    """Warn that a pass is empty: its epoch was complete when the loaded state was saved."""
+    warnings.warn(
+        f"epoch {epoch} was complete when its state was saved, so nothing is left to read; the next "
+        f"epoch is {epoch + 1}. Leave set_epoch() out, or loop over loader.epochs(n).",
+        DataWarning,
+        stacklevel=4,
+    )
 
 
 def require_int(value: object, name: str) -> int:

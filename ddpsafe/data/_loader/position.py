@@ -1,10 +1,11 @@
-"""The position of a loader whose sampler or dataset is not ddpsafe's: saved states, or replay.
+"""Where a loader is in its data: its sampler knows, or states are saved, or reads are replayed.
 
-A part with ``state_dict()`` and ``load_state_dict()`` (a dataset, its iterator, a sampler, its
+A sampler or stream of ddpsafe has a position of its own, which fits any world size, batch size and
+number of workers. Other samplers and datasets are followed instead: a part with ``state_dict()`` and ``load_state_dict()`` (a dataset, its iterator, a sampler, its
 iterator) gives its state after each delivered batch. A part without them is replayed. A sampler
 draws its indices again, from the restored generators, and must draw the same ones. A stream is
-read again up to the position. Unlike ddpsafe's own positions, these fit only the same rank,
-world size, batch size and number of workers.
+read again up to the position. These positions fit only the same rank, world size, batch size and
+number of workers.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ import collections.abc
 import contextlib
 import copy
 import itertools
-import weakref
 import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, get_worker_info
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from torch.utils.data import DataLoader
+
+    from ddpsafe.data._loader.cell import Pass
 
 _KEPT_POSITIONS: Final = 64  # of the last batches: what ``state_dict(batches=)`` can go back to
 
@@ -183,71 +185,135 @@ class _Position:
     last_worker: int = -1
 
 
+class Geometry(TypedDict):
+    """How a loader makes batches of its sampler's indices."""
+
+    batch_size: int
+    drop_last: bool
+
+
+class SamplerPosition:
+    """The position of a loader that reads with a sampler or stream of ddpsafe: it knows its own."""
+
+    tracker: Tracker | None = None
+    base = 0  # how many of the epoch's batches were read before a pass of all that its sampler has left
+
+    def __init__(self, sampler: Resumable, batcher: Any) -> None:
+        self.sampler = sampler
+        self._batcher = batcher  # of the sampler's indices; `None` if there are no batches of them
+
+    @classmethod
+    def find(cls, loader: DataLoader[Any], sampler: object) -> SamplerPosition | None:
+        """Return the position of a loader; ``None`` if it is not known how it reads with `sampler`."""
+        batcher: Any = loader.batch_sampler
+        if not isinstance(sampler, Resumable):
+            return None
+        if batcher is sampler:
+            return cls(sampler, None)
+        reads: tuple[object, ...] = (loader.dataset, loader.sampler)
+        if batcher is not None:
+            reads = (loader.dataset, batcher.sampler if type(batcher) is BatchSampler else None)
+        return cls(sampler, batcher) if any(item is sampler for item in reads) else None
+
+    def geometry(self) -> Geometry:
+        """Return how the loader makes batches; a batch sampler's size may change between epochs."""
+        if self._batcher is None:
+            return {"batch_size": 1, "drop_last": False}
+        return {"batch_size": self._batcher.batch_size, "drop_last": self._batcher.drop_last}
+
+    def steps_of_epoch(self) -> int | None:
+        """Return how many batches a whole epoch has; ``None`` if that is unknown."""
+        return self.sampler.steps_of_epoch(**self.geometry())
+
+    def is_finished(self) -> bool:
+        """Return whether a loaded state leaves nothing of its epoch."""
+        return self.sampler.finished
+
+    def begin(self, new: Pass) -> int | None:  # noqa: ARG002 - `Replay` needs it
+        """Begin a pass; return how many of its first batches to drop, or ``None`` if nothing is left."""
+        return None if self.sampler.finished else self.sampler.batches_to_skip()
+
+    def state(self, of: Pass, batches: int | None) -> dict[str, Any]:
+        """Return the state after the batches that a pass has delivered, or after `batches` of them."""
+        used, finished = of.count_used(batches)
+        return self.sampler.state_after(used, exhausted=finished, **self.geometry())
+
+    def load(self, state: Mapping[str, Any], *, strict: bool) -> int:
+        """Load a state for the next pass; return its epoch."""
+        self.sampler.restore(state, strict=strict, **self.geometry())
+        return int(self.sampler.epoch)
+
+
 class Replay:
-    """The position of one loader whose sampler or dataset is not ddpsafe's."""
+    """The position of a loader whose sampler or dataset is not ddpsafe's."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        # Weak: a reference cycle would keep the loader's persistent workers alive until the garbage
-        # collector runs. An iteration holds its loader, so the loader exists whenever it is needed.
-        self._loader_ref: weakref.ref[DataLoader[Any]] | None = weakref.ref(loader)
+        # Not the loader: a reference cycle would keep its persistent workers alive until the garbage
+        # collector runs.
         self.tracker = Tracker(loader.dataset, loader.batch_size)
-        self.finished = False
+        self._source: Any = loader.dataset
+        if not self.tracker.is_stream:
+            batches = loader.batch_sampler
+            self._source = loader.sampler if batches is None else batches
+        plain = type(self._source) is BatchSampler
+        self._sampler: Any = self._source.sampler if plain else self._source
+        self._in_batches = loader.batch_sampler is not None
+        self._num_workers = loader.num_workers
+        self._same: dict[str, object] = {
+            "sampler": type(self._sampler).__name__,
+            "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+        }
+        self._dataset = loader.dataset
         self._loaded: dict[str, Any] | None = None
         self._readers = EqualReaders(loader)
-        self._begin()
+        self._begin(None)
 
-    @property
-    def _loader(self) -> DataLoader[Any]:
-        loader = None if self._loader_ref is None else self._loader_ref()
-        assert loader is not None, "used without its loader"  # noqa: S101 - our own invariant
-        return loader
+    def is_finished(self) -> bool:
+        """Return whether the loaded state was saved at the end of its epoch."""
+        return self._loaded is not None and bool(self._loaded["finished"])
 
-    def copy_for(self, loader: DataLoader[Any]) -> Replay:
-        """Return the position of a copy of the loader, pickled or not."""
-        copied = copy.copy(self)
-        copied._loader_ref = weakref.ref(loader)  # noqa: SLF001 - of the same class
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the loader, which pickles this."""
-        return {**self.__dict__, "_loader_ref": None}
-
-    def _begin(self) -> None:
-        self._base = 0
+    def _begin(self, new: Pass | None) -> None:
+        self._of = new
+        self.base = 0
         self._start = _Position()
         self._drawn: collections.deque[_Position] = collections.deque()
         self._delivered: collections.deque[_Position] = collections.deque(maxlen=_KEPT_POSITIONS)
         self._random: dict[str, str | None] = {"torch": None, "generator": None}
         self._pending: dict[str, Any] | None = None
 
-    def begin_epoch(self, epoch: int) -> int:
-        """Prepare a pass; return how many of its first batches the loader must drop."""
+    def begin(self, new: Pass) -> int | None:
+        """Begin a pass; return how many of its first batches to drop, or ``None`` if nothing is left."""
         loaded, self._loaded = self._loaded, None
-        self.finished = False
-        self._begin()
+        self._begin(new)
         self._readers.begin()
         self.tracker.resume, self.tracker.first_worker = {}, 0
         self.tracker.leave()
-        if loaded is None or loaded["epoch"] != epoch or loaded["finished"]:
-            if loaded is not None and loaded["finished"]:
-                # The next epoch is drawn from the generator as the finished one has left it.
-                _set_generator(self._generator(), loaded["replay"]["generator_after"])
+        if isinstance(self._sampler, Resumable):  # which may hold the position of an earlier resume
+            self._sampler.start, self._sampler.finished = self._sampler.beginning, False
+        if loaded is None:
             return 0
-        saved = loaded["replay"]
+        saved, is_same = loaded["replay"], loaded["epoch"] == new.epoch
+        if loaded["finished"]:
+            # The next epoch is drawn from the generator as the finished one has left it.
+            _set_generator(self._generator(), saved["generator_after"])
+            return None if is_same else 0
+        if not is_same:
+            return 0
         self._pending = saved
-        self._base = saved["batches"]
+        self.base = saved["batches"]
         workers = {int(worker): state for worker, state in saved["workers"].items()}
         self._start = _Position(saved["checksum"], saved["sampler"], workers, saved["last_worker"])
         if self.tracker.is_pipe:
-            return self._base  # read again and discarded
+            return self.base  # read again and discarded
         self.tracker.resume = dict(workers)
-        count = self._loader.num_workers
-        if count > 1 and self.tracker.has_state():
-            self.tracker.first_worker = (saved["last_worker"] + 1) % count
+        if self._num_workers > 1 and self.tracker.has_state():
+            self.tracker.first_worker = (saved["last_worker"] + 1) % self._num_workers
         return self.tracker.first_worker
 
-    def receive(self, batch: Any) -> Any:
-        """Record the position after a delivered batch; return the batch for the user."""
+    def receive(self, batch: Any, running: Pass) -> Any:
+        """Record the position after a batch of the newest pass; return the batch for the user."""
+        if running is not self._of:
+            return batch.batch if type(batch) is WorkerBatch else batch
         last = self._delivered[-1] if self._delivered else self._start
         drawn = self._drawn.popleft() if self._drawn else copy.copy(last)
         drawn.workers, drawn.last_worker = last.workers, last.last_worker
@@ -262,15 +328,12 @@ class Replay:
         self._delivered.append(drawn)
         return batch
 
-    def skipped(self) -> int:
-        """Return how many batches of the epoch were read before the pass."""
-        return self._base
-
-    def state(self, epoch: int, used: int, delivered: int, *, finished: bool) -> dict[str, Any]:
-        """Return the state after `used` of the `delivered` batches of this pass."""
-        if self._loaded is not None:
+    def state(self, of: Pass, batches: int | None) -> dict[str, Any]:
+        """Return the state after the batches that a pass has delivered, or after `batches` of them."""
+        if self._loaded is not None and self._loaded["epoch"] == of.epoch:
             return copy.deepcopy(self._loaded)
-        back = max(0, delivered - used)  # in even steps a rank may have fewer batches than steps
+        used, finished = of.count_used(batches)
+        back = max(0, of.batches - used)  # in even steps a rank may have fewer batches than steps
         if used and back >= len(self._delivered):
             raise DataConfigError(
                 Explanation(
@@ -280,44 +343,49 @@ class Replay:
                     fix="save sooner after the step that the state is for.",
                 )
             )
-        position = self._delivered[-1 - back] if used else self._start
+        is_new = of is not self._of  # the user has set an epoch since
+        start = _Position() if is_new else self._start
+        position = self._delivered[-1 - back] if used else start
         workers = position.workers
-        if self._loader.num_workers == 0 and (delivered or self.tracker.has_entered()):
+        if self._num_workers == 0 and not is_new and self.tracker.has_entered():
             if back and self.tracker.state() is not None:
                 raise DataConfigError(
                     Explanation(
-                        f"batches={used}, but the dataset has already read batch {delivered}.",
+                        f"batches={used}, but the dataset has already read batch {of.batches}.",
                         cause="without workers only the dataset's current state can be saved.",
                         fix="save before the next batch is read, or use num_workers=1.",
                     )
                 )
             state = self.tracker.state()
             workers = {} if state is None else {0: state}
+        consumed = used if is_new else self.base + used
         replica = current_replica()
         return {
             "version": VERSION,
-            "epoch": epoch,
-            "consumed": self._base + used,
-            "finished": finished or self.finished,
+            "epoch": of.epoch,
+            "consumed": consumed,
+            "finished": finished,
             "world_size": replica.num_replicas,
             "identity": self._identity(),
             "replay": {
                 "rank": replica.rank,
-                "batches": self._base + used,
+                "batches": consumed,
                 "checksum": position.checksum,
                 "sampler": position.sampler,
                 "workers": {str(worker): state for worker, state in workers.items()},
                 "last_worker": position.last_worker,
-                **self._random_of_order(),
+                **self._random_of_order(is_new=is_new),
                 "generator_after": _generator_text(self._generator()),
             },
         }
 
-    def _random_of_order(self) -> dict[str, str | None]:
+    def _random_of_order(self, *, is_new: bool) -> dict[str, str | None]:
         """Return the states of the generators that this pass draws, or will draw, its order from."""
-        if self._random["torch"] is not None or self.tracker.is_stream:
+        if self.tracker.is_stream:
+            return {"torch": None, "generator": None}
+        if self._random["torch"] is not None and not is_new:
             return self._random
-        if self._pending is not None:
+        if self._pending is not None and not is_new:
             return {key: self._pending[key] for key in self._random}
         # With more ranks the loader derives torch's generator from seed, epoch and rank.
         alone = current_replica().num_replicas == 1
@@ -325,16 +393,11 @@ class Replay:
         return {"torch": torchs, "generator": _generator_text(self._generator())}
 
     def _identity(self) -> dict[str, object]:
-        loader = self._loader
-        same: dict[str, object] = {
-            "sampler": self._name(),
-            "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-            "num_replicas": current_replica().num_replicas,
-        }
+        same = {**self._same, "num_replicas": current_replica().num_replicas}
         if self.tracker.is_stream or self.tracker.is_stateful:
-            same["num_workers"] = loader.num_workers
-        if not self.tracker.is_stream and hasattr(loader.dataset, "__len__"):
-            same["n"] = len(loader.dataset)
+            same["num_workers"] = self._num_workers
+        if not self.tracker.is_stream and hasattr(self._dataset, "__len__"):
+            same["n"] = len(self._dataset)
         return same
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> int:
@@ -364,32 +427,22 @@ class Replay:
             # The rank that saved it has drawn other indices, so their checksum cannot be compared.
             parsed["replay"] = {**saved, "checksum": None}
         self._loaded = copy.deepcopy(parsed)
-        self.finished = parsed["finished"]
         return int(parsed["epoch"])
 
-    def _source(self) -> Any:
-        loader = self._loader
-        if self.tracker.is_stream:
-            return loader.dataset
-        return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-    def _name(self) -> str:
-        source = self._source()
-        return type(source.sampler if type(source) is BatchSampler else source).__name__
-
     def _generator(self) -> torch.Generator | None:
-        source = self._source()
-        generator = getattr(source, "generator", None) or getattr(
-            getattr(source, "sampler", None), "generator", None
-        )
+        inner = getattr(self._source, "sampler", None)
+        generator = getattr(self._source, "generator", None) or getattr(inner, "generator", None)
         return generator if isinstance(generator, torch.Generator) else None
 
     def indices(self) -> Iterator[Any]:
         """Draw what the loader reads, recording the sampler's position after each batch."""
+        return self._draw(self._drawn)
+
+    def _draw(self, drawn: collections.deque[_Position]) -> Iterator[Any]:
         # Resume with the worker after the last one: those before it get a batch that is dropped.
-        nothing = [Skip] if self._loader.batch_sampler is not None else Skip
+        nothing = [Skip] if self._in_batches else Skip
         yield from itertools.repeat(nothing, self.tracker.first_worker)
-        source, pending = self._source(), self._pending
+        source, pending = self._source, self._pending
         generator = self._generator()
         outer = torch.get_rng_state()
         if pending is None:
@@ -403,14 +456,14 @@ class Replay:
             batches, owner = _batches(source, None if pending is None else pending["sampler"])
             checksum: int | None = 0
             if owner is None:
-                for batch in itertools.islice(batches, self._base):
+                for batch in itertools.islice(batches, self.base):
                     checksum = zlib.crc32(repr(batch).encode(), checksum or 0)
                 expected = self._start.checksum
-                if self._base and expected is not None and checksum != expected:
+                if self.base and expected is not None and checksum != expected:
                     raise StateMismatchError(
                         Explanation(
-                            f"{self._name()} draws other indices than before the state was saved, "
-                            f"so it is unknown which samples the first {self._base} batches had.",
+                            f"{type(self._sampler).__name__} draws other indices than before the state was saved, "
+                            f"so it is unknown which samples the first {self.base} batches had.",
                             cause="its order depends on something that the state does not hold: "
                             "Python's or numpy's generator, a counter, the time.",
                             fix="give the sampler state_dict() and load_state_dict(), draw from a "
@@ -428,7 +481,7 @@ class Replay:
         for batch in itertools.chain([] if first is Skip else [first], batches):
             checksum = zlib.crc32(repr(batch).encode(), checksum or 0)
             state = None if owner is None else copy.deepcopy(owner.state_dict())
-            self._drawn.append(_Position(checksum, state))
+            drawn.append(_Position(checksum, state))
             yield batch
 
 
@@ -452,11 +505,6 @@ def _batches(source: Any, saved: Any) -> tuple[Iterator[Any], Any]:
     sampler = source.sampler if plain else source
     if saved is not None and is_stateful(sampler):
         sampler.load_state_dict(saved)
-    elif saved is None and isinstance(sampler, Resumable):
-        # It may hold the offset of an earlier resume; a change of epoch resets it to 0.
-        epoch = sampler.epoch
-        sampler.set_epoch(int(epoch) + 1)
-        sampler.set_epoch(epoch)
     iterator = iter(sampler)
     owner = iterator if is_stateful(iterator) else sampler if is_stateful(sampler) else None
     if saved is not None and is_stateful(iterator) and iterator is not sampler:
