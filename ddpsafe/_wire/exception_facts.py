@@ -331,6 +331,8 @@ _OWN: Final = (
     "<frozen",
     os.path.join(Path(__file__).parents[1], ""),  # noqa: PTH118 - keeps the separator at the end
     os.path.join(sysconfig.get_path("stdlib"), ""),  # noqa: PTH118 - as above
+    # An environment's Python may be a link.
+    os.path.join(os.path.realpath(sysconfig.get_path("stdlib")), ""),  # noqa: PTH118 - as above
 )
 
 

@@ -4,7 +4,6 @@ Each module imports only those before it::
 
     machine_limits  warnings of the machine's limits that workers would run into
     torchs_loader   torch's loader, with names of ddpsafe's for what is private there
-    reachable       what a worker would receive with a dataset
     equal_readers   two ranks or workers that read the same samples of a stream
     position        where a loader is: its sampler's position, saved states, or replayed reads
     sampler_search  which sampler divides the data, and which tracks the position

@@ -1,30 +1,30 @@
 """Finds what in a dataset must not cross into a worker process, and reports where it is.
 
 Workers start as torch starts them, with or without ddpsafe: forked on Linux up to Python 3.13,
-even if CUDA is initialized. The start method is never changed; before a fork, the dataset is
-searched for what the processes would share.
+even if CUDA is initialized. The start method is never changed; before a fork, what a worker would
+receive is compared with a table of kinds. Objects may come from any library, so inspecting one may
+raise anything.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
+import collections
 import contextlib
-import io
-import multiprocessing.pool
+import dis
+import functools
+import gc
+import itertools
 import os
 import pickle
-import socket
 import sqlite3
 import stat
 import sys
-import tarfile
-import tempfile
 import threading
 import types
 import warnings
-import zipfile
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,74 +32,196 @@ import torch.multiprocessing as mp
 
 from ddpsafe._errors import Explanation
 from ddpsafe._stdlib_private import has_started, is_fed
-from ddpsafe.data._loader.reachable import is_standard_stream, parts_of, reachable
+from ddpsafe._wire.exception_facts import is_internal, package_of
 from ddpsafe.data.errors import DataWarning, UnsafeWorkersError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+T = TypeVar("T")
 Severity = Literal["unsafe", "caution", "memory"]
 WorkerSafety = Literal["error", "warn", "off"]
 
-_BIG_LIST: Final = 100_000
-_MAX_DEPTH: Final = 8
+
+def _is_open_file(item: Any) -> bool:
+    """Return whether a file is open for reading, with a position that a fork would share."""
+    if _is_standard_stream(item) or item.closed or not item.readable():
+        return False
+    try:
+        number = item.fileno()
+        # Character devices have no position to share: a terminal, /dev/null, /dev/urandom.
+        return number > _LAST_STANDARD_FD and not stat.S_ISCHR(os.fstat(number).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _is_standard_stream(item: object) -> bool:
+    """Return whether this is the process's stdin, stdout or stderr, also if it was replaced."""
+    streams = (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__)
+    return any(item is stream for stream in streams)
+
+
+def _is_open_archive(item: Any) -> bool:
+    # An archive shares the position of the file below it; one in memory is copied by a fork.
+    below = getattr(item, "fileobj", getattr(item, "fp", None))
+    reads = item.mode not in {"w", "x"} and not getattr(item, "closed", False)
+    return reads and below is not None and _is_open_file(below)
+
+
+def _is_open_database(item: Any) -> bool:
+    connection = item.connection if isinstance(item, sqlite3.Cursor) else item
+    try:
+        connection.total_changes  # noqa: B018 - raises where the connection is closed
+    except sqlite3.ProgrammingError as error:
+        return "closed" not in str(error)  # else another thread made it, and it is open
+    return True
+
+
+def _is_open(item: Any) -> bool:
+    """Return whether a library's object is open: libraries have some names for it in common."""
+    for name in ("closed", "is_closed", "_closed", "isopen", "isOpened", "is_open", "valid"):
+        value = getattr(item, name, None)
+        value = value() if callable(value) else value
+        if isinstance(value, bool | int):
+            return bool(value) is not name.endswith("closed")
+    return True
+
+
+def _answers(call: Callable[[Any], object]) -> Callable[[Any], bool]:
+    """Return the check of an object that has no such name: whether a call to it does not raise."""
+
+    def is_open(item: Any) -> bool:
+        try:
+            call(item)
+        except AttributeError:
+            return True
+        except Exception:  # noqa: BLE001 - each library raises an error of its own
+            return False
+        return True
+
+    return is_open
+
+
+def _never(_: object) -> bool:
+    return False
+
+
+class _Kind(NamedTuple):
+    """Objects of some classes of a package, as the names of their classes or bases say.
+
+    Attributes:
+        package: The top-level package; it may not be installed.
+        classes: Their names.
+        is_shared: Whether workers would share such an object, or copy it, if there is one.
+        what: How one is called; by default by its package and class.
+        severity: As in `WorkerHazard`.
+        fix: What to do instead.
+        is_searched: Whether what it holds counts too, if it is harmless itself.
+    """
+
+    package: str
+    classes: str
+    is_shared: Callable[[Any], object] = _is_open
+    what: str = "{package}.{name}"  # or of the object itself, as {item.device}
+    severity: Severity = "unsafe"
+    fix: str = "Open it in the worker: ddpsafe.data.PerProcess(factory, *args)."
+    is_searched: bool = True
+
+
 _LAST_STANDARD_FD: Final = 2
+_BIG_LIST: Final = 100_000
+_IN_THE_WORKER: Final = (
+    "Make it in the worker: ddpsafe.data.PerProcess(threading.Lock), for example."
+)
+_opaque: Final = functools.partial(_Kind, is_shared=_never, is_searched=False)
 
-# By top-level package: classes, or their bases. By name, since the libraries may not be installed.
-# Each keeps a position, a session or threads that a fork would share or lose.
-_LIBRARY_HANDLES: Final[dict[str, set[str]]] = {
-    "h5py": {"File", "Group", "Dataset", "FileID", "GroupID", "DatasetID", "AttrID"},
-    "lmdb": {"Environment", "Transaction", "Cursor"},
-    "plyvel": {"DB"},
-    "_gdbm": {"gdbm"},
-    "_dbm": {"dbm"},
-    "tables": {"File", "Node"},
-    "netCDF4": {"Dataset", "Variable"},
-    "tiledb": {"Array"},
-    "av": {"Container"},
-    "cv2": {"VideoCapture"},
-    "decord": {"VideoReader"},
-    "torchcodec": {"VideoDecoder"},
-    "soundfile": {"SoundFile"},
-    "pyarrow": {"NativeFile"},
-    "zstandard": {"ZstdDecompressionReader"},
-    "rasterio": {"DatasetReader"},
-    "osgeo": {"Dataset"},
-    "openslide": {"OpenSlide"},
-    "pysam": {"AlignmentFile", "FastaFile", "VariantFile"},
-    "psycopg2": {"connection", "cursor"},
-    "psycopg": {"Connection"},
-    "pymysql": {"Connection"},
-    "MySQLdb": {"Connection"},
-    "pymongo": {"MongoClient"},
-    "redis": {"Redis"},
-    "duckdb": {"DuckDBPyConnection"},
-    "_duckdb": {"DuckDBPyConnection"},
-    "grpc": {"Channel"},
-    "zmq": {"Socket", "Context"},
-    "torch": {"PyTorchFileReader"},
-}
-
-# Classes without an attribute that tells whether they are closed: a call that raises if they are.
-_RAISES_IF_CLOSED: Final[dict[tuple[str, str], Callable[[Any], object]]] = {
-    ("av", "Container"): lambda item: item.flags,
-    ("lmdb", "Environment"): lambda item: item.path(),
-    ("lmdb", "Transaction"): lambda item: item.id(),
-    ("lmdb", "Cursor"): lambda item: item.key(),
-    ("duckdb", "DuckDBPyConnection"): lambda item: item.query_progress(),
-    ("_duckdb", "DuckDBPyConnection"): lambda item: item.query_progress(),
-    ("grpc", "Channel"): lambda item: getattr(item, "_channel", item).check_connectivity_state(
+KINDS: Final = (
+    _Kind("io", "IOBase", _is_open_file, "open file"),
+    _Kind("_io", "_IOBase", _is_open_file, "open file", is_searched=False),  # the raw file below is the same
+    _Kind("tempfile", "SpooledTemporaryFile", _never),  # its fileno() would write it to disk
+    _Kind("socket", "socket", lambda item: item.fileno() != -1, "open socket"),
+    _Kind("zipfile", "ZipFile", _is_open_archive, "open {name}", is_searched=False),
+    _Kind("tarfile", "TarFile", _is_open_archive, "open {name}", is_searched=False),
+    _Kind("sqlite3", "Connection Cursor", _is_open_database, "sqlite3 {name}"),
+    _Kind("concurrent", "ThreadPoolExecutor ProcessPoolExecutor", has_started, "started {name}"),
+    _Kind("multiprocessing", "Pool", is_fed, "started {name}"),
+    _Kind("_thread", "lock RLock", bool, "{name}", "caution", _IN_THE_WORKER),
+    _Kind("threading", "Thread", bool, "{name}", "caution", _IN_THE_WORKER),
+    _Kind("builtins", "generator", bool, "generator", "caution", _IN_THE_WORKER),
+    _Kind("builtins", "list dict", lambda item: len(item) >= _BIG_LIST, "{name} of {size} Python objects",
+        "memory", "Each worker copies it while it reads: use ddpsafe.data.PackedList or an array."),
+    _Kind("torch", "Tensor", lambda item: item.is_cuda, "CUDA tensor on {item.device}", fix="Keep data on "
+        "the CPU and move batches to the device in the training loop.", is_searched=False),
+    _Kind("torch", "PyTorchFileReader"),
+    _Kind("h5py", "File Group Dataset FileID GroupID DatasetID AttrID", bool),
+    _Kind("builtins", "Environment", _answers(lambda item: item.path()), "lmdb.{name}"),  # lmdb's C
+    _Kind("builtins", "Transaction", _answers(lambda item: item.id()), "lmdb.{name}"),  # extension leaves
+    _Kind("builtins", "Cursor", _answers(lambda item: item.key()), "lmdb.{name}"),  # their module out
+    _Kind("lmdb", "Environment Transaction Cursor"),
+    _Kind("plyvel", "DB"),
+    _Kind("_gdbm", "gdbm"),
+    _Kind("_dbm", "dbm"),
+    _Kind("tables", "File Node"),
+    _Kind("netCDF4", "Dataset Variable"),
+    _Kind("tiledb", "Array"),
+    _Kind("av", "Container", _answers(lambda item: item.flags)),
+    _Kind("cv2", "VideoCapture"),
+    _Kind("decord", "VideoReader"),
+    _Kind("torchcodec", "VideoDecoder"),
+    _Kind("soundfile", "SoundFile"),
+    _Kind("pyarrow", "MemoryMappedFile BufferReader", _never),  # they have no position in a file
+    _Kind("pyarrow", "NativeFile", lambda item: _is_open(item) and item.readable()),
+    _Kind("zstandard", "ZstdDecompressionReader"),
+    _Kind("rasterio", "DatasetReader"),
+    _Kind("osgeo", "Dataset"),
+    _Kind("openslide", "OpenSlide"),
+    _Kind("pysam", "AlignmentFile FastaFile VariantFile"),
+    _Kind("psycopg2", "connection cursor"),
+    _Kind("psycopg", "Connection"),
+    _Kind("pymysql", "Connection"),
+    _Kind("MySQLdb", "Connection"),
+    _Kind("pymongo", "MongoClient"),
+    _Kind("redis", "Redis"),
+    _Kind("duckdb", "DuckDBPyConnection", _answers(lambda item: item.query_progress())),
+    _Kind("_duckdb", "DuckDBPyConnection", _answers(lambda item: item.query_progress())),
+    _Kind("grpc", "Channel", _answers(lambda item: getattr(item, "_channel", item).check_connectivity_state(
         False  # noqa: FBT003 - grpc's signature
-    ),
-}
-# Attributes and methods, and whether an object is closed if they are true.
-_TELLS_IF_CLOSED: Final = {
-    **dict.fromkeys(("closed", "is_closed", "_closed"), True),
-    **dict.fromkeys(("isopen", "isOpened", "is_open", "valid"), False),
-}
-# pyarrow's files in memory: they have no file position that a fork would share.
-_IN_MEMORY: Final = {"MemoryMappedFile", "BufferReader"}
-_LOCKS: Final = (type(threading.Lock()), type(threading.RLock()))
+    ))),
+    _Kind("zmq", "Socket Context"),
+    # What a worker reads nothing from: what only writes, code, generators of random numbers.
+    _opaque("builtins", "type module code frame"),
+    _opaque("weakref", "ReferenceType"),
+    _opaque("torch", "Generator SummaryWriter"),
+    _opaque("logging", "Logger LoggerAdapter Handler"),
+    _opaque("pathlib", "PurePath"),
+    _opaque("enum", "Enum"),
+    _opaque("re", "Pattern"),
+    _opaque("numpy", "Generator RandomState"),
+    _opaque("random", "Random"),
+    _opaque("ddpsafe", "PerProcess"),
+    _opaque("tensorboardX", "SummaryWriter"),
+    _opaque("wandb", "Run"),
+    _opaque("loguru", "Logger"),
+    _opaque("tqdm", "tqdm"),
+    _opaque("rich", "Console"),
+)  # fmt: skip
+"""What workers would share or copy, and what is harmless. An object is of the first of its bases that is
+here. Each handle has a position, a session or threads that a fork would share or lose."""
+
+_BY_NAME: Final = {(kind.package, name): kind for kind in KINDS for name in kind.classes.split()}
+
+
+def _cached(function: Callable[[type], T]) -> Callable[[type], T]:
+    return functools.lru_cache(maxsize=4096)(function)
+
+
+@_cached
+def _kind_of(cls: type) -> _Kind | None:
+    for base in cls.__mro__:
+        kind = _BY_NAME.get((str(base.__module__).partition(".")[0], base.__name__))
+        if kind is not None:
+            return kind
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +243,243 @@ class WorkerHazard:
 
     def __str__(self) -> str:
         return f"{self.path}: {self.kind}. {self.fix}"
+
+
+def _find_hazard(item: Any) -> tuple[_Kind, str] | None:
+    """Return the kind of an object that workers would share, and how it is called; else ``None``."""
+    with contextlib.suppress(Exception):  # an object of any library may raise when inspected
+        # Its real type: isinstance() also reads __class__, which a proxy overrides or raises from.
+        kind = _kind_of(type(item))
+        if kind is not None and kind.is_shared(item):
+            size = len(item) if kind.severity == "memory" else 0
+            name = type(item).__name__
+            return kind, kind.what.format(package=kind.package, name=name, item=item, size=size)
+    return None
+
+
+Part = tuple[object, Any]
+"""How an object refers to another one, as text or as the key of a subscript in a tuple; and the other."""
+
+_MAX_OBJECTS: Final = 100_000
+_PARTS_PER_TURN: Final = 200
+_MAX_KEY_CHARS: Final = 40
+_PLAIN: Final = frozenset(
+    {str, bytes, bytearray, int, float, complex, bool, type(None), range, slice, type(...)}
+)
+_SEQUENCES: Final = (list, tuple, set, frozenset, collections.deque)
+_CONTAINERS: Final = frozenset({dict, np.ndarray, *_SEQUENCES})
+_NAMED_PARTS: Final = {
+    functools.partial: ("func", "args", "keywords"),
+    types.MethodType: ("__self__", "__func__"),
+    types.BuiltinMethodType: ("__self__",),
+}
+# What a DataLoader worker calls.
+_ENTRIES: Final = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
+
+
+def find_handles(root: object, *, name: str) -> Iterator[WorkerHazard]:
+    """Look at what workers would receive with an object, nearest first; yield what is a hazard.
+
+    It ends after 100,000 objects, not counting numbers and strings.
+    """
+    seen: dict[int, tuple[object, int, object]] = {}  # object, who refers to it, and how
+    inside: set[int] = set()  # the parts of a hazard that was already yielded
+    waiting: collections.deque[tuple[int, Iterator[Part]]] = collections.deque()
+    waiting.append((0, iter([(name, root)])))
+    while waiting and len(seen) < _MAX_OBJECTS:
+        owner, parts = waiting.popleft()
+        turn = 0
+        for how, item in itertools.islice(parts, _PARTS_PER_TURN):
+            turn += 1
+            if type(item) in _PLAIN or id(item) in seen:
+                continue
+            seen[id(item)] = item, owner, how
+            found = None if owner in inside else _find_hazard(item)
+            if owner in inside or (found is not None and found[0].severity == "unsafe"):
+                inside.add(id(item))
+            if found is not None:
+                path = _path_of(id(item), seen)
+                yield WorkerHazard(
+                    path=path, kind=found[1], severity=found[0].severity, fix=found[0].fix
+                )
+            waiting.append((id(item), iter(parts_of(item))))
+        # The rest of a long container comes later, so that it does not crowd out near objects.
+        if turn == _PARTS_PER_TURN:
+            waiting.append((owner, parts))
+
+
+def _path_of(number: int, seen: dict[int, tuple[object, int, object]]) -> str:
+    path = ""
+    while number:
+        _, number, how = seen[number]
+        path = _step(how) + path
+    return path
+
+
+def _step(how: object) -> str:
+    if isinstance(how, str):
+        return how
+    key = how[0]  # type: ignore[index]  # a tuple
+    text = repr(key) if type(key) in _PLAIN else f"<{type(key).__name__}>"
+    return f"[{text if len(text) <= _MAX_KEY_CHARS else f'{text[:_MAX_KEY_CHARS]}...'}]"
+
+
+def parts_of(item: Any) -> list[Part]:
+    """Return what an object refers to; nothing if it cannot be inspected."""
+    with contextlib.suppress(Exception):  # an object of any library may raise anything
+        kind = _kind_of(type(item))
+        if (kind is None or kind.is_searched) and not _is_standard_stream(item):
+            return _parts_of(item, type(item))
+    return []
+
+
+def _parts_of(item: Any, cls: type) -> list[Part]:
+    if issubclass(cls, types.FunctionType):
+        return _parts_of_function(item)
+    parts: list[Part] = []
+    if issubclass(cls, dict):
+        parts += [((key,), value) for key, value in list(item.items()) if not _is_plain(value)]
+    elif issubclass(cls, (np.ndarray, *_SEQUENCES)):
+        has_objects = cls is not np.ndarray or item.dtype == object
+        entries = list(item.flat if issubclass(cls, np.ndarray) else item) if has_objects else []
+        if not set(map(type, entries)) <= _PLAIN:
+            parts += [((n,), value) for n, value in enumerate(entries) if not _is_plain(value)]
+    elif cls is types.GeneratorType and item.gi_frame is not None:
+        parts += _attributes(".<locals>", item.gi_frame.f_locals)
+    if cls in _CONTAINERS:
+        return parts
+    own = vars_of(item)
+    parts += _attributes("", own)
+    parts += [(f".{name}", getattr(item, name)) for name in _NAMED_PARTS.get(cls, ())]
+    for name, member in _slots_of(cls).items():
+        with contextlib.suppress(AttributeError):  # it is empty
+            parts.append((f".{name}", member.__get__(item, cls)))
+    if is_user_class(cls):
+        inherited = _class_attributes(cls)
+        parts += _attributes("", {name: inherited[name] for name in inherited if name not in own})
+        for function in _worker_methods(cls):
+            of_function = _parts_of_function(function)
+            parts += [(f".{function.__name__}{how}", part) for how, part in of_function]
+    # csv.reader, map, an iterator, a cache: only the garbage collector knows what C code holds.
+    # Those of pyarrow use pread.
+    if not issubclass(cls, (dict, np.ndarray, *_SEQUENCES)) and not cls.__module__.startswith(
+        "pyarrow."
+    ):
+        held = [part for part in gc.get_referents(item) if part is not own]
+        parts += [(f".<{type(part).__name__}>", part) for part in held]
+    return parts
+
+
+def _attributes(place: str, values: dict[str, Any]) -> list[Part]:
+    return [(f"{place}.{name}", value) for name, value in list(values.items())]
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    # The garbage collector does not track tuples and dicts that hold only plain values.
+    return kind in _PLAIN or (kind in {tuple, dict} and not gc.is_tracked(value))
+
+
+def vars_of(item: Any) -> dict[str, Any]:
+    """Return the real ``__dict__`` of an instance; empty if it has none."""
+    owner = threading.local if issubclass(type(item), threading.local) else object
+    try:
+        own = owner.__getattribute__(item, "__dict__")
+    except Exception:  # noqa: BLE001 - an object of any library may raise anything
+        return {}
+    return own if isinstance(own, dict) else {}
+
+
+@_cached
+def _slots_of(cls: type) -> dict[str, types.MemberDescriptorType]:
+    return {
+        name: member
+        for base in reversed(cls.__mro__)
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if type(member) is types.MemberDescriptorType
+    }
+
+
+def _parts_of_function(function: types.FunctionType) -> list[Part]:
+    code = function.__code__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
+    parts: list[Part] = [
+        (f".<closure>.{name}", cell.cell_contents)
+        for name, cell in cells
+        if cell != types.CellType()
+    ]
+    defaults: dict[object, Any] = dict(enumerate(function.__defaults__ or ()))
+    defaults.update(function.__kwdefaults__ or {})
+    parts += [(f".<default>[{name!r}]", value) for name, value in defaults.items()]
+    for name in _global_names(code) if _is_user_file(code.co_filename) else ():
+        value = function.__globals__.get(name)
+        parts.append((f".<global>.{name}", value))
+        if isinstance(value, type) and is_user_class(value):
+            parts += _attributes(f".<global>.{name}", _class_attributes(value))
+    return parts
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Return the globals that a function reads or sets, including those of nested functions."""
+    names = {
+        str(step.argval)
+        for step in dis.get_instructions(code)
+        if step.opname in {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"}
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.update(_global_names(constant))
+    return tuple(sorted(names))
+
+
+def _is_user_file(filename: str) -> bool:
+    """Return whether code is the user's, as in a notebook, and not a library's or ddpsafe's."""
+    return not package_of(filename) and not is_internal(filename)
+
+
+@_cached
+def is_user_class(cls: type) -> bool:
+    """Return whether a class is the user's."""
+    if cls.__module__ in {"__main__", "__mp_main__"}:
+        return True
+    filename = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return isinstance(filename, str) and _is_user_file(filename)
+
+
+def _class_attributes(cls: type) -> dict[str, Any]:
+    """Return the data attributes of the user's classes, without functions and descriptors."""
+    attributes: dict[str, Any] = {}
+    for base in filter(is_user_class, cls.__mro__):
+        for name, value in vars(base).items():
+            is_code = isinstance(value, types.FunctionType) or hasattr(type(value), "__get__")
+            is_cache = type(value).__name__ == "_lru_cache_wrapper"
+            if is_cache or not (is_code or name.startswith("__")):
+                attributes.setdefault(name, value)
+    return attributes
+
+
+@_cached
+def _worker_methods(cls: type) -> tuple[types.FunctionType, ...]:
+    """Return the user's methods that reading a sample may call, found by the names they use."""
+    methods: dict[str, types.FunctionType] = {}
+    waiting = list(_ENTRIES)
+    while waiting:
+        name = waiting.pop()
+        if name in methods or name == "__init__":
+            continue
+        member = next((vars(b)[name] for b in cls.__mro__ if name in vars(b)), None)
+        for _ in range(3):  # unwrap a property, a class method or decorators
+            if not isinstance(member, types.FunctionType):
+                inner = (
+                    getattr(member, each, None) for each in ("fget", "__wrapped__", "__func__")
+                )
+                member = next(filter(None, inner), None)
+        if isinstance(member, types.FunctionType) and _is_user_file(member.__code__.co_filename):
+            methods[name] = member
+            waiting.extend(member.__code__.co_names)
+    return tuple(methods.values())
 
 
 def check_worker_safety(dataset: object, *, name: str = "dataset") -> tuple[WorkerHazard, ...]:
@@ -222,40 +581,23 @@ def explain_pickling(error: Exception, parts: dict[str, object]) -> UnsafeWorker
     return None
 
 
-def find_handles(root: object, *, name: str) -> Iterator[WorkerHazard]:
-    """Walk what workers would receive; yield what is a hazard by its type."""
-    inside: set[int] = set()  # ids of the parts of a hazard that was already yielded
-    for path, item in reachable(root, name=name):
-        hazard = None if id(item) in inside else _find_hazard(path, item)
-        if hazard is not None:
-            yield hazard
-        if id(item) in inside or (hazard is not None and hazard.severity == "unsafe"):
-            inside.update(id(part) for _, part in parts_of(path, item))
+_MAX_DEPTH: Final = 8
 
 
 def find_unpicklable(root: object, *, name: str, depth: int = 0) -> tuple[str, str] | None:
     """Return the path and the error of the innermost part that cannot be pickled."""
     try:
-        _ProbingPickler(_NullFile(), protocol=pickle.HIGHEST_PROTOCOL).dump(root)
+        with Path(os.devnull).open("wb") as nowhere:
+            _ProbingPickler(nowhere, protocol=pickle.HIGHEST_PROTOCOL).dump(root)
     except Exception as raised:  # noqa: BLE001 - a __reduce__ may raise anything
         error = f"{type(raised).__name__}: {raised}"
     else:
         return None
-    for path, part in parts_of(name, root) if depth < _MAX_DEPTH else ():
-        inner = find_unpicklable(part, name=path, depth=depth + 1)
+    for how, part in parts_of(root) if depth < _MAX_DEPTH else ():
+        inner = find_unpicklable(part, name=name + _step(how), depth=depth + 1)
         if inner is not None:
             return inner
     return name, error
-
-
-class _NullFile(io.RawIOBase):
-    """A file that discards what is written: an attempt to pickle then costs no memory."""
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return len(data)
 
 
 class _ProbingPickler(pickle.Pickler):
@@ -270,126 +612,3 @@ class _ProbingPickler(pickle.Pickler):
             msg = "it is defined in a notebook or at a prompt, where a new process cannot import it"
             raise pickle.PicklingError(msg)
         return NotImplemented
-
-
-def _find_hazard(path: str, item: Any) -> WorkerHazard | None:
-    with contextlib.suppress(Exception):  # an object of any library may raise when inspected
-        # Its real type: isinstance() also reads __class__, which a proxy overrides or raises from.
-        kind = type(item)
-        handle = _handle_kind(item)
-        if handle is not None:
-            return WorkerHazard(
-                path=path,
-                kind=handle,
-                severity="unsafe",
-                fix="Open it in the worker: ddpsafe.data.PerProcess(factory, *args).",
-            )
-        if issubclass(kind, torch.Tensor) and item.is_cuda:
-            return WorkerHazard(
-                path=path,
-                kind=f"CUDA tensor on {item.device}",
-                severity="unsafe",
-                fix="Keep data on the CPU and move batches to the device in the training loop.",
-            )
-        if issubclass(kind, (*_LOCKS, threading.Thread, types.GeneratorType)):
-            return WorkerHazard(
-                path=path,
-                kind=kind.__name__,
-                severity="caution",
-                fix="Make it in the worker: ddpsafe.data.PerProcess(threading.Lock), for example.",
-            )
-        if issubclass(kind, list | dict) and len(item) >= _BIG_LIST:
-            return WorkerHazard(
-                path=path,
-                kind=f"{kind.__name__} of {len(item)} Python objects",
-                severity="memory",
-                fix="Each worker copies it while it reads: use ddpsafe.data.PackedList or an array.",
-            )
-    return None
-
-
-def _handle_kind(item: Any) -> str | None:
-    """Return the kind of open handle; ``None`` if it is closed or only writes, and for others."""
-    kind = type(item)
-    for base in kind.__mro__:
-        package = base.__module__.partition(".")[0]
-        if package == "builtins" and "lmdb" in sys.modules:
-            package = "lmdb"  # its C extension leaves __module__ of its types at "builtins"
-        if base.__name__ in _LIBRARY_HANDLES.get(package, ()):
-            harmless = package == "pyarrow" and (kind.__name__ in _IN_MEMORY or not item.readable())
-            raises_if_closed = _RAISES_IF_CLOSED.get((package, base.__name__))
-            closed = harmless or _is_closed(item, raises_if_closed)
-            return None if closed else f"{package}.{kind.__name__}"
-    for base, find_kind in _STANDARD_HANDLES:
-        if issubclass(kind, base):
-            return find_kind(item)
-    return None
-
-
-def _archive_kind(item: Any) -> str | None:
-    # An archive shares the position of the file below it; one in memory is copied by a fork.
-    if item.mode in {"w", "x"}:
-        return None
-    below = item.fp if isinstance(item, zipfile.ZipFile) else item.fileobj
-    is_open = below is not None and not getattr(item, "closed", False)
-    return f"open {type(item).__name__}" if is_open and _is_shared_file(below) else None
-
-
-def _database_kind(item: Any) -> str | None:
-    connection = item.connection if isinstance(item, sqlite3.Cursor) else item
-    try:
-        connection.total_changes  # noqa: B018 - raises where the connection is closed
-    except sqlite3.ProgrammingError as error:
-        if "closed" in str(error):  # else another thread made it, and it is open
-            return None
-    return f"sqlite3 {type(item).__name__}"
-
-
-def _executor_kind(item: Any) -> str | None:
-    is_pool = isinstance(item, multiprocessing.pool.Pool)
-    is_running = is_fed(item) if is_pool else has_started(item)
-    return f"started {type(item).__name__}" if is_running else None
-
-
-# The first base that matches decides.
-_STANDARD_HANDLES: Final[tuple[tuple[type, Callable[[Any], str | None]], ...]] = (
-    (tempfile.SpooledTemporaryFile, lambda _: None),  # its fileno() would write it to disk
-    (io.IOBase, lambda item: "open file" if _is_shared_file(item) else None),
-    (socket.socket, lambda item: "open socket" if item.fileno() != -1 else None),
-    (zipfile.ZipFile, _archive_kind),
-    (tarfile.TarFile, _archive_kind),
-    (sqlite3.Connection, _database_kind),
-    (sqlite3.Cursor, _database_kind),
-    (concurrent.futures.ThreadPoolExecutor, _executor_kind),
-    (concurrent.futures.ProcessPoolExecutor, _executor_kind),
-    (multiprocessing.pool.Pool, _executor_kind),
-)
-
-
-def _is_shared_file(item: Any) -> bool:
-    """Return whether a file is open for reading, with a position that a fork would share."""
-    if is_standard_stream(item) or item.closed or not item.readable():
-        return False
-    try:
-        number = item.fileno()
-        # Character devices have no position to share: a terminal, /dev/null, /dev/urandom.
-        return number > _LAST_STANDARD_FD and not stat.S_ISCHR(os.fstat(number).st_mode)
-    except (OSError, ValueError):
-        return False
-
-
-def _is_closed(item: Any, raises_if_closed: Callable[[Any], object] | None) -> bool:
-    """Return whether a library's object is closed; each library has its own name for it."""
-    if raises_if_closed is not None:
-        try:
-            raises_if_closed(item)
-        except AttributeError:
-            return False
-        except Exception:  # noqa: BLE001 - each library raises an error of its own
-            return True
-    for name, if_true in _TELLS_IF_CLOSED.items():
-        value = getattr(item, name, None)
-        value = value() if callable(value) else value
-        if isinstance(value, bool | int):
-            return bool(value) is if_true
-    return type(item).__module__.startswith("h5py") and not item
