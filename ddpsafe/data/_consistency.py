@@ -26,7 +26,8 @@ from torch.utils.data import Dataset, get_worker_info
 from ddpsafe._errors import Explanation
 from ddpsafe._text import ranks_text
 from ddpsafe.data._gathering import gather_json
-from ddpsafe.data._loader.epochs import PATH_ATTRIBUTES, add_note, describe_index
+from ddpsafe.data._loader.machine_limits import add_note
+from ddpsafe.data._loader.reading import PATH_ATTRIBUTES, describe_index
 from ddpsafe.data._loader.sampler_search import find_epoch_holder
 from ddpsafe.data._loader.worker_safety import find_handles, find_unpicklable, start_method_of
 from ddpsafe.data._per_process import closing_what_opens

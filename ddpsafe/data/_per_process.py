@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, get_arg
 from torch.utils.data import get_worker_info
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._loader.epochs import add_note
+from ddpsafe.data._loader.machine_limits import add_note
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data.errors import DataConfigError
 

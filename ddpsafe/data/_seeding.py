@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._loader.epochs import FollowedDataset
+from ddpsafe.data._loader.reading import FollowedDataset
 from ddpsafe.data._replica import current_replica, has_group
 from ddpsafe.data._samplers.permutation import MASK64, derive_keys
 from ddpsafe.data.errors import DataConfigError
@@ -21,7 +21,7 @@ from ddpsafe.data.errors import DataConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ddpsafe.data._loader.epochs import SharedProgress
+    from ddpsafe.data._loader.reading import SharedProgress
 
 RngKind = Literal["torch", "numpy", "random"]
 

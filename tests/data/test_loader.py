@@ -28,7 +28,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from ddpsafe.data import DataLoader, DistributedSampler, ShardedIterable
 from ddpsafe.data._loader.build import build_loader
-from ddpsafe.data._loader.epochs import FollowedDataset, NamingDataset, SharedProgress
+from ddpsafe.data._loader.reading import FollowedDataset, NamingDataset, SharedProgress
 from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError, StateMismatchError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ Each module imports only those before it::
     equal_readers   two ranks or workers that read the same samples of a stream
     position        where a loader is: its sampler's position, saved states, or replayed reads
     sampler_search  which sampler divides the data, and which tracks the position
-    epochs          how persistent workers receive the next epoch
+    reading         how samples are read: failures are named, workers follow the epoch
     worker_safety   handles that must not cross into a worker
     worker_death    which worker died or hangs, at which index, and why
     cell            which epoch a pass reads, who set it, and how far the newest pass is

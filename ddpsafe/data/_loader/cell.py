@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._loader.epochs import epoch_targets
+from ddpsafe.data._loader.reading import epoch_targets
 from ddpsafe.data._samplers.base import AutoEpoch, check_epoch, require_int
 from ddpsafe.data.errors import DataConfigError, LateSetEpochError
 
@@ -293,6 +293,8 @@ class Cell:
         Raises:
             LateSetEpochError: ``set_epoch()`` of another epoch came after ``iter()``.
         """
+        if type(self._sampler.item.epoch) is AutoEpoch:
+            return  # in nearly all of the calls, which are as many as batches
         chosen = self._sampler.find_chosen()
         if chosen is None:
             return

@@ -17,16 +17,10 @@ from ddpsafe._errors import Explanation
 from ddpsafe.data._consistency import compare_states
 from ddpsafe.data._iterable import ShardedIterable
 from ddpsafe.data._loader.cell import Cell, Epochs, OwnEpoch
-from ddpsafe.data._loader.epochs import (
-    FollowedDataset,
-    NamingDataset,
-    SharedProgress,
-    add_note,
-    limit_notes,
-)
 from ddpsafe.data._loader.machine_limits import (
     batches_in_flight,
     check_shared_memory,
+    note_limits,
     warn_of_limits,
 )
 from ddpsafe.data._loader.position import (
@@ -35,6 +29,11 @@ from ddpsafe.data._loader.position import (
     SamplerPosition,
     TrackedIndices,
     is_stateful,
+)
+from ddpsafe.data._loader.reading import (
+    FollowedDataset,
+    NamingDataset,
+    SharedProgress,
 )
 from ddpsafe.data._loader.sampler_search import (
     check_population,
@@ -439,8 +438,7 @@ class DataLoader(OpenDataLoader[T_co]):
                 warnings.filterwarnings("ignore", message="Got pickle error when attempting")
                 return super()._made_iterator()
         except Exception as error:
-            for note in limit_notes(error):
-                add_note(error, note)
+            note_limits(error)
             # What pickle raises depends on the object, the protocol and the version of Python.
             kinds = (pickle.PicklingError, TypeError, AttributeError, ValueError)
             explanation = explain_pickling(error, parts) if isinstance(error, kinds) else None

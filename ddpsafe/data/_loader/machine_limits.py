@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import warnings
@@ -122,8 +123,14 @@ def tensor_bytes(batch: object) -> int:
     return 0
 
 
-def describe_open_files() -> str:
-    """Describe how many files this process may open, and what to do about it."""
+def note_limits(error: BaseException) -> bool:
+    """Note how many files this process may open, and return ``True``, if an error says that it had more."""
+    texts = ("Too many open files", "received 0 items of ancdata")
+    number = error.errno if isinstance(error, OSError) else None
+    # A worker's own error arrives as text, without an errno.
+    told = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    if number not in {errno.EMFILE, errno.ENFILE} and not told:
+        return False
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = Explanation(
         f"This process may open {soft} files (RLIMIT_NOFILE, hard limit {hard}).",
@@ -132,7 +139,16 @@ def describe_open_files() -> str:
         fix=f"raise the limit{_how_to_raise(soft, hard)}  or open the files once, in a PerProcess; for "
         "tensors, use torch.multiprocessing.set_sharing_strategy('file_system').",
     )
-    return str(text)
+    add_note(error, str(text))
+    return True
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Append a note to an exception without changing its type."""
+    if hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(note)
+    elif len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}",)
 
 
 def _how_to_raise(soft: int, hard: int) -> str:

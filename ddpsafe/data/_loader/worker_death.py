@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import signal
 import socket
 import threading
@@ -28,10 +27,9 @@ from ddpsafe._torch_private import (
     workers_of,
 )
 from ddpsafe._wire.exception_facts import read_last_error
-from ddpsafe.data._loader.epochs import add_note
 from ddpsafe.data._loader.machine_limits import (
     SHARED_MEMORY,
-    describe_open_files,
+    note_limits,
     shared_memory_bytes,
 )
 from ddpsafe.data._replica import current_replica
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
     from types import FrameType
 
-    from ddpsafe.data._loader.epochs import SharedProgress
+    from ddpsafe.data._loader.reading import SharedProgress
 
 
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -98,15 +96,7 @@ def explain_worker_error(
     error: Exception, iterator: object, progress: SharedProgress | None
 ) -> Exception | None:
     """Return what explains an error that a dead or timed-out worker caused; else ``None``."""
-    if isinstance(error, OSError):
-        is_short_of_files = error.errno in {errno.EMFILE, errno.ENFILE}
-    else:  # a worker's own error arrives as text, without an errno
-        texts = ("Too many open files", "received 0 items of ancdata")
-        is_short_of_files = isinstance(error, RuntimeError) and any(
-            text in str(error) for text in texts
-        )
-    if is_short_of_files:
-        add_note(error, describe_open_files())
+    if note_limits(error):
         return None
     workers = workers_of(iterator)
     kinds = (RuntimeError, OSError, EOFError)

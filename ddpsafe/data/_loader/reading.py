@@ -1,30 +1,29 @@
-"""How persistent workers receive the next epoch, and report what they are reading.
+"""How samples are read: a failing one is named, and workers follow the epoch of the main process.
 
-They hold a copy of the dataset from before the first epoch: ``dataset.set_epoch()`` in the main
-process does not reach them. A few integers in shared memory do.
+Persistent workers hold a copy of the dataset from before the first epoch: ``dataset.set_epoch()`` in
+the main process does not reach them. A few integers in shared memory do; through them, a worker also
+reports what it is reading, so that its death can be explained.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import operator
 import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.data import Subset
 
-from ddpsafe.data._loader.machine_limits import describe_open_files
+from ddpsafe.data._loader.machine_limits import add_note, note_limits
 from ddpsafe.data._loader.position import Skip
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data._samplers.base import Resumable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from ddpsafe.data._loader.position import Tracker
 
@@ -36,12 +35,10 @@ _FIRST_WORKER: Final = 2
 _NOTHING: Final = -1  # it has read nothing in this epoch
 _UNKNOWN: Final = -2
 _BATCH: Final = -3  # minus the first index, of a batch that the dataset reads with __getitems__
-_UNREAD: Final = object()
 _LARGEST_INDEX: Final = 1 << 62  # so that `_BATCH - index` fits into an int64 cell
 _SHOWN_INDICES: Final = 3
 PATH_ATTRIBUTES: Final = ("samples", "imgs", "files", "paths")
 """Where datasets list their paths, as torchvision's do."""
-_NOTES_IN_EXCEPTIONS: Final = sys.version_info >= (3, 11)
 
 
 class SharedProgress:
@@ -60,10 +57,8 @@ class SharedProgress:
 
     def announce(self, epoch: int, offset: int) -> None:
         """Publish to the workers which epoch begins, and at which offset it resumes."""
-        self.cells()[_EPOCH] = epoch
-        self.cells()[_OFFSET] = offset
-        for worker in range(len(self._cells) - _FIRST_WORKER):
-            self.cells()[_FIRST_WORKER + worker] = _NOTHING
+        self._cells.fill_(_NOTHING)
+        self.cells()[_EPOCH], self.cells()[_OFFSET] = epoch, offset
 
     def epoch(self) -> int | None:
         """Return the announced epoch; ``None`` before the first."""
@@ -73,6 +68,14 @@ class SharedProgress:
     def offset(self) -> int:
         """Return how many samples of the epoch were read before it was resumed."""
         return int(self.cells()[_OFFSET])
+
+    def report(self, worker: int, reads: int) -> None:
+        """Publish what a worker reads; it runs in the worker."""
+        self.cells()[_FIRST_WORKER + worker] = reads
+
+    def has_begun(self, worker: int) -> bool:
+        """Return whether a worker has read anything in this epoch."""
+        return int(self.cells()[_FIRST_WORKER + worker]) != _NOTHING
 
     def reading(self, worker: int) -> int | None:
         """Return the index that a worker is reading; ``None`` if it reads none or it is unknown."""
@@ -85,10 +88,6 @@ class SharedProgress:
         if value <= _BATCH:  # only the dataset knows which sample of the batch
             return f"the batch that begins with index {_BATCH - value}"
         return describe_index(dataset, value) if value >= 0 else ""
-
-    def has_begun(self, worker: int) -> bool:
-        """Return whether a worker has read anything in this epoch."""
-        return int(self.cells()[_FIRST_WORKER + worker]) != _NOTHING
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the shared tensor only."""
@@ -104,10 +103,12 @@ def epoch_targets(*items: object) -> list[Any]:
         if callable(getattr(item, "set_epoch", None)):
             targets.append(item)
             continue
-        inner = getattr(item, "dataset", None)
-        waiting.extend([inner] if inner is not None else [])
         parts = getattr(item, "datasets", None)
-        waiting.extend(parts if isinstance(parts, list | tuple) else [])
+        waiting += [
+            getattr(item, "dataset", None),
+            *(parts if isinstance(parts, list | tuple) else ()),
+        ]
+        waiting = [each for each in waiting if each is not None]
     return targets
 
 
@@ -121,6 +122,12 @@ class NamingDataset:
     def __init__(self, dataset: Any, tracker: Tracker | None = None) -> None:
         self.dataset = dataset
         self._tracker = tracker
+        inner = dataset
+        while (
+            type(inner) is Subset
+        ):  # torch's has __getitems__, and reads singly from a dataset without
+            inner = inner.dataset
+        self._reads_batches = callable(getattr(inner, "__getitems__", None))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -135,8 +142,12 @@ class NamingDataset:
         # A batch sampler may yield arrays and tensors, whose truth value raises.
         if type(indices) is list and indices and indices[0] is Skip:
             return [Skip]
-        many = getattr(self.dataset, "__getitems__", None)
-        if not many or _is_read_singly(self.dataset):
+        many, inner = getattr(self.dataset, "__getitems__", None), self.dataset
+        while (
+            type(inner) is Subset
+        ):  # torch's has it, and reads sample by sample from a dataset without
+            inner = inner.dataset
+        if not many or not callable(getattr(inner, "__getitems__", None)):
             return self._read(indices)
         try:
             return self._read_batch(many, indices)
@@ -147,18 +158,21 @@ class NamingDataset:
     def _read_batch(self, many: Callable[[Any], Any], indices: Any) -> Any:
         return many(indices)
 
-    def _read(self, indices: Iterable[Any]) -> list[Any]:
-        dataset, items, index = self.dataset, [], _UNREAD
+    def _read(self, indices: Any) -> list[Any]:
+        rest, dataset = iter(indices), self.dataset
         try:
-            for index in self._reported(indices):
-                items.append(dataset[index])
+            return [dataset[index] for index in self._reported(rest)]
         except Exception as error:
-            if index is not _UNREAD:  # else what the sampler yielded is not a batch
-                self._annotate(error, describe_index(dataset, index))
+            # How many are left tells which one it was, which costs nothing while all goes well.
+            what = "a batch"
+            with contextlib.suppress(TypeError):
+                what = describe_index(
+                    dataset, indices[len(indices) - operator.length_hint(rest) - 1]
+                )
+            self._annotate(error, what)
             raise
-        return items
 
-    def _reported(self, indices: Iterable[Any]) -> Iterable[Any]:
+    def _reported(self, indices: Iterator[Any]) -> Iterator[Any]:
         return indices
 
     def _annotate(self, error: Exception, what: str) -> None:
@@ -204,21 +218,20 @@ class FollowedDataset(NamingDataset):
 
     def __iter__(self) -> Iterator[Any]:
         self._follow()
-        self._progress.cells()[_FIRST_WORKER + self._worker] = _UNKNOWN
+        self._progress.report(self._worker, _UNKNOWN)
         if isinstance(self.dataset, Resumable):
             self.dataset.start = self._progress.offset()
         return super().__iter__()
 
     def _read_batch(self, many: Callable[[Any], Any], indices: Any) -> Any:
         self._follow()
-        cells, cell = self._progress.cells(), _FIRST_WORKER + self._worker
         first = _number_of(next(iter(indices), None)) if isinstance(indices, Sequence) else _UNKNOWN
-        cells[cell] = _BATCH - first if first >= 0 else _UNKNOWN
+        self._progress.report(self._worker, _BATCH - first if first >= 0 else _UNKNOWN)
         batch = many(indices)
-        cells[cell] = _UNKNOWN
+        self._progress.report(self._worker, _UNKNOWN)
         return batch
 
-    def _reported(self, indices: Iterable[Any]) -> Iterator[Any]:
+    def _reported(self, indices: Iterator[Any]) -> Iterator[Any]:
         self._follow()
         cells, cell = self._progress.cells(), _FIRST_WORKER + self._worker
         for index in indices:
@@ -227,8 +240,9 @@ class FollowedDataset(NamingDataset):
         cells[cell] = _UNKNOWN  # the worker collates, or waits for indices
 
     def _annotate(self, error: Exception, what: str) -> None:
-        note = f"While reading {what} in DataLoader worker {self._worker} of rank {self._rank}."
-        add_note(error, "\n".join([note, *limit_notes(error)]))
+        where = f"DataLoader worker {self._worker} of rank {self._rank}"
+        add_note(error, f"While reading {what} in {where}.")
+        note_limits(error)
 
 
 def _number_of(index: object) -> int:
@@ -238,15 +252,6 @@ def _number_of(index: object) -> int:
     except (TypeError, ValueError, RuntimeError):
         return _UNKNOWN
     return number if 0 <= number <= _LARGEST_INDEX else _UNKNOWN
-
-
-def _is_read_singly(dataset: object) -> bool:
-    """Return whether only torch's `Subset` has ``__getitems__``, and reads sample by sample."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-        if not callable(getattr(dataset, "__getitems__", None)):
-            return True
-    return False
 
 
 def _describe_batch(indices: Any) -> str:
@@ -274,18 +279,3 @@ def describe_index(dataset: object, index: object) -> str:
             if isinstance(entry, str | os.PathLike):
                 return f"index {index} ({name}[{index}] is {entry})"
     return f"index {index}"
-
-
-def limit_notes(error: Exception) -> list[str]:
-    """Return a note on the limit of open files if the error is an OSError that hit it."""
-    if not isinstance(error, OSError):
-        return []
-    return [describe_open_files()] if error.errno in {errno.EMFILE, errno.ENFILE} else []
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Append a note to an exception without changing its type."""
-    if _NOTES_IN_EXCEPTIONS:
-        error.add_note(note)  # type: ignore[attr-defined]  # since Python 3.11
-    elif len(error.args) == 1 and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]}\n{note}",)
