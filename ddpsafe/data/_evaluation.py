@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ddpsafe._errors import Explanation
+from ddpsafe.data._arguments import require_int
 from ddpsafe.data._gathering import (
     as_rows,
     decode,
@@ -23,7 +24,7 @@ from ddpsafe.data._gathering import (
 from ddpsafe.data._loader.position import SamplerPosition
 from ddpsafe.data._loader.sampler_search import find_epoch_holder
 from ddpsafe.data._replica import current_replica
-from ddpsafe.data._samplers.base import PositionSampler, require_int
+from ddpsafe.data._samplers.base import PositionSampler
 from ddpsafe.data.errors import DataConfigError, IncompleteGatherError
 
 if TYPE_CHECKING:

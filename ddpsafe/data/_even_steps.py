@@ -14,8 +14,8 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from ddpsafe._errors import Explanation
 from ddpsafe._text import ranks_text
+from ddpsafe.data._arguments import bad_arguments, require_choice
 from ddpsafe.data._replica import current_replica
-from ddpsafe.data._samplers.base import bad_arguments
 from ddpsafe.data.errors import UnevenStepsError
 
 if TYPE_CHECKING:
@@ -168,8 +168,7 @@ def even_steps(
     Raises:
         DataConfigError: The policy is unknown, or ``"join"`` without a model or with SyncBatchNorm.
     """
-    if policy not in get_args(Policy):
-        raise _bad(f"there is no policy {policy!r}", f"choose one of {get_args(Policy)}")
+    require_choice(policy, "policy", get_args(Policy))
     if policy == "join":
         modules: Callable[[], Iterable[object]] = getattr(_require_model(model), "modules", list)
         if any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules()):

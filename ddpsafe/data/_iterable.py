@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, cast, g
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._samplers.base import Resumable, bad_arguments
+from ddpsafe.data._arguments import bad_arguments, require_choice
+from ddpsafe.data._samplers.base import Resumable
 from ddpsafe.data.errors import DataWarning, UnevenStepsError
 
 if TYPE_CHECKING:
@@ -68,11 +69,8 @@ class ShardedIterable(Resumable, IterableDataset[T], Generic[T]):
         self.even: Even | None = even
         self.batch_size = batch_size
         self._num_workers = 0
-        if self.shard not in get_args(Shard) or self.even not in {*get_args(Even), None}:
-            raise _bad(
-                f"shard={self.shard!r} with even={self.even!r} is unknown",
-                f"shard is one of {get_args(Shard)}, even one of {get_args(Even)} or None",
-            )
+        require_choice(shard, "shard", get_args(Shard))
+        require_choice(even, "even", (*get_args(Even), None))
         if self.even is not None and self.shard != "batch":
             raise _bad(
                 f"even={self.even!r} needs shard='batch': a rank does not know how much others read",

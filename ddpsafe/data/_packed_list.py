@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 import torch
 
-from ddpsafe.data._samplers.base import require_int
+from ddpsafe.data._arguments import require_int
 
 T = TypeVar("T")
 

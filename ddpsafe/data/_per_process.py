@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, get_arg
 from torch.utils.data import get_worker_info
 
 from ddpsafe._errors import Explanation
+from ddpsafe.data._arguments import require_choice
 from ddpsafe.data._loader.machine_limits import add_note
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data.errors import DataConfigError
@@ -78,14 +79,7 @@ class PerProcess(Generic[T]):
                     fix="pass the function and its arguments: PerProcess(open, path, 'rb').",
                 )
             )
-        if scope not in get_args(Scope):
-            raise DataConfigError(
-                Explanation(
-                    f"There is no scope {scope!r}.",
-                    cause="the name is misspelled.",
-                    fix="choose 'process' or 'thread'.",
-                )
-            )
+        require_choice(scope, "scope", get_args(Scope))
         self._factory = factory
         self._args = args
         self._close = close

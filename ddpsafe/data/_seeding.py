@@ -6,17 +6,16 @@ import contextlib
 import copy
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from ddpsafe._errors import Explanation
+from ddpsafe.data._arguments import require_choice
 from ddpsafe.data._loader.reading import FollowedDataset
 from ddpsafe.data._replica import current_replica, has_group
 from ddpsafe.data._samplers.permutation import MASK64, derive_keys
-from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,15 +82,8 @@ def sample_rng(
     key = derive_keys(seed, epoch, index, count=1)[0]
     if kind == "numpy":
         return np.random.Generator(np.random.Philox(key=key))
-    if kind == "random":
-        return random.Random(key)  # noqa: S311 - augmentation, not secrets
-    raise DataConfigError(
-        Explanation(
-            f"kind cannot be {kind!r}.",
-            cause="the name is misspelled.",
-            fix="choose 'torch', 'numpy' or 'random'.",
-        )
-    )
+    require_choice(kind, "kind", get_args(RngKind))
+    return random.Random(key)  # noqa: S311 - augmentation, not secrets
 
 
 def derive_generator(*words: int) -> torch.Generator:

@@ -221,8 +221,8 @@ def test_fewer_files_than_ranks_is_an_error_and_than_workers_a_warning(tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"shard": "rows"}, "unknown"),
-        ({"even": "pad"}, "unknown"),
+        ({"shard": "rows"}, "shard cannot be"),
+        ({"even": "pad"}, "even cannot be"),
         ({"shard": "files"}, "go together"),
         ({"read": lines_of}, "go together"),
         ({"shard": "sample", "even": "repeat"}, "needs shard='batch'"),

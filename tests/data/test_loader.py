@@ -521,7 +521,6 @@ def test_pickled_loader_can_be_iterated() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"sampler": PlainSampler(), "batch_sampler": [[0]]}, "sampler and a batch_sampler"),
         ({"worker_safety": "maybe"}, "worker_safety cannot be"),
         ({"seed": "x"}, "seed must be a whole number"),
     ],

@@ -175,5 +175,5 @@ def test_bad_arguments_are_refused(records: str) -> None:
     """Examples are a handle instead of a function, and an unknown scope."""
     with open_raw(records) as file, pytest.raises(DataConfigError, match="a function that opens"):
         PerProcess(file)
-    with pytest.raises(DataConfigError, match="no scope 'rank'"):
+    with pytest.raises(DataConfigError, match="scope cannot be 'rank'"):
         PerProcess(open_raw, records, scope="rank")  # type: ignore[arg-type]

@@ -95,7 +95,7 @@ def test_training_stopped_on_two_ranks_continues_on_three() -> None:
 
 def test_even_steps_refuses_invalid_arguments() -> None:
     """Examples are an unknown policy, and join without a model or with SyncBatchNorm."""
-    with pytest.raises(DataConfigError, match="no policy 'max'"):
+    with pytest.raises(DataConfigError, match="policy cannot be 'max'"):
         even_steps([1], policy="max")  # type: ignore[arg-type]
     with pytest.raises(DataConfigError, match="needs the DDP model"):
         even_steps([1], policy="join")

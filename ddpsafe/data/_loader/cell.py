@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ddpsafe._errors import Explanation
+from ddpsafe.data._arguments import require_int
 from ddpsafe.data._loader.reading import epoch_targets
-from ddpsafe.data._samplers.base import AutoEpoch, check_epoch, require_int
+from ddpsafe.data._samplers.base import AutoEpoch
 from ddpsafe.data.errors import DataConfigError, LateSetEpochError
 
 if TYPE_CHECKING:
@@ -59,9 +60,10 @@ class Pass:
             DataConfigError: So many were not delivered.
         """
         used = self.batches if self.used is None else self.used
-        if batches is not None:
-            used = require_int(batches, "batches")
-        if not 0 <= used <= self.batches and batches is not None:
+        if (
+            batches is not None
+            and (used := require_int(batches, "batches", least=0)) > self.batches
+        ):
             raise DataConfigError(
                 Explanation(
                     f"batches={used}, but this iteration has delivered {self.batches}.",
@@ -271,7 +273,7 @@ class Cell:
         Raises:
             LateSetEpochError: A pass of another epoch has begun, though without a batch yet.
         """
-        check_epoch(epoch)
+        require_int(epoch, "epoch", least=0)
         begun = self._find_begun()
         if begun is None:
             self._sampler.item.set_epoch(int(epoch))

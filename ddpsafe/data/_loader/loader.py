@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
 from ddpsafe._errors import Explanation
+from ddpsafe.data._arguments import require_choice, require_int
 from ddpsafe.data._consistency import compare_states
 from ddpsafe.data._iterable import ShardedIterable
 from ddpsafe.data._loader.cell import Cell, Epochs, OwnEpoch
@@ -44,7 +45,7 @@ from ddpsafe.data._loader.torchs_loader import OpenDataLoader
 from ddpsafe.data._loader.worker_death import explain_worker_error, watch_workers
 from ddpsafe.data._loader.worker_safety import WorkerSafety, explain_pickling, refuse_unsafe_workers
 from ddpsafe.data._replica import chosen_seed, current_replica
-from ddpsafe.data._samplers.base import Resumable, require_int, warn_of_nothing_left
+from ddpsafe.data._samplers.base import Resumable, warn_of_nothing_left
 from ddpsafe.data._samplers.ordered import LocalSampler
 from ddpsafe.data._seeding import WorkerInit, derive_generator
 from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
@@ -240,22 +241,7 @@ class DataLoader(OpenDataLoader[T_co]):
         seed: int | None = None,
         worker_safety: WorkerSafety = "error",
     ) -> None:
-        if sampler is not None and batch_sampler is not None:
-            raise DataConfigError(
-                Explanation(
-                    "A sampler and a batch_sampler were given together.",
-                    cause="a batch_sampler already decides which samples are read.",
-                    fix="give one of them.",
-                )
-            )
-        if worker_safety not in get_args(WorkerSafety):
-            raise DataConfigError(
-                Explanation(
-                    f"worker_safety cannot be {worker_safety!r}.",
-                    cause="the name is misspelled.",
-                    fix=f"choose one of {', '.join(get_args(WorkerSafety))}.",
-                )
-            )
+        require_choice(worker_safety, "worker_safety", get_args(WorkerSafety))
         if pin_memory is None:
             pin_memory = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types here
         # With generator=, torch makes the sampler, so that the order is that of torch's loader.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
 from ddpsafe._errors import Explanation
+from ddpsafe.data._arguments import require_amounts, require_choice, require_int
 from ddpsafe.data._samplers.base import (
     DrawnSampler,
     digest,
-    require_int,
 )
 from ddpsafe.data._samplers.batch_plans import (
     Cost,
@@ -20,11 +20,10 @@ from ddpsafe.data._samplers.batch_plans import (
     TokenPlan,
     WindowPlan,
     bad_balance,
-    check_lengths,
     deal,
     item_costs,
 )
-from ddpsafe.data._samplers.permutation import Algorithm, check_algorithm, open_order
+from ddpsafe.data._samplers.permutation import Algorithm, open_order
 from ddpsafe.data.errors import StateMismatchError
 
 if TYPE_CHECKING:
@@ -88,10 +87,10 @@ class BalancedBatchSampler(DrawnSampler[list[int]]):
         largest_first: bool = False,
     ) -> None:
         super().__init__(num_replicas, rank, seed)
-        check_algorithm(algorithm)
-        self.batch_size = _at_least(batch_size, 1, "batch_size")
-        self.window = _at_least(window, 0, "window")
-        self.lengths = check_lengths(lengths)
+        require_choice(algorithm, "algorithm", get_args(Algorithm))
+        self.batch_size = require_int(batch_size, "batch_size", least=1)
+        self.window = require_int(window, "window", least=0)
+        self.lengths = require_amounts(lengths, "lengths", "BalancedBatchSampler")
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.algorithm: Algorithm = algorithm
@@ -248,9 +247,3 @@ class BalancedBatchSampler(DrawnSampler[list[int]]):
         super().restore(state, **options)
         if self._tokens is not None and self.finished:
             self._warn_of_dropped_batches()  # too few are left for a step, so no pass will warn
-
-
-def _at_least(value: int, least: int, name: str) -> int:
-    if require_int(value, name) < least:
-        raise bad_balance(f"{name} is {value}", f"pass {name} >= {least}")
-    return value

@@ -7,14 +7,15 @@ import itertools
 import operator
 import warnings
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 from torch.utils.data import Sampler
 
 from ddpsafe._errors import Explanation
+from ddpsafe.data._arguments import require_int
 from ddpsafe.data._replica import resolve_replica, run_seed
-from ddpsafe.data.errors import DataConfigError, DataWarning, StateMismatchError
+from ddpsafe.data.errors import DataWarning, StateMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -191,7 +192,7 @@ class Resumable:
         Raises:
             DataConfigError: It is not a whole number from 0.
         """
-        check_epoch(epoch)
+        require_int(epoch, "epoch", least=0)
         if epoch != self.epoch:
             if self._is_loaded and not (self.finished and epoch == self.epoch + 1):
                 consumed = self.write_position(self.start, finished=self.finished)["consumed"]
@@ -453,35 +454,3 @@ def warn_of_nothing_left(epoch: int) -> None:
         DataWarning,
         stacklevel=4,
     )
-
-
-def require_int(value: object, name: str) -> int:
-    """Return `value` as an int, or raise for anything that is not a whole number."""
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-        return operator.index(value)
-    raise DataConfigError(
-        Explanation(
-            f"{name} must be a whole number, not {value!r}.",
-            cause=f"{type(value).__name__} was given.",
-            fix=f"pass an int for {name}.",
-        )
-    )
-
-
-def bad_arguments(subject: str, what: str, fix: str) -> DataConfigError:
-    """Make the error for arguments of `subject` that do not fit."""
-    return DataConfigError(
-        Explanation(f"{subject}: {what}.", cause="the arguments do not fit.", fix=f"{fix}.")
-    )
-
-
-def check_epoch(epoch: int) -> None:
-    """Raise if an epoch is not a whole number from 0."""
-    if require_int(epoch, "epoch") < 0:
-        raise DataConfigError(
-            Explanation(
-                f"epoch must not be negative, but is {epoch}.",
-                cause="epochs count from 0.",
-                fix="pass the number of completed epochs.",
-            )
-        )

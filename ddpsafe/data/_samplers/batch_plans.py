@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from ddpsafe.data._samplers.base import bad_arguments
+from ddpsafe.data._arguments import bad_arguments, require_amounts, require_choice
 from ddpsafe.data._samplers.permutation import random_order
 from ddpsafe.data.errors import StateMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -54,32 +54,12 @@ def deal(costs: NDArray[np.float64], num_replicas: int, *, padded: bool) -> list
     return [np.sort(np.asarray(own, dtype=np.int64)) for own in shares]
 
 
-def check_lengths(lengths: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
-    """Return the lengths as shape (n,), float64, or raise naming the first bad one."""
-    detach = getattr(lengths, "detach", None)
-    plain = lengths if detach is None else detach().cpu().numpy()
-    values = np.asarray(plain, dtype=np.float64)
-    if values.ndim != 1 or len(values) == 0:
-        raise bad_balance(
-            f"lengths must have the shape (n,) with n >= 1, not {values.shape}",
-            "pass one length for each sample",
-        )
-    bad = np.flatnonzero(~np.isfinite(values) | (values < 0))
-    if len(bad):
-        raise bad_balance(
-            f"{len(bad)} lengths are negative or not finite, the first is "
-            f"lengths[{bad[0]}] = {values[bad[0]]}",
-            "pass finite lengths of zero or more",
-        )
-    return values
-
-
 def item_costs(lengths: NDArray[np.float64], cost: Cost) -> NDArray[np.float64]:
     """Return what each sample costs: shape (n,), float64."""
     if callable(cost):
-        return check_lengths([cost(float(length)) for length in lengths])
-    if cost not in {"sum", "padded"}:
-        raise bad_balance(f"cost cannot be {cost!r}", "choose 'sum', 'padded' or a function")
+        costs = [cost(float(length)) for length in lengths]
+        return require_amounts(costs, "costs", "BalancedBatchSampler")
+    require_choice(cost, "cost", ("sum", "padded"))
     return lengths
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from ddpsafe._errors import Explanation
-from ddpsafe.data._samplers.base import PositionSampler, require_int
+from ddpsafe.data._arguments import require_choice, require_int
+from ddpsafe.data._samplers.base import PositionSampler
 from ddpsafe.data._samplers.permutation import (
     Algorithm,
-    check_algorithm,
     open_order,
     torchs_permutation,
 )
@@ -44,18 +44,9 @@ class _OrderedSampler(PositionSampler):
         super().__init__(
             num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last, pad=pad
         )
-        check_algorithm(algorithm)
+        require_choice(algorithm, "algorithm", get_args(Algorithm))
         if not hasattr(dataset, "__len__"):
-            n = require_int(dataset, "dataset (or its length)")
-            if n < 0:
-                raise DataConfigError(
-                    Explanation(
-                        f"A dataset cannot have {n} samples.",
-                        cause="a length cannot be negative.",
-                        fix="pass the dataset or its length.",
-                    )
-                )
-            dataset = range(n)
+            dataset = range(require_int(dataset, "dataset (or its length)", least=0))
         self.dataset = dataset
         self.shuffle = shuffle
         self.algorithm: Algorithm = algorithm

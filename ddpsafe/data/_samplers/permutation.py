@@ -9,13 +9,10 @@ A Feistel network is a bijection of the b-bit numbers for any round function. Nu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 import torch
-
-from ddpsafe._errors import Explanation
-from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,18 +78,6 @@ def random_order(n: int, words: tuple[int, ...]) -> NDArray[np.int64]:
     """Return a shuffle of [0, n), shape (n,), int64, that is a function of `words` alone."""
     key = derive_keys(*words, count=1)[0]
     return np.argsort(uniform_at(np.arange(n, dtype=np.int64), key), kind="stable")
-
-
-def check_algorithm(algorithm: str) -> None:
-    """Raise if there is no such shuffle."""
-    if algorithm not in get_args(Algorithm):
-        raise DataConfigError(
-            Explanation(
-                f"There is no shuffle named {algorithm!r}.",
-                cause="the name is misspelled, or belongs to a newer ddpsafe.",
-                fix=f"choose one of {', '.join(get_args(Algorithm))}.",
-            )
-        )
 
 
 def open_order(

@@ -6,20 +6,20 @@ import functools
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import numpy as np
-import torch
 
-from ddpsafe.data._samplers.base import PositionSampler, bad_arguments, digest, require_int
+from ddpsafe.data._arguments import bad_arguments, require_amounts, require_choice, require_int
+from ddpsafe.data._samplers.base import PositionSampler, digest
 from ddpsafe.data._samplers.permutation import derive_keys, open_permutation, uniform_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from numpy.typing import NDArray
 
     from ddpsafe.data._samplers.base import Lookup
 
 WeightMode = Literal["iid", "repeat"]
-_SHOWN: Final = 3
 
 
 class WeightedSampler(PositionSampler):
@@ -63,11 +63,12 @@ class WeightedSampler(PositionSampler):
         super().__init__(
             num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last, pad=pad
         )
-        self.weights = check_weights(weights)
+        self.weights = require_amounts(weights, "weights", "WeightedSampler")
+        if not self.weights.any():
+            raise _bad("all weights are zero", "give at least one sample a weight")
         self.replacement = replacement
         self.mode: WeightMode = mode
-        if self.mode not in get_args(WeightMode):
-            raise _bad(f"mode cannot be {self.mode!r}", "choose 'iid' or 'repeat'")
+        require_choice(mode, "mode", get_args(WeightMode))
         if self.mode == "repeat" and num_samples is not None:
             raise _bad(
                 "with mode='repeat' the weights decide how many samples an epoch has",
@@ -145,27 +146,6 @@ class WeightedSampler(PositionSampler):
             counts = whole + (uniform < self.weights - whole)
             self._repeats = (epoch, np.cumsum(counts.astype(np.int64)))
         return self._repeats[1]
-
-
-def check_weights(weights: Sequence[float] | torch.Tensor | NDArray[Any]) -> NDArray[np.float64]:
-    """Return the weights as shape (n,), float64, or raise naming the first bad ones."""
-    plain = weights.detach().cpu().numpy() if isinstance(weights, torch.Tensor) else weights
-    values = np.ascontiguousarray(plain, dtype=np.float64)
-    if values.ndim != 1 or len(values) == 0:
-        raise _bad(
-            f"weights must have the shape (n,) with n >= 1, not {values.shape}",
-            "pass one weight for each sample",
-        )
-    bad = np.flatnonzero(~np.isfinite(values) | (values < 0))
-    if len(bad):
-        listed = ", ".join(f"weights[{i}] = {values[i]}" for i in bad[:_SHOWN])
-        raise _bad(
-            f"{len(bad)} weights are negative or not finite: {listed}",
-            "pass finite weights of zero or more",
-        )
-    if not values.any():
-        raise _bad("all weights are zero", "give at least one sample a weight")
-    return values
 
 
 _bad: Final = functools.partial(bad_arguments, "WeightedSampler")
