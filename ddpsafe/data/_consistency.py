@@ -5,15 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import hashlib
-import itertools
 import json
-import math
 import multiprocessing
 import os
-import pickle
 import random
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -23,9 +20,9 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, get_worker_info
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import Explanation, portable
 from ddpsafe._text import ranks_text
-from ddpsafe.data._gathering import gather_json
+from ddpsafe.data._gathering import gather_json, gather_rows
 from ddpsafe.data._loader.machine_limits import add_note
 from ddpsafe.data._loader.reading import PATH_ATTRIBUTES, describe_index
 from ddpsafe.data._loader.sampler_search import find_epoch_holder
@@ -117,24 +114,25 @@ class DatasetView:
     parts: Callable[[int], list[tuple[str, bool]]] = lambda _: []
     by_paths: bool = False
 
-    def digest(self, start: int, stop: int) -> str:
-        """Return the digest of the compared samples number `start` to `stop`."""
-        total = hashlib.blake2b(digest_size=_ITEM_DIGEST_BYTES)
-        for place in range(start, min(stop, len(self.indices))):
-            # The names of files need not be UTF-8.
-            total.update(self.item(self.indices[place]).encode("utf-8", "surrogateescape") + b"\0")
-        return total.hexdigest()
-
-    def unordered(self) -> int:
-        """Return a digest of the compared samples that does not depend on their order."""
-        return sum(int(self.digest(i, i + 1), 16) for i in range(len(self.indices))) % 2**63
+    def _samples(self) -> Iterator[bytes]:
+        # The names of files need not be UTF-8.
+        return (self.item(i).encode("utf-8", "surrogateescape") + b"\0" for i in self.indices)
 
     def fingerprint(self) -> str:
         """Return the digest of length, kind and samples: 16 bytes as hexadecimal text."""
-        total = hashlib.blake2b(digest_size=16)
-        samples_digest = self.digest(0, len(self.indices))
-        total.update(f"{self.length}|{self.kind}|{samples_digest}".encode())
-        return total.hexdigest()
+        samples = hashlib.blake2b(digest_size=_ITEM_DIGEST_BYTES)
+        for sample in self._samples():
+            samples.update(sample)
+        text = f"{self.length}|{self.kind}|{samples.hexdigest()}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def digests(self) -> torch.Tensor:
+        """Return the digest of each compared sample: shape (k, 8), uint8."""
+        digests = [
+            hashlib.blake2b(each, digest_size=_ITEM_DIGEST_BYTES) for each in self._samples()
+        ]
+        rows = np.frombuffer(b"".join(each.digest() for each in digests), dtype=np.uint8)
+        return torch.from_numpy(rows.reshape(-1, _ITEM_DIGEST_BYTES).copy())
 
 
 def views_of(
@@ -328,7 +326,6 @@ def _digest(raw: bytes) -> str:
     return hashlib.blake2b(raw, digest_size=_ITEM_DIGEST_BYTES).hexdigest()
 
 
-_CHUNKS: Final = 256  # the first gather finds the chunk with the difference, the second the item
 _SHOWN_CHARS: Final = 200
 
 
@@ -405,59 +402,61 @@ def compare_datasets(
         group: As there.
         start_method: How to start the worker that reads; ``None`` to read in this process.
     """
-    try:
-        return _compare(reading, facts, group, start_method)
-    except DatasetInconsistencyError as error:
-        # So the launcher blames a rank that differs, though all ranks raise.
-        error.origin = "own" if current_replica(group).rank in error.ranks else "mismatch"
-        raise
-
-
-def _compare(
-    reading: _Reading,
-    facts: Mapping[str, object],
-    group: ProcessGroup | None,
-    start_method: str | None,
-) -> str:
-    report, error = _examine(reading, start_method)
+    report, error = reading.report(start_method)
     report["facts"] = {name: repr(value) for name, value in facts.items()}
     reports = gather_json(report, group)
     broken = [rank for rank, report in enumerate(reports) if report["error"]]
     if len(broken) == len(reports) and error is not None:
         raise error  # all ranks failed, so the dataset itself is broken
     if broken:
-        raise DatasetInconsistencyError(
-            Explanation(
-                f"{ranks_text(broken)} of {len(reports)} could not read the dataset: "
-                f"{reports[broken[0]]['error']}.",
-                cause="a file is missing or damaged there, or the storage is not mounted there.",
-                fix="make the data readable on every host before training starts.",
-                details=[
-                    *(f"rank {rank}: {reports[rank]['error']}" for rank in broken[1:]),
-                    f"rank {broken[0]}: {reports[broken[0]]['traceback']}",
-                ],
-            ),
+        raise _inconsistent(
+            f"{ranks_text(broken)} of {len(reports)} could not read the dataset: "
+            f"{reports[broken[0]]['error']}.",
+            cause="a file is missing or damaged there, or the storage is not mounted there.",
+            fix="make the data readable on every host before training starts.",
+            details=[
+                *(f"rank {rank}: {reports[rank]['error']}" for rank in broken[1:]),
+                f"rank {broken[0]}: {reports[broken[0]]['traceback']}",
+            ],
             ranks=broken,
+            group=group,
         ) from error
     for fact in sorted({fact for report in reports for fact in report["facts"]}):
         values = [report["facts"].get(fact) for report in reports]
-        odd = _minority(values)
+        odd, usual = _minority(values)
         if odd:
-            raise DatasetInconsistencyError(
-                Explanation(
-                    f"{ranks_text(odd)} of {len(reports)} {'has' if len(odd) == 1 else 'have'} "
-                    f"another {fact}: {values[odd[0]]}, where the others have {_majority(values)}.",
-                    cause="it is computed or configured per rank.",
-                    fix=f"give every rank the same {fact}.",
-                ),
+            raise _inconsistent(
+                f"{ranks_text(odd)} of {len(reports)} {'has' if len(odd) == 1 else 'have'} "
+                f"another {fact}: {values[odd[0]]}, where the others have {values[usual]}.",
+                cause="it is computed or configured per rank.",
+                fix=f"give every rank the same {fact}.",
                 ranks=odd,
+                group=group,
             )
     for place in range(min(len(entry["views"]) for entry in reports)):
         if len({entry["views"][place]["fingerprint"] for entry in reports}) > 1:
             described = [{**entry["views"][place], "length": entry["length"]} for entry in reports]
             # The job ends here, so this process may read what a worker has read before.
-            _refuse_differing_data(reading.dataset, reading.views()[place], described, group)
+            view = reading.views()[place]
+            raise _unequal_data(reading.dataset, view, described, group)
     return str(report["views"][0]["fingerprint"])
+
+
+def _inconsistent(
+    what: str,
+    *,
+    cause: str,
+    fix: str,
+    ranks: list[int],
+    group: ProcessGroup | None,
+    details: Sequence[str] = (),
+    index: int | None = None,
+) -> DatasetInconsistencyError:
+    text = Explanation(what, cause=cause, fix=fix, details=[*details])
+    error = DatasetInconsistencyError(text, ranks=ranks, index=index)
+    # So the launcher blames a rank that differs, though all ranks raise.
+    error.origin = "own" if current_replica(group).rank in ranks else "mismatch"
+    return error
 
 
 def compare_states(state: Mapping[str, object]) -> None:
@@ -470,11 +469,9 @@ def compare_states(state: Mapping[str, object]) -> None:
     states = gather_json({key: state[key] for key in compared}, None)
     # At the end of an epoch the ranks may have read different numbers of samples.
     places = [{**place, "consumed": None} if place["finished"] else place for place in states]
-    odd = _minority([json.dumps(place, sort_keys=True) for place in places])
-    if not odd:
-        return
-    raise DatasetInconsistencyError(
-        Explanation(
+    odd, _ = _minority([json.dumps(place, sort_keys=True) for place in places])
+    if odd:
+        raise _inconsistent(
             f"{ranks_text(odd)} of {len(states)} {'is' if len(odd) == 1 else 'are'} at a different "
             "position in the data.",
             cause="ranks took different numbers of batches, or saved at different moments.",
@@ -483,30 +480,9 @@ def compare_states(state: Mapping[str, object]) -> None:
                 f"rank {rank}: " + ", ".join(f"{key} {place[key]}" for key in compared[:-1])
                 for rank, place in enumerate(states)
             ],
-        ),
-        ranks=odd,
-    )
-
-
-def _examine(
-    reading: _Reading, start_method: str | None
-) -> tuple[dict[str, Any], Exception | None]:
-    """Read what is compared; return an exception of the dataset instead of raising it."""
-    try:
-        if start_method is None or not reading.may_be_sent(start_method):
-            with closing_what_opens():
-                return reading[0]
-        loader = TorchDataLoader(
-            reading,
-            batch_size=None,
-            num_workers=1,
-            multiprocessing_context=start_method,
-            generator=torch.Generator(),  # else torch draws the worker's seed from the global one
+            ranks=odd,
+            group=None,
         )
-        report, error = next(iter(loader))
-    except Exception as raised:  # noqa: BLE001 - raised on every rank; here it would leave ranks waiting
-        return _report_of(raised), raised
-    return report, error
 
 
 class _Reading(Dataset[Any]):
@@ -530,20 +506,40 @@ class _Reading(Dataset[Any]):
                 {
                     "fingerprint": view.fingerprint(),
                     "kind": view.kind,
-                    "compared": len(view.indices),
                     "by_paths": view.by_paths,
                 }
                 for view in views
             ]
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - raised on every rank; here it would leave ranks waiting
             report = _report_of(error)
-            return report, error if get_worker_info() is None else _sendable(error, report)
+            if get_worker_info() is not None:  # pickling keeps notes, and drops the traceback
+                error = portable(error) or RuntimeError(report["error"])  # type: ignore[assignment]
+                add_note(error, report["traceback"])
+            return report, error
         return {"error": None, "length": views[0].length, "views": described}, None
 
     def views(self) -> list[DatasetView]:
         return views_of(self.dataset, probes=self._probes, key=self._key)
 
-    def may_be_sent(self, start_method: str) -> bool:
+    def report(self, start_method: str | None) -> tuple[dict[str, Any], Exception | None]:
+        """Read in a worker, or in this process; return an exception instead of raising it."""
+        try:
+            if start_method is None or not self._may_be_sent(start_method):
+                with closing_what_opens():
+                    return self[0]
+            loader = TorchDataLoader(
+                self,
+                batch_size=None,
+                num_workers=1,
+                multiprocessing_context=start_method,
+                generator=torch.Generator(),  # else torch draws the worker's seed from the global one
+            )
+            report, error = next(iter(loader))
+        except Exception as raised:  # noqa: BLE001 - as above
+            return _report_of(raised), raised
+        return report, error
+
+    def _may_be_sent(self, start_method: str) -> bool:
         """Return whether there are items for a worker to read, and it can receive the dataset as it is."""
         has_items = hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")
         # No process of `multiprocessing` that is a daemon may start another one.
@@ -562,66 +558,57 @@ def _report_of(error: Exception) -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {error}", "traceback": text}
 
 
-def _sendable(error: Exception, report: dict[str, Any]) -> Exception:
-    """Return an exception that a worker can send: pickling keeps notes, and drops the traceback."""
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301 - made in the line itself
-    except Exception:  # noqa: BLE001 - an exception of any library may raise anything
-        error = RuntimeError(report["error"])
-    add_note(error, report["traceback"])
-    return error
-
-
-def _refuse_differing_data(
+def _unequal_data(
     dataset: object, view: DatasetView, reports: list[dict[str, Any]], group: ProcessGroup | None
-) -> None:
-    odd = _minority([report["fingerprint"] for report in reports])
-    usual = next(rank for rank in range(len(reports)) if rank not in odd)
-    chunk = max(1, math.ceil(max(report["compared"] for report in reports) / _CHUNKS))
-    # Find the first compared item that differs: first its chunk, then its place in the chunk.
-    count = len(view.indices)
-    chunks = [view.digest(start, start + chunk) for start in range(0, count, chunk)]
-    number = _first_unequal(gather_json(chunks, group), odd[0], usual)
-    first = 0 if number is None else number * chunk
-    # All ranks take part in both gathers, even if the first one found no difference.
-    items = [view.digest(i, i + 1) for i in range(first, min(first + chunk, count))]
-    offset = _first_unequal(gather_json(items, group), odd[0], usual)
-    place = None if number is None or offset is None else first + offset
-    if len({report["length"] for report in reports}) > 1 and isinstance(view.indices, list):
+) -> DatasetInconsistencyError:
+    """Find the first compared sample that differs, and make the error with the advice that fits."""
+    odd, usual = _minority([report["fingerprint"] for report in reports])
+    digests = [rows.numpy() for rows in gather_rows(view.digests(), group)]
+    theirs, others = digests[usual], digests[odd[0]]
+    count = min(len(theirs), len(others))
+    unequal = np.flatnonzero((theirs[:count] != others[:count]).any(axis=1))
+    place = int(unequal[0]) if len(unequal) else None if len(theirs) == len(others) else count
+    same_length = reports[usual]["length"] == reports[odd[0]]["length"]
+    if not same_length and isinstance(view.indices, list):
         place = None  # probes of datasets of unequal length are not the same items
     index, text, parts = place, None if place is None else "nothing", None
-    if place is not None and place < count:
+    if place is not None and place < len(view.indices):
         index = view.indices[place]
-        text = view.item(index)[:_SHOWN_CHARS]
-        parts = view.parts(index)
-    facts = gather_json(
-        {
-            "text": text,
-            "parts": parts,
-            "unordered": view.unordered(),
-            "is_split": hasattr(dataset, "indices") and hasattr(dataset, "dataset"),
-        },
-        group,
+        text, parts = view.item(index)[:_SHOWN_CHARS], view.parts(index)
+    is_split = hasattr(dataset, "indices") and hasattr(dataset, "dataset")
+    facts = gather_json({"text": text, "parts": parts, "is_split": is_split}, group)
+    difference = UnequalData(
+        same_length=same_length,
+        same_samples=sorted(map(bytes, theirs)) == sorted(map(bytes, others)),
+        only_labels=has_equal_input(facts[usual]["parts"], facts[odd[0]]["parts"]),
+        is_split=facts[usual]["is_split"],
+        has_paths=reports[usual]["by_paths"],
     )
-    texts = [fact["text"] for fact in facts]
-    difference = UnequalData.of(facts[usual], facts[odd[0]], reports[usual], reports[odd[0]])
     cause, fix = next((rule.cause, rule.fix) for rule in DIFFERENCES if rule.holds(difference))
     where = "" if index is None else f" The first difference is at item {index}."
-    raise DatasetInconsistencyError(
-        Explanation(
-            f"{ranks_text(odd)} of {len(reports)} {'has' if len(odd) == 1 else 'have'} other data "
-            f"than the rest.{where}",
-            cause=cause,
-            fix=fix,
-            details=[
-                f"rank {rank}: {report['length']} samples, {report['kind']}"
-                f"{'' if texts[rank] is None else f', there: {texts[rank]}'}"
-                for rank, report in enumerate(reports)
-                if rank in {usual, *odd}
-            ],
-        ),
+    return _inconsistent(
+        f"{ranks_text(odd)} of {len(reports)} {'has' if len(odd) == 1 else 'have'} other data than "
+        f"the rest.{where}",
+        cause=cause,
+        fix=fix,
+        details=[
+            f"rank {rank}: {report['length']} samples, {report['kind']}"
+            + ("" if facts[rank]["text"] is None else f", there: {facts[rank]['text']}")
+            for rank, report in enumerate(reports)
+            if rank in {usual, *odd}
+        ],
         ranks=odd,
+        group=group,
         index=index,
+    )
+
+
+def has_equal_input(parts: Any, others: Any) -> bool:
+    """Return whether two samples have an equal input, so that only their labels differ."""
+    # An input that is a single number tells apart only where it comes first.
+    pairs = zip(parts or (), others or (), strict=False)
+    return any(
+        one == other and (place == 0 or not one[1]) for place, (one, other) in enumerate(pairs)
     )
 
 
@@ -642,28 +629,6 @@ class UnequalData:
     only_labels: bool
     is_split: bool
     has_paths: bool
-
-    @classmethod
-    def of(
-        cls,
-        facts: Mapping[str, Any],
-        other_facts: Mapping[str, Any],
-        report: Mapping[str, Any],
-        other_report: Mapping[str, Any],
-    ) -> UnequalData:
-        """Compare what two ranks have gathered."""
-        parts = list(zip(facts["parts"] or (), other_facts["parts"] or (), strict=False))
-        return cls(
-            same_length=report["length"] == other_report["length"],
-            same_samples=facts["unordered"] == other_facts["unordered"],
-            # An input that is a single number tells apart only where it comes first.
-            only_labels=any(
-                one == other and (place == 0 or not one[1])
-                for place, (one, other) in enumerate(parts)
-            ),
-            is_split=facts["is_split"],
-            has_paths=bool(report["by_paths"]),
-        )
 
 
 class _DifferenceRule(NamedTuple):
@@ -710,18 +675,10 @@ DIFFERENCES: Final = (
 """What can differ, the most certain first; the first rule that holds gives cause and advice."""
 
 
-def _first_unequal(digests: list[list[str]], odd: int, usual: int) -> int | None:
-    pairs = itertools.zip_longest(digests[odd], digests[usual])
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), None)
-
-
-def _majority(values: list[Any]) -> Any:
-    return collections.Counter(values).most_common(1)[0][0]
-
-
-def _minority(values: list[Any]) -> list[int]:
-    usual = _majority(values)
-    return [rank for rank, value in enumerate(values) if value != usual]
+def _minority(values: list[Any]) -> tuple[list[int], int]:
+    """Return the ranks with another value than most, and a rank that has the usual one."""
+    usual = collections.Counter(values).most_common(1)[0][0]
+    return [rank for rank, value in enumerate(values) if value != usual], values.index(usual)
 
 
 def loader_facts(loader: Any) -> dict[str, object]:

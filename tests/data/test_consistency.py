@@ -14,7 +14,7 @@ from data_programs import Numbers, consistency, consistency_of_pictures, refused
 
 import ddpsafe
 from ddpsafe.data import check_dataset_consistency
-from ddpsafe.data._consistency import DIFFERENCES, UnequalData, stable_text
+from ddpsafe.data._consistency import DIFFERENCES, UnequalData, has_equal_input, stable_text
 from ddpsafe.data.errors import DatasetInconsistencyError
 
 if TYPE_CHECKING:
@@ -90,18 +90,26 @@ def test_the_advice_is_about_what_differs(
     *, parts: Any, others: Any, is_split: bool, advice: str
 ) -> None:
     """Equal inputs with other labels are not a matter of the listing, nor is a split."""
-    facts = {"unordered": 1, "is_split": is_split, "parts": parts}
-    report = {"length": 5, "by_paths": False}
-    difference = UnequalData.of(facts, {**facts, "unordered": 2, "parts": others}, report, report)
+    difference = UnequalData(
+        same_length=True,
+        same_samples=False,
+        only_labels=has_equal_input(parts, others),
+        is_split=is_split,
+        has_paths=False,
+    )
     rule = next(rule for rule in DIFFERENCES if rule.holds(difference))
     assert advice in f"{rule.cause} {rule.fix}"
 
 
 def test_splits_of_other_lengths_are_not_blamed_on_their_generator() -> None:
     """A generator changes which samples a part has, and not how many."""
-    facts = {"unordered": 1, "is_split": True, "parts": None}
-    reports = [{"length": length, "by_paths": False} for length in (5, 6)]
-    difference = UnequalData.of(facts, facts, *reports)
+    difference = UnequalData(
+        same_length=False,
+        same_samples=True,
+        only_labels=False,
+        is_split=True,
+        has_paths=False,
+    )
     rule = next(rule for rule in DIFFERENCES if rule.holds(difference))
     assert "missing on a host" in rule.cause
 
