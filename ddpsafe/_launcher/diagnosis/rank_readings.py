@@ -117,7 +117,7 @@ def collect(processes: Sequence[RankProcess]) -> dict[int, RankReading]:
     Returns:
         What was read, by rank, without ranks that ended without a crash.
     """
-    # A rank that has reported how it ended is in its exit functions: where those are is no evidence.
+    # A rank that has reported how it ended runs its exit functions: where these are shows nothing.
     alive = [
         process
         for process in processes
