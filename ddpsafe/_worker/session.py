@@ -67,7 +67,7 @@ def _making_group(ranks: tuple[int, ...], keeps_number: bool) -> Iterator[None]:
 
     torch names groups by the number of the call: ranks of two such groups wait for each other, or get a
     wrong sum without an error. The rank that comes first says what it makes, and no rank waits for another.
-    Groups of one rank each meet nobody.
+    A group of one rank meets no other rank.
 
     Raises:
         ConfigError: The members differ.
