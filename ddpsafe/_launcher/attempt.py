@@ -26,7 +26,7 @@ from ddpsafe._launcher.processes import shutdown
 from ddpsafe._launcher.processes.reaper import running_reaper
 from ddpsafe._launcher.processes.start import require_room, started_processes
 from ddpsafe._launcher.processes.store_folder import open_store
-from ddpsafe._launcher.watch.console import is_shown, open_console, terminal_variables
+from ddpsafe._launcher.watch.console import drawn_streams, is_shown, open_console, tag_of
 from ddpsafe._launcher.watch.signals import Interrupted, is_order
 from ddpsafe._launcher.watch.supervisor import AttemptWatch, Peers
 from ddpsafe._logging import note_attempt
@@ -419,7 +419,15 @@ def _specs(
             name: text for name, text in os.environ.items() if name not in OWN_SECRETS
         }
     logs = {
-        world.rank: directory.logs(number, world, is_shown=is_shown(plan.console, world.rank))
+        world.rank: directory.logs(
+            number,
+            world,
+            is_shown=is_shown(plan.console, world.rank),
+            drawn=drawn_streams(plan.console, world.rank),
+            tag_columns=(
+                len(tag_of(world.rank, world.local_rank)) if plan.console == "tagged" else 0
+            ),
+        )
         for world in plan.worlds
     }
     return [
@@ -436,16 +444,7 @@ def _specs(
             device=plan.devices[world.local_rank],
             timeouts=plan.timeouts,
             style=plan.style,
-            env={
-                **terminal_variables(plan.console, world.rank, {**os.environ, **config.env}),
-                **rank_env(
-                    plan,
-                    world,
-                    store.master_port,
-                    logs[world.rank],
-                    attempt=number,
-                ),
-            },
+            env=rank_env(plan, world, store.master_port, logs[world.rank], attempt=number),
             inherited_env=launcher_environment,
             cwd=os.getcwd(),  # noqa: PTH109 - a plain string is sent to the rank
             seed=config.seed,

@@ -91,7 +91,15 @@ class RunDirectory:
         for folder in attempts:
             folder.rename(free / folder.name)
 
-    def logs(self, number: int, world: World, *, is_shown: bool) -> LogFiles:
+    def logs(
+        self,
+        number: int,
+        world: World,
+        *,
+        is_shown: bool,
+        drawn: tuple[int, ...] = (),
+        tag_columns: int = 0,
+    ) -> LogFiles:
         """Name the files of one rank in one attempt; see `LogFiles`."""
         stem = str(self._logs_below / f"attempt-{number}" / f"rank-{world.rank}")
         return LogFiles(
@@ -101,6 +109,8 @@ class RunDirectory:
             nccl=f"{stem}.nccl",
             owner_uid=self.owner_uid,
             is_shown=is_shown,
+            drawn=drawn,
+            tag_columns=tag_columns,
         )
 
     def note_tracebacks(self, outcomes: Iterable[RankOutcome]) -> None:

@@ -93,6 +93,8 @@ class LogFiles:
         owner_uid: The owner of their directory: the user of the launcher, unless the file system gives
             all files another owner.
         is_shown: Whether the console shows the rank's output.
+        drawn: The file descriptors, of 1 and 2, that it shows on a terminal, where the rank may redraw lines.
+        tag_columns: How many columns of that terminal it uses for what stands in front of the rank's lines.
     """
 
     stdout: str
@@ -101,6 +103,8 @@ class LogFiles:
     nccl: str
     owner_uid: int
     is_shown: bool
+    drawn: tuple[int, ...] = ()
+    tag_columns: int = 0
 
 
 def unreported_mark(stderr: Path | str) -> Path:

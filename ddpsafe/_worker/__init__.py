@@ -4,6 +4,7 @@
 
     entrypoint         a rank from start to exit, its reports, and the pipe from its launcher
     environment        variables, streams and device of the rank
+    terminal           the launcher's terminal, as the rank's streams show it
     session            the rank's membership in its launch
     context            `RankContext`, which the user's function receives
     collectives        reduce, gather and broadcast

@@ -417,9 +417,11 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         on_agreement=launcher_line.calls.agree,
     )
     try:
-        environment.capture_output(spec.logs, overflow)
+        terminal = environment.capture_output(spec.logs, overflow)
         stacks.follow_signal()
         environment.apply_environment(spec)
+        if terminal is not None:
+            terminal.note_environment()
         if spec.inherited_env is not None:
             environment.restore_interrupt()
         environment.use_start_method(spec.child_start_method)

@@ -17,6 +17,7 @@ from ddpsafe._wire.log_overflow import LogStream
 from ddpsafe._wire.rank_pipe import Claim, StepCounter
 from ddpsafe._wire.spec import SAFE_PATH, STACKS_SIGNAL, open_log, semaphore_prefix
 from ddpsafe._worker.rank import this_rank
+from ddpsafe._worker.terminal import TerminalStream, find_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._wire.log_overflow import LogOverflow
     from ddpsafe._wire.spec import LogFiles, RankSpec
+    from ddpsafe._worker.terminal import Terminal
 
 # The path of a socket has at most 107 characters, and its name 17: listener-xxxxxxxx.
 _LONGEST_SOCKETS_FOLDER: Final = 85
@@ -34,24 +36,34 @@ _LONGEST_SOCKETS_FOLDER: Final = 85
 _NEVER_INHERITED: Final = ("TORCHELASTIC_USE_AGENT_STORE",)
 
 
-def capture_output(logs: LogFiles, overflow: LogOverflow) -> None:
+def capture_output(logs: LogFiles, overflow: LogOverflow) -> Terminal | None:
     """Redirect file descriptors 1 and 2 to files, which also captures what C++ prints.
 
     Args:
         logs: The files.
         overflow: Takes over once the files take no more.
 
+    Returns:
+        The terminal on which the console draws the rank's output, if it does.
+
     Raises:
         PreflightError: A file cannot be opened, or the directory is not the one that the launcher made.
     """
+    terminal = find_terminal(logs)
     for fd, path in ((1, logs.stdout), (2, logs.stderr)):
         target = _open_to_append(path, logs)
         if target != fd:  # equal if the caller had closed the descriptor: open() reuses its number
             os.dup2(target, fd)
             os.close(target)
     overflow.guard()
-    sys.stdout = _line_buffered(sys.stdout, LogStream(1, overflow))
-    sys.stderr = _line_buffered(sys.stderr, LogStream(2, overflow))
+    raw = {
+        fd: LogStream(fd, overflow)
+        if terminal is None or fd not in terminal.drawn
+        else TerminalStream(fd, overflow, terminal)
+        for fd in (1, 2)
+    }
+    sys.stdout, sys.stderr = _line_buffered(sys.stdout, raw[1]), _line_buffered(sys.stderr, raw[2])
+    return terminal
 
 
 def _open_to_append(path: str, logs: LogFiles) -> int:

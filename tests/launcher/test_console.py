@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import logging
@@ -10,12 +11,13 @@ import os
 import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -272,17 +274,39 @@ class Terminal:
     """A terminal on which a script runs, and the text that it shows."""
 
     def __init__(self, arguments: list[str], *, folder: Path, env: dict[str, str]) -> None:
-        """Start ``python *arguments`` on a new terminal."""
+        """Start ``python *arguments`` on a new terminal of 120 columns."""
         self.text = ""
         self._ours, theirs = pty.openpty()
         os.set_blocking(self._ours, False)
+        self.resize(120)
         self.process = scripts.start(
             arguments,
             folder=folder,
             streams=(theirs, theirs, theirs),
-            environment={**env, "TERM": "xterm", "COLUMNS": "120"},
+            environment={
+                **{name: text for name, text in env.items() if name not in {"COLUMNS", "LINES"}},
+                "TERM": "xterm",
+            },
         )
         os.close(theirs)
+
+    def resize(self, columns: int) -> None:
+        """Make it wider or narrower."""
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("4H", 40, columns, 0, 0))
+
+    def lines(self) -> list[str]:
+        """Return the lines that it shows, as far as ddpsafe draws them: it wipes rows from the last one up."""
+        shown = [""]
+        for part in re.split(r"(\r?\n|\r\x1b\[2K|\x1b\[1A)", self.read()):
+            if part in {"\n", "\r\n"}:
+                shown.append("")
+            elif part == "\r\x1b[2K":
+                shown[-1] = ""
+            elif part == "\x1b[1A":
+                shown.pop()
+            else:
+                shown[-1] += part
+        return shown
 
     def read(self) -> str:
         """Return everything that has been shown."""
@@ -334,97 +358,190 @@ import os, sys
 import ddpsafe
 
 
-def train(ctx, gate):
-    if sys.argv[1] == "tqdm":
+def train(ctx, kind, gates):
+    name, total = f"rank {ctx.rank}", len(gates) + 2
+    if kind.startswith("tqdm"):
         from tqdm import tqdm
-        bar = tqdm(total=4, desc=f"rank {ctx.rank} trains", mininterval=0)
-        step, close, note = bar.update, bar.close, bar.write
+        options = {"dynamic_ncols": "dynamic" in kind, "mininterval": 0}
+        if "disable" in kind:
+            options["disable"] = None  # draws if the stream is a terminal
+        bars = [tqdm(total=total, desc=f"{name} trains", **options)]
+        if "nested" in kind:
+            bars.append(tqdm(total=total, desc=f"{name} loads", leave=False, **options))
+        def step():
+            for bar in bars: bar.update()
+        def close():
+            for bar in reversed(bars): bar.close()
+        note = tqdm.write
     else:
         from rich.progress import Progress
-        bar = Progress(auto_refresh=False)
-        bar.start()
-        task = bar.add_task(f"rank {ctx.rank} trains", total=4)
+        progress = Progress(auto_refresh=False)
+        progress.start()
+        bars = [progress.add_task(f"{name} {what}", total=total) for what in ("trains", "loads")]
         def step():
-            bar.advance(task)
-            bar.refresh()
-        close, note = bar.stop, bar.console.print
+            for bar in bars: progress.advance(bar)
+            progress.refresh()
+        close, note = progress.stop, progress.console.print
     step()
-    step()
-    print("NO_COLOR" in os.environ, file=sys.stderr, flush=True) if sys.argv[1] == "env" else None
-    while not os.path.exists(gate):
-        pass
-    if ctx.rank == 0:
-        note("a line between")
-    step()
+    for gate in gates:
+        while not os.path.exists(gate):
+            pass
+        note(f"{name} notes {os.path.basename(gate)}")
+        step()
     step()
     close()
+    print(name, "is done")
 
 
 if __name__ == "__main__":
     ddpsafe.launch(
-        train, (sys.argv[3],), nproc_per_node=2, console=sys.argv[2], start_method="spawn"
+        train, (sys.argv[1], sys.argv[4:]), nproc_per_node=2, console=sys.argv[2], start_method=sys.argv[3]
     )
 """
 
 
-NEEDS_RICH_14: Final = pytest.mark.skipif(
-    tuple(int(part) for part in version("rich").split(".")[:2]) < (14, 1),
-    reason="rich before 14.1 has no option for a pipe that leads to a terminal",
-)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("bar", "console", "halfway"),
-    [
-        ("tqdm", "rank-zero", r"rank 0 trains:  50%\|[^|]{12,}\|.*2/4"),
-        pytest.param("rich", "rank-zero", r"rank 0 trains .*50%", marks=NEEDS_RICH_14),
-        ("tqdm", "tagged", r"\[rank 1\] rank 1 trains:  50%\|[^|]{12,}\|.*2/4"),
-    ],
-)
-def test_a_progress_bar_is_animated_on_a_terminal(
-    tmp_path: Path, bar: str, console: str, halfway: str
-) -> None:
-    """It fits the terminal, is redrawn below printed lines, and is complete at the end."""
+@pytest.mark.full(but=["tqdm-nested-all", "rich-all"])
+@pytest.mark.parametrize("console", ["rank-zero", "all", "tagged"])
+@pytest.mark.parametrize("kind", ["tqdm", "tqdm-disable", "tqdm-nested", "rich"])
+def test_progress_bars_are_drawn_on_a_terminal(tmp_path: Path, kind: str, console: str) -> None:
+    """Each rank's stay below what is printed, take no line of another rank, and are complete at the end."""
     path = scripts.write(tmp_path, "script.py", BARS)
-    gate = tmp_path / "gate"
+    gate, end = tmp_path / "gate", tmp_path / "end"
     terminal = Terminal(
-        [str(path), bar, console, str(gate)],
+        [str(path), kind, console, "forkserver", str(gate), str(end)],
         folder=tmp_path,
         env=scripts.clean_environment(),
     )
+    ranks = [0] if console == "rank-zero" else [0, 1]
+    names = [f"rank {rank}" for rank in ranks]
+    tags = {name: f"[{name}] " if console == "tagged" else "" for name in names}
+    bars = ["trains", "loads"] if kind in {"tqdm-nested", "rich"} else ["trains"]
+
+    def rows() -> list[str]:
+        return [each for each in terminal.lines() if "%" in each]
+
+    def are_at(percent: int) -> bool:
+        expected = [f"{tags[name]}{name} {bar}" for name in names for bar in bars]
+        return len(rows()) == len(expected) and all(
+            row.startswith(start) and f"{percent}%" in row
+            for row, start in zip(rows(), expected, strict=True)
+        )
+
     try:
-        scripts.wait_until(lambda: re.search(halfway, terminal.read()), otherwise=terminal.read)
-        assert "a line between" not in terminal.text
+        scripts.wait_until(lambda: are_at(25), otherwise=terminal.read)
+        gate.touch()
+        scripts.wait_until(lambda: are_at(50), otherwise=terminal.read)
+        *_, last = [line for line in terminal.lines() if "%" not in line]
+        assert last in [f"{tags[name]}{name} notes gate" for name in names]
     finally:
         gate.touch()
+        end.touch()
         code = terminal.close()
     assert code == 0
-    after = terminal.text.partition("a line between")[2]
-    ranks = [0] if console == "rank-zero" else [0, 1]
-    for rank in ranks:
-        assert re.search(rf"rank {rank} trains.*100%", after), terminal.text
-    if console == "tagged":  # each bar once more, on a separate line
-        *_, last, end = after.split("\x1b[2K")[-1].split("\r\n")
-        assert last.startswith("[rank "), terminal.text
-        assert end == ""
-    assert terminal.text.count("\x1b[?25l") == terminal.text.count("\x1b[?25h")
+    kept = ["trains"] if kind == "tqdm-nested" else bars
+    shown = [line for line in terminal.lines() if line]
+    for name in names:
+        own = [
+            line.removeprefix(tags[name]) for line in shown if line.startswith(tags[name] + name)
+        ]
+        drawn = [line.partition("100%")[0].strip(" ━:") for line in own if "100%" in line]
+        assert drawn == [f"{name} {bar}" for bar in kept]
+        written = [line for line in own if "%" not in line]
+        assert written == [f"{name} {what}" for what in ("notes gate", "notes end", "is done")]
+        assert own[-1] == f"{name} is done"  # after the bars, on whatever stream they are
+    assert len(shown) == len(names) * (3 + len(kept))
+    assert terminal.text.count("\x1b[?25l") == terminal.text.count("\x1b[?25h") == 0
+
+
+@pytest.mark.full(but=["tqdm-dynamic-forkserver"])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("kind", ["tqdm-dynamic", "rich"])
+def test_bars_are_as_wide_as_the_terminal_is_now(tmp_path: Path, kind: str, method: str) -> None:
+    """The fork server has imported tqdm, and a terminal may be made narrower at any time."""
+    path = scripts.write(tmp_path, "script.py", BARS)
+    gate, end = tmp_path / "gate", tmp_path / "end"
+    terminal = Terminal(
+        [str(path), kind, "tagged", method, str(gate), str(end)],
+        folder=tmp_path,
+        env=scripts.clean_environment(),
+    )
+
+    def is_drawn(percent: str, width: int) -> bool:
+        widths = {len(line) for line in terminal.lines() if percent in line}
+        # tqdm leaves the last column free, and rich's bar has a width of its own.
+        return widths == {width - 1} or (kind == "rich" and max(widths, default=width + 1) <= width)
+
+    try:
+        scripts.wait_until(lambda: is_drawn("25%", 120), otherwise=terminal.read)
+        terminal.resize(50)
+        gate.touch()
+        # Whole: what does not fit is not shown, and the number is on the right of rich's bar.
+        scripts.wait_until(lambda: is_drawn("50%", 50), otherwise=terminal.read)
+    finally:
+        gate.touch()
+        end.touch()
+        code = terminal.close()
+    assert code == 0
+
+
+ASKING: Final = """
+import os, subprocess, sys
+import ddpsafe
+
+def train(ctx):
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            size = tuple(os.get_terminal_size(stream.fileno()))
+        except OSError:
+            size = None
+        print(stream.isatty(), size, file=sys.stderr)
+    child = "import sys; print(sys.stdout.isatty())"
+    print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout)
+
+if __name__ == "__main__":
+    ddpsafe.launch(train, nproc_per_node=1, console=sys.argv[1], start_method="forkserver")
+"""
 
 
 @pytest.mark.full
-def test_a_redrawn_line_is_one_line_in_a_file(tmp_path: Path) -> None:
+def test_a_rank_is_told_what_its_console_is(tmp_path: Path) -> None:
+    """Its streams are terminals only where its output is drawn on one; what it starts is not told so."""
+    path = scripts.write(tmp_path, "script.py", ASKING)
+    piped = scripts.Script([str(path), "all"], folder=tmp_path).end()
+    assert (piped.err.split("\n")[:2], piped.lines()[:1]) == (["False None"] * 2, ["False"])
+    for console, expected in (("all", "True (120, 40)"), ("tagged", "True (111, 40)")):
+        terminal = Terminal([str(path), console], folder=tmp_path, env=scripts.clean_environment())
+        assert terminal.close() == 0
+        tag = "[rank 0] " * (console == "tagged")
+        lines = terminal.lines()
+        assert lines.count(tag + expected) == 2
+        assert tag + "False" in lines
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["tqdm", "tqdm-nested"])
+def test_a_redrawn_line_is_one_line_in_a_file(tmp_path: Path, kind: str) -> None:
     """In a file, a bar that several ranks redraw often appears once per rank, in its final state."""
     path = scripts.write(tmp_path, "script.py", BARS)
     (tmp_path / "gate").touch()
     run = scripts.Script(
-        [str(path), "tqdm", "tagged", str(tmp_path / "gate")], folder=tmp_path
+        [str(path), kind, "tagged", "forkserver", str(tmp_path / "gate")], folder=tmp_path
     ).end()
     assert run.code == 0
-    for rank in (0, 1):
-        bars = [line for line in run.err.splitlines() if f"rank {rank} trains" in line]
-        assert len(bars) <= 2, run.err  # rank 0's bar is split by the line in between
-        assert bars[-1].startswith(f"[rank {rank}] rank {rank} trains: 100%"), run.err
     assert "\r" not in run.err
+    for rank in (0, 1):
+        name = f"rank {rank}"
+        (bar,) = [line for line in run.err.splitlines() if name in line]
+        assert bar.startswith(f"[{name}] {name} trains: 100%"), run.err
+        out = [line for line in run.lines() if line.startswith(f"[{name}]")]
+        assert out == [f"[{name}] {name} notes gate", f"[{name}] {name} is done"]
+
+
+def tail_of(file: Path, show: str) -> _Tail:
+    """Return what follows the log of rank 0."""
+    spec = SimpleNamespace(world=World.alone(), attempt=1)
+    process: Any = SimpleNamespace(spec=spec, rank=0, overflow={})
+    return _Tail(process, str(file), sys.stdout, name="stdout", show=show, is_alone=False)
 
 
 @pytest.mark.parametrize(
@@ -442,41 +559,40 @@ def test_a_line_is_overwritten_however_it_is_split_into_reads(
     """A carriage return may precede or follow a line, and be read with either part."""
     file = tmp_path / "out"
     file.touch()
-    worker: Any = SimpleNamespace(spec=SimpleNamespace(world=World.alone(), attempt=1), overflow={})
-    tail = _Tail(worker, str(file), sys.stdout, name="stdout", form="plain")
+    tail = tail_of(file, "all")
     found = ""
     for piece in pieces:
         with file.open("a", newline="") as log:
             log.write(piece)
-        found += tail.take(0.0, final=False)
+        tail.read(0.0, final=False)
+        found += tail.take(final=False)
     tail.close()
     assert found == f"{shown}\n"
 
 
 @pytest.mark.parametrize(
-    ("form", "steps", "shown"),
+    ("show", "steps", "shown"),
     [
-        ("plain", ["name? ", 0.1, "Ada\n"], ["", "", "name? Ada\n"]),
-        ("plain", ["name? ", 0.6, 0.6, "Ada\n"], ["", "name? ", "", "Ada\n"]),
+        ("all", ["name? ", 0.1, "Ada\n"], ["", "", "name? Ada\n"]),
+        ("all", ["name? ", 0.6, 0.6, "Ada\n"], ["", "name? ", "", "Ada\n"]),
         (
             "tagged",
             ["name? ", 0.6, "Ada\nage? ", 0.6],
             ["", "[rank 0] name? ", "Ada\n", "[rank 0] age? "],
         ),
-        ("plain", ["one", 0.6, " two", 0.6, "\n"], ["", "one", "", " two", "\n"]),
-        ("plain", ["name? ", 0.6, "\r50%"], ["", "name? ", ""]),
-        ("plain", ["name? ", 0.6, "\r50%\n"], ["", "name? ", "\n50%\n"]),
+        ("all", ["one", 0.6, " two", 0.6, "\n"], ["", "one", "", " two", "\n"]),
+        ("all", ["name? ", 0.6, "\r50%"], ["", "name? ", ""]),
+        ("all", ["name? ", 0.6, "\r50%\n"], ["", "name? ", "\n50%\n"]),
         ("json", ["name? ", 0.6], ["", ""]),
     ],
 )
 def test_a_line_that_stays_unfinished_is_shown(
-    tmp_path: Path, form: Any, steps: list[str | float], shown: list[str]
+    tmp_path: Path, show: str, steps: list[str | float], shown: list[str]
 ) -> None:
     """It is a prompt, and whoever is asked has to see it; what follows continues the line."""
     file = tmp_path / "out"
     file.touch()
-    worker: Any = SimpleNamespace(spec=SimpleNamespace(world=World.alone(), attempt=1), overflow={})
-    tail = _Tail(worker, str(file), sys.stdout, name="stdout", form=form)
+    tail = tail_of(file, show)
     found, now_s = [], 0.0
     for step in steps:
         if isinstance(step, float):
@@ -484,7 +600,8 @@ def test_a_line_that_stays_unfinished_is_shown(
         else:
             with file.open("a", newline="") as log:
                 log.write(step)
-        found.append(tail.take(now_s, final=False))
+        tail.read(now_s, final=False)
+        found.append(tail.take(final=False) + tail.take_unfinished(now_s))
     tail.close()
     assert found == shown
 

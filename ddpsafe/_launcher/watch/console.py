@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final, Literal, TextIO
 
 from ddpsafe._clock import AwakeClock, Deadline
 from ddpsafe._errors import DDPSafeError
+from ddpsafe._launcher.watch.screen import UP, WIPE_LINE, Screen, clipped, plain
 from ddpsafe._launcher.watch.signals import is_order
 from ddpsafe._launcher.watch.streams import is_terminal, write_in_pieces, write_line, write_message
 from ddpsafe._logging import (
@@ -35,12 +36,12 @@ from ddpsafe._logging import (
     json_of_record,
     json_scope,
 )
-from ddpsafe._text import ranks_text
+from ddpsafe._text import ranks_text, shortened
 from ddpsafe._wire.rank_pipe import LOGS_FULL
 from ddpsafe._wire.spec import open_log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from ddpsafe._launcher.processes.rank_process import RankProcess
     from ddpsafe._launcher.watch.signals import SignalInbox
@@ -52,11 +53,7 @@ _QUIET_TICK_S: Final = 0.3
 # The line of the start appears only after so long without output. Ranks that write are running, even
 # if their reports have not been read yet.
 _QUIET: Final = timedelta(seconds=1)
-_WIPE_LINE: Final = "\r\x1b[2K"
-_UP: Final = "\x1b[1A"
-_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
-_CODES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_MOST_ROWS: Final = 8
+_LEAST_ROWS: Final = 8
 _PLAIN_EVERY_S: Final = 30.0
 # How long a reader may pause once ranks have failed, or have stopped on request.
 _PAUSE: Final = timedelta(seconds=2)
@@ -64,7 +61,7 @@ _PAUSE: Final = timedelta(seconds=2)
 
 Form = Literal["raw", "plain", "tagged", "json"]
 """How the output of a rank is shown: unchanged, or line by line as such, with its rank, or as JSON."""
-# The output of a single rank is shown unchanged; the lines of several ranks must not be mixed up.
+# Into a file, the output of a single rank goes unchanged; the lines of several ranks must not be mixed up.
 _FORMS: Final[dict[str, Form]] = {
     "rank-zero": "raw",
     "all": "plain",
@@ -75,12 +72,14 @@ _FORMS: Final[dict[str, Form]] = {
 
 # What is read at a time. A rank may write faster than the console is read, and the rest waits in its log.
 _CHUNK_BYTES: Final = 64 << 10
-# A longer line is shown in parts.
-_LONGEST_LINE: Final = 1 << 20
 
 # With less room on the disk of the logs, programs of the ranks may fail to print.
 _LEAST_ROOM_BYTES: Final = 1 << 20
 _LOOK_AT_ROOM_S: Final = 1.0
+
+# Between these, a program such as IPython or an editor has the terminal to itself.
+_INTERACTIVE: Final = re.compile(r"\x1b\[\?(47|1047|1049|2004)([hl])")
+_INTERACTIVE_TICK_S: Final = 0.02
 
 # Longer than a pause between the parts of a line that a program writes piece by piece.
 _UNFINISHED_AFTER_S: Final = 0.5
@@ -89,70 +88,97 @@ _UNFINISHED_AFTER_S: Final = 0.5
 class _Tail:
     """Copies what is appended to a file to a stream of the launcher.
 
-    Where the output is shown line by line, a line that is redrawn again and again, such as a progress
-    bar, counts as one line: it is shown in its last form, once it has ended. Any other line that stays
-    unfinished for a moment is shown as far as it is: a debugger's prompt, or that of ``input()``.
+    Where the output is shown line by line, what is redrawn again and again, such as a progress bar, is
+    shown in its last form, once it has ended; see `Screen`. Any other line that stays unfinished for a
+    moment is shown as far as it is: a debugger's prompt, or that of ``input()``.
 
     Attributes:
-        drawn: A redrawn line that has not ended, in its current form.
         pieces: How many pieces the stream has accepted.
         given_up: Set when the rest is not to be shown.
         has_more: Whether more may be there than the last call of `take` has read.
-        hides_cursor: Whether the rank has hidden the terminal's cursor and not shown it again.
+        is_drawn: Whether its stream is a terminal, on which lines can be redrawn.
+        changed_s: When something new was last read.
+        interactive: Not empty while the rank's output is shown unchanged, as it has taken over the terminal.
+        screen: What the rank has written, where it is shown line by line.
+        rank: The rank.
     """
 
     def __init__(
-        self, process: RankProcess, path: str, stream: TextIO, *, name: str, form: Form
+        self,
+        process: RankProcess,
+        path: str,
+        stream: TextIO,
+        *,
+        name: str,
+        show: str,
+        is_alone: bool,
     ) -> None:
         self._path = Path(path)
         self._stream = stream
         self._name = name
-        self._form = form
+        self.is_drawn = is_drawn_on(stream)
+        self._form: Form = _FORMS[show]
+        if self._form == "raw" and self.is_drawn:
+            self._form = "plain"  # bars and the lines of the other stream must not be mixed up
+        self._unfinished_after_s = 0 if is_alone else _UNFINISHED_AFTER_S
         self._world = process.spec.world
+        self.rank = process.rank
         self._attempt = process.spec.attempt
         self._process = process
         self._file: FileIO | None = None
         self.has_more = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._pending = ""
-        self._pending_since_s = 0.0
-        self._shown = ""  # the beginning of `_pending` that is on the console already
+        self.screen = Screen()
+        self._ready = ""
+        self.interactive = ""
+        self.changed_s = 0.0
+        self._shown = ""  # the beginning of an unfinished line that is on the console already
         self._next_drawn_s = 0.0
-        self.drawn = ""
         self.pieces = 0
         self.given_up = threading.Event()
-        self.hides_cursor = False
 
-    def take(self, now_s: float, *, final: bool) -> str:
-        """Return the new output that is ready to be shown; on the last call also an unfinished line."""
-        new = self._decoder.decode(self._read(), final)
-        if new:
-            self._pending_since_s = now_s
-        text = self._pending + new
-        self._pending = ""
+    def read(self, now_s: float, *, final: bool) -> None:
+        """Read new output."""
+        if not (text := self._decoder.decode(self._read(), final)):
+            return
+        self.changed_s = now_s
         if self._form == "raw":
-            hides, shows = text.rfind(_HIDE_CURSOR), text.rfind(_SHOW_CURSOR)
-            if hides != shows:
-                self.hides_cursor = hides > shows
-            return text
-        *lines, rest = text.split("\n")
-        if final:
-            # Of a progress bar that was cleared, nothing is shown.
-            lines, rest = [*lines, rest] if as_drawn(rest).strip() else lines, ""
-        self.drawn = as_drawn(rest) if "\r" in rest else ""
-        self._pending = rest
-        if len(rest) > _LONGEST_LINE and not self.drawn:
-            lines, self._pending = [*lines, rest], ""
-        elif self.drawn:
-            # Keep the current form only: an epoch may redraw its bar a hundred thousand times. A carriage
-            # return at the end stays, so that what follows is drawn over it: ``print(…, end="\\r")``.
-            self._pending = f"\r{self.drawn}" + ("\r" if rest.endswith("\r") else "")
-        ready = "".join(map(self._as_line, lines))
-        is_prompt = self._form != "json" and rest and "\r" not in rest
-        if is_prompt and now_s - self._pending_since_s >= _UNFINISHED_AFTER_S:
-            ready += self._rest_of(rest)
-            self._shown = rest
-        return ready
+            self._ready += text
+            return
+        start = 0
+        for match in _INTERACTIVE.finditer(text) if self.is_drawn and "\x1b[?" in text else ():
+            code, begins = match[1], match[2] == "h"
+            if not self.interactive and begins:
+                self.screen.feed(text[start : match.start()])
+                self._ready += self._take_lines(final=True)
+                self.interactive, start = code, match.start()
+            elif self.interactive == code and not begins:
+                self._ready += text[start : match.end()]
+                self.interactive, start = "", match.end()
+        if self.interactive:
+            self._ready += text[start:]
+        else:
+            self.screen.feed(text[start:])
+
+    def take(self, *, final: bool) -> str:
+        """Return the output that is ready to be shown; on the last call also an unfinished line."""
+        ready, self._ready = self._ready, ""
+        return ready + self._take_lines(final=final)
+
+    def _take_lines(self, *, final: bool) -> str:
+        return "".join(map(self._as_line, self.screen.take_lines(final=final)))
+
+    def take_unfinished(self, now_s: float) -> str:
+        """Return the beginning of a line that stays unfinished, as far as it is not shown yet."""
+        line = "" if self._form in {"raw", "json"} else self.screen.unfinished
+        if not line or now_s - self.changed_s < self._unfinished_after_s:
+            return ""
+        rest, self._shown = self._rest_of(line), line
+        return rest
+
+    def redraws(self, now_s: float) -> bool:
+        """Return whether it has redrawn something a moment ago."""
+        return self.screen.is_redrawn and now_s - self.changed_s < _UNFINISHED_AFTER_S
 
     def end_line(self) -> None:
         """End an unfinished line that is shown, as other output follows."""
@@ -164,7 +190,15 @@ class _Tail:
         """Show an unfinished line again in a moment, below the output that has followed it."""
         if self._shown:
             self._shown = ""
-            self._pending_since_s = time.monotonic()
+            self.changed_s = time.monotonic()
+
+    def takes_back_line(self) -> bool:
+        """Wipe an unfinished line that is shown, if the rank has begun to redraw it; return whether it has."""
+        takes_back = bool(self._shown) and self.is_drawn and self.screen.is_redrawn
+        if takes_back:
+            self.show(WIPE_LINE)
+            self._shown = ""
+        return takes_back
 
     def shares_console(self, other: _Tail) -> bool:
         """Return whether the output of both appears in one place."""
@@ -172,18 +206,26 @@ class _Tail:
         return one is two or (is_terminal(one) and is_terminal(two))
 
     def take_drawn(self, now_s: float) -> str:
-        """Return a line that is being redrawn, every `_PLAIN_EVERY_S`, for a stream without rows."""
-        if not self.drawn.strip():
+        """Return what is being redrawn, every `_PLAIN_EVERY_S`, for a stream without rows."""
+        if not (rows := self._drawn()):
             self._next_drawn_s = now_s + _PLAIN_EVERY_S
             return ""
         if now_s < self._next_drawn_s:
             return ""
         self._next_drawn_s = now_s + _PLAIN_EVERY_S
-        return self._as_line(self.drawn)
+        return "".join(map(self._as_line, rows))
 
-    def as_row(self) -> str:
-        """Return the line that is being redrawn, as a row at the bottom of the terminal."""
-        return self._tag() + _CODES.sub("", self.drawn) if self.drawn.strip() else ""
+    def rows(self, columns: int) -> list[str]:
+        """Return what is being redrawn, as rows at the bottom of the terminal."""
+        return [clipped(self._tag() + row, columns) for row in self._drawn()]
+
+    def _drawn(self) -> list[str]:
+        if not self.screen.is_redrawn:
+            return []
+        rows = self.screen.rows
+        while rows and not rows[-1].strip():
+            rows.pop()
+        return rows
 
     def show(self, text: str) -> None:
         """Write the text, until the reader is given up."""
@@ -205,7 +247,6 @@ class _Tail:
         return rest if line.startswith(self._shown) else f"\n{self._tag()}{line}"
 
     def _as_line(self, line: str) -> str:
-        line = as_drawn(line)
         if self._form != "json":
             text, self._shown = self._rest_of(line), ""
             return f"{text}\n"
@@ -246,11 +287,6 @@ def _is_nearly_full(log: str) -> bool:
     return disk.f_blocks > 0 and blocks * disk.f_frsize < _LEAST_ROOM_BYTES
 
 
-def as_drawn(line: str) -> str:
-    """Return what a terminal shows of a line with carriage returns, roughly: what was drawn last."""
-    return line.rstrip("\r").rpartition("\r")[2]
-
-
 class Console:
     """Shows the output of one attempt's ranks."""
 
@@ -281,7 +317,9 @@ class Console:
         # The level of ddpsafe's logger silences the line of the start, too.
         self._is_silent = show == "none" or not logger.isEnabledFor(logging.WARNING)
         self._is_json = show == "json"
-        self._has_rows = is_drawn_on(sys.stderr) and not self._is_json
+        # Where it shows rows below the output.
+        drawn = (stream for stream in (sys.stderr, sys.stdout) if is_drawn_on(stream))
+        self._terminal = None if self._is_json else next(drawn, None)
         self._rows: list[str] = []
         self._next_look_s = 0.0
         self._told_full: set[int] = set()
@@ -289,16 +327,16 @@ class Console:
         self._is_closed_lock = threading.Lock()
         self._is_closed = False
         self._tails: list[_Tail] = []
-        for process in processes:
-            if not process.spec.logs.is_shown:
-                continue
+        shown = [process for process in processes if process.spec.logs.is_shown]
+        for process in shown:
             logs = process.spec.logs
             for path, stream, name in (
                 (logs.stdout, sys.stdout, "stdout"),
                 (logs.stderr, sys.stderr, "stderr"),
             ):
                 if stream is not None:  # a service may have none
-                    tail = _Tail(process, path, stream, name=name, form=_FORMS[show])
+                    is_alone = len(shown) == 1
+                    tail = _Tail(process, path, stream, name=name, show=show, is_alone=is_alone)
                     self._tails.append(tail)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpsafe-console", daemon=True)
@@ -358,8 +396,6 @@ class Console:
             self._refresh()
         self._refresh(final=True)
         for tail in self._tails:
-            if tail.hides_cursor:  # the rank ended before it showed the cursor again
-                tail.show(_SHOW_CURSOR)
             tail.close()
 
     def _look_at_room(self) -> None:
@@ -387,35 +423,43 @@ class Console:
     def _pause_s(self) -> float:
         if self._has_more():
             return 0
+        if any(tail.interactive for tail in self._tails):
+            return _INTERACTIVE_TICK_S
         return _QUIET_TICK_S if self._quiet.expired() else _TICK_S
 
     def _refresh(self, *, final: bool = False) -> None:
         """Copy new output; keep redrawn lines, and the line of the start, as rows below it."""
         now_s = time.monotonic()
-        news = [(tail, text) for tail in self._tails if (text := tail.take(now_s, final=final))]
+        news = self._take_news(now_s, final=final)
+        # While a rank redraws a bar, it does not wait for an answer.
+        redrawing = {tail.rank for tail in self._tails if tail.redraws(now_s)}
+        news += [
+            (tail, text)
+            for tail in self._tails
+            if tail.rank not in redrawing and (text := tail.take_unfinished(now_s))
+        ]
         messages = self._take_messages()
-        rows = [row for tail in self._tails if (row := tail.as_row())] if not final else []
-        if not self._has_rows:
-            news += [(tail, text) for tail in self._tails if (text := tail.take_drawn(now_s))]
+        news += [
+            (tail, text)
+            for tail in self._tails
+            if not tail.is_drawn and (text := tail.take_drawn(now_s))
+        ]
+        rows = [] if final else self._rows_of_ranks()
         starting = not final and not all(process.joined for process in self._processes)
-        if news:
+        if news or rows:
             self._quiet = Deadline.after(_QUIET)
         elif starting and not self._is_silent and self._quiet.expired() and sys.stderr is not None:
             rows += self._starting_row()
-        if self._has_rows:
-            columns, lines = _size()
-            rows = [row[: columns - 1] for row in rows[: min(_MOST_ROWS, lines - 1)]]
-        else:
-            rows = []
-        if news or messages or rows != self._rows:
+        drawn = ""
+        if self._rows and (news or messages or rows != self._rows):
             # Wipe the rows, from the last one up: the cursor is at its end.
-            if self._rows:
-                list(
-                    write_in_pieces(
-                        sys.stderr, _WIPE_LINE + (_UP + _WIPE_LINE) * (len(self._rows) - 1)
-                    )
-                )
+            drawn = WIPE_LINE + (UP + WIPE_LINE) * (len(self._rows) - 1)
             self._rows = []
+        if news or messages:
+            self._draw(drawn)
+            drawn = ""
+        if self._is_mid_line and self._last is not None and self._last.takes_back_line():
+            self._is_mid_line = False
         for tail, text in news:
             if (
                 self._last is not None
@@ -424,8 +468,9 @@ class Console:
             ):
                 self._last.end_line()
             tail.show(text)
-            self._last = tail
-            self._is_mid_line = not text.endswith("\n")
+            if tail.is_drawn or self._terminal is None:
+                self._last = tail
+                self._is_mid_line = not plain(text).endswith("\n")
         for text in messages:
             ends_line = "\n" if self._is_mid_line else ""
             self._is_mid_line = False
@@ -434,7 +479,38 @@ class Console:
                 self._last.repeat_line()
         if rows != self._rows and not self._is_mid_line:
             self._rows = rows
-            list(write_in_pieces(sys.stderr, "\n".join(rows)))
+            drawn += "\n".join(rows)  # in one piece with the wiping: nothing flickers
+        self._draw(drawn)
+
+    def _draw(self, text: str) -> None:
+        if self._terminal is not None and text:
+            list(write_in_pieces(self._terminal, text))
+
+    def _take_news(self, now_s: float, *, final: bool) -> list[tuple[_Tail, str]]:
+        """Read new output; return what is ready, bars that have ended before what was printed after them."""
+        for tail in self._tails:
+            tail.read(now_s, final=final)
+        bars: list[tuple[_Tail, str]] = []
+        news: list[tuple[_Tail, str]] = []
+        holding: set[int] = set()
+        for tail in reversed(self._tails):  # stderr, where most bars are, before stdout
+            if tail.rank in holding and not final:
+                continue
+            text = tail.take(final=final)
+            if tail.screen.holds_line:
+                holding.add(tail.rank)
+            if text:
+                (bars if tail.screen.has_ended_redraw else news).append((tail, text))
+        return [*reversed(bars), *reversed(news)]
+
+    def _rows_of_ranks(self) -> list[str]:
+        """Return what ranks redraw, as far as the terminal has room for it."""
+        if self._terminal is None:
+            return []
+        columns, lines = _size(self._terminal)
+        rows = [row for tail in self._tails if tail.is_drawn for row in tail.rows(columns)]
+        most = max(1, min(max(_LEAST_ROWS, lines // 2), lines - 2))
+        return shortened(rows, most - 1) if len(rows) > most else rows
 
     def _take_messages(self) -> list[str]:
         messages: list[str] = []
@@ -451,8 +527,9 @@ class Console:
         late = [w.rank for w in self._processes if w.phase in ("starting", "loading")]
         what = f"waiting for {ranks_text(late)}" if late else "connecting them"
         line = f"{total - len(late)} of {total} ranks have joined, {what} ({elapsed_s:.0f} s)"
-        if self._has_rows:
-            return [f"ddpsafe: {line}"]
+        if self._terminal is not None:
+            columns, _ = _size(self._terminal)
+            return [clipped(f"ddpsafe: {line}", columns)]
         if elapsed_s >= self._next_line_s:
             self._next_line_s += _PLAIN_EVERY_S
             fields = replace(current_fields(), attempt=self._processes[0].spec.attempt)
@@ -485,35 +562,25 @@ def is_drawn_on(stream: TextIO | None) -> bool:
     return is_terminal(stream)
 
 
-def terminal_variables(show: str, rank: int, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make a rank's progress bars fit the terminal.
-
-    A rank writes to a file, so rich would show no bar, and tqdm one of ten characters.
+def drawn_streams(show: str, rank: int) -> tuple[int, ...]:
+    """Return the file descriptors, of 1 and 2, whose output a rank may redraw, as the console shows it so.
 
     Args:
         show: ``rank-zero``, ``all``, ``tagged``, ``json`` or ``none``.
         rank: The rank.
-        given: Variables that the rank has in any case; they take precedence.
     """
     if show == "json" or not is_shown(show, rank):
-        return {}
-    if not (is_drawn_on(sys.stdout) and is_drawn_on(sys.stderr)):
-        return {}
-    columns, _ = _size()
-    tag = len(tag_of(rank, rank)) if show == "tagged" else 0
-    width = str(max(20, columns - tag - 1))
-    # tqdm asks the file for its width; it reads this variable, as its default, when it is imported.
-    variables = {"COLUMNS": width, "TQDM_NCOLS": given.get("COLUMNS", width)}
-    if show == "rank-zero":
-        # For rich since 14.1. With several ranks, lines are shown and not what each of them draws.
-        variables |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1"}
-    return {name: text for name, text in variables.items() if name not in given}
+        return ()
+    return tuple(fd for fd, stream in ((1, sys.stdout), (2, sys.stderr)) if is_drawn_on(stream))
 
 
-def _size() -> tuple[int, int]:
-    """Return the terminal's columns and lines, 80 and 24 if unknown."""
-    columns, lines = shutil.get_terminal_size()
-    return columns or 80, lines or 24  # Python 3.10 returns the 0 of a terminal without a size
+def _size(stream: TextIO) -> tuple[int, int]:
+    """Return a terminal's columns and lines; without any, what the environment says, else 80 and 24."""
+    columns, lines = 0, 0
+    with contextlib.suppress(Exception):  # closed, or an object of the program's own
+        columns, lines = os.get_terminal_size(stream.fileno())
+    fallback = shutil.get_terminal_size()
+    return columns or fallback.columns or 80, lines or fallback.lines or 24
 
 
 @contextlib.contextmanager
