@@ -94,6 +94,7 @@ class RankGroup:
         name: The same for all ranks of the group, and new on that line.
         world: This rank's place.
         ranks: All of the group, the ranks of a node or of the job. The first of them leads.
+        first: The number of the first exchange, if earlier groups of that name had some.
         sends_beats: Whether ranks on other hosts can be found lost by their silence; see `PeerWatch`.
         error_type: What the other ranks raise for an exception that is not ddpsafe's.
         waiting: Encloses a wait for the leader's answer.
@@ -101,6 +102,7 @@ class RankGroup:
     Attributes:
         rank: This rank.
         ranks: All of the group.
+        about: What follows its calls in the text of a wait, to tell them from those of another group.
         read_keys: Keys that the leader has written or read, to be removed once all ranks are in the
             next exchange.
     """
@@ -112,6 +114,7 @@ class RankGroup:
         world: World,
         ranks: Sequence[int],
         *,
+        first: int = 0,
         sends_beats: bool = False,
         error_type: type[DDPSafeError] = DDPSafeError,
         waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
@@ -120,12 +123,13 @@ class RankGroup:
         self.control = control if len(ranks) > 1 else None
         self.rank = world.rank
         self.ranks = ranks
+        self.about = ""
         self.read_keys: list[str] = []
         self.waiting = waiting
         self._world = world
         self._error_type = error_type
         self._name = name
-        self._exchanges = itertools.count()
+        self._exchanges = itertools.count(first)
         self._peers = None
         # In a group that a script has made, where a launcher numbers ranks across the nodes, those of this
         # node are not known.
@@ -158,7 +162,7 @@ class RankGroup:
 
     def begin(self, call: str) -> Exchange:
         """Begin the next exchange. Every rank must begin the same ones in the same order."""
-        return Exchange(self, f"{self._name}/{next(self._exchanges)}", call)
+        return Exchange(self, self._name, next(self._exchanges), call)
 
     def find_lost(
         self, ranks: Collection[int], has_sent: Callable[[int], bool]
@@ -219,10 +223,11 @@ class RankGroup:
 class Exchange:
     """All ranks send the leader a message, and the leader sends all of them one answer."""
 
-    def __init__(self, group: RankGroup, name: str, call: str) -> None:
+    def __init__(self, group: RankGroup, name: str, index: int, call: str) -> None:
         """Begin; see `RankGroup.begin`."""
         self._group = group
-        self._name = name
+        self._name = f"{name}/{index}"
+        self._sent, self._answered, self._number = f"{name}/sent", f"{name}/answer", index + 1
         self._call = call
         self._mine: Message | None = None
         self._sends = False
@@ -231,6 +236,8 @@ class Exchange:
         """Send this rank's message to the leader without waiting."""
         group, message = self._group, replace(message, call=self._call)
         self._sends = True
+        if group.control is not None:
+            group.control.waits.do(self._sent, self._number)
         if group.leads:
             self._mine = message
         if group.control is not None:
@@ -291,15 +298,16 @@ class Exchange:
         messages = {} if self._mine is None else {group.rank: self._mine}
         missing = list(group.ranks[1:])
         lost = ""
-        while missing:
-            raw, peer = self._wait(self._key(missing[0]), missing, deadline, self._has_sent)
-            if peer is not None:
-                missing, lost = [peer[0]], peer[1]
-                break
-            if raw is None:
-                missing = [rank for rank in missing if not self._has_sent(rank)]
-                break
-            messages[missing.pop(0)] = Message.loads(raw)
+        with self._waiting(self._sent, missing):
+            while missing:
+                raw, peer = self._wait(self._key(missing[0]), missing, deadline, self._has_sent)
+                if peer is not None:
+                    missing, lost = [peer[0]], peer[1]
+                    break
+                if raw is None:
+                    missing = [rank for rank in missing if not self._has_sent(rank)]
+                    break
+                messages[missing.pop(0)] = Message.loads(raw)
         if not missing:  # all ranks are in this exchange, so no rank reads earlier ones any longer
             group.drop_read_keys()
         group.read_keys += [self._key(rank) for rank in messages]
@@ -311,6 +319,14 @@ class Exchange:
             self._require_same_call(rank, message)
         return messages
 
+    def _waiting(self, key: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
+        """Return what encloses a wait until these ranks have done that in this exchange."""
+        control = self._group.control
+        if control is None:
+            return contextlib.nullcontext()
+        text = f"{self._call}{self._group.about}"
+        return control.waits.inside(key, self._number, text, ranks)
+
     def announce(
         self, answer: dict[str, Any] | None = None, *, error: BaseException | None = None
     ) -> None:
@@ -318,6 +334,7 @@ class Exchange:
         group = self._group
         if group.control is None:
             return
+        group.control.waits.do(self._answered, self._number)
         failure = None if error is None else group.failure_of(error)
         message = Message(facts=answer or {}, failure=failure, call=self._call)
         # Where the store has ended with rank 0, the others notice that themselves; the error counts here.
@@ -345,7 +362,7 @@ class Exchange:
         group = self._group
         control = group.control
         assert control is not None  # noqa: S101 - a rank that does not lead has a leader
-        with group.waiting():
+        with group.waiting(), self._waiting(self._answered, (group.leader,)):
             try:
                 raw, lost = self._wait(
                     self._answer,

@@ -6,7 +6,9 @@ once which ranks have arrived, and every rank can read it.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -14,7 +16,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ddpsafe._clock import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from ddpsafe._errors import Origin
     from ddpsafe._job.store_keys import Keys
@@ -40,6 +43,81 @@ class Departure(NamedTuple):
     is_failure: bool = True
 
 
+class StoreWait(NamedTuple):
+    """A wait of a thread for what other ranks do in one call.
+
+    Attributes:
+        key: What they do, equal on all ranks; see `Waits.done`.
+        number: How often they have done it once the wait ends.
+        text: The call, for messages.
+        ranks: For whom it waits. At a barrier that is every rank, this one too: each may give up for all.
+        since_ns: When it began (monotonic), which makes it different from every other wait of this rank.
+        entered_ns: The same on the wall clock.
+    """
+
+    key: str
+    number: int
+    text: str
+    ranks: tuple[int, ...]
+    since_ns: int
+    entered_ns: int
+
+
+class Waits:
+    """What this rank does for others that wait in the store, and in which such waits its threads are.
+
+    The launcher puts both in one graph with the waits in collectives, which finds ranks that wait for
+    each other. `done` counts before the others can notice it, so that a rank never looks awaited for what
+    it has done.
+
+    Attributes:
+        done: How often this rank has done what others wait for, by key.
+        now: The wait that each thread is in, by the thread's ident.
+        callers: The idents of the threads that have taken part in any of it.
+        on_change: Called when the main thread begins a wait, with the time (monotonic), and with 0 at its end.
+    """
+
+    _MAX_KEYS: Final = 1_000  # a script may name a barrier after its step
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.done: dict[str, int] = {}
+        self.now: dict[int, StoreWait] = {}
+        self.callers: set[int] = set()
+        self.on_change: Callable[[int], object] = lambda _: None
+
+    @property
+    def known(self) -> dict[str, int] | None:
+        """What this rank has done; ``None`` if that is too much to be sent."""
+        return dict(self.done) if len(self.done) <= self._MAX_KEYS else None
+
+    def do(self, key: str, number: int) -> None:
+        """Note that this rank now does what others wait for."""
+        self.callers.add(threading.get_ident())
+        self.done[key] = max(number, self.done.get(key, 0))
+
+    @contextlib.contextmanager
+    def inside(self, key: str, number: int, text: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Enclose a wait of this thread until all these ranks have done that so often."""
+        thread = threading.get_ident()
+        self.callers.add(thread)
+        outer = self.now.get(thread)  # a signal handler may wait while the main thread does
+        began_ns = time.monotonic_ns(), time.time_ns()
+        self._note(thread, StoreWait(key, number, text, tuple(ranks), *began_ns))
+        try:
+            yield
+        finally:
+            self._note(thread, outer)
+
+    def _note(self, thread: int, wait: StoreWait | None) -> None:
+        if wait is None:
+            self.now.pop(thread, None)
+        else:
+            self.now[thread] = wait
+        if thread == threading.main_thread().ident:
+            self.on_change(0 if wait is None else wait.since_ns)
+
+
 class Control:
     """One rank's barriers and messages through the store.
 
@@ -47,6 +125,7 @@ class Control:
         store: The store, also for keys that are not `Control`'s.
         has_introduced_itself: Whether the others can know which process this rank is; see `PeerWatch`.
         failed_peer: The rank that had failed when the last barrier (`is_last`) ended, if known.
+        waits: What other ranks wait for, and what this one waits for.
 
     Args:
         store: A store connection that nothing else uses: a client serialises its calls, so a long
@@ -67,14 +146,19 @@ class Control:
         self._uses: dict[str, int] = {}
         self.has_introduced_itself = False
         self.failed_peer: Departure | None = None
+        self.waits = Waits()
 
-    def barrier(self, name: str, *, deadline: Deadline, is_last: bool = False) -> list[int]:
+    def barrier(
+        self, name: str, *, deadline: Deadline, is_last: bool = False, text: str = ""
+    ) -> list[int]:
         """Wait until every rank has reached the barrier of that name.
 
         Args:
             name: Name of the barrier; every use of it is a new barrier.
             deadline: When to stop waiting.
             is_last: Whether ranks may exit right after it.
+            text: The call, if a wait in it is one for all ranks, without a limit that the caller has set
+                for it alone.
 
         Returns:
             The ranks that did not arrive in time, the same list on every rank.
@@ -88,11 +172,15 @@ class Control:
             # others may finish their work.
             ends = [result] if is_last else [result, _DEPARTED]
             departed: Departure | None = None
-            # Again if what was found is gone: the store was removed, and its ranks put back their keys.
-            while self.wait_for(*ends, deadline=deadline) and not self.is_set(result):
-                departed = None if is_last else self.departure()
-                if departed is not None:
-                    break
+            enclosing: AbstractContextManager[None] = contextlib.nullcontext()
+            if text:
+                enclosing = self.waits.inside(name, self._uses[name], text, ranks)
+            with enclosing:
+                # Again if what was found is gone: the store was removed, and its ranks put back their keys.
+                while self.wait_for(*ends, deadline=deadline) and not self.is_set(result):
+                    departed = None if is_last else self.departure()
+                    if departed is not None:
+                        break
             if not self.is_set(result):
                 if departed is None:
                     absent = [rank for rank in ranks if not self._has_arrived(barrier, rank)]
@@ -123,6 +211,7 @@ class Control:
     def arrive(self, name: str) -> str:
         """Arrive at a barrier without waiting for the others; return its name in the store."""
         barrier = f"control/{self.next_use(name)}"
+        self.waits.do(name, self._uses[name])
         self.store.set(f"{barrier}/{self._rank}", "here")
         if self.store.check([f"{barrier}/{rank}" for rank in range(self._world_size)]):
             # A list that a rank set when it gave up stays: all ranks must read the same one.

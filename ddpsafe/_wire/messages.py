@@ -137,6 +137,16 @@ other ranks. A collective of gloo is ``started`` as soon as it is entered."""
 UNKNOWN_COLLECTIVE: Final = "nccl:collective"
 """The name of a collective that is known only from NCCL's counters, which have no names."""
 
+OWN_WAIT: Final = "ddpsafe"
+"""The backend in the name of a wait of ddpsafe's own, which is in one graph with the collectives."""
+
+CHECKPOINTS: Final = "checkpoint"
+"""The beginning of the `Collective.group` of such a wait in a method of `Checkpointer`."""
+
+DDP_FORWARD: Final = "the forward of the DDP model"
+DDP_EVALUATION: Final = f"{DDP_FORWARD}, which is in eval() mode"
+"""The `Collective.caller` where DDP copies buffers."""
+
 MAIN_GROUP: Final = "default_pg"
 """What torch calls the group of all ranks."""
 
@@ -160,6 +170,8 @@ class Collective:
         timeout_s: Its timeout; 0 if unknown.
         thread_id: The thread of the rank that entered it; 0 if unknown.
         root: The source or destination that the rank named, in the group of all ranks; ``None`` if unknown.
+        caller: What has called it in torch or ddpsafe, such as `DDP_FORWARD`, if that is known.
+        thread: The name and the line of the thread that entered it; empty for the main thread, or if unknown.
     """
 
     group: str
@@ -172,6 +184,8 @@ class Collective:
     timeout_s: float = 0.0
     thread_id: int = 0
     root: int | None = None
+    caller: str = field(default="", compare=False)
+    thread: str = field(default="", compare=False)
 
     @property
     def done(self) -> bool:
@@ -195,6 +209,11 @@ class Collective:
         return self.name.startswith("nccl:")
 
     @property
+    def is_own_wait(self) -> bool:
+        """Whether it is a wait in ddpsafe's store, such as a barrier or a save, and no collective."""
+        return self.name.startswith(f"{OWN_WAIT}:")
+
+    @property
     def is_of_watchdog(self) -> bool:
         """Whether the name is from NCCL's watchdog, which writes ALLREDUCE, not all_reduce."""
         return self.name.partition(":")[2].isupper()
@@ -210,11 +229,16 @@ class Collective:
 
     def __str__(self) -> str:
         """Return its name, number, group and shapes for a message."""
+        origin = ", ".join(filter(None, (self.caller and f"in {self.caller}", self.thread)))
+        by = f" ({origin})" if origin else ""
+        if self.is_own_wait:
+            return f"{self.name.partition(':')[2]}{by}"
         shapes = self.sizes[1:-1]  # without the outer brackets
         of = f" of shape{'s' * (shapes.count('[') > 1)} {shapes}" if shapes else ""
         group = "" if self.group == MAIN_GROUP else f" of group {self.group!r}"
         root = "" if self.root is None else f" with rank {self.root} as its root"
-        return f"{self.name.partition(':')[2] or self.name} number {self.number}{group}{of}{root}"
+        name = self.name.partition(":")[2] or self.name
+        return f"{name} number {self.number}{group}{of}{root}{by}"
 
 
 Arrival: TypeAlias = tuple[int, int]
@@ -231,12 +255,17 @@ class Position:
             which the program continues.
         point_to_point: Which send or receive the main thread is in.
         arrivals: When it entered the last collectives of the group of all ranks.
+        done: How often it has done what other ranks wait for in ddpsafe's store, by the `Collective.group` of
+            such a wait; ``None`` if unknown.
+        in_store: The wait of ddpsafe's own that the main thread is in, such as a barrier; ``None`` outside of one.
     """
 
     collectives: tuple[Collective, ...]
     handling: str = ""
     point_to_point: PointToPoint | None = None
     arrivals: tuple[Arrival, ...] = field(default=(), compare=False, repr=False)
+    done: Mapping[str, int] | None = field(default=None, repr=False)
+    in_store: Collective | None = None
 
     def in_group(self, group: str) -> Collective | None:
         """Return the last collective in that group."""
@@ -258,7 +287,7 @@ class Position:
     def newest(self) -> Collective | None:
         """Return the collective that the rank is in, or the last that it entered, in any group.
 
-        If the GPU waits in collectives, that is the oldest of these.
+        If the GPU waits in collectives, that is the oldest of these. A wait of ddpsafe's own is one, too.
         """
         groups = {call.group for call in self.collectives}
         waiting = [
@@ -268,6 +297,8 @@ class Position:
         ]
         if waiting:
             return min(waiting, key=lambda call: (call.entered_ns, call.group != MAIN_GROUP))
+        if self.in_store is not None:
+            return self.in_store
         # Old versions of torch do not record the time; then prefer the group of all ranks.
         return max(
             self.collectives,
@@ -317,8 +348,11 @@ class Whereabouts:
         position: Where it is in the sequence of collectives, as far as this is known without NCCL.
         groups: The ranks of each process group that it is in, by the name as in `Collective.group`.
         threads: The stacks of its threads, the main thread first; ddpsafe's own are left out.
-        waits_in: The collective that its main thread waits in, if that wait certainly lasts until the
-            collective ends and no other thread of the rank can do anything about it.
+        waits: The collectives, and the waits of ddpsafe's own, that its threads are certainly in until these
+            end; the main thread's first.
+        is_held: Whether the rank does nothing for another one before one of `waits` ends: no other thread of
+            it that can call anything is elsewhere.
+        ran: Counters of the threads in `waits`, which differ once one of them has run in between.
         completed: How many collectives with the operation and the shapes of the newest one had ended.
         is_evaluating: Whether the code around it runs a module in ``eval()`` mode.
     """
@@ -326,7 +360,9 @@ class Whereabouts:
     position: Position
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     threads: tuple[ThreadStack, ...] = ()
-    waits_in: Collective | None = None
+    waits: tuple[Collective, ...] = ()
+    is_held: bool = False
+    ran: tuple[int, ...] = ()
     completed: int = 0
     is_evaluating: bool = False
 
@@ -357,6 +393,8 @@ class Returned:
         position: Where the rank was then.
         stop_calls: How often it had called `stop_requested`.
         exited_at: The line of the ``sys.exit(0)`` that ended a script under ``ddpsafe run``.
+        has_callers: Whether other threads of the rank were still running that call collectives, barriers and the
+            like: it may enter further ones.
         is_reported: Whether the rank has reported it; else the launcher concludes it from exit code 0 of a
             script that has called ``os._exit(0)`` or become another program, and `position` is an old one.
     """
@@ -365,6 +403,7 @@ class Returned:
     position: Position
     stop_calls: int = 0
     exited_at: str = ""
+    has_callers: bool = False
     is_reported: bool = True
 
 

@@ -10,7 +10,7 @@ import struct
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import reduction
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 _NUMBERS: Final = struct.Struct("<QQqQQQQ")
+_WAITS: Final = struct.Struct("<Q")
 _NO_CHECKPOINT: Final = -1
 
 
@@ -34,6 +35,8 @@ class Progress:
         last_ns: When it made its last step (monotonic); 0 before the first.
         longest_ns: The longest time between two steps so far.
         saving: Whether it has begun to save with a `Checkpointer`, and has made no step since.
+        waits_ns: Since when its main thread is in a wait of ddpsafe for other ranks, on its own host's
+            clock (monotonic), which makes it different for each wait; 0 outside of one.
     """
 
     steps: int = 0
@@ -43,6 +46,7 @@ class Progress:
     last_ns: int = 0
     longest_ns: int = 0
     saving: bool = False
+    waits_ns: int = field(default=0, compare=False)  # no progress of its own
 
     @property
     def longest_s(self) -> float:
@@ -62,12 +66,12 @@ class StepCounter:
         fd: The rank's shared memory, which begins with `EMPTY`; its owner closes it.
     """
 
-    EMPTY: Final = _NUMBERS.pack(0, 0, _NO_CHECKPOINT, 0, 0, 0, 0)
+    EMPTY: Final = _NUMBERS.pack(0, 0, _NO_CHECKPOINT, 0, 0, 0, 0) + _WAITS.pack(0)
     """The bytes that a new file must begin with."""
 
     def __init__(self, fd: int) -> None:
         """Map the file."""
-        self._memory = mmap.mmap(fd, _NUMBERS.size)
+        self._memory = mmap.mmap(fd, len(self.EMPTY))
 
     def count(self) -> None:
         """Count one optimizer step; this takes a fraction of a microsecond."""
@@ -91,6 +95,10 @@ class StepCounter:
         steps, saves, _, _, *times, _ = _NUMBERS.unpack_from(self._memory)
         _NUMBERS.pack_into(self._memory, 0, steps, saves + is_new, step, steps, *times, 0)
 
+    def note_waiting(self, since_ns: int) -> None:
+        """Note since when the main thread waits for other ranks in the store; 0 once that has ended."""
+        _WAITS.pack_into(self._memory, _NUMBERS.size, since_ns)
+
     def read(self) -> Progress:
         """Return the rank's progress."""
         numbers = _NUMBERS.unpack_from(self._memory)
@@ -103,6 +111,7 @@ class StepCounter:
             last_ns=last_ns,
             longest_ns=longest_ns,
             saving=bool(saving),
+            waits_ns=_WAITS.unpack_from(self._memory, _NUMBERS.size)[0],
         )
 
     def close(self) -> None:

@@ -115,8 +115,9 @@ class _Followers(RankGroup):
     def __init__(self, context: RankContext, control: Control, *, local: bool) -> None:
         ranks = context.world.ranks_of_node if local else range(context.world_size)
         # By its leader: a launcher that numbers ranks in turns may give no node ranks.
-        name = control.next_use(f"rank-zero-first/{ranks[0] if local else 'all'}")
-        super().__init__(control, name, context.world, ranks)
+        use = control.next_use(f"rank-zero-first/{ranks[0] if local else 'all'}")
+        name, _, number = use.rpartition("/")
+        super().__init__(control, name, context.world, ranks, first=int(number))
         self._attempt = context.attempt
 
     def as_own_error(self, error: BaseException) -> RankRaisedError:
@@ -277,8 +278,10 @@ class RankContext:
             return
         deadline = Deadline.after(limit)
         label = name or "barrier"
+        # A wait with a limit of its own may be meant to run out.
+        text = f"barrier {label!r}" if timeout is None else ""
         with pending_exception.waiting():
-            missing = self.control.barrier(f"barrier/{label}", deadline=deadline)
+            missing = self.control.barrier(f"barrier/{label}", deadline=deadline, text=text)
         if missing:
             raise barrier_timeout_error(self, label, missing, deadline)
 

@@ -228,12 +228,21 @@ class Reporter:
                     file.writelines(pickled.chunks())
                     file.truncate()
                 is_shared = True
+        position = read_position(asks_events=False)
+        callers = {call.thread_id for call in position.collectives}
+        if this_rank.waits is not None:
+            callers |= this_rank.waits.callers
         self._sender.send(
             Returned(
                 payload=None if is_shared else bytes(pickled),
-                position=read_position(asks_events=False),
+                position=position,
                 stop_calls=stop_calls,
                 exited_at=exited_at,
+                has_callers=any(
+                    thread.ident in callers
+                    for thread in threading.enumerate()
+                    if thread is not threading.main_thread()
+                ),
             )
         )
         self._log_if_unsent("the function has returned, but the pipe to the launcher is closed")
@@ -371,13 +380,22 @@ def read_position(*, asks_events: bool) -> Position:
     from ddpsafe._worker.torch_hooks import read_recorders
 
     try:
-        main = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - documented, in spite of its name
+        main = threading.main_thread().ident or 0
+        frame = sys._current_frames().get(main)  # noqa: SLF001 - documented, in spite of its name
         collectives, arrivals = read_recorders(asks_events=asks_events)
-        return Position(
+        waits = this_rank.waits
+        position = Position(
             collectives=collectives,
             arrivals=arrivals,
-            point_to_point=point_to_point_in(main),
+            point_to_point=point_to_point_in(frame),
+            done=None if waits is None else waits.known,
         )
+        callers = {call.thread_id for call in collectives}
+        if callers <= {0, main} and not (waits and waits.now):
+            return position
+        from ddpsafe._worker.whereabouts import with_threads
+
+        return with_threads(position)
     except Exception:  # noqa: BLE001 - losing the position must not cost the report
         return Position(collectives=())
 

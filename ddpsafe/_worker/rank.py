@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
     from ddpsafe._config import LaunchConfig
+    from ddpsafe._job.control import Waits
     from ddpsafe._wire.rank_pipe import StepCounter
     from ddpsafe._wire.spec import RankSpec
     from ddpsafe._worker.context import RankContext
@@ -38,6 +39,8 @@ class ThisRank:
         since_start: The clock for waits at the rendezvous. It stands still until the launcher has
             started all ranks: if the launcher is suspended before (Ctrl-Z), it starts the rest only
             when it resumes.
+        waits: Its waits at the launcher's store, and what it does for those of other ranks; ``None`` before it has
+            joined, and in a launch of one rank.
         clients: Its connections to the launcher's store, by what they are for.
         reporter: Reports exceptions in flight to the launcher.
         reported: Thread and id of the exception that `pending_exception.leaving_group` has reported. A
@@ -66,6 +69,7 @@ class ThisRank:
 
     spec: RankSpec | None = None
     since_start: Callable[[], float] = time.monotonic
+    waits: Waits | None = None
     clients: dict[str, TCPStore] = field(default_factory=dict)
     reporter: ExceptionReporter | None = None
     reported: tuple[int, int] | None = None

@@ -158,7 +158,11 @@ def _open_control(spec: RankSpec) -> Control | None:
             functools.partial(_open_for_control, place, _CONNECT),
             functools.partial(_reopen_for_control, place, limit),
         )
-    return Control(store, rank=spec.world.rank, world_size=spec.world.world_size)
+    control = Control(store, rank=spec.world.rank, world_size=spec.world.world_size)
+    this_rank.waits = control.waits
+    if this_rank.counter is not None:
+        control.waits.on_change = this_rank.counter.note_waiting
+    return control
 
 
 def rendezvous_deadline(spec: RankSpec) -> Deadline:

@@ -7,10 +7,13 @@ what it waits for.
 from __future__ import annotations
 
 import dis
+import itertools
 import sys
 import threading
+import time
 import traceback
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._wire.exception_facts import (
@@ -20,15 +23,30 @@ from ddpsafe._wire.exception_facts import (
     point_to_point_in,
     read_peer,
 )
-from ddpsafe._wire.messages import Collective, Frame, Position, ThreadStack, Whereabouts
+from ddpsafe._wire.messages import (
+    DDP_EVALUATION,
+    DDP_FORWARD,
+    OWN_WAIT,
+    Collective,
+    Frame,
+    Position,
+    ThreadStack,
+    Whereabouts,
+)
+from ddpsafe._worker.rank import this_rank
 from ddpsafe._worker.torch_hooks import read_groups, read_recorders
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
     from types import FrameType
+
+    from ddpsafe._job.control import StoreWait
 
 _MAX_FRAMES: Final = 64
 _ENTRYPOINT: Final = "ddpsafe/_worker/entrypoint.py"
 _OWN_THREADS: Final = "ddpsafe"  # how the names of ddpsafe's threads begin
+_JOB: Final = "/ddpsafe/_job/"
+_JOINS: Final = ("join", "_wait_for_tstate_lock")  # in the second, up to Python 3.12
 
 # The innermost Python functions while C++ waits for a collective; they do nothing else for long.
 _WAITS: Final = {
@@ -59,53 +77,123 @@ _WAITS: Final = {
     ),
 }
 
+_CALLERS: Final = (
+    ("torch/nn/parallel/distributed.py", "forward", DDP_FORWARD),
+    ("torch/nn/parallel/distributed.py", "__init__", "DistributedDataParallel(…)"),
+    ("torch/autograd/graph.py", "_engine_run_backward", "a backward pass"),
+    ("ddpsafe/_worker/context.py", "", "ctx.{}"),
+)
+"""What calls collectives by itself, with the name for messages; of ddpsafe, every method of the context."""
+
 _NO_OPERATION: Final = ("CACHE", "PRECALL", "EXTENDED_ARG", "PUSH_NULL", "NOP")
 _WITH_ROOT: Final = ("broadcast", "reduce", "gather", "scatter")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Thread:
+    """A thread of this rank, and where it is; `own_files` are those of the user on its stack."""
+
+    thread: threading.Thread
+    frame: FrameType
+    stack: tuple[Frame, ...]
+    own_files: frozenset[str]
+
+    @classmethod
+    def all(cls) -> list[_Thread]:
+        """Return the threads of this rank, the main thread first."""
+        frames = sys._current_frames()  # noqa: SLF001 - documented, in spite of its name
+        threads = []
+        for thread in threading.enumerate():
+            frame = frames.get(thread.ident or 0)
+            if frame is not None:
+                stack = _read_stack(frame)
+                own_files = find_own_files(place.file for place in reversed(stack))
+                threads.append(cls(thread=thread, frame=frame, stack=stack, own_files=own_files))
+        return sorted(threads, key=lambda each: not each.is_main)
+
+    @property
+    def ident(self) -> int:
+        """What torch's recorder and `Waits` know it by."""
+        return self.thread.ident or 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it is the main thread."""
+        return self.thread is threading.main_thread()
+
+    @property
+    def is_of_ddpsafe(self) -> bool:
+        """Whether ddpsafe has started it."""
+        return self.thread.name.startswith(_OWN_THREADS)
+
+    @property
+    def above_script(self) -> tuple[Frame, ...]:
+        """The calls that the user's innermost line has led to, the innermost first."""
+        return tuple(
+            itertools.takewhile(lambda place: place.file not in self.own_files, self.stack)
+        )
+
+    def __str__(self) -> str:
+        """Return its name and the user's line that it is at, for a message."""
+        line = next((f" at {place}" for place in self.stack if place.file in self.own_files), "")
+        return f"thread {self.thread.name!r}{line}"
+
+
 def read_whereabouts() -> Whereabouts:
     """Return where this rank is; without collectives if torch is not loaded yet."""
-    frames = sys._current_frames()  # noqa: SLF001 - documented, in spite of its name
-    main = threading.main_thread()
-    mine = frames.get(main.ident or 0)
-    others = [
-        (thread, ThreadStack(name=thread.name, frames=_read_stack(frame)))
-        for thread in threading.enumerate()
-        if thread is not main
-        and not thread.name.startswith(_OWN_THREADS)
-        and (frame := frames.get(thread.ident or 0)) is not None
-    ]
-    stack = ThreadStack(name=main.name, frames=_read_stack(mine))
+    waits = this_rank.waits
+    # Before the stacks, which then show whether a thread is still there.
+    in_store = {} if waits is None else dict(waits.now)
+    threads = _Thread.all()
+    main = threads[0]
     collectives, arrivals = read_recorders(asks_events=False)
-    position = Position(
-        collectives=collectives,
-        arrivals=arrivals,
-        point_to_point=point_to_point_in(mine),
+    position = _name_threads(
+        Position(
+            collectives=collectives, arrivals=arrivals, point_to_point=point_to_point_in(main.frame)
+        ),
+        threads,
     )
+    actors = _find_actors(threads, position)
+    found = [_find_wait(each, in_store, position, is_alone=len(actors) == 1) for each in actors]
+    done, in_main = _read_done(threads, actors, in_store), _find_own_wait(actors[0], in_store)
+    groups = read_groups()
+    groups |= {own.key: own.ranks for each in actors if (own := in_store.get(each.ident))}
+    # Threads of C++, as those for gradients, and threads that have ended: they cannot be told apart.
+    known = {0, *(each.ident for each in threads)}
     newest = position.newest()
-    # Another thread may call a collective, or let the main thread continue in another way.
-    own = {
-        package_of(file) for file in find_own_files(place.file for place in reversed(stack.frames))
-    } - {""}
-    alone = not any(
-        isinstance(thread, threading.Timer)
-        or any(
-            not is_library(place.file)
-            or package_of(place.file) in own  # the user's project, which is installed
-            or "/torch/distributed/" in place.file
-            for place in thread_stack.frames
-        )
-        for thread, thread_stack in others
-    )
     completed_calls = [(call.name, call.sizes) for call in position.collectives if call.done]
     return Whereabouts(
-        position=position,
-        groups=read_groups(),
-        threads=(stack, *(thread_stack for _, thread_stack in others)),
-        waits_in=_find_wait(mine, stack, position, main.ident or 0) if alone else None,
+        position=replace(position, done=done, in_store=in_main),
+        groups=groups,
+        threads=tuple(
+            ThreadStack(name=each.thread.name, frames=each.stack)
+            for each in threads
+            if not each.is_of_ddpsafe
+        ),
+        waits=tuple(wait for wait, _ in filter(None, found)),
+        is_held=all(found) and all(call.thread_id in known for call in collectives),
+        ran=tuple(counter for _, ran in filter(None, found) for counter in ran),
         completed=0 if newest is None else completed_calls.count((newest.name, newest.sizes)),
-        is_evaluating=_is_evaluating(mine),
+        is_evaluating=_is_evaluating(main.frame),
     )
+
+
+def with_threads(position: Position) -> Position:
+    """Return a position that shows other threads' calls as such, and the main thread's wait in the store."""
+    in_store = {} if this_rank.waits is None else dict(this_rank.waits.now)
+    threads = _Thread.all()
+    position = _name_threads(position, threads)
+    main = _find_actors(threads, position)[0]
+    return replace(position, in_store=_find_own_wait(main, in_store))
+
+
+def _name_threads(position: Position, threads: Iterable[_Thread]) -> Position:
+    names = {each.ident: str(each) for each in threads if not each.is_main}
+    calls = (
+        replace(call, thread=names[call.thread_id]) if call.thread_id in names else call
+        for call in position.collectives
+    )
+    return replace(position, collectives=tuple(calls))
 
 
 def _read_stack(frame: FrameType | None) -> tuple[Frame, ...]:
@@ -119,30 +207,133 @@ def _read_stack(frame: FrameType | None) -> tuple[Frame, ...]:
     return tuple(frames)
 
 
-def _find_wait(
-    frame: FrameType | None, stack: ThreadStack, position: Position, thread_id: int
-) -> Collective | None:
-    """Return the collective that the main thread waits in: the last one that it entered.
+def _find_actors(threads: Sequence[_Thread], position: Position) -> list[_Thread]:
+    """Return the threads that may call a collective, or let another thread continue; the main thread's first.
 
-    Return None if another thread has entered collectives too: their order may be any.
+    In place of a main thread that waits for the end of another one, that thread is returned.
     """
-    top = stack.frames[0] if stack.frames else None
-    if frame is None or top is None:
+    main, *others = threads
+    # The user's project may be installed.
+    packages = {package_of(file) for file in main.own_files} - {""}
+    callers = {call.thread_id for call in position.collectives}
+    joined = _find_joined(main.frame)
+    first = next((each for each in others if each.thread is joined), main)
+    acting = (
+        each
+        for each in others
+        if each.ident in callers
+        or isinstance(each.thread, threading.Timer)
+        or any(
+            not is_library(place.file)
+            or package_of(place.file) in packages
+            or "/torch/distributed/" in place.file
+            for place in each.stack
+        )
+    )
+    return [first, *(each for each in acting if each is not first and not each.is_of_ddpsafe)]
+
+
+def _find_joined(frame: FrameType) -> threading.Thread | None:
+    """Return the thread whose end a thread waits for, without a limit or in ddpsafe's own code."""
+    code = frame.f_code
+    if not code.co_filename.endswith("/threading.py") or code.co_name not in _JOINS:
         return None
-    if any(call.thread_id not in (0, thread_id) for call in position.collectives):
+    joined, limit_s = frame.f_locals.get("self"), frame.f_locals.get("timeout", 0)
+    if not isinstance(joined, threading.Thread):
         return None
+    has_no_limit = limit_s in (None, -1) or joined.name.startswith(_OWN_THREADS)
+    return joined if has_no_limit else None
+
+
+def _read_done(
+    threads: Iterable[_Thread], actors: Iterable[_Thread], in_store: Mapping[int, StoreWait]
+) -> Mapping[str, int] | None:
+    """Return what this rank has done for others, unless another thread may do more of it, as that of a save."""
+    waits = this_rank.waits
+    if waits is None:
+        return None
+    seen = {each.ident for each in actors} | in_store.keys()
+    others = {each.ident for each in threads if not each.is_main}
+    return None if waits.callers & others - seen else waits.known
+
+
+def _find_wait(
+    each: _Thread, in_store: Mapping[int, StoreWait], position: Position, *, is_alone: bool
+) -> tuple[Collective, tuple[int, ...]] | None:
+    """Return what a thread is certainly in until it ends, and counters that grow once the thread runs again.
+
+    Args:
+        each: The thread.
+        in_store: The waits in ddpsafe's store, by thread.
+        position: The collectives of all threads.
+        is_alone: Whether no other thread calls collectives: torch may not have recorded who does.
+    """
+    own = in_store.get(each.ident)
+    if own is not None:
+        wait = _find_own_wait(each, in_store)
+        return None if wait is None else (wait, (own.since_ns,))
+    call = _find_collective(each, position, is_alone=is_alone)
+    if call is None:
+        return None
+    return replace(call, caller=_find_caller(each)), _read_counters(each.thread)
+
+
+def _find_caller(each: _Thread) -> str:
+    """Return what has called the collective that a thread waits in, if that is known; see `_CALLERS`."""
+    for frame, _ in traceback.walk_stack(each.frame):
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file in each.own_files:
+            break
+        for of, function, text in _CALLERS:
+            if file.endswith(of) and function in ("", name):
+                is_training = getattr(frame.f_locals.get("self"), "training", True)
+                return text.format(name) if is_training else DDP_EVALUATION
+    return ""
+
+
+def _find_own_wait(each: _Thread, in_store: Mapping[int, StoreWait]) -> Collective | None:
+    """Return the wait in ddpsafe's store that a thread is in, unless a handler of a signal has interrupted it."""
+    own = in_store.get(each.ident)
+    # Such a handler runs in the main thread, above the wait, and may do anything.
+    if own is None or not any(_JOB in place.file for place in each.above_script):
+        return None
+    return Collective(
+        group=own.key,
+        number=own.number,
+        name=f"{OWN_WAIT}:{own.text}",
+        sizes="",
+        state="started",
+        entered_ns=own.entered_ns,
+        thread="" if each.is_main or each.is_of_ddpsafe else str(each),
+    )
+
+
+def _find_collective(each: _Thread, position: Position, *, is_alone: bool) -> Collective | None:
+    """Return the collective that a thread waits in: the last one that it has entered; see `_find_wait`."""
+    idents = (0, each.ident) if is_alone else (each.ident,)
+    calls = [call for call in position.collectives if call.thread_id in idents]
+    top = each.stack[0]
     if not any(
         top.file.endswith(file) and top.function in functions for file, functions in _WAITS.items()
     ):
         # For an asynchronous call, the script waits by itself. If several are under way, it may be any.
-        under_way = [call for call in position.collectives if not call.done]
-        is_one = len(under_way) == 1 and _is_in_wait(frame)
+        under_way = [call for call in calls if not call.done]
+        is_one = len(under_way) == 1 and _is_in_wait(each.frame)
         return under_way[0] if is_one and not under_way[0].is_queued_ahead else None
-    last = max(position.collectives, key=lambda call: (call.entered_ns, call.number), default=None)
+    last = max(calls, key=lambda call: (call.entered_ns, call.number), default=None)
     if last is None or last.done or last.is_queued_ahead:
         return None
     # The recorder does not keep the root, but the function that waits has it.
-    return replace(last, root=read_peer(frame)) if top.function in _WITH_ROOT else last
+    return replace(last, root=read_peer(each.frame)) if top.function in _WITH_ROOT else last
+
+
+def _read_counters(thread: threading.Thread) -> tuple[int, ...]:
+    """Return counters that grow whenever a thread runs at all."""
+    try:
+        ran = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text(encoding="ascii")
+        return tuple(map(int, ran.split()))
+    except (OSError, ValueError):
+        return (time.monotonic_ns(),)  # it may have run
 
 
 def _is_in_wait(frame: FrameType) -> bool:

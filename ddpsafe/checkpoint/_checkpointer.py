@@ -136,7 +136,7 @@ class Checkpointer:
         self._on_failure = on_failure
         self._access = access
         self._rng = rng
-        self._ranks = Ranks(current(), timeout)
+        self._ranks = Ranks(current(), self._directory, timeout)
         self._newest: int | None = None
         self._newest_is_ours = False
         self._versions: dict[str, int] = {}

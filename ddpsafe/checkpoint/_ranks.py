@@ -10,11 +10,13 @@ from ddpsafe._clock import Deadline
 from ddpsafe._errors import Explanation
 from ddpsafe._job.agreement import RankGroup, as_line
 from ddpsafe._text import ranks_text
+from ddpsafe._wire.messages import CHECKPOINTS
 from ddpsafe.checkpoint import errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
+    from pathlib import Path
 
     from torch import nn
 
@@ -31,6 +33,7 @@ class Ranks(RankGroup):
 
     Args:
         context: This rank.
+        directory: Where the checkpoints are.
         timeout: How long an exchange may wait for rank 0, or for the other ranks.
 
     Attributes:
@@ -39,7 +42,7 @@ class Ranks(RankGroup):
         timeout: As given.
     """
 
-    def __init__(self, context: RankContext, timeout: timedelta) -> None:
+    def __init__(self, context: RankContext, directory: Path, timeout: timedelta) -> None:
         from ddpsafe._worker import pending_exception
 
         self._context = context
@@ -49,7 +52,7 @@ class Ranks(RankGroup):
         super().__init__(
             context.control,
             # New for each Checkpointer: keys of an earlier one stay in the store.
-            f"checkpoint/{next(_numbers)}",
+            f"{CHECKPOINTS}/{next(_numbers)}",
             context.world,
             range(self.world_size),
             # A save may wait for 30 minutes: a rank on another host that is lost must be noticed
@@ -57,6 +60,7 @@ class Ranks(RankGroup):
             sends_beats=True,
             waiting=pending_exception.waiting,
         )
+        self.about = f" of {directory}"
 
     def __str__(self) -> str:
         return f"{self._context.world} on {self.host} in attempt {self._context.attempt}"

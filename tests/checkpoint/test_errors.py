@@ -6,6 +6,7 @@ import inspect
 import json
 import pickle
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -61,7 +62,11 @@ def ranks_of(rank: int) -> Ranks:
         nnodes=1,
         started_by="alone",
     )
-    return Ranks(describe(world, torch.device("cpu"), "gloo", None), timedelta(seconds=1))
+    return Ranks(
+        describe(world, torch.device("cpu"), "gloo", None),
+        Path("/checkpoints"),
+        timedelta(seconds=1),
+    )
 
 
 def sent(error: BaseException, *, by: int, to: int) -> errors.CheckpointError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import re
@@ -71,6 +72,20 @@ def test_a_warning_names_the_waiting_ranks_and_the_line_of_the_missing_one(
         r"\(longest step so far: \d+\.\d s\); rank 1 is at .*live_programs\.py:\d+ in wait_for_test",
         messages[0],
     ), messages
+
+
+@pytest.mark.full
+def test_a_warning_names_the_barrier_that_ranks_wait_at(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wait in ddpsafe's store is shown as one in a collective is."""
+    World(folder=tmp_path, ranks=3).launch(
+        functools.partial(programs.step_and_wait, at_barrier=True)
+    )
+    assert re.search(
+        r"^ranks 0 and 2 have waited \d+ s for rank 1 in barrier 'epoch' .*; rank 1 is at .* in wait_for_test$",
+        warnings(caplog)[0],
+    ), caplog.text
 
 
 @pytest.mark.full

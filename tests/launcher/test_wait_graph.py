@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from typing import Final
 
 import pytest
-from random_jobs import FROM_ONE, Groups, call, done, random_job
+from random_jobs import BARRIER, FROM_ONE, Groups, call, done, random_job
 
 from ddpsafe._launcher.diagnosis.wait_graph import RankView, find_deadlock
 from ddpsafe._wire.messages import MAIN_GROUP, Collective, Position, Whereabouts
@@ -27,14 +28,19 @@ RING: Final[Groups] = {"1": (0, 1), "2": (1, 2), "3": (2, 0)}
 FOUR: Final[Groups] = {MAIN_GROUP: (0, 1, 2, 3)}
 
 
-def waits(rank: int, groups: Groups, *calls: Collective) -> RankView:
-    """Return a rank whose main thread waits in the last of its collectives."""
-    return _view(rank, groups, calls, waits_in=calls[-1])
+def waits(rank: int, groups: Groups, *calls: Collective, threads: int = 1) -> RankView:
+    """Return a rank whose threads wait in the last of its collectives."""
+    return _view(rank, groups, calls, waits=calls[-threads:])
 
 
 def works(rank: int, groups: Groups, *calls: Collective) -> RankView:
     """Return a rank that is working, or sleeping outside of a collective."""
-    return _view(rank, groups, calls, waits_in=None)
+    return _view(rank, groups, calls)
+
+
+def half_waits(rank: int, groups: Groups, *calls: Collective) -> RankView:
+    """Return a rank of which one thread waits in the last of its collectives, and another one works."""
+    return _view(rank, groups, calls, waits=calls[-1:], is_held=False)
 
 
 def left(rank: int, *calls: Collective) -> RankView:
@@ -49,10 +55,19 @@ def stopped(rank: int) -> RankView:
 
 
 def _view(
-    rank: int, groups: Groups, calls: tuple[Collective, ...], waits_in: Collective | None
+    rank: int,
+    groups: Groups,
+    calls: tuple[Collective, ...],
+    *,
+    waits: tuple[Collective, ...] = (),
+    is_held: bool = True,
 ) -> RankView:
-    mine = {name: members for name, members in groups.items() if rank in members}
-    at = Whereabouts(position=Position(collectives=calls), groups=mine, waits_in=waits_in)
+    at = Whereabouts(
+        position=Position(collectives=calls),
+        groups={name: members for name, members in groups.items() if rank in members},
+        waits=waits,
+        is_held=is_held and bool(waits),
+    )
     return RankView(rank=rank, answer=at, is_asleep=True)
 
 
@@ -119,12 +134,107 @@ def test_ranks_that_name_different_roots_wait_forever(
     assert (found and found.reason, found.ranks if found else ()) == (reason, ranks)
 
 
+def in_own_wait(
+    rank: int, awaited: tuple[int, ...], *, number: int = 1, done: dict[str, int] | None
+) -> RankView:
+    """Return a rank that waits in ddpsafe's store for other ranks."""
+    at = Whereabouts(
+        position=Position(collectives=(), done=done),
+        groups={**PAIR, "epoch": awaited},
+        waits=(call(number, BARRIER, group="epoch"),),
+        is_held=True,
+    )
+    return RankView(rank=rank, answer=at, is_asleep=True)
+
+
+def knowing(view: RankView, done: dict[str, int] | None) -> RankView:
+    """Return a rank that has done so much of what others wait for."""
+    assert view.answer is not None
+    position = replace(view.answer.position, done=done)
+    return replace(view, answer=replace(view.answer, position=position))
+
+
+AT_BARRIER: Final = in_own_wait(0, (0, 1), done={"epoch": 1})
+OWN_ROWS: Final = [
+    pytest.param(knowing(waits(1, PAIR, call(3)), {}), "mismatch", (0, 1), id="in a collective"),
+    pytest.param(knowing(waits(1, PAIR, call(3)), {"epoch": 1}), None, (), id="it has been there"),
+    pytest.param(knowing(waits(1, PAIR, call(3)), None), None, (), id="what it did is unknown"),
+    pytest.param(knowing(works(1, PAIR, done(2)), {}), None, (), id="it works"),
+    pytest.param(knowing(left(1, done(2)), {}), "left", (1,), id="it has returned before"),
+    pytest.param(knowing(left(1, done(2)), {"epoch": 1}), None, (), id="it has returned after"),
+    pytest.param(knowing(left(1, done(2)), None), None, (), id="it has returned, no more is known"),
+    pytest.param(stopped(1), None, (), id="it is stopped, perhaps behind the barrier"),
+    pytest.param(
+        in_own_wait(1, (0,), number=2, done={"epoch": 1}), None, (), id="it is at the next one"
+    ),
+]
+"""Rank 0 waits at a barrier; what is known of rank 1, and what follows from that."""
+
+
+@pytest.mark.parametrize(("other", "reason", "ranks"), OWN_ROWS)
+def test_waits_of_ddpsafes_own_are_part_of_the_graph(
+    other: RankView, reason: str | None, ranks: tuple[int, ...]
+) -> None:
+    """They wait for what a rank has not done yet, and never for what is not known."""
+    found = find_deadlock({0: AT_BARRIER, 1: other})
+    assert (found and found.reason, tuple(sorted(found.ranks)) if found else ()) == (reason, ranks)
+
+
+@pytest.mark.parametrize(
+    ("third", "proved"),
+    [
+        pytest.param(in_own_wait(2, (0, 1, 2), done={"epoch": 1}), True, id="at the barrier"),
+        pytest.param(knowing(works(2, THREE), {"epoch": 1}), False, id="there, with its own limit"),
+        pytest.param(works(2, THREE), False, id="perhaps there"),
+    ],
+)
+def test_a_barrier_that_a_rank_may_give_up_is_no_proof(third: RankView, *, proved: bool) -> None:
+    """When the limit of one rank runs out, the barrier ends for all that are there."""
+    views = {
+        0: in_own_wait(0, (0, 1, 2), done={"epoch": 1}),
+        1: knowing(waits(1, THREE, call(3)), {}),
+        2: third,
+    }
+    found = find_deadlock(views)
+    assert (found and found.ranks) == ((1,) if proved else None)
+
+
 ROWS: Final = [
     pytest.param([waits(0, PAIR, call(3)), works(1, PAIR, done(2))], None, (), id="a slow rank"),
     pytest.param(
         [waits(0, PAIR, call(3)), waits(1, PAIR, call(3))], None, (), id="both have entered"
     ),
     pytest.param([waits(0, PAIR, call(3))], None, (), id="the other is unknown"),
+    pytest.param(
+        [waits(0, PAIR, call(3)), half_waits(1, PAIR, call(3, "broadcast"))],
+        "mismatch",
+        (0, 1),
+        id="a thread is in a different one, and another thread works",
+    ),
+    pytest.param(
+        [waits(0, TWO_GROUPS, call(1, group="1")), half_waits(1, TWO_GROUPS, call(1, group="2"))],
+        None,
+        (),
+        id="a thread waits for the other rank, and another thread works",
+    ),
+    pytest.param(
+        [
+            waits(0, TWO_GROUPS, call(1, group="1")),
+            waits(1, TWO_GROUPS, call(1, group="2"), call(3), threads=2),
+        ],
+        "cycle",
+        (0, 1),
+        id="two threads wait for the other rank",
+    ),
+    pytest.param(
+        [
+            waits(0, TWO_GROUPS, call(1, group="1"), call(3)),
+            waits(1, TWO_GROUPS, call(1, group="2"), call(3), threads=2),
+        ],
+        None,
+        (),
+        id="of two threads, one waits for nothing",
+    ),
     pytest.param(
         [waits(0, PAIR, call(3)), RankView(rank=1)], None, (), id="the other does not answer"
     ),

@@ -75,6 +75,7 @@ def test_ranks_that_all_do_nothing_are_told_on_every_node(network: Network, tmp_
     ("what", "culprit", "error", "proof"),
     [
         ("other", 2, TIMEOUT, "the ranks can never continue"),
+        pytest.param("meet", 2, TIMEOUT, "| rank 2 is in barrier 'epoch'", marks=pytest.mark.full),
         pytest.param("crossed", 2, TIMEOUT, "none of them can continue", marks=pytest.mark.full),
         pytest.param("skip", 2, "RankLeftEarlyError", "has returned", marks=pytest.mark.full),
         pytest.param("stop", 2, TIMEOUT, "is stopped", marks=pytest.mark.full),

@@ -118,21 +118,21 @@ class Node:
         for rank in self.ranks:
             if self._job.ranks[rank].has_left and rank not in self._returned:
                 self._returned.add(rank)
-                at = self._job.look(rank)[0].position
+                at = self._job.look(rank).position
                 self.to_zero.put((rank, Returned(payload=None, position=at)))
         requests, self._pending = self._pending + self.to_node.take(), []
         for request in requests:
             if self.is_stopped(request.rank):
                 self._pending.append(request)
             elif not self._job.ranks[request.rank].has_left:
-                self.to_zero.put((request.rank, self._job.look(request.rank)[0]))
+                self.to_zero.put((request.rank, self._job.look(request.rank)))
                 self._next_report_s = 0.0
         if self._clock.now_s >= self._next_report_s:
             self._next_report_s = self._clock.now_s + REPORT_S
             self.to_zero.put(self._report())
 
     def _report(self) -> NodeProgress:
-        moves = {rank: self._job.look(rank)[1] for rank in self.ranks}
+        moves = {rank: self._job.ranks[rank].threads[0].moves for rank in self.ranks}
         return NodeProgress(
             at_ns=self._clock.ns() + self.ahead_ns,
             ranks=dict.fromkeys(self.ranks, Progress()),
@@ -216,7 +216,7 @@ class Cluster:
                 if not (node.is_host_frozen and self._clock.now_s < node.frozen_until_s):
                     for rank in node.ranks:
                         if self._choose.random() < self._speed[rank] and not node.is_stopped(rank):
-                            self.job.step(rank)
+                            self.job.step(rank, self._choose.randrange(2))
                 node.work()
                 self._receive(node)
             proof = self._watch.look(self._clock.now_s)

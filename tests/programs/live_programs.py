@@ -205,7 +205,7 @@ def wait_for_test(folder: Path) -> None:
         time.sleep(0.1)  # stuck here
 
 
-def step_and_wait(ctx: RankContext, folder: Path) -> str:
+def step_and_wait(ctx: RankContext, folder: Path, *, at_barrier: bool = False) -> str:
     """Make five steps of an optimizer and two more; rank 1 waits between them, and the others for it."""
     import torch
 
@@ -214,6 +214,8 @@ def step_and_wait(ctx: RankContext, folder: Path) -> str:
     for step in range(7):
         if step == 5 and ctx.rank == 1:
             wait_for_test(folder)
+        if step == 5 and at_barrier:
+            ctx.barrier("epoch")
         average_gradients()
         weight.grad = torch.ones(2)
         optimizer.step()

@@ -169,6 +169,8 @@ def break_down(what: str, ctx: RankContext) -> None:
             _fail()
         except ValueError:
             dist.barrier()
+    if what == "meet":
+        ctx.barrier("epoch")  # called here
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "segfault":

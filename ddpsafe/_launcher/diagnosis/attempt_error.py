@@ -43,12 +43,12 @@ from ddpsafe._launcher.diagnosis.root_cause import (
     kind_of,
     newest_collective,
 )
-from ddpsafe._launcher.diagnosis.wait_graph import call_lines, family
+from ddpsafe._launcher.diagnosis.wait_graph import call_lines, differ, family
 from ddpsafe._text import name_cells, ranks_text
 from ddpsafe._wire import payload
 from ddpsafe._wire.exception_facts import clip, find_own_files
 from ddpsafe._wire.foreign_texts import find_handled_errors, without_source
-from ddpsafe._wire.messages import is_peer_origin
+from ddpsafe._wire.messages import CHECKPOINTS, DDP_EVALUATION, is_peer_origin
 from ddpsafe._wire.spec import read_log, unreported_mark
 
 if TYPE_CHECKING:
@@ -193,6 +193,21 @@ _OTHER_SHAPES: Final[Advice] = (
 _OTHER_ROOTS: Final[Advice] = (
     "the ranks compute src or dst differently, for example from their own rank.",
     "pass the same src or dst on every rank.",
+)
+
+_FROM_A_THREAD: Final[Advice] = (
+    "a rank calls it in another thread than the main one, so that the order of calls differs between ranks.",
+    "make calls that meet other ranks in one thread, or give the thread a group of its own: dist.new_group() on every rank.",
+)
+
+_ON_ONE_RANK: Final[Advice] = (
+    "not all ranks run the DDP model, whose forward copies buffers between ranks, in eval() mode too.",
+    "evaluate with the model inside DDP, model.module, or on every rank.",
+)
+
+_NOT_ON_ALL: Final[Advice] = (
+    "only some ranks call a method of Checkpointer, below a condition such as `if rank == 0`, or a rank left it out.",
+    "call it on every rank: each sends its part, and rank 0 writes the file.",
 )
 
 _IN_A_CYCLE: Final[Advice] = (
@@ -679,15 +694,25 @@ def _mismatch_error(
     others = [call for rank, call in calls if rank != root.rank]
     likely, fix = CONCLUSIONS["mismatch"].advice
     behaviour = CONCLUSIONS["mismatch"].behaviour
-    is_same = all(family(call) == family(own_call) for call in others)
+    is_same = not own_call.is_own_wait and all(
+        (family(call), call.number) == (family(own_call), own_call.number) for call in others
+    )
     if is_same:
         name = f"{family(own_call)} number {own_call.number}"
-        if any(call.sizes != own_call.sizes for call in others) and own_call.has_one_size:
+        if len({call.root for _, call in calls} - {None}) < 2:  # noqa: PLR2004 - else they differ in that
             behaviour = f"passed a tensor of another shape to {name} than the others"
             likely, fix = _OTHER_SHAPES
         else:
             behaviour = f"named another root in {name} than other ranks"
             likely, fix = _OTHER_ROOTS
+    if any(call.is_own_wait for _, call in calls):
+        behaviour = "made another call than the others"
+    if not is_same and any(call.caller == DDP_EVALUATION for _, call in calls):
+        likely, fix = _ON_ONE_RANK
+    elif len({bool(call.thread) for _, call in calls}) > 1:
+        likely, fix = _FROM_A_THREAD
+    elif any(call.is_own_wait and call.group.startswith(CHECKPOINTS) for _, call in calls):
+        likely, fix = _NOT_ON_ALL
     handled = [] if is_same else handled_errors(_first(root, ended), ended)
     if handled:
         likely, fix = _SWALLOWED
@@ -705,9 +730,11 @@ def _mismatch_error(
     else:  # either side may be wrong
         sides = {family(own_call): ranks_of[family(own_call)], **ranks_of}
         missing = [out for side in sides.values() for out in side]
+        called = dict(calls)
         what = ", but ".join(
             f"{ended.name(side[0]) if len(side) == 1 else ranks_text(out.rank for out in side)} entered "
-            f"{name} number {own_call.number}{_is_at(side[0], own_call)}"
+            f"{name}{'' if called[side[0].rank].is_own_wait else f' number {called[side[0].rank].number}'}"
+            f"{_is_at(side[0], called[side[0].rank])}"
             for name, side in sides.items()
         )
     message = Explanation(
@@ -723,12 +750,16 @@ def _mismatch_error(
 def _is_at(outcome: RankOutcome, called: Collective) -> str:
     """Return where a rank is that has called a collective, as the end of a clause."""
     newest = newest_collective(outcome)
-    is_later = newest is not None and newest.number > called.number
+    if called.thread:
+        return f" in {called.thread}"
+    is_later = newest is not None and newest.group == called.group and newest.number > called.number
     return f"{', and is now' if is_later else ''} at {where(outcome)}" if where(outcome) else ""
 
 
 def _deadlock_error(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> LaunchError:
     """Return the error of a proven deadlock: the proof, then where the ranks were."""
+    if proof.reason == "mismatch" and any(call.is_own_wait for _, call in proof.calls):
+        proof = differ(_with_latecomers(proof.calls, ended))
     proof_lines = [
         "this is a deadlock, so ddpsafe did not wait for a timeout:",
         *(f"| {line}" for line in proof.lines()),
@@ -743,7 +774,8 @@ def _deadlock_error(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> L
         message = error.explanation
         error.explanation = replace(message, details=(*proof_lines, *message.details))
         return error
-    likely, fix = _IN_A_CYCLE
+    has_threads = any(wait.collective.thread for wait in proof.waits)
+    likely, fix = _FROM_A_THREAD if has_threads else _IN_A_CYCLE
     message = Explanation(
         f"{ranks_text(proof.ranks)} (world_size {ended.world_size}) wait for each other in "
         f"collectives of different groups, {ended.when('hang')}.",
@@ -754,6 +786,25 @@ def _deadlock_error(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> L
     )
     missing = [ended.outcomes[rank] for rank in proof.ranks]
     return ended.timeout_error(CollectiveTimeoutError, message, missing=missing)
+
+
+def _with_latecomers(
+    calls: Sequence[tuple[int, Collective]], ended: EndedAttempt
+) -> list[tuple[int, Collective]]:
+    """Add the ranks that came to one of these calls too late to be a part of the proof."""
+    known = {_what(call) for _, call in calls}
+    last = {rank: newest_collective(outcome) for rank, outcome in ended.outcomes.items()}
+    late = {
+        rank: call
+        for rank, call in last.items()
+        if call is not None and not call.done and _what(call) in known
+    }
+    return sorted((late | dict(calls)).items())
+
+
+def _what(call: Collective) -> tuple[str, ...]:
+    """Return what is equal for ranks that are in one call."""
+    return (call.name,) if call.is_own_wait else (family(call), call.group, str(call.number))
 
 
 def _were(ranks: list[int]) -> str:

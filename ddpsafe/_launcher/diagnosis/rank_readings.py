@@ -247,12 +247,13 @@ def _complete(process: RankProcess, reading: RankReading) -> RankReading:
     # While the GPU is in a collective that the rank has queued, its Python code may be anywhere.
     newest = None if position is None else position.newest()
     is_queued = newest is not None and newest.is_queued_ahead and not newest.done
+    is_in_store = newest is not None and newest.is_own_wait
     if process.was_stopped and not place.in_collective and not is_queued:
         position = None  # it may have entered a collective after it was resumed to be asked
     place = replace(
         place,
         stack=place.stack + waits_for,
-        in_collective=True if is_queued else place.in_collective,
+        in_collective=True if is_queued or is_in_store else place.in_collective,
     )
     return replace(reading, place=place, position=position)
 

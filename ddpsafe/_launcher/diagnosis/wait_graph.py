@@ -4,7 +4,8 @@ A rank that waits in a collective continues only when the collective has ended, 
 end only when every rank of their group has entered them. So a rank waits forever if a rank that it
 needs has returned, is stopped, or waits forever itself. `find_deadlock` finds the largest set of
 such ranks: it repeatedly removes every rank that may still continue, and what remains is a deadlock.
-A rank about which too little is known may always continue.
+A rank about which too little is known may always continue, and so may one with another thread that could
+call something. Waits in ddpsafe's own store, as in a barrier, are waits for what `Position.done` counts.
 
 The ranks have to be seen at one instant, so each is asked twice, the second time after all have
 answered once. Numbers of collectives only grow. A rank that is in the same place in both answers was
@@ -42,7 +43,8 @@ class RankView:
         is_asleep: Whether its main thread did not run between the two questions.
         has_left: Whether its function has returned, so that it enters no further collective.
         is_stopped: Whether its process is stopped (SIGSTOP).
-        entered: The number of the last collective that it has entered, by group.
+        entered: The number of the last collective that it has entered, by group, and of the last thing that
+            others wait for in ddpsafe's store.
     """
 
     rank: int
@@ -60,11 +62,29 @@ class RankView:
         )
 
     @property
-    def blocked_in(self) -> Collective | None:
-        """The collective that its main thread cannot leave before it ends."""
+    def waits(self) -> tuple[Collective, ...]:
+        """The collectives, and waits of ddpsafe's own, that its threads cannot leave before these end."""
         if self.has_left or self.is_stopped or self.answer is None or not self.is_asleep:
-            return None
-        return self.answer.waits_in
+            return ()
+        return self.answer.waits
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it does nothing for another rank before one of `waits` ends."""
+        return self.answer is not None and self.answer.is_held and bool(self.waits)
+
+    def wait_at(self, place: tuple[str, int]) -> Collective | None:
+        """Return the one of `waits` with this group and number."""
+        return next((wait for wait in self.waits if _place(wait) == place), None)
+
+    def is_missing_in(self, collective: Collective) -> bool:
+        """Return whether a collective, or a wait of ddpsafe's own, needs the rank, as far as is known."""
+        if collective.is_own_wait:
+            # A stopped rank may have done what the others wait for, which does not need it further.
+            is_known = self.answer is not None and self.answer.position.done is not None
+            return is_known and self.entered.get(collective.group, 0) < collective.number
+        is_behind = self.entered.get(collective.group, 0) < collective.number
+        return self.is_stopped or (self.answer is not None and is_behind)
 
     def incomplete(self) -> list[Collective]:
         """Return the collectives that have not ended, without those queued for a GPU."""
@@ -145,12 +165,11 @@ def unchanged(before: Whereabouts | None, now: Whereabouts | None) -> Whereabout
     """Return the later answer if the rank was in the same place all the time between the two."""
     if before is None or now is None or before is now:
         return None
-    if before.waits_in is None or now.waits_in is None:
-        is_same = before.waits_in is now.waits_in
-    else:
-        is_same = _place(before.waits_in) == _place(now.waits_in)
-    moved = _last_numbers(before) != _last_numbers(now)
-    return now if is_same and not moved else None
+    seen = [
+        (list(map(_place, answer.waits)), answer.is_held, answer.ran, _last_numbers(answer))
+        for answer in (before, now)
+    ]
+    return now if seen[0] == seen[1] else None
 
 
 def _place(collective: Collective) -> tuple[str, int]:
@@ -162,7 +181,7 @@ def _last_numbers(answer: Whereabouts) -> dict[str, int]:
     for collective in answer.position.collectives:
         last = numbers.get(collective.group, 0)
         numbers[collective.group] = max(collective.number, last)
-    return numbers
+    return {**numbers, **(answer.position.done or {})}
 
 
 def find_deadlock(views: Mapping[int, RankView]) -> Deadlock | None:
@@ -178,7 +197,7 @@ def find_deadlock(views: Mapping[int, RankView]) -> Deadlock | None:
         return mismatch
     # Repeatedly remove every rank that may still continue; the others are stuck.
     inactive = {view.rank for view in views.values() if view.has_left or view.is_stopped}
-    stuck = {view.rank for view in views.values() if view.blocked_in is not None}
+    stuck = {view.rank for view in views.values() if view.is_held}
     while True:
         waits = _find_endless(views, members, stuck, inactive | stuck)
         free = {rank for rank, wait in waits.items() if wait is None}
@@ -221,25 +240,40 @@ def _find_mismatch(
         blocking = {
             rank: inside
             for rank, call in entered
-            if not call.done
-            and (inside := views[rank].blocked_in) is not None
-            and _place(inside) == _place(call)
+            if not call.done and (inside := views[rank].wait_at(_place(call))) is not None
         }
         calls = [(rank, blocking.get(rank, call)) for rank, call in entered]
         if any(_never_ends(inside, calls) for inside in blocking.values()):
             # Where roots differ, only ranks that still wait show theirs.
             has_roots = len({inside.root for inside in blocking.values()}) > 1
-            ranks_of: dict[tuple[str, int | None, int | None], list[int]] = {}
-            for rank, call in calls:
-                if rank in blocking or not has_roots:
-                    kind = (family(call), call.required_size, call.root if has_roots else None)
-                    ranks_of.setdefault(kind, []).append(rank)
-            fewest = min(len(callers) for callers in ranks_of.values())
-            rarest = tuple(
-                rank for callers in ranks_of.values() if len(callers) == fewest for rank in callers
-            )
-            return Deadlock(reason="mismatch", ranks=rarest, calls=tuple(calls))
+            shown = [rank for rank, _ in calls if rank in blocking or not has_roots]
+            return differ(calls, shown=shown, has_roots=has_roots)
     return None
+
+
+def differ(
+    calls: Sequence[tuple[int, Collective]],
+    *,
+    shown: Sequence[int] | None = None,
+    has_roots: bool = False,
+) -> Deadlock:
+    """Return the proof that ranks are in different calls; those in the rarest one cause it.
+
+    Args:
+        calls: The call of each rank, which it never leaves or which others never leave because of it.
+        shown: The ranks to compare; ``None`` for all.
+        has_roots: Whether their roots differ.
+    """
+    ranks_of: dict[tuple[str, int | None, int | None], list[int]] = {}
+    for rank, call in calls:
+        if shown is None or rank in shown:
+            kind = (family(call), call.required_size, call.root if has_roots else None)
+            ranks_of.setdefault(kind, []).append(rank)
+    fewest = min(len(callers) for callers in ranks_of.values())
+    rarest = tuple(
+        rank for callers in ranks_of.values() if len(callers) == fewest for rank in callers
+    )
+    return Deadlock(reason="mismatch", ranks=rarest, calls=tuple(calls))
 
 
 def _never_ends(blocking: Collective, calls: Sequence[tuple[int, Collective]]) -> bool:
@@ -274,36 +308,30 @@ def _is_for_one(collective: Collective) -> bool:
 def _find_endless(
     views: Mapping[int, RankView],
     members: Mapping[str, tuple[int, ...]],
-    blocked: Iterable[int],
+    held: Iterable[int],
     inactive: set[int],
 ) -> dict[int, Wait | None]:
-    """Return the wait of each blocked rank if it needs ranks that never enter its collective."""
+    """Return a wait of each rank that is held, if all its waits need ranks that never enter them."""
     # By collective: most of thousands of ranks wait in the same one, and for the same ranks.
     never: dict[tuple[str, int], tuple[int, ...]] = {}
     waits: dict[int, Wait | None] = {}
-    for rank in blocked:
-        collective = views[rank].blocked_in
-        assert collective is not None  # noqa: S101 - the caller passes only such ranks
-        place, group = _place(collective), members.get(collective.group, ())
-        if place not in never:
-            # Ranks that have not entered it, or are stopped and so take no part in it.
-            awaited = (
-                view
-                for member in group
-                if (view := views.get(member)) is not None
-                and (
-                    view.is_stopped
-                    or (
-                        view.answer is not None
-                        and view.entered.get(collective.group, 0) < collective.number
-                    )
-                )
-            )
-            never[place] = tuple(view.rank for view in awaited if view.rank in inactive)
-        is_enough = _is_for_one(collective) and len(never[place]) < len(group) - 1
-        waits[rank] = (
-            None if is_enough or not never[place] else Wait(rank, collective, never[place])
-        )
+    for rank in held:
+        endless = []
+        for collective in views[rank].waits:
+            place, group = _place(collective), members.get(collective.group, ())
+            if place not in never:
+                of_group = [view for member in group if (view := views.get(member)) is not None]
+                missing = [view.rank for view in of_group if view.is_missing_in(collective)]
+                never[place] = tuple(other for other in missing if other in inactive)
+                if collective.is_own_wait and rank in group:
+                    # A barrier. A rank that is there, or comes, with a limit of its own may give up, for all.
+                    at_it = [view.rank for view in of_group if view.wait_at(place) is not None]
+                    if not inactive.intersection([*missing, *at_it]).issuperset(group):
+                        never[place] = ()
+            is_enough = _is_for_one(collective) and len(never[place]) < len(group) - 1
+            if never[place] and not is_enough:
+                endless.append(Wait(rank, collective, never[place]))
+        waits[rank] = endless[0] if len(endless) == len(views[rank].waits) else None
     return waits
 
 
@@ -354,6 +382,9 @@ def _find_cycle_or_left(
         if rank in path:
             cycle = path[path.index(rank) :]
             pairs = zip(cycle, [*cycle[1:], cycle[0]], strict=True)
+            if any(wait.collective.is_own_wait for wait in waits.values()):
+                # The ranks are in different calls, and torch knows only some of these.
+                return differ([(wait.rank, wait.collective) for wait in waits.values()])
             narrowed = [Wait(one, waits[one].collective, (after,)) for one, after in pairs]
             return Deadlock(reason="cycle", ranks=tuple(cycle), waits=tuple(narrowed))
         if views[rank].has_left:

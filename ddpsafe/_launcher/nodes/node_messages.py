@@ -33,6 +33,7 @@ from ddpsafe._wire.messages import (
     AcceptsStop,
     AskedToStop,
     CheckpointFolder,
+    Collective,
     Entered,
     Finishing,
     LivingThreads,
@@ -641,12 +642,14 @@ def shift(message: Message, offset: ClockOffset) -> Message:
 
 def shift_position(position: Position, offset: ClockOffset) -> Position:
     """Return a position with its times on this host's clocks."""
-    entered = [
-        replace(call, entered_ns=call.entered_ns + offset.wall_ns if call.entered_ns else 0)
-        for call in position.collectives
-    ]
+
+    def shifted(call: Collective) -> Collective:
+        return replace(call, entered_ns=call.entered_ns + offset.wall_ns if call.entered_ns else 0)
+
+    entered = map(shifted, position.collectives)
+    in_store = None if position.in_store is None else shifted(position.in_store)
     arrivals = tuple((number, at_ns + offset.wall_ns) for number, at_ns in position.arrivals)
-    return replace(position, collectives=tuple(entered), arrivals=arrivals)
+    return replace(position, collectives=tuple(entered), in_store=in_store, arrivals=arrivals)
 
 
 def shift_outcome(outcome: RankOutcome, offset: ClockOffset) -> RankOutcome:

@@ -523,7 +523,8 @@ class RankProcess(RankState):
             self.result = bytes(payload.dumps_result(None))
             message = Returned(
                 payload=self.result,
-                position=self.position or Position(collectives=()),
+                # An old one: since then, it may have done what others wait for.
+                position=replace(self.position or Position(collectives=()), done=None),
                 is_reported=False,
             )
             self.take(message)

@@ -142,11 +142,15 @@ class _MainThread:
     def look(self, now_s: float) -> float:
         """Look again; if it has run since, return how long it had slept before that, else 0."""
         before, steps_before = self.activity, self._steps
-        self._steps = self.rank.progress().steps
+        made = self.rank.progress()
+        self._steps = made.steps
         # A rank that has made a step has run. Most looks find that, and reading /proc for each of many
         # ranks would be most of what they cost.
         has_stepped = self._steps != steps_before
         self.activity = Activity() if has_stepped else self.rank.activity()
+        if made.waits_ns and self.activity.state in ("R", "S", "D"):
+            # It polls ddpsafe's store for other ranks, and does nothing else until that wait ends.
+            self.activity = Activity(state="S", ran=(made.waits_ns,))
         slept_s = 0.0
         if (
             self.activity.ran is None
@@ -319,7 +323,8 @@ class DeadlockWatch:
         views = {}
         for number, thread in self._threads.items():
             rank, answer = thread.rank, answers.get(number)
-            if rank.returned is not None:
+            has_left = rank.returned is not None and not rank.returned.has_callers
+            if rank.returned is not None and has_left:
                 answer = Whereabouts(position=rank.returned.position)
             thread.look(now_s)
             ran = thread.activity.ran
@@ -331,7 +336,7 @@ class DeadlockWatch:
                 is_asleep=ran is not None
                 and ran == self._ran_when_asked.get(number)
                 and rank.is_seen_since_answer,
-                has_left=rank.returned is not None,
+                has_left=has_left,
                 is_stopped=thread.is_stopped(now_s)
                 and rank.known_ns >= self._asked_ns
                 and not is_bounded,
@@ -715,7 +720,8 @@ class LiveWatch:
             outcome,
             position=None if answer is None else answer.position,
             stack=reading.stack,
-            in_collective=reading.in_collective,
+            in_collective=reading.in_collective
+            or (answer is not None and answer.position.in_store is not None),
             point_to_point=reading.point_to_point,
             state=psutil.STATUS_STOPPED if is_stopped else "",
         )

@@ -98,7 +98,9 @@ class SequenceWatch:
         ends = [
             0 if (last := last_in_main(process.returned.position)) is None else last.number
             for process in self._processes
-            if process.returned is not None and process.returned.is_reported
+            if process.returned is not None
+            and process.returned.is_reported
+            and not process.returned.has_callers
         ]
         waiting = {
             process.rank: last
@@ -159,7 +161,8 @@ class FlightWatch:
         for rank in failing & staying:
             position = places[rank]
             newest = None if position is None else position.newest()
-            if newest is not None and newest.group != MAIN_GROUP and not newest.done:
+            of_all = newest is None or newest.group == MAIN_GROUP or newest.is_own_wait
+            if newest is not None and not of_all and not newest.done:
                 continue  # it waits for some of the ranks only, which may still join it
             last = last_in_main(position)
             if any(_wait_for_each_other(last, last_in_main(other)) for other in places.values()):
