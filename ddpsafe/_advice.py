@@ -25,6 +25,10 @@ ADVICE: Final[dict[str, tuple[str, str]]] = {
         "the kernel's out-of-memory killer, a container's memory limit, or a kill -9 by hand.",
         "see dmesg on {host}; lower num_workers or the batch size, or raise the memory limit.",
     ),
+    "DS-DDP-debug-crash": (
+        "probably TORCH_DISTRIBUTED_DEBUG=DETAIL, with which torch's gloo crashes when DDP is built.",
+        "set it to INFO, which names unused parameters too; ddpsafe itself names calls that differ.",
+    ),
     "DS-NAME-unresolved": (
         "{given} is misspelled, or this host's DNS and /etc/hosts do not know it.",
         "check with  getent hosts {name}  on {here}; an IP address works too.",

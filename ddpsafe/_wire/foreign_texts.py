@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from ddpsafe._errors import FailureKind, Origin
@@ -284,6 +284,47 @@ def read_places(stderr: str) -> list[WatchdogPlace]:
     return list(places.values())
 
 
+# torch 2.13, with TORCH_DISTRIBUTED_DEBUG=DETAIL. What follows of the other rank may be garbage.
+_FINGERPRINT: Final = re.compile(
+    r"Detected mismatch between collectives on ranks\. Rank \d+ is running collective: CollectiveFingerPrint"
+    r"\(SequenceNumber=(?P<number>\d+),? ?OpType=(?P<op>\w+)(?:, TensorShape=\[(?P<shape>[\d, ]*)\])?"
+)
+_OPERATIONS: Final = {
+    "ALLREDUCE": "all_reduce",
+    "ALLGATHER": "all_gather",
+    "_ALLGATHER_BASE": "all_gather_into_tensor",
+    "_REDUCE_SCATTER_BASE": "reduce_scatter_tensor",
+    "ALLTOALL": "all_to_all",
+    "ALLTOALL_BASE": "all_to_all_single",
+}
+
+
+class Fingerprint(NamedTuple):
+    """The call of a rank in which torch has found that another rank makes a different one.
+
+    Attributes:
+        number: Its number in its group, from 1.
+        operation: The function of torch.
+        shape: The shape of its tensor; ``None`` without one.
+    """
+
+    number: int
+    operation: str
+    shape: list[int] | None
+
+
+def find_fingerprint(message: str) -> Fingerprint | None:
+    """Return the rank's own call from an error in which torch reports that it differs from another rank's."""
+    match = _FINGERPRINT.search(message)
+    if match is None:
+        return None
+    operation = _OPERATIONS.get(match["op"], match["op"].lower())
+    shape = (
+        None if match["shape"] is None else [int(n) for n in match["shape"].split(",") if n.strip()]
+    )
+    return Fingerprint(int(match["number"]) + 1, operation, shape)
+
+
 # torch 2.13: raised by its SIGCHLD handler, wherever the main thread is. The name is that of strsignal(3).
 _KILLED_WORKER: Final = re.compile(
     r"DataLoader worker \(pid \d+\) is killed by signal: (?P<name>[\w ]+?)\."
@@ -324,6 +365,11 @@ _HANDLED: Final = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _OF_A_PEER: Final = re.compile(r"Connection (?:closed|reset) by peer|Timed out waiting|Warning\b")
+
+
+def crashed_while_building_ddp(stderr: str) -> bool:
+    """Return whether a process crashed in DDP's constructor, by what faulthandler wrote."""
+    return "Fatal Python error: Segmentation fault" in stderr and "in _ddp_init_helper\n" in stderr
 
 
 def is_unfinished_reduction(line: str) -> bool:

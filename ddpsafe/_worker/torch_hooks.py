@@ -584,6 +584,13 @@ def _from_entries(
     of_nccl = (beside or {}).get("pg_config", {})
     # A script may destroy a group and make one of the same name: only the newest counts.
     newest = {_group_key(entry): entry.get("pg_id") for entry in entries}
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL no group has a name, and each has a second one for torch's checks.
+    # Known is the first one, that of all ranks.
+    newest |= {
+        key: min(entry.get("pg_id", 0) for entry in entries if _group_key(entry) == key)
+        for key in newest
+        if not any(key[:2])
+    }
     groups: dict[str, dict[int, Collective]] = defaultdict(dict)
     for entry in entries:
         is_newest = entry.get("pg_id") == newest[_group_key(entry)]
@@ -592,7 +599,7 @@ def _from_entries(
             name, number = entry["profiling_name"], int(entry["collective_seq_id"])
             # All ranks of a group know it by this name; most groups have no description.
             short, description = entry["process_group"]
-            label = description if description == MAIN_GROUP else short
+            label = MAIN_GROUP if description == MAIN_GROUP or not short else short
             counters = content.get("pg_status", {}).get(str(entry.get("pg_id")), {})
             is_done = entry["retired"] or entry.get("state") == "completed"
             # The recorder never retires a coalesced call that was captured in a CUDA graph.

@@ -290,6 +290,11 @@ def test_unused_parameters_are_named(named: str, told: str) -> None:
         assert cause.cause.endswith(told)
 
 
+def test_no_advice_sets_a_debug_level_with_which_ddp_crashes() -> None:
+    """In torch's gloo, DistributedDataParallel(…) crashes with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    assert [rule.code for rule in built_in().rules if "=DETAIL" in rule.fix] == []
+
+
 def test_ranks_that_time_out_in_different_collectives_are_distinguished() -> None:
     """The watchdog prints each rank's collective: one rank validates while the others train."""
     line = "[rank{0}]:[E x.cpp:563] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=77, OpType={1}, NumelIn={2}, NumelOut=9, Timeout(ms)=600000) ran for 600057 milliseconds before timing out.\n"

@@ -75,3 +75,39 @@ def test_the_message_suggests_shapes_when_a_rank_passes_a_longer_tensor(
     )  # gloo's ring sends to the previous rank, which receives too much
     assert error.signal == signal.SIGABRT
     assert "compare the shapes" in str(error)
+
+
+@pytest.mark.full(but=["another call"])
+@pytest.mark.parametrize(
+    ("how", "said", "shown"),
+    [
+        pytest.param(
+            "another call",
+            "entered a different collective than the others",
+            "| rank 1 is in barrier number 2\n",
+            id="another call",
+        ),
+        pytest.param(
+            "another shape",
+            "passed a tensor of another shape to all_reduce number 2 than the others",
+            "| rank 1 is in all_reduce number 2 of shape [9]\n",
+            id="another shape",
+        ),
+    ],
+)
+def test_a_mismatch_that_torch_finds_is_taken_for_one(
+    tmp_path: Path, how: str, said: str, shown: str
+) -> None:
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch raises on every rank; the rank that differs is named."""
+    # torch reads the variable when it is imported, which a fork server has done before.
+    error = World(folder=tmp_path, ranks=3, start_method="spawn").launch_fails(
+        ddpsafe.CollectiveTimeoutError,
+        programs.differ_under_detail,
+        how,
+        env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+    )
+    require_hang(error, 1)
+    assert said in str(error)
+    assert shown in str(error)
+    assert "| ranks 0 and 2 are in all_reduce number 2 of shape [8]\n" in str(error)
+    assert require_places(error, range(3))[1] == "differ_under_detail"

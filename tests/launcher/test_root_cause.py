@@ -96,6 +96,19 @@ def closed_by_timeout() -> None:
     raise RuntimeError(text + "Application timeout caused pair closure")
 
 
+def differs(rank: int, call: str, theirs: str = "SequenceNumber=0OpType=REDUCE") -> Raiser:
+    """Return a function that raises torch's error for a call that another rank does not make."""
+    text = (
+        f"Detected mismatch between collectives on ranks. Rank {rank} is running collective: "
+        f"CollectiveFingerPrint({call}), but Rank 1 is running collective: CollectiveFingerPrint({theirs})."
+    )
+    return raising(RuntimeError(text))
+
+
+ALL_REDUCE: Final = "SequenceNumber=3, OpType=ALLREDUCE, TensorShape=[5], TensorDtypes=Float"
+A_BARRIER: Final = "SequenceNumber=3OpType=BARRIER"
+
+
 def timed_out_in(call: str, peer: int) -> Raiser:
     """Return a function that raises a timeout from torch's send or receive."""
     name = {"recv": "src", "send": "dst"}[call]
@@ -1903,8 +1916,69 @@ KINDS: Final = [
     ),
 ]
 
+OF_TORCH: Final = [
+    row(
+        "differs from the others, as torch has found on all ranks",
+        [
+            raises(differs(0, ALL_REDUCE), ms=1),
+            raises(differs(1, A_BARRIER), ms=3),
+            raises(differs(2, ALL_REDUCE), ms=2),
+        ],
+        0,
+        "ended-by-itself",
+        HUNG,
+        "hang",
+        facts=(("missing_ranks", (1,)),),
+        says=(
+            "rank 1 (world_size 3) entered a different collective than the others",
+            "| ranks 0 and 2 are in all_reduce number 4 of shape [5]",
+            "| rank 1 is in barrier number 4",
+        ),
+    ),
+    row(
+        "passes another shape than the others, as torch has found on two of three ranks",
+        [
+            raises(differs(0, ALL_REDUCE), ms=1),
+            raises(differs(1, ALL_REDUCE.replace("5", "9")), ms=3),
+            waits(),
+        ],
+        0,
+        "ended-by-itself",
+        HUNG,
+        "hang",
+        says=(
+            "rank 0 (world_size 3) passed a tensor of another shape to all_reduce number 4",
+            "all_reduce number 4 of shape [5]",
+            "all_reduce number 4 of shape [9]",
+        ),
+    ),
+    row(
+        "differs from another rank, of which torch alone knows the call",
+        [raises(differs(0, ALL_REDUCE), ms=1), killed(signal.SIGTERM, ms=200)],
+        0,
+        "ended-by-itself",
+        RAISED,
+        "user-error",
+        says=("Detected mismatch between collectives on ranks",),
+    ),
+    row(
+        "raises an error of its own, while others have found a mismatch",
+        [
+            raises(differs(0, ALL_REDUCE), ms=9),
+            raises(own, ms=1),
+            raises(differs(2, A_BARRIER), ms=9),
+        ],
+        1,
+        "ended-by-itself",
+        RAISED,
+        "user-error",
+        says=("label 7",),
+    ),
+]
+
 ROWS: Final[list[Any]] = [
     *ENDED,
+    *OF_TORCH,
     *WRAPPED,
     *IN_FLIGHT,
     *NCCL,
@@ -2118,6 +2192,26 @@ def test_endless_recursion_is_distinguished_from_a_crash_of_native_code() -> Non
     assert not is_endless_recursion(
         crash + "".join(frame.replace("again", f"f{number}") for number in range(100))
     )
+
+
+def test_a_crash_in_ddps_constructor_is_recognised(tmp_path: Path) -> None:
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL that is torch's own fault, and the advice is another level."""
+    log = tmp_path / "rank-0.err"
+    ddp = "/x/site-packages/torch/nn/parallel/distributed.py"
+    log.write_text(
+        f'Fatal Python error: Segmentation fault\n\n  File "{ddp}", line 1473 in _ddp_init_helper\n'
+    )
+    crash = row(
+        "crashes in DDP",
+        [killed(signal.SIGSEGV) | {"stderr": str(log)}, waits()],
+        0,
+        "ended-by-itself",
+        KILLED,
+        "killed",
+    )
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in str(require_conclusion(crash, tmp_path))
+    log.write_text(log.read_text().replace("_ddp_init_helper", "forward"))
+    assert "TORCH_DISTRIBUTED_DEBUG" not in str(require_conclusion(crash, tmp_path))
 
 
 def test_a_backward_pass_may_or_may_not_be_in_a_collective() -> None:

@@ -141,6 +141,22 @@ def call_another_collective(ctx: RankContext, folder: Path, culprit: int) -> Non
         average_gradients()
 
 
+def differ_under_detail(ctx: RankContext, folder: Path, how: str) -> None:
+    """Let rank 1 differ in its second call, while torch compares the calls of the ranks."""
+    import torch
+    import torch.distributed as dist
+
+    average_gradients()
+    if ctx.rank != 1:
+        average_gradients()
+        return
+    mark(folder)
+    if how == "another call":
+        dist.barrier()  # stuck here
+    else:
+        dist.all_reduce(torch.ones(9))  # stuck here
+
+
 # Rank 0 works alone.
 
 

@@ -36,6 +36,7 @@ from ddpsafe._errors import (
 from ddpsafe._launcher.diagnosis.rank_readings import CRASH, is_endless_recursion
 from ddpsafe._launcher.diagnosis.root_cause import (
     CONCLUSIONS,
+    find_proof_of_torch,
     find_root_cause,
     find_stuck_on_gpu,
     find_topic,
@@ -47,7 +48,11 @@ from ddpsafe._launcher.diagnosis.wait_graph import call_lines, differ, family
 from ddpsafe._text import name_cells, ranks_text
 from ddpsafe._wire import payload
 from ddpsafe._wire.exception_facts import clip, find_own_files
-from ddpsafe._wire.foreign_texts import find_handled_errors, without_source
+from ddpsafe._wire.foreign_texts import (
+    crashed_while_building_ddp,
+    find_handled_errors,
+    without_source,
+)
 from ddpsafe._wire.messages import CHECKPOINTS, DDP_EVALUATION, is_peer_origin
 from ddpsafe._wire.spec import read_log, unreported_mark
 
@@ -396,6 +401,10 @@ def make_error(ended: EndedAttempt) -> LaunchError:
     has_broken = conclusion.error is RankFailedError and conclusion.blames != "nothing"
     if proof is not None and not has_broken:
         return _deadlock_error(ended, cause, proof)
+    if (proof := find_proof_of_torch(cause.root, ended.outcomes)) is not None:
+        return _deadlock_error(
+            ended, cause, proof, what="torch has compared the ranks' calls, which differ:"
+        )
     return _ERROR_OF[conclusion.error](ended, cause)
 
 
@@ -479,6 +488,8 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         kind, (likely, fix) = "out-of-memory", ADVICE["DS-MEM-host-oom"]
     if is_endless_recursion(root.error_text()):
         likely, fix = _RECURSION
+    elif crashed_while_building_ddp(root.error_text()):
+        likely, fix = ADVICE["DS-DDP-debug-crash"]
     how = f"killed by {root.signal_name}"
     if root.native is not None:
         how, number = (
@@ -756,12 +767,17 @@ def _is_at(outcome: RankOutcome, called: Collective) -> str:
     return f"{', and is now' if is_later else ''} at {where(outcome)}" if where(outcome) else ""
 
 
-def _deadlock_error(ended: EndedAttempt, cause: RootCause, proof: Deadlock) -> LaunchError:
+def _deadlock_error(
+    ended: EndedAttempt,
+    cause: RootCause,
+    proof: Deadlock,
+    what: str = "this is a deadlock, so ddpsafe did not wait for a timeout:",
+) -> LaunchError:
     """Return the error of a proven deadlock: the proof, then where the ranks were."""
     if proof.reason == "mismatch" and any(call.is_own_wait for _, call in proof.calls):
         proof = differ(_with_latecomers(proof.calls, ended))
     proof_lines = [
-        "this is a deadlock, so ddpsafe did not wait for a timeout:",
+        what,
         *(f"| {line}" for line in proof.lines()),
     ]
     if proof.reason == "mismatch":

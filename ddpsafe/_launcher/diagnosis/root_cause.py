@@ -16,6 +16,7 @@ and a row to tests/launcher/test_root_cause.py.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -24,7 +25,9 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import psutil
 
 from ddpsafe._errors import LaunchError, LaunchTimeoutError, RankFailedError, RankLeftEarlyError
+from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, differ
 from ddpsafe._wire.foreign_texts import (
+    find_fingerprint,
     find_kind,
     is_full_disk,
     is_unfinished_reduction,
@@ -816,6 +819,34 @@ def _find_mismatched(ranks: Ranks) -> tuple[Ranks, Sequence[tuple[RankOutcome, C
         return (), ()
     rarest = min(counts.values())
     return [out for out, call in reversed(calls) if counts[call] == rarest], entered
+
+
+def find_proof_of_torch(root: RankOutcome, outcomes: Mapping[int, RankOutcome]) -> Deadlock | None:
+    """Return the mismatch that torch has found and raised on the ranks (TORCH_DISTRIBUTED_DEBUG=DETAIL), if any.
+
+    Args:
+        root: The rank that broke, as far as the rules know, which take these errors for the ranks' own.
+        outcomes: What is known of each rank.
+    """
+    calls = [
+        (
+            out.rank,
+            Collective(
+                group=MAIN_GROUP,
+                number=seen.number,
+                name=f"torch:{seen.operation}",
+                sizes="" if seen.shape is None else f"[{seen.shape}]",
+                numel=math.prod(seen.shape or [0]),
+                state="started",
+                entered_ns=out.raised.wall_ns,
+            ),
+        )
+        for out in outcomes.values()
+        if out.raised is not None and (seen := find_fingerprint(out.raised.message)) is not None
+    ]
+    kinds = {(call.name, call.number, call.sizes) for _, call in calls}
+    is_known = len(kinds) > 1 and root.rank in dict(calls)
+    return differ(calls) if is_known else None
 
 
 # ---- the kind of failure that an exception is ----
