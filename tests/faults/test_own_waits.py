@@ -52,12 +52,12 @@ ROWS = {
     ),
     "save": Row(
         0,
-        ("rank 0 is in save() of /", "ranks 1 and 2 are in all_reduce number "),
+        ("rank 0 is in save() of /", "ranks 1 and 2 are in broadcast number "),
         "call it on every rank",
     ),
     "skipped save": Row(
         1,
-        ("rank 1 is in all_reduce number ", "ranks 0 and 2 are in save() of /"),
+        ("rank 1 is in broadcast number ", "ranks 0 and 2 are in save() of /"),
         "call it on every rank",
     ),
 }
@@ -88,7 +88,7 @@ def test_both_of_two_ranks_are_shown_with_their_calls(tmp_path: Path) -> None:
     )
     assert error.missing_ranks in ((0, 1), (1, 0))
     assert "rank 0 (world_size 2) entered save() of /" in str(error)
-    assert "rank 1 (world_size 2) entered all_reduce number " in str(error)
+    assert "rank 1 (world_size 2) entered broadcast number " in str(error)
 
 
 @pytest.mark.full

@@ -134,6 +134,23 @@ def test_ranks_that_name_different_roots_wait_forever(
     assert (found and found.reason, found.ranks if found else ()) == (reason, ranks)
 
 
+@pytest.mark.parametrize(
+    ("name", "root", "reason"),
+    [
+        ("broadcast", 0, "left"),
+        ("scatter", 0, "left"),
+        ("broadcast", 1, None),
+        ("broadcast", None, None),
+        ("reduce", 0, None),
+    ],
+)
+def test_a_broadcast_needs_its_root(name: str, root: int | None, reason: str | None) -> None:
+    """The others send and receive nothing without it, while any other rank may be missing."""
+    views = [left(0), *(waits(rank, THREE, call(3, name, root=root)) for rank in (1, 2))]
+    found = find_deadlock({view.rank: view for view in views})
+    assert (found and found.reason) == reason
+
+
 def in_own_wait(
     rank: int, awaited: tuple[int, ...], *, number: int = 1, done: dict[str, int] | None
 ) -> RankView:

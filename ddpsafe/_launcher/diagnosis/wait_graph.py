@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # Ranks may mix these variants of a collective with its plain form, and both end well.
 _VARIANTS: Final = ("_base", "_into_tensor", "_tensor", "_coalesced", "_single")
+_FROM_ONE: Final = ("broadcast", "scatter")
 _FROM_OR_TO_ONE: Final = ("broadcast", "reduce", "gather", "scatter", "send", "recv")
 
 Reason = Literal["mismatch", "cycle", "left", "stopped"]
@@ -328,8 +329,9 @@ def _find_endless(
                     at_it = [view.rank for view in of_group if view.wait_at(place) is not None]
                     if not inactive.intersection([*missing, *at_it]).issuperset(group):
                         never[place] = ()
+            lacks_root = collective.root in never[place] and family(collective) in _FROM_ONE
             is_enough = _is_for_one(collective) and len(never[place]) < len(group) - 1
-            if never[place] and not is_enough:
+            if never[place] and (lacks_root or not is_enough):
                 endless.append(Wait(rank, collective, never[place]))
         waits[rank] = endless[0] if len(endless) == len(views[rank].waits) else None
     return waits
