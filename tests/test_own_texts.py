@@ -48,6 +48,18 @@ ALLOWED: Final = {}
 """File and text of matches that are not in a message, each with its reason."""
 
 
+ABOUT_A_FUNCTION: Final = re.compile(r"\b(?:its|the|your) function\b(?! in the log)|\bctx\b")
+
+OF_A_FUNCTION: Final = {
+    "_launch.py": "calls of launch() in a rank",
+    "_launcher/plan.py": "the arguments of launch() and spawn()",
+    "_launcher/diagnosis/attempt_error.py": "chosen by is_script; a row of test_root_cause.py each",
+    "_worker/entrypoint.py": "the result of a function, which a script has not",
+    "data/_per_process.py": "the function that opens the resource",
+}
+"""Files whose messages may take for granted that ranks run a function, each with the reason."""
+
+
 class Match(NamedTuple):
     """A place in the code that searches for a text in another one."""
 
@@ -85,6 +97,21 @@ def test_no_text_of_ddpsafe_is_matched() -> None:
         if (each.file.relative_to(PACKAGE).as_posix(), each.text) not in ALLOWED
     ]
     assert found == []
+
+
+def test_messages_fit_a_script_as_well_as_a_function() -> None:
+    """Under ``ddpsafe run``, a rank has no function, and no ``ctx``: advice names `ddpsafe.unwrap` and the like."""
+    found = {
+        (file.relative_to(PACKAGE).as_posix(), text)
+        for file in python_files(PACKAGE)
+        for _, text in sentences_in(parse(file))
+        if ABOUT_A_FUNCTION.search(text)
+    }
+    assert {file for file, _ in found} == set(OF_A_FUNCTION)
+    for rules in PACKAGE.glob("_explain/rules/*.toml"):
+        for line in rules.read_text(encoding="utf-8").splitlines():
+            is_advice = line.startswith(("cause = ", "fix = ")) and "get_context" not in line
+            assert not (is_advice and "ctx." in line), line
 
 
 def is_about_others(file: Path) -> bool:

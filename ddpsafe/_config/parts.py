@@ -85,7 +85,7 @@ class Timeouts(Part):
     )
     finish: Duration | None = Field(
         default=None,
-        description="From when a rank has left its process group, for what its function left running: threads, "
+        description="From when a rank has left its process group, for what it left running: threads, "
         "executors, exit functions (atexit), queues: FinishTimeoutError. None: as long as it takes; a "
         "warning names what the launcher waits for.",
         examples=['"10min"', "None"],
@@ -214,7 +214,7 @@ class RetryPolicy(Part):
     ] = Field(
         default=STARTUP_KINDS,
         description="Failure kinds and exception types that are retried. The default kinds happen "
-        "before your function runs.",
+        "before your code runs.",
         examples=['{"startup-network", "port", "mount", "peer-lost", ConnectionError}'],
     )
     # All processes of the failed attempt have ended by then, so the first wait may be short.
@@ -240,7 +240,7 @@ class RetryPolicy(Part):
 
     no_progress: Annotated[int, BeforeValidator(validate_integer), Field(ge=1)] | None = Field(
         default=2,
-        description="Give up after this many attempts in a row in which your function ran but made no "
+        description="Give up after this many attempts in a row in which your code ran but made no "
         "progress: no optimizer step, or with a `Checkpointer` no newer checkpoint and no more steps "
         "than an earlier attempt. None: never give up for this reason.",
         examples=["2", "None"],

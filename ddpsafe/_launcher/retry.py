@@ -217,7 +217,8 @@ def _explain_refusal(error: DDPSafeError, policy: RetryPolicy) -> None:
         return
     if error.kind in policy.on:
         _add_why_not(
-            error, f"the function had begun, and {error.kind!r} covers only failures before that."
+            error,
+            f"the training code had begun, and {error.kind!r} covers only failures before that.",
         )
     elif error.kind not in DETERMINISTIC:
         _add_why_not(error, f"RetryPolicy.on does not name the kind {error.kind!r}.")

@@ -245,7 +245,7 @@ class Reporter:
                 ),
             )
         )
-        self._log_if_unsent("the function has returned, but the pipe to the launcher is closed")
+        self._log_if_unsent("the rank has ended in order, but the pipe to the launcher is closed")
         self.phase = "leaving"
 
     def raised(self, exc: BaseException, state: Literal["in-flight", "caught", "final"]) -> None:

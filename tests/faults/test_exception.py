@@ -62,7 +62,7 @@ def test_a_rank_that_cannot_unpickle_its_argument_is_blamed(tmp_path: Path) -> N
     world = World(folder=tmp_path)
     error = world.launch_fails(ddpsafe.RankRaisedError, return_rank, FailsToLoad(tmp_path))
     require_rank(error, 1)
-    assert "while loading the function and its arguments" in str(error)
+    assert "while loading what it is to run" in str(error)
     assert isinstance(error.__cause__, programs.LostSampleError)
 
 

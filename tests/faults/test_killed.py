@@ -78,7 +78,7 @@ def test_a_rank_that_is_killed_before_its_function_runs_is_blamed(
     world = World(folder=tmp_path, start_method=start_method)
     error = world.launch_fails(ddpsafe.RankKilledError, return_rank, KillsWhoLoads(tmp_path))
     require_rank(error, 1)
-    assert "while loading the function and its arguments" in str(error)
+    assert "while loading what it is to run" in str(error)
 
 
 @pytest.mark.full

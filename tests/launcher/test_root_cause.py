@@ -1995,7 +1995,7 @@ def outcomes_of(row: Row) -> dict[int, RankOutcome]:
     return {rank: outcome_of(rank, facts) for rank, facts in enumerate(row.ranks)}
 
 
-def require_conclusion(row: Row, folder: Path) -> ddpsafe.LaunchError:
+def require_conclusion(row: Row, folder: Path, *, is_script: bool = False) -> ddpsafe.LaunchError:
     """Fail unless the conclusion from a row's outcomes is the expected one."""
     outcomes = outcomes_of(row)
     ended = EndedAttempt(
@@ -2006,6 +2006,7 @@ def require_conclusion(row: Row, folder: Path) -> ddpsafe.LaunchError:
         run_dir=folder,
         oom_kills=row.oom_kills,
         timeouts=Timeouts(progress=9, attempt=9),
+        is_script=is_script,
     )
     if row.reason != "rendezvous-timeout":  # no rank is asked then
         cause = find_root_cause(outcomes, is_stuck_with_error=row.reason == "stuck-with-error")
@@ -2033,6 +2034,8 @@ def test_the_root_cause_of_each_row_is_found(row: Row, tmp_path: Path) -> None:
     for part in row.says:
         assert part in text
     assert row.says_not not in text
+    of_a_script = str(require_conclusion(row, tmp_path, is_script=True))
+    assert not re.search(r"\bfunction\b(?! in the log)|\bctx\b", of_a_script)
 
 
 def test_conclusions_do_not_depend_on_ddpsafes_texts(

@@ -94,7 +94,7 @@ _BY_KIND: Final[dict[FailureKind, Advice]] = {
     ),
     "network": (
         "a connection that this rank had opened itself broke; that may be temporary.",
-        'see which address it connected to; RetryPolicy(on={"network"}) tries again.',
+        'see which address it connected to; RetryPolicy(on={"network"}), or --retry.on network, tries again.',
     ),
     "startup-network": (
         "the ranks could not be connected.",
@@ -177,7 +177,7 @@ _ARGUMENT_OF_OLD_LAUNCHERS: Final[Advice] = (
 _NUMBER: Final = re.compile(r"\d+")
 _SWALLOWED: Final[Advice] = (
     "the rank probably handled the error below and skipped calls that the other ranks made.",
-    "let the error through, or agree on all ranks to skip the batch: ctx.all_reduce(ok, op='min').",
+    "let the error through, or agree on all ranks to skip the batch: ddpsafe.all_reduce(ok, op='min').",
 )
 
 _INTERRUPTED: Final[Advice] = (
@@ -192,7 +192,7 @@ _RECURSION: Final[Advice] = (
 
 _OTHER_SHAPES: Final[Advice] = (
     "the ranks have tensors of different shapes: a last batch, or what a filter leaves, down to nothing.",
-    "pad to one shape after a reduction of the sizes with MAX; ctx.all_gather(obj) takes any size.",
+    "pad to one shape after a reduction of the sizes with MAX; ddpsafe.all_gather(obj) takes any size.",
 )
 
 _OTHER_ROOTS: Final[Advice] = (
@@ -236,14 +236,14 @@ _WENT_ON: Final[Advice] = (
         "not, its work takes a little longer than the timeout."
     ),
     (
-        "hold no lock while you wait for other ranks: release it before the collective; ctx.rank_zero_first "
-        "lets one rank work first."
+        "hold no lock while you wait for other ranks: release it before the collective; "
+        "ddpsafe.rank_zero_first lets one rank work first."
     ),
 )
 
 _DOING: Final = {
     "starting": "starting (importing the script)",
-    "loading": "loading the function and its arguments",
+    "loading": "loading what it is to run",
     "joining": "joining the process group",
     "running": "running",
     "leaving": "leaving",
@@ -896,7 +896,9 @@ def _join_error(ended: EndedAttempt) -> LaunchError:
         f"{names} (world_size {ended.world_size}) did not join within "
         f"{ended.limit('rendezvous')}, {ended.when(kind)}.",
         cause="slow imports, work at the top of the script, or a rank that hangs before it joins.",
-        fix="move heavy work below the main guard or into the function, or raise timeouts.rendezvous.",
+        fix="move heavy work "
+        f"{'below init_process_group' if ended.is_script else 'below the main guard or into the function'}, "
+        "or raise timeouts.rendezvous.",
         details=[f"rank {out.rank} was {_DOING[out.phase]} {where(out)}" for out in missing],
         logs=ended.logs,
     )
@@ -956,9 +958,9 @@ def _unfinished_error(ended: EndedAttempt) -> LaunchError:
         f"{ranks_text(ended.ending.unfinished)} (world_size {ended.world_size}) {have} returned, but "
         f"what still ran in the background was not done within {ended.limit('finish')}, and was cut off, "
         f"{ended.when('hang')}.",
-        cause="a thread, an executor, an exit function or a queue that the function has left behind works "
+        cause=f"a thread, an executor, an exit function or a queue that the {ended.code} has left behind works "
         "longer than that, or hangs.",
-        fix="wait for it before the function returns, or raise timeouts.finish (None: no limit); a queue "
+        fix=f"wait for it before the {ended.code} ends, or raise timeouts.finish (None: no limit); a queue "
         "whose sender was cut off may hold half an item, for which its reader waits for ever.",
         details=[
             f"rank {rank} waited for {what}" for rank, what in ended.ending.unfinished.items()

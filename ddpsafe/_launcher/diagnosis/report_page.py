@@ -25,11 +25,11 @@ PAGE: Final = "report.html"
 
 _PHASES: Final = {
     "starting": ("start", "starting: the new process imports the script"),
-    "loading": ("load", "loading the function and its arguments"),
+    "loading": ("load", "loading what it is to run"),
     "joining": ("join", "joining the process group"),
-    "running": ("run", "running the function"),
+    "running": ("run", "running the training code"),
     "waiting": ("wait", "waiting for other ranks in a collective"),
-    "leaving": ("leave", "leaving after the function returned"),
+    "leaving": ("leave", "leaving after that has ended"),
 }
 """Each phase's word in its bar, because not every reader and printer shows the colours, and its meaning."""
 
