@@ -436,7 +436,7 @@ def let_ranks_leave(
                     stuck.add(process.rank)
                     logger.warning(
                         "rank %d has returned, but did not leave its process group within %g s "
-                        "(timeouts.shutdown), so it will be ended; that is no failure",
+                        "(timeouts.shutdown), so it will be ended; that does not count as a failure",
                         process.rank,
                         timeouts.shutdown.total_seconds(),
                     )
@@ -484,7 +484,7 @@ def warn_of_late_ends(processes: Sequence[RankProcess]) -> None:
         if is_late and code and not process.broke_late:
             logger.warning(
                 "rank %d %s after it had returned, in an exit function or in the end of a library; "
-                "that is no failure (with run_dir=, its log is kept)",
+                "that does not count as a failure (with run_dir=, its log is kept)",
                 process.rank,
                 f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}",
             )
