@@ -131,6 +131,21 @@ def test_a_package_that_is_run_needs_no_guard(tmp_path: Path) -> None:
     assert run.err == ""
 
 
+@pytest.mark.full(but=["pdb"])
+@pytest.mark.parametrize(
+    "module",
+    [["pdb", "-c", "continue", "-c", "q"], ["cProfile"], ["trace", "--count"]],
+    ids=["pdb", "cProfile", "trace"],
+)
+def test_a_script_may_run_under_a_module_that_looks_into_it(
+    tmp_path: Path, module: list[str]
+) -> None:
+    """Pdb takes ``__spec__`` out of the main module, which multiprocessing reads."""
+    scripts.write(tmp_path, "train.py", launching("if __name__ == '__main__':", "    main()"))
+    run = scripts.Script(["-m", *module, "train.py"], folder=tmp_path, text="").end()
+    assert run.out.count("{0: 10, 1: 11}") == 1, run.err
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"])
 def test_a_path_object_in_sys_path_is_ignored_as_python_does(tmp_path: Path, method: str) -> None:

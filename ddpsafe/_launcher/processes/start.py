@@ -288,6 +288,8 @@ def _main_to_import(style: CallStyle) -> Iterator[None]:
     the launcher's own program, which some installers write without a main guard.
     """
     main = sys.modules["__main__"]
+    # `python -m pdb` has removed it, and multiprocessing reads it.
+    vars(main).setdefault("__spec__", None)
     hidden: dict[str, Any] = {}
     if style == "run":
         hidden = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
