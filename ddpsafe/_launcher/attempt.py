@@ -355,7 +355,7 @@ def preempted_error(
             f"{ranks} did not return and exit within {limit_s:g} s of {request.source()}, {where}."
         )
         fix = "raise timeouts.stop if saving takes longer, else see where they were."
-        details = attempt_error.positions(ended.outcomes.values())
+        details = attempt_error.positions(ended)
         details += [
             f"rank {rank} waited for {work}" for rank, work in ended.ending.unfinished.items()
         ]

@@ -306,6 +306,14 @@ class Position:
             default=None,
         )
 
+    def current(self) -> Collective | None:
+        """Return the collective to name in a message: `newest`, or the first of several under way in its group.
+
+        DDP enters one broadcast for each type of buffer, for example, and the first keeps the rank there.
+        """
+        last = self.newest()
+        return last if last is None or last.done else self.first_incomplete(last.group)
+
     def first_incomplete(self, group: str) -> Collective | None:
         """Return the first collective in that group that has not ended: the one the GPU is in."""
         return min(

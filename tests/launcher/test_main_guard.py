@@ -134,7 +134,7 @@ def test_a_package_that_is_run_needs_no_guard(tmp_path: Path) -> None:
 @pytest.mark.full(but=["pdb"])
 @pytest.mark.parametrize(
     "module",
-    [["pdb", "-c", "continue", "-c", "q"], ["cProfile"], ["trace", "--count"]],
+    [["pdb", "-c", "continue", "-c", "q"], ["cProfile"], ["trace", "--count", "-C", "counts"]],
     ids=["pdb", "cProfile", "trace"],
 )
 def test_a_script_may_run_under_a_module_that_looks_into_it(

@@ -31,6 +31,7 @@ from ddpsafe._launcher.diagnosis.rank_readings import (
     read_stack,
 )
 from ddpsafe._launcher.diagnosis.root_cause import CONCLUSIONS, RULES, find_root_cause
+from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, Wait
 from ddpsafe._launcher.watch.supervisor import Ending, EndReason
 from ddpsafe._wire.exception_facts import PointToPoint, note_wait
 from ddpsafe._wire.messages import Collective, NativeError, Position, Raised, RankOutcome
@@ -2036,6 +2037,43 @@ def test_the_root_cause_of_each_row_is_found(row: Row, tmp_path: Path) -> None:
     assert row.says_not not in text
     of_a_script = str(require_conclusion(row, tmp_path, is_script=True))
     assert not re.search(r"\bfunction\b(?! in the log)|\bctx\b", of_a_script)
+
+
+def test_a_rank_is_in_one_collective_in_all_lines_of_a_message(tmp_path: Path) -> None:
+    """DDP enters a broadcast for each type of buffer, the second before the first has ended."""
+    first, second = (
+        replace(call, state="started")
+        for call in at((19, "broadcast"), (20, "broadcast")).collectives
+    )
+    alone = Position(collectives=(*number(18, done=True).collectives, first, second))
+    outcomes = {
+        rank: outcome_of(rank, waits(position))
+        for rank, position in enumerate((alone, number(19), number(19)))
+    }
+    calls = {rank: out.position.numbered("default_pg", 19) for rank, out in outcomes.items()}  # type: ignore[union-attr]
+    cases = {
+        "mismatch": Deadlock(reason="mismatch", ranks=(0,), calls=tuple(calls.items())),  # type: ignore[arg-type]
+        "cycle": Deadlock(reason="cycle", ranks=(0, 1), waits=(Wait(0, second, (1,)),)),
+        "none": None,
+    }
+    for name, proof in cases.items():
+        ended = EndedAttempt(
+            outcomes=outcomes,
+            ending=Ending(
+                reason="deadlock" if proof else "attempt-timeout", waited_s=9.5, proof=proof
+            ),
+            attempt=1,
+            retry=RetryPolicy(),
+            run_dir=tmp_path,
+            oom_kills=0,
+            timeouts=Timeouts(attempt=9),
+        )
+        text = str(make_error(ended))
+        of_rank_0 = {line for line in text.splitlines() if re.search("rank 0.*broadcast", line)}
+        assert len(of_rank_0) > (proof is not None)
+        numbers = {*re.findall(r"broadcast number (\d+)", "\n".join(of_rank_0))}
+        assert numbers == {"20" if name == "cycle" else "19"}, text
+        assert "and is now" not in text
 
 
 def test_conclusions_do_not_depend_on_ddpsafes_texts(

@@ -42,7 +42,6 @@ from ddpsafe._launcher.diagnosis.root_cause import (
     find_topic,
     is_own_fault,
     kind_of,
-    newest_collective,
 )
 from ddpsafe._launcher.diagnosis.wait_graph import call_lines, differ, family
 from ddpsafe._text import name_cells, ranks_text
@@ -324,6 +323,16 @@ class EndedAttempt:
         """Return on which host a rank was, in which phase, and when the attempt ended."""
         return f"on {outcome.hostname} while {_DOING[outcome.phase]}, {self.when(kind)}"
 
+    def current(self, outcome: RankOutcome) -> Collective | None:
+        """Return the collective that a rank was in, else the last that it entered, the same in all of a message."""
+        proof = self.ending.proof
+        if proof is not None:
+            waits = {wait.rank: wait.collective for wait in proof.waits} | dict(proof.calls)
+            proven = waits.get(outcome.rank)
+            if proven is not None and not proven.done:
+                return proven
+        return None if outcome.position is None else outcome.position.current()
+
     @property
     def logs(self) -> Path | str:
         """The run directory, with its host if there are several nodes."""
@@ -510,7 +519,9 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         if handled and (likely, fix) == _BY_SIGNAL[number]:
             likely, fix = _SWALLOWED
         details += handled
-        details += positions([out for out in ended.outcomes.values() if out.position is not None])
+        details += positions(
+            ended, [out for out in ended.outcomes.values() if out.position is not None]
+        )
     message = Explanation(
         f"{ended.name(root)} was {how} {ended.place(root, kind)}.",
         cause=likely,
@@ -597,7 +608,7 @@ def _returned_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         f"{ranks_text(waiting)} {_were(waiting)} still waiting for it.",
         cause=likely,
         fix=fix,
-        details=[*handled, *positions(ended.outcomes.values())],
+        details=[*handled, *positions(ended)],
         logs=ended.logs,
     )
     return RankLeftEarlyError(message, **ended.rank_facts(root), kind=kind)
@@ -638,7 +649,7 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     behaviour = conclusion.behaviour.format(
         delay_s=late.get(root.rank, 0.0),
         first="the first rank" if also_late else "the others",
-        newest=newest_collective(root),
+        newest=ended.current(root),
         wait=root.sends_or_receives or "a collective",
     )
     awaited = ""
@@ -658,7 +669,7 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
             # They name the barrier, and how long each rank has waited there.
             *(explanation.what for explanation in at_barriers[:_SHOWN_BARRIERS]),
             *handled_errors([root], ended),
-            *positions(outcomes),
+            *positions(ended),
             *last_traceback(root),
         ],
         logs=ended.logs,
@@ -737,7 +748,7 @@ def _mismatch_error(
     )
     missing = [root]
     if is_majority_known:
-        what = f"{ended.name(root)} {behaviour}{_is_at(root, own_call)}, on {root.hostname}"
+        what = f"{ended.name(root)} {behaviour}{_is_at(ended, root, own_call)}, on {root.hostname}"
     else:  # either side may be wrong
         sides = {family(own_call): ranks_of[family(own_call)], **ranks_of}
         missing = [out for side in sides.values() for out in side]
@@ -745,22 +756,22 @@ def _mismatch_error(
         what = ", but ".join(
             f"{ended.name(side[0]) if len(side) == 1 else ranks_text(out.rank for out in side)} entered "
             f"{name}{'' if called[side[0].rank].is_own_wait else f' number {called[side[0].rank].number}'}"
-            f"{_is_at(side[0], called[side[0].rank])}"
+            f"{_is_at(ended, side[0], called[side[0].rank])}"
             for name, side in sides.items()
         )
     message = Explanation(
         f"{what}, {ended.when('hang')}.",
         cause=likely,
         fix=fix,
-        details=[*details, *handled, *positions(ended.outcomes.values())],
+        details=[*details, *handled, *positions(ended)],
         logs=ended.logs,
     )
     return ended.timeout_error(cls, message, missing=missing)
 
 
-def _is_at(outcome: RankOutcome, called: Collective) -> str:
+def _is_at(ended: EndedAttempt, outcome: RankOutcome, called: Collective) -> str:
     """Return where a rank is that has called a collective, as the end of a clause."""
-    newest = newest_collective(outcome)
+    newest = ended.current(outcome)
     if called.thread:
         return f" in {called.thread}"
     is_later = newest is not None and newest.group == called.group and newest.number > called.number
@@ -797,7 +808,7 @@ def _deadlock_error(
         f"collectives of different groups, {ended.when('hang')}.",
         cause=likely,
         fix=fix,
-        details=[*proof_lines, *positions(ended.outcomes.values())],
+        details=[*proof_lines, *positions(ended)],
         logs=ended.logs,
     )
     missing = [ended.outcomes[rank] for rank in proof.ranks]
@@ -809,7 +820,7 @@ def _with_latecomers(
 ) -> list[tuple[int, Collective]]:
     """Add the ranks that came to one of these calls too late to be a part of the proof."""
     known = {_what(call) for _, call in calls}
-    last = {rank: newest_collective(outcome) for rank, outcome in ended.outcomes.items()}
+    last = {rank: ended.current(outcome) for rank, outcome in ended.outcomes.items()}
     late = {
         rank: call
         for rank, call in last.items()
@@ -837,7 +848,7 @@ def _stuck_gpu_error(
     started = [rank for rank, call in calls.items() if call.state == "started"]
     queued = [rank for rank in calls if rank not in started]
     details = [
-        *positions(ended.outcomes.values()),
+        *positions(ended),
         *_gpus.read_errors(ended.ending.waited_s + _LOG_MARGIN_S),
     ]
     if started and queued:  # known only with TORCH_NCCL_ENABLE_TIMING=1
@@ -863,7 +874,7 @@ def _barrier_error(ended: EndedAttempt, texts: list[Explanation]) -> LaunchError
         fix=first.fix,
         details=[
             *(explanation.what for explanation in others),
-            *positions(ended.outcomes.values()),
+            *positions(ended),
         ],
         logs=ended.logs,
     )
@@ -944,7 +955,7 @@ def _too_long_error(
         f"{ended.when('hang')}.",
         cause=likely.format(host=missing[0].hostname),
         fix=fix.format(host=missing[0].hostname, pid=missing[0].pid, setting=setting),
-        details=[*_calls_of(cause), *positions(ended.outcomes.values())],
+        details=[*_calls_of(cause), *positions(ended)],
         logs=ended.logs,
     )
     return ended.timeout_error(cls, message, missing=missing)
@@ -1018,10 +1029,15 @@ def first_line(outcome: RankOutcome) -> str:
     return text if len(text) <= _SUMMARY_WIDTH else text[: _SUMMARY_WIDTH - 1] + "…"
 
 
-def positions(outcomes: Iterable[RankOutcome]) -> list[str]:
-    """Return a line for each rank: where it was in the code and in the sequence of collectives."""
+def positions(ended: EndedAttempt, outcomes: Iterable[RankOutcome] | None = None) -> list[str]:
+    """Return a line for each rank: where it was in the code and in the sequence of collectives.
+
+    Args:
+        ended: The attempt.
+        outcomes: The ranks; by default all.
+    """
     lines = []
-    for outcome in list(outcomes)[:_SHOWN_RANKS]:
+    for outcome in list(ended.outcomes.values() if outcomes is None else outcomes)[:_SHOWN_RANKS]:
         parts = [f"rank {outcome.rank}"]
         if outcome.state == psutil.STATUS_STOPPED:
             parts.append("is stopped (SIGSTOP)")
@@ -1041,7 +1057,7 @@ def positions(outcomes: Iterable[RankOutcome]) -> list[str]:
             parts.append(f"was handling {outcome.position.handling};")
         if text := where(outcome):
             parts.append(f"at {text}")
-        last = newest_collective(outcome)
+        last = ended.current(outcome)
         if outcome.sends_or_receives:
             parts.append(f"{_relation(outcome, done=False)} {outcome.sends_or_receives}")
             parts += [f"after {last}"] if last is not None else []

@@ -141,7 +141,7 @@ def _timeline(outcome: RankOutcome, start_ns: int) -> dict[str, float]:
         return {}
     now_ns, wall_ns = time.monotonic_ns(), time.time_ns()
     moments: dict[str, int] = {name: at_ns for name, at_ns in outcome.began_ns.items()}  # noqa: C416 - its keys are any text here
-    last = None if outcome.position is None else outcome.position.newest()
+    last = None if outcome.position is None else outcome.position.current()
     if last is not None and not last.done and 0 < last.entered_ns < wall_ns:
         # torch records this time on the wall clock only.
         moments["waiting"] = now_ns - (wall_ns - last.entered_ns)

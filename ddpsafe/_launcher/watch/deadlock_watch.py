@@ -747,7 +747,7 @@ def describe_unanswered(outcomes: Iterable[RankOutcome]) -> str:
 
 
 def _collective_of(answer: Whereabouts | None) -> dict[str, object] | None:
-    last = None if answer is None else answer.position.newest()
+    last = None if answer is None else answer.position.current()
     if last is None:
         return None
     return {
