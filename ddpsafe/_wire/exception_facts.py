@@ -152,9 +152,11 @@ def read_peer(frame: FrameType) -> int | None:
     peer, group = names.get("dst", names.get("src")), names.get("group")
     if peer is None:
         peer = names.get("group_dst", names.get("group_src"))
+        if "authoritative_rank" in names:  # in DDP
+            peer, group = names["authoritative_rank"], names["self"].process_group
         if peer is not None and group is not None:  # it is a rank of that group
             try:
-                peer = frame.f_globals["get_global_rank"](group, peer)
+                peer = sys.modules["torch.distributed"].get_global_rank(group, peer)
             except Exception:  # noqa: BLE001 - this function of torch may change
                 peer = None
     return peer if isinstance(peer, int) else None

@@ -26,7 +26,6 @@ from ddpsafe._wire.exception_facts import (
 from ddpsafe._wire.messages import (
     DDP_EVALUATION,
     DDP_FORWARD,
-    MAIN_GROUP,
     OWN_WAIT,
     Collective,
     Frame,
@@ -87,7 +86,7 @@ _CALLERS: Final = (
 """What calls collectives by itself, with the name for messages; of ddpsafe, every method of the context."""
 
 _NO_OPERATION: Final = ("CACHE", "PRECALL", "EXTENDED_ARG", "PUSH_NULL", "NOP")
-_WITH_ROOT: Final = ("broadcast", "reduce", "gather", "scatter")
+_WITH_ROOT: Final = ("broadcast", "reduce", "gather", "scatter", "_distributed_broadcast_coalesced")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,11 +324,7 @@ def _find_collective(each: _Thread, position: Position, *, is_alone: bool) -> Co
     if last is None or last.done or last.is_queued_ahead:
         return None
     # The recorder does not keep the root, but the function that waits has it.
-    if top.function in _WITH_ROOT or last.group == MAIN_GROUP:
-        # DDP has the number that the root has in its group.
-        root = each.frame.f_locals.get("authoritative_rank")
-        return replace(last, root=read_peer(each.frame) if root is None else root)
-    return last
+    return replace(last, root=read_peer(each.frame)) if top.function in _WITH_ROOT else last
 
 
 def _read_counters(thread: threading.Thread) -> tuple[int, ...]:

@@ -329,7 +329,12 @@ def _find_endless(
                     at_it = [view.rank for view in of_group if view.wait_at(place) is not None]
                     if not inactive.intersection([*missing, *at_it]).issuperset(group):
                         never[place] = ()
-            lacks_root = collective.root in never[place] and family(collective) in _FROM_ONE
+            # torch's number of the root need not be the launch's: then another rank of the group is the root.
+            lacks_root = (
+                family(collective) in _FROM_ONE
+                and collective.root in never[place]
+                and inactive.issuperset(group)
+            )
             is_enough = _is_for_one(collective) and len(never[place]) < len(group) - 1
             if never[place] and (lacks_root or not is_enough):
                 endless.append(Wait(rank, collective, never[place]))
