@@ -81,7 +81,7 @@ _CALLERS: Final = (
     ("torch/nn/parallel/distributed.py", "forward", DDP_FORWARD),
     ("torch/nn/parallel/distributed.py", "__init__", "DistributedDataParallel(…)"),
     ("torch/autograd/graph.py", "_engine_run_backward", "a backward pass"),
-    ("ddpsafe/_worker/context.py", "", "ctx.{}"),
+    ("ddpsafe/_worker/context.py", "", "ddpsafe.{}"),
 )
 """What calls collectives by itself, with the name for messages; of ddpsafe, every method of the context."""
 
