@@ -177,10 +177,12 @@ class Control:
                 enclosing = self.waits.inside(name, self._uses[name], text, ranks)
             with enclosing:
                 # Again if what was found is gone: the store was removed, and its ranks put back their keys.
-                while self.wait_for(*ends, deadline=deadline) and not self.is_set(result):
+                while (
+                    departed is None
+                    and self.wait_for(*ends, deadline=deadline)
+                    and not self.is_set(result)
+                ):
                     departed = None if is_last else self.departure()
-                    if departed is not None:
-                        break
             if not self.is_set(result):
                 if departed is None:
                     absent = [rank for rank in ranks if not self._has_arrived(barrier, rank)]
