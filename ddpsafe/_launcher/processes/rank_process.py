@@ -237,6 +237,12 @@ class RankState:
         return self.phase in ("running", "leaving")
 
     @property
+    def left(self) -> Returned | None:
+        """Its report that it has returned, if no other thread of it calls anything any more; else ``None``."""
+        is_over = self.returned is not None and not self.returned.has_callers
+        return self.returned if is_over else None
+
+    @property
     def has_answered(self) -> bool:
         """Whether it has answered `ask_whereabouts` as often as it was asked.
 

@@ -323,9 +323,9 @@ class DeadlockWatch:
         views = {}
         for number, thread in self._threads.items():
             rank, answer = thread.rank, answers.get(number)
-            has_left = rank.returned is not None and not rank.returned.has_callers
-            if rank.returned is not None and has_left:
-                answer = Whereabouts(position=rank.returned.position)
+            left = rank.left
+            if left is not None:
+                answer = Whereabouts(position=left.position)
             thread.look(now_s)
             ran = thread.activity.ran
             views[number] = RankView(
@@ -336,7 +336,7 @@ class DeadlockWatch:
                 is_asleep=ran is not None
                 and ran == self._ran_when_asked.get(number)
                 and rank.is_seen_since_answer,
-                has_left=has_left,
+                has_left=left is not None,
                 is_stopped=thread.is_stopped(now_s)
                 and rank.known_ns >= self._asked_ns
                 and not is_bounded,

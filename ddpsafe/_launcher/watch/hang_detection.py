@@ -96,11 +96,9 @@ class SequenceWatch:
         if not self._schedule.is_due():
             return False
         ends = [
-            0 if (last := last_in_main(process.returned.position)) is None else last.number
+            0 if (last := last_in_main(left.position)) is None else last.number
             for process in self._processes
-            if process.returned is not None
-            and process.returned.is_reported
-            and not process.returned.has_callers
+            if (left := process.left) is not None and left.is_reported
         ]
         waiting = {
             process.rank: last
