@@ -358,17 +358,21 @@ class Converting(PlainSampler):
         self.epoch = int(epoch)
 
 
-def test_sampler_that_converts_the_epoch_is_supported() -> None:
-    """Its epoch advances, and the user can still set it."""
-    sampler = Converting()
-    loader = DataLoader(Numbers(4), sampler=sampler)
+def epochs_read(loader: DataLoader[int], sampler: Any) -> list[int]:
+    """Return the epochs of four passes; the user sets that of the third one, on the sampler."""
     seen = []
     for epoch in (None, None, 7, None):
         if epoch is not None:
             sampler.set_epoch(epoch)
         list(loader)
         seen.append(int(sampler.epoch))
-    assert seen == [0, 1, 7, 8]
+    return seen
+
+
+def test_sampler_that_converts_the_epoch_is_supported() -> None:
+    """Its epoch advances, and the user can still set it."""
+    sampler = Converting()
+    assert epochs_read(DataLoader(Numbers(4), sampler=sampler), sampler) == [0, 1, 7, 8]
 
 
 class Doubling:
@@ -687,12 +691,7 @@ def test_sampler_with_a_property_for_its_epoch_is_supported() -> None:
     """Another epoch shows that the user has set it; on the loader, the same one counts, too."""
     sampler = ReadOnly()
     loader = DataLoader(Numbers(4), sampler=sampler)
-    seen = []
-    for epoch in (None, None, 7, None):
-        if epoch is not None:
-            sampler.set_epoch(epoch)
-        list(loader)
-        seen.append(sampler.epoch)
+    seen = epochs_read(loader, sampler)
     loader.set_epoch(8)
     list(loader)
     assert [*seen, sampler.epoch] == [0, 1, 7, 8, 8]
