@@ -103,6 +103,8 @@ class RankGroup:
         rank: This rank.
         ranks: All of the group.
         about: What follows its calls in the text of a wait, to tell them from those of another group.
+        may_give_up: Whether the script may go on after a wait that fails. No such wait is part of a proof
+            that ranks wait for each other forever.
         read_keys: Keys that the leader has written or read, to be removed once all ranks are in the
             next exchange.
     """
@@ -124,6 +126,7 @@ class RankGroup:
         self.rank = world.rank
         self.ranks = ranks
         self.about = ""
+        self.may_give_up = False
         self.read_keys: list[str] = []
         self.waiting = waiting
         self._world = world
@@ -322,7 +325,7 @@ class Exchange:
     def _waiting(self, key: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
         """Return what encloses a wait until these ranks have done that in this exchange."""
         control = self._group.control
-        if control is None:
+        if control is None or self._group.may_give_up:
             return contextlib.nullcontext()
         text = f"{self._call}{self._group.about}"
         return control.waits.inside(key, self._number, text, ranks)

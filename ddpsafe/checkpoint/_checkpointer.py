@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 # How long a `with` block that an error leaves waits for a save in the background.
 _WAIT_ON_ERROR: Final = timedelta(seconds=5)
 
+_TIMEOUT: Final = timedelta(minutes=30)
+
 _MAX_LISTED: Final = 8
 
 _DRIFT: Final = (
@@ -121,7 +123,7 @@ class Checkpointer:
         keep: int | Keep | None = 3,
         *,
         every: int | timedelta | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        timeout: timedelta = _TIMEOUT,
         on_failure: Literal["raise", "warn"] = "raise",
         access: Literal["write", "read"] = "write",
         rng: bool = True,
@@ -136,7 +138,9 @@ class Checkpointer:
         self._on_failure = on_failure
         self._access = access
         self._rng = rng
-        self._ranks = Ranks(current(), self._directory, timeout)
+        # A limit that somebody chose may be meant to run out.
+        may_give_up = on_failure == "warn" or timeout < _TIMEOUT
+        self._ranks = Ranks(current(), self._directory, timeout, may_give_up=may_give_up)
         self._newest: int | None = None
         self._newest_is_ours = False
         self._versions: dict[str, int] = {}

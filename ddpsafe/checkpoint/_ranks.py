@@ -35,6 +35,7 @@ class Ranks(RankGroup):
         context: This rank.
         directory: Where the checkpoints are.
         timeout: How long an exchange may wait for rank 0, or for the other ranks.
+        may_give_up: As `RankGroup.may_give_up`.
 
     Attributes:
         world_size: Number of ranks.
@@ -42,7 +43,9 @@ class Ranks(RankGroup):
         timeout: As given.
     """
 
-    def __init__(self, context: RankContext, directory: Path, timeout: timedelta) -> None:
+    def __init__(
+        self, context: RankContext, directory: Path, timeout: timedelta, *, may_give_up: bool
+    ) -> None:
         from ddpsafe._worker import pending_exception
 
         self._context = context
@@ -61,6 +64,7 @@ class Ranks(RankGroup):
             waiting=pending_exception.waiting,
         )
         self.about = f" of {directory}"
+        self.may_give_up = may_give_up
 
     def __str__(self) -> str:
         return f"{self._context.world} on {self.host} in attempt {self._context.attempt}"
