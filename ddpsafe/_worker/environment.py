@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import hashlib
 import io
@@ -35,6 +36,8 @@ _LONGEST_SOCKETS_FOLDER: Final = 85
 # (pytorch #191989).
 _NEVER_INHERITED: Final = ("TORCHELASTIC_USE_AGENT_STORE",)
 
+_replaced: Final[list[object]] = []
+
 
 def capture_output(logs: LogFiles, overflow: LogOverflow) -> Terminal | None:
     """Redirect file descriptors 1 and 2 to files, which also captures what C++ prints.
@@ -62,7 +65,10 @@ def capture_output(logs: LogFiles, overflow: LogOverflow) -> Terminal | None:
         else TerminalStream(fd, overflow, terminal)
         for fd in (1, 2)
     }
-    sys.stdout, sys.stderr = _line_buffered(sys.stdout, raw[1]), _line_buffered(sys.stderr, raw[2])
+    stdout = _line_buffered(sys.stdout, raw[1])
+    # A script may have made both one stream.
+    stderr = _line_buffered(None if sys.stderr is sys.stdout else sys.stderr, raw[2])
+    sys.stdout, sys.stderr = stdout, stderr
     return terminal
 
 
@@ -77,24 +83,25 @@ def _open_to_append(path: str, logs: LogFiles) -> int:
 
 
 def _line_buffered(stream: TextIO | None, raw: LogStream) -> TextIO:
-    """Return the stream with line buffering over `raw`; a new one if Python started without it."""
-    if not isinstance(stream, io.TextIOWrapper):
-        return io.TextIOWrapper(
-            io.BufferedWriter(raw), encoding="utf-8", errors="replace", line_buffering=True
-        )
-    encoding, errors, unbuffered = stream.encoding, stream.errors, stream.write_through
-    stream.detach()
+    """Return a stream with line buffering over `raw`: the given one, if it is as Python makes them."""
+    made = io.TextIOWrapper.__new__(io.TextIOWrapper)
+    encoding, errors, unbuffered = "utf-8", "replace", False
     # The same object: a script that `multiprocessing` has imported already may have kept it, in a handler of
-    # `logging` for example, and `sys.__stdout__` is it.
-    stream.__init__(  # type: ignore[misc]  # makes it again, over another buffer
-        # As Python does itself with -u: no buffer.
-        cast("IO[bytes]", raw if unbuffered else io.BufferedWriter(raw)),
-        encoding=encoding,
-        errors=errors,
-        line_buffering=True,
-        write_through=unbuffered,
+    # `logging` for example, and `sys.__stdout__` is it. A class of the script's is made in another way.
+    if type(stream) is io.TextIOWrapper:
+        # Closed, as a daemon does, or what it holds cannot be written.
+        with contextlib.suppress(OSError, ValueError):
+            encoding, errors, unbuffered = stream.encoding, stream.errors, stream.write_through  # type: ignore[assignment]
+            _replaced.append(stream.detach())
+            made = stream
+    # One that a script has made would close its descriptor, which is 1 or 2.
+    _replaced.append(stream)
+    # As Python does itself with -u: no buffer.
+    buffer = cast("IO[bytes]", raw if unbuffered else io.BufferedWriter(raw))
+    made.__init__(  # type: ignore[misc]  # made again, over another buffer
+        buffer, encoding=encoding, errors=errors, line_buffering=True, write_through=unbuffered
     )
-    return stream
+    return made
 
 
 class Stacks:

@@ -72,3 +72,41 @@ def test_a_failing_flush_leaves_no_descriptor_open(
         ddpsafe.launch(return_rank, **options)
     assert caught.tb is not None  # its frames still hold their objects
     assert _descriptors() == before
+
+
+REPLACEMENTS = {
+    "one for both": "sys.stderr = sys.stdout",
+    "class": "sys.stdout = type('Tee', (io.TextIOWrapper,), {})(open(os.devnull, 'wb'))",
+    "descriptor": "sys.stdout = os.fdopen(1, 'w', 1)",
+    "closed": "sys.stdout.close()",
+    "absent": "sys.stdout = None",
+    "another": "sys.stdout = io.StringIO()",
+}
+
+
+@pytest.mark.full(but=["one for both", "descriptor"])
+@pytest.mark.parametrize("how", REPLACEMENTS)
+def test_streams_that_a_script_has_replaced_end_up_in_the_logs(tmp_path: Path, how: str) -> None:
+    """A rank imports the script before its output is redirected, and what C writes is there as well."""
+    source = f"""
+        import io, os, sys
+        import ddpsafe
+
+        if __name__ != "__main__":
+            {REPLACEMENTS[how]}
+
+        def train(ctx):
+            print("output", flush=True)
+            print("errors", file=sys.stderr, flush=True)
+            os.write(1, b"native\\n")
+
+        if __name__ == "__main__":
+            ddpsafe.launch(
+                train, nproc_per_node=1, backend="gloo", start_method="spawn", console="none", run_dir=sys.argv[1]
+            )
+    """
+    run = scripts.run(tmp_path, source, str(tmp_path / "run"), fresh=True)
+    assert run.code == 0, run
+    logs = tmp_path / "run" / "attempt-1"
+    assert (logs / "rank-0.out").read_text() == "output\nnative\n"
+    assert (logs / "rank-0.err").read_text() == "errors\n"
