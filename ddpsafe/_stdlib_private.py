@@ -246,6 +246,42 @@ _TEMPORARY: Any = getattr(tempfile, "_TemporaryFileWrapper", zipfile.ZipFile)
 """The class of named temporary files, which does not derive from a file's."""
 
 
+def will_call_back(frame: FrameType | None) -> bool:
+    """Return whether a thread that waits in the standard library may still call a function of the script.
+
+    Args:
+        frame: The thread's innermost frame.
+    """
+    if frame is not None and frame.f_code is threading.Thread.run.__code__:
+        return True  # its target is native, so nothing shows what that does, as the loop of uvloop
+    while frame is not None:
+        file = frame.f_code.co_filename
+        has_work = next((found for name, found in _HAVE_WORK.items() if file.endswith(name)), None)
+        if has_work is not None:
+            try:
+                return has_work(frame.f_locals)
+            except (AttributeError, KeyError, RuntimeError):  # RuntimeError: it changes right now
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _has_tasks(names: Mapping[str, Any]) -> bool:
+    import asyncio  # this frame is in it, so it is loaded
+
+    loop = names["self"]
+    return bool(asyncio.all_tasks(loop) or loop._scheduled or loop._ready)  # noqa: SLF001
+
+
+_HAVE_WORK: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "/asyncio/base_events.py": _has_tasks,
+    "/concurrent/futures/process.py": lambda names: bool(names["self"].pending_work_items),
+    "/multiprocessing/pool.py": lambda names: bool(names.get("cache")),
+    "/sched.py": lambda _: True,
+}
+"""What calls functions of the script in threads of its own, and whether it has any to call, by local names."""
+
+
 def read_exit(frame: FrameType | None) -> Literal["queue", "children", "other"]:
     """Return what the main thread waits for while `multiprocessing` ends, given its innermost frame.
 

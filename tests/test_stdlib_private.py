@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import multiprocessing
 import os
+import sched
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import scripts
 
 from ddpsafe import _stdlib_private
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 FORK = multiprocessing.get_context("fork")
 SPAWN = multiprocessing.get_context("spawn")
@@ -114,6 +122,58 @@ def test_executors_and_pools_are_recognized_by_their_threads_and_processes() -> 
         assert _stdlib_private.is_fed(pool)
     pool.join()
     assert not _stdlib_private.is_fed(pool)
+
+
+def _frame_of(thread: threading.Thread) -> FrameType:
+    return sys._current_frames()[thread.ident or 0]
+
+
+def test_a_loop_a_scheduler_and_an_executor_with_work_will_call_back() -> None:
+    """Without work they only wait, as fsspec's loop does in many healthy jobs."""
+    has_work = _stdlib_private.will_call_back
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+    scripts.wait_until(lambda: not has_work(_frame_of(thread)))
+    later = asyncio.run_coroutine_threadsafe(asyncio.sleep(3_600), loop)
+    scripts.wait_until(lambda: has_work(_frame_of(thread)))
+    later.cancel()
+    scripts.wait_until(lambda: not has_work(_frame_of(thread)))
+    loop.call_soon_threadsafe(loop.call_later, 3_600, int)
+    scripts.wait_until(lambda: has_work(_frame_of(thread)))
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+    with ProcessPoolExecutor(1, mp_context=SPAWN) as processes:
+        processes.submit(int).result()
+        manager = next(each for each in threading.enumerate() if "Executor" in type(each).__name__)
+        scripts.wait_until(lambda: not has_work(_frame_of(manager)))
+        future = processes.submit(time.sleep, 0.5)
+        assert has_work(_frame_of(manager)) or future.done()
+    with ThreadPool(1) as pool:
+        pool.apply(int)
+        handlers = [each for each in threading.enumerate() if "_handle_" in str(each)]
+        scripts.wait_until(lambda: not any(has_work(_frame_of(each)) for each in handlers))
+        pool.apply_async((release := threading.Event()).wait)
+        assert any(has_work(_frame_of(each)) for each in handlers)
+        release.set()
+    release = threading.Event()
+    scheduler = sched.scheduler(delayfunc=lambda _: release.wait())
+    event = scheduler.enter(3_600, 1, int)
+    thread = threading.Thread(target=scheduler.run)
+    thread.start()
+    scripts.wait_until(lambda: has_work(_frame_of(thread)))
+    scheduler.cancel(event)
+    release.set()
+    thread.join()
+    thread = threading.Thread(target=(lock := threading.Lock()).acquire, daemon=True)
+    lock.acquire()
+    thread.start()
+    scripts.wait_until(lambda: has_work(_frame_of(thread)))
+    lock.release()
+    thread.join()
+    assert not has_work(sys._getframe())
 
 
 def test_locks_made_for_forks_are_recognized() -> None:

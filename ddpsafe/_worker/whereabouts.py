@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe import _stdlib_private
 from ddpsafe._wire.exception_facts import (
     find_own_files,
     is_library,
@@ -99,17 +100,17 @@ class _Thread:
     own_files: frozenset[str]
 
     @classmethod
-    def all(cls) -> list[_Thread]:
-        """Return the threads of this rank, the main thread first."""
+    def all(cls) -> tuple[list[_Thread], bool]:
+        """Return the threads of this rank, the main thread first, and whether `threading` knows all of them."""
         frames = sys._current_frames()  # noqa: SLF001 - documented, in spite of its name
         threads = []
         for thread in threading.enumerate():
-            frame = frames.get(thread.ident or 0)
+            frame = frames.pop(thread.ident or 0, None)
             if frame is not None:
                 stack = _read_stack(frame)
                 own_files = find_own_files(place.file for place in reversed(stack))
                 threads.append(cls(thread=thread, frame=frame, stack=stack, own_files=own_files))
-        return sorted(threads, key=lambda each: not each.is_main)
+        return sorted(threads, key=lambda each: not each.is_main), not frames
 
     @property
     def ident(self) -> int:
@@ -144,7 +145,7 @@ def read_whereabouts() -> Whereabouts:
     waits = this_rank.waits
     # Before the stacks, which then show whether a thread is still there.
     in_store = {} if waits is None else dict(waits.now)
-    threads = _Thread.all()
+    threads, are_all = _Thread.all()
     main = threads[0]
     collectives, arrivals = read_recorders(asks_events=False)
     position = _name_threads(
@@ -155,7 +156,8 @@ def read_whereabouts() -> Whereabouts:
     )
     actors = _find_actors(threads, position)
     found = [_find_wait(each, in_store, position, is_alone=len(actors) == 1) for each in actors]
-    done, in_main = _read_done(threads, actors, in_store), _find_own_wait(actors[0], in_store)
+    done = _read_done(threads, actors, in_store) if are_all else None
+    in_main = _find_own_wait(actors[0], in_store)
     groups = read_groups()
     groups |= {own.key: own.ranks for each in actors if (own := in_store.get(each.ident))}
     # Threads of C++, as those for gradients, and threads that have ended: they cannot be told apart.
@@ -171,7 +173,7 @@ def read_whereabouts() -> Whereabouts:
             if not each.is_of_ddpsafe
         ),
         waits=tuple(wait for wait, _ in filter(None, found)),
-        is_held=all(found) and all(call.thread_id in known for call in collectives),
+        is_held=are_all and all(found) and all(call.thread_id in known for call in collectives),
         ran=tuple(counter for _, ran in filter(None, found) for counter in ran),
         completed=0 if newest is None else completed_calls.count((newest.name, newest.sizes)),
         is_evaluating=_is_evaluating(main.frame),
@@ -181,7 +183,7 @@ def read_whereabouts() -> Whereabouts:
 def with_threads(position: Position) -> Position:
     """Return a position that shows other threads' calls as such, and the main thread's wait in the store."""
     in_store = {} if this_rank.waits is None else dict(this_rank.waits.now)
-    threads = _Thread.all()
+    threads, _ = _Thread.all()
     position = _name_threads(position, threads)
     main = _find_actors(threads, position)[0]
     return replace(position, in_store=_find_own_wait(main, in_store))
@@ -223,6 +225,7 @@ def _find_actors(threads: Sequence[_Thread], position: Position) -> list[_Thread
         for each in others
         if each.ident in callers
         or isinstance(each.thread, threading.Timer)
+        or _stdlib_private.will_call_back(each.frame)
         or any(
             not is_library(place.file)
             or package_of(place.file) in packages

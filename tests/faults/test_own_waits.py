@@ -181,6 +181,8 @@ def _asking_often(monkeypatch: pytest.MonkeyPatch) -> None:
             programs.leave_a_thread_behind, marks=[pytest.mark.full, pytest.mark.recorder]
         ),
         pytest.param(programs.give_up_waiting, marks=pytest.mark.full),
+        pytest.param(programs.save_alone_with_a_limit, marks=pytest.mark.full),
+        pytest.param(programs.call_from_a_loop, marks=[pytest.mark.full, pytest.mark.recorder]),
         pytest.param(programs.handle_a_signal_in_a_barrier, marks=pytest.mark.full),
     ],
     ids=lambda program: program.__name__,

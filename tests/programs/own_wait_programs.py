@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
+import asyncio
+import multiprocessing
 import signal
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from multiprocessing.pool import ThreadPool
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +20,10 @@ from training_programs import average_gradients, mark
 from ddpsafe import BarrierTimeoutError
 from ddpsafe._worker.torch_hooks import read_recorders
 from ddpsafe.checkpoint import Checkpointer
+from ddpsafe.checkpoint.errors import SaveTimeoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from ddpsafe import RankContext
@@ -103,6 +111,59 @@ def give_up_waiting(ctx: RankContext, folder: Path, slow_s: float) -> str:
         average_gradients()
         return f"alone without {error.missing_ranks}"
     average_gradients()
+    return "done"
+
+
+def save_alone_with_a_limit(ctx: RankContext, folder: Path, slow_s: float) -> str:
+    """Save on rank 0 alone, where a save may fail, or may take so long: the training goes on."""
+    for options in ({"on_failure": "raise"}, {"on_failure": "warn"}):
+        limit = timedelta(seconds=slow_s)
+        path = folder / str(options["on_failure"])
+        with Checkpointer(path, timeout=limit, **options) as checkpointer:  # type: ignore[arg-type]
+            if ctx.is_main:
+                try:
+                    checkpointer.save({"step": torch.tensor(1)}, step=1)
+                except SaveTimeoutError:
+                    assert options["on_failure"] == "raise"
+            average_gradients()
+    return "done"
+
+
+def call_from_a_loop(ctx: RankContext, folder: Path, slow_s: float) -> str:
+    """Make a call in a loop of asyncio, in a callback of an executor, and in a thread that `threading` does not know."""
+    del folder
+    group = dist.new_group()
+
+    def call(_: object = None) -> None:
+        dist.all_reduce(torch.ones(2), group=group)
+
+    async def call_later() -> None:
+        await asyncio.sleep(slow_s)
+        call()
+
+    def sleep_and_call() -> None:
+        time.sleep(slow_s)
+        call()
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    starts: tuple[Callable[[], object], ...] = (
+        lambda: asyncio.run_coroutine_threadsafe(call_later(), loop),
+        lambda: loop.call_soon_threadsafe(loop.call_later, slow_s, call),
+        lambda: executor.submit(time.sleep, slow_s).add_done_callback(call),
+        lambda: pool.apply_async(time.sleep, (slow_s,), callback=call),
+        lambda: _thread.start_new_thread(sleep_and_call, ()),
+    )
+    with (
+        ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor,
+        ThreadPool(1) as pool,
+    ):
+        for start in starts:
+            if ctx.is_main:
+                start()
+            else:
+                call()
+            average_gradients()
     return "done"
 
 
