@@ -138,7 +138,7 @@ class Checkpointer:
         self._on_failure = on_failure
         self._access = access
         self._rng = rng
-        # A limit that somebody chose may be meant to run out.
+        # A limit that a user has chosen may be meant to run out.
         may_give_up = on_failure == "warn" or timeout < _TIMEOUT
         self._ranks = Ranks(current(), self._directory, timeout, may_give_up=may_give_up)
         self._newest: int | None = None

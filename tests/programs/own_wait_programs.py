@@ -115,7 +115,7 @@ def give_up_waiting(ctx: RankContext, folder: Path, slow_s: float) -> str:
 
 
 def save_alone_with_a_limit(ctx: RankContext, folder: Path, slow_s: float) -> str:
-    """Save on rank 0 alone, where a save may fail, or may take so long: the training goes on."""
+    """Save on rank 0 alone, where a save may fail, or may take so long: the training continues."""
     for options in ({"on_failure": "raise"}, {"on_failure": "warn"}):
         limit = timedelta(seconds=slow_s)
         path = folder / str(options["on_failure"])
