@@ -316,6 +316,14 @@ class Rendezvous(Part):
         description="How long min_nodes nodes wait for more nodes before they start.",
         examples=["10", '"1min"'],
     )
+    signal_scope: Literal["auto", "job", "node"] = Field(
+        default="auto",
+        description="What SIGTERM, SIGHUP or SIGUSR1 to the launcher of another node than node 0 "
+        'means. "job": all nodes stop. "node": that node leaves once the ranks have saved, and the '
+        "others start another attempt, as after its loss. "
+        '"auto": "node" while at least min_nodes stay.',
+        examples=['"job"', '"node"'],
+    )
     secret_file: AbsolutePath | None = Field(
         default=None,
         description="A file with the job's secret, by which its nodes authenticate each other. None: "

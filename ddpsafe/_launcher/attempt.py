@@ -37,7 +37,7 @@ from ddpsafe._wire import payload
 from ddpsafe._wire.spec import RankSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from mmap import mmap
 
     from ddpsafe._errors import LaunchError
@@ -118,7 +118,7 @@ def run_attempt(
                     peers=peers,
                 )
             except (Exception, Interrupted) as exc:  # noqa: BLE001 - raised once all have ended
-                error = peers.announce(exc)
+                error = peers.announce(exc, ended)
             if not is_alone:
                 # The decision came first, so that the ranks of all nodes end at the same time.
                 end_ranks(processes, grace=grace)
@@ -281,13 +281,13 @@ def values_or_raise(
     # type.
     if getattr(error, "rank", None) in peers.retried:
         error.is_of_retried_type = True
-    if _died_of_request(error, ended, request, received):
+    leaving = peers.find_leaving().values()
+    if _died_of_request(error, ended, request, {received, *leaving}):
         if request.deadline is not None:
             directory.report(ended.attempt, error)
             raise preempted_error(ended, request, {}, keeps_logs=True, failure=error)
-        if received is not None:
-            directory.report(ended.attempt, error, is_kept=False)
-            raise Interrupted(received)
+        directory.report(ended.attempt, error, is_kept=False)
+        raise Interrupted(received or next(iter(leaving)))
     directory.report(ended.attempt, error)
     raise error
 
@@ -296,7 +296,7 @@ def _died_of_request(
     error: LaunchError,
     ended: EndedAttempt,
     request: StopRequest,
-    received: signal.Signals | None,
+    received: Collection[signal.Signals | None],
 ) -> bool:
     """Return whether the rank, or a process that it needs, died of the signal that asks the job to stop."""
     # A cgroup or `scancel --full` sends the signal to all processes. So it is a request to the job,
@@ -308,11 +308,11 @@ def _died_of_request(
     if isinstance(error, RankKilledError):
         died_of = error.signal
     # Ranks that were asked may have been sent another one: Slurm's warning precedes SIGTERM.
-    asks = (signal.SIGTERM, signal.SIGUSR1) if request.deadline is not None else (received,)
+    asks = (signal.SIGTERM, signal.SIGUSR1) if request.deadline is not None else received
     return died_of in asks
 
 
-_CAUSE_OF_STOP: Final = (
+CAUSE_OF_STOP: Final = (
     "a scheduler is taking the machine back (preemption, time limit, drained node), or the signal was "
     "sent by hand."
 )
@@ -337,7 +337,9 @@ def preempted_error(
     """
     late = sorted(set(ended.outcomes) - set(values))
     ranks = f"{ranks_text(late or ended.outcomes)} (world_size {ended.world_size})"
-    where = f"on {socket.gethostname()}, {ended.when('preempted')}"
+    where = ended.when("preempted")
+    if ended.nnodes == 1:
+        where = f"on {socket.gethostname()}, {where}"
     limit_s = request.limit.total_seconds()
     details: list[str] = []
     if failure is not None:
@@ -362,15 +364,16 @@ def preempted_error(
     else:
         what = f"{ranks} stopped on {request.source()} and returned, {where}."
         fix = f"start the same command again; exit code {TRY_AGAIN_EXIT_CODE} tells a scheduler to do so."
-    logs = ended.run_dir if late or keeps_logs else None
+    keeps_logs = keeps_logs or bool(late)
+    logs = ended.logs if keeps_logs else None
     return PreemptedError(
-        Explanation(what, cause=_CAUSE_OF_STOP, fix=fix, details=details, logs=logs),
+        Explanation(what, cause=CAUSE_OF_STOP, fix=fix, details=details, logs=logs),
         values=values,
         unfinished_ranks=late,
         attempt=ended.attempt,
         attempts=ended.retry.attempts,
         outcomes=ended.outcomes,
-        run_dir=logs,
+        run_dir=ended.run_dir if keeps_logs else None,
     )
 
 

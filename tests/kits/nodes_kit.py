@@ -227,6 +227,19 @@ def finish_job(
     return found
 
 
+def await_ranks(folder: Path, name: str, ranks: int, launchers: list[Launcher]) -> None:
+    """Wait until this many ranks train; none of these launchers may end before."""
+
+    def train() -> bool:
+        ended = [each.lines[-1:] for each in launchers if each.ended_s is not None]
+        assert not ended, ended
+        return len(list(folder.glob(f"running-{name}-*"))) >= ranks
+
+    scripts.wait_until(
+        train, otherwise=lambda: [launcher.err[-1500:] for launcher in launchers], within_s=120
+    )
+
+
 def parts_of(plan: LaunchPlan, **parts: Any) -> LaunchParts:
     """Return the parts of a launch that starts no ranks."""
     nothing: Any = SimpleNamespace()

@@ -15,6 +15,7 @@ from machine import require_in_time
 from nodes_kit import (
     Case,
     Launcher,
+    await_ranks,
     finish_job,
     require_nothing_left,
     require_the_same,
@@ -35,19 +36,6 @@ RETRY: Final[dict[str, Any]] = {
     "jitter": 0,
 }
 ENDPOINT: Final = "h0:28700"
-
-
-def await_ranks(folder: Path, name: str, ranks: int, launchers: list[Launcher]) -> None:
-    """Wait until this many ranks train; none of these launchers may end before."""
-
-    def train() -> bool:
-        ended = [each.lines[-1:] for each in launchers if each.ended_s is not None]
-        assert not ended, ended
-        return len(list(folder.glob(f"running-{name}-*"))) >= ranks
-
-    scripts.wait_until(
-        train, otherwise=lambda: [launcher.err[-1500:] for launcher in launchers], within_s=120
-    )
 
 
 def test_a_replacement_resumes_where_the_lost_node_was(

@@ -416,12 +416,14 @@ class RoundResult:
             attempt.
         signal: The signal that ended the attempt.
         where: The node whose launcher received that.
+        left: Which ranks are left running after it; see `Interrupted`.
         is_final: Whether no other attempt follows; ``None`` as long as node 0 has not decided.
     """
 
     error: dict[str, Any] | None = None
     signal: int | None = None
     where: str = ""
+    left: str = ""
     is_final: bool | None = None
 
     @property
@@ -518,7 +520,9 @@ def round_result_of(
     `failed_node` becomes a fact of the error, with which node 0 sends it to all nodes.
     """
     if isinstance(error, Interrupted):
-        return RoundResult(signal=int(error.signum), where=error.where, is_final=is_final)
+        return RoundResult(
+            signal=int(error.signum), where=error.where, left=error.left, is_final=is_final
+        )
     plain = to_plain(error)
     if failed_node is not None:
         plain["facts"]["failed_node"] = failed_node
@@ -536,7 +540,7 @@ def error_of(result: RoundResult, **local: object) -> DDPSafeError | Interrupted
         GarbledError: It describes no error.
     """
     if result.signal is not None:
-        return Interrupted(signal.Signals(result.signal), result.where)
+        return Interrupted(signal.Signals(result.signal), result.where, result.left)
     try:
         return from_plain(result.error or {}, **local)
     except ValueError as exc:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -35,7 +36,7 @@ from ddpsafe._job.channel import (
     Lost,
     SilenceWatch,
 )
-from ddpsafe._launcher.attempt import outcomes_of, run_attempt
+from ddpsafe._launcher.attempt import CAUSE_OF_STOP, outcomes_of, run_attempt
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
 from ddpsafe._launcher.nodes.links import find_broken_link, link_error
 from ddpsafe._launcher.nodes.node_messages import (
@@ -64,10 +65,10 @@ from ddpsafe._launcher.nodes.node_messages import (
 )
 from ddpsafe._launcher.processes.rank_process import Activity, RankState
 from ddpsafe._launcher.watch.console import note_event
-from ddpsafe._launcher.watch.signals import Interrupted, is_order
+from ddpsafe._launcher.watch.signals import NONE_LEFT, NONE_LEFT_HERE, Interrupted, is_order
 from ddpsafe._launcher.watch.supervisor import Peers
 from ddpsafe._logging import get_logger
-from ddpsafe._text import ranks_text
+from ddpsafe._text import listed, ranks_text
 from ddpsafe._wire.messages import RankOutcome, Whereabouts
 from ddpsafe._wire.rank_pipe import Progress
 from ddpsafe._world import World
@@ -267,6 +268,7 @@ class OtherNodes(Peers):
         phase: Whether the attempt has begun on node 0; see `as_error`.
         ended: Nodes of which no rank is left.
         insisted: Nodes whose sender of a signal does not want to wait for the ranks.
+        leaving: Nodes that leave without the others, and the signal to the launcher of each.
     """
 
     def __init__(
@@ -277,6 +279,7 @@ class OtherNodes(Peers):
         self._plan = plan
         self._inbox = inbox
         self._directory = parts.directory
+        self._config = parts.plan.config
         self._timeouts = parts.plan.config.timeouts
         self._error: BaseException | None = None
         self._has_asked = False
@@ -298,6 +301,7 @@ class OtherNodes(Peers):
         self.ended: set[int] = set()
         self.retried: set[int] = set()
         self.insisted: set[int] = set()
+        self.leaving: dict[int, signal.Signals] = {}
         self._reset: set[int] = set()  # away after a reset; mostly back within `REDIAL`
 
     @property
@@ -347,13 +351,16 @@ class OtherNodes(Peers):
         elif isinstance(message, RanksEnded):
             self.ended.add(node)
         elif isinstance(message, SignalReceived):
-            # Two signals in the inbox count as impatience; whether one is meant so, its own
-            # launcher knows.
-            if message.insists or not is_order(self._inbox.received):
-                self._inbox.put(message.number, None, self._plan.name_of(node))
+            is_of_node = self._leaves_alone(node, message)
             if message.insists:
                 self.insisted.add(node)
-                self._inbox.insists = True
+                self._inbox.insists |= not is_of_node
+            if is_of_node:
+                self.leaving[node] = signal.Signals(message.number)
+            # Two signals in the inbox count as impatience; whether one is meant so, its own
+            # launcher knows.
+            elif message.insists or not is_order(self._inbox.received):
+                self._inbox.put(message.number, None, self._plan.name_of(node))
 
     @staticmethod
     def _take_of_rank(
@@ -367,6 +374,22 @@ class OtherNodes(Peers):
         else:
             rank.note_native(message.native)
 
+    def _leaves_alone(self, node: int, message: SignalReceived) -> bool:
+        """Return whether a signal to a node's launcher lets that node leave, and the job continue."""
+        retry, scope = self._config.retry, self._config.rendezvous.signal_scope
+        if scope == "auto":
+            staying = len(self._plan.nodes) - len({node, *self.leaving, *self.lost})
+            least = self._config.rendezvous.min_nodes or self._config.nnodes
+            scope = "node" if staying >= least else "job"
+        # A Ctrl-C is of a person, who would not expect the job to continue.
+        is_order_to_all = message.number == signal.SIGINT or self._inbox.received is not None
+        has_another = self._plan.attempt < retry.attempts and "peer-lost" in retry.on
+        return scope == "node" and has_another and not is_order_to_all
+
+    def find_leaving(self) -> dict[str, signal.Signals]:
+        """Return the nodes that leave the job, without the others, and the signal to the launcher of each."""
+        return {self._plan.name_of(node): received for node, received in self.leaving.items()}
+
     def silent_nodes(self) -> list[str]:
         """Return a line for each launcher that sends nothing although it is connected."""
         return [
@@ -375,8 +398,8 @@ class OtherNodes(Peers):
         ]
 
     def has_lost_node(self) -> bool:
-        """Return whether a node is lost, or has failed by itself."""
-        return bool(self.lost or self.failed)
+        """Return whether a node is lost, has failed by itself, or leaves at once."""
+        return bool(self.lost or self.failed or self.leaving.keys() & self.insisted)
 
     def is_known_who_is_cut_off(self, connected: set[int]) -> bool:
         """Return whether it is clear which side of a silent connection is cut off.
@@ -465,7 +488,7 @@ class OtherNodes(Peers):
             self.give_up_away()
         if any(lost.is_silent for lost in self.lost.values()):
             self.wait_until(self.is_known_who_is_cut_off, Deadline.after(_OTHER_LOSSES))
-        if ending.reason in ("done", "signal") or self.has_lost_node():
+        if ending.reason in ("done", "signal", "node-lost") or self.has_lost_node():
             return ending
         self._has_asked = True
         self.send(ReportOutcomes())
@@ -505,6 +528,8 @@ class OtherNodes(Peers):
         """Raise the error of a node that has failed, or of lost ones if no rank broke by itself."""
         if self.failed:
             raise self._first_failed(ended)
+        if not self.lost and self.leaving and ended.ending.reason == "node-lost":
+            raise Interrupted(next(iter(self.leaving.values())))
         if not self.lost and ended.ending.reason not in ("done", "signal"):
             link = find_broken_link(self._plan, ended.outcomes)
             if link is not None:
@@ -524,13 +549,59 @@ class OtherNodes(Peers):
         failed = next(iter(self.failed.values()))
         return error_of(failed.result, outcomes=ended.outcomes, run_dir=ended.run_dir)
 
-    def announce(self, exc: BaseException) -> BaseException:
+    def announce(self, exc: BaseException, ended: EndedAttempt) -> BaseException:
         """Send all nodes the error of the attempt; return it in the form that all nodes raise."""
         error = as_error(exc, self._plan.name_of(0), "could not end the attempt", phase="attempt")
-        if isinstance(error, Interrupted):
-            error.where = self._inbox.where or self._plan.name_of(0)
+        is_stop = isinstance(error, (Interrupted, PreemptedError))
+        if is_stop and self.leaving and self._inbox.received is None:
+            for node, received in self.leaving.items():
+                own = error
+                if isinstance(error, Interrupted):
+                    own = Interrupted(received, self._plan.name_of(node), NONE_LEFT_HERE)
+                self._channel.send(round_result_of(own, is_final=True), to=node)
+            error = self._left_error(ended, has_saved=isinstance(error, PreemptedError))
+        elif isinstance(error, Interrupted):
+            error.where = self._inbox.where
+            error.left = self._who_is_left()
         self._announce(error)
         return error
+
+    def _who_is_left(self) -> str:
+        """Return which ranks are left running after a stop, as a sentence."""
+        unreachable = self._channel.away() | self.lost.keys()
+        if not unreachable - self.ended:
+            return NONE_LEFT
+        names = listed([self._plan.name_of(node) for node in sorted(unreachable - self.ended)])
+        limit_s = self._timeouts.node_loss.total_seconds()
+        return (
+            f"{NONE_LEFT}, but those of {names}, which cannot be reached, may be for up to {limit_s:g} s "
+            "(timeouts.node_loss)"
+        )
+
+    def _left_error(self, ended: EndedAttempt, *, has_saved: bool) -> NodeLostError:
+        """Return the error of an attempt that ended because nodes leave the job."""
+        node, received = next(iter(self.leaving.items()))
+        ranks = self._plan.ranks_of(node)
+        place = f"{ranks_text(ranks)} of world_size {self._plan.world_size}"
+        why = f"its launcher received {received.name}"
+        saved = ", and all ranks have stopped at one step" if has_saved else ""
+        what = f"{self._plan.name_of(node, place)} leaves the job, {ended.when('peer-lost')}: {why}{saved}."
+        others = [self._plan.name_of(other) for other in self.leaving if other != node]
+        return NodeLostError(
+            Explanation(
+                what,
+                cause=CAUSE_OF_STOP,
+                fix="nothing: the other nodes start another attempt, with a replacement if one joins. Set "
+                'rendezvous.signal_scope to "job" to stop all nodes instead.',
+                details=tuple(f"{name} leaves, too." for name in others),
+                logs=ended.logs,
+            ),
+            node_rank=node,
+            hostname=self._plan.nodes[node].hostname,
+            ranks=list(ranks),
+            why=why,
+            **ended.facts(),
+        )
 
     def _announce(self, error: DDPSafeError | Interrupted) -> None:
         self._error = error
@@ -545,6 +616,9 @@ class OtherNodes(Peers):
         if ended.ending.reason == "done":
             limit += self._timeouts.shutdown
         longest: timedelta | None = limit
+        is_stop = isinstance(
+            error, Interrupted
+        )  # whoever asks for it does not wait for a node that is away
         is_good = ended.ending.reason == "done" and error is None
         if is_good:
             # What the ranks of other nodes still do is part of the job.
@@ -552,7 +626,8 @@ class OtherNodes(Peers):
             longest = None if finish is None else limit + finish
         self.wait_until(
             lambda connected: (
-                self.ended.issuperset(connected) or (is_good and is_order(self._inbox.received))
+                self.ended.issuperset(connected - (self._channel.away() if is_stop else set()))
+                or (is_good and is_order(self._inbox.received))
             ),
             Deadline.after(longest),
         )
@@ -562,8 +637,7 @@ class OtherNodes(Peers):
             self._announce(self._first_failed(ended))
         elif error is None and is_order(self._inbox.received):
             # It arrived while the ranks ended; a launch on one node raises it then, too.
-            where = self._inbox.where or self._plan.name_of(0)
-            self._announce(Interrupted(self._inbox.received, where))
+            self._announce(Interrupted(self._inbox.received, self._inbox.where))
         return self._error
 
     def announce_failure(self, exc: Exception) -> Exception:
@@ -616,6 +690,9 @@ def run_as_node_0(
         PreflightError: A node could not start its ranks.
         Interrupted: A signal told a launcher to end; all ranks have ended.
     """
+    inbox.here = round_plan.name_of(0)
+    if inbox.received is not None:
+        inbox.where = inbox.where or inbox.here
     nodes = OtherNodes(channel, round_plan, inbox, parts)
     ranks: list[RankState] = list(nodes.ranks)
 

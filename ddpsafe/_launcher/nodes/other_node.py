@@ -60,7 +60,7 @@ from ddpsafe._launcher.watch import deadlock_watch
 from ddpsafe._launcher.watch.console import open_console
 from ddpsafe._launcher.watch.hang_detection import StderrWatch
 from ddpsafe._launcher.watch.idleness import IdleWatch
-from ddpsafe._launcher.watch.signals import Interrupted
+from ddpsafe._launcher.watch.signals import NONE_LEFT_HERE, Interrupted
 from ddpsafe._launcher.watch.status_socket import StatusSocket
 from ddpsafe._launcher.watch.supervisor import (
     Ending,
@@ -472,7 +472,7 @@ class Participant:
             )
         if result is None and self._ends_alone_by is not None:
             where = self._round.name_of(self._plan.worlds[0].node_rank)
-            interrupted = Interrupted(self._ends_alone_by, where, is_alone=True)
+            interrupted = Interrupted(self._ends_alone_by, where, NONE_LEFT_HERE)
             return NodeResult(values=None, error=interrupted, is_another_to_follow=False)
         if result is None:
             return self._without_node_0(ended)

@@ -10,7 +10,7 @@ from ddpsafe._launcher.watch.signals import is_order
 from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from datetime import timedelta
 
     from ddpsafe._launcher.processes.rank_process import RankState
@@ -28,6 +28,7 @@ class StopRequest:
     Attributes:
         limit: How long ranks may take to save and return.
         deadline: When that time is over; ``None`` until the ranks have been asked to stop.
+        has_nothing_to_save: Whether a node leaves the job whose ranks cannot be asked to stop.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class StopRequest:
         *,
         limit: timedelta,
         clock: Callable[[], float],
+        find_leaving: Callable[[], Mapping[str, signal.Signals]] = dict,
     ) -> None:
         """Start without a request.
 
@@ -45,19 +47,24 @@ class StopRequest:
             inbox: Signals to the launcher.
             limit: How long ranks may take to save and return.
             clock: The clock for the limit.
+            find_leaving: Returns the nodes that leave the job, without the others, and the signal to
+                the launcher of each.
         """
         self._processes = processes
         self._inbox = inbox
         self.limit = limit
         self._clock = clock
+        self._find_leaving = find_leaving
         self._is_agreed = False
         self._warned_of = ""
         self.deadline: Deadline | None = None
+        self.has_nothing_to_save = False
 
     def must_end(self) -> bool:
         """Return whether the ranks have to be ended now; if not, ask them to stop by themselves."""
         is_asked = any(process.stop.asked_by is not None for process in self._processes)
-        if self._inbox.received is None and not is_asked:
+        leaving = self._find_leaving()
+        if self._inbox.received is None and not is_asked and not leaving:
             return False
         if self._inbox.received == signal.SIGINT or self._inbox.insists:
             return True
@@ -65,12 +72,13 @@ class StopRequest:
             if not any(process.stop.accepts for process in self._processes):
                 # SIGUSR1, or a signal to one rank only, is an early warning that can wait.
                 ordered = is_order(self._inbox.received)
+                self.has_nothing_to_save = any(map(is_order, leaving.values()))
                 source = self.source()
                 if source != self._warned_of:
                     logger.warning(
                         "%s: no rank has called stop_requested() yet, so all ranks get SIGTERM now, and "
                         "SIGKILL if they still run after timeouts.grace"
-                        if ordered
+                        if ordered or self.has_nothing_to_save
                         else "%s: training continues, because no rank has called stop_requested() yet; the stop "
                         "begins when one does",
                         source,
@@ -103,6 +111,15 @@ class StopRequest:
     def source(self) -> str:
         """Return which signal was received, and by which process."""
         if self._inbox.received is not None:
-            return f"{self._inbox.received.name} to the launcher"
-        processes = [process for process in self._processes if process.stop.asked_by is not None]
-        return ", ".join(f"{process.stop.asked_by} to rank {process.rank}" for process in processes)
+            of = f" of {self._inbox.where}" if self._inbox.where else ""
+            return f"{self._inbox.received.name} to the launcher{of}"
+        sources = [
+            f"{received.name} to the launcher of {node}"
+            for node, received in self._find_leaving().items()
+        ]
+        sources += [
+            f"{process.stop.asked_by} to rank {process.rank}"
+            for process in self._processes
+            if process.stop.asked_by is not None
+        ]
+        return ", ".join(sources)

@@ -28,6 +28,9 @@ _TAKEN: Final = {
 _ECHO_S: Final = 1.0
 _LONGEST_CANCEL_S: Final = 60.0
 
+NONE_LEFT: Final = "no rank is left running"
+NONE_LEFT_HERE: Final = "no rank of this node is left running"
+
 
 class SignalInbox:
     """The signal that arrived, and a descriptor that wakes a wait up.
@@ -36,7 +39,8 @@ class SignalInbox:
         received: The most urgent signal so far: SIGINT, else one that asks the process to end, else
             SIGUSR1, which only warns; ``None`` until one arrives.
         insists: Whether to end the ranks without waiting for them: Ctrl-C, or a second SIGTERM.
-        where: The node whose launcher received the signal; empty for this one.
+        where: The node whose launcher received the signal; empty in a job of one node.
+        here: This node; empty in a job of one node.
         closed: Set when the ranks have ended.
     """
 
@@ -47,7 +51,7 @@ class SignalInbox:
         self.closed = threading.Event()
         self.received: signal.Signals | None = None
         self.insists = False
-        self.where = ""
+        self.where = self.here = ""
         self._first_order_s: float | None = None
 
     def fileno(self) -> int:
@@ -77,7 +81,7 @@ class SignalInbox:
             if not is_order(self.received):
                 self.received = signal.Signals(signum)
         if self.received != before:
-            self.where = where
+            self.where = where or self.here
         with contextlib.suppress(BlockingIOError):
             os.write(self._write_fd, b"!")
 
@@ -183,13 +187,13 @@ class Interrupted(BaseException):
     Attributes:
         signum: The signal.
         where: The node whose launcher received it; empty for this one, or if unknown.
-        is_alone: Whether this node has ended without the others, whose ranks may still run.
+        left: Which ranks are left running, as a sentence.
     """
 
-    def __init__(self, signum: signal.Signals, where: str = "", *, is_alone: bool = False) -> None:
+    def __init__(self, signum: signal.Signals, where: str = "", left: str = "") -> None:
         """Keep the facts."""
         super().__init__(signum)
-        self.signum, self.where, self.is_alone = signum, where, is_alone
+        self.signum, self.where, self.left = signum, where, left or NONE_LEFT
 
 
 def pass_on(interrupted: Interrupted) -> NoReturn:
@@ -202,8 +206,7 @@ def pass_on(interrupted: Interrupted) -> NoReturn:
     signum = interrupted.signum
     if threading.current_thread() is threading.main_thread():
         on = f" on {interrupted.where}" if interrupted.where else ""
-        rank = "rank of this node" if interrupted.is_alone else "rank"
-        write_message(f"{signum.name}{on}; no {rank} is left running")
+        write_message(f"{signum.name}{on}; {interrupted.left}")
     if signum == signal.SIGINT:
         raise KeyboardInterrupt from None
     remove_helpers_folder()

@@ -26,6 +26,7 @@ from ddpsafe._wire.messages import is_peer_origin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from signal import Signals
 
     from ddpsafe._config import Timeouts
     from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
@@ -72,7 +73,7 @@ EndReason = Literal[
 
 - ``signal``: a signal to a launcher ends the ranks without the time to save.
 - ``failed``: a rank has reported a failure, or ended without any report.
-- ``node-lost``: one of several nodes is lost, or could not start its ranks.
+- ``node-lost``: one of several nodes is lost, leaves without a save, or could not start its ranks.
 - ``done``: all ranks have returned.
 - ``stuck-with-error``: a rank with an exception in flight and another rank wait for each other.
 - ``left``: a rank has returned, and another one waits in a collective that needs it.
@@ -122,6 +123,10 @@ class Peers:
         return ()
 
     # During the attempt.
+
+    def find_leaving(self) -> Mapping[str, Signals]:
+        """Return the nodes that leave the job, without the others, and the signal to the launcher of each."""
+        return {}
 
     def handles(self) -> list[int]:
         """Return descriptors that are readable when their launchers have sent something."""
@@ -185,8 +190,9 @@ class Peers:
     def require_all_nodes(self, ended: EndedAttempt) -> None:
         """Raise the error of a node that is lost or has failed, if that is what ended the attempt."""
 
-    def announce(self, exc: BaseException) -> BaseException:
+    def announce(self, exc: BaseException, ended: EndedAttempt) -> BaseException:
         """Send their launchers the error of the attempt; return it in the form that all nodes raise."""
+        del ended
         return exc
 
     def await_ends(
@@ -229,7 +235,13 @@ class AttemptWatch:
         self._rendezvous = Deadline.after(timeouts.rendezvous, clock=self._clock)
         # By the monotonic clock: this one limits the user's own time, a suspended launcher's included.
         self._attempt = Deadline.after(timeouts.attempt)
-        self.stop_request = StopRequest(ranks, inbox, limit=timeouts.stop, clock=self._clock)
+        self.stop_request = StopRequest(
+            ranks,
+            inbox,
+            limit=timeouts.stop,
+            clock=self._clock,
+            find_leaving=self._peers.find_leaving,
+        )
         self._sequence = SequenceWatch(ranks)
         self._flight = FlightWatch(ranks)
         self._stderr = StderrWatch(processes)
@@ -340,7 +352,10 @@ class AttemptWatch:
         reasons: tuple[tuple[EndReason, Callable[[], bool]], ...] = (
             ("signal", self.stop_request.must_end),
             ("failed", lambda: any(map(has_failed, self._ranks))),
-            ("node-lost", self._peers.has_lost_node),
+            (
+                "node-lost",
+                lambda: self._peers.has_lost_node() or self.stop_request.has_nothing_to_save,
+            ),
             ("done", lambda: all(rank.returned is not None for rank in self._ranks)),
             ("stuck-with-error", self._flight.is_stuck),
             ("left", self._sequence.has_rank_left),
