@@ -150,7 +150,8 @@ def _lines(launch: Facts) -> list[str]:
         if launch["longest_step_s"]:
             head += f", longest time between steps {launch['longest_step_s']:.1f} s"
         stragglers = launch.get("stragglers", ())
-        waits = [straggler["text"] for straggler in stragglers]
+        waits = [*launch.get("unanswered", ())]
+        waits += [straggler["text"] for straggler in stragglers]
         # Add the GPUs of the ranks that others wait for, and GPUs that are throttled.
         late = {rank for straggler in stragglers for rank in straggler.get("ranks", ())}
         waits += [

@@ -64,6 +64,39 @@ def test_the_status_on_any_node_shows_the_ranks_of_all(network: Network, tmp_pat
     finish_job(network, [case], launchers)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["cable", "stopped"])
+def test_the_status_on_a_node_that_node_0_does_not_answer_shows_its_own_ranks(
+    own_network: Network, tmp_path: Path, how: str
+) -> None:
+    """With their lines, and who does not answer; once node 0 answers again, it shows all."""
+    case = Case(name="job", what="held", fields={"nnodes": 2})
+    launchers = start_job(own_network, [case], tmp_path, nproc=(1, 1))
+    await_ranks(tmp_path, launchers, 2)
+    (socket,) = tmp_path.glob("run-job-1/**/status.sock")
+    if how == "cable":
+        own_network[1].unplug()
+        scripts.wait_until(lambda: "cannot be reached" in launchers[1].err)
+    else:
+        os.kill(launchers[0].pid, signal.SIGSTOP)
+    facts = ask(socket.parent, stacks=True)
+    (said,) = facts["unanswered"]
+    assert said == "node 0 ('h0') does not answer, so only the ranks of this node are shown"
+    assert facts["world_size"] == 2
+    (rank,) = facts["ranks"]
+    assert (rank["rank"], rank["hostname"], bool(rank["pid"])) == (1, "h1", True)
+    assert rank["answered"]
+    assert "node_programs.py" in str(rank["threads"])
+    if how == "cable":
+        own_network[1].plug_in()
+        scripts.wait_until(lambda: "can be reached again" in launchers[1].err)
+    else:
+        os.kill(launchers[0].pid, signal.SIGCONT)
+    scripts.wait_until(lambda: len(ask(socket.parent)["ranks"]) == 2)
+    (tmp_path / "release-job").touch()
+    finish_job(own_network, [case], launchers)
+
+
 def events(launcher: Launcher) -> list[dict[str, Any]]:
     """Return the events that a launcher has written."""
     lines = [json.loads(line) for line in launcher.err.splitlines() if line.startswith("{")]

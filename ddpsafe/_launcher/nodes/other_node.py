@@ -92,6 +92,9 @@ _AFTER_ANSWER_S: Final = 0.05
 _NO_ANSWER_S: Final = 3.0
 """A launcher that runs sends something every 2 s: after so long this node may end without node 0."""
 
+_NO_STATUS: Final = timedelta(seconds=6)
+"""Node 0 gives the ranks 5 s to answer, and `ddpsafe status` waits for 10 s."""
+
 _MAX_LOG_CHARS: Final = 64 << 10
 _MAX_TRACEBACK_CHARS: Final = 8 << 10
 _OWN_NETWORK: Final = (
@@ -167,6 +170,9 @@ class Participant:
         self._ends_alone_by: signal.Signals | None = None
         self._node_0 = round_plan.name_of(0)
         self._status: StatusSocket | None = None
+        self._status_asked = Deadline.after(None)
+        self._wants_stacks = False
+        self._own_status: deadlock_watch.StatusOfNode | None = None
         self._silence = SilenceWatch({0: self._node_0})
         self._started = Deadline.after(None)
         self._oom_kills = rank_readings.count_oom_kills()
@@ -337,9 +343,8 @@ class Participant:
         if self._inbox.fileno() in ready:
             os.read(self._inbox.fileno(), 1)
         self._report_signal()
-        wants_stacks = None if self._status is None else self._status.accept()
-        if wants_stacks is not None:  # node 0 knows all ranks
-            self._channel.send(StatusRequest(stacks=wants_stacks))
+        if self._status is not None:
+            self._serve_status(self._status, processes)
         for process in alive:
             process.take_reports()
             if process.end_handle() in ready:
@@ -401,6 +406,27 @@ class Participant:
                     break  # what follows is about the next round
         self._silence.look(self._channel.connected() - self._channel.away())
         self._check_answer()
+
+    def _serve_status(self, socket: StatusSocket, processes: Sequence[RankProcess]) -> None:
+        """Have node 0 answer, which knows all ranks; if it does not, answer for those of this node."""
+        wants_stacks = socket.accept()
+        if wants_stacks is not None:
+            self._channel.send(StatusRequest(stacks=wants_stacks))
+            self._status_asked, self._wants_stacks = Deadline.after(_NO_STATUS), wants_stacks
+        is_cut_off = bool(self._channel.away()) or bool(self._silence.silent)
+        if not socket.is_asked or not (is_cut_off or self._status_asked.expired()):
+            return
+        if self._own_status is None:
+            self._own_status = deadlock_watch.StatusOfNode(
+                processes, wants_stacks=self._wants_stacks
+            )
+        elif self._own_status.is_known():
+            socket.answer(
+                self._own_status.facts(
+                    f"{self._node_0} does not answer, so only the ranks of this node are shown"
+                )
+            )
+            self._own_status = None
 
     def _answer(
         self, socket: StatusSocket, answer: StatusAnswer, processes: Mapping[int, RankProcess]

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from ddpsafe._launcher.processes.rank_process import RankState
     from ddpsafe._wire.messages import Collective, Frame, RankOutcome
+    from ddpsafe._wire.spec import RankSpec
 
 logger = get_logger(__name__)
 
@@ -541,81 +542,22 @@ class LiveWatch:
     def _facts(
         self, answers: dict[int, Whereabouts], stacks: dict[int, list[Frame]]
     ) -> dict[str, Any]:
-        spec = self._processes[0].spec
-        nodes = {process.rank: spec.world.node_rank for process in self._processes}
-        nodes |= {other.rank: other.outcome().node_rank for other in self._others}
+        nodes = {rank.rank: rank.outcome().node_rank for rank in self._ranks}
         arrivals = {rank: answer.position.arrivals for rank, answer in answers.items()}
-        facts: dict[str, Any] = {
-            "schema": 1,
-            "pid": os.getpid(),
-            "run_dir": spec.run_dir,
-            "attempt": spec.attempt,
-            "world_size": spec.world.world_size,
+        return {
+            **facts_of_launch(self._processes[0].spec),
             "longest_step_s": round(self.longest_s, 3),
             "stragglers": [straggler.as_json() for straggler in find_stragglers(arrivals, nodes)],
             "ranks": [
-                self._facts_of(process, answers.get(process.rank), stacks.get(process.rank))
-                for process in self._processes
+                facts_of_rank(
+                    rank,
+                    answers.get(rank.rank),
+                    stacks.get(rank.rank, ()),
+                    wants_stacks=self._wants_stacks,
+                    steps_per_s=self._rates.of(rank.rank),
+                )
+                for rank in sorted(self._ranks, key=lambda rank: rank.rank)
             ],
-        }
-        for other in self._others:
-            answer = answers.get(other.rank)
-            outcome = self._outcome(other, answer, () if answer is None else answer.main_frames)
-            facts["ranks"].append(self._shared_facts(other, outcome, answer))
-        facts["ranks"].sort(key=lambda rank: rank["rank"])
-        return facts
-
-    def _facts_of(
-        self, process: RankProcess, answer: Whereabouts | None, stack: list[Frame] | None
-    ) -> dict[str, object]:
-        """Return what is known about a rank of this host: `_shared_facts` and more."""
-        made = process.progress()
-        frames = (answer.main_frames if answer is not None else ()) or stack or ()
-        outcome = self._outcome(process, answer, frames)
-        threads = [(thread.name, thread.frames) for thread in answer.threads] if answer else []
-        loader_workers = (
-            find_busy_loader_workers(process) if self._wants_stacks and process.alive else []
-        )
-        return {
-            **self._shared_facts(process, outcome, answer),
-            "pid": process.pid,
-            "state": outcome.state or self._deadlocks.state(process.rank),
-            "last_step_s": round((time.monotonic_ns() - made.last_ns) / 1e9, 3)
-            if made.last_ns
-            else None,
-            "threads": _threads_as_json(threads or [("MainThread", tuple(stack or ()))])
-            if self._wants_stacks
-            else [],
-            "loader_workers": _threads_as_json(
-                [(f"{worker.name} (pid {worker.pid})", worker.frames) for worker in loader_workers]
-            ),
-        }
-
-    def _shared_facts(
-        self, rank: RankState, outcome: RankOutcome, answer: Whereabouts | None
-    ) -> dict[str, object]:
-        """Return what is known about a rank of any host."""
-        made = rank.progress()
-        threads = () if answer is None else answer.threads
-        return {
-            "rank": rank.rank,
-            "local_rank": outcome.local_rank,
-            "hostname": outcome.hostname,
-            "pid": None,
-            "phase": "returned" if rank.returned is not None else rank.phase,
-            "state": outcome.state,
-            "answered": answer is not None,
-            "steps": made.steps,
-            "steps_per_s": round(self._rates.of(rank.rank), 3),
-            "saves": made.saves,
-            "last_step_s": None,  # for a rank of another host it is on that host's clock
-            "collective": _collective_of(answer),
-            "where": outcome.stack,
-            "in_collective": outcome.in_collective,
-            "threads": _threads_as_json([(thread.name, thread.frames) for thread in threads])
-            if self._wants_stacks
-            else [],
-            "loader_workers": [],
         }
 
     def _warn(
@@ -626,7 +568,7 @@ class LiveWatch:
         }
         frames.update(stacks)
         outcomes = {
-            rank.rank: self._outcome(rank, answers.get(rank.rank), frames.get(rank.rank, ()))
+            rank.rank: outcome_of(rank, answers.get(rank.rank), frames.get(rank.rank, ()))
             for rank in self._ranks
         }
         # Collectives show progress where steps are not counted. Only new ones count: converted from the
@@ -707,25 +649,6 @@ class LiveWatch:
         logger.warning("%s", text)
         self._tell(text)
 
-    def _outcome(
-        self, rank: RankState, answer: Whereabouts | None, frames: Sequence[Frame]
-    ) -> RankOutcome:
-        """Return the outcome that the diagnosis would get if the attempt ended now."""
-        reading = read_frames(frames)
-        outcome = rank.outcome()
-        if outcome.status == "returned":
-            return outcome
-        is_stopped = self._deadlocks.state(rank.rank) == "T"
-        return replace(
-            outcome,
-            position=None if answer is None else answer.position,
-            stack=reading.stack,
-            in_collective=reading.in_collective
-            or (answer is not None and answer.position.in_store is not None),
-            point_to_point=reading.point_to_point,
-            state=psutil.STATUS_STOPPED if is_stopped else "",
-        )
-
     def _has_begun(self, answers: dict[int, Whereabouts], goal: Collective | None) -> bool:
         """Return whether the length of a step is known, or of the collective that the ranks wait in."""
         if any(rank.progress().steps >= _KNOWN_STEPS for rank in self._ranks):
@@ -770,3 +693,119 @@ def _place_of(outcome: RankOutcome) -> str:
     if not outcome.stack:
         return stopped or "not answering: it holds the GIL, or is not running Python"
     return f"{stopped} at {outcome.stack}".lstrip()
+
+
+def facts_of_launch(spec: RankSpec) -> dict[str, Any]:
+    """Return what is known of a launch without its ranks, for ``ddpsafe status``."""
+    return {
+        "schema": 1,
+        "pid": os.getpid(),
+        "run_dir": spec.run_dir,
+        "attempt": spec.attempt,
+        "world_size": spec.world.world_size,
+        "longest_step_s": 0.0,
+        "stragglers": [],
+        "unanswered": [],
+    }
+
+
+def facts_of_rank(
+    rank: RankState,
+    answer: Whereabouts | None,
+    stack: Sequence[Frame] = (),
+    *,
+    wants_stacks: bool,
+    steps_per_s: float = 0.0,
+) -> dict[str, object]:
+    """Return what is known about a rank, for ``ddpsafe status``; of one on another host, that is less.
+
+    Args:
+        rank: The rank.
+        answer: Where it says that it is.
+        stack: Of its main thread, if it does not answer.
+        wants_stacks: Whether the stacks of its threads are wanted, and of its loader workers.
+        steps_per_s: How fast it trains.
+    """
+    made = rank.progress()
+    outcome = outcome_of(rank, answer, (() if answer is None else answer.main_frames) or stack)
+    threads = [(thread.name, thread.frames) for thread in answer.threads] if answer else []
+    facts: dict[str, object] = {
+        "rank": rank.rank,
+        "local_rank": outcome.local_rank,
+        "hostname": outcome.hostname,
+        "pid": None,
+        "phase": "returned" if rank.returned is not None else rank.phase,
+        "state": outcome.state,
+        "answered": answer is not None,
+        "steps": made.steps,
+        "steps_per_s": round(steps_per_s, 3),
+        "saves": made.saves,
+        "last_step_s": None,  # for a rank of another host it is on that host's clock
+        "collective": _collective_of(answer),
+        "where": outcome.stack,
+        "in_collective": outcome.in_collective,
+        "threads": [],
+        "loader_workers": [],
+    }
+    workers: list[tuple[str, Sequence[Frame]]] = []
+    if isinstance(rank, RankProcess):
+        facts |= {"pid": rank.pid, "state": outcome.state or rank.activity().state}
+        if made.last_ns:
+            facts["last_step_s"] = round((time.monotonic_ns() - made.last_ns) / 1e9, 3)
+        threads = threads or [("MainThread", tuple(stack))]
+        if wants_stacks and rank.alive:
+            workers = [
+                (f"{worker.name} (pid {worker.pid})", worker.frames)
+                for worker in find_busy_loader_workers(rank)
+            ]
+    if wants_stacks:
+        facts |= {"threads": _threads_as_json(threads), "loader_workers": _threads_as_json(workers)}
+    return facts
+
+
+def outcome_of(rank: RankState, answer: Whereabouts | None, frames: Sequence[Frame]) -> RankOutcome:
+    """Return the outcome that the diagnosis would get if the attempt ended now."""
+    reading = read_frames(frames)
+    outcome = rank.outcome()
+    if outcome.status == "returned":
+        return outcome
+    return replace(
+        outcome,
+        position=None if answer is None else answer.position,
+        stack=reading.stack,
+        in_collective=reading.in_collective
+        or (answer is not None and answer.position.in_store is not None),
+        point_to_point=reading.point_to_point,
+        state=psutil.STATUS_STOPPED if rank.activity().state == "T" else "",
+    )
+
+
+class StatusOfNode:
+    """The status of the ranks of this node alone, where node 0, which knows all, does not answer.
+
+    Args:
+        processes: The ranks of this node.
+        wants_stacks: Whether the stacks of their threads are wanted.
+    """
+
+    def __init__(self, processes: Sequence[RankProcess], *, wants_stacks: bool) -> None:
+        """Ask the ranks where they are."""
+        self._processes, self._wants_stacks = processes, wants_stacks
+        running = [rank for rank in processes if rank.alive and rank.returned is None]
+        self._inquiry = _Inquiry(running, SETTINGS, now_s=time.monotonic())
+
+    def is_known(self) -> bool:
+        """Return whether the ranks have answered, or had the time to."""
+        return self._inquiry.is_over(time.monotonic())
+
+    def facts(self, unanswered: str) -> dict[str, Any]:
+        """Return the facts, with who does not answer."""
+        answers = self._inquiry.answers()
+        return {
+            **facts_of_launch(self._processes[0].spec),
+            "unanswered": [unanswered],
+            "ranks": [
+                facts_of_rank(rank, answers.get(rank.rank), wants_stacks=self._wants_stacks)
+                for rank in self._processes
+            ],
+        }
