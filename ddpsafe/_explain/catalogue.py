@@ -74,7 +74,7 @@ _FREQUENT: Final = (
     " step epoch iteration train loss valid lr: rate time data rank world size batch error load worker"
     " saved checkpoint to validation optimizer backward forward warning received channel via module"
     " traceback (most recent call last) /lib/python3 _wrapped_call autograd forward(*args, **kwargs)"
-    " data time checkpoint, validation accuracy, in main, self"
+    " data time checkpoint, validation accuracy, in main, self, output = /train.py"
 )
 
 # Most logs need a few of a thousand patterns.

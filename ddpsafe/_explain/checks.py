@@ -30,7 +30,6 @@ _SIGNALS: Final = {
     "SIGSEGV": (11, "Segmentation fault"),
     "SIGUSR2": (12, "User defined signal"),
     "SIGTERM": (15, "Terminated"),
-    "SIGXCPU": (24, "CPU time limit"),
 }
 """Signals with their numbers on Linux and how a shell describes a process that one ended."""
 
@@ -48,6 +47,11 @@ def _ended_by(number: int, name: str, described: str) -> str:
 
 PIECES: Final[dict[str, str]] = {
     "exited": _EXITED,
+    # Around the name of an exception that was raised, and is not in a sentence or in source code.
+    "thrown": r"(?<!except )(?<!except \()(?<!class )(?<!raise )(?<!import )(?<![(,`'] )(?<![(`'])",
+    "thrown-end": r"(?=(?::? in DataLoader|:? in replica|: |:?[\s`'\"*│\]]*$))",
+    # A signal that a process got, and not one that it may get.
+    "got": r"(?i:(?:receiv\w+|caught|got|killed|terminated|exited|died|crashed|by|fatal|code|status)[ :=(]{1,3}(?:a |by |with |on |of )?(?:fatal )?(?:signal[ :=(]{1,3})?(?:\d+ ?[,(:]? ?)?|^\W{0,3}|signal[ :]{1,2})",
     "watchdog-timed-out": (
         r"Watchdog caught collective operation timeout|collective operation timeout: WorkNCCL"
         r"|flight recorder dump signal from another rank"
@@ -110,11 +114,6 @@ def _own_share(match: re.Match[str]) -> float:
     return 0.0 if own is None or not total else own / total
 
 
-def _is_larger_than_the_gpu(match: re.Match[str]) -> bool:
-    wanted, total = _gib(rf"Tried to allocate {_SIZE}", match.string), _total_gib(match.string)
-    return wanted is not None and total is not None and wanted > total
-
-
 def _is_sharded_otherwise(match: re.Match[str]) -> bool:
     """Return whether one size is a multiple of the other, apart from the padding of the last shard."""
     small, large = sorted((int(match["a"]), int(match["b"])))
@@ -127,7 +126,6 @@ CHECKS: Final[dict[str, Callable[[re.Match[str]], bool]]] = {
     "is-exception": lambda match: (
         re.match(r"[\w.]+(?:Error|Exception): ", match.string) is not None
     ),
-    "is-larger-than-the-gpu": _is_larger_than_the_gpu,
     # In a container the process finds itself under a number that it does not know as its own.
     "others-fill-the-gpu": lambda match: _own_share(match) < _MOSTLY_OWN,
     "itself-fills-the-gpu": lambda match: _own_share(match) >= _MOSTLY_OWN,
@@ -136,9 +134,6 @@ CHECKS: Final[dict[str, Callable[[re.Match[str]], bool]]] = {
     "too-few-joined": lambda match: int(match["count"]) < int(match["world"]),
     "not-all-came": lambda match: (
         match.groupdict().get("came") is None or match["came"] != match["all"]
-    ),
-    "is-no-launcher": lambda match: (
-        re.search(r"python|torchrun|accelerate|deepspeed|mpirun|srun", match["command"]) is None
     ),
 }
 """Conditions on a match by the name that rules use for them."""

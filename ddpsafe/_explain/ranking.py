@@ -30,7 +30,7 @@ _QUOTED: Final = re.compile(
 )
 """An exception at the end of a sentence, as in titles and summaries."""
 _LOGGED: Final = re.compile(
-    r"(?:^|[\s\[|])(?:ERROR|FATAL|CRITICAL)(?![\w=])(?:[\]:|\s-]|[\w./]{1,60}:\d{1,6}:?\s){0,6}(?P<text>[A-Za-z`'\"].{11,300})"
+    r"(?:^|[\s\[|])(?<!wandb: )(?:ERROR|FATAL|CRITICAL)(?![\w=])(?:[\]:|\s-]|[\w./]{1,60}:\d{1,6}:?\s){0,6}(?P<text>[A-Za-z`'\"].{11,300})"
 )
 """A message that a logger marks as an error."""
 _ASSERTION: Final = re.compile(r"^[\s`*]*(assert (?=.*[<>=(\[%.])[\w(\[].{5,300}?)[`*]*$")
@@ -60,6 +60,8 @@ _WORKER_RAISED: Final = "DS-DATA-worker-raised"
 _MISMATCH: Final = "DS-HANG-mismatch"
 _WATCHDOG: Final = "DS-HANG-watchdog"
 _REPORT: Final = "DS-RUN-report"
+_NCCL: Final = "DS-NCCL-error"
+_FLIGHT: Final = "DS-FLIGHT-"
 _UNUSED: Final = ("DS-DDP-unused", "DS-DDP-outputs-unused")
 _NAMES_ONE_RANK: Final = ("cause", "exception", "end", "exit")
 """Levels of causes that happen on one rank: torchrun's summary says on which."""
@@ -352,6 +354,7 @@ class Findings:
 
     def take_back(self, code: str) -> bool:
         """Drop a cause that was over; its lines are matched again. Return whether there was one."""
+        self._waiting.pop(code, None)
         cause = self._causes.pop(code, None)
         if cause is not None:
             cause.is_taken_back = True
@@ -415,17 +418,32 @@ class Findings:
         self._timeouts.describe(by_code)
         for code in by_code.keys() & set(_UNUSED):
             by_code[code].cause += self._unused
-        ranked = sorted(by_code.values(), key=_order)
-        general = {
-            code for rule in self._catalogue.rules if rule.code in by_code for code in rule.over
-        }
-        kept = [cause for cause in ranked if cause.code not in general]
+        kept = self._without_general(sorted(by_code.values(), key=_order))
         real = [cause for cause in kept if cause.level != "noise"] or kept
         real = real or self._cut_off(tracebacks, lines)
         if real and self._root_rank is not None and real[0].level in _NAMES_ONE_RANK:
             is_unknown = real[0].rank is None or real[0].has_local_rank
             real[0].rank = self._root_rank if is_unknown else real[0].rank
         return real
+
+    def _without_general(self, ranked: list[Cause]) -> list[Cause]:
+        """Leave out causes that add nothing to a more specific one."""
+        rules = self._catalogue.of_code
+        found = [cause.code for cause in ranked if cause.code in rules]
+        general = {over for code in found for over in rules[code].over}
+        # One wait shows in many lines: in those of each rank, of the watchdog, and of the store.
+        waits = sorted(
+            (cause for cause in ranked if is_timeout(cause.code)),
+            key=lambda cause: (LEVELS[cause.level], self._catalogue.place[cause.code]),
+        )
+        is_recorded = any(code.startswith(_FLIGHT) for code in found)
+        general |= {cause.code for cause in (waits if is_recorded else waits[1:])}
+        if is_recorded:
+            general.add(_NCCL)
+        # What a library says about its own failure is known when another rule of it holds.
+        explained = {_family(code) for code in found if not rules[code].fallback}
+        general |= {code for code in found if rules[code].fallback and _family(code) in explained}
+        return [cause for cause in ranked if cause.code not in general]
 
     def _cut_off(self, tracebacks: Tracebacks, lines: int) -> list[Cause]:
         """Return the cause of a log that ends in a traceback, with its calls but no exception."""
@@ -526,11 +544,16 @@ def is_timeout(code: str) -> bool:
     return code.startswith("DS-HANG-")
 
 
+def _family(code: str) -> str:
+    """Return what a rule is about: ``SLURM`` for DS-SLURM-error."""
+    return code.split("-")[1]
+
+
 def is_passed_on(raised: re.Match[str] | None) -> bool:
     """Return whether an exception is that of another process, whose traceback follows."""
     return raised is not None and _CAUGHT_IN_WORKER.match(raised["text"] or "") is not None
 
 
 def _order(cause: Cause) -> tuple[int, bool, int]:
-    is_recorded = cause.code == _REPORT or cause.code.startswith("DS-FLIGHT-")
+    is_recorded = cause.code == _REPORT or cause.code.startswith(_FLIGHT)
     return LEVELS[cause.level], not is_recorded, cause.evidence[0][0] if cause.evidence else 0

@@ -255,7 +255,8 @@ class LogReader:
         if not is_own and self._is_handled(line, best, is_failure=bool(best or raised)):
             return None
         if best is not None:
-            if normalise.is_passed_test(line.body) or self._findings.is_aftermath(best):
+            is_aftermath = self._findings.is_aftermath(best)
+            if normalise.is_passed_test(line.body) or is_aftermath or _is_told(best, line):
                 return None
             cause = self._findings.note(best, line, traceback if raised is not None else None)
         elif raised is None:
@@ -356,6 +357,11 @@ class LogReader:
             if best is not None and best[1].end() > end and (is_message or best[1].start() < end):
                 matches.append(best)
         return min(matches, key=lambda match: strength(match[0]), default=None)
+
+
+def _is_told(match: Match, line: Line) -> bool:
+    """Return whether a program only tells of what is no more than likely to be a failure."""
+    return match[0].level == "likely" and normalise.weight_of(line, match[1]) == "info"
 
 
 def explain_text(text: str, catalogue: Catalogue | None = None) -> list[Cause]:

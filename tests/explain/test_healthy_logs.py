@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -307,9 +308,41 @@ def test_output_of_healthy_programs_is_not_a_failure() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+HEALTHY: Final = Path(__file__).with_name("healthy_lines.txt")
+"""Lines that programs print in runs that do not fail, after a heading for each kind."""
+
+
+def _kinds() -> dict[str, list[str]]:
+    kinds: dict[str, list[str]] = {}
+    for line in HEALTHY.read_text("utf-8").splitlines():
+        if line.startswith("## "):
+            kinds[line[3:]] = []
+        else:
+            kinds[list(kinds)[-1]].append(line)
+    return kinds
+
+
+def test_no_healthy_line_has_a_finding() -> None:
+    """NCCL, torchrun, Slurm, apt, pip, wandb, Lightning and more: none at all, not even a notice."""
+    lines = [line for lines in _kinds().values() for line in lines]
+    assert len(lines) >= 500
+    found = [(cause.code, line) for line in lines for cause in explain_text(line)]
+    assert not found, found
+
+
+@pytest.mark.parametrize("kind", _kinds())
+def test_healthy_lines_have_no_finding_beside_each_other(kind: str) -> None:
+    """A rule that needs two lines does not find them in a healthy run, nor in one that failed for another reason."""
+    log = "\n".join(_kinds()[kind])
+    assert [cause.code for cause in explain_text(log)] == []
+    failed = explain_text(f"{log}\n[rank3]: MemoryError\n")
+    assert [(cause.code, cause.rank) for cause in failed] == [("DS-MEM-alloc", 3)]
+
+
 WARNED: Final = "[W1122 socket.cpp:697] [c10d] The client socket has failed to connect to [node-0]:29500 (errno: 111 - Connection refused).\n"
 TORN: Final = "WARNING: not read: EOFError: Ran out of input\nin /tmp/torchinductor_me/fx.json\n"
 JOINING: Final = "Initializing distributed: GLOBAL_RANK: 1, MEMBER: 2/8\n"
+ENDED: Final = "KeyboardInterrupt\n"
 LATE: Final = "[W ProcessGroupNCCL.cpp:600] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=10, OpType=ALLREDUCE, NumelIn=5) ran for 1805457 milliseconds before timing out.\n"
 PROGRESS: Final = "epoch 0 step 10 loss 2.1\n"
 
@@ -327,9 +360,13 @@ PROGRESS: Final = "epoch 0 step 10 loss 2.1\n"
         (TORN + PROGRESS, []),
         (LATE, ["DS-HANG-watchdog"]),
         (LATE + PROGRESS, []),
-        (JOINING, ["DS-RDZV-members"]),
+        (JOINING, []),
+        (JOINING + ENDED, ["DS-RDZV-members", "DS-END-interrupted"]),
         (JOINING + "All distributed processes registered. Starting with 8 processes\n", []),
-        (JOINING + "LOCAL_RANK: 1 - CUDA_VISIBLE_DEVICES: [0,1,2,3]\n", []),
+        (
+            JOINING + "LOCAL_RANK: 1 - CUDA_VISIBLE_DEVICES: [0,1,2,3]\n" + ENDED,
+            ["DS-END-interrupted"],
+        ),
     ],
     ids=[
         "alone",
@@ -343,6 +380,7 @@ PROGRESS: Final = "epoch 0 step 10 loss 2.1\n"
         "of-the-watchdog",
         "of-the-watchdog-goes-on",
         "joining",
+        "joining-until-the-end",
         "joined",
         "joined-on-another-node",
     ],

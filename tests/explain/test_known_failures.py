@@ -12,7 +12,9 @@ import textwrap
 from typing import TYPE_CHECKING, Final
 
 import pytest
+from explained import built_in_files
 
+from ddpsafe._explain.catalogue import Catalogue, built_in
 from ddpsafe._explain.reader import explain_text
 
 if TYPE_CHECKING:
@@ -268,3 +270,24 @@ def test_line_prefixes_hide_hardly_any_failure(
         if first is None or first.code != f"DS-{code}":
             wrong.append((name, first))
     assert len(wrong) <= 1, wrong
+
+
+def test_every_order_made_by_hand_has_an_example_that_breaks_without_it() -> None:
+    """Order follows from levels, areas and places; a rule is ``over`` another only where these do not do."""
+    packed = built_in().packed
+    logs = {table.code: list(table.examples) for file in built_in_files() for table in file.tables}
+    for _, log, code, _, _ in FAILURES:
+        logs[f"DS-{code}"].append(log)
+    needless = []
+    for number, rule in enumerate(packed["rules"]):
+        for general in rule.get("over", ()):
+            rules = list(packed["rules"])
+            rules[number] = {**rule, "over": [each for each in rule["over"] if each != general]}
+            without = Catalogue({**packed, "rules": rules})
+            if all(_codes(log) == _codes(log, without) for log in logs[rule["code"]]):
+                needless.append(f"{rule['code']} over {general}")
+    assert not needless, needless
+
+
+def _codes(log: str, catalogue: Catalogue | None = None) -> list[str]:
+    return [cause.code for cause in explain_text(log, catalogue)]

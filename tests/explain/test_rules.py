@@ -72,8 +72,7 @@ DECORATIONS: Final = (
         ("quux.BarError: foo is not bar", "USER-exception"),
         ("EOFError", "CKPT-empty"),
         ("StopIteration", "DATA-exhausted"),
-        ("queue.Full", "MP-queue-timeout"),
-        ("FileNotFoundError: [Errno 2] No such file or directory: 'ninja'", "ENV-compiler"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'ninja'", "DATA-path"),
     ],
 )
 def test_decorations_do_not_hide_an_exception(exception: str, code: str) -> None:
@@ -547,13 +546,13 @@ def test_a_traceback_in_one_line_may_have_an_unusual_message(error: str, code: s
     [
         (
             ["sbatch: error: Batch job submission failed: Invalid generic resource (gres) specification",
-             "/fsx/me/miniconda3/envs/trl/lib/python3.12/site-packages/torch/utils/checkpoint.py:85: UserWarning: None of the inputs have requires_grad=True. Gradients will be None"],
-            ["SLURM-gres", "GRAD-checkpoint-inputs"],
+             "RuntimeError: DataLoader worker (pid 39637) exited unexpectedly with exit code 1. Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better error trace."],
+            ["SLURM-gres", "DATA-worker-exit"],
         ),
         (
             ["FileNotFoundError: [Errno 2] No such file or directory: '/data/imagenet/train'",
-             "nvidia-container-cli: device error: 4: unknown device: unknown"],
-            ["DATA-path", "CONTAINER-gpu-name"],
+             "/var/spool/slurmd/job4711/slurm_script: line 9: torchrun: command not found"],
+            ["DATA-path", "ENV-program"],
         ),
     ],
     ids=["the next is longer", "the next is shorter"],
@@ -663,10 +662,10 @@ def test_the_message_of_a_rank_is_not_read_together_with_the_world_size(message:
 def test_the_place_where_a_known_exception_was_raised_is_reported() -> None:
     """The general advice about an exception is only useful with its line."""
     [cause] = explain_text(
-        'Traceback (most recent call last):\n  File "/w/data.py", line 12, in __getitem__\n'
-        "    return boxes[0]\nIndexError: list index out of range"
+        'Traceback (most recent call last):\n  File "/w/train.py", line 12, in step\n'
+        "    batch = next(batches)\nStopIteration"
     )
-    assert cause.cause.endswith("Raised at /w/data.py:12 in __getitem__.")
+    assert cause.cause.endswith("Raised at /w/train.py:12 in step.")
 
 
 OTHER_END: Final = """\
