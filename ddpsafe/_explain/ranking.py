@@ -30,7 +30,8 @@ _QUOTED: Final = re.compile(
 )
 """An exception at the end of a sentence, as in titles and summaries."""
 _LOGGED: Final = re.compile(
-    r"(?:^|[\s\[|])(?<!wandb: )(?:ERROR|FATAL|CRITICAL)(?![\w=])(?:[\]:|\s-]|[\w./]{1,60}:\d{1,6}:?\s){0,6}(?P<text>[A-Za-z`'\"].{11,300})"
+    r"(?:^|[\s\[|])(?<!wandb: )(?:ERROR|FATAL|CRITICAL)(?![\w=])(?:[\]:|\s-]|[\w./]{1,60}:\d{1,6}:?\s){0,6}"
+    r"(?P<text>(?!pip's dependency resolver)[A-Za-z`'\"].{11,300})"
 )
 """A message that a logger marks as an error."""
 _ASSERTION: Final = re.compile(r"^[\s`*]*(assert (?=.*[<>=(\[%.])[\w(\[].{5,300}?)[`*]*$")
