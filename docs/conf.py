@@ -1,5 +1,6 @@
 """How sphinx builds the documentation: ``nox -s docs``."""
 
+import re
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
 
-from ddpsafe._explain.catalogue import as_sections
+from ddpsafe._explain.catalogue import built_in
 
 project = "ddpsafe"
 author = "The ddpsafe authors"
@@ -96,4 +97,34 @@ def _without_headings(toc: nodes.bullet_list) -> nodes.bullet_list:
 
 def _add_rules(_: Sphinx, page: str, text: list[str]) -> None:
     if page == "reference/failures":
-        text[0] += as_sections()
+        text[0] += _sections()
+
+
+_PAGE_REPORT = """
+## DS-RUN-report
+
+- Cause: the one that `report.json` in a ddpsafe run directory names, with its rank, its kind and what to do.
+"""
+
+_PAGE_USER = """
+## DS-USER-exception
+
+- Cause: the script raised an exception that no other rule matches.
+- What to do: fix the line that the finding names, or do what the exception's message asks for; ranks that complain of a lost peer failed because of it.
+- Kind `user-error`, retry `never`.
+"""
+
+
+def _sections() -> str:
+    """Return a section for each rule, as Markdown."""
+    parts = []
+    for rule in built_in().rules:
+        if rule.code == "DS-RUN-report":
+            parts.append(_PAGE_REPORT)
+            continue
+        cause, fix = (re.sub(r"\{(\w+)\}", "…", text) for text in (rule.cause, rule.fix))
+        parts.append(
+            f"\n## {rule.code}\n\n- Cause: {cause}\n- What to do: {fix}\n"
+            f"- Kind `{rule.kind}`, retry `{rule.retry}`.\n"
+        )
+    return "".join(parts) + _PAGE_USER

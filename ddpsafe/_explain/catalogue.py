@@ -7,17 +7,14 @@ mechanism, not one sentence: its patterns hold what every version of a message h
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import os
 import pkgutil
 import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import cache_from_source, source_hash
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -158,7 +155,6 @@ class Catalogue:
         place: The place of a rule in their order, by its code.
         by_place: Rules for any exception raised in a certain place, if no rule matches its text.
         grams: The numbers of rules by a gram that their lines have, with the keyword that has it.
-        meanings: What an exception that no rule matches says: ``sign``, ``cause``, ``fix``.
         stages: What the script was doing, by a call of a traceback: ``call``, ``who``, ``fix``.
         english: Messages of shells and the C library in other languages, with the English one.
         ascii_english: Those of them that are ASCII.
@@ -181,7 +177,6 @@ class Catalogue:
         }
         for gram, entries in _index([rule.keywords for rule in own]).items():
             self.grams.setdefault(gram, []).extend(entries)
-        self.meanings: list[dict[str, str]] = packed["meanings"]
         self.stages: list[dict[str, str]] = packed["stages"]
         self.english: dict[str, str] = packed["english"]
         self.ascii_english = {said: text for said, text in self.english.items() if said.isascii()}
@@ -191,44 +186,12 @@ class Catalogue:
 @functools.cache
 def built_in() -> Catalogue:
     """Return the catalogue that comes with ddpsafe."""
-    # A wheel has the catalogue as one JSON file, which loads in a few milliseconds; parsing the TOML
-    # takes a tenth of a second.
+    # A wheel has the catalogue as one JSON file, which loads in a few milliseconds.
     try:
         packed = pkgutil.get_data(__package__, PACKED)
     except OSError:
-        return Catalogue(_pack_checkout())
+        return Catalogue(pack(read_toml()))
     return Catalogue(json.loads(packed or b""))
-
-
-def _pack_checkout() -> Mapping[str, Any]:
-    """Return the packed catalogue of a checkout: what an earlier call has kept, if nothing changed."""
-    texts = read_toml()
-    # The code decides on the form of what is kept, so a new version does not read that of an old one.
-    code = [pkgutil.get_data(__package__, name) or b"" for name in ("catalogue.py", "checks.py")]
-    code.append(repr((ADVICE, GENERAL)).encode())
-    key = source_hash(b"".join([*code, *(text.encode() for text in texts.values())])).hex()
-    place = None
-    with contextlib.suppress(NotImplementedError):  # this interpreter keeps no bytecode
-        place = Path(cache_from_source(__file__)).with_suffix(".json")
-    if place is not None and (kept := read_kept(place, key)) is not None:
-        return kept
-    packed = pack(texts)
-    if place is not None and not sys.dont_write_bytecode:
-        with contextlib.suppress(OSError):
-            # Another process may read the file or write its own at the same time.
-            new = place.with_name(f"{place.name}.{os.getpid()}")
-            new.write_text(json.dumps({"key": key, "packed": packed}), "utf-8")
-            new.replace(place)
-    return packed
-
-
-def read_kept(place: Path, key: str) -> dict[str, Any] | None:
-    """Return the packed catalogue that a file keeps for a key; None if it is another, or of another form."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(place.read_bytes())
-        if kept["key"] == key:
-            return dict(kept["packed"])
-    return None
 
 
 def read_toml() -> dict[str, str]:
@@ -250,7 +213,6 @@ def pack(texts: Mapping[str, str]) -> dict[str, Any]:
     return {
         "rules": rules,
         "grams": _index([rule.get("keywords", ()) for rule in rules]),
-        "meanings": tables["exceptions"]["meaning"],
         "stages": tables["exceptions"]["stage"],
         "english": {
             said: english for english, others in words["english"].items() for said in others
@@ -315,33 +277,3 @@ def _index(keywords: list[Iterable[str]]) -> dict[str, list[tuple[str, int]]]:
             )
             index.setdefault(key, []).append((word, number))
     return index
-
-
-_PAGE_REPORT: Final = """
-## DS-RUN-report
-
-- Cause: the one that `report.json` in a ddpsafe run directory names, with its rank, its kind and what to do.
-"""
-
-_PAGE_USER: Final = """
-## DS-USER-exception
-
-- Cause: the script raised an exception that no other rule matches.
-- What to do: fix the line that the finding names, or do what the exception's message asks for; ranks that complain of a lost peer failed because of it.
-- Kind `user-error`, retry `never`.
-"""
-
-
-def as_sections() -> str:
-    """Return a section for each rule, as Markdown; the documentation's build adds them to its page."""
-    parts = []
-    for rule in built_in().rules:
-        if rule.code == "DS-RUN-report":
-            parts.append(_PAGE_REPORT)
-            continue
-        cause, fix = (re.sub(r"\{(\w+)\}", "…", text) for text in (rule.cause, rule.fix))
-        parts.append(
-            f"\n## {rule.code}\n\n- Cause: {cause}\n- What to do: {fix}\n"
-            f"- Kind `{rule.kind}`, retry `{rule.retry}`.\n"
-        )
-    return "".join(parts) + _PAGE_USER

@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 _ANSI_BYTES: Final = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\n]*\x07")
 _CONTROL_BYTES: Final = bytes(code for code in (*range(32), 127) if code not in b"\t\n")
 _SHELL_SIGNS: Final = (
-    *("zsh: ", "zsh:1: ", "  killed  ", "  segmentation fault  ", "  abort  ", "(os error "),
-    *("cudaerror", "hiperror", "cuda_error_", "cuda error", "cuda failure", "os { code: "),
+    *(
+        "cudaerror",
+        "hiperror",
+        "cuda_error_",
+        "cuda error",
+        "cuda failure",
+    ),
 )
 """Parts of lines that `normalise.in_usual_form` words in another way."""
 # Parts of lines that say what came of the failure in the line before or after them.

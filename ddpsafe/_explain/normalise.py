@@ -62,38 +62,15 @@ _CUDA_NAME: Final = re.compile(
     r"(?<![=!(|&] )(?<![=!(|&])\b(?:cudaError_?|hipError_?|CUDA_ERROR_)(?P<name>[A-Z]\w{2,40})\b(?!\s*[|&)]{2})"
     r"|\b(?i:cuda(?: ?(?:driver|runtime|execution))?(?: api)?(?: failed with)?) ?(?i:error|failure)(?: code)?[:= ]{0,3}\(?(?P<number>\d{1,3})\)?(?=$|[\s.,;)])"
 )
-_ZSH: Final = re.compile(
-    r"^(?:zsh(?::\d+)?: |(?:\[\d+\] +[-+]? *)?\d+ )(?:(?P<what>command not found|permission denied|no such file or directory): (?P<name>.+)"
-    r"|(?P<signal>killed|segmentation fault|abort|bus error|terminated|illegal hardware instruction|floating point exception)(?P<core>(?: \(core dumped\))?) {2,}.+)"
-)
-_OS_ERROR: Final = re.compile(
-    r"(?:(?P<windows>(?:Access is denied|The )[^():]{0,90}|[^\x00-\x7f:]{2,60})|(?P<text>[A-Za-z][\w '/-]{0,60}))"
-    r" ?\(os error (?P<number>\d+)\)"
-)
-"""How programs written in Rust, such as safetensors and tokenizers, print an OS error."""
-_ERRNO_DIGITS: Final = 3
-_OS_OF_RUST: Final = re.compile(r'Os \{ code: (\d+), kind: \w+, message: "([^"]{1,120})" \}')
-"""The same in Rust's debug format."""
 _WORLD_SIZE: Final = re.compile(r" \(world_size \d+\)")
 _CLASS: Final = re.compile(
     r"(?<!pickle )<class '([\w.]{1,120}(?:Error|Exception))'>(?:: | --> |, | - | )(?=\S)"
 )
 """The repr of an exception's class before the exception's text."""
-_BASH_MESSAGES: Final = {
-    "permission denied": "Permission denied",
-    "no such file or directory": "No such file or directory",
-    "abort": "Aborted",
-    "illegal hardware instruction": "Illegal instruction",
-}
-"""bash's messages, by zsh's, where they differ."""
 # Ray's list of possible causes, which names SIGKILL and SIGSEGV whatever happened.
 _HEDGE: Final = re.compile(
     r"There are some potential root causes.*|\bkilled by SIGKILL by OOM killer due to high|crashed unexpectedly due to SIGSEGV or"
 )
-_NO_ATTRIBUTE: Final = re.compile(
-    r"^(?:[\s`*\"]*|AttributeError [\w .]{1,60}: *)(?='\w{1,80}' object has no attribute '\w)"
-)
-"""An error quoted without its class, as in titles."""
 _RECORD: Final = re.compile(
     r"""^\{(?:"(?:stream|time|timestamp|ts|level|severity|logger|name)": ?"[^"]{0,80}", ?){0,8}"""
     r"""(?:"(?:log|message|msg|textPayload)": ?")(?P<text>(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*)\""""
@@ -122,7 +99,6 @@ _BEGINS: Final = re.compile(
     re.VERBOSE,
 )
 """How a line begins that does not continue the one before it."""
-_CONTINUES_BELOW: Final = re.compile(r"\d+ validation errors? for [\w.]+$")
 _CONTINUES: Final = re.compile(r"(?![\w.]+: )[a-z`(][^=]* ")
 """How a line begins that continues a message which a terminal or a paste has broken."""
 # A line that its program marks as less than an error, so it proves less.
@@ -352,7 +328,7 @@ def undecorated(body: str) -> str | None:
 
 
 def in_usual_form(body: str, catalogue: Catalogue) -> str:
-    """Return messages of other shells, languages and Rust as bash and Python print them in English."""
+    """Return messages of other languages as bash and Python print them in English."""
     messages = catalogue.ascii_english if body.isascii() else catalogue.english
     for text, english in messages.items():
         if text in body:
@@ -361,27 +337,15 @@ def in_usual_form(body: str, catalogue: Catalogue) -> str:
                 .replace("\N{FULLWIDTH COLON}", ": ")
                 .replace(" : ", ": ")
             )
-    if (body.startswith(("zsh:", "[")) or body[:1].isdigit()) and (zsh := _ZSH.match(body)):
-        what = zsh["what"] or zsh["signal"]
-        english = _BASH_MESSAGES.get(what, what)
-        if zsh["what"]:
-            return f"zsh: {zsh['name']}: {english}"
-        return english.capitalize() + zsh["core"]
     if "(world_size " in body:
         # ddpsafe's errors have it beside the rank. With what follows it, rules about a wrong world size
         # would match: "rank 1 (world_size 2) raised ValueError: lr must be below 1".
         body = _WORLD_SIZE.sub("", body)
     if "<class '" in body:
         body = _CLASS.sub(r"\1: ", body)
-    if "object has no attribute" in body:
-        body = _NO_ATTRIBUTE.sub("AttributeError: ", body)
     # CUDA errors in NCCL's lines have rules of their own, which say more.
     if ("rror" in body or "ERROR" in body or "failure" in body) and "NCCL" not in body:
         body = _with_cuda_message(body, catalogue.cuda)
-    if "Os { code: " in body:
-        body = _OS_OF_RUST.sub(r"\2 (os error \1)", body)
-    if "(os error " in body:
-        body = _OS_ERROR.sub(_as_errno, body)
     return body
 
 
@@ -396,11 +360,6 @@ def _with_cuda_message(body: str, messages: dict[str, str]) -> str:
     if message in body and not body.startswith(f": {message}", name.end()):
         return body
     return f"{body[: name.start()]}CUDA error: {message} ({name[0]}){body[name.end() :]}"
-
-
-def _as_errno(error: re.Match[str]) -> str:
-    kind = "WinError" if error["windows"] or len(error["number"]) > _ERRNO_DIGITS else "Errno"
-    return f"[{kind} {error['number']}] {error['windows'] or error['text']}"
 
 
 class Folds:
@@ -443,11 +402,6 @@ class Folds:
                 break
             rest.append(without_prefix(text))
         return rest
-
-
-def continues_below(body: str) -> bool:
-    """Return whether an exception has its reason in the lines after it, as pydantic prints it."""
-    return _CONTINUES_BELOW.search(body) is not None
 
 
 def continuing(following: list[str]) -> list[str]:

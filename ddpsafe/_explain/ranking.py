@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._explain.catalogue import LEVELS
 from ddpsafe._explain.normalise import Line, Tail, is_retried, weight_of
-from ddpsafe._explain.tracebacks import FIX_OF_USER, read_exception
+from ddpsafe._explain.tracebacks import FIX_OF_USER, read_calls
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ddpsafe._explain.catalogue import Catalogue, Level, LogRule, Retry
     from ddpsafe._explain.flight import RecordedFailure
     from ddpsafe._explain.match import Match
-    from ddpsafe._explain.tracebacks import Traceback, Tracebacks
+    from ddpsafe._explain.tracebacks import Traceback
 
 MAX_DISTINCT: Final = 50_000
 """How many different lines, groups and calls are remembered, to bound the memory."""
@@ -25,20 +25,12 @@ _MAX_EVIDENCE: Final = 3
 _MAX_EVIDENCE_CHARS: Final = 400
 _MAX_QUOTED_CHARS: Final = 300
 
-_QUOTED: Final = re.compile(
-    r"(?<![\w.])(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)): (?P<text>\S.{4,})$"
-)
-"""An exception at the end of a sentence, as in titles and summaries."""
 _LOGGED: Final = re.compile(
     r"(?:^|[\s\[|])(?<!wandb: )(?:ERROR|FATAL|CRITICAL)(?![\w=])(?:[\]:|\s-]|[\w./]{1,60}:\d{1,6}:?\s){0,6}"
     r"(?P<text>(?!pip's dependency resolver)[A-Za-z`'\"].{11,300})"
 )
 """A message that a logger marks as an error."""
-_ASSERTION: Final = re.compile(r"^[\s`*]*(assert (?=.*[<>=(\[%.])[\w(\[].{5,300}?)[`*]*$")
-"""An assertion quoted without its exception."""
-# Up to this line an assertion is taken for a quote; further down a program may print source.
-_MAX_QUOTED_LINE: Final = 3
-_CAUGHT_IN_WORKER: Final = re.compile(r"^Caught \w+ in (?:DataLoader worker|replica|pin memory)")
+_CAUGHT_IN_WORKER: Final = re.compile(r"^Caught \w+ in (?:DataLoader worker|pin memory)")
 _ROOT_CAUSE: Final = re.compile(r"^Root Cause \(first observed failure\)")
 _OTHER_FAILURES: Final = re.compile(r"^Failures:$")
 _RANK_OF_ROOT: Final = re.compile(r"^\s*rank\s*: (\d+) \(local_rank")
@@ -53,9 +45,6 @@ _UNUSED_ARE: Final = re.compile(
     r"(?P<first>[\w.]+(?:,? [\w.]+){0,3})(?P<more>,? [\w.]+)?"
 )
 
-_FIX_OF_CUT_OFF: Final = "Look for the line after those calls (…Error: …), in the rank's own log (torchrun --log-dir D --tee 3 keeps one for each) or further up in that of another rank."
-_REPLICA_RAISED: Final = "The forward failed in a copy of DataParallel"
-_FIX_OF_REPLICA: Final = "Read the 'Original Traceback' that follows: it ends with the line of the model. Try it on one GPU; for several use DistributedDataParallel, with one process for each, as DataParallel copies the model in every step and splits only tensors."
 _USER: Final = "DS-USER-exception"
 _WORKER_RAISED: Final = "DS-DATA-worker-raised"
 _MISMATCH: Final = "DS-HANG-mismatch"
@@ -184,7 +173,7 @@ class Findings:
         self._causes: dict[str, Cause] = {}
         self._waiting: dict[str, Cause] = {}  # of rules that need another line, too
         self._lone: Cause | None = None  # the script's own exception, without a traceback
-        self._quoted: Cause | None = None
+        self._logged: Cause | None = None
         self._asserted: dict[int | None, str] = {}  # the last `assert` line of each rank
         self._knows_original = False
         self._report: Mapping[str, Any] | None = None
@@ -295,17 +284,13 @@ class Findings:
             own_text = self._asserted.pop(line.rank, "")
         text = f": {own_text[:_MAX_QUOTED_CHARS].removesuffix('.')}" if own_text else ""
         calls = () if traceback is None else tuple(traceback.calls)
-        who, meaning, fix = read_exception(f"{raised['type']}{text}", calls, self._catalogue)
+        who, fix = read_calls(calls, self._catalogue)
         what = f"{who} {raised['type']}"
         is_wrapper = is_passed_on(raised)
         if is_wrapper:  # the original traceback follows, with the line of the dataset
             worker = self._catalogue.of_code[_WORKER_RAISED]
-            is_replica = "replica" in own_text
-            what = _REPLICA_RAISED if is_replica else worker.cause.removesuffix(".")
-            meaning, fix = "", _FIX_OF_REPLICA if is_replica else worker.fix
-        cause = _user_error(
-            f"{what}{text}{place}.{meaning}", fix, line.rank, line.number, line.body
-        )
+            what, fix = worker.cause.removesuffix("."), worker.fix
+        cause = _user_error(f"{what}{text}{place}.", fix, line.rank, line.number, line.body)
         cause.level = "end" if traceback is None else "exception"
         # One that a program logs or quotes counts only if the run makes no progress after it.
         cause.is_warning, cause.is_wrapper = is_logged and traceback is None, is_wrapper
@@ -315,25 +300,12 @@ class Findings:
             self._causes[_USER] = cause
         return cause
 
-    def note_quoted(self, line: Line) -> None:
-        """Record what a sentence or a logger calls an error, in case the log has nothing else."""
-        body, catalogue = line.body, self._catalogue
-        if self._quoted is not None:
-            return
-        if (match := _QUOTED.search(body)) is not None:
-            quoted = match[0].removesuffix(".")
-            who, meaning, fix = read_exception(quoted, (body,), catalogue)
-        elif (match := _LOGGED.search(body)) is not None:
-            quoted, who = match["text"].removesuffix("."), "A program reported an error:"
-            _, meaning, fix = read_exception(quoted, (), catalogue)
-        elif line.number <= _MAX_QUOTED_LINE and (match := _ASSERTION.match(body)) is not None:
-            quoted, who = f"AssertionError: {match[1]}", "The script raised"
-            _, meaning, fix = read_exception(quoted, (), catalogue)
-        else:
-            return
-        what = f"{who} {quoted}.{meaning}"
-        self._quoted = _user_error(what, fix, line.rank, line.number, body)
-        self._quoted.is_warning = True
+    def note_logged(self, line: Line) -> None:
+        """Record what a logger calls an error, in case the log has nothing else."""
+        if self._logged is None and (match := _LOGGED.search(line.body)) is not None:
+            what = f"A program reported an error: {match['text'].removesuffix('.')}."
+            self._logged = _user_error(what, FIX_OF_USER, line.rank, line.number, line.body)
+            self._logged.is_warning = True
 
     def note_again(self, cause: Cause, number: int) -> bool:
         """Count another line that differs only in digits; return False if the cause was taken back."""
@@ -397,20 +369,16 @@ class Findings:
         if (mismatch := self._timeouts.read(line)) is not None:
             self._note_proved(_MISMATCH, *mismatch)
 
-    def causes(
-        self, completed: set[str], tail: Tail, tracebacks: Tracebacks, lines: int
-    ) -> list[Cause]:
+    def causes(self, completed: set[str], tail: Tail) -> list[Cause]:
         """Return the causes, most likely first; noise only if there is nothing else.
 
         Args:
             completed: Codes of rules whose other line has been read.
             tail: What the end of the log shows.
-            tracebacks: Those that the log ends in.
-            lines: How many lines the log has.
         """
         noted = [*self._causes.values(), *([self._lone] if self._lone else [])]
         noted += [cause for code, cause in self._waiting.items() if code in completed]
-        noted += [self._quoted] if self._quoted else []
+        noted += [self._logged] if self._logged else []
         by_code: dict[str, Cause] = {}
         for cause in noted:
             if not _is_over(cause, tail) and not (cause.is_wrapper and self._knows_original):
@@ -421,7 +389,6 @@ class Findings:
             by_code[code].cause += self._unused
         kept = self._without_general(sorted(by_code.values(), key=_order))
         real = [cause for cause in kept if cause.level != "noise"] or kept
-        real = real or self._cut_off(tracebacks, lines)
         if real and self._root_rank is not None and real[0].level in _NAMES_ONE_RANK:
             is_unknown = real[0].rank is None or real[0].has_local_rank
             real[0].rank = self._root_rank if is_unknown else real[0].rank
@@ -445,22 +412,6 @@ class Findings:
         explained = {_family(code) for code in found if not rules[code].fallback}
         general |= {code for code in found if rules[code].fallback and _family(code) in explained}
         return [cause for cause in ranked if cause.code not in general]
-
-    def _cut_off(self, tracebacks: Tracebacks, lines: int) -> list[Cause]:
-        """Return the cause of a log that ends in a traceback, with its calls but no exception."""
-        if (cut_off := tracebacks.find_cut_off()) is None:
-            return []
-        rank, traceback = cut_off
-        calls = tuple(traceback.calls)
-        who, _, fix = read_exception("", calls, self._catalogue)
-        place = f" at {traceback.frame}" if traceback.frame else ""
-        what = (
-            f"{who} an exception that this log does not show, as it ends in the traceback{place}."
-        )
-        fix = _FIX_OF_CUT_OFF if fix == FIX_OF_USER else f"{_FIX_OF_CUT_OFF} {fix}"
-        cause = _user_error(what, fix, rank, lines, calls[-1])
-        cause.level = "exception"
-        return [cause]
 
 
 class _Timeouts:

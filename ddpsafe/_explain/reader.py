@@ -34,8 +34,6 @@ _TAIL_BYTES: Final = 1 << 14
 # After so many lines with the same grams of rules, each of which had a cause, further ones are
 # skipped as having the same cause, so that no log takes a minute per GB.
 _MAX_ALIKE: Final = 1_000
-# An exception may have its reason in so many lines after it, as pydantic prints it.
-_LINES_BELOW: Final = 2
 
 
 class LogReader:
@@ -102,7 +100,7 @@ class LogReader:
         # The first one may have lost its beginning.
         texts = texts[1:] if len(texts) < self.lines else texts
         tail = normalise.read_tail(texts, self.lines)
-        return self._findings.causes(self._matcher.completed, tail, self._tracebacks, self.lines)
+        return self._findings.causes(self._matcher.completed, tail)
 
     def _read_chunk(self, chunk: bytes) -> None:
         first = self.lines + 1
@@ -243,9 +241,6 @@ class LogReader:
         if raised is None and (bare := normalise.undecorated(line.body)) is not None:
             line.body, is_logged, is_decorated = bare, True, True
         raised = raised or exception_of(line.body, is_in_traceback=innermost is not None)
-        if raised is not None and normalise.continues_below(line.body):
-            line.body = " ".join([line.body, *map(str.strip, self._following[:_LINES_BELOW])])
-            raised = exception_of(line.body, is_in_traceback=False) or raised
         best = self._find_best(line, raised, innermost, grams)
         if raised is not None and traceback is not None:
             self._tracebacks.end(line.rank)
@@ -260,7 +255,7 @@ class LogReader:
                 return None
             cause = self._findings.note(best, line, traceback if raised is not None else None)
         elif raised is None:
-            self._findings.note_quoted(line)
+            self._findings.note_logged(line)
             return None
         else:
             whole = " ".join((line.body, *self._folded))

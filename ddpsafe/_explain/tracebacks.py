@@ -20,10 +20,6 @@ _MAX_CALLS_OF_TRACEBACK: Final = 50
 """How many of a traceback's last calls are kept, to find out what the script was doing."""
 _MAX_LINES_AFTER_CALL: Final = 200
 """How many lines after a traceback's last call its exception may follow."""
-# A traceback is cut off if the log ends so many lines after its last call: its source and a line of
-# marks.
-_SOURCE_OF_CALL: Final = 2
-_CALLS_OF_CUT_OFF: Final = 2
 
 FRAME: Final = re.compile(
     r'^(?:E|\|)?\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)'
@@ -160,15 +156,6 @@ class Tracebacks:
     def _touch(self) -> None:
         self.is_open, self._since_frame = True, 0
 
-    def find_cut_off(self) -> tuple[int | None, Traceback] | None:
-        """Return the traceback that the log ends in, with its calls but no exception, and its rank."""
-        if self.is_open and self._since_frame <= _SOURCE_OF_CALL:
-            for rank, traceback in self._of_rank.items():
-                is_none = traceback.is_ignored or traceback.is_stack
-                if not is_none and len(traceback.calls) >= _CALLS_OF_CUT_OFF:
-                    return rank, traceback
-        return None
-
 
 def exception_of(body: str, *, is_in_traceback: bool) -> re.Match[str] | None:
     """Return the ``type`` and ``text`` of the exception that a line is, or None."""
@@ -178,34 +165,15 @@ def exception_of(body: str, *, is_in_traceback: bool) -> re.Match[str] | None:
 FIX_OF_USER: Final = "Fix that line: print what goes into it, on this rank and on one that works, in one process and with num_workers=0 if it comes from data; ranks that complain of a lost peer failed because of it."
 
 
-def read_exception(
-    exception: str, calls: tuple[str, ...], catalogue: Catalogue
-) -> tuple[str, str, str]:
-    """Return what raised an exception that no rule matches, what its text means, and what to do.
+def read_calls(calls: tuple[str, ...], catalogue: Catalogue) -> tuple[str, str]:
+    """Return what raised an exception that no rule matches, and what to do.
 
     Args:
-        exception: Its type and text.
         calls: The calls of its traceback, the innermost last.
-        catalogue: Which has the meanings of texts and of calls.
+        catalogue: Which has the meanings of calls.
     """
-    stages = (
-        stage
-        for call in reversed(calls)
-        for stage in catalogue.stages
-        if compiled(stage["call"]).search(call)
-    )
-    stage = next(stages, None)
-    who = "The script raised" if stage is None else stage["who"]
-    meanings = (
-        meaning for meaning in catalogue.meanings if compiled(meaning["sign"]).search(exception)
-    )
-    meaning = next(meanings, {"fix": FIX_OF_USER})
-    cause = meaning.get("cause", "")
-    # The last two meanings only say that the message asks for something.
-    is_general = meaning["fix"] in (
-        FIX_OF_USER,
-        *(general["fix"] for general in catalogue.meanings[-2:]),
-    )
-    if stage is not None and not cause and is_general:
-        return who, "", stage["fix"]
-    return who, f" {cause}".rstrip(), meaning["fix"]
+    for call in reversed(calls):
+        for stage in catalogue.stages:
+            if compiled(stage["call"]).search(call):
+                return stage["who"], stage["fix"]
+    return "The script raised", FIX_OF_USER
