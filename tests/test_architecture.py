@@ -29,7 +29,7 @@ from ddpsafe.checkpoint import errors as checkpoint_errors
 from ddpsafe.data import errors as data_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 LAYERS: Final = {
     "vocabulary": 0,
@@ -397,6 +397,78 @@ def test_source_read_here_is_the_package_that_is_tested() -> None:
     }
     assert names[installed_folder()] == names[PACKAGE]
     assert "py.typed" in names[PACKAGE]
+
+
+BUDGETS: Final = {
+    "ddpsafe": (5_500, "the public names, the errors, and what all parts share"),
+    "ddpsafe/_commands": (1_500, "eight commands, which parse options and print"),
+    "ddpsafe/_config": (2_650, "43 fields from four sources, each problem with its place"),
+    "ddpsafe/_explain": (2_750, "reads any log once, in any launcher's form; the rules are data"),
+    "ddpsafe/_job": (3_200, "the channel, the endpoint and the network that all parts use"),
+    "ddpsafe/_launcher": (11_350, "52 rows of guarantees.md: start, watch, diagnosis, report"),
+    "ddpsafe/_launcher/nodes": (4_450, "12 rows: who takes part, and one result on all nodes"),
+    "ddpsafe/_wire": (2_800, "what crosses a process, as plain data"),
+    "ddpsafe/_worker": (6_100, "what runs in a rank: the context, hooks in torch, waits"),
+    "ddpsafe/checkpoint": (5_100, "a save that survives any kill, and its verification"),
+    "ddpsafe/data": (7_150, "each sample once, and an exact resume"),
+    "ddpsafe/doctor": (9_650, "checks of one host, and of all pairs of hosts"),
+    "tests": (3_550, "what is true of all parts"),
+    "tests/checkpoint": (2_800, "the folder of the same name"),
+    "tests/config": (1_200, "the folder of the same name"),
+    "tests/data": (5_950, "the folder of the same name"),
+    "tests/docs": (1_050, "every line of the documentation that runs"),
+    "tests/doctor": (4_650, "the folder of the same name"),
+    "tests/explain": (2_600, "160 known failures and 680 healthy lines"),
+    "tests/faults": (5_950, "a file for each way to die: the specification"),
+    "tests/frameworks": (100, "Lightning, Accelerate and others, installed"),
+    "tests/gpu": (550, "what needs a GPU"),
+    "tests/job": (400, "the folder of the same name"),
+    "tests/kits": (5_300, "what several tests use: machines, networks, launches"),
+    "tests/launcher": (8_300, "the folder of the same name, with the table of root causes"),
+    "tests/nccl_on_cpu": (1_300, "torch's NCCL code without a GPU"),
+    "tests/nodes": (5_750, "several launchers: joins, losses, networks that break"),
+    "tests/programs": (9_100, "what runs in ranks"),
+    "tests/slurm": (450, "a Slurm of this machine alone"),
+    "tests/smoke": (250, "the installed wheel"),
+    "tests/testing": (500, "the pytest plugin"),
+    "tests/typing": (100, "what mypy must accept and refuse"),
+    "tests/wire": (700, "the folder of the same name"),
+    "tests/worker": (2_300, "the folder of the same name"),
+}
+"""The most lines of Python that a folder may have, and what they are for.
+
+A folder without a budget counts as a part of the one above it.
+"""
+RULES_OF_EXPLAIN: Final = 8_350
+"""The most lines of TOML: 400 rules, each with its examples."""
+
+
+@pytest.mark.parametrize("folder", BUDGETS)
+def test_a_folder_is_no_larger_than_its_budget(folder: str) -> None:
+    """Without a number, each cut was regrown within a day."""
+    path, others = CHECKOUT / folder, [CHECKOUT / name for name in BUDGETS if name != folder]
+    files = [
+        file
+        for file in python_files(path)
+        if not any(other in file.parents and path in other.parents for other in others)
+    ]
+    _check_budget(folder, files, BUDGETS[folder][0])
+
+
+def test_the_rules_of_explain_are_no_larger_than_their_budget() -> None:
+    """A rule for each sentence of each library would never end."""
+    _check_budget(
+        "ddpsafe/_explain/**/*.toml", (PACKAGE / "_explain").rglob("*.toml"), RULES_OF_EXPLAIN
+    )
+
+
+def _check_budget(name: str, files: Iterable[Path], most: int) -> None:
+    lines = sum(text_of(file).count("\n") for file in files)
+    assert lines <= most, (
+        f"{name} has {lines} lines, and its budget is {most}. Write it shorter, or delete what it"
+        " replaces. If a promise needs the lines, raise the number in BUDGETS in a commit of its"
+        " own, whose body says which row of docs/guarantees.md they pay for."
+    )
 
 
 def test_no_module_has_a_catch_all_name() -> None:
