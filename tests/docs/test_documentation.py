@@ -104,6 +104,17 @@ PROJECT: Final = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding=
 README: Final = (CHECKOUT / "README.md").read_text(encoding="utf-8")
 
 
+def test_no_page_installs_from_an_index_what_is_not_there() -> None:
+    """There is no release yet: whoever takes the name first would be installed."""
+    commands = [
+        (page.name, command)
+        for page in PAGES
+        for command in re.findall(r"pip install ([^`\n]*)", page.read_text(encoding="utf-8"))
+    ]
+    named = [each for each in commands if re.search(r"(?<![\w/-])ddpsafe\b(?!-\*|/)", each[1])]
+    assert [each for each in named if "--no-index" not in each[1]] == []
+
+
 def test_readme_gives_the_reasons_before_the_code() -> None:
     """Reasons, twelve lines of code, what a failure looks like, the installation, the promises."""
     why, _, rest = README.partition("```python\n")
