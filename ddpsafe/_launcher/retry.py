@@ -222,10 +222,19 @@ def _explain_refusal(error: DDPSafeError, policy: RetryPolicy) -> None:
         )
     elif error.kind not in DETERMINISTIC:
         _add_why_not(error, f"RetryPolicy.on does not name the kind {error.kind!r}.")
-    elif error.kind == "user-error":
+    elif error.kind == "user-error" and not _is_mistake(error.__cause__):
         _add_why_not(
             error, "RetryPolicy.on lists neither this exception type nor a base class of it."
         )
+
+
+def _is_mistake(raised: BaseException | None) -> bool:
+    """Return whether an exception is of the program or its configuration: no list should name its type."""
+    is_config = isinstance(raised, DDPSafeError) and isinstance(raised, ValueError)
+    return is_config or isinstance(
+        raised,
+        (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError),
+    )
 
 
 def _add_why_not(error: DDPSafeError, why: str) -> None:

@@ -12,6 +12,7 @@ from ddpsafe import RetryPolicy
 from ddpsafe._launcher.retry import _Progress, run_attempts
 from ddpsafe._wire.messages import RankOutcome
 from ddpsafe._wire.rank_pipe import Progress
+from ddpsafe.checkpoint.errors import CheckpointConfigError
 
 if TYPE_CHECKING:
     from ddpsafe._wire.messages import Phase
@@ -95,6 +96,33 @@ def test_retries_stop_when_attempts_make_no_progress(
     assert numbers == list(range(1, made + 1))
     assert ("Not retried: " in str(caught.value)) == (made < ATTEMPTS)
     assert "checkpoint -1" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (CheckpointConfigError("the directory is relative"), False),
+        (ddpsafe.ConfigError("every is negative"), False),
+        (NameError("name 'mdoel' is not defined"), False),
+        (ModuleNotFoundError("No module named 'quux'"), False),
+        (ValueError("bad batch"), True),
+        (ConnectionError("reset"), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_no_line_about_retries_is_added_where_no_retry_helps(
+    raised: Exception, *, told: bool
+) -> None:
+    """It would invite to list the type of a mistake in the configuration or the program."""
+    failure = failed(Progress(steps=3), kind="user-error")
+    failure.__cause__ = raised
+
+    def attempt(_: int) -> None:
+        raise failure
+
+    with pytest.raises(ddpsafe.LaunchError) as caught:
+        run_attempts(RetryPolicy(attempts=ATTEMPTS, **NO_BACKOFF), attempt)
+    assert ("Not retried: " in str(caught.value)) == told
 
 
 PAUSES: Final = [
