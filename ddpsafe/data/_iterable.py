@@ -180,7 +180,7 @@ class ShardedIterable(Resumable, IterableDataset[T], Generic[T]):
             }
         return same
 
-    def steps_from(self, position: int, *, batch_size: int, drop_last: bool) -> None:
+    def steps_from(self, position: int, *, batch_size: int, drop_last: bool, rank: int = 0) -> None:
         """A stream shows its end only when it is read."""
 
     def position_after(self, batches: int, *, batch_size: int) -> int:

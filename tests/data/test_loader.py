@@ -26,10 +26,10 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
-from ddpsafe.data import DataLoader, DistributedSampler, ShardedIterable
+from ddpsafe.data import DataLoader, DistributedSampler
 from ddpsafe.data._loader.build import build_loader
 from ddpsafe.data._loader.reading import FollowedDataset, NamingDataset, SharedProgress
-from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError, StateMismatchError
+from ddpsafe.data.errors import DataConfigError, DataWarning, StateMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,70 +55,6 @@ def make(sampler: Any = None, **options: Any) -> DataLoader[int]:
     return DataLoader(Numbers(N), 8, sampler=sampler or DistributedSampler(N, 2, 1), **options)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_epoch_advances_automatically(kind: Any, workers: int) -> None:
-    """Each pass is the next epoch, even after a break and with torch's own sampler."""
-    loader = make(kind(range(N), 2, 1), num_workers=workers)
-    assert read(loader) == epoch_order(0)
-    for batch in loader:
-        assert [int(x) for x in batch] == epoch_order(1)[0]
-        break
-    assert read(loader) == epoch_order(2)
-
-
-@pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
-def test_epoch_set_by_the_user_wins(kind: Any) -> None:
-    """set_epoch() works on the sampler and on the loader, even twice with the same epoch."""
-    sampler = kind(range(N), 2, 1)
-    loader = make(sampler)
-    for epoch in (3, 3, 0, 7):
-        sampler.set_epoch(epoch)
-        assert read(loader) == epoch_order(epoch)
-    loader.set_epoch(2)
-    assert read(loader) == epoch_order(2)
-    assert read(loader) == epoch_order(3)
-
-
-WORKERS = [
-    pytest.param({"num_workers": 0}, id="0 workers"),
-    pytest.param({"num_workers": 2}, id="2 workers"),
-    pytest.param({"num_workers": 2, "persistent_workers": True}, id="2 persistent workers"),
-]
-
-
-@pytest.mark.full(
-    but=[
-        "0 workers-loader-DistributedSampler0",
-        "0 workers-loader-DistributedSampler1",
-        "0 workers-sampler-DistributedSampler0",
-        "0 workers-sampler-DistributedSampler1",
-        "2 workers-loader-DistributedSampler0",
-    ]
-)
-@pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
-@pytest.mark.parametrize("through", ["loader", "sampler"])
-@pytest.mark.parametrize("workers", WORKERS)
-def test_interrupted_pass_does_not_use_up_the_set_epoch(
-    kind: Any, through: str, workers: dict[str, Any]
-) -> None:
-    """A ported loop may peek at the first batch or break, and only a complete pass ends the epoch."""
-    sampler = kind(range(N), 2, 1)
-    loader = make(sampler, **workers)
-    target: Any = loader if through == "loader" else sampler
-    for epoch in range(2):
-        target.set_epoch(epoch)
-        assert [int(x) for x in next(iter(loader))] == epoch_order(epoch)[0]
-        for batch in loader:
-            assert [int(x) for x in batch] == epoch_order(epoch)[0]
-            break
-        assert read(loader) == epoch_order(epoch)
-    assert read(loader) == epoch_order(2)
-    next(iter(loader))  # of epoch 3, which was not set
-    assert read(loader) == epoch_order(4)
-
-
 def test_peek_at_a_batch_changes_no_draw_of_the_set_epoch() -> None:
     """Augmentations, those in workers included, equal those of a run without the peek."""
     looked, plain = (
@@ -131,60 +67,9 @@ def test_peek_at_a_batch_changes_no_draw_of_the_set_epoch() -> None:
     assert [str(batch) for batch in looked] == [str(batch) for batch in plain]
 
 
-def test_epoch_set_on_the_dataset_is_kept_too() -> None:
-    """The user may set it on the dataset, or on a stream."""
-    data = Augmented(N)
-    loader = DataLoader(data, 8, sampler=DistributedSampler(N, 2, 1))
-    list(loader)
-    data.set_epoch(5)
-    next(iter(loader))
-    assert [batch[0].tolist() for batch in loader] == epoch_order(5)
-    stream = ShardedIterable(range(N), num_replicas=2, rank=1)
-    loader = DataLoader(stream, 8)
-    stream.set_epoch(5)
-    next(iter(loader))
-    whole = read(loader)
-    assert loader.state_dict()["epoch"] == 5
-    assert read(loader) == whole
-    assert loader.state_dict()["epoch"] == 6
-
-
 def read_by_number(loader: Any) -> list[list[int]]:
     """Read all batches of a pass without asking for the end."""
     return [[int(x) for x in batch] for _, batch in zip(range(len(loader)), loader, strict=False)]
-
-
-@pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
-@pytest.mark.parametrize("how", [read, read_by_number])
-def test_set_epoch_is_read_once(kind: Any, how: Any) -> None:
-    """Reading all its batches completes a pass, whether or not the loop asks for one more."""
-    loader = make(kind(range(N), 2, 1))
-    loader.set_epoch(3)
-    assert [how(loader) for _ in range(3)] == [epoch_order(epoch) for epoch in (3, 4, 5)]
-
-
-@pytest.mark.parametrize("kind", [DistributedSampler, TorchDistributedSampler])
-def test_first_epoch_is_kept_only_if_it_was_set(kind: Any) -> None:
-    """Without set_epoch(0), an interrupted first pass uses up epoch 0, where samplers begin."""
-    loader = make(kind(range(N), 2, 1))
-    next(iter(loader))
-    assert read(loader) == epoch_order(1)
-    sampler = kind(range(N), 2, 1)
-    loader = make(sampler)
-    sampler.set_epoch(0)
-    next(iter(loader))
-    assert read(loader) == epoch_order(0)
-
-
-@pytest.mark.parametrize("through", ["loader", "sampler"])
-def test_running_epoch_can_be_set_after_iter(through: str) -> None:
-    """Setting the same epoch after iter() has the effect of setting it before."""
-    sampler = DistributedSampler(N, 2, 1)
-    loader = make(sampler)
-    iterator = iter(loader)
-    (loader if through == "loader" else sampler).set_epoch(0)
-    next(iterator)
-    assert read(loader) == epoch_order(0)
 
 
 def test_peek_after_a_resume_keeps_the_offset() -> None:
@@ -199,76 +84,6 @@ def test_peek_after_a_resume_keeps_the_offset() -> None:
     next(iter(resumed))
     assert read(resumed) == epoch_order(1)[1:]
     assert read(resumed) == epoch_order(2)
-
-
-def test_epoch_of_a_loop_does_not_count_as_set() -> None:
-    """After a break from epochs(), iterations continue with the next epoch, as documented."""
-    loader = make()
-    loader.set_epoch(1)
-    next(iter(loader))
-    for epoch in loader.epochs(5):
-        assert epoch == 1
-        next(iter(loader))
-        break
-    assert read(loader) == epoch_order(2)
-
-
-def test_epochs_yields_the_remaining_epochs() -> None:
-    """This is the recommended loop, and a second one continues."""
-    loader = make()
-    assert [(e, read(loader) == epoch_order(e)) for e in loader.epochs(3)] == [
-        (0, True),
-        (1, True),
-        (2, True),
-    ]
-    assert list(loader.epochs(3)) == []
-    assert next(iter(loader.epochs(9))) == 3
-
-
-@pytest.mark.parametrize("through", ["loader", "sampler"])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("delivered", [0, 2])
-def test_late_set_epoch_is_refused(through: str, workers: int, delivered: int) -> None:
-    """PyTorch ignores it with workers and follows it without; here it is an error in both cases."""
-    sampler = DistributedSampler(N, 2, 1)
-    loader = make(sampler, num_workers=workers)
-    iterator = iter(loader)
-    for _ in range(delivered):
-        next(iterator)
-    target: Any = loader if through == "loader" else sampler
-    late = r"set_epoch\(5\) came after iter\(\)"
-    if through == "loader" and delivered == 0:
-        with pytest.raises(LateSetEpochError, match=late):
-            target.set_epoch(5)
-        return
-    target.set_epoch(5)
-    with pytest.raises(LateSetEpochError, match=late):
-        next(iterator)
-
-
-def test_epoch_of_the_running_iteration_may_be_set_again() -> None:
-    """That changes nothing, so it is allowed."""
-    sampler = DistributedSampler(N, 2, 1)
-    loader = make(sampler)
-    iterator = iter(loader)
-    loader.set_epoch(0)
-    sampler.set_epoch(0)
-    assert len(list(iterator)) == 3
-    assert read(loader) == epoch_order(1)
-
-
-def test_old_iterator_may_exist_but_not_be_used() -> None:
-    """A new pass may begin while the old iterator exists; continuing the old one warns or raises."""
-    loader = make()
-    old = iter(loader)
-    next(old)
-    assert read(loader) == epoch_order(1)
-    with pytest.warns(DataWarning, match="another iteration has begun"):
-        next(old)
-    unused = iter(loader)
-    iter(loader)
-    with pytest.raises(LateSetEpochError, match="no longer valid"):
-        next(unused)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -294,29 +109,6 @@ def test_worker_info_has_the_seed_of_the_worker() -> None:
     assert [read(loader) for _ in range(2)] == [[[1, 1]] * 2] * 2
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_nested_loops_over_one_loader_work_as_with_torch(num_workers: int) -> None:
-    """The outer loop continues, and one warning says that only the inner one is counted."""
-    loader = make(num_workers=num_workers, shuffle=False)
-    with pytest.warns(DataWarning, match="counts only the newest one") as caught:
-        lengths = [len(list(loader)) for _ in loader]
-    told = [
-        each for each in caught if each.category is DataWarning
-    ]  # Python 3.12 warns about forks
-    assert (lengths, len(told)) == ([3, 3, 3], 1)
-
-
-def test_two_iterations_over_persistent_workers_are_refused() -> None:
-    """They share the workers, so the first would receive the second's batches."""
-    loader = make(num_workers=1, persistent_workers=True)
-    old = iter(loader)
-    next(old)
-    new = iter(loader)
-    with pytest.raises(LateSetEpochError, match="another iteration has begun"):
-        next(old)
-    assert len(list(new)) == 3
-
-
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_dataset_receives_the_epoch_wherever_it_is(*, workers: int, persistent: bool) -> None:
     """It may be in the main process, in fresh or persistent workers, or inside a Subset."""
@@ -324,17 +116,6 @@ def test_dataset_receives_the_epoch_wherever_it_is(*, workers: int, persistent: 
     loader = DataLoader(dataset, 4, num_workers=workers, persistent_workers=persistent)
     told = [{int(e) for _, epochs, _ in loader for e in epochs} for _ in range(3)]
     assert told == [{0}, {1}, {2}]
-
-
-def test_epoch_set_on_the_dataset_counts() -> None:
-    """A loop that only calls dataset.set_epoch() is not overridden."""
-    dataset = Augmented(16)
-    loader = DataLoader(dataset, 4)
-    read_epochs = []
-    for epoch in (0, 4, 2):
-        dataset.set_epoch(epoch)
-        read_epochs.append({int(e) for _, epochs, _ in loader for e in epochs})
-    assert read_epochs == [{0}, {4}, {2}]
 
 
 class PlainSampler(Sampler[int]):
@@ -345,34 +126,6 @@ class PlainSampler(Sampler[int]):
 
     def __iter__(self) -> Any:
         return iter([3, 1, 2, 0])
-
-
-class Converting(PlainSampler):
-    """A sampler that converts the epoch it is given."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Store a converted copy."""
-        self.epoch = int(epoch)
-
-
-def epochs_read(loader: DataLoader[int], sampler: Any) -> list[int]:
-    """Return the epochs of four passes; the user sets that of the third one, on the sampler."""
-    seen = []
-    for epoch in (None, None, 7, None):
-        if epoch is not None:
-            sampler.set_epoch(epoch)
-        list(loader)
-        seen.append(int(sampler.epoch))
-    return seen
-
-
-def test_sampler_that_converts_the_epoch_is_supported() -> None:
-    """Its epoch advances, and the user can still set it."""
-    sampler = Converting()
-    assert epochs_read(DataLoader(Numbers(4), sampler=sampler), sampler) == [0, 1, 7, 8]
 
 
 class Doubling:
@@ -622,17 +375,6 @@ def test_peek_at_a_resumed_epoch_uses_up_nothing() -> None:
         assert [[int(x) for x in batch] for batch in resumed] == whole[1:]
 
 
-def test_interrupted_epochs_loop_releases_its_epoch() -> None:
-    """After a break, iterations continue with the next epoch, as documented."""
-    loader = DataLoader(Numbers(N), 8, shuffle=True, seed=3)
-    for _ in loader.epochs(5):
-        read(loader)
-        break
-    read(loader)
-    assert loader.state_dict()["epoch"] == 1
-    assert list(loader.epochs(3)) == [2]
-
-
 def test_an_epoch_of_the_loop_that_was_read_stays_read() -> None:
     """However often the loop looks at it again, and even if it has not asked for the end."""
     for how in (read, read_by_number):
@@ -644,13 +386,6 @@ def test_an_epoch_of_the_loop_that_was_read_stays_read() -> None:
                 state = loader.state_dict()
                 assert (state["epoch"], state["finished"]) == (epoch, True)
         assert list(loader.epochs(3)) == [2]
-
-
-def test_an_epoch_read_by_number_is_complete_before_a_loop() -> None:
-    """The loop begins with the next one: a second pass of it would repeat every sample."""
-    loader = make()
-    read_by_number(loader)
-    assert list(loader.epochs(3)) == [1, 2]
 
 
 def test_state_at_the_beginning_of_a_loops_epoch_has_nothing_of_it() -> None:
@@ -669,32 +404,6 @@ def test_epoch_set_on_the_dataset_before_the_first_pass_counts() -> None:
     data.set_epoch(5)
     assert loader.state_dict()["epoch"] == 5
     assert [batch[0].tolist() for batch in loader] == epoch_order(5)
-
-
-class ReadOnly(PlainSampler):
-    """A sampler whose epoch is a property."""
-
-    def __init__(self) -> None:
-        self._epoch = 0
-
-    @property
-    def epoch(self) -> int:
-        """Return the epoch."""
-        return self._epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Store it."""
-        self._epoch = int(epoch)
-
-
-def test_sampler_with_a_property_for_its_epoch_is_supported() -> None:
-    """Another epoch shows that the user has set it; on the loader, the same one counts, too."""
-    sampler = ReadOnly()
-    loader = DataLoader(Numbers(4), sampler=sampler)
-    seen = epochs_read(loader, sampler)
-    loader.set_epoch(8)
-    list(loader)
-    assert [*seen, sampler.epoch] == [0, 1, 7, 8, 8]
 
 
 class Broken(Numbers):

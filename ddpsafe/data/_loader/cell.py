@@ -25,7 +25,7 @@ class Pass:
         epoch: The epoch that it reads.
         by_user: Whether the user set that epoch.
         in_loop: Whether the pass belongs to a loop over ``loader.epochs()``.
-        steps: How many batches it has, if that is known.
+        enough: How many batches complete it for a loop that does not ask for the end; ``None`` if unknown.
         batches: How many batches were delivered.
         used: How many of them count as read, if `even_steps` reads ahead; else ``None``.
         exhausted: Whether its end was reached.
@@ -37,7 +37,7 @@ class Pass:
     epoch: int
     by_user: bool = False
     in_loop: bool = False
-    steps: int | None = None
+    enough: int | None = None
     batches: int = 0
     used: int | None = None
     exhausted: bool = False
@@ -45,10 +45,10 @@ class Pass:
     is_invalid: bool = False
 
     def is_complete(self) -> bool:
-        """Return whether all its batches were delivered, though the loop may not have asked for the end."""
+        """Return whether the epoch counts as read; all ranks of a loop agree, though some may have a batch less."""
         # `even_steps` reads ahead: this rank's end need not be that of all ranks.
-        all_delivered = self.exhausted or (self.steps is not None and self.batches >= self.steps)
-        return self.finished or (self.used is None and all_delivered)
+        at_end = self.exhausted or (self.enough is not None and self.batches >= self.enough)
+        return self.finished or (self.used is None and at_end)
 
     def count_used(self, batches: int | None) -> tuple[int, bool]:
         """Return how many batches count as read, and whether the epoch was complete with them.

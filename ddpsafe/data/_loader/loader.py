@@ -274,7 +274,9 @@ class DataLoader(OpenDataLoader[T_co]):
         self._own_position = SamplerPosition.find(self, has_epoch)
         follows = self._own_position is None or is_stateful(dataset)
         self._position = (
-            Replay(self) if follows or self._own_position is None else self._own_position
+            Replay(self, self._own_position)
+            if follows or self._own_position is None
+            else self._own_position
         )
         self._cell = Cell(
             OwnEpoch() if has_epoch is None else has_epoch,
@@ -329,13 +331,6 @@ class DataLoader(OpenDataLoader[T_co]):
         steps = None if own is None else own.steps_of_epoch()
         return super().__len__() if steps is None else int(steps)
 
-    def _count_steps(self) -> int | None:
-        """Return how many batches a pass that begins now has; ``None`` if that is unknown."""
-        try:
-            return len(self._made_indices()) - self._position.base
-        except (TypeError, NotImplementedError):  # a stream, or a sampler without a length
-            return None
-
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's is a private class
         # Not in __init__: Accelerate and Fabric add their own sampler to a loader that has none.
         refuse_undivided(self)
@@ -344,7 +339,7 @@ class DataLoader(OpenDataLoader[T_co]):
         running = self._cell.begin(takes_workers=self.persistent_workers)
         epoch, position = running.epoch, self._position
         skipped = position.begin(running)
-        running.steps = 0 if skipped is None else self._count_steps()
+        running.enough = position.steps_to_complete()
         if self._progress is not None:
             offset = self.dataset.start if isinstance(self.dataset, Resumable) else 0
             self._progress.announce(epoch, offset)

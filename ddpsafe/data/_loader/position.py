@@ -27,7 +27,13 @@ from ddpsafe._errors import Explanation
 from ddpsafe.data._loader.equal_readers import EqualReaders, checksum
 from ddpsafe.data._loader.torchs_loader import pinned
 from ddpsafe.data._replica import current_replica
-from ddpsafe.data._samplers.base import VERSION, Resumable, compare_identity, parse_state
+from ddpsafe.data._samplers.base import (
+    VERSION,
+    Resumable,
+    compare_identity,
+    complete_with,
+    parse_state,
+)
 from ddpsafe.data.errors import DataConfigError, StateMismatchError
 
 if TYPE_CHECKING:
@@ -196,7 +202,6 @@ class SamplerPosition:
     """The position of a loader that reads with a sampler or stream of ddpsafe: it knows its own."""
 
     tracker: Tracker | None = None
-    base = 0  # how many of the epoch's batches were read before a pass of all that its sampler has left
 
     def __init__(self, sampler: Resumable, batcher: Any) -> None:
         self.sampler = sampler
@@ -233,6 +238,10 @@ class SamplerPosition:
         """Begin a pass; return how many of its first batches to drop, or ``None`` if nothing is left."""
         return None if self.sampler.finished else self.sampler.batches_to_skip()
 
+    def steps_to_complete(self, *, without: int = 0) -> int | None:
+        """Return how many batches complete a pass `without` the first ones; ``None`` if that is unknown."""
+        return self.sampler.steps_to_complete(without=without, **self.geometry())
+
     def state(self, of: Pass, batches: int | None) -> dict[str, Any]:
         """Return the state after the batches that a pass has delivered, or after `batches` of them."""
         used, finished = of.count_used(batches)
@@ -247,7 +256,8 @@ class SamplerPosition:
 class Replay:
     """The position of a loader whose sampler or dataset is not ddpsafe's."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], own: SamplerPosition | None) -> None:
+        self._own = own  # beside a dataset that has a state
         # Not the loader: a reference cycle would keep its persistent workers alive until the garbage
         # collector runs.
         self.tracker = Tracker(loader.dataset, loader.batch_size)
@@ -309,6 +319,16 @@ class Replay:
         if self._num_workers > 1 and self.tracker.has_state():
             self.tracker.first_worker = (saved["last_worker"] + 1) % self._num_workers
         return self.tracker.first_worker
+
+    def steps_to_complete(self) -> int | None:
+        """Return how many batches complete the pass that has begun; ``None`` if that is unknown."""
+        if self._own is not None:
+            return self._own.steps_to_complete(without=self.base)
+        try:
+            left = len(self._source) - self.base
+        except (TypeError, NotImplementedError):  # a stream, or a sampler without a length
+            return None
+        return complete_with(left, left)
 
     def receive(self, batch: Any, running: Pass) -> Any:
         """Record the position after a batch of the newest pass; return the batch for the user."""

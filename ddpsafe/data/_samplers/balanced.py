@@ -142,6 +142,7 @@ class BalancedBatchSampler(DrawnSampler[list[int]]):
         *,
         batch_size: int = 1,  # noqa: ARG002 - it batches itself
         drop_last: bool = False,  # noqa: ARG002 - as above
+        rank: int = 0,  # noqa: ARG002 - all ranks have as many
     ) -> int:
         if self._tokens is None:
             return self._windows.steps(position)

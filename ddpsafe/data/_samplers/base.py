@@ -124,6 +124,12 @@ def digest(data: bytes | memoryview) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+def complete_with(most: int, fewest: int) -> int:
+    """Return how many batches complete a pass of so many on the ranks: a look at the only one does not."""
+    # But where a rank has none, its look reaches the end, which counts: so the others' does, too.
+    return max(most, 2) if fewest > 0 else most
+
+
 class Resumable:
     """What divides an epoch among the ranks: a function of epoch, position, seed, rank and world size.
 
@@ -160,12 +166,33 @@ class Resumable:
         """Return what must be equal for a saved position to mean the same."""
 
     @abstractmethod
-    def steps_from(self, position: Any, *, batch_size: int, drop_last: bool) -> int | None:
-        """Return how many batches follow for the rank that has most; ``None`` if that is unknown."""
+    def steps_from(
+        self, position: Any, *, batch_size: int, drop_last: bool, rank: int = 0
+    ) -> int | None:
+        """Return how many batches follow; ``None`` if that is unknown.
+
+        Args:
+            position: From where on.
+            batch_size: As the loader has it.
+            drop_last: As the loader has it.
+            rank: For which rank; by default the one that has most.
+        """
 
     def steps_of_epoch(self, *, batch_size: int, drop_last: bool) -> int | None:
         """Return how many batches this rank has in an epoch that is read from its beginning."""
-        return self.steps_from(self.beginning, batch_size=batch_size, drop_last=drop_last)
+        return self.steps_from(
+            self.beginning, batch_size=batch_size, drop_last=drop_last, rank=self.rank
+        )
+
+    def steps_to_complete(self, *, batch_size: int, drop_last: bool, without: int) -> int | None:
+        """Return how many batches complete a pass from `start` on: the same on every rank."""
+        most, fewest = (
+            self.steps_from(self.start, batch_size=batch_size, drop_last=drop_last, rank=rank)
+            for rank in (0, self.num_replicas - 1)
+        )
+        if most is None or fewest is None:
+            return None
+        return complete_with(most - without, fewest - without)
 
     @abstractmethod
     def position_after(self, batches: int, *, batch_size: int) -> Any:
@@ -407,13 +434,8 @@ class PositionSampler(DrawnSampler[int]):
             return -(-left // self.num_replicas)
         return len(range(rank, left, self.num_replicas))
 
-    def steps_from(self, position: int, *, batch_size: int, drop_last: bool) -> int:
-        """Return the steps of rank 0, which has most: they stand for all ranks."""
-        share = self._share(0, max(0, self.size() - position))
-        return share // batch_size if drop_last else -(-share // batch_size)
-
-    def steps_of_epoch(self, *, batch_size: int, drop_last: bool) -> int:
-        share = self._share(self.rank, self.size())
+    def steps_from(self, position: int, *, batch_size: int, drop_last: bool, rank: int = 0) -> int:
+        share = self._share(rank, max(0, self.size() - position))
         return share // batch_size if drop_last else -(-share // batch_size)
 
     def valid_samples(self) -> int:

@@ -202,6 +202,10 @@ class LocalSampler(_OrderedSampler):
     # As torch's samplers of a single process, it follows a dataset that grows: no other rank has to agree.
     # A pass under way keeps its order, and so does a position in it.
 
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self._check_dataset()
+
     def __len__(self) -> int:
         return self.num_samples if self.start else len(self.dataset)
 
