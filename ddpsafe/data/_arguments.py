@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray  # noqa: TC002 - in a public signature
@@ -21,15 +21,16 @@ def bad_arguments(subject: str, what: str, fix: str) -> DataConfigError:
 
 def require_int(value: object, name: str, *, least: int | None = None) -> int:
     """Return `value` as an int, or raise for anything that is not a whole number from `least` on."""
-    if not isinstance(value, SupportsIndex) or isinstance(value, bool):
+    try:
+        number = operator.index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]  # it raises then
+    except TypeError:
         raise DataConfigError(
             Explanation(
                 f"{name} must be a whole number, not {value!r}.",
                 cause=f"{type(value).__name__} was given.",
                 fix=f"pass an int for {name}.",
             )
-        )
-    number = operator.index(value)
+        ) from None
     if least is not None and number < least:
         raise DataConfigError(
             Explanation(

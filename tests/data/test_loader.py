@@ -591,3 +591,22 @@ def test_a_pass_under_way_keeps_its_order_while_the_dataset_grows() -> None:
     again = DataLoader(dataset[:6], batch_size=2, shuffle=True, seed=3)
     again.load_state_dict(state)
     assert [int(x) for batch in again for x in batch] == rest
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("size", [1, 7, 64, 300, 1500])
+def test_batches_are_those_of_torchs_loader(size: int, *, drop_last: bool) -> None:
+    """They are cut out of the sampler's chunks of 256, 512 … indices; its state counts them as drawn."""
+    sampler = DistributedSampler(2999, 2, 1)
+    loader = DataLoader(Numbers(2999), size, sampler=sampler, drop_last=drop_last)
+    torchs = TorchDataLoader(
+        Numbers(2999),
+        size,
+        sampler=TorchDistributedSampler(range(2999), 2, 1),
+        drop_last=drop_last,
+    )
+    drawn = 0
+    for batch, expected in zip(loader, torchs, strict=True):
+        assert batch.tolist() == expected.tolist()
+        drawn += len(batch)
+        assert sampler.state_dict()["consumed"] == min(2999, 2 * drawn)

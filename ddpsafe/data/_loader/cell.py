@@ -173,12 +173,14 @@ class Cell:
         is_finished: Returns whether a loaded state leaves nothing of its epoch.
 
     Attributes:
+        holder: The sampler or other object that has the epoch.
         newest: The newest pass; ``None`` at first, and after a state was loaded.
         is_finished: As above.
     """
 
     def __init__(self, sampler: Any, *datasets: object, is_finished: Callable[[], bool]) -> None:
         self.newest: Pass | None = None
+        self.holder = sampler
         self._sampler = _Shown(sampler)
         if sampler.epoch == 0:  # where samplers begin
             self._sampler.mark()
@@ -193,7 +195,7 @@ class Cell:
 
     def _find_shown(self) -> list[_Shown]:
         targets = epoch_targets(*self._datasets)
-        others = [_Shown(item) for item in targets if item is not self._sampler.item]
+        others = [_Shown(item) for item in targets if item is not self.holder]
         return [self._sampler, *others]
 
     @property
@@ -218,7 +220,7 @@ class Cell:
             return current, False
         if last is not None:
             return last.epoch + 1, False
-        return int(self._sampler.item.epoch) + self.is_finished(), False
+        return int(self.holder.epoch) + self.is_finished(), False
 
     def begin(self, *, takes_workers: bool) -> Pass:
         """Begin a pass: set its epoch everywhere, and end the pass before.
@@ -250,14 +252,14 @@ class Cell:
             self.newest.is_invalid = True
         self.newest, self._entered, self._running = None, None, _nothing
         self._shown = self._find_shown()
-        if self._sampler.item.epoch == epoch:  # it has loaded the state itself
+        if self.holder.epoch == epoch:  # it has loaded the state itself
             self._sampler.mark()
         else:
             self._sampler.put(epoch)
 
     def of_state(self) -> Pass:
         """Return the pass that a state saved now is of: a new one if an epoch was set since."""
-        chosen, last, sampler = self._find_chosen(), self.newest, self._sampler.item
+        chosen, last, sampler = self._find_chosen(), self.newest, self.holder
         if chosen is not None and sampler.epoch != chosen:
             sampler.set_epoch(chosen)
         is_new = chosen is not None or self._entered is not None or last is None
@@ -276,7 +278,7 @@ class Cell:
         require_int(epoch, "epoch", least=0)
         begun = self._find_begun()
         if begun is None:
-            self._sampler.item.set_epoch(int(epoch))
+            self.holder.set_epoch(int(epoch))
             self._sampler.forget()
         elif begun.epoch != epoch:
             raise _late_set_epoch(epoch, begun)
@@ -295,8 +297,6 @@ class Cell:
         Raises:
             LateSetEpochError: ``set_epoch()`` of another epoch came after ``iter()``.
         """
-        if type(self._sampler.item.epoch) is AutoEpoch:
-            return  # in nearly all of the calls, which are as many as batches
         chosen = self._sampler.find_chosen()
         if chosen is None:
             return

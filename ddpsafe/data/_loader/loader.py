@@ -45,7 +45,7 @@ from ddpsafe.data._loader.torchs_loader import OpenDataLoader
 from ddpsafe.data._loader.worker_death import explain_worker_error, watch_workers
 from ddpsafe.data._loader.worker_safety import WorkerSafety, explain_pickling, refuse_unsafe_workers
 from ddpsafe.data._replica import chosen_seed, current_replica
-from ddpsafe.data._samplers.base import Resumable, warn_of_nothing_left
+from ddpsafe.data._samplers.base import AutoEpoch, Resumable, warn_of_nothing_left
 from ddpsafe.data._samplers.ordered import LocalSampler
 from ddpsafe.data._seeding import WorkerInit, derive_generator
 from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
@@ -101,6 +101,7 @@ class EpochIterator(Generic[T_co]):
     ) -> None:
         self._loader = loader  # so that it lives as long as an iteration over it
         self._inner = inner
+        self._next = inner.__next__
         self._running = running
         self._cell = cell
         self._receive = receive
@@ -115,20 +116,21 @@ class EpochIterator(Generic[T_co]):
         return self
 
     def __next__(self) -> T_co:
-        running = self._running
-        if self._cell.newest is running:
-            self._cell.require_same_epoch(running)
-        else:
+        # A batch of small samples takes 60 us, so each call here counts.
+        running, cell = self._running, self._cell
+        if cell.newest is not running:
             self._refuse_or_warn(running)
+        elif type(cell.holder.epoch) is not AutoEpoch:
+            cell.require_same_epoch(running)
         try:
             if self._rng_state is None:
-                batch = next(self._inner)
+                batch = self._next()
             else:
                 # Draw from this rank's own generator state; training continues with its own.
                 outer = torch.get_rng_state()
                 torch.set_rng_state(self._rng_state)
                 try:
-                    batch = next(self._inner)
+                    batch = self._next()
                 finally:
                     self._rng_state = torch.get_rng_state()
                     torch.set_rng_state(outer)
@@ -490,9 +492,9 @@ class DataLoader(OpenDataLoader[T_co]):
         source = super()._made_indices()
         # __init__ asks for the length, and so for the indices, before it is set.
         position = self.__dict__.get("_position")
-        if not isinstance(position, Replay) or position.tracker.is_stream:
-            return source
-        return TrackedIndices(position, source)
+        return (
+            source if position is None or not position.draws else TrackedIndices(position, source)
+        )
 
     def remember_fingerprint(self, fingerprint: str) -> None:
         """Keep the dataset's fingerprint in the state, which is then refused for other data."""

@@ -29,6 +29,7 @@ from ddpsafe.data._loader.torchs_loader import pinned
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data._samplers.base import (
     VERSION,
+    DrawnSampler,
     Resumable,
     compare_identity,
     complete_with,
@@ -206,6 +207,8 @@ class SamplerPosition:
     def __init__(self, sampler: Resumable, batcher: Any) -> None:
         self.sampler = sampler
         self._batcher = batcher  # of the sampler's indices; `None` if there are no batches of them
+        is_own = getattr(type(sampler), "__iter__", None) is DrawnSampler.__iter__
+        self.draws = is_own and type(batcher) is BatchSampler
 
     @classmethod
     def find(cls, loader: DataLoader[Any], sampler: object) -> SamplerPosition | None:
@@ -237,6 +240,13 @@ class SamplerPosition:
     def begin(self, new: Pass) -> int | None:  # noqa: ARG002 - `Replay` needs it
         """Begin a pass; return how many of its first batches to drop, or ``None`` if nothing is left."""
         return None if self.sampler.finished else self.sampler.batches_to_skip()
+
+    def indices(self) -> Iterator[Any]:
+        """Draw the batches that torch's `BatchSampler` makes of the sampler's indices."""
+        sampler, batcher = self.sampler, self._batcher
+        if not isinstance(sampler, DrawnSampler) or batcher.sampler is not sampler:
+            return iter(batcher)  # a framework has replaced it since
+        return sampler.draw().batches(batcher.batch_size, drop_last=batcher.drop_last)
 
     def steps_to_complete(self, *, without: int = 0) -> int | None:
         """Return how many batches complete a pass `without` the first ones; ``None`` if that is unknown."""
@@ -276,6 +286,7 @@ class Replay:
         self._dataset = loader.dataset
         self._loaded: dict[str, Any] | None = None
         self._readers = EqualReaders(loader)
+        self.draws = not self.tracker.is_stream
         self._begin(None)
 
     def is_finished(self) -> bool:
@@ -508,12 +519,12 @@ class Replay:
 class TrackedIndices:
     """What torch's iterator draws from instead of the sampler."""
 
-    def __init__(self, replay: Replay, source: Any) -> None:
-        self._replay = replay
+    def __init__(self, position: SamplerPosition | Replay, source: Any) -> None:
+        self._position = position
         self._source = source
 
     def __iter__(self) -> Iterator[Any]:
-        return self._replay.indices()
+        return self._position.indices()
 
     def __len__(self) -> int:
         return len(self._source)

@@ -123,9 +123,7 @@ class NamingDataset:
         self.dataset = dataset
         self._tracker = tracker
         inner = dataset
-        while (
-            type(inner) is Subset
-        ):  # torch's has __getitems__, and reads singly from a dataset without
+        while type(inner) is Subset:  # it has __getitems__, and reads singly from a dataset without
             inner = inner.dataset
         self._reads_batches = callable(getattr(inner, "__getitems__", None))
 
@@ -136,27 +134,19 @@ class NamingDataset:
         return iter(self.dataset) if self._tracker is None else self._tracker.open(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        return Skip if index is Skip else self._read([index])[0]
+        return self._read([index])[0]
 
     def __getitems__(self, indices: Any) -> Any:
-        # A batch sampler may yield arrays and tensors, whose truth value raises.
-        if type(indices) is list and indices and indices[0] is Skip:
-            return [Skip]
-        many, inner = getattr(self.dataset, "__getitems__", None), self.dataset
-        while (
-            type(inner) is Subset
-        ):  # torch's has it, and reads sample by sample from a dataset without
-            inner = inner.dataset
-        if not many or not callable(getattr(inner, "__getitems__", None)):
+        if not self._reads_batches:
             return self._read(indices)
         try:
-            return self._read_batch(many, indices)
+            return self._read_batch(indices)
         except Exception as error:
             self._annotate(error, _describe_batch(indices))
             raise
 
-    def _read_batch(self, many: Callable[[Any], Any], indices: Any) -> Any:
-        return many(indices)
+    def _read_batch(self, indices: Any) -> Any:
+        return self.dataset.__getitems__(indices)
 
     def _read(self, indices: Any) -> list[Any]:
         rest, dataset = iter(indices), self.dataset
@@ -223,11 +213,19 @@ class FollowedDataset(NamingDataset):
             self.dataset.start = self._progress.offset()
         return super().__iter__()
 
-    def _read_batch(self, many: Callable[[Any], Any], indices: Any) -> Any:
+    def __getitem__(self, index: Any) -> Any:
+        return Skip if index is Skip else super().__getitem__(index)
+
+    def __getitems__(self, indices: Any) -> Any:
+        # A batch sampler may yield arrays and tensors, whose truth value raises.
+        is_skipped = type(indices) is list and indices and indices[0] is Skip
+        return [Skip] if is_skipped else super().__getitems__(indices)
+
+    def _read_batch(self, indices: Any) -> Any:
         self._follow()
         first = _number_of(next(iter(indices), None)) if isinstance(indices, Sequence) else _UNKNOWN
         self._progress.report(self._worker, _BATCH - first if first >= 0 else _UNKNOWN)
-        batch = many(indices)
+        batch = super()._read_batch(indices)
         self._progress.report(self._worker, _UNKNOWN)
         return batch
 

@@ -303,19 +303,32 @@ class Drawing(Generic[T]):
     """One pass over chunks of what a sampler yields, and how much of it was yielded."""
 
     def __init__(self, chunks: Iterator[list[T]]) -> None:
+        self._chunks = chunks
         self._stop = 0
         self._rest: Iterator[T] = iter(())
-        # In C, since a generator costs more for an index than looking it up.
-        self.items = itertools.chain.from_iterable(self._opened(chunks))
 
-    def _opened(self, chunks: Iterator[list[T]]) -> Iterator[Iterator[T]]:
-        for chunk in chunks:
+    def __iter__(self) -> Iterator[Iterator[T]]:
+        for chunk in self._chunks:
             self._stop, self._rest = self._stop + len(chunk), iter(chunk)
             yield self._rest
 
     def count(self) -> int:
         """Return how much was yielded: all chunks but what the last one's iterator has left."""
         return self._stop - operator.length_hint(self._rest)
+
+    def batches(self, size: int, *, drop_last: bool) -> Iterator[list[T]]:
+        """Yield the batches of torch's `BatchSampler`, cut out of the chunks instead of index by index."""
+        rest: list[T] = []
+        for chunk in self._chunks:
+            rest += chunk
+            end = len(rest) - len(rest) % size
+            for start in range(0, end, size):
+                self._stop += size
+                yield rest[start : start + size]
+            rest = rest[end:]
+        self._stop += len(rest)
+        if rest and not drop_last:
+            yield rest
 
 
 class DrawnSampler(Resumable, Sampler[T]):
@@ -332,8 +345,13 @@ class DrawnSampler(Resumable, Sampler[T]):
         """Return the length of the dataset the indices point into."""
 
     def __iter__(self) -> Iterator[T]:
+        # In C, since a generator costs more for an index than looking it up.
+        return itertools.chain.from_iterable(self.draw())
+
+    def draw(self) -> Drawing[T]:
+        """Begin a pass, which the state of this sampler follows."""
         self._drawing = Drawing(self.chunks())
-        return self._drawing.items
+        return self._drawing
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
