@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any, get_args
 
-import torch
+import numpy as np
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from ddpsafe._errors import Explanation
@@ -117,14 +117,12 @@ class _OrderedSampler(PositionSampler):
 
     def open_epoch(self) -> Lookup:
         if self.shuffle and self.algorithm == "torch":
-            # Of the permutation, only this rank's part is kept.
-            order = torchs_permutation(self._n, seed=self.seed, epoch=int(self.epoch))
-            own = order[self.start + self.rank :: self.num_replicas][: self.num_samples]
-            if len(own) == self.num_samples:
-                own = own.clone()
-            else:
-                padding = torch.from_numpy(self._positions(len(own), self.num_samples))
-                own = torch.cat([own, order[padding]])
+            # Of the permutation, only this rank's part is kept. numpy copies it: torch would use all
+            # cores, whose threads then spin for a few milliseconds beside the training.
+            order = torchs_permutation(self._n, seed=self.seed, epoch=int(self.epoch)).numpy()
+            part = order[self.start + self.rank :: self.num_replicas][: self.num_samples]
+            padding = order[self._positions(len(part), self.num_samples)]
+            own = np.concatenate([part, padding])
             return lambda start, stop: own[start:stop].tolist()
         order_at = open_order(
             self._n,
