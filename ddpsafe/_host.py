@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import ipaddress
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
     from torch.distributed import TCPStore
@@ -503,6 +504,28 @@ def _find_cpp_log_level() -> ctypes.c_int | None:
         return None
 
 
+def bind_in(ports: str | None, bind: Callable[[int], socket.socket]) -> socket.socket:
+    """Return a socket that is bound to a free port of a range, or to any if there is none.
+
+    Args:
+        ports: The range, ``first-last``.
+        bind: Binds one to a port.
+
+    Raises:
+        OSError: No port of the range is free.
+    """
+    if ports is None:
+        return bind(0)
+    first, _, last = ports.partition("-")
+    for port in range(int(first), int(last) + 1):
+        try:
+            return bind(port)
+        except OSError as exc:  # noqa: PERF203 - each is tried
+            if exc.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"no port of rendezvous.ports={ports!r} is free on this host")
+
+
 def open_tcp_store(
     host: str,
     port: int,
@@ -565,13 +588,17 @@ def _open_sockets() -> dict[str, int]:
     return {name: fd for name, fd in numbers.items() if name.startswith("socket:")}
 
 
-def end_when_silent(connection: socket.socket, limit_s: float, *, idle_s: int) -> None:
+def end_when_silent(
+    connection: socket.socket, limit_s: float, *, idle_s: int, ends_window: bool = True
+) -> None:
     """Have the kernel end a connection whose other host's kernel does not answer for so long.
 
     Args:
         connection: The connection.
         limit_s: How long.
         idle_s: After how long without any data the kernel begins to ask, each second.
+        ends_window: Whether data that is not acknowledged for so long ends it. That also ends a connection whose
+            other host answers that its buffer is full, since a program there is stopped.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -579,7 +606,7 @@ def end_when_silent(connection: socket.socket, limit_s: float, *, idle_s: int) -
         ("TCP_KEEPINTVL", 1),
         ("TCP_KEEPCNT", math.ceil(limit_s - idle_s)),
         # The kernel sends no keep-alive while data is unacknowledged: this limits those waits.
-        ("TCP_USER_TIMEOUT", int(limit_s * 1000)),
+        ("TCP_USER_TIMEOUT", int(limit_s * 1000) if ends_window else 0),
     ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import re
 import socket
@@ -90,10 +89,23 @@ def parse_endpoint(text: str) -> Endpoint:
         low = "ports below 1024 need root" if int(port) < _FIRST_PORT else "ports end at 65535"
         problems.append(Problem(why=f"port {int(port)} cannot be used: {low}", write=usable))
     require_none(problems, given=text)
-    with contextlib.suppress(ValueError):
-        # Spell an IPv6 address as in RFC 5952, so that nodes can compare endpoints as strings.
-        host = str(ipaddress.IPv6Address(host))
-    return Endpoint(host=host, port=int(port))
+    # An IPv6 address as in RFC 5952, so that nodes can compare endpoints as strings; one that stands for an
+    # IPv4 address as that.
+    return Endpoint(host=host if address is None else str(address), port=int(port))
+
+
+def parse_ports(text: str) -> str:
+    """Read a range of ports, ``first-last``; return it without blanks.
+
+    Raises:
+        ValueError: It is none, or has fewer than two ports.
+    """
+    found = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", text.replace(" ", ""), re.ASCII)
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not _FIRST_PORT <= first < last <= _LAST_PORT:
+        msg = f"it is not a range of at least two ports from {_FIRST_PORT} to {_LAST_PORT}"
+        raise ValueError(msg)
+    return f"{first}-{last}"
 
 
 def complete_endpoint(text: str, port: int = DEFAULT_PORT) -> str:

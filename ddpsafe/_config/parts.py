@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from ddpsafe._config.durations import Duration, DurationLike, DurationOrAuto, Wait, show_duration
-from ddpsafe._config.endpoint import Endpoint, parse_endpoint
+from ddpsafe._config.endpoint import Endpoint, parse_endpoint, parse_ports
 from ddpsafe._config.field_validators import validate_integer
 from ddpsafe._config.interfaces import GLOO, find_shape_problem
 from ddpsafe._config.paths import AbsolutePath
@@ -331,6 +331,20 @@ class Rendezvous(Part):
         "jobs apart but does not keep attackers out.",
         examples=['"/etc/ddpsafe/secret"', "None"],
     )
+    ports: str | None = Field(
+        default=None,
+        description="Range of ports, first-last, from which node 0 takes those of the ranks' store and of "
+        "MASTER_PORT, for a firewall that opens only some. None: any free ones.",
+        examples=['"29401-29420"', "None"],
+    )
+
+    @field_validator("ports")
+    @classmethod
+    def _validate_ports(cls, value: str | None) -> str | None:
+        try:
+            return None if value is None else parse_ports(value)
+        except ValueError as exc:
+            raise wrong(str(exc), write='ports="29401-29420"') from exc
 
     @field_validator("id")
     @classmethod

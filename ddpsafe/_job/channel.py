@@ -72,7 +72,14 @@ kernel for each peer."""
 _MAX_UNANSWERED_BEATS: Final = 100
 """More would fill the buffer of a stopped launcher, and the kernel would report its host as lost."""
 
-_MAX_LINE_BYTES: Final = 16 << 20
+_PIECE_BYTES: Final = 256 << 10
+_MAX_LINE_BYTES: Final = 2 * _PIECE_BYTES
+"""A message of any size is sent as lines of at most a piece each, so a longer one is none of ddpsafe's."""
+
+_MORE: Final = b"+"
+_LAST: Final = b"."
+"""Each line begins with one of these: whether the message goes on in the next one."""
+
 _MAX_GREETING_BYTES: Final = 16 << 10
 _GREETING_S: Final = 5.0
 _MAX_UNGREETED: Final = 128
@@ -95,13 +102,30 @@ _RESET_S: Final = 5.0
 A launcher that was killed with unread messages ends its connection in the same way as a firewall.
 """
 _ANY_VERSION: Final = re.compile(r"ddpsafe-[0-9A-Za-z.]{1,16}")
-_VERSION: Final = "ddpsafe-3"
+_VERSION: Final = "ddpsafe-4"
 _REFUSED: Final = "refused"
 _MAX_REFUSED: Final = 256
+_MAX_STRANGERS: Final = 8
+"""Of so many programs that are not nodes node 0 warns: they must not fill the log."""
+
+_STRANGERS: Final = (
+    (re.compile(rb"\x00\xce\xf7\x85\x3c"), "a client of torch's TCPStore, such as torchrun"),
+    (re.compile(rb"[A-Z]{3,8} [^\r\n]* HTTP/"), "an HTTP client"),
+    (re.compile(rb"PRI \* HTTP/2"), "an HTTP client"),
+    (re.compile(rb"\x16\x03"), "a TLS client"),
+    (re.compile(rb"SSH-"), "an SSH client"),
+    (re.compile(rb"\Z"), "a port scanner or a health check: it sent nothing"),
+    (re.compile(rb""), "a program that does not speak ddpsafe's protocol"),
+)
+"""What a program that is not a node seems to be, by how it begins; the first that fits."""
+
 _SMALL_SEGMENT_BYTES: Final = 1160
 """With the headers of IPv6 and TCP, less than the 1280 bytes that every IPv6 link has to carry."""
 
 _TCP_INFO_BYTES: Final = 60
+_UNACKED: Final = 24
+"""Offset of ``tcpi_unacked``, the packets that are sent and not acknowledged, in ``struct tcp_info``."""
+
 _LAST_RECEIVED: Final = 52
 """Offset of ``tcpi_last_data_recv`` and ``tcpi_last_ack_recv`` (ms) in ``struct tcp_info``."""
 
@@ -201,17 +225,17 @@ class Codec(Generic[MessageT]):
             _adapter(cls)
 
     def pack(self, message: MessageT | Hello | Alive | Goodbye) -> bytes:
-        """Return a message as one line."""
-        return json.dumps([type(message).__name__, to_json(message)]).encode() + b"\n"
+        """Return a message as bytes, none of which ends a line."""
+        return json.dumps([type(message).__name__, to_json(message)]).encode()
 
-    def unpack(self, line: bytes) -> MessageT | Hello | Alive | Goodbye:
-        """Return the message that one line holds.
+    def unpack(self, packed: bytes) -> MessageT | Hello | Alive | Goodbye:
+        """Return the message that these bytes are.
 
         Raises:
-            GarbledError: The line is not a message.
+            GarbledError: They are none.
         """
         try:
-            name, body = json.loads(line)
+            name, body = json.loads(packed)
             cls = self._classes[name]
         except (ValueError, TypeError, KeyError, RecursionError) as exc:
             msg = "not a message"
@@ -425,6 +449,8 @@ class _Connection(Generic[NameT]):
         peer: The node; ``None`` until the other side has proved that it is one.
         challenge: What the other side has to sign for that.
         unanswered: Beats sent since something arrived.
+        unacked_s: Since when something that was sent is not acknowledged (monotonic), as far as was looked.
+        pieces: Those of a message that has not arrived to its end.
         since_s: When it was opened (monotonic).
     """
 
@@ -434,10 +460,12 @@ class _Connection(Generic[NameT]):
     challenge: str = ""
     unanswered: int = 0
     since_s: float = field(default_factory=time.monotonic)
+    unacked_s: float | None = None
     received: bytearray = field(default_factory=bytearray)
     to_send: bytearray = field(default_factory=bytearray)
     sending: _LineSigner | None = None
     receiving: _LineSigner | None = None
+    pieces: bytearray = field(default_factory=bytearray)
 
     def begin(self, secret: bytes, scope: str, nonces: str, *, is_node_0: bool) -> None:
         """Sign all lines from now on: for this connection, its direction, and its number in that."""
@@ -447,13 +475,16 @@ class _Connection(Generic[NameT]):
         )
         self.receiving, self.sending = signers if is_node_0 else signers[::-1]
 
-    def put(self, line: bytes) -> None:
-        """Have a line sent."""
+    def put(self, message: bytes) -> None:
+        """Have a message sent, as one line or several."""
         assert self.sending is not None  # noqa: S101 - it has begun
-        self.to_send += self.sending.sign(line) + line
+        for start in range(0, len(message), _PIECE_BYTES):
+            end = start + _PIECE_BYTES
+            line = (_LAST if end >= len(message) else _MORE) + message[start:end] + b"\n"
+            self.to_send += self.sending.sign(line) + line
 
-    def checked(self, line: bytes) -> bytes:
-        """Return a line that has arrived without its signature.
+    def joined(self, line: bytes) -> bytes | None:
+        """Return the message that ends with a line that has arrived; ``None`` if it goes on.
 
         Raises:
             GarbledError: The other end has not sent it.
@@ -462,7 +493,11 @@ class _Connection(Generic[NameT]):
         signature, line = line[: _LineSigner.CHARS], line[_LineSigner.CHARS :]
         if not hmac.compare_digest(signature, self.receiving.sign(line + b"\n")):
             raise GarbledError("it is not signed")
-        return line
+        self.pieces += line[1:]
+        if line[:1] == _MORE:
+            return None
+        message, self.pieces = bytes(self.pieces), bytearray()
+        return message
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -581,13 +616,17 @@ class Channel(Generic[NameT, MessageT]):
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._listening: socket.socket | None = None
         self._nnodes = 0
+        self._first: list[bytes] = []
+        self._at_once: dict[type, Callable[[Channel[NameT, MessageT], NameT, Any], None]] = {}
+        self._strangers: set[str] | None = None
         # Whether to look for these: a message of one of many nodes costs no look at all of them.
         self._has_output = self._has_away = False
         self._is_closing = False
+        self._looked_s, self._next_look_s = time.monotonic(), math.inf
         self._thread = threading.Thread(target=self._serve, name="ddpsafe-channel", daemon=True)
 
     @classmethod
-    def listen(
+    def listen(  # noqa: PLR0913 - the facts of one end, all by name
         cls,
         address: str,
         *,
@@ -597,10 +636,27 @@ class Channel(Generic[NameT, MessageT]):
         codec: Codec[MessageT],
         nnodes: int,
         node_loss: timedelta = timedelta(0),
+        first: MessageT | None = None,
+        at_once: Mapping[type, Callable[[Channel[NameT, MessageT], NameT, Any], None]]
+        | None = None,
+        warns: bool = False,
     ) -> Channel[NameT, MessageT]:
         """Open node 0's end; about `nnodes` nodes may dial at once.
 
         It is at one address, or at all of this host if that is empty.
+
+        Args:
+            address: Where to listen.
+            port: The port; 0 for any.
+            secret: See the class.
+            scope: See the class.
+            codec: See the class.
+            nnodes: How many nodes the job has.
+            node_loss: See the class.
+            first: What each node is sent first.
+            at_once: What the channel's thread calls with the channel, the node and a message of these classes,
+                which are not among the events. It must not wait.
+            warns: Whether to warn of programs that are not nodes.
 
         Raises:
             OSError: The port, or any port, cannot be opened there.
@@ -610,6 +666,9 @@ class Channel(Generic[NameT, MessageT]):
         channel._listening = listening
         channel._listening.settimeout(0)
         channel._nnodes = nnodes
+        channel._first = [] if first is None else [codec.pack(first)]
+        channel._at_once = dict(at_once or {})
+        channel._strangers = set() if warns else None
         channel._selector.register(channel._listening, selectors.EVENT_READ)
         channel._thread.start()
         return channel
@@ -627,11 +686,12 @@ class Channel(Generic[NameT, MessageT]):
         deadline: Deadline,
         node_loss: timedelta = timedelta(0),
         about: object = None,
+        at_once: Mapping[type, Callable[[Channel[int, MessageT], int, Any], None]] | None = None,
     ) -> Channel[int, MessageT]:
         """Open another node's end, to node 0; both sides prove that they know the secret.
 
         An empty scope is that of whichever node 0 is at the address. `about` is what node 0 may know of
-        this node even if it refuses it, as JSON values.
+        this node even if it refuses it, as JSON values. For `at_once` see `listen`.
 
         Raises:
             OSError: Node 0 cannot be reached.
@@ -664,9 +724,15 @@ class Channel(Generic[NameT, MessageT]):
         channel: Channel[int, MessageT] = Channel(secret, peer.scope, codec, node_loss)
         channel._dial_again = lambda peer: connect(peer, Deadline.after(timedelta(seconds=_DIAL_S)))
         channel._peers[0] = peer
+        channel._at_once = dict(at_once or {})
         channel._attach(peer, connection, 0)
         channel._thread.start()
         return channel
+
+    @property
+    def scope(self) -> str:
+        """Which end of the channel node 0 has."""
+        return self._scope
 
     @property
     def port(self) -> int:
@@ -790,7 +856,8 @@ class Channel(Generic[NameT, MessageT]):
     def _serve(self) -> None:
         next_beat = Deadline.after(_BEAT)
         while not self._is_closing:
-            for key, ready in self._selector.select(next_beat.remaining_s()):
+            look_in_s = max(0.0, self._next_look_s - time.monotonic())
+            for key, ready in self._selector.select(min(next_beat.remaining_s(), look_in_s)):
                 if key.fd == self._wake_read or ready & selectors.EVENT_WRITE:
                     self._has_output = True
                 if key.fd == self._wake_read:
@@ -800,6 +867,8 @@ class Channel(Generic[NameT, MessageT]):
                     self._accept()
                 elif ready & selectors.EVENT_READ:
                     self._read(key.data)
+            if next_beat.expired() or time.monotonic() >= self._next_look_s:
+                self._end_silent()
             if next_beat.expired():
                 next_beat = Deadline.after(_BEAT if len(self._peers) <= _MANY_PEERS else 2 * _BEAT)
                 if self._listening is not None:
@@ -822,6 +891,28 @@ class Channel(Generic[NameT, MessageT]):
                     self._write(connection)
             self._drop_ungreeted()
 
+    def _end_silent(self) -> None:
+        """End the connections with hosts that do not answer to what was sent."""
+        # Not TCP_USER_TIMEOUT, which a stopped launcher runs into, whose host answers that its buffer is full.
+        before_s, self._looked_s = self._looked_s, time.monotonic()
+        self._next_look_s = math.inf
+        with self._lock:
+            connections = self._connections()
+        for connection in connections:
+            if not _is_unacked(connection.socket):
+                connection.unacked_s = None
+                continue
+            if connection.unacked_s is None:  # it was sent after the last look
+                connection.unacked_s = before_s
+            left_s = LOSS_S - min(
+                self._looked_s - connection.unacked_s, _silent_s(connection.socket)
+            )
+            if left_s > 0:
+                self._next_look_s = min(self._next_look_s, self._looked_s + left_s)
+            else:
+                timed_out = OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+                self._note_end_of(connection, timed_out)
+
     def _drop_ungreeted(self) -> None:
         """Drop connections that send no greeting."""
         # A flood of them must not keep the nodes out.
@@ -830,11 +921,35 @@ class Channel(Generic[NameT, MessageT]):
             lambda connection: connection.since_s < opened_after_s, self._ungreeted
         )
         for connection in list(late):
+            self._warn_of_stranger(connection, bytes(connection.received))
             self._drop(connection)
         # All nodes dial at once, and may wait for the answer for as long as a packet travels.
         while len(self._ungreeted) > self._nnodes + _MAX_UNGREETED:
             hosts = {connection: connection.host for connection in self._ungreeted}
             self._drop(oldest_of_busiest_host(hosts))
+
+    def _warn_of_stranger(self, connection: _Connection[NameT], said: bytes) -> None:
+        """Warn of a program that is not a node, once for each host."""
+        if self._strangers is None or len(self._strangers) >= _MAX_STRANGERS:
+            return
+        is_cut = not said or said.startswith(b"{")  # perhaps a greeting that the network has cut
+        if connection.host in self._strangers or (
+            is_cut and connection.host in self._hosts_of_nodes()
+        ):
+            return
+        self._strangers.add(connection.host)
+        kind = next(name for start, name in _STRANGERS if start.match(said))
+        logger.warning(
+            "a program on %s reached the endpoint of this job, port %d, and is no node of it: it seems to be "
+            "%s; its connection was closed",
+            connection.host,
+            self.port,
+            kind,
+        )
+
+    def _hosts_of_nodes(self) -> set[str]:
+        with self._lock:
+            return {connection.host for connection in self._connections()}
 
     def _send_alive(self) -> None:
         """Have each participant answer, except those that have not done so for long."""
@@ -987,15 +1102,25 @@ class Channel(Generic[NameT, MessageT]):
             line = bytes(connection.received[:end])
             del connection.received[: end + 1]
             if connection.peer is not None:
-                message = self._codec.unpack(connection.checked(line))
-                self._note(connection.peer, message, at_ns)
-                if not isinstance(message, Goodbye):
-                    self._queue_event(connection.peer.node, message)
+                packed = connection.joined(line)
+                if packed is not None:
+                    self._take(connection.peer, self._codec.unpack(packed), at_ns)
             elif not self._accept_greeting(connection, line):
                 self._drop(connection)
                 return
         if len(connection.received) > limit:
             raise GarbledError("a line without an end")
+
+    def _take(
+        self, peer: _Peer[NameT], message: MessageT | Hello | Alive | Goodbye, at_ns: int
+    ) -> None:
+        """Hand a message over: at once, in this thread, if that was asked for."""
+        self._note(peer, message, at_ns)
+        handle = self._at_once.get(type(message))
+        if handle is not None:
+            handle(self, peer.node, message)
+        elif not isinstance(message, Goodbye):
+            self._queue_event(peer.node, message)
 
     def _accept_greeting(self, connection: _Connection[NameT], line: bytes) -> bool:
         """Connect the sender of a greeting as a node; return False if it does not know the secret."""
@@ -1008,6 +1133,7 @@ class Channel(Generic[NameT, MessageT]):
             text = f"{connection.challenge} {received} {token}"
             expected = prove(self._secret, "participant", self._scope, node, text)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            self._warn_of_stranger(connection, line + b"\n")
             return False
         if version != _VERSION:
             return self._refuse(connection, "version", greeting)
@@ -1016,7 +1142,9 @@ class Channel(Generic[NameT, MessageT]):
         with self._lock:
             if node in self._lost_clocks:  # it has been lost, and the launcher acts on that
                 return False
-            peer = self._peers.setdefault(node, _Peer(node=node, token=token))
+            peer = self._peers.setdefault(
+                node, _Peer(node=node, token=token, unconfirmed=deque(self._first))
+            )
             if peer.token != token:
                 return False  # another launcher takes itself for this node
             if peer.connection is not None:
@@ -1074,6 +1202,8 @@ class Channel(Generic[NameT, MessageT]):
     ) -> None:
         """Report the end of a connection, after everything that arrived before."""
         peer, now_s = connection.peer, time.monotonic()
+        if peer is None:
+            self._warn_of_stranger(connection, bytes(connection.received))
         self._drop(connection)
         if peer is None or peer.connection is not connection:
             return
@@ -1105,7 +1235,19 @@ class Channel(Generic[NameT, MessageT]):
 def _notice_loss(connection: socket.socket) -> None:
     # Nagle's algorithm would hold a short message back until the one before is acknowledged.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    end_when_silent(connection, LOSS_S, idle_s=1)
+    # Where the kernel cannot be asked, it has to end the connection by itself: see `_end_silent`.
+    end_when_silent(connection, LOSS_S, idle_s=1, ends_window=not hasattr(socket, "TCP_INFO"))
+
+
+def _is_unacked(connection: socket.socket) -> bool:
+    """Return whether something that was sent is not acknowledged."""
+    if not hasattr(socket, "TCP_INFO"):
+        return False
+    with contextlib.suppress(OSError):  # just closed
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        (unacked,) = struct.unpack_from("=I", info, _UNACKED)
+        return bool(unacked)
+    return False
 
 
 def _silent_s(connection: socket.socket) -> float:

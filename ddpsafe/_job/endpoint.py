@@ -1,18 +1,16 @@
-"""The endpoint of a job: one node serves it, the others reach it, and why they do not.
-
-Its store holds a few signed values; see `torchs_rendezvous` and `lobby` for what else the nodes exchange.
-"""
+"""The endpoint of a job: one node serves the channel there, the others dial it, and why they do not reach it."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
+import hmac
 import os
 import socket
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 import tenacity
 
@@ -21,7 +19,7 @@ from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._config.interfaces import NCCL
 from ddpsafe._errors import ConfigError, Explanation, PreflightError, RendezvousTimeoutError
 from ddpsafe._host import (
-    NAME_LOOKUP_LIMIT,
+    bind_in,
     find_address_towards,
     find_interface_of,
     interface_variables,
@@ -31,7 +29,7 @@ from ddpsafe._host import (
     without_cpp_warnings,
 )
 from ddpsafe._job.channel import RefusedError
-from ddpsafe._job.secret import Signer, find_job_secret, key_of_secret
+from ddpsafe._job.secret import find_job_secret, key_of_secret
 from ddpsafe._logging import get_logger
 from ddpsafe._secrets import JOB_SECRET, find_own_secret
 from ddpsafe._text import listed
@@ -39,22 +37,23 @@ from ddpsafe._text import listed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch.distributed import Store, TCPStore
-
     from ddpsafe._config import LaunchConfig
     from ddpsafe._host import Interface
+    from ddpsafe._job.channel import Channel
 
 T = TypeVar("T")
 logger = get_logger(__name__)
 
-STORE_CALL: Final = timedelta(seconds=5)
+_CALL: Final = timedelta(seconds=5)
 _POLL_S: Final = 0.05
-_CONNECT_S: Final = 4.0  # longer than the 3 s in which a kernel finds that no host has an address
+_FIND_S: Final = 4.0  # longer than the 3 s in which a kernel finds that no host has an address
+_REFUSALS: Final = 2
+"""After so many dials what answers is another program, and not a launcher that starts or ends just now."""
+
 _HANDSHAKE: Final = timedelta(seconds=10)
 _BACKLOG: Final = 1024
 _DNS_RETRY_S: Final = 10.0
 NO_ANSWER_WARNING_S: Final = 5.0
-_LOOK_S: Final = 0.5
 
 _CANNOT_SERVE: Final = {
     errno.EADDRINUSE: ADVICE["DS-PORT-taken"],
@@ -119,45 +118,68 @@ def look_up(host: str, port: int) -> list[str]:
 
 
 class JobEndpoint:
-    """The endpoint of a job, and the store there: served by node 0, reached by the others.
+    """The endpoint of a job, and the channel there: served by node 0, dialled by the others.
 
     Args:
         config: The configuration of the launch.
         check: Called again and again while one waits; what it raises ends the wait.
+        listen: Opens node 0's end of the channel at an address and port.
+        dial: Opens another node's end, to an address and port.
+        may_serve: Whether this node may serve the endpoint; not if it has joined the job before.
 
     Attributes:
         job: The id of the job.
-        secret: The key of its signatures.
-        signer: Signs what is written to the store.
-        store: The store; ``None`` before `open` and after `close`.
+        secret: The key by which its nodes know each other.
         serves: Whether this node serves the endpoint, which makes it node 0.
         is_elsewhere: Whether it serves it at an address that the endpoint may not lead to.
         address: Where the other nodes reach this one.
     """
 
-    def __init__(self, config: LaunchConfig, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: LaunchConfig,
+        check: Callable[[], None],
+        *,
+        listen: Callable[[str, int], Channel[Any, Any]],
+        dial: Callable[[str, int], Channel[Any, Any]],
+        may_serve: bool = True,
+    ) -> None:
         """Read endpoint, job id and secret; nothing is opened yet."""
         parsed = config.rendezvous.parsed()
         assert parsed is not None, "the config requires one with more than one node"  # noqa: S101
         self._config, self._check, self._endpoint = config, check, parsed
+        self._listen, self._dial, self._may_serve = listen, dial, may_serve
         self._host = parsed.host
         self._unserved: list[str] = []
         self.job = config.rendezvous.id or "default"
-        self.secret = key_of(config)
-        self.signer = Signer(self.secret, self.job)
-        self.store: TCPStore | None = None
-        self.serves = self.is_elsewhere = False
+        self.secret = hmac.digest(key_of(config), f"ddpsafe {self.job}".encode(), "sha256")
+        self.serves = self.is_elsewhere = self._has_met = False
         self.address = ""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether no other job can use it by accident: this one has an id, or it is on each host itself."""
+        return self._config.rendezvous.id is not None or self._endpoint.is_loopback
 
     def __str__(self) -> str:
         """Return it as the user has written it."""
         return str(self._endpoint)
 
-    def call(self, function: Callable[[], T], limit: timedelta | None = STORE_CALL) -> T:
-        """Make a call that may hang forever, as the store's do once its host has vanished.
+    def call(
+        self,
+        function: Callable[[], T],
+        limit: timedelta | None = _CALL,
+        dispose: Callable[[T], None] = lambda _: None,
+    ) -> T:
+        """Make a call that may hang forever, as a look-up of a name does.
+
+        Args:
+            function: What to call.
+            limit: How long it may take.
+            dispose: Gets what it returns after this wait was left.
 
         Raises:
-            RendezvousTimeoutError: The call has not returned in time, or the store's host has ended.
+            RendezvousTimeoutError: The call has not returned in time.
         """
 
         def make() -> T:
@@ -167,87 +189,28 @@ class JobEndpoint:
         deadline = Deadline.after(limit)
         # In a thread, which can be left: a call to a host that has vanished cannot be interrupted.
         call = BoundedCall(make, name="ddpsafe-rendezvous")
+        try:
+            self._await(call, deadline)
+        except BaseException:
+            call.abandon(dispose)
+            raise
+        return call.result()
+
+    def _await(self, call: BoundedCall[T], deadline: Deadline) -> None:
         while not call.wait(_POLL_S):
             self._check()
             if deadline.expired():
                 raise self.lost("it does not answer", deadline)
-        try:
-            return call.result()
-        except RuntimeError as exc:  # torch raises it when the store's host has ended
-            raise self.lost(str(exc).splitlines()[0], deadline) from exc
 
-    def put(self, key: str, value: bytes, store: TCPStore | None = None) -> None:
-        """Set a key to a signed value, here or in another store."""
-        where, text = store or self.require_store(), self.signer.sign(key, value).decode()
-        self.call(lambda: where.set(key, text))
-
-    def find(self, key: str, store: TCPStore | None = None) -> bytes | None:
-        """Return the value of a key; ``None`` if it is not set, or this job did not sign it."""
-        text = self._read(key, store or self.require_store())
-        return None if text is None else self.signer.verified(key, text)
-
-    def has(self, key: str) -> bool:
-        """Return whether a key is set, whoever has set it."""
-        store = self.require_store()
-        return self.call(lambda: bool(store.check([key])))
-
-    def put_plain(self, key: str, text: str) -> None:
-        """Set a key to an unsigned text: the two ends may have different secrets."""
-        store = self.require_store()
-        self.call(lambda: store.set(key, text))
-
-    def take_plain(self, key: str, longest: int) -> str | None:
-        """Remove a text that anyone who reaches the store may have written; return its start."""
-        store = self.require_store()
-        text = self._read(key, store)
-        if text is None:
-            return None
-        self.call(lambda: store.delete_key(key))
-        return ascii(text[:longest].decode(errors="replace"))
-
-    def drop(self, key: str) -> None:
-        """Remove a key."""
-        store = self.require_store()
-        self.call(lambda: store.delete_key(key))
-
-    def store_below(self, name: str) -> Store:
-        """Return the store with keys that nothing else uses."""
-        from torch.distributed import PrefixStore
-
-        return PrefixStore(f"ddpsafe/{name}", self.require_store())
-
-    def _read(self, key: str, store: TCPStore) -> bytes | None:
-        return self.call(lambda: store.get(key) if store.check([key]) else None)
-
-    def require_store(self) -> TCPStore:
-        """Return the store, which is open."""
-        assert self.store is not None, "open() comes first"  # noqa: S101
-        return self.store
-
-    def store_where_it_leads(self) -> TCPStore:
-        """Connect to the store where the endpoint leads, which may be another node's.
-
-        Raises:
-            OSError: Nothing answers there.
-            RendezvousTimeoutError: What answers is not a store.
-        """
-        host, port = self._host, self._endpoint.port
-        # First a plain connection: torch's client would try again for the whole of its timeout.
-        socket.create_connection((host, port), _LOOK_S).close()
-        return self.call(lambda: open_tcp_store(host, port), _HANDSHAKE)
-
-    def close(self) -> None:
-        """Let go of the store: torch closes the port with the last reference to it."""
-        self.store = None
-
-    def open(self, *, may_serve: bool = True) -> None:
-        """Serve the endpoint if it is on this host and this node may, else connect to it.
+    def open(self) -> Channel[Any, Any]:
+        """Serve the endpoint if it is on this host and this node may, else dial it; return the channel.
 
         Raises:
             ConfigError: This host has no such interface, or it has no effect.
-            PreflightError: The endpoint's name does not resolve, or its port is taken.
+            PreflightError: The endpoint's name does not resolve, its port is taken, or another job has it.
             RendezvousTimeoutError: No node serves it in time.
         """
+        may_serve = self._may_serve
         deadline = Deadline.after(self._config.rendezvous.join)
         resolved = self._resolve(deadline)
         # /etc/hosts may map the host's own name to 127.0.1.1, as Debian's installer writes it.
@@ -289,10 +252,9 @@ class JobEndpoint:
             here, self._host = [self.address], self.address
         may_serve &= node_rank == 0 or (node_rank is None and bool(here))
         bound = here[0] if here else self.address
-        server = self._serve_or_find(deadline, resolved, bound if may_serve else None, here)
-        if server is not None:
-            self._connect(server, here)
-        else:
+        channel = self._serve_or_find(deadline, resolved, bound if may_serve else None, here)
+        self._has_met = True
+        if self.serves:
             self.address, self.is_elsewhere = bound, not here
             if self._config.rendezvous.secret_file is None and not find_own_secret(JOB_SECRET):
                 logger.warning(
@@ -312,6 +274,19 @@ class JobEndpoint:
                     resolved[0],
                     self.address,
                 )
+        return channel
+
+    def dial_where_it_leads(self) -> Channel[Any, Any]:
+        """Dial the channel where the endpoint leads, which may be another node's.
+
+        Raises:
+            OSError: Nothing answers there.
+            RefusedError: What answers is not a launcher of this job.
+            RendezvousTimeoutError: It does not answer in time.
+        """
+        return self.call(
+            lambda: self._dial(self._host, self._endpoint.port), _HANDSHAKE, _close_channel
+        )
 
     def _resolve(self, deadline: Deadline) -> list[str]:
         def look_up() -> list[str]:
@@ -419,27 +394,20 @@ class JobEndpoint:
             return True
         return is_loopback(str(entries[0][4][0]))
 
-    def _serve(self, address: str) -> bool:
-        """Serve the store at one address; return whether the port was free."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        port = self._endpoint.port
+    def _serve(self, address: str) -> Channel[Any, Any] | None:
+        """Serve the channel at one address, if the port is free."""
         try:
-            listening = socket.create_server((address, port), family=family, backlog=_BACKLOG)
+            channel = self._listen(address, self._endpoint.port)
         except OSError as exc:
             if exc.errno == errno.EADDRINUSE and self._config.node_rank != 0:
-                return (
-                    False  # likely node 0 of this job, on this host; otherwise _connect reports it
-                )
+                return None  # likely node 0 of this job, on this host; otherwise dialling it reports it
             raise self._not_served(exc.errno or 0) from exc
-        self.store = self.call(
-            lambda: open_tcp_store(address, port, listening=listening), NAME_LOOKUP_LIMIT
-        )
         self.serves = True
-        return True
+        return channel
 
     def _serve_or_find(
         self, deadline: Deadline, resolved: list[str], bound: str | None, here: Sequence[str]
-    ) -> str | None:
+    ) -> Channel[Any, Any]:
         """Serve the endpoint once its port is free, or wait for the launcher that serves it.
 
         Args:
@@ -447,38 +415,42 @@ class JobEndpoint:
             resolved: The addresses of the endpoint.
             bound: The address to serve it at, if this node may.
             here: Those addresses of the endpoint that belong to this host.
-
-        Returns:
-            The address that answers; ``None`` if this node serves.
         """
         port, why = self._endpoint.port, ""
         has_warned = False
         name = self._endpoint.host
         leads_to = "" if resolved == [name] else f" ({name} is {_listed(resolved)} here)"
 
-        def find() -> str:
-            # A name may have several addresses, of which torch tries only the first. A program that
-            # listens on loopback is not the one that the other nodes reach.
-            failed = OSError(errno.EADDRNOTAVAIL, "it has no address")
+        refused_at: list[str] = []
+
+        def find() -> Channel[Any, Any]:
+            # A name may have several addresses. A program that listens on loopback is not the one that the
+            # other nodes reach.
+            failed: Exception = OSError(errno.EADDRNOTAVAIL, "it has no address")
             for address in _without_loopback(self._look_up()) or [self.address]:
                 try:
-                    socket.create_connection((address, port), _CONNECT_S).close()
-                except OSError as exc:  # noqa: PERF203 - each is tried
+                    return self._dial(address, port)
+                except (OSError, RefusedError) as exc:  # noqa: PERF203 - each is tried
+                    refused_at.extend([address] * isinstance(exc, RefusedError))
                     failed = exc
-                else:
-                    return address
             raise failed
 
         for pause_s in deadline.pauses_s():
-            if bound is not None and self._serve(bound):
-                return None
-            limit_s = max(_CONNECT_S, deadline.remaining_s())
+            channel = None if bound is None else self._serve(bound)
+            if channel is not None:
+                return channel
+            limit_s = max(_FIND_S, deadline.remaining_s())
             try:
-                return self.call(find, timedelta(seconds=limit_s))
+                return self.call(find, timedelta(seconds=limit_s), _close_channel)
             except RendezvousTimeoutError:
                 why = why or f"neither the name server nor the host answers{leads_to}"
-            except OSError as exc:
-                why = f"{trouble_of(exc)[1]}{leads_to}"
+            except (OSError, RefusedError) as exc:
+                refusal, why = trouble_of(exc)
+                why += leads_to
+                if isinstance(exc, RefusedError) and (
+                    refusal != "other-program" or len(refused_at) >= _REFUSALS
+                ):
+                    raise self._refused(exc, refused_at[-1], here) from exc
             if deadline.waited_s() > NO_ANSWER_WARNING_S and not has_warned:
                 has_warned, own, node_rank = True, socket.gethostname(), self._config.node_rank
                 hint = ""
@@ -489,7 +461,7 @@ class JobEndpoint:
                         f". The address belongs to this host, which has node rank {node_rank}: the host of "
                         "the endpoint needs node rank 0"
                     )
-                elif node_rank is None:
+                elif node_rank is None and self._may_serve:
                     hint = (
                         f". If {own} is the host of the endpoint, start it with --node-rank 0: it does not "
                         "have that address itself (NAT, or a wrong line in /etc/hosts)"
@@ -514,29 +486,39 @@ class JobEndpoint:
         what = f"{here} cannot serve the endpoint {self._endpoint}: {why}."
         return PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
 
-    def _connect(self, address: str, here: Sequence[str]) -> None:
-        port = self._endpoint.port
-        try:
-            self.store = self.call(lambda: open_tcp_store(address, port), _HANDSHAKE)
-        except RendezvousTimeoutError as exc:
+    def _refused(self, exc: RefusedError, address: str, here: Sequence[str]) -> PreflightError:
+        """Return the error for what answers at the endpoint, but not as a launcher of this job."""
+        port, own = self._endpoint.port, socket.gethostname()
+        if exc.refusal == "other-program":
             place = str(self._endpoint)
             place += f" ({address})" if address != self._endpoint.host else ""
-            what = f"the program that {socket.gethostname()} reached at {place} is not a launcher."
+            what = f"the program that {own} reached at {place} is not a launcher: {exc}."
             holder = "this host" if address in here else self._endpoint.host
             cause = f"another program is using port {port} on {holder}."
             look = COMMANDS["DS-PORT-taken"][0].format(port=port)
             fix = f"{ADVICE['DS-PORT-taken'][1]} On that host, this shows it:  {look}"
-            raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="port") from exc
+            return PreflightError(Explanation(what, cause=cause, fix=fix), kind="port")
+        what = f"{own} cannot join the job at {self}: "
+        if exc.refusal == "version":
+            what += f"another version of ddpsafe serves it ({exc})."
+            cause = "the nodes have different installations."
+            fix = "install the same version of ddpsafe on every node."
+        else:
+            what += "it does not have this job's secret and id."
+            cause = "the nodes have different job secrets or ids, or another job uses the same endpoint."
+            fix = (
+                f"give every node the same {JOB_SECRET}, secret_file and --rdzv-id, and every job its "
+                "own endpoint."
+            )
+        return PreflightError(Explanation(what, cause=cause, fix=fix), kind="config")
 
     def lost(self, why: str, deadline: Deadline) -> RendezvousTimeoutError:
         """Return the error for an endpoint that does not answer, or no longer does."""
         here, waited_s = socket.gethostname(), deadline.waited_s()
-        what = (
-            f"{here} found no store of this job at {self._endpoint} within {waited_s:.1f} s: {why}."
-        )
+        what = f"{here} found no launcher of this job at {self._endpoint} within {waited_s:.1f} s: {why}."
         cause = "the launcher on the host of the endpoint has not started, or has ended."
-        if self.store is not None:
-            what = f"{here} has lost the store of this job at {self._endpoint}: {why}."
+        if self._has_met:
+            what = f"{here} has lost the launcher of node 0 at {self._endpoint}: {why}."
             cause = "the launcher of node 0 has ended, or its host has lost power or network."
         host, port = self._host, self._endpoint.port
         fix = f"check the log of that node; then, on {here}:  nc -vz {host} {port}"
@@ -554,16 +536,24 @@ class JobEndpoint:
 
 
 @contextlib.contextmanager
-def rank_store(address: str) -> Iterator[int]:
+def rank_store(address: str, ports: str | None = None) -> Iterator[int]:
     """Serve a fresh store for the ranks of one round, at one address; yield its port."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listening = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+    listening = listen_at(address, ports)
     port = int(listening.getsockname()[1])
     store = open_tcp_store(address, port, listening=listening)
     try:
         yield port
     finally:
         del store  # torch closes the port with the last reference
+
+
+def listen_at(address: str, ports: str | None) -> socket.socket:
+    """Listen at one address, on a free port of a range, or on any if there is none."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return bind_in(
+        ports,
+        lambda port: socket.create_server((address, port), family=family, backlog=_BACKLOG),
+    )
 
 
 def key_of(config: LaunchConfig) -> bytes:
@@ -577,6 +567,10 @@ def key_of(config: LaunchConfig) -> bytes:
         return key_of_secret(secret)
     facts = (str(config.rendezvous.endpoint), config.rendezvous.id or "")
     return hashlib.sha256("\0".join(("derived", *facts)).encode()).digest()
+
+
+def _close_channel(channel: Channel[Any, Any]) -> None:
+    channel.close()
 
 
 def _without_loopback(addresses: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -47,6 +48,8 @@ from ddpsafe._secrets import JOB_SECRET
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from ddpsafe._job.channel import Channel
 
 needs_hosts = pytest.mark.root
 
@@ -177,7 +180,7 @@ def _disagreements(said: list[dict[str, Any]], _: list[str]) -> None:
 def _refusals(said: list[dict[str, Any]], errors: list[str]) -> None:
     """The refused node ends, and the job of the others continues."""
     (sender,) = _require(
-        said, (1,), "another secret", "PreflightError", "is not signed with this job's secret"
+        said, (1,), "another secret", "PreflightError", "does not have this job's secret and id"
     )
     require_in_time(sender["at"] - sender["began"], 5.0, "another secret")
     assert said[0]["another secret"]["values"] == {"0": 0}
@@ -247,7 +250,7 @@ def test_the_endpoint_may_resolve_to_loopback_only_on_its_own_host(tmp_path: Pat
     def hosts_file(network: Network, index: int) -> str:
         return names_as_debian(network, 0 if index == 2 else index)
 
-    two = {"nnodes": 2}
+    two = {"nnodes": 2, "rendezvous": {"id": "two may be on one host"}}
     case = Case(name="own name", fields=two)
     copy = Case(name="a copy", fields=two)
     again = replace(case, fields={**two, "run_dir": str(tmp_path / "again")})
@@ -372,7 +375,7 @@ def test_a_launcher_that_leaves_while_it_waits_frees_its_place(
     own_network: Network, tmp_path: Path, how: str
 ) -> None:
     """Started again, it joins, and no node is one too many."""
-    case = Case(name="job", fields={"nnodes": 3})
+    case = Case(name="job", fields={"nnodes": 3, "rendezvous": {"id": "two may be on one host"}})
     leaving = replace(case, leaves={1: "waiting"})
     again = replace(case, fields={**case.fields, "run_dir": str(tmp_path / "again")})
 
@@ -492,6 +495,7 @@ def test_what_fails_on_a_node_before_it_joins_is_told_to_node_0(
 def facts(**changes: Any) -> NodeFacts:
     """Return a node with default facts except for these settings."""
     settings = {"nnodes": "2", "backend": "gloo", "torch": "2.13.0", "Python": "3.11", "seed": "1"}
+    settings["the name of the script"] = "train.py"
     rank, launcher = changes.pop("node_rank", None), changes.pop("launcher", "")
     return NodeFacts(
         hostname=changes.pop("hostname", "h1"),
@@ -508,6 +512,10 @@ DISAGREEMENTS: Final = [
     ({"torch": "2.6.0"}, "torch: 2.13.0 on node 0 (h0), 2.6.0 on node 1 (h1)"),
     ({"backend": "nccl"}, "backend: gloo on node 0 (h0), nccl on node 1 (h1)"),
     ({"Python": "3.12"}, "Python: 3.11 on node 0 (h0), 3.12 on node 1 (h1)"),
+    (
+        {"the name of the script": "eval.py"},
+        "the name of the script: train.py on node 0 (h0), eval.py on node 1 (h1)",
+    ),
     ({"node_rank": 0}, "two nodes have node rank 0: h0 (10.0.0.2) and h1 (10.0.0.2)"),
     ({"seed": "2", "node_rank": 3}, "seed: 1 on node 0 (h0), 2 on node 3 (h1)"),
 ]
@@ -563,7 +571,7 @@ def node(held_port: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     config = LaunchConfig(
         nnodes=2, nproc_per_node=1, backend="gloo", rendezvous={"endpoint": f"h0:{port}"}
     )
-    monkeypatch.setattr(endpoint_module, "_CONNECT_S", 0.5)
+    monkeypatch.setattr(endpoint_module, "_FIND_S", 0.5)
     with open_inbox() as inbox:
         opened = NodeRendezvous(config, inbox)
         opened.endpoint._host = opened.endpoint.address = LOCAL
@@ -577,9 +585,7 @@ def endpoint(node: NodeRendezvous) -> JobEndpoint:
     return node.endpoint
 
 
-def serve_or_find(
-    endpoint: JobEndpoint, limit_s: float, *, bound: str | None = LOCAL
-) -> str | None:
+def serve_or_find(endpoint: JobEndpoint, limit_s: float, *, bound: str | None = LOCAL) -> Channel:
     """Serve the endpoint, or find the node that does."""
     limit = Deadline.after(timedelta(seconds=limit_s))
     return endpoint._serve_or_find(limit, [LOCAL], bound, [LOCAL])
@@ -613,8 +619,8 @@ def test_the_endpoint_is_served_as_soon_as_its_port_is_free(
 ) -> None:
     """The program that held the port exits during the wait."""
     threading.Timer(0.3, held_port.close).start()
-    assert serve_or_find(endpoint, 20) is None
-    assert endpoint.store is not None
+    serve_or_find(endpoint, 20).close()
+    assert endpoint.serves
 
 
 def test_the_port_of_the_endpoint_is_free_without_a_garbage_collection(
@@ -627,8 +633,8 @@ def test_the_port_of_the_endpoint_is_free_without_a_garbage_collection(
     held_port.close()
     gc.disable()
     try:
-        assert serve_or_find(node.endpoint, 20) is None
-        node._handler = node._make_handler()
+        node._channel = serve_or_find(node.endpoint, 20)
+        node._meet()
         with pytest.raises(OSError, match="in use"):
             socket.create_server(address)
         node.close()
@@ -655,32 +661,30 @@ def open_two(stack: contextlib.ExitStack, *ports: int, **meets: float) -> list[N
     return nodes
 
 
-def test_a_store_that_always_fails_ends_the_wait_for_a_round(
+def test_what_torchs_rendezvous_raises_ends_the_wait_for_a_round(
     held_port: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the limit of the wait, although node 0 can be reached: its store is connected to again until then."""
+    """At once, and with its text, although node 0 can be reached."""
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
     monkeypatch.setenv(JOB_SECRET, "x" * 64)
     port = held_port.getsockname()[1]
     held_port.close()
-    tries: list[int] = []
 
-    def fail() -> None:
-        tries.append(1)
+    def fail(_: object) -> None:
         raise RuntimeError("it is out of order")
 
+    monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", fail)
     with contextlib.ExitStack() as stack:
-        nodes = open_two(stack, port, port, join=3)
-        nodes[1]._handler = nodes[1]._make_handler()
-        monkeypatch.setattr(nodes[1]._handler, "next_rendezvous", fail)
+        nodes = open_two(stack, port, port)
         with pytest.raises(RendezvousTimeoutError, match="it is out of order"):
             nodes[1].join()
-    assert len(tries) > 1
 
 
-def test_a_node_whose_store_resets_the_connection_has_not_come_too_late(
+def test_a_node_whose_connection_is_reset_while_it_waits_takes_part(
     held_port: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It connects again within milliseconds, while torch still remembers the store as closed."""
+    """What it asked node 0 is answered over the next connection."""
     monkeypatch.setenv(JOB_SECRET, "x" * 64)
     port = held_port.getsockname()[1]
     held_port.close()
@@ -689,17 +693,14 @@ def test_a_node_whose_store_resets_the_connection_has_not_come_too_late(
         wire = stack.enter_context(contextlib.closing(Wire(port)))
         nodes = open_two(stack, port, wire.port)
         joining = BoundedCall(nodes[1].join, name="join")
-        scripts.wait_until(nodes[1]._present)
+        lobby = nodes[0].lobby
         for _ in range(3):
-            stores = nodes[1].endpoint.store
+            scripts.wait_until(lambda: lobby.look() or (lobby.nodes and not lobby.channel.away()))
             wire.cut()
-            scripts.wait_until(
-                lambda before=stores: (
-                    joining.wait(0) or nodes[1].endpoint.store not in (None, before)
-                )
-            )
+            scripts.wait_until(lambda: joining.wait(0) or lobby.channel.away())
         assert not joining.wait(0), joining.result()
-        first = nodes[0].join()
+        launchers = nodes[0].join()
+        assert launchers == tuple(node.facts.launcher for node in nodes)
         both = tuple(node.facts for node in nodes)
         nodes[0].lobby.plan(
             RoundPlan(
@@ -707,11 +708,35 @@ def test_a_node_whose_store_resets_the_connection_has_not_come_too_late(
             )
         )
         assert joining.wait(scripts.LIMIT_S)
-        joined = joining.result()
-    assert first is not None
-    assert joined is not None
-    assert (first.node_rank, joined.node_rank) == (0, 1)
-    assert first.launchers == joined.launchers
+        assert joining.result() == ()
+
+
+def test_an_earlier_join_of_a_launcher_does_not_take_a_place(
+    held_port: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 0 gives a round up while another node's handler sleeps: the node joins with another one."""
+    monkeypatch.setenv(JOB_SECRET, "x" * 64)
+    port = held_port.getsockname()[1]
+    held_port.close()
+    with contextlib.ExitStack() as stack:
+        nodes = open_two(stack, port, port)
+        for _ in range(3):
+            joining = BoundedCall(nodes[1].join, name="join")
+            launchers = nodes[0].join()
+            assert launchers == tuple(node.facts.launcher for node in nodes)
+            nodes[0].meet_again()
+            nodes[0].lobby.plan(
+                RoundPlan(
+                    round_id="1",
+                    attempt=1,
+                    nodes=tuple(node.facts for node in nodes),
+                    store_port=1,
+                    master_port=1,
+                )
+            )
+            assert joining.wait(scripts.LIMIT_S)
+            joining.result()
+            nodes[1].membership.leave_round()
 
 
 def test_a_program_on_loopback_is_not_mistaken_for_the_endpoint_of_another_host(
@@ -768,10 +793,9 @@ def test_a_node_with_an_endpoint_on_loopback_logs_its_address_if_that_is_ambiguo
         backend="gloo",
         rendezvous={"endpoint": "h0:29400"},
     )
-    opened = JobEndpoint(config, lambda: None)
+    channel: Any = SimpleNamespace()
+    opened = JobEndpoint(config, lambda: None, listen=lambda *_: channel, dial=lambda *_: channel)
     monkeypatch.setattr(opened, "_resolve", lambda _: ["127.0.1.1"])
     monkeypatch.setattr(opened, "_own_address", lambda *_: "10.0.0.1")
-    monkeypatch.setattr(opened, "_serve_or_find", lambda *_: "10.0.0.1" if node_rank else None)
-    monkeypatch.setattr(opened, "_connect", lambda *_: None)
     opened.open()
     assert ("so node 0 listens at 10.0.0.1" in caplog.text) is says

@@ -11,9 +11,9 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from hypothesis import given
@@ -48,7 +48,6 @@ from ddpsafe._launcher.nodes.node_messages import (
 )
 from ddpsafe._launcher.nodes.node_zero import OtherNodes
 from ddpsafe._launcher.nodes.other_node import Participant
-from ddpsafe._launcher.nodes.torchs_rendezvous import _LocalTimes
 from ddpsafe._launcher.plan import make_plan
 from ddpsafe._launcher.watch.signals import Interrupted, SignalInbox, open_inbox
 from ddpsafe._wire.messages import Position, Whereabouts
@@ -187,33 +186,6 @@ def test_a_launcher_that_cannot_open_files_can_still_report_to_the_others() -> N
     )
     assert done.returncode == 0, done.stderr
     assert "could not: OSError" in done.stdout
-
-
-class NamedNode(NamedTuple):
-    """A node in a state of the rendezvous, with torch's attribute names."""
-
-    addr: str
-    pid: int
-
-
-def test_a_node_that_returns_under_its_old_name_and_pid_is_alive_again() -> None:
-    """As a container does; until then it is lost, whatever heartbeat it left behind."""
-    times = _LocalTimes(timedelta(seconds=1))
-    node = NamedNode("h1", 1)
-
-    def shown(second: int) -> bool:
-        """Return whether the node appears alive with this heartbeat in the store."""
-        beat = datetime(2020, 1, 1, 0, 0, second, tzinfo=timezone.utc)
-        state = SimpleNamespace(last_heartbeats={node: beat}, deadline=None)
-        found: datetime = next(iter(times.show(state).last_heartbeats.values()))
-        return datetime.now(timezone.utc) - found < timedelta(minutes=1)
-
-    assert shown(1)
-    times.forget(("h1", 1))
-    assert not shown(2)  # written before it died, and read only now
-    assert not shown(2)
-    assert shown(3)
-    assert shown(3)
 
 
 HERE: Final = "127.0.0.1"

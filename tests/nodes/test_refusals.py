@@ -25,7 +25,7 @@ from ddpsafe._errors import (
     RendezvousTimeoutError,
     describes,
 )
-from ddpsafe._job.channel import Channel, Hello
+from ddpsafe._job.channel import Channel, Hello, RefusedError
 from ddpsafe._launcher.nodes.lobby import Lobby, Membership
 from ddpsafe._launcher.nodes.node_messages import (
     CODEC,
@@ -91,7 +91,6 @@ class Job:
         )
         self.rendezvous: Any = NodeRendezvous(config, self.inbox)
         self.rendezvous.endpoint.serves = True
-        self.rendezvous.endpoint.store_below = lambda _: None
         self.lobby = self.rendezvous.lobby = Lobby(
             self.channel,
             NODES[0],
@@ -114,21 +113,28 @@ class Job:
     def dial(self, number: int, **changes: Any) -> Membership:
         """Connect as a node."""
         node = replace(NODES[number], **changes)
-        channel = Channel.dial(
-            (HERE, self.channel.port),
-            secret=SECRET,
-            scope="job",
-            codec=CODEC,
-            node=node.launcher,
-            hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
-            deadline=Deadline.after(timedelta(seconds=20)),
-        )
+        channel = self.open_channel(node.launcher)
         channel.send(Joining(node=node))
         self.others[len(self.others) + 1] = found = Membership(channel, NODES[0])
         self.lobby.wait_until(
             lambda: self.lobby.has_come_or_left(node.launcher), Deadline.after(None)
         )
         return found
+
+    def open_channel(
+        self, launcher: str, *, secret: bytes = SECRET, about: object = None
+    ) -> Channel[int, NodeMessage]:
+        """Dial node 0."""
+        return Channel.dial(
+            (HERE, self.channel.port),
+            secret=secret,
+            scope="job",
+            codec=CODEC,
+            node=launcher,
+            hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
+            deadline=Deadline.after(timedelta(seconds=20)),
+            about=about,
+        )
 
     def dial_both(self) -> None:
         """Connect nodes 1 and 2."""
@@ -273,15 +279,14 @@ def test_a_launcher_without_the_secret_is_the_likely_cause_of_a_missing_node(
     job: Job, hosts: tuple[str, ...], cause: str
 ) -> None:
     """The refused node is the one that is missing, not a node that never started."""
-    from torch.distributed import HashStore
-
-    job.rendezvous.endpoint.store = HashStore()
-    job.rendezvous._backend = SimpleNamespace(state=None)
     for host in hosts:
-        job.rendezvous.endpoint.put_plain("ddpsafe/refused", host)
-        job.rendezvous._warn_of_refused_names()
+        with pytest.raises(RefusedError):
+            job.open_channel("x", secret=b"another", about={"hostname": host})
+    wait_until(lambda: len(job.channel.refused) == len(hosts))
+    job.rendezvous._warn_of_refused_names()
+    job.rendezvous._join_by = Deadline.after(timedelta(0))
     with pytest.raises(RendezvousTimeoutError) as raised:
-        job.rendezvous._require_more_time(Deadline.after(timedelta(0)))
+        job.rendezvous._require_more_time()
     assert raised.value.explanation.cause == cause
 
 
@@ -295,7 +300,7 @@ class Follower:
 
     def fails(self, error: BaseException) -> Any:
         """Return what it ends with; ``None`` if it joins again."""
-        return self.launch._failed_to_begin(self.rendezvous, 1, error)
+        return self.launch._failed_to_begin(self.rendezvous, error)
 
 
 @pytest.fixture
@@ -374,6 +379,26 @@ def test_a_second_start_of_a_node_replaces_the_first(
     assert told is not None
     assert describes(told.error, ConfigError)
     assert not job.lobby.unable
+
+
+@pytest.mark.parametrize("of", [0, 1])
+def test_a_host_that_comes_twice_is_an_error_that_names_both(job: Job, of: int) -> None:
+    """As if two jobs used one endpoint; nobody knows which of them is meant."""
+    job.dial(1)
+    job.dial(2, hostname=f"h{of}", pid=77)
+    with pytest.raises(ConfigError, match=rf"h{of} \(.*\) comes twice to this job: pids 1 and 77"):
+        job.rendezvous._end_or_refuse()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"is_named": True}, {"address": "10.0.0.9"}, {"node_rank": 2}], ids=str
+)
+def test_a_host_may_come_twice_where_that_is_meant(job: Job, changes: dict[str, Any]) -> None:
+    """The job has an id, or node ranks were given; or the two only have the same name."""
+    job.dial(1, node_rank=1)
+    job.dial(2, **{"hostname": "h1", **changes})
+    assert not job.lobby.unable
+    assert list(job.lobby.nodes) == ["launcher 1", "launcher 2"]
 
 
 def test_two_hosts_with_one_node_rank_are_an_error(job: Job) -> None:

@@ -228,11 +228,11 @@ def test_a_replacement_that_cannot_reach_node_0_costs_no_attempt(
     assert third.end() == 0, third.err
     said = third.results()["two"]
     assert (said["error"], said["kind"]) == ("PreflightError", "startup-network"), said
-    assert "h2 reached no control channel of node 0" in said["text"]
+    assert "h2 reached no store of the ranks on node 0" in said["text"]
     own_network[0].run("nft", "flush", "ruleset")
     found = finish_job(own_network, [case], [first, start(2)], besides=[1])
     words = (
-        "h2 (10.77.0.3), which came to replace a node, is refused: h2 reached no control channel"
+        "h2 (10.77.0.3), which came to replace a node, is refused: h2 reached no store of the ranks"
     )
     assert words in first.err, first.err
     for (value,) in (each["two"]["values"].values() for each in found):

@@ -78,7 +78,7 @@ if __name__ == "__main__":
     path, port = sys.argv[1:]
     endpoint = f"{socket.gethostname()}:{port}"
     handle = ddpsafe.spawn(
-        wait_for, args=(path,), join=False, nnodes=2, rendezvous={"endpoint": endpoint}
+        wait_for, args=(path,), join=False, nnodes=2, rendezvous={"endpoint": endpoint, "id": "one host"}
     )
     print(len(handle.pids()), len(handle.processes))
     Path(path).touch()

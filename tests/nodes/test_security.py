@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import json
 import os
 import pickle
+import signal
 import socket
 import struct
 import subprocess
@@ -20,7 +22,7 @@ import scripts
 from nodes_kit import Case, finish_job, start_job
 
 from ddpsafe._clock import Deadline
-from ddpsafe._host import open_tcp_store
+from ddpsafe._job import channel as channel_module
 from ddpsafe._job.channel import (
     Alive,
     Channel,
@@ -30,17 +32,21 @@ from ddpsafe._job.channel import (
     RefusedError,
 )
 from ddpsafe._job.secret import Signer
+from ddpsafe._launcher.nodes import torchs_rendezvous
 from ddpsafe._launcher.nodes.node_messages import (
     CODEC,
+    Answered,
+    Ask,
     LetRanksExit,
     NodeFacts,
     RankReport,
+    Warned,
     error_of,
     rank_report,
     read_rank_report,
     round_result_of,
 )
-from ddpsafe._launcher.nodes.torchs_rendezvous import make_signed_backend
+from ddpsafe._launcher.nodes.torchs_rendezvous import SharedState
 from ddpsafe._wire.messages import Position, Raised, Returned
 
 if TYPE_CHECKING:
@@ -150,10 +156,10 @@ def test_node_0_tells_a_node_of_another_version(channel: Channel) -> None:
         (b"SSH-2.0-OpenSSH_9.6\n", "other-program"),
         (b"", "other-program"),
         (b"x" * 100_000, "other-program"),
-        (b"ddpsafe-3 nonce another-scope\n", "other-program"),
-        (b"ddpsafe-3 nonce round\nrefused secret\n", "secret"),
-        (b"ddpsafe-3 nonce round\nrefused \xff\n", "secret"),
-        (b"ddpsafe-3 nonce round\n" + b"0" * 64 + b" 0\n", "secret"),
+        (b"ddpsafe-4 nonce another-scope\n", "other-program"),
+        (b"ddpsafe-4 nonce round\nrefused secret\n", "secret"),
+        (b"ddpsafe-4 nonce round\nrefused \xff\n", "secret"),
+        (b"ddpsafe-4 nonce round\n" + b"0" * 64 + b" 0\n", "secret"),
     ],
     ids=lambda each: str(each[:24]),
 )
@@ -177,12 +183,128 @@ def test_a_node_knows_why_what_answers_is_not_node_0(said: bytes, refusal: str) 
         listening.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.parametrize(
+    "letter", ["x", "\N{CJK UNIFIED IDEOGRAPH-4E2D}", "\N{SLIGHTLY SMILING FACE}", "\udc80"]
+)
+def test_a_message_of_any_size_arrives(channel: Channel, letter: str) -> None:
+    """In both directions and in order, whatever script its text is in: it comes in pieces."""
+    node = dial(channel)
+    assert read_events(channel, 1) == [(1, HELLO)]
+    for size in (1, channel_module._PIECE_BYTES, 20 << 20):
+        message = Warned(text=letter * (size // len(json.dumps(letter)) + 1))
+        node.send(message)
+        node.send(LetRanksExit())
+        assert read_events(channel, 2) == [(1, message), (1, LetRanksExit())]
+        channel.send(message)
+        assert read_events(node, 1) == [(0, message)]
+    node.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        (b"\x00\xce\xf7\x85\x3c", "a client of torch's TCPStore, such as torchrun"),
+        (b"GET / HTTP/1.1\r\nHost: h0\r\n\r\n", "an HTTP client"),
+        (b"\x16\x03\x01\x02\x00", "a TLS client"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "an SSH client"),
+        (b"", "a port scanner or a health check: it sent nothing"),
+        (b"hello\n", "a program that does not speak ddpsafe's protocol"),
+    ],
+)
+def test_another_program_at_the_endpoint_is_named_once(
+    said: bytes, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With its address and what it seems to be; it is closed, and the nodes of the job stay."""
+    channel = Channel.listen(
+        "127.0.0.1", secret=b"secret", scope="round", codec=CODEC, nnodes=3, warns=True
+    )
+    with contextlib.closing(channel), contextlib.closing(dial(channel)):
+        for _ in range(3):
+            with socket.create_connection(
+                ("127.0.0.1", channel.port), 5, source_address=("127.0.0.9", 0)
+            ) as sender:
+                sender.sendall(said)
+                sender.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(ConnectionError):
+                    while sender.recv(4096):
+                        pass
+        assert channel.connected() == {1}
+    assert caplog.text.count("is no node of it") == 1
+    assert (
+        f"a program on 127.0.0.9 reached the endpoint of this job, port {channel_port(caplog)}"
+        in caplog.text
+    )
+    assert kind in caplog.text
+
+
+def channel_port(caplog: pytest.LogCaptureFixture) -> str:
+    """Return the port that the warning names."""
+    return caplog.text.partition(", port ")[2].partition(",")[0]
+
+
+def test_torchs_own_client_is_recognized(caplog: pytest.LogCaptureFixture) -> None:
+    """This is what torchrun does if its endpoint is that of a job of ddpsafe."""
+    from torch.distributed import TCPStore
+
+    channel = Channel.listen(
+        "127.0.0.1", secret=b"secret", scope="round", codec=CODEC, nnodes=3, warns=True
+    )
+    with contextlib.closing(channel):
+        with pytest.raises(RuntimeError):
+            TCPStore(
+                "127.0.0.1", channel.port, timeout=timedelta(seconds=3), wait_for_workers=False
+            )
+        scripts.wait_until(lambda: "a client of torch's TCPStore" in caplog.text)
+
+
+STOPPED: Final = """
+import sys, time
+from datetime import timedelta
+from ddpsafe._clock import Deadline
+from ddpsafe._job.channel import Channel, Hello
+from ddpsafe._launcher.nodes.node_messages import CODEC, Warned
+
+channel = Channel.dial(("127.0.0.1", int(sys.argv[1])), secret=b"secret", scope="round", codec=CODEC, node=1,
+    hello=lambda: Hello(mono_ns=1, wall_ns=1), deadline=Deadline.after(timedelta(seconds=20)))
+heard = 0
+while heard < 40:
+    heard += sum(isinstance(event, Warned) for _, event in channel.events())
+    time.sleep(0.01)
+channel.close()
+"""
+
+
+@pytest.mark.parametrize("bytes_each", [10, 1 << 20])
+def test_a_stopped_reader_is_not_a_host_that_does_not_answer(
+    channel: Channel, bytes_each: int
+) -> None:
+    """Whatever waits for it: its kernel answers that its buffer is full. It gets all of that later."""
+    reader = subprocess.Popen([sys.executable, "-c", STOPPED, str(channel.port)])
+    try:
+        assert read_events(channel, 1)[0][0] == 1
+        reader.send_signal(signal.SIGSTOP)
+        for _ in range(40):
+            channel.send(Warned(text="x" * bytes_each))
+        (connection,) = channel._connections()
+        beats = 2 * channel_module.LOSS_S / channel_module.BEAT_S
+        scripts.wait_until(lambda: connection.unanswered > beats or channel.away())
+        assert not channel.away()
+        reader.send_signal(signal.SIGCONT)
+        (_, lost) = read_events(channel, 1)[0]
+        assert isinstance(lost, Lost)
+        assert lost.how == "goodbye"
+        assert reader.wait(scripts.LIMIT_S) == 0
+    finally:
+        reader.kill()
+        reader.wait()
+
+
 @pytest.mark.parametrize("times", [0, 1])
 def test_a_line_that_a_node_has_not_sent_ends_its_connection(channel: Channel, times: int) -> None:
     """Each is signed for one connection and its number in that, so none can be added or repeated."""
     with contextlib.closing(dial(channel)) as node:
         read_events(channel, 1)
-        line = CODEC.pack(LetRanksExit())
+        line = b"." + CODEC.pack(LetRanksExit()) + b"\n"
         with node._lock:  # its thread signs the beats, and sends them in the same order
             connection = node._peers[0].connection
             assert connection is not None
@@ -206,7 +328,7 @@ def test_a_node_rank_is_accepted_once(channel: Channel) -> None:
 
 def greeting_with(name: str, value: object) -> bytes:
     """Return a greeting that has every field; one is not what a node sends."""
-    usual = {"version": "ddpsafe-3", "node": 1, "challenge": "x", "received": 0, "token": "x"}
+    usual = {"version": "ddpsafe-4", "node": 1, "challenge": "x", "received": 0, "token": "x"}
     return json.dumps({**usual, "proof": "0" * 64, "about": None, name: value}).encode() + b"\n"
 
 
@@ -306,7 +428,7 @@ def test_a_launcher_without_descriptors_waits_without_using_cpu() -> None:
     )
     spent_s, said = done.stdout.split()
     assert float(spent_s) < 1, done.stderr
-    assert said == "ddpsafe-3"
+    assert said == "ddpsafe-4"
 
 
 @pytest.mark.parametrize(
@@ -343,52 +465,107 @@ def test_no_pickle_of_a_rank_crosses_the_network() -> None:
         assert read.position == at
 
 
-def test_a_state_of_the_rendezvous_is_checked_before_it_is_unpickled(tmp_path: Path) -> None:
-    """An unknown sender's pickle in the store is a rendezvous error; torch alone would run it."""
-    from torch.distributed.elastic.rendezvous import RendezvousStateError
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
-
-    listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
-    server = open_tcp_store("127.0.0.1", port, listening=listening)
-    mark = tmp_path / "mark"
-    evil = pickle.dumps(Evil(mark))
-    signer = Signer(b"secret", "job")
-    backend = make_signed_backend(server, "job", signer)
-    assert backend.set_state(pickle.dumps(_RendezvousState()))[2]
-    for state in (evil, Signer(b"another", "job").sign("state", evil), signer.sign("state", evil)):
-        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
-            C10dRendezvousBackend,
-        )
-
-        sender = C10dRendezvousBackend(server, "job")
-        token = sender.get_state()[1]
-        assert sender.set_state(state, token)[2]
-        with pytest.raises(RendezvousStateError):
-            backend.get_state()
-    assert not mark.exists()
+def shared_state(*away: str) -> SharedState:
+    """Return the state at node 0, for which all other launchers are there."""
+    return SharedState("a", timedelta(seconds=10), lambda those: set(those).difference(away))
 
 
-def test_the_signed_backend_can_load_every_state_of_this_torch() -> None:
-    """Every class of a state is on the list of those that may be unpickled."""
+def asked(shared: SharedState, launcher: str, **question: Any) -> Answered | None:
+    """Return the answer of node 0; ``None`` if it has to wait."""
+    answers: list[Answered] = []
+    shared.take(launcher, Ask(number=1, **question), answers.append)
+    return answers[0] if answers else None
+
+
+def state_of(*launchers: str, **fields: Any) -> str:
+    """Return a state in which these launchers have joined, as a node sends it."""
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
         _NodeDesc,
         _RendezvousState,
     )
 
-    listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
-    server = open_tcp_store("127.0.0.1", port, listening=listening)
     state = _RendezvousState()
-    state.participants[_NodeDesc("000000 host", 1, 0)] = 0
-    state.wait_list.add(_NodeDesc("000001 host", 2, 0))
-    import datetime as dt
+    for number, launcher in enumerate(launchers):
+        node = _NodeDesc(f"00000{number}\thost\taddress\t{launcher}", 1, number)
+        state.participants[node] = number
+        state.last_heartbeats[node] = dt.datetime.now(dt.timezone.utc)
+    state.wait_list.add(_NodeDesc("000009 host", 2, 0))
+    vars(state).update(fields)
+    return torchs_rendezvous._dump(state)
 
-    state.last_heartbeats[_NodeDesc("000000 host", 1, 0)] = dt.datetime.now(dt.timezone.utc)
-    state.deadline = dt.datetime.now(dt.timezone.utc)
-    backend = make_signed_backend(server, "job", Signer(b"secret", "job"))
-    backend.set_state(pickle.dumps(state))
-    assert pickle.loads(backend.get_state()[0]).round == state.round
+
+def test_a_state_of_the_rendezvous_is_checked_before_it_is_unpickled(tmp_path: Path) -> None:
+    """Not even a node of the job can have another one run code; torch alone would."""
+    mark = tmp_path / "mark"
+    shared = shared_state()
+    for text in (torchs_rendezvous._dump(Evil(mark)), "no base 85 \x00", ""):
+        found = asked(shared, "a", value=text)
+        assert found is not None
+        assert (found.value, found.has_set) == (None, False)
+    assert not mark.exists()
+
+
+def test_every_state_of_this_torch_can_be_loaded() -> None:
+    """Every class of a state is on the list of those that may be unpickled."""
+    found = asked(
+        shared_state(), "a", value=state_of("a", deadline=dt.datetime.now(dt.timezone.utc))
+    )
+    assert found is not None
+    assert found.has_set
+    assert found.value is not None
+    assert len(torchs_rendezvous._load(found.value).participants) == 1
+    assert found.left_s == pytest.approx(10, abs=5)
+
+
+def test_a_state_is_set_only_by_who_knows_the_last_one() -> None:
+    """As torch's interface says: else two nodes that join at once would overwrite each other."""
+    shared = shared_state()
+    first = asked(shared, "a", value=state_of("a"))
+    assert first is not None
+    for token in (None, (first.token or 0) - 1, (first.token or 0) + 1):
+        late = asked(shared, "b", value=state_of("b"), token=token)
+        assert late is not None
+        assert (late.has_set, late.token, late.value) == (False, first.token, first.value)
+    known = asked(shared, "b", token=first.token)
+    assert known is not None
+    assert (known.token, known.value) == (first.token, None)  # it does not travel again
+    both = asked(shared, "b", value=state_of("a", "b", complete=True), token=first.token)
+    assert both is not None
+    assert both.has_set
+    assert shared.complete_round() == ("a", "b")
+    shared.restart()
+    stale = asked(shared, "a", value=state_of("a", "b"), token=both.token)
+    assert stale is not None
+    assert (stale.has_set, stale.token) == (False, None)
+
+
+def test_the_others_wait_until_node_0_has_joined() -> None:
+    """Else a spare and the others could complete a round without it."""
+    shared = shared_state()
+    answers: list[Answered] = []
+    shared.take("b", Ask(number=7), answers.append)
+    assert not answers
+    asked(shared, "a", value=state_of("a"))
+    assert [answer.number for answer in answers] == [7]
+    assert answers[0].value is not None
+
+
+def test_a_node_that_cannot_be_reached_does_not_count() -> None:
+    """It counts again once it is back; of a launcher that joined twice the last time counts."""
+    away: set[str] = set()
+    shared = SharedState("a", timedelta(seconds=10), lambda those: set(those) - away)
+    asked(shared, "a", value=state_of("a", "b", "b"))
+    assert len(shared.arrivals().labels) == 2
+    token = (asked(shared, "a") or Answered(number=0)).token
+    away.add("b")
+    told = asked(shared, "a", token=token)
+    assert told is not None
+    assert told.value is not None  # who knows the state is told
+    beats = torchs_rendezvous._load(told.value).last_heartbeats.values()
+    assert sorted(str(beat)[:4] for beat in beats) == ["2000", "2000", "None"]
+    assert len(shared.arrivals().labels) == 1
+    away.clear()
+    assert len(shared.arrivals().labels) == 2
 
 
 def test_a_signature_is_valid_for_one_key_of_one_job() -> None:
@@ -505,7 +682,7 @@ def test_a_job_ignores_whatever_an_unknown_host_sends_to_its_launchers(
         listening = listening_of(launcher.pid)
         address = network[node].address()
         assert {each for each, _ in listening} <= {address}, "bound to one address"
-        assert node == 1 or len(listening) >= 3, "endpoint, control channel and store of the ranks"
+        assert node == 1 or len(listening) >= 2, "the endpoint and the store of the ranks"
         ports = [port for _, port in listening]
         command = [sys.executable, "-c", UNKNOWN_SENDER, address, json.dumps(ports), str(mark)]
         sender = network[2].start(command)

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+SCRIPT: Final = "the name of the script"
+"""A setting: two jobs with one endpoint mostly differ in it."""
+
 _MAX_DIFFERENCES: Final = 8
 _MAX_VALUE: Final = 200
 
@@ -47,7 +50,7 @@ class Lobby:
     Args:
         channel: The control channel; the other nodes are known by their launchers.
         own: This node.
-        forget: Called with a node that has left: the next round begins without it.
+        forget: Called with a node that has left, or is refused: the next round begins without it.
         check: Called again and again while one waits; what it raises ends the wait.
 
     Attributes:
@@ -123,7 +126,9 @@ class Lobby:
             if event.round_id == self._round_id:
                 self.ready.add(launcher)
         elif isinstance(event, (Away, Back)) and launcher not in self.ready:
-            self._note_outage(launcher, event)
+            # Until it is back, torch's rendezvous does not count it.
+            if launcher in self.nodes:
+                _warn_of_outage(self.nodes[launcher], event)
         elif isinstance(event, Lost):
             self.losses[launcher] = event
             self.drop(launcher)
@@ -167,10 +172,9 @@ class Lobby:
 
     def send(self, message: NodeMessage, launchers: Collection[str] | None = None) -> None:
         """Send to some launchers, or to all of them."""
-        if launchers is None:
-            self.channel.send(message)
-        for launcher in launchers or ():
-            self.channel.send(message, to=launcher)
+        self.channel.send(
+            message, to=launchers
+        )  # packed once: the plan of a large job takes milliseconds
 
     def refuse(self, launcher: str, error: DDPSafeError | Interrupted) -> None:
         """Let one launcher end with an error, and the job go on without it."""
@@ -185,34 +189,36 @@ class Lobby:
 
     def _admit(self, launcher: str, node: NodeFacts) -> None:
         """Take in a new node; one that was started again on its host replaces its predecessor."""
-        for other in [*self.nodes.values()]:
-            is_same = node.node_rank is not None and other.node_rank == node.node_rank
-            if not is_same or other.launcher in self.settled or self._round_id:
-                continue
-            if other.hostname == node.hostname:
+        known = [self._own, *self.nodes.values()]
+        for other in known:
+            is_waiting = other.launcher not in self.settled and not self._round_id
+            is_same_rank = node.node_rank is not None and other.node_rank == node.node_rank
+            if is_same_rank and is_waiting and other is not self._own:
+                if not other.is_on_host_of(node):
+                    self._object(launcher, node, same_rank(other, node))
+                    continue
                 what = f"node rank {node.node_rank} was started again on {node.hostname}."
                 cause = "the command ran twice; the second start replaces this one."
                 error = ConfigError(Explanation(what, cause=cause, fix="start it once."))
                 logger.warning("%s: the second start replaces the first", what.rstrip("."))
                 self.send(round_result_of(error, is_final=True), [other.launcher])
                 self.drop(other.launcher)
-            else:
-                self.unable[launcher] = CannotTakePart(
-                    node=node, result=round_result_of(_same_rank(other, node), is_final=True)
-                )
+            elif self._comes_twice(node, other):
+                self._object(launcher, node, _same_host(other, node))
         self.nodes[launcher] = node
         if self._running is not None:
             self.send(self._running, [launcher])
         warn_of_differences(self._own, node)
 
-    def _note_outage(self, launcher: str, event: Away | Back) -> None:
-        """Free the place of a host that does not answer."""
-        node = self.nodes.get(launcher)
-        if node is None:
-            return
-        _warn_of_outage(node, event)
-        if isinstance(event, Away):
-            self._forget(node)  # once it is back, torch's rendezvous takes it in again
+    def _comes_twice(self, node: NodeFacts, other: NodeFacts) -> bool:
+        """Return whether two launchers of one host meet that are hardly meant to be in one job."""
+        is_meant = node.is_named or None not in (node.node_rank, other.node_rank)
+        is_away = other.launcher in self.channel.away()  # the host has started again
+        return not (is_meant or is_away or self._running) and other.is_on_host_of(node)
+
+    def _object(self, launcher: str, node: NodeFacts, error: ConfigError) -> None:
+        result = round_result_of(error, is_final=True)
+        self.unable[launcher] = CannotTakePart(node=node, result=result)
 
 
 class RoundChannel:
@@ -333,10 +339,25 @@ def _warn_of_outage(node: NodeFacts, event: Away | Back) -> None:
     logger.warning("%s %s", node, what, extra=facts)
 
 
-def _same_rank(first: NodeFacts, second: NodeFacts) -> ConfigError:
+def same_rank(
+    first: NodeFacts,
+    second: NodeFacts,
+    cause: str = "the same --node-rank, or DDPSAFE_NODE_RANK, was given to both.",
+) -> ConfigError:
+    """Return the error for two nodes with one node rank."""
     what = f"two nodes have node rank {first.node_rank}: {first} and {second}."
-    cause = "the same --node-rank, or DDPSAFE_NODE_RANK, was given to both."
     fix = "give each node its own rank, or give none to any: the order does not matter."
+    return ConfigError(Explanation(what, cause=cause, fix=fix))
+
+
+def _same_host(first: NodeFacts, second: NodeFacts) -> ConfigError:
+    pids = f"pids {first.pid} and {second.pid}"
+    what = f"{second} comes twice to this job: {pids}."
+    cause = "the command ran twice there, or two jobs use the same endpoint."
+    fix = (
+        "start it once on each host, and give every job its own endpoint or --rdzv-id; if two nodes on one "
+        "host are meant, give each its --node-rank."
+    )
     return ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
@@ -351,15 +372,21 @@ def require_same_settings(first: NodeFacts, other: NodeFacts) -> None:
         f"{name}: {first.settings.get(name)} on node 0 ({first.hostname}), "
         f"{other.settings[name]} on node {number} ({other.hostname})"
         for name in other.settings
-        if other.settings[name] != first.settings.get(name)
+        if other.settings[name] != first.settings.get(name, other.settings[name])
     ]
     if lines:
         what = f"the nodes of this job do not agree: {lines[0]}."
         fix = "give every node the same arguments, variables, configuration file and versions."
         cause = "another command, pyproject.toml, DDPSAFE_* variable or installation on one node."
+        if lines[0].startswith(SCRIPT):
+            cause = "two jobs use the same endpoint, or another command was given to one node."
+            fix = (
+                "give every job its own endpoint or --rdzv-id; nodes of one job with an id may run different "
+                "scripts."
+            )
         raise ConfigError(Explanation(what, cause=cause, fix=fix, details=lines[1:]))
     if other.node_rank == 0:
-        raise _same_rank(first, other)
+        raise same_rank(first, other)
 
 
 def warn_of_differences(first: NodeFacts, other: NodeFacts) -> None:

@@ -75,6 +75,7 @@ class NodeFacts:
         setup: What should be: the script, its arguments, and the variables of torch, gloo and NCCL.
         node_rank: The node rank that it was given, if any.
         launcher: A random id: a restarted container has the name and often the pid of its predecessor.
+        is_named: Whether its job has an id, or its endpoint is on each host itself: who comes is meant.
     """
 
     hostname: str
@@ -86,10 +87,15 @@ class NodeFacts:
     node_rank: int | None = None
     launcher: str = ""
     addresses: tuple[str, ...] = ()
+    is_named: bool = False
 
     def __str__(self) -> str:
         """Return its name for a message."""
         return f"{self.hostname} ({self.address})"
+
+    def is_on_host_of(self, other: NodeFacts) -> bool:
+        """Return whether two launchers run on one host, or in containers that cannot be told apart."""
+        return (self.hostname, self.address) == (other.hostname, other.address)
 
     def named(self, node_rank: int, *details: str) -> str:
         """Return its name for a message, as the node of that rank."""
@@ -97,16 +103,14 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ControlAddress:
-    """Where the control channel is, as node 0 publishes it at the endpoint.
+class Welcome:
+    """What node 0 sends each node first.
 
     Attributes:
         node: Node 0.
-        port: The port at its address.
     """
 
     node: NodeFacts
-    port: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +122,42 @@ class Joining:
     """
 
     node: NodeFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A node reads a value that node 0 keeps, or sets it.
+
+    Attributes:
+        number: Of this question; the answer has it, too.
+        key: The value; empty for the state of torch's rendezvous.
+        value: What to set it to; ``None`` to read it.
+        token: That of the state that the node knows. It is set only if that is still the last one.
+    """
+
+    number: int
+    key: str = ""
+    value: str | None = None
+    token: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """The value, after it was set.
+
+    Attributes:
+        number: Of the question.
+        value: The value; ``None`` if there is none, or if it is what the node knows already.
+        token: Of the state; ``None`` if there is none.
+        left_s: How long a round that has enough nodes waits for more; ``None`` if it does not.
+        has_set: Whether this question has set it.
+    """
+
+    number: int
+    value: str | None = None
+    token: int | None = None
+    left_s: float | None = None
+    has_set: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,10 +260,12 @@ class FolderCheck:
     Attributes:
         file: Name of a file that node 0 has written into each folder.
         folders: Where the ranks of earlier attempts kept checkpoints.
+        port: One of node 0 that it has to reach, as its ranks will have to reach their store.
     """
 
     file: str
     folders: tuple[str, ...]
+    port: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,9 +274,11 @@ class FoldersSeen:
 
     Attributes:
         missing: The folders without node 0's file in them.
+        unreached: Why the port cannot be reached, as a sentence; empty if it can.
     """
 
     missing: tuple[str, ...]
+    unreached: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -550,10 +594,13 @@ def error_of(result: RoundResult, **local: object) -> DDPSafeError | Interrupted
 NodeMessage: TypeAlias = (
     # Before a round, to node 0.
     Joining
+    | Ask
     | CannotTakePart
     | FoldersSeen
     | Ready
     # Before a round, from node 0.
+    | Welcome
+    | Answered
     | RunsWithout
     | FolderCheck
     | RoundPlan
@@ -604,7 +651,7 @@ _RANK_MESSAGES: Final[dict[str, Any]] = {
 def prepare() -> None:
     """Make all adapters now."""
     # pydantic imports modules for it, which fails once descriptors run out.
-    CODEC.prepare(*_RANK_MESSAGES.values(), ControlAddress)
+    CODEC.prepare(*_RANK_MESSAGES.values())
 
 
 def rank_report(rank: int, message: Message) -> RankReport:

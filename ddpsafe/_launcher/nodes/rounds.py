@@ -30,7 +30,8 @@ from ddpsafe._errors import (
 )
 from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._job.channel import Lost
-from ddpsafe._job.endpoint import rank_store
+from ddpsafe._job.endpoint import listen_at, rank_store, trouble_of
+from ddpsafe._launcher.nodes.lobby import SCRIPT
 from ddpsafe._launcher.nodes.node_messages import (
     FolderCheck,
     FoldersSeen,
@@ -58,8 +59,6 @@ from ddpsafe._wire.spec import StorePlace
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from torch.distributed import Store
-
     from ddpsafe._launcher.launch_parts import LaunchParts
     from ddpsafe._launcher.nodes.lobby import Lobby, Membership, RoundChannel
     from ddpsafe._launcher.plan import LaunchPlan
@@ -71,6 +70,7 @@ _REFUSAL_READ: Final = timedelta(seconds=3)
 _FILE_APPEARS: Final = timedelta(seconds=5)
 """Network file systems show a new file on another host after some seconds."""
 
+_CONNECT: Final = timedelta(seconds=4)
 _EXAMINATION_READ: Final = timedelta(seconds=10)
 _AGAIN_S: Final = 1.0
 
@@ -121,10 +121,9 @@ class NodeLaunch:
                 rendezvous = NodeRendezvous(
                     self._plan.config,
                     inbox,
-                    settings=settings_of(self._plan),
+                    settings=settings_of(self._plan, self._parts.calls.command),
                     nproc=self._plan.nproc,
                     setup=setup_of(self._plan, self._parts.calls.command),
-                    examine=self._examine_way,
                     may_serve=not self._earlier,
                 )
                 try:
@@ -138,21 +137,19 @@ class NodeLaunch:
                         raise self._earlier[-1] from exc
                     time.sleep(_AGAIN_S)
                     continue
-            has_lost_node_0 = False
             try:
                 if rendezvous.serves:
                     return self._lead(rendezvous)
                 return self._follow(rendezvous)
             except (LaunchError, PreflightError) as exc:
                 is_lost = isinstance(exc, NodeLostError) and exc.node_rank == 0
-                # torch's threads would wait for a store whose host is gone.
                 has_lost_node_0 = is_lost or exc is self._error_without_node_0
                 # Any other error is the decision of node 0.
                 if not has_lost_node_0 or exc in self._earlier or not self._may_come_back(exc):
                     raise
                 self._note_loss(exc)
             finally:
-                rendezvous.close(may_answer=not has_lost_node_0)
+                rendezvous.close()
             inbox = rendezvous.inbox
 
     def _may_come_back(self, error: LaunchError | PreflightError) -> bool:
@@ -180,6 +177,7 @@ class NodeLaunch:
 
         def announce(error: DDPSafeError) -> bool:
             self._earlier.append(error)
+            rendezvous.meet_again()
             if self._round_channel is not None:
                 self._round_channel.send(round_result_of(error, is_final=False))
             lobby.end_round()
@@ -251,21 +249,9 @@ class NodeLaunch:
         least = self._plan.config.rendezvous.min_nodes or self._plan.config.nnodes
         while True:
             try:
-                new_round = rendezvous.join()
-                assert new_round is not None  # noqa: S101 - only a replacement can find the job ended
-                if new_round.node_rank != 0:
-                    what = (
-                        f"{socket.gethostname()} serves the endpoint, but the rendezvous made it node "
-                        f"{new_round.node_rank} of {len(new_round.launchers)}."
-                    )
-                    cause = "another node has node_rank 0, or the clocks of the nodes differ by many seconds."
-                    fix = (
-                        "give node rank 0 to the host of the endpoint; compare `date` on all nodes."
-                    )
-                    raise PreflightError(  # noqa: TRY301 - sent to the others
-                        Explanation(what, cause=cause, fix=fix), kind="startup-network"
-                    )
-                others = new_round.launchers[1:]
+                launchers = rendezvous.join()
+                assert launchers is not None  # noqa: S101 - only a replacement can find the job ended
+                others = launchers[1:]
                 limit = Deadline.after(self._plan.config.timeouts.rendezvous)
                 # Each has connected before it joined, and may have left since.
                 lobby.wait_until(
@@ -279,28 +265,31 @@ class NodeLaunch:
                     rendezvous.facts,
                     *(lobby.nodes[launcher] for launcher in others if launcher in there),
                 )
-                is_whole = len(nodes) == len(new_round.launchers) >= least
-                if is_whole and self._sees_checkpoints(lobby, nodes):
+                is_whole = len(nodes) == len(launchers) >= least
+                if is_whole and self._are_fit(lobby, nodes):
                     return nodes
             except (Exception, Interrupted) as exc:
                 raise _NoRound(self._reason(rendezvous, exc)) from exc
+            rendezvous.meet_again()
             lobby.send(
                 RoundResult(is_final=False),
                 [launcher for launcher in others if launcher in lobby.nodes],
             )
 
-    def _sees_checkpoints(self, lobby: Lobby, nodes: Sequence[NodeFacts]) -> bool:
-        """Refuse a new node that does not see the folders with the checkpoints of earlier attempts."""
+    def _are_fit(self, lobby: Lobby, nodes: Sequence[NodeFacts]) -> bool:
+        """Refuse a new node that reaches only the endpoint, or does not see the checkpoints of earlier attempts."""
         # Before any rank starts: the ranks would notice as well, but that would end all of them.
         new = [node for node in nodes[1:] if lobby.is_new(node.launcher)]
-        if not new or not self._checkpoint_folders:
+        if not new:
             return True
         limit = min(2 * _FILE_APPEARS, self._plan.config.timeouts.rendezvous)
         lobby.seen.clear()
-        with _file_in(self._checkpoint_folders) as (file, folders):
-            if not folders:
-                return True
-            lobby.send(FolderCheck(file=file, folders=folders), [node.launcher for node in new])
+        with (
+            _file_in(self._checkpoint_folders) as (file, folders),
+            listen_at(nodes[0].address, self._plan.config.rendezvous.ports) as listening,
+        ):
+            check = FolderCheck(file=file, folders=folders, port=listening.getsockname()[1])
+            lobby.send(check, [node.launcher for node in new])
             lobby.wait_until(
                 lambda: all(
                     node.launcher in lobby.seen or node.launcher not in lobby.nodes for node in new
@@ -312,16 +301,19 @@ class NodeLaunch:
         for node in new:
             answer = lobby.seen.get(node.launcher)
             # A node that does not answer is refused, too: a look at a dead mount does not return.
-            if answer is not None and not answer.missing:
+            if answer is not None and not (answer.missing or answer.unreached):
                 continue
             name, who = node.hostname, node.named(nodes.index(node))
             if answer is None:
                 what = (
                     f"{who} has not reported within {limit.total_seconds():g} s whether it sees the "
-                    f"checkpoints of this job: {' and '.join(folders)}."
+                    f"checkpoints of this job: {' and '.join(folders) or 'there are none yet'}."
                 )
                 cause = "a network file system does not answer there, or its launcher has ended or is stopped."
-                fix = f"on {name}:  ls {folders[0]}  ; then start the launcher there again."
+                fix = f"on {name}:  ls {' '.join(folders)}  ; then start the launcher there again."
+            elif answer.unreached:
+                lobby.refuse(node.launcher, _no_way(answer.unreached, name, nodes[0].address))
+                return False
             else:
                 what = (
                     f"{' and '.join(answer.missing)} is missing on {who}, or is not the same storage as on "
@@ -343,6 +335,7 @@ class NodeLaunch:
     ) -> RoundPlan:
         """Open what the ranks of a round need here; return its plan."""
         address = rendezvous.endpoint.address
+        ports = self._plan.config.rendezvous.ports
         self._require_data_paths(rendezvous)
         # Some node may not have been examined yet.
         is_new = not {node.launcher for node in nodes} <= rendezvous.lobby.settled
@@ -352,8 +345,8 @@ class NodeLaunch:
             # Settings are compared when a node joins. Here those of all nodes would go to every
             # node.
             nodes=tuple(replace(node, settings={}, setup={}) for node in nodes),
-            store_port=stack.enter_context(rank_store(address)),
-            master_port=stack.enter_context(reserved_port(address)),
+            store_port=stack.enter_context(rank_store(address, ports)),
+            master_port=stack.enter_context(reserved_port(address, ports)),
             examines=is_new and self._plan.config.preflight == "full",
         )
 
@@ -388,6 +381,7 @@ class NodeLaunch:
                 raise  # the next new node would be refused as well, without end
             launcher = plan.nodes[unfit].launcher
             lobby.refuse(launcher, exc)
+            rendezvous.meet_again()
             lobby.give_up_round(others - {launcher})
             return False
         return True
@@ -416,19 +410,16 @@ class NodeLaunch:
             PreflightError: Something was found that will break the launch; the same on all nodes.
         """
         if plan.examines:
-            store = rendezvous.endpoint.store_below(plan.round_id)
-            self._examine_at(store, len(plan.nodes), node)
-
-    def _examine_way(self, store: Store, node: int) -> None:
-        """Examine the connections between node 0 and a node that does not reach it."""
-        if self._plan.config.preflight == "full":
-            self._examine_at(store, 2, node)
-
-    def _examine_at(self, store: Store, nnodes: int, node: int) -> None:
-        # Over the store of the endpoint, the one port that all nodes have reached: what is examined may be
-        # why a firewall lets a node reach no other one, such as that of the channel.
-        config, backend = self._plan.config, self._plan.backend
-        self._parts.examine_nodes(store, config, nnodes=nnodes, node_rank=node, backend=backend)
+            # Over the channel, whose port all nodes have reached: what is examined may be why a firewall lets
+            # a node reach no other one.
+            config, backend = self._plan.config, self._plan.backend
+            self._parts.examine_nodes(
+                rendezvous.keys_of(plan.round_id),
+                config,
+                nnodes=len(plan.nodes),
+                node_rank=node,
+                backend=backend,
+            )
 
     def _await_nodes(self, rendezvous: NodeRendezvous, plan: RoundPlan) -> None:
         """Wait until all nodes have read the plan, and start their ranks.
@@ -490,7 +481,7 @@ class NodeLaunch:
                 rendezvous.inbox = inbox
                 try:
                     self._require_ready(rendezvous)
-                    new_round = rendezvous.join()
+                    joined = rendezvous.join()
                 except Interrupted as exc:
                     if self._earlier and membership.running is None:  # node 0 waits for this node
                         received = Interrupted(exc.signum, socket.gethostname())
@@ -501,7 +492,7 @@ class NodeLaunch:
                     if lost is None or membership.result is not None:  # node 0 has said why
                         raise
                     raise self._lost_node_0(membership, lost) from exc
-                if new_round is None:
+                if joined is None:
                     logger.warning(
                         "the job at %s has ended; no node of it had to be replaced",
                         rendezvous.endpoint,
@@ -512,6 +503,8 @@ class NodeLaunch:
                     plan = self._read_plan(rendezvous)
                     node = [node.launcher for node in plan.nodes].index(rendezvous.facts.launcher)
                     self._examine(rendezvous, plan, node)
+                    if self._round_plan is None:
+                        self._require_way(rendezvous, plan)
                     parts = self._placed(plan, node, rendezvous)
                     if plan.attempt <= self.attempts:  # node 0 was started again
                         self._parts.directory.set_attempts_aside()
@@ -519,7 +512,7 @@ class NodeLaunch:
                 except _JoinAgain:
                     continue
                 except (Exception, Interrupted) as exc:
-                    error = self._failed_to_begin(rendezvous, new_round.node_rank, exc)
+                    error = self._failed_to_begin(rendezvous, exc)
                     if error is None:
                         continue
                     if error is exc:
@@ -561,7 +554,7 @@ class NodeLaunch:
             raise
 
     def _failed_to_begin(
-        self, rendezvous: NodeRendezvous, node: int, exc: BaseException
+        self, rendezvous: NodeRendezvous, exc: BaseException
     ) -> DDPSafeError | Interrupted | None:
         """Report to node 0 why this node cannot begin; return the error that node 0 has all end with.
 
@@ -570,9 +563,10 @@ class NodeLaunch:
         Raises:
             Interrupted: They join again, but this launcher has received a signal.
         """
-        membership = rendezvous.membership
-        failure = "could not begin the round"
-        error = as_error(exc, rendezvous.facts.named(node), failure, phase="start")
+        membership, own = rendezvous.membership, rendezvous.facts
+        launchers = [] if membership.plan is None else [n.launcher for n in membership.plan.nodes]
+        node = launchers.index(own.launcher) if own.launcher in launchers else own.node_rank or 1
+        error = as_error(exc, own.named(node), "could not begin the round", phase="start")
         if membership.lost is not None and membership.result is None:
             return self._lost_node_0(membership, membership.lost)
         if membership.result is not None or isinstance(error, RendezvousTimeoutError):
@@ -629,7 +623,7 @@ class NodeLaunch:
         # Node 0 gives up first and reports why: it knows which nodes are missing.
         deadline = Deadline.after(self._plan.config.timeouts.rendezvous + _REFUSAL_READ)
         membership = rendezvous.membership
-        checking: BoundedCall[tuple[str, ...]] | None = None
+        checking: BoundedCall[FoldersSeen] | None = None
         for pause_s in deadline.pauses_s():
             rendezvous.require_member()
             if membership.plan is not None:
@@ -640,13 +634,27 @@ class NodeLaunch:
                 check, membership.check = membership.check, None
                 # In a thread: a look at a dead mount does not return, and this node still has to
                 # take a signal.
-                checking = BoundedCall(partial(_find_missing, check), name="ddpsafe-folders")
+                address = membership.node_0.address
+                checking = BoundedCall(partial(_look_at, check, address), name="ddpsafe-folders")
             if checking is not None and checking.wait(0):
-                membership.channel.send(FoldersSeen(missing=checking.result()))
+                membership.channel.send(checking.result())
                 checking = None
             rendezvous.require_no_signal()
             time.sleep(pause_s)
         raise rendezvous.endpoint.lost("node 0 has not published the plan of the round", deadline)
+
+    def _require_way(self, rendezvous: NodeRendezvous, plan: RoundPlan) -> None:
+        """Check that the store of the ranks can be reached, before any rank starts.
+
+        Raises:
+            PreflightError: It cannot.
+        """
+        limit = min(_CONNECT, self._plan.config.timeouts.rendezvous)
+        what = rendezvous.endpoint.call(
+            lambda: _unreached(plan.address, plan.store_port, limit), 2 * limit
+        )
+        if what:
+            raise _no_way(what, socket.gethostname(), plan.address)
 
     def _placed(self, round_plan: RoundPlan, node: int, rendezvous: NodeRendezvous) -> LaunchParts:
         """Return the parts with this node's ranks in the round, and the store where all ranks meet."""
@@ -682,8 +690,30 @@ def tell_who_joined(plan: RoundPlan, node: int) -> None:
     )
 
 
-def _find_missing(check: FolderCheck) -> tuple[str, ...]:
-    """Return the folders in which node 0's file does not appear; hangs if a file system does."""
+def _unreached(address: str, port: int, limit: timedelta) -> str:
+    """Return why a port of node 0 cannot be reached, as a sentence; empty if it can."""
+    try:
+        socket.create_connection((address, port), limit.total_seconds()).close()
+    except OSError as exc:
+        return (
+            f"{socket.gethostname()} reached no store of the ranks on node 0, at {address}:{port}: "
+            f"{trouble_of(exc)[1]}."
+        )
+    return ""
+
+
+def _no_way(what: str, host: str, address: str) -> PreflightError:
+    cause = "a firewall allows only the port of the endpoint."
+    fix = (
+        f"open all TCP ports between the nodes, or those of rendezvous.ports; on {host}:  "
+        f"nc -vz {address} 22"
+    )
+    return PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
+
+
+def _look_at(check: FolderCheck, address: str) -> FoldersSeen:
+    """Return what a new node finds of what it has to see; hangs if a file system does."""
+    unreached = _unreached(address, check.port, _CONNECT)
     deadline = Deadline.after(_FILE_APPEARS)
     missing = []
     for folder in check.folders:
@@ -695,7 +725,7 @@ def _find_missing(check: FolderCheck) -> tuple[str, ...]:
             time.sleep(pause_s)
         else:
             missing.append(folder)
-    return tuple(missing)
+    return FoldersSeen(missing=tuple(missing), unreached=unreached)
 
 
 @contextlib.contextmanager
@@ -743,7 +773,7 @@ def _with_own_report(
     return received
 
 
-def settings_of(plan: LaunchPlan) -> dict[str, str]:
+def settings_of(plan: LaunchPlan, command: Sequence[str] = ()) -> dict[str, str]:
     """Return what has to be the same on all nodes; their numbers of ranks may differ."""
     # With launch() and spawn() this is the user's own process, whose garbage would stay.
     with exempt_from_gc() if plan.style == "run" else contextlib.nullcontext():
@@ -751,7 +781,10 @@ def settings_of(plan: LaunchPlan) -> dict[str, str]:
 
     config: dict[str, Any] = plan.config.model_dump(mode="json")
     names = ("nnodes", "timeouts", "retry", "seed", "preflight")
+    # Two jobs may use one endpoint by accident, but hardly one id.
+    script = {} if plan.config.rendezvous.id or not command else {SCRIPT: Path(command[0]).name}
     return {
+        **script,
         **{name: str(config[name]) for name in names},
         "rendezvous.min_nodes": str(plan.config.rendezvous.min_nodes),
         "backend": plan.backend,

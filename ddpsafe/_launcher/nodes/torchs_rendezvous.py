@@ -1,28 +1,27 @@
-"""Private names of TorchElastic's rendezvous, and its state: signed, checked, and on this host's clock.
+"""TorchElastic's rendezvous: its engine decides who is in a round, with a state that node 0 keeps.
 
-The stock rendezvous keeps its state as a pickle in an open store, so anyone who reaches the port can
-run code in every launcher. Here each value is signed with the job's secret, the signature is checked
-before the value is parsed, and only the classes of the state are loaded. See also `_torch_private`.
+Each node runs torch's handler over a `RendezvousBackend`, torch's public interface for the state: a value with
+a token, here in the memory of node 0, read and set over the channel. Node 0 knows by the channel which nodes are
+there, so that no heartbeat has to be written. The private names are those inside the state; see `_torch_private`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import base64
 import copy
+import inspect
 import io
 import pickle
+import threading
 import time
+import zlib
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ddpsafe._host import without_cpp_warnings
+from ddpsafe._launcher.nodes.node_messages import Answered, Ask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed import Store
-
-    from ddpsafe._job.secret import Signer
+    from collections.abc import Callable, Collection
 
 _ELASTIC: Final = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 _STATE_CLASSES: Final = frozenset(
@@ -40,10 +39,12 @@ _STATE_CLASSES: Final = frozenset(
 """Every class in the pickled state of torch's rendezvous, in torch 2.6 to 2.15."""
 
 _LONG_AGO: Final = datetime(2000, 1, 1, tzinfo=timezone.utc)
+_NEVER: Final = timedelta(days=365)  # torch's errors name no node, so the launchers end each wait
+_BRIEF: Final = timedelta(seconds=5)
 
 
 class _CheckedUnpickler(pickle.Unpickler):
-    """Loads a rendezvous state and nothing else: a second line of defence behind the signature."""
+    """Loads a rendezvous state and nothing else: a second line of defence behind the channel's secret."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _STATE_CLASSES:
@@ -52,178 +53,283 @@ class _CheckedUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-Member = tuple[str, int]
-"""Label and pid of a node, as torch's state has them."""
+def _load(text: str) -> Any:
+    return _CheckedUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load()
 
 
-class _LocalTimes:
-    """Converts the times in a rendezvous state to this host's clock.
+def _dump(state: Any) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(state), 1)).decode()
 
-    The age of a heartbeat is the time since this node first saw it, whatever the other clocks show.
+
+def launcher_of(node: Any) -> str:
+    """Return the launcher of a node in a state."""
+    label: str = node.addr
+    return label.rpartition("\t")[2]
+
+
+class Arrivals(NamedTuple):
+    """Who has joined the next round.
+
+    Attributes:
+        labels: Of the nodes, in their order.
+        left_s: How long they wait for more, if they are enough.
+    """
+
+    labels: tuple[str, ...] = ()
+    left_s: float | None = None
+
+
+def _arrivals(state: Any, gone: Collection[Any], left_s: float | None) -> Arrivals:
+    nodes = () if state is None else state.participants.keys() - gone
+    return Arrivals(tuple(sorted(node.addr for node in nodes)), left_s)
+
+
+class SharedState:
+    """The state of the rendezvous, as node 0 keeps it.
 
     Args:
-        last_call: How far in the future the end of the last call is when a node writes it.
+        own: The launcher of node 0. Until it has joined a round itself, the others wait for their answers:
+            they could complete it without node 0.
+        last_call: How long a round that has enough nodes waits for more.
+        is_there: Returns which of some launchers can be reached: the others do not count.
+
+    Attributes:
+        completed: Set once a round is complete.
     """
 
-    def __init__(self, last_call: timedelta) -> None:
-        self._last_call = last_call
-        self._beats: dict[Member, tuple[datetime, datetime]] = {}
-        self._deadline: tuple[datetime, datetime] | None = None
-        self._gone: dict[Member, datetime | None] = {}
+    def __init__(
+        self,
+        own: str,
+        last_call: timedelta,
+        is_there: Callable[[Collection[str]], Collection[str]],
+    ) -> None:
+        """Begin without a state."""
+        self._own, self._last_call_s, self._is_there = own, last_call.total_seconds(), is_there
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[Ask, Callable[[Answered], None]]] = []
+        self.completed = threading.Event()
+        # torch's handler pauses before it joins the round with number 0, which is not needed again.
+        self._token, self._round = 0, 1
+        self._state: Any = None
+        self._ends_s: float | None = None
+        self._gone: frozenset[Any] = frozenset()
+        self._text = ""
 
-    def forget(self, member: Member) -> None:
-        """Show a node as long dead until its heartbeat changes."""
-        self._gone[member] = None
+    def restart(self) -> None:
+        """Begin the next round, which all nodes join again."""
+        with self._lock:
+            self._round += 1
+            self._token += 1
+            self._state = self._ends_s = None
+            self.completed.clear()
 
-    def show(self, state: Any) -> Any:
-        """Replace the times that others wrote by the times at which this node first saw them."""
-        now = datetime.now(timezone.utc)
-        beats = {(node.addr, node.pid): beat for node, beat in state.last_heartbeats.items()}
-        # torch compares the wall clocks of different hosts: a node whose clock is ahead considers
-        # all others dead and starts a round alone.
-        for member, beat in beats.items():
-            if self._beats.get(member, (None,))[0] != beat:
-                self._beats[member] = (beat, now)
-        for node in state.last_heartbeats:
-            member = (node.addr, node.pid)
-            beat, seen = self._beats[member]
-            if member in self._gone:
-                # The first heartbeat read after the loss is most likely the last one before it.
-                last = self._gone[member] = self._gone[member] or beat
-                if last != beat:  # the launcher writes again: its host was only away
-                    del self._gone[member]
-            state.last_heartbeats[node] = _LONG_AGO if member in self._gone else seen
-        if state.deadline is not None:
-            if self._deadline is None or self._deadline[0] != state.deadline:
-                self._deadline = (state.deadline, now + self._last_call)
-            state.deadline = self._deadline[1]
-        return state
+    def arrivals(self) -> Arrivals:
+        """Return who has joined."""
+        with self._lock:
+            self._look()
+            left_s = None if self._ends_s is None else self._ends_s - time.monotonic()
+            return _arrivals(self._state, self._gone, left_s)
 
-    def restore(self, state: Any) -> Any:
-        """Put the times of others back as they wrote them."""
-        for node, beat in state.last_heartbeats.items():
-            written, seen = self._beats.get((node.addr, node.pid), (None, None))
-            # A value that differs was set on this node, as torch sets this node's own.
-            if beat == seen:
-                state.last_heartbeats[node] = written
-        if self._deadline is not None and state.deadline == self._deadline[1]:
-            state.deadline = self._deadline[0]
-        return state
+    def complete_round(self) -> tuple[str, ...]:
+        """Return the launchers of a round that is complete, by rank; none if it is not."""
+        state = self._state
+        if state is None or not state.complete:
+            return ()
+        places = sorted(state.participants.items(), key=lambda place: place[1])
+        return tuple(launcher_of(node) for node, _ in places)
 
+    def take(self, launcher: str, ask: Ask, answer: Callable[[Answered], None]) -> None:
+        """Answer a question about the state, now or once node 0 has joined the round."""
+        with self._lock:
+            answers = []
+            if launcher != self._own and not self._has_own():
+                self._waiting.append((ask, answer))
+            else:
+                answers.append((answer, self._answer(ask)))
+            if self._waiting and self._has_own():
+                answers += [(tell, self._answer(waiting)) for waiting, tell in self._waiting]
+                self._waiting = []
+        for tell, found in answers:
+            tell(found)
 
-def make_signed_backend(
-    store: Store, job: str, signer: Signer, last_call: timedelta = timedelta(seconds=10)
-) -> Any:
-    """Return torch's rendezvous backend with its state signed.
+    def _has_own(self) -> bool:
+        return self._state is not None and any(
+            launcher_of(node) == self._own for node in self._state.participants
+        )
 
-    Setting `cancelled` ends the handler's wait at its next poll. `state` is the last one that the
-    handler read, and `asked_ns` when it asked for it. Once the store's host has ended, `lost` says
-    why, and the handler sees a closed rendezvous.
-    """
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousClosedError,
-        RendezvousConnectionError,
-        RendezvousError,
-        RendezvousStateError,
-    )
-    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+    def _answer(self, ask: Ask) -> Answered:
+        self._look()
+        has_set = False
+        if ask.value is not None and ask.token == (None if self._state is None else self._token):
+            has_set = self._set(ask.value)
+        if self._state is None:
+            return Answered(number=ask.number)
+        left_s = None if self._ends_s is None else self._ends_s - time.monotonic()
+        is_known = ask.value is None and ask.token == self._token
+        return Answered(
+            number=ask.number,
+            value=None if is_known else self._packed(),
+            token=self._token,
+            left_s=left_s,
+            has_set=has_set,
+        )
 
-    times = _LocalTimes(last_call)
-
-    def opened(signed: bytes) -> Any:
-        # Before anything is parsed: a pickle may run any code, and anyone who reaches the port can
-        # write it.
-        state = signer.verified("state", signed)
-        if state is None:
-            raise RendezvousStateError(
-                "another job, or a program without its secret, writes to the store"
-            )
+    def _set(self, text: str) -> bool:
         try:
-            return times.show(_CheckedUnpickler(io.BytesIO(state)).load())
-        except Exception as exc:
-            raise RendezvousStateError(str(exc)) from exc
+            state = _load(text)
+        except Exception:  # noqa: BLE001 - whatever a garbled pickle raises
+            return False
+        state.round = max(state.round, self._round)
+        # Wall clocks of different hosts say nothing to each other: node 0's own clock counts.
+        if state.deadline is None:
+            self._ends_s = None
+        elif self._ends_s is None:
+            self._ends_s = time.monotonic() + self._last_call_s
+        self._state, self._text = state, ""
+        self._token += 1
+        self._look()
+        if state.complete:
+            self.completed.set()
+        return True
 
-    class SignedBackend(RendezvousBackend):
-        cancelled = False
-        lost = ""
-        state: Any = None
-        asked_ns = 0
-        _inner: C10dRendezvousBackend | None
-        forget = staticmethod(times.forget)
+    def _look(self) -> None:
+        """Note who has left: a node that cannot be reached, and one whose launcher has joined again."""
+        if self._state is None:
+            return
+        last: dict[str, Any] = {}
+        for node in sorted(self._state.last_heartbeats, key=lambda node: node.local_id):
+            last[launcher_of(node)] = node
+        there = {last[launcher] for launcher in self._is_there(last.keys())}
+        gone = frozenset(self._state.last_heartbeats.keys() - there)
+        if gone != self._gone:
+            self._gone, self._text = gone, ""
+            self._token += 1
 
-        def __init__(self, store: Store) -> None:
-            # Not in a closure: this class is part of a reference cycle, so a store that its methods
-            # closed over would keep its port until the next garbage collection.
-            self.use(store)
+    def _packed(self) -> str:
+        if not self._text:
+            state = copy.copy(self._state)
+            state.deadline = None
+            state.last_heartbeats = {
+                node: _LONG_AGO if node in self._gone else None for node in state.last_heartbeats
+            }
+            self._text = _dump(state)
+        return self._text
 
-        def use(self, store: Store) -> None:
-            self._store, self._inner, self.lost = store, None, ""
 
-        @property
-        def name(self) -> str:
-            return "ddpsafe"
+class Meeting:
+    """This node's part in the rounds: runs torch's handler until a round is complete with this node.
 
-        @property
-        def is_closed(self) -> bool:
-            # torch remembers a state for a second. It may still see the closed one that stands for a
-            # lost store when the store has been connected to again.
-            return self.state is not None and self.state.closed
+    Args:
+        label: What torch sorts the nodes by.
+        job: The id of the job.
+        nodes: The smallest and the largest number of nodes.
+        last_call: See `SharedState`.
+        ask: Asks node 0; ``None`` once this node no longer waits for an answer.
 
-        def read(self) -> None:
-            with contextlib.suppress(RendezvousError):  # the handler meets it again
-                self.get_state()
+    Attributes:
+        is_over: Whether this node no longer takes part: set it to leave.
+        is_complete: Whether the round is complete with this node.
+        arrivals: Who has joined, as far as this node knows.
+    """
 
-        def get_state(self) -> Any:
-            return self._ask(lambda inner: inner.get_state(), ())
+    def __init__(
+        self,
+        label: str,
+        job: str,
+        nodes: tuple[int, int],
+        last_call: timedelta,
+        ask: Callable[[Ask, Callable[[], bool]], Answered | None],
+    ) -> None:
+        """Make the handler."""
+        from torch.distributed import HashStore
+        from torch.distributed.elastic.rendezvous import RendezvousClosedError
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+            DynamicRendezvousHandler,
+            RendezvousBackend,
+            RendezvousTimeout,
+        )
 
-        def set_state(self, state: bytes, token: Any = None) -> Any:
-            restored = times.restore(_CheckedUnpickler(io.BytesIO(state)).load())
-            signed = signer.sign("state", pickle.dumps(restored))
-            return self._ask(lambda inner: inner.set_state(signed, token), (False,))
+        launcher, meeting = label.rpartition("\t")[2], self
+        self.is_over = self.is_complete = False
+        self.arrivals = Arrivals()
 
-        def _ask(
-            self, call: Callable[[C10dRendezvousBackend], Any], not_set: tuple[bool, ...]
-        ) -> Any:
-            if not (self.cancelled or self.lost):
-                store, asked_ns = self._store, time.monotonic_ns()
-                try:
-                    # torch writes twenty lines of C++ frames; the exception says the same.
-                    with without_cpp_warnings():
-                        # Here, since it asks the store, which may be lost by now or not answer.
-                        inner = self._inner or C10dRendezvousBackend(store, job)
-                        answer = call(inner)
-                except RendezvousConnectionError as exc:
-                    self._require_in_use(store)
-                    self.lost = str(exc.__cause__ or exc).splitlines()[0]
+        class Backend(RendezvousBackend):
+            known: tuple[Any, int] | None = None
+
+            @property
+            def name(self) -> str:
+                return "ddpsafe"
+
+            def get_state(self) -> Any:
+                return self._ask(None, None if self.known is None else self.known[1])
+
+            def set_state(self, state: bytes, token: Any = None) -> Any:
+                loaded = _CheckedUnpickler(io.BytesIO(state)).load()
+                return self._ask(_dump(loaded), token)
+
+            def _ask(self, value: str | None, token: int | None) -> Any:
+                answer = None
+                if not meeting.is_over:
+                    answer = ask(Ask(number=0, value=value, token=token), lambda: meeting.is_over)
+                if answer is None:
+                    raise RendezvousClosedError  # ends torch's call, and starts no heartbeats
+                if answer.value is None:
+                    if self.known is None or answer.token != self.known[1]:
+                        self.known = None
+                        return None
+                    state = self.known[0]
                 else:
-                    self._require_in_use(store)
-                    self._inner = inner
-                    return answer and (self._see(answer[0], asked_ns), *answer[1:])
-            if self.state is None:
-                raise RendezvousClosedError
-            # Closed on this node only, and without nodes, to end torch's own threads: its
-            # keep-alive would write a warning every five seconds.
-            closed = copy.copy(self.state)
-            closed.closed, closed.participants, closed.last_heartbeats = True, {}, {}
-            return (pickle.dumps(closed), None, *not_set)
+                    assert answer.token is not None  # noqa: S101 - a value has one
+                    state = _load(answer.value)
+                    self.known = (state, answer.token)
+                now = datetime.now(timezone.utc)
+                shown = copy.copy(state)
+                shown.last_heartbeats = {
+                    node: beat or now for node, beat in state.last_heartbeats.items()
+                }
+                if answer.left_s is not None:
+                    shown.deadline = now + timedelta(seconds=answer.left_s)
+                gone = [node for node, beat in state.last_heartbeats.items() if beat]
+                meeting.arrivals = _arrivals(state, gone, answer.left_s)
+                if shown.complete and launcher in map(launcher_of, shown.participants):
+                    meeting.is_complete = meeting.is_over = True
+                    raise RendezvousClosedError
+                return pickle.dumps(shown), answer.token, *([answer.has_set] if value else ())
 
-        def _require_in_use(self, store: Store) -> None:
-            # The caller of one that outlived its connection has given it up.
-            if store is not self._store:
-                raise RendezvousClosedError
+        least, most = nodes
+        options: dict[str, Any] = {}
+        if (
+            "keep_alive_interval"
+            in inspect.signature(DynamicRendezvousHandler.from_backend).parameters
+        ):  # torch 2.6 has no keyword for it, and the same values
+            options = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3}
+        self._handler = DynamicRendezvousHandler.from_backend(
+            run_id=job,
+            store=HashStore(),
+            backend=Backend(),
+            min_nodes=least,
+            max_nodes=most,
+            local_addr=label,
+            timeout=RendezvousTimeout(
+                join=_NEVER, last_call=last_call, close=_BRIEF, heartbeat=_BRIEF
+            ),
+            **options,
+        )
 
-        def _see(self, signed: bytes, asked_ns: int) -> bytes:
-            self.state = opened(signed)
-            self.asked_ns = asked_ns  # after the state, as another thread may look in between
-            return pickle.dumps(self.state)
+    def begin(self) -> None:
+        """Prepare for `join`, in the thread that may leave."""
+        self.is_over = self.is_complete = False
 
-    return SignedBackend(store)
+    def join(self) -> None:
+        """Take part until a round is complete with this node, or `is_over` is set.
 
+        Raises:
+            Exception: Whatever torch's rendezvous raises meanwhile.
+        """
+        from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-def use_store(handler: Any, backend: Any, store: Store) -> None:
-    """Let a handler and its backend continue with another connection to their store."""
-    # A new handler would be another node to torch, and the place of the first one taken until it
-    # expires.
-    backend.use(store)
-    handler._store = store  # noqa: SLF001 - it has no other way
+        try:
+            self._handler.next_rendezvous()
+        except RendezvousClosedError:
+            if not self.is_over:
+                raise

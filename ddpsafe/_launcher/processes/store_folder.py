@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import Explanation, PreflightError
-from ddpsafe._host import is_locked
+from ddpsafe._host import bind_in, is_locked
 from ddpsafe._launcher.plan import LOOPBACK
 from ddpsafe._wire.rank_pipe import open_memory
 
@@ -123,15 +123,25 @@ def _kept_from_cleaners(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reserved_port(address: str = LOOPBACK) -> Iterator[int]:
-    """Reserve a port: from then on only programs that ask for this very port can get it.
+def reserved_port(address: str = LOOPBACK, ports: str | None = None) -> Iterator[int]:
+    """Reserve a port, of a range if one is given: only programs that ask for this very port can get it.
 
     The kernel does not give a bound port to programs that ask for any free one. A rank can still bind
     it, since this socket does not listen and both sides set SO_REUSEADDR (torch's store does). So can
     a program of another user that asks for it: ddpsafe never uses it, nor does torch's rendezvous,
     which ddpsafe redirects to its own store.
     """
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as holder:
+
+    def bind(port: int) -> socket.socket:
+        holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        try:
+            holder.bind((address, port))
+        except BaseException:
+            holder.close()
+            raise
+        return holder
+
+    with bind_in(ports, bind) as holder:
+        # Only now: else it could be bound to a port that another job has reserved.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((address, 0))
         yield holder.getsockname()[1]
