@@ -79,6 +79,24 @@ def test_the_others_go_on_without_a_node_that_is_taken_back(
 
 
 @pytest.mark.full
+def test_a_node_that_is_taken_back_between_two_attempts_leaves_too(
+    network: Network, tmp_path: Path
+) -> None:
+    """The others do not wait for it."""
+    retry = {**ELASTIC["retry"], "on": ["peer-lost", "killed"], "backoff_initial": 4}
+    launchers = start(network, tmp_path, "resume", retry=retry)
+    network[0].shell(f"kill -KILL {(tmp_path / 'running-job-1-0').read_text()}")
+    scripts.wait_until(lambda: "attempt 1 failed" in launchers[1].err)
+    os.kill(launchers[1].pid, signal.SIGTERM)
+    assert launchers[1].end() == -signal.SIGTERM
+    for other in (launchers[0], launchers[2]):
+        assert other.end() == 0
+        (value,) = other.results()["job"]["values"].values()
+        assert (value["attempt"], value["of"]) == (2, 2)
+    require_nothing_left(network)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("victims", "fields"),
     [

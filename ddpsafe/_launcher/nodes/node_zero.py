@@ -39,6 +39,7 @@ from ddpsafe._job.channel import (
 from ddpsafe._launcher.attempt import CAUSE_OF_STOP, outcomes_of, run_attempt
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
 from ddpsafe._launcher.nodes.links import find_broken_link, link_error
+from ddpsafe._launcher.nodes.lobby import leaves_alone
 from ddpsafe._launcher.nodes.node_messages import (
     LetRanksExit,
     LetRanksRunOn,
@@ -376,15 +377,13 @@ class OtherNodes(Peers):
 
     def _leaves_alone(self, node: int, message: SignalReceived) -> bool:
         """Return whether a signal to a node's launcher lets that node leave, and the job continue."""
-        retry, scope = self._config.retry, self._config.rendezvous.signal_scope
-        if scope == "auto":
-            staying = len(self._plan.nodes) - len({node, *self.leaving, *self.lost})
-            least = self._config.rendezvous.min_nodes or self._config.nnodes
-            scope = "node" if staying >= least else "job"
-        # A Ctrl-C is of a person, who would not expect the job to continue.
-        is_order_to_all = message.number == signal.SIGINT or self._inbox.received is not None
-        has_another = self._plan.attempt < retry.attempts and "peer-lost" in retry.on
-        return scope == "node" and has_another and not is_order_to_all
+        retry = self._config.retry
+        if self._inbox.received is not None or self._plan.attempt >= retry.attempts:
+            return False
+        staying = len(self._plan.nodes) - len({node, *self.leaving, *self.lost})
+        return "peer-lost" in retry.on and leaves_alone(
+            self._config, message.number, staying=staying
+        )
 
     def find_leaving(self) -> dict[str, signal.Signals]:
         """Return the nodes that leave the job, without the others, and the signal to the launcher of each."""

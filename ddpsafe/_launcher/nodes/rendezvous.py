@@ -36,6 +36,7 @@ from ddpsafe._job.endpoint import NO_ANSWER_WARNING_S, JobEndpoint
 from ddpsafe._launcher.nodes.lobby import (
     Lobby,
     Membership,
+    leaves_alone,
     require_same_settings,
     same_rank,
     warn_of_differences,
@@ -603,7 +604,11 @@ class NodeRendezvous:
         """
         for launcher, refusal in [*self.lobby.unable.items()]:  # a copy: `refuse` removes entries
             error = error_of(refusal.result)
-            if not self.lobby.is_new(launcher):
+            staying = 1 + len(self.lobby.nodes.keys() - {launcher})
+            leaves = isinstance(error, Interrupted) and leaves_alone(
+                self._config, error.signum, staying=staying
+            )
+            if not leaves and not self.lobby.is_new(launcher):
                 raise error
             self.lobby.refuse(launcher, error)
 

@@ -31,7 +31,7 @@ from ddpsafe._errors import (
 from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._job.channel import Lost
 from ddpsafe._job.endpoint import listen_at, rank_store, trouble_of
-from ddpsafe._launcher.nodes.lobby import SCRIPT
+from ddpsafe._launcher.nodes.lobby import SCRIPT, leaves_alone
 from ddpsafe._launcher.nodes.node_messages import (
     FolderCheck,
     FoldersSeen,
@@ -450,10 +450,20 @@ class NodeLaunch:
         for candidate in sorted(missing, key=others.__getitem__):
             if candidate in lobby.unable:
                 error = error_of(lobby.unable[candidate].result)
-                if not lobby.is_new(candidate) or isinstance(error, Interrupted):
+                launcher, staying = candidate, len(plan.nodes) - 1
+                config, retry = self._plan.config, self._plan.config.retry
+                has_another = plan.attempt < retry.attempts and "peer-lost" in retry.on
+                if isinstance(error, Interrupted):
+                    if not (has_another and leaves_alone(config, error.signum, staying=staying)):
+                        raise error
+                    lost = replace(
+                        lost, why=f"its launcher received {error.signum.name}", how="goodbye"
+                    )
+                elif lobby.is_new(candidate):
+                    explained = error.explanation
+                    lost = replace(lost, why=explained.what.rstrip("."), how="goodbye")
+                else:
                     raise error
-                launcher, explained = candidate, error.explanation
-                lost = replace(lost, why=explained.what.rstrip("."), how="goodbye")
                 lobby.refuse(candidate, error)
                 break
             if candidate in lobby.losses:
