@@ -60,6 +60,7 @@ def test_the_others_go_on_without_a_node_that_is_taken_back(
         left = launchers[1].results()["job"]
         assert (left["error"], left["code"]) == ("PreemptedError", AGAIN), left
         assert f"{signum.name} to the launcher of node 1 ('h1')" in left["text"]
+        assert "The other nodes continue without it" in left["whole"]
     else:
         assert "SIGTERM on node 1 ('h1'); no rank of this node is left running" in launchers[1].err
     await_ranks(tmp_path, "job-2", 2, [launchers[0], launchers[2]])

@@ -102,6 +102,8 @@ REDIAL: Final = timedelta(seconds=0.7)
 _LATE_REPORTS: Final = 4
 """What is known of a node is old if so many reports of its progress would have fitted in since."""
 
+_OTHERS_CONTINUE: Final = "The other nodes continue without it (rendezvous.signal_scope)."
+
 _CLOCK_MARGIN_NS: Final = 100_000_000
 """How well the clocks of two hosts are compared, at worst."""
 
@@ -555,7 +557,9 @@ class OtherNodes(Peers):
         if is_stop and self.leaving and self._inbox.received is None:
             for node, received in self.leaving.items():
                 own = error
-                if isinstance(error, Interrupted):
+                if isinstance(error, PreemptedError):
+                    error.add_details(_OTHERS_CONTINUE)
+                else:
                     own = Interrupted(received, self._plan.name_of(node), NONE_LEFT_HERE)
                 self._channel.send(round_result_of(own, is_final=True), to=node)
             error = self._left_error(ended, has_saved=isinstance(error, PreemptedError))

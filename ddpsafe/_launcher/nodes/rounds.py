@@ -691,10 +691,12 @@ def tell_who_joined(plan: RoundPlan, node: int) -> None:
     note_attempt(plan.attempt, world_size=plan.world_size, node_rank=node)
     hosts = listed([node.hostname for node in plan.nodes])
     logger.warning(
-        "attempt %d begins with %d nodes, %d ranks: %s",
+        "attempt %d begins with %d node%s, %d rank%s: %s",
         plan.attempt,
         len(plan.nodes),
+        "s" * (len(plan.nodes) != 1),
         plan.world_size,
+        "s" * (plan.world_size != 1),
         hosts,
         extra={"event": "attempt"},
     )
