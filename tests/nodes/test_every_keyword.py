@@ -89,7 +89,7 @@ PROVED_BY: Final[dict[str, str]] = {
     "Rendezvous.last_call": FEWER,
     "Rendezvous.join": PROBLEMS,
     "Rendezvous.signal_scope": (
-        "tests/nodes/test_leaving.py::test_all_nodes_stop_where_the_signal_is_for_the_job"
+        "tests/nodes/test_taken_back.py::test_all_nodes_stop_where_the_signal_is_for_the_job"
     ),
     "Rendezvous.secret_file": OTHERS,
     **{f"DataPath.{name}": PATHS for name in DataPath.model_fields},

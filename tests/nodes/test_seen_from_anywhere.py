@@ -70,13 +70,16 @@ def test_the_status_on_a_node_that_node_0_does_not_answer_shows_its_own_ranks(
     own_network: Network, tmp_path: Path, how: str
 ) -> None:
     """With their lines, and who does not answer; once node 0 answers again, it shows all."""
-    case = Case(name="job", what="held", fields={"nnodes": 2})
+    fields = {"nnodes": 2, "timeouts": {"collective": 60}}  # longer than the outage lasts
+    case = Case(name="job", what="held", fields=fields)
     launchers = start_job(own_network, [case], tmp_path, nproc=(1, 1))
     await_ranks(tmp_path, launchers, 2)
     (socket,) = tmp_path.glob("run-job-1/**/status.sock")
     if how == "cable":
         own_network[1].unplug()
-        scripts.wait_until(lambda: "cannot be reached" in launchers[1].err)
+        scripts.wait_until(
+            lambda: "cannot be reached" in launchers[1].err, otherwise=lambda: launchers[1].err
+        )
     else:
         os.kill(launchers[0].pid, signal.SIGSTOP)
     facts = ask(socket.parent, stacks=True)
@@ -89,7 +92,10 @@ def test_the_status_on_a_node_that_node_0_does_not_answer_shows_its_own_ranks(
     assert "node_programs.py" in str(rank["threads"])
     if how == "cable":
         own_network[1].plug_in()
-        scripts.wait_until(lambda: "can be reached again" in launchers[1].err)
+        scripts.wait_until(
+            lambda: "can be reached again" in launchers[1].err,
+            otherwise=lambda: [each.err for each in launchers],
+        )
     else:
         os.kill(launchers[0].pid, signal.SIGCONT)
     scripts.wait_until(lambda: len(ask(socket.parent)["ranks"]) == 2)
