@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,7 +27,7 @@ _LOGS: Final = {".log", ".out", ".err", ".txt", ".json", ".stacks", ".pkl", ".pi
 # The timeline of an attempt without a failure: it holds no log lines.
 _NO_LOGS: Final = {"ranks.json"}
 _NOT_THE_END: Final = "Nothing in the log shows that it ended the job."
-_MAX_COLUMNS: Final = 160
+_MIN_COLUMNS: Final = 60
 # What a pyproject.toml has that names rules in [tool.ddpsafe.explain].
 _MAY_NAME_RULES: Final = re.compile(rb"^\s*\[tool(?:\.ddpsafe\b|\])", re.MULTILINE)
 _RETRY_TEXTS: Final = {
@@ -128,18 +130,28 @@ def _lines(causes: list[Cause], lines: int) -> Iterator[str]:
         yield f"No known failure was found in {read}."
         yield "Read the end of each rank's log: the first error of all ranks counts, not the last one."
         return
+    columns = max(_MIN_COLUMNS, shutil.get_terminal_size().columns)
     for number, cause in enumerate(causes[:_SHOWN]):
         rank = "" if cause.rank is None else f" (rank {cause.rank})"
         if number == 1:
             yield "Also found, and less likely the cause:"
-        yield f"{cause.code}{rank}: {cause.cause}"
-        yield f"  What to do: {cause.fix}"
+        yield from _wrapped(f"{cause.code}{rank}: {cause.cause}", columns)
+        yield from _wrapped(f"  What to do: {cause.fix}", columns)
         yield f"  {_RETRY_TEXTS[cause.retry] if cause.ended_job else _NOT_THE_END}"
         for line, text in cause.evidence:
-            yield f"  line {line}: {text[:_MAX_COLUMNS]}" if line else f"  {text[:_MAX_COLUMNS]}"
+            shown = f"  line {line}: {text}" if line else f"  {text}"
+            yield shown if len(shown) <= columns else f"{shown[: columns - 1]}…"
         if cause.count > len(cause.evidence):
             yield f"  and {cause.count - len(cause.evidence)} more such lines"
         yield ""
+
+
+def _wrapped(text: str, columns: int) -> list[str]:
+    """Return the lines of a text; words, paths and options stay whole."""
+    indent = "    " if text.startswith(" ") else "  "
+    return textwrap.wrap(
+        text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _markdown(causes: list[Cause]) -> Iterator[str]:

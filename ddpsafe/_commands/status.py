@@ -6,9 +6,12 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 import time
 from dataclasses import asdict
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -180,6 +183,21 @@ def _lines(launch: Facts) -> list[str]:
             )
             for row in [columns, *rows]
         ]
+        width = shutil.get_terminal_size().columns
+        if max(map(len, table)) > width:  # what a rank does, and where, in lines of its own
+            table = []
+            for row in [columns, *rows]:
+                cells = (cell.ljust(size) for cell, size in zip(row[:-2], widths, strict=False))
+                table.append("  ".join(cells).rstrip())
+                doing = ", ".join(filter(None, row[-2:])) if row is not columns else ""
+                table += textwrap.wrap(
+                    doing,
+                    width,
+                    initial_indent="      ",
+                    subsequent_indent="        ",
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
         stacks = []
         for rank in launch["ranks"]:
             for what, kind in (("threads", "thread"), ("loader_workers", "DataLoader worker")):
@@ -189,7 +207,14 @@ def _lines(launch: Facts) -> list[str]:
                     stacks += [
                         f"  {file}:{line} in {call}" for file, line, call in thread["frames"]
                     ]
-        return [printable(line) for line in [head, *table, *waits, *stacks]]
+        wrapped = [
+            textwrap.wrap(
+                line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            )
+            for line in (head, *waits)
+        ]
+        lines = [*wrapped[0], *table, *chain.from_iterable(wrapped[1:]), *stacks]
+        return [printable(line) for line in lines]
     line = {
         "ended": f"no launch is running in {folder}",
         "dead": f"the launcher of {folder} died without cleaning up; its ranks end with it",

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Final
 import pytest
 from explained import explain
 
+from ddpsafe._explain.catalogue import built_in
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -68,6 +70,17 @@ def test_a_log_without_a_failure_is_reported_as_such() -> None:
     run = explain(log="epoch 1 loss 0.3\n")
     assert run.code == 0
     assert "No known failure was found in this line." in run.out
+
+
+def test_a_finding_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words stay whole, so that an option or a command can be copied; a line of the log is cut."""
+    monkeypatch.setenv("COLUMNS", "80")
+    run = explain(
+        log=f"[rank3]: OSError: [Errno 28] No space left on device: '/{'x' * 200}'\n{LOST}"
+    )
+    assert max(map(len, run.out.splitlines())) <= 80
+    fixes = [rule.fix for rule in built_in().rules if rule.code in ("DS-DISK-full", "DS-PEER-lost")]
+    assert all(" ".join(fix.split()) in " ".join(run.out.split()) for fix in fixes)
 
 
 def test_files_and_folders_are_read_together(tmp_path: Path) -> None:

@@ -102,23 +102,16 @@ def test_retries_stop_when_attempts_make_no_progress(
     ("raised", "told"),
     [
         (CheckpointConfigError("the directory is relative"), False),
-        (ddpsafe.ConfigError("every is negative"), False),
         (NameError("name 'mdoel' is not defined"), False),
-        (ModuleNotFoundError("No module named 'quux'"), False),
         (ValueError("bad batch"), True),
         (ConnectionError("reset"), True),
     ],
-    ids=lambda value: type(value).__name__,
 )
-def test_no_line_about_retries_is_added_where_no_retry_helps(
-    raised: Exception, *, told: bool
-) -> None:
+def test_no_line_about_retries_where_no_retry_helps(raised: Exception, *, told: bool) -> None:
     """It would invite to list the type of a mistake in the configuration or the program."""
-    failure = failed(Progress(steps=3), kind="user-error")
-    failure.__cause__ = raised
 
     def attempt(_: int) -> None:
-        raise failure
+        raise failed(Progress(steps=3), kind="user-error") from raised
 
     with pytest.raises(ddpsafe.LaunchError) as caught:
         run_attempts(RetryPolicy(attempts=ATTEMPTS, **NO_BACKOFF), attempt)

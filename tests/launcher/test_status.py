@@ -23,6 +23,7 @@ from ddpsafe._launcher.watch.status_socket import SOCKET, StatusSocket, ask
 from ddpsafe.cli import main
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -198,26 +199,49 @@ def await_question(listener: StatusSocket) -> bool:
     return wants_stacks
 
 
-def test_watch_repeats_the_status_until_the_launch_ends(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each time it lists, below the table, the ranks that make others wait; then it shows the end."""
-    listener = StatusSocket(tmp_path)
+@contextlib.contextmanager
+def launcher_that_answers(folder: Path, times: int) -> Iterator[None]:
+    """Answer so many questions about a launch, in a thread."""
+    listener = StatusSocket(folder)
 
     def be_the_launcher() -> None:
-        for _ in range(2):
+        for _ in range(times):
             assert await_question(listener) is False
-            listener.answer(facts() | {"run_dir": str(tmp_path)})
+            listener.answer(facts() | {"run_dir": str(folder)})
         listener.close()
 
     launcher = threading.Thread(target=be_the_launcher)
     launcher.start()
-    assert main(["status", str(tmp_path), "--watch"]) == 1
+    yield
     launcher.join()
+
+
+def test_watch_repeats_the_status_until_the_launch_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each time it lists, below the table, the ranks that make others wait; then it shows the end."""
+    with launcher_that_answers(tmp_path, times=2):
+        assert main(["status", str(tmp_path), "--watch"]) == 1
     said = capsys.readouterr().out
     assert said.count("train.py:11 in train") == 2
     assert said.count("all others waited for rank 3 14 % of the time\n") == 2
     assert said.endswith(f"no launch is running in {tmp_path}\n")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_is_as_wide_as_the_terminal(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    columns: int,
+) -> None:
+    """Where a row does not fit, what a rank does stands below it; only a path may be longer."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with launcher_that_answers(tmp_path, times=1):
+        assert main(["status", str(tmp_path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if len(line) > columns and len(line.split()) > 1] == []
+    assert any(line[:2] == "0 " and "train.py:11" in line for line in said) == (columns > 80)
 
 
 def test_a_path_that_is_not_utf_8_can_be_sent(tmp_path: Path) -> None:
