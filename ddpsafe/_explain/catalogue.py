@@ -7,14 +7,17 @@ mechanism, not one sentence: its patterns hold what every version of a message h
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import pkgutil
 import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import cache_from_source, source_hash
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -190,8 +193,39 @@ def built_in() -> Catalogue:
     try:
         packed = pkgutil.get_data(__package__, PACKED)
     except OSError:
-        return Catalogue(pack(read_toml()))
+        return Catalogue(_pack_checkout())
     return Catalogue(json.loads(packed or b""))
+
+
+def _pack_checkout() -> Mapping[str, Any]:
+    """Return the packed catalogue of a checkout: what an earlier call has kept, if nothing changed."""
+    texts = read_toml()
+    # The code decides on the form of what is kept, so a new version does not read that of an old one.
+    code = [pkgutil.get_data(__package__, name) or b"" for name in ("catalogue.py", "checks.py")]
+    code.append(repr((ADVICE, GENERAL)).encode())
+    key = source_hash(b"".join([*code, *(text.encode() for text in texts.values())])).hex()
+    place = None
+    with contextlib.suppress(NotImplementedError):  # this interpreter keeps no bytecode
+        place = Path(cache_from_source(__file__)).with_suffix(".json")
+    if place is not None and (kept := read_kept(place, key)) is not None:
+        return kept
+    packed = pack(texts)
+    if place is not None and not sys.dont_write_bytecode:
+        with contextlib.suppress(OSError):
+            # Another process may read the file or write its own at the same time.
+            new = place.with_name(f"{place.name}.{os.getpid()}")
+            new.write_text(json.dumps({"key": key, "packed": packed}), "utf-8")
+            new.replace(place)
+    return packed
+
+
+def read_kept(place: Path, key: str) -> dict[str, Any] | None:
+    """Return the packed catalogue that a file keeps for a key; None if it is another, or of another form."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads(place.read_bytes())
+        if kept["key"] == key:
+            return dict(kept["packed"])
+    return None
 
 
 def read_toml() -> dict[str, str]:
@@ -266,14 +300,19 @@ def grams_of(text: str) -> set[str]:
 def _index(keywords: list[Iterable[str]]) -> dict[str, list[tuple[str, int]]]:
     """Return keywords and the numbers of their rules, by one of the keyword's grams."""
     # Looking up all grams of a line takes a tenth of the time of searching it for each of 300 words.
-    counts = Counter(gram for words in keywords for word in words for gram in grams_of(word))
+    uses = Counter(word for words in keywords for word in words)
+    grams = {word: grams_of(word) for word in uses}
+    counts: Counter[str] = Counter()
+    for word, count in uses.items():
+        counts.update(dict.fromkeys(grams[word], count))
+    frequent = grams_of(_FREQUENT)
+    # Of a keyword's grams, the one that the fewest rules have, and that few healthy lines have.
+    key = {
+        word: min(each, key=lambda gram: (gram in frequent, counts[gram], " " in gram, gram))
+        for word, each in grams.items()
+    }
     index: dict[str, list[tuple[str, int]]] = {}
     for number, words in enumerate(keywords):
         for word in words:
-            # Of its grams, the one that the fewest rules have, and that few healthy lines have.
-            key = min(
-                sorted(grams_of(word)),
-                key=lambda gram: (gram in _FREQUENT, counts[gram], " " in gram),
-            )
-            index.setdefault(key, []).append((word, number))
+            index.setdefault(key[word], []).append((word, number))
     return index

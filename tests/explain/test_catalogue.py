@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from source_tree import PACKAGE
 from ddpsafe._config.sources import read_explain_rules
 from ddpsafe._errors import ConfigError
 from ddpsafe._explain import normalise
-from ddpsafe._explain.catalogue import AREAS, built_in, pack
+from ddpsafe._explain.catalogue import AREAS, built_in, pack, read_kept
 from ddpsafe._explain.reader import explain_text
 from ddpsafe._explain.rule_files import check_together, find_slow, read_rule_files
 
@@ -54,7 +55,7 @@ def test_the_installed_rules_are_those_of_the_checkout() -> None:
 
 
 def test_a_changed_rule_counts_at_once_also_in_a_zip_file(tmp_path: Path) -> None:
-    """A checkout reads its rules in each process."""
+    """What a checkout keeps of parsed rules is used only for the same rules, and nothing has to be kept."""
     copy = tmp_path / "ddpsafe"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     changed = copy / "_explain" / "rules" / "memory.toml"
@@ -72,8 +73,9 @@ def test_a_changed_rule_counts_at_once_also_in_a_zip_file(tmp_path: Path) -> Non
             "from ddpsafe._explain.reader import explain_text\n"
             "print(explain_text('MemoryError')[0].code)"
         )
+        keeping = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
         run = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=keeping
         )
         codes.append((code, run.stdout.strip()))
     assert [code for code, _ in codes] == [found for _, found in codes]
@@ -200,6 +202,19 @@ def test_a_configuration_of_another_form_is_refused(
     (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"pyproject\.toml"):
         read_explain_rules()
+
+
+@pytest.mark.parametrize(
+    "kept", ["", "{", "[]", "3", "{}", '{"key": "k"}', '{"key": "k", "packed": 3}']
+)
+def test_a_cache_of_another_form_is_not_used(tmp_path: Path, kept: str) -> None:
+    """Another version, or another program, may have written it."""
+    path = tmp_path / "cache.json"
+    assert read_kept(path, "k") is None
+    path.write_text(kept, encoding="utf-8")
+    assert read_kept(path, "k") is None
+    path.write_text('{"key": "k", "packed": {"rules": 1}}', encoding="utf-8")
+    assert read_kept(path, "k") == {"rules": 1}
 
 
 def test_two_rules_may_not_claim_one_example_or_have_none(tmp_path: Path) -> None:
