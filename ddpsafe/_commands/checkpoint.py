@@ -59,7 +59,8 @@ def _list(options: Namespace) -> int:
     if options.json:
         say(json.dumps(rows, indent=2))
     else:
-        _show(("step", "saved at", "ranks", "MB", "names", "metrics", "metadata"), map(_row, rows))
+        titles = ("step", "saved at", "ranks", "size", "names", "metrics", "metadata", "damage")
+        _show(titles, map(_row, rows))
     return HEALTHY
 
 
@@ -97,16 +98,17 @@ def _require_some(place: str, step: int | None = None) -> list[tuple[int | None,
 
 def _row(checkpoint: dict[str, Any]) -> tuple[str, ...]:
     if checkpoint["damage"] is not None:
-        return (str(checkpoint["step"]), checkpoint["damage"], "", "", "", "", "")
+        return (str(checkpoint["step"]), *[""] * 6, checkpoint["damage"])
     metrics = ", ".join(f"{name}={value}" for name, value in checkpoint["metrics"].items())
     return (
         str(checkpoint["step"]),
         checkpoint["saved_at"],
         str(checkpoint["world_size"]),
-        f"{checkpoint['size_bytes'] / 1e6:.1f}",
+        _size_text(checkpoint["size_bytes"]),
         ", ".join(checkpoint["names"]),
         metrics,
         json.dumps(checkpoint["metadata"]) if checkpoint["metadata"] else "",
+        "",
     )
 
 
@@ -256,13 +258,26 @@ def _printable(text: str) -> str:
 
 def _show(titles: Sequence[str], rows: Any) -> None:
     cells = [tuple(_printable(cell) for cell in row) for row in rows]
+    used = [number for number in range(len(titles)) if any(row[number] for row in cells)]
+    table = [
+        [titles[number] for number in used],
+        *([row[number] for number in used] for row in cells),
+    ]
     if not sys.stdout.isatty():
-        for row in cells:
-            say("  ".join(cell for cell in row if cell))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for row in table if cells else ():
+            padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            say("  ".join(padded).rstrip())
         return
-    table = Table(show_edge=False, pad_edge=False)
-    for title in titles:
-        table.add_column(title)
-    for row in cells:
-        table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+    drawn = Table(show_edge=False, pad_edge=False)
+    for title in table[0]:
+        drawn.add_column(title)
+    for row in table[1:]:
+        drawn.add_row(*map(Text, row))
+    Console().print(drawn)
+
+
+def _size_text(size: int) -> str:
+    """Return a size in the largest unit of which it has at least one."""
+    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if size >= u), (1e3, "kB"))
+    return f"{size / unit:.1f} {name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,11 @@ def test_checkpoints_are_listed_newest_first(
     assert found[1]["metadata"] == {"host": "\x1b[2J"}
     assert found[2]["metrics"] == {"loss": 0.5}
     code, out, _ = run(capsys, "ls", str(directory))
-    assert "loss=0.5" in out
+    titles, damaged, second, first = out.splitlines()
+    assert titles.split("  ")[0] == "step"
+    assert damaged[titles.index("damage") :].startswith("The checkpoint ")
+    assert first[titles.index("metrics") :].startswith("loss=0.5")
+    assert re.fullmatch(r"\d\.\d kB", second[titles.index("size") :][:6])
     assert "\x1b" not in out
 
 
@@ -57,14 +62,18 @@ def test_verify_finds_damage_and_exits_with_1(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every byte of every file is checked."""
-    assert run(capsys, "verify", str(directory)) == (0, "2  whole\n1  whole\n", "")
+    assert run(capsys, "verify", str(directory)) == (
+        0,
+        "step  state\n2     whole\n1     whole\n",
+        "",
+    )
     file = directory / "step-000000000002" / "ranks.bin"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     code, out, _ = run(capsys, "verify", str(directory))
     assert code == 1
-    assert "2  ranks.bin: bytes 0 to" in out
+    assert "\n2     ranks.bin: bytes 0 to" in out
     assert run(capsys, "verify", str(directory), "--step", "1")[0] == 0
     (directory / "step-000000000009").mkdir()
     assert run(capsys, "verify", str(directory), "--step", "9")[0] == 1
@@ -90,7 +99,10 @@ def test_folder_of_one_checkpoint_is_accepted(
     (directory / "link").symlink_to(directory)
     one = str(directory / place)
     assert run(capsys, "diff", str(directory), one) == (0, "no difference in 3 values\n", "")
-    assert run(capsys, "verify", one)[:2] in ((0, "2  whole\n"), (0, f"{place}  whole\n"))
+    assert run(capsys, "verify", one)[:2] in (
+        (0, "step  state\n2     whole\n"),
+        (0, f"{'step':{len(place)}}  state\n{place}  whole\n"),
+    )
     assert json.loads(run(capsys, "ls", one, "--json")[1])[0]["step"] == 2
 
 
