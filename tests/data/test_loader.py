@@ -67,25 +67,6 @@ def test_peek_at_a_batch_changes_no_draw_of_the_set_epoch() -> None:
     assert [str(batch) for batch in looked] == [str(batch) for batch in plain]
 
 
-def read_by_number(loader: Any) -> list[list[int]]:
-    """Read all batches of a pass without asking for the end."""
-    return [[int(x) for x in batch] for _, batch in zip(range(len(loader)), loader, strict=False)]
-
-
-def test_peek_after_a_resume_keeps_the_offset() -> None:
-    """After set_epoch() of the resumed epoch and a peek, the pass reads the rest of it."""
-    loader = make()
-    loader.set_epoch(1)
-    next(iter(loader))
-    state = loader.state_dict()
-    resumed = make()
-    resumed.load_state_dict(state)
-    resumed.set_epoch(1)
-    next(iter(resumed))
-    assert read(resumed) == epoch_order(1)[1:]
-    assert read(resumed) == epoch_order(2)
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_sampler_without_a_length_is_read_as_torch_reads_it(num_workers: int) -> None:
     """PyTorch needs no length from an iterator of indices."""
@@ -307,19 +288,6 @@ def test_loader_that_cannot_resume_refuses_to_give_a_state() -> None:
         make(in_order=False).state_dict()
 
 
-def test_torchs_distributed_sampler_resumes_in_the_same_world() -> None:
-    """It is replayed, as its order is a function of seed and epoch."""
-    loader = make(TorchDistributedSampler(range(N), 2, 1))
-    loader.set_epoch(2)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    resumed = make(TorchDistributedSampler(range(N), 2, 1))
-    resumed.load_state_dict(state)
-    assert read(resumed) == [[int(x) for x in batch] for batch in iterator]
-    assert resumed.state_dict()["epoch"] == 2
-
-
 def test_build_loader_covers_training_and_evaluation() -> None:
     """A single function makes both, and evaluation is in order."""
     train = build_loader(Numbers(N), batch_size=8, seed=3)
@@ -334,67 +302,6 @@ def test_build_loader_covers_training_and_evaluation() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(read(build_loader(Stream(), batch_size=5))) == 2
-
-
-def test_peek_at_a_batch_uses_up_no_epoch() -> None:
-    """Before, in and after a pass of the loop, the loop's epoch wins and the position is correct."""
-    loader, plain = (DataLoader(Numbers(N), 8, shuffle=True, seed=3) for _ in range(2))
-    expected = [read(plain) for _ in plain.epochs(3)]
-    next(iter(loader))
-    epochs = loader.epochs(3)
-    assert len(epochs) == 3
-    seen = []
-    for epoch in epochs:
-        assert len(next(iter(loader))) == 8
-        assert loader.state_dict()["epoch"] == epoch
-        seen.append(read(loader))
-        next(iter(loader))
-        assert loader.state_dict()["finished"]
-        assert loader.state_dict()["epoch"] == epoch
-    assert seen == expected
-    assert list(loader.epochs(3)) == []
-    assert list(loader.epochs(4)) == [3]
-
-
-def test_peek_at_a_resumed_epoch_uses_up_nothing() -> None:
-    """The offset is kept for the pass."""
-    loader = DataLoader(Numbers(N), 8, seed=3)
-    for _ in loader.epochs(1):
-        whole = [[int(x) for x in batch] for batch in loader]
-        iterator = iter(loader)
-        break
-    loader = DataLoader(Numbers(N), 8, seed=3)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    resumed = DataLoader(Numbers(N), 8, seed=3)
-    resumed.load_state_dict(state)
-    for epoch in resumed.epochs(1):
-        assert epoch == 0
-        next(iter(resumed))
-        assert [[int(x) for x in batch] for batch in resumed] == whole[1:]
-
-
-def test_an_epoch_of_the_loop_that_was_read_stays_read() -> None:
-    """However often the loop looks at it again, and even if it has not asked for the end."""
-    for how in (read, read_by_number):
-        loader = make()
-        for epoch in loader.epochs(2):
-            how(loader)
-            for _ in range(3):
-                next(iter(loader))
-                state = loader.state_dict()
-                assert (state["epoch"], state["finished"]) == (epoch, True)
-        assert list(loader.epochs(3)) == [2]
-
-
-def test_state_at_the_beginning_of_a_loops_epoch_has_nothing_of_it() -> None:
-    """Though a pass of this epoch was left before the loop: the loop reads it from its beginning."""
-    loader = make()
-    next(iter(loader))
-    for epoch in loader.epochs(1):
-        state = loader.state_dict()
-        assert (state["epoch"], state["consumed"]) == (epoch, 0)
 
 
 def test_epoch_set_on_the_dataset_before_the_first_pass_counts() -> None:

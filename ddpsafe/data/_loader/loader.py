@@ -273,13 +273,8 @@ class DataLoader(OpenDataLoader[T_co]):
         self.worker_safety: WorkerSafety = worker_safety
         self._progress: SharedProgress | None = None
         has_epoch = find_epoch_holder(self)
-        self._own_position = SamplerPosition.find(self, has_epoch)
-        follows = self._own_position is None or is_stateful(dataset)
-        self._position = (
-            Replay(self, self._own_position)
-            if follows or self._own_position is None
-            else self._own_position
-        )
+        own = SamplerPosition.find(self, has_epoch)
+        self._position = Replay(self, own) if own is None or is_stateful(dataset) else own
         self._cell = Cell(
             OwnEpoch() if has_epoch is None else has_epoch,
             dataset,
@@ -329,8 +324,8 @@ class DataLoader(OpenDataLoader[T_co]):
 
     def __len__(self) -> int:
         """Return how many batches a whole epoch has; a resumed one delivers fewer."""
-        own = self.__dict__.get("_own_position")  # torch's constructor asks for the length, too
-        steps = None if own is None else own.steps_of_epoch()
+        position = self.__dict__.get("_position")  # torch's constructor asks for the length, too
+        steps = None if position is None or position.own is None else position.own.steps_of_epoch()
         return super().__len__() if steps is None else int(steps)
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's is a private class
@@ -498,8 +493,8 @@ class DataLoader(OpenDataLoader[T_co]):
 
     def remember_fingerprint(self, fingerprint: str) -> None:
         """Keep the dataset's fingerprint in the state, which is then refused for other data."""
-        if self._own_position is not None:
-            self._own_position.sampler.fingerprint = fingerprint
+        if self._position.own is not None:
+            self._position.own.sampler.fingerprint = fingerprint
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the iteration under way."""

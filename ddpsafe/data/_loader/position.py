@@ -210,6 +210,11 @@ class SamplerPosition:
         is_own = getattr(type(sampler), "__iter__", None) is DrawnSampler.__iter__
         self.draws = is_own and type(batcher) is BatchSampler
 
+    @property
+    def own(self) -> SamplerPosition:
+        """The position of ddpsafe's sampler: this one."""
+        return self
+
     @classmethod
     def find(cls, loader: DataLoader[Any], sampler: object) -> SamplerPosition | None:
         """Return the position of a loader; ``None`` if it is not known how it reads with `sampler`."""
@@ -267,7 +272,7 @@ class Replay:
     """The position of a loader whose sampler or dataset is not ddpsafe's."""
 
     def __init__(self, loader: DataLoader[Any], own: SamplerPosition | None) -> None:
-        self._own = own  # beside a dataset that has a state
+        self.own = own  # beside a dataset that has a state
         # Not the loader: a reference cycle would keep its persistent workers alive until the garbage
         # collector runs.
         self.tracker = Tracker(loader.dataset, loader.batch_size)
@@ -333,8 +338,8 @@ class Replay:
 
     def steps_to_complete(self) -> int | None:
         """Return how many batches complete the pass that has begun; ``None`` if that is unknown."""
-        if self._own is not None:
-            return self._own.steps_to_complete(without=self.base)
+        if self.own is not None:
+            return self.own.steps_to_complete(without=self.base)
         try:
             left = len(self._source) - self.base
         except (TypeError, NotImplementedError):  # a stream, or a sampler without a length

@@ -228,7 +228,7 @@ class BalancedBatchSampler(DrawnSampler[list[int]]):
     def read_position(self, state: Mapping[str, Any], *, strict: bool) -> EpochPosition:  # noqa: ARG002 - as above
         position = EpochPosition.from_json(state.get("place"))
         window: Any = state.get("token_window")
-        is_count = isinstance(window, int) and not isinstance(window, bool) and window >= 0
+        is_count = type(window) is int and window >= 0
         if not is_count if self._tokens is not None else window is not None:
             kind = "without" if self._tokens is None else "with"
             raise StateMismatchError(

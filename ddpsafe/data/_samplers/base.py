@@ -7,7 +7,8 @@ import itertools
 import operator
 import warnings
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -15,7 +16,7 @@ from torch.utils.data import Sampler
 from ddpsafe._errors import Explanation
 from ddpsafe.data._arguments import require_int
 from ddpsafe.data._replica import resolve_replica, run_seed
-from ddpsafe.data.errors import DataWarning, StateMismatchError
+from ddpsafe.data.errors import DataConfigError, DataWarning, StateMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -56,7 +57,7 @@ def parse_state(state: object) -> dict[str, Any]:
     if foreign:
         raise _damaged(f"the key {foreign[0]!r} is torchdata's, whose positions ddpsafe cannot use")
     version = state.get("version")
-    if not isinstance(version, int) or isinstance(version, bool):
+    if type(version) is not int:
         raise _damaged("it has no version")
     if version != VERSION:
         older = "an older" if version < VERSION else "a newer"
@@ -68,10 +69,11 @@ def parse_state(state: object) -> dict[str, Any]:
             ),
             differences={"version": (version, VERSION)},
         )
-    for key in ("epoch", "consumed"):
-        value = state.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise _damaged(f"{key!r} must be a whole number from 0, not {value!r}")
+    try:
+        for key in ("epoch", "consumed"):
+            require_int(state.get(key), repr(key), least=0)
+    except DataConfigError as error:
+        raise _damaged(error.explanation.what.removesuffix(".")) from error
     if not isinstance(state.get("finished"), bool):
         raise _damaged(f"'finished' must be true or false, not {state.get('finished')!r}")
     if not isinstance(state.get("identity"), dict):
@@ -380,12 +382,8 @@ FIRST_CHUNK: Final = 256
 LARGEST_CHUNK: Final = 1 << 14
 
 
-class Lookup(Protocol):
-    """A range of one rank's samples -> dataset indices."""
-
-    def __call__(self, start: int, stop: int) -> list[int]:
-        """Return the dataset indices of the rank's samples number `start` to `stop`."""
-        ...
+Lookup = Callable[[int, int], list[int]]
+"""Start and stop in the samples of one rank -> their dataset indices."""
 
 
 class PositionSampler(DrawnSampler[int]):
