@@ -233,7 +233,9 @@ class FollowedDataset(NamingDataset):
         self._follow()
         cells, cell = self._progress.cells(), _FIRST_WORKER + self._worker
         for index in indices:
-            cells[cell] = _number_of(index)
+            # Nearly all are plain integers, for which a call would cost more than reading a small sample.
+            is_plain = type(index) is int and 0 <= index <= _LARGEST_INDEX
+            cells[cell] = index if is_plain else _number_of(index)
             yield index
         cells[cell] = _UNKNOWN  # the worker collates, or waits for indices
 
