@@ -78,7 +78,7 @@ _MAX_LINE_BYTES: Final = 2 * _PIECE_BYTES
 
 _MORE: Final = b"+"
 _LAST: Final = b"."
-"""Each line begins with one of these: whether the message goes on in the next one."""
+"""Each line begins with one of these: whether the message continues in the next one."""
 
 _MAX_GREETING_BYTES: Final = 16 << 10
 _GREETING_S: Final = 5.0
@@ -105,10 +105,10 @@ _ANY_VERSION: Final = re.compile(r"ddpsafe-[0-9A-Za-z.]{1,16}")
 _VERSION: Final = "ddpsafe-4"
 _REFUSED: Final = "refused"
 _MAX_REFUSED: Final = 256
-_MAX_STRANGERS: Final = 8
+_MAX_OTHER_PROGRAMS: Final = 8
 """Of so many programs that are not nodes node 0 warns: they must not fill the log."""
 
-_STRANGERS: Final = (
+_OTHER_PROGRAMS: Final = (
     (re.compile(rb"\x00\xce\xf7\x85\x3c"), "a client of torch's TCPStore, such as torchrun"),
     (re.compile(rb"[A-Z]{3,8} [^\r\n]* HTTP/"), "an HTTP client"),
     (re.compile(rb"PRI \* HTTP/2"), "an HTTP client"),
@@ -484,7 +484,7 @@ class _Connection(Generic[NameT]):
             self.to_send += self.sending.sign(line) + line
 
     def joined(self, line: bytes) -> bytes | None:
-        """Return the message that ends with a line that has arrived; ``None`` if it goes on.
+        """Return the message that ends with a line that has arrived; ``None`` if it continues.
 
         Raises:
             GarbledError: The other end has not sent it.
@@ -618,7 +618,7 @@ class Channel(Generic[NameT, MessageT]):
         self._nnodes = 0
         self._first: list[bytes] = []
         self._at_once: dict[type, Callable[[Channel[NameT, MessageT], NameT, Any], None]] = {}
-        self._strangers: set[str] | None = None
+        self._warned_of: set[str] | None = None
         # Whether to look for these: a message of one of many nodes costs no look at all of them.
         self._has_output = self._has_away = False
         self._is_closing = False
@@ -668,7 +668,7 @@ class Channel(Generic[NameT, MessageT]):
         channel._nnodes = nnodes
         channel._first = [] if first is None else [codec.pack(first)]
         channel._at_once = dict(at_once or {})
-        channel._strangers = set() if warns else None
+        channel._warned_of = set() if warns else None
         channel._selector.register(channel._listening, selectors.EVENT_READ)
         channel._thread.start()
         return channel
@@ -921,26 +921,26 @@ class Channel(Generic[NameT, MessageT]):
             lambda connection: connection.since_s < opened_after_s, self._ungreeted
         )
         for connection in list(late):
-            self._warn_of_stranger(connection, bytes(connection.received))
+            self._warn_of_program(connection, bytes(connection.received))
             self._drop(connection)
         # All nodes dial at once, and may wait for the answer for as long as a packet travels.
         while len(self._ungreeted) > self._nnodes + _MAX_UNGREETED:
             hosts = {connection: connection.host for connection in self._ungreeted}
             self._drop(oldest_of_busiest_host(hosts))
 
-    def _warn_of_stranger(self, connection: _Connection[NameT], said: bytes) -> None:
+    def _warn_of_program(self, connection: _Connection[NameT], said: bytes) -> None:
         """Warn of a program that is not a node, once for each host."""
-        if self._strangers is None or len(self._strangers) >= _MAX_STRANGERS:
+        if self._warned_of is None or len(self._warned_of) >= _MAX_OTHER_PROGRAMS:
             return
         is_cut = not said or said.startswith(b"{")  # perhaps a greeting that the network has cut
-        if connection.host in self._strangers or (
+        if connection.host in self._warned_of or (
             is_cut and connection.host in self._hosts_of_nodes()
         ):
             return
-        self._strangers.add(connection.host)
-        kind = next(name for start, name in _STRANGERS if start.match(said))
+        self._warned_of.add(connection.host)
+        kind = next(name for start, name in _OTHER_PROGRAMS if start.match(said))
         logger.warning(
-            "a program on %s reached the endpoint of this job, port %d, and is no node of it: it seems to be "
+            "a program on %s reached the endpoint of this job, port %d, and is not a node of it: it seems to be "
             "%s; its connection was closed",
             connection.host,
             self.port,
@@ -1133,7 +1133,7 @@ class Channel(Generic[NameT, MessageT]):
             text = f"{connection.challenge} {received} {token}"
             expected = prove(self._secret, "participant", self._scope, node, text)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            self._warn_of_stranger(connection, line + b"\n")
+            self._warn_of_program(connection, line + b"\n")
             return False
         if version != _VERSION:
             return self._refuse(connection, "version", greeting)
@@ -1203,7 +1203,7 @@ class Channel(Generic[NameT, MessageT]):
         """Report the end of a connection, after everything that arrived before."""
         peer, now_s = connection.peer, time.monotonic()
         if peer is None:
-            self._warn_of_stranger(connection, bytes(connection.received))
+            self._warn_of_program(connection, bytes(connection.received))
         self._drop(connection)
         if peer is None or peer.connection is not connection:
             return

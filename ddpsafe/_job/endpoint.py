@@ -26,7 +26,6 @@ from ddpsafe._host import (
     is_loopback,
     list_interfaces,
     open_tcp_store,
-    without_cpp_warnings,
 )
 from ddpsafe._job.channel import RefusedError
 from ddpsafe._job.secret import find_job_secret, key_of_secret
@@ -181,14 +180,9 @@ class JobEndpoint:
         Raises:
             RendezvousTimeoutError: The call has not returned in time.
         """
-
-        def make() -> T:
-            with without_cpp_warnings():
-                return function()
-
         deadline = Deadline.after(limit)
         # In a thread, which can be left: a call to a host that has vanished cannot be interrupted.
-        call = BoundedCall(make, name="ddpsafe-rendezvous")
+        call = BoundedCall(function, name="ddpsafe-rendezvous")
         try:
             self._await(call, deadline)
         except BaseException:

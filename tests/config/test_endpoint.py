@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from texts import any_text
 
-from ddpsafe import Rendezvous
+from ddpsafe import ConfigError, Rendezvous
 from ddpsafe._config.endpoint import Endpoint, complete_endpoint, parse_endpoint
 from ddpsafe._config.interfaces import (
     GLOO,
@@ -35,6 +35,7 @@ EXISTING = ["lo", "eth0", "eth1", "docker0"]
         ("2001:db8::1:29400", "2001:db8::1", 29400),
         ("[2001:db8::1]:29400", "2001:db8::1", 29400),
         ("[2001:DB8:0:0::1]:29400", "2001:db8::1", 29400),
+        ("[::ffff:10.66.0.1]:29400", "10.66.0.1", 29400),
         ("2001:db8::1:2940", "2001:db8::1", 2940),
         ("1:2:3:4:5:6:7:8:29400", "1:2:3:4:5:6:7:8", 29400),
         ("[::1]:0", "::1", 0),
@@ -243,3 +244,23 @@ def test_only_externally_reachable_interfaces_are_proposed(
     found = Interface(name=name, networks=networks, mtu_bytes=1500, is_running=True)
     assert found.is_candidate is is_candidate
     assert found.addresses == (network.split("/", maxsplit=1)[0],)
+
+
+@pytest.mark.parametrize(
+    ("ports", "taken"),
+    [
+        ("29401-29420", "29401-29420"),
+        (" 29401 - 29402 ", "29401-29402"),
+        *(
+            (each, None)
+            for each in ("", "29401", "29402-29401", "80-90", "1-99999", "a-b", "5-6-7")
+        ),
+    ],
+)
+def test_a_range_of_ports_has_two_at_least(ports: str, taken: str | None) -> None:
+    """Node 0 needs one for the ranks' store and one for MASTER_PORT; below 1024, ports need root."""
+    if taken is not None:
+        assert Rendezvous(ports=ports).ports == taken
+        return
+    with pytest.raises(ConfigError, match="29401-29420"):
+        Rendezvous(ports=ports)

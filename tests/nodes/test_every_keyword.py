@@ -92,6 +92,7 @@ PROVED_BY: Final[dict[str, str]] = {
         "tests/nodes/test_taken_back.py::test_all_nodes_stop_where_the_signal_is_for_the_job"
     ),
     "Rendezvous.secret_file": OTHERS,
+    "Rendezvous.ports": "tests/nodes/test_security.py::test_node_0_listens_only_in_a_range_of_ports",
     **{f"DataPath.{name}": PATHS for name in DataPath.model_fields},
 }
 """For each keyword and field, the test on several nodes that fails if it has no effect there."""

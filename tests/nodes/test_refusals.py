@@ -383,7 +383,7 @@ def test_a_second_start_of_a_node_replaces_the_first(
 
 @pytest.mark.parametrize("of", [0, 1])
 def test_a_host_that_comes_twice_is_an_error_that_names_both(job: Job, of: int) -> None:
-    """As if two jobs used one endpoint; nobody knows which of them is meant."""
+    """As if two jobs used one endpoint: neither is preferred."""
     job.dial(1)
     job.dial(2, hostname=f"h{of}", pid=77)
     with pytest.raises(ConfigError, match=rf"h{of} \(.*\) comes twice to this job: pids 1 and 77"):

@@ -31,6 +31,7 @@ from ddpsafe._job.channel import (
     Lost,
     RefusedError,
 )
+from ddpsafe._job.endpoint import rank_store
 from ddpsafe._job.secret import Signer
 from ddpsafe._launcher.nodes import torchs_rendezvous
 from ddpsafe._launcher.nodes.node_messages import (
@@ -47,6 +48,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     round_result_of,
 )
 from ddpsafe._launcher.nodes.torchs_rendezvous import SharedState
+from ddpsafe._launcher.processes.store_folder import reserved_port
 from ddpsafe._wire.messages import Position, Raised, Returned
 
 if TYPE_CHECKING:
@@ -229,7 +231,7 @@ def test_another_program_at_the_endpoint_is_named_once(
                     while sender.recv(4096):
                         pass
         assert channel.connected() == {1}
-    assert caplog.text.count("is no node of it") == 1
+    assert caplog.text.count("is not a node of it") == 1
     assert (
         f"a program on 127.0.0.9 reached the endpoint of this job, port {channel_port(caplog)}"
         in caplog.text
@@ -659,6 +661,48 @@ def listening_of(pid: int) -> list[tuple[str, int]]:
                 )
                 found.append((socket.inet_ntop(family, words), int(port, 16)))
     return found
+
+
+@pytest.mark.root
+def test_node_0_listens_only_in_a_range_of_ports(network: Network, tmp_path: Path) -> None:
+    """For a firewall: besides the endpoint, in each attempt; the ranks' own ports are gloo's."""
+    retry = {"attempts": 2, "on": ["killed"], "backoff_initial": 0, "jitter": 0}
+    fields = {"rendezvous": {"ports": "29981-29982"}, "retry": retry}
+    cases = [
+        Case(name="kills", what="kill-until-2", rank=1, fields=fields),
+        Case(name="held", what="held", fields=fields),
+    ]
+    launchers = start_job(network, cases, tmp_path, nproc=(1, 1), port=29970)
+    scripts.wait_until(
+        lambda: len(list(tmp_path.glob("running-held-1-*"))) == 2,
+        otherwise=lambda: [each.err for each in launchers],
+    )
+    ports = {port for _, port in listening_of(launchers[0].pid)}
+    (tmp_path / "release-held").touch()
+    found = finish_job(network, cases, launchers)
+    assert ports <= {29970 + 1, 29981, 29982}
+    assert len(ports) == 2
+    assert [each["kills"]["attempts"] for each in found] == [2, 2]
+
+
+def test_ports_of_a_range_are_taken_once() -> None:
+    """The one that a socket is bound to, and the one that is reserved for ranks; then none is left."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = taken.getsockname()[1]
+        ports = f"{first}-{first + 1}"
+        with rank_store("127.0.0.1", f"{first + 1}-{first + 1}") as store:
+            assert store == first + 1
+            with pytest.raises(OSError, match=rf"no port of rendezvous.ports='{ports}' is free"):
+                reserved_port("127.0.0.1", ports).__enter__()
+    with (
+        reserved_port("127.0.0.1", ports) as one,
+        reserved_port("127.0.0.1", ports) as other,
+        socket.socket() as rank,
+    ):
+        assert {one, other} == {first, first + 1}
+        rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        rank.bind(("127.0.0.1", one))  # as torch's store does
+        rank.listen()
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@ relays what its ranks report, and follows node 0's decisions. Each module import
     links            a broken link between two nodes, by what their ranks report
     lobby            who is there, who cannot take part, and what node 0 decides, outside of attempts
     torchs_rendezvous  TorchElastic's rendezvous over a state that node 0 keeps
-    rendezvous       the one meeting: how nodes find each other, and who decides what
+    rendezvous       how nodes find each other, and who decides what
     node_zero        node 0: the watch over all ranks, and its conclusion
     other_node       every other node: relays reports and follows decisions
     rounds           the attempts of this node: the plan of each, and its ranks

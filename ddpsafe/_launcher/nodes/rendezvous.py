@@ -1,4 +1,4 @@
-"""How nodes find each other: one meeting, at the endpoint.
+"""How nodes find each other: over one connection each, at the endpoint.
 
 Who decides what: TorchElastic's rendezvous decides who is in a round, node 0's `rounds.NodeLaunch` the ranks (in
 the order of the `Label`s) and with its retry policy whether there is another attempt, and `node_zero` the result of
@@ -54,7 +54,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     prepare,
     round_result_of,
 )
-from ddpsafe._launcher.nodes.torchs_rendezvous import Arrivals, Meeting, SharedState
+from ddpsafe._launcher.nodes.torchs_rendezvous import Arrivals, SharedState, TorchsPart
 from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._logging import get_logger
 from ddpsafe._secrets import JOB_SECRET
@@ -140,6 +140,8 @@ class Questions:
         is_over: Callable[[], bool] = lambda: False,
     ) -> Answered | None:
         """Wait for the answer; return ``None`` if node 0 is lost, this node leaves or `is_over` says so."""
+        if self._is_left():
+            return None
         question = replace(question, number=next(self._numbers))
         with self._news:
             self._open[question.number] = None
@@ -183,7 +185,7 @@ class SharedKeys:
 
 
 class NodeRendezvous:
-    """This node's part in the meeting: serves or dials the endpoint, then joins round by round.
+    """This node's part in the rendezvous: serves or dials the endpoint, then joins round by round.
 
     Args:
         config: The configuration of the launch.
@@ -238,7 +240,7 @@ class NodeRendezvous:
         self._keys: dict[str, str] = {}
         self._has_left = False
         self._questions = Questions(lambda: self._has_left)
-        self._meeting: Meeting | None = None
+        self._part: TorchsPart | None = None
         self._call: BoundedCall[None] | None = None
         self._is_member = False
         self._warned_of = 0
@@ -421,7 +423,7 @@ class NodeRendezvous:
         try:
             return self._gather() if self.serves else self._take_part()
         finally:
-            self._leave_meeting()
+            self._leave()
 
     def _gather(self) -> tuple[str, ...]:
         """Wait as node 0."""
@@ -466,7 +468,7 @@ class NodeRendezvous:
             if membership.running is not None:
                 if not is_spare:
                     self._require_use_for_spare(membership.running.hosts)
-                    self._leave_meeting()
+                    self._leave()
                 is_spare, joins_s = True, None
                 continue
             if is_spare:
@@ -478,7 +480,7 @@ class NodeRendezvous:
             if joins_s is not None and time.monotonic() >= joins_s:
                 joins_s = None
                 self._meet()
-            if self._meeting is not None and self._meeting.is_complete:
+            if self._part is not None and self._part.is_complete:
                 self._is_member = True
                 return ()
             self._require_running()
@@ -489,24 +491,24 @@ class NodeRendezvous:
     def _meet(self) -> None:
         """Begin to take part in torch's rendezvous, in a thread."""
         if self._call is not None and not self._call.wait(0):
-            self._meeting = (
+            self._part = (
                 None  # it sleeps for up to a second before it notices that this node has left
             )
-        if self._meeting is None:
+        if self._part is None:
             rendezvous, most = self._config.rendezvous, self._config.nnodes
-            self._meeting = Meeting(
+            self._part = TorchsPart(
                 str(Label.of(self.facts)),
                 self.endpoint.job,
                 (rendezvous.min_nodes or most, most),
                 rendezvous.last_call,
                 self._ask,
             )
-        self._meeting.begin()
-        self._call = BoundedCall(self._meeting.join, name="ddpsafe-rendezvous")
+        self._part.begin()
+        self._call = BoundedCall(self._part.join, name="ddpsafe-rendezvous")
 
-    def _leave_meeting(self) -> None:
-        if self._meeting is not None:
-            self._meeting.is_over = True
+    def _leave(self) -> None:
+        if self._part is not None:
+            self._part.is_over = True
 
     def _require_running(self) -> None:
         """Raise what torch's rendezvous has raised.
@@ -525,7 +527,7 @@ class NodeRendezvous:
     def _arrivals(self) -> Arrivals:
         if self.serves:
             return self._shared.arrivals()
-        return Arrivals() if self._meeting is None else self._meeting.arrivals
+        return Arrivals() if self._part is None else self._part.arrivals
 
     def _present(self) -> list[Label]:
         """Return the nodes that have joined, in their order."""
@@ -686,6 +688,9 @@ class NodeRendezvous:
         """Describe which nodes have reached the endpoint, and which node ranks are missing."""
         nnodes = self._config.nnodes
         present = self._present()
+        if not present:  # this node joins again, and node 0 does not yet
+            known = (self.facts,) if self.serves else (self.membership.node_0, self.facts)
+            present = [Label.of(facts) for facts in known]
         names = listed([node.hostname for node in present]) or "none"
         ranks = {node.node_rank for node in present}
         text = f"{len(present)} of {nnodes} nodes reached {self.endpoint}: {names}"
@@ -702,7 +707,7 @@ class NodeRendezvous:
 
     def close(self) -> None:
         """Leave: the other nodes hear at once that this one has ended."""
-        self._leave_meeting()
+        self._leave()
         self._has_left = True
         channel, self._channel = self._channel, None
         if channel is not None:

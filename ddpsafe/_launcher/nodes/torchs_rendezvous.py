@@ -216,7 +216,7 @@ class SharedState:
         return self._text
 
 
-class Meeting:
+class TorchsPart:
     """This node's part in the rounds: runs torch's handler until a round is complete with this node.
 
     Args:
@@ -249,7 +249,7 @@ class Meeting:
             RendezvousTimeout,
         )
 
-        launcher, meeting = label.rpartition("\t")[2], self
+        launcher, part = label.rpartition("\t")[2], self
         self.is_over = self.is_complete = False
         self.arrivals = Arrivals()
 
@@ -269,8 +269,8 @@ class Meeting:
 
             def _ask(self, value: str | None, token: int | None) -> Any:
                 answer = None
-                if not meeting.is_over:
-                    answer = ask(Ask(number=0, value=value, token=token), lambda: meeting.is_over)
+                if not part.is_over:
+                    answer = ask(Ask(number=0, value=value, token=token), lambda: part.is_over)
                 if answer is None:
                     raise RendezvousClosedError  # ends torch's call, and starts no heartbeats
                 if answer.value is None:
@@ -290,9 +290,9 @@ class Meeting:
                 if answer.left_s is not None:
                     shown.deadline = now + timedelta(seconds=answer.left_s)
                 gone = [node for node, beat in state.last_heartbeats.items() if beat]
-                meeting.arrivals = _arrivals(state, gone, answer.left_s)
+                part.arrivals = _arrivals(state, gone, answer.left_s)
                 if shown.complete and launcher in map(launcher_of, shown.participants):
-                    meeting.is_complete = meeting.is_over = True
+                    part.is_complete = part.is_over = True
                     raise RendezvousClosedError
                 return pickle.dumps(shown), answer.token, *([answer.has_set] if value else ())
 
