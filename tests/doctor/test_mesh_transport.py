@@ -89,7 +89,7 @@ def test_coordinator_and_nodes_read_each_other_and_nodes_not_one_another() -> No
         b"[" * 100_000 + b"\n",
         b"x" * (5 << 20),
         (
-            b'{"version": "ddpsafe-3", "node": "n", "challenge": "c", "received": 0, "token": "t",'
+            b'{"version": "ddpsafe-4", "node": "n", "challenge": "c", "received": 0, "token": "t",'
             b' "proof": "\\udce9", "about": {}}\n'
         ),
         b"",
