@@ -682,7 +682,7 @@ def test_what_torchs_rendezvous_raises_ends_the_wait_for_a_round(
 
 
 def test_a_node_whose_connection_is_reset_while_it_waits_takes_part(
-    held_port: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    held_port: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it asked node 0 is answered over the next connection."""
     monkeypatch.setenv(JOB_SECRET, "x" * 64)
@@ -695,14 +695,10 @@ def test_a_node_whose_connection_is_reset_while_it_waits_takes_part(
         joining = BoundedCall(nodes[1].join, name="join")
         lobby = nodes[0].lobby
         scripts.wait_until(lambda: lobby.look() or lobby.nodes)
-        for times in (1, 2, 3):
+        for _ in range(3):
             wire.cut()
-            scripts.wait_until(
-                lambda times=times: (
-                    lobby.look() or caplog.text.count("can be reached again") >= 2 * times
-                ),
-                otherwise=lambda: caplog.text,
-            )
+            # Node 0 may take the next connection before it notices the end of this one.
+            scripts.wait_until(lambda: lobby.look() or wire._ends)
         assert not joining.wait(0), joining.result()
         launchers = nodes[0].join()
         assert launchers == tuple(node.facts.launcher for node in nodes)
