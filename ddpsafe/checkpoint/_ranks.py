@@ -44,7 +44,12 @@ class Ranks(RankGroup):
     """
 
     def __init__(
-        self, context: RankContext, directory: Path, timeout: timedelta, *, may_give_up: bool
+        self,
+        context: RankContext,
+        directory: Path,
+        timeout: timedelta,
+        *,
+        may_give_up: bool = False,
     ) -> None:
         from ddpsafe._worker import pending_exception
 

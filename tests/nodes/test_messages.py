@@ -358,7 +358,7 @@ def test_each_signal_to_a_node_is_sent_to_node_0_and_answered_separately(
     assert node._ends_alone_by == signal.SIGINT
     error = node._conclude((), {}).error
     assert isinstance(error, Interrupted)
-    assert error.is_alone
+    assert error.left == "no rank of this node is left running"
 
 
 def test_a_node_does_not_wait_for_the_decision_of_a_stopped_node_0(
