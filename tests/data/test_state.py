@@ -588,3 +588,26 @@ def test_position_discarded_by_set_epoch_gives_a_warning(kind: str) -> None:
     resumed.load_state_dict(loader.state_dict())
     with pytest.warns(DataWarning, match="discards the position"):
         resumed.set_epoch(0)
+
+
+@pytest.mark.parametrize("in_loop", [False, True])
+@pytest.mark.parametrize("kind", [*OWN, *FOLLOWED])
+def test_a_look_does_not_use_up_a_resumed_position_and_a_pass_does(
+    kind: str, *, in_loop: bool
+) -> None:
+    """Of every sampler: looks before the rest read no less of it, and the epoch read again is whole."""
+    (first,) = ranks_of(kind, 1, 4)
+    begun = read(first, 5)
+    (resumed,) = ranks_of(kind, 1, 4)
+    resumed.load_state_dict(saved([first]))
+    loop = iter(resumed.epochs(1)) if in_loop else iter(())
+    for _ in loop:
+        break
+    again = []
+    for batches in (1, 1, math.inf, 2, math.inf):
+        if not in_loop:
+            resumed.set_epoch(0)
+        again.append(read(resumed, batches))
+    look, second_look, rest, _, whole = again
+    assert look == second_look == rest[:4]
+    assert sorted(begun + rest) == sorted(whole)

@@ -209,6 +209,7 @@ class SamplerPosition:
         self._batcher = batcher  # of the sampler's indices; `None` if there are no batches of them
         is_own = getattr(type(sampler), "__iter__", None) is DrawnSampler.__iter__
         self.draws = is_own and type(batcher) is BatchSampler
+        self._of: Pass | None = None
 
     @property
     def own(self) -> SamplerPosition:
@@ -242,8 +243,10 @@ class SamplerPosition:
         """Return whether a loaded state leaves nothing of its epoch."""
         return self.sampler.finished
 
-    def begin(self, new: Pass) -> int | None:  # noqa: ARG002 - `Replay` needs it
+    def begin(self, new: Pass) -> int | None:
         """Begin a pass; return how many of its first batches to drop, or ``None`` if nothing is left."""
+        self._forget_used(new)
+        self._of = new
         return None if self.sampler.finished else self.sampler.batches_to_skip()
 
     def indices(self) -> Iterator[Any]:
@@ -259,13 +262,25 @@ class SamplerPosition:
 
     def state(self, of: Pass, batches: int | None) -> dict[str, Any]:
         """Return the state after the batches that a pass has delivered, or after `batches` of them."""
+        self._forget_used(of)
         used, finished = of.count_used(batches)
         return self.sampler.state_after(used, exhausted=finished, **self.geometry())
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> int:
         """Load a state for the next pass; return its epoch."""
         self.sampler.restore(state, strict=strict, **self.geometry())
+        self._of = None
         return int(self.sampler.epoch)
+
+    def _forget_used(self, of: Pass) -> None:
+        """Begin at the beginning if the rest of a resumed epoch was read, and it is read again."""
+        if of is not self._of and _is_used(self._of, of.epoch):
+            self.sampler.start, self.sampler.finished = self.sampler.beginning, False
+
+
+def _is_used(last: Pass | None, epoch: int) -> bool:
+    """Return whether the last pass has read all that it found of an epoch."""
+    return last is not None and last.epoch == epoch and last.is_complete()
 
 
 class Replay:
@@ -289,7 +304,8 @@ class Replay:
             "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
         }
         self._dataset = loader.dataset
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None  # for the next pass
+        self._resumed: dict[str, Any] | None = None  # by this one
         self._readers = EqualReaders(loader)
         self.draws = not self.tracker.is_stream
         self._begin(None)
@@ -309,7 +325,10 @@ class Replay:
 
     def begin(self, new: Pass) -> int | None:
         """Begin a pass; return how many of its first batches to drop, or ``None`` if nothing is left."""
-        loaded, self._loaded = self._loaded, None
+        # A pass that was left does not use up what was loaded: a look at the first batch, for example.
+        loaded, self._loaded = self._find_loaded(new), None
+        is_rest = loaded is not None and loaded["epoch"] == new.epoch and not loaded["finished"]
+        self._resumed = loaded if is_rest else None
         self._begin(new)
         self._readers.begin()
         self.tracker.resume, self.tracker.first_worker = {}, 0
@@ -335,6 +354,12 @@ class Replay:
         if self._num_workers > 1 and self.tracker.has_state():
             self.tracker.first_worker = (saved["last_worker"] + 1) % self._num_workers
         return self.tracker.first_worker
+
+    def _find_loaded(self, of: Pass) -> dict[str, Any] | None:
+        """Return the state with which a pass begins."""
+        if self._loaded is not None or self._resumed is None or of.epoch != self._resumed["epoch"]:
+            return self._loaded
+        return None if _is_used(self._of, of.epoch) else self._resumed
 
     def steps_to_complete(self) -> int | None:
         """Return how many batches complete the pass that has begun; ``None`` if that is unknown."""
@@ -366,8 +391,9 @@ class Replay:
 
     def state(self, of: Pass, batches: int | None) -> dict[str, Any]:
         """Return the state after the batches that a pass has delivered, or after `batches` of them."""
-        if self._loaded is not None and self._loaded["epoch"] == of.epoch:
-            return copy.deepcopy(self._loaded)
+        loaded = None if of is self._of else self._find_loaded(of)
+        if loaded is not None and loaded["epoch"] == of.epoch:
+            return copy.deepcopy(loaded)
         used, finished = of.count_used(batches)
         back = max(0, of.batches - used)  # in even steps a rank may have fewer batches than steps
         if used and back >= len(self._delivered):
