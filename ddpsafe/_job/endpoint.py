@@ -444,7 +444,7 @@ class JobEndpoint:
                 if isinstance(exc, RefusedError) and (
                     refusal != "other-program" or len(refused_at) >= _REFUSALS
                 ):
-                    raise self._refused(exc, refused_at[-1], here) from exc
+                    raise self._refused(exc, refused_at[-1], here) from None
             if deadline.waited_s() > NO_ANSWER_WARNING_S and not has_warned:
                 has_warned, own, node_rank = True, socket.gethostname(), self._config.node_rank
                 hint = ""

@@ -55,12 +55,14 @@ def test_the_others_go_on_without_a_node_that_is_taken_back(
         os.kill(launchers[1].pid, signum)
     saves = what == "resume"
     assert launchers[1].end() == (0 if saves else -signum), launchers[1].err
-    name = "node 1 ('h1', rank 1 of world_size 3) leaves the job, attempt 1"
+    name = "node 1 ('h1', rank 1) leaves the job, attempt 1"
     if saves:
         left = launchers[1].results()["job"]
         assert (left["error"], left["code"]) == ("PreemptedError", AGAIN), left
-        assert f"{signum.name} to the launcher of node 1 ('h1')" in left["text"]
-        assert "The other nodes continue without it" in left["whole"]
+        asked = f"{signum.name} to the launcher of node 1 ('h1')"
+        assert asked in left["text"]
+        assert all(f"{asked}: the ranks are asked to save" in each.err for each in launchers)
+        assert "The other nodes continue (rendezvous.signal_scope)" in left["whole"]
     else:
         assert "SIGTERM on node 1 ('h1'); no rank of this node is left running" in launchers[1].err
     await_ranks(tmp_path, "job-2", 2, [launchers[0], launchers[2]])
@@ -76,6 +78,26 @@ def test_the_others_go_on_without_a_node_that_is_taken_back(
             (value,) = other.results()["job"]["values"].values()
             assert (value["attempt"], value["of"]) == (2, 2)
             assert value["first"] == next(iter(left["values"].values()))["last"]
+    require_nothing_left(network)
+
+
+@pytest.mark.full
+def test_all_nodes_that_leave_are_named(network: Network, tmp_path: Path) -> None:
+    """In the one line about the attempt; each of them is told once that the others continue."""
+    rendezvous = {**ELASTIC["rendezvous"], "min_nodes": 1}
+    launchers = start(network, tmp_path, "resume", rendezvous=rendezvous)
+    for node in (1, 2):
+        os.kill(launchers[node].pid, signal.SIGTERM)
+    for node in (1, 2):
+        assert launchers[node].end() == 0
+        said = launchers[node].results()["job"]
+        assert said["error"] == "PreemptedError", said
+        assert said["whole"].count("The other nodes continue") == 1
+    assert launchers[0].end() == 0
+    (value,) = launchers[0].results()["job"]["values"].values()
+    leaves = "node 1 ('h1', rank 1) and node 2 ('h2', rank 2) leave the job"
+    assert value["of"] == 1
+    assert leaves in launchers[0].err or value["attempt"] == 3, launchers[0].err
     require_nothing_left(network)
 
 

@@ -102,7 +102,7 @@ REDIAL: Final = timedelta(seconds=0.7)
 _LATE_REPORTS: Final = 4
 """What is known of a node is old if so many reports of its progress would have fitted in since."""
 
-_OTHERS_CONTINUE: Final = "The other nodes continue without it (rendezvous.signal_scope)."
+_OTHERS_CONTINUE: Final = "The other nodes continue (rendezvous.signal_scope)."
 
 _CLOCK_MARGIN_NS: Final = 100_000_000
 """How well the clocks of two hosts are compared, at worst."""
@@ -389,7 +389,7 @@ class OtherNodes(Peers):
 
     def find_leaving(self) -> dict[str, signal.Signals]:
         """Return the nodes that leave the job, without the others, and the signal to the launcher of each."""
-        return {self._plan.name_of(node): received for node, received in self.leaving.items()}
+        return {self._plan.name_of(node): self.leaving[node] for node in sorted(self.leaving)}
 
     def silent_nodes(self) -> list[str]:
         """Return a line for each launcher that sends nothing although it is connected."""
@@ -555,11 +555,11 @@ class OtherNodes(Peers):
         error = as_error(exc, self._plan.name_of(0), "could not end the attempt", phase="attempt")
         is_stop = isinstance(error, (Interrupted, PreemptedError))
         if is_stop and self.leaving and self._inbox.received is None:
+            if isinstance(error, PreemptedError):
+                error.add_details(_OTHERS_CONTINUE)
             for node, received in self.leaving.items():
                 own = error
-                if isinstance(error, PreemptedError):
-                    error.add_details(_OTHERS_CONTINUE)
-                else:
+                if isinstance(error, Interrupted):
                     own = Interrupted(received, self._plan.name_of(node), NONE_LEFT_HERE)
                 self._channel.send(round_result_of(own, is_final=True), to=node)
             error = self._left_error(ended, has_saved=isinstance(error, PreemptedError))
@@ -583,25 +583,28 @@ class OtherNodes(Peers):
 
     def _left_error(self, ended: EndedAttempt, *, has_saved: bool) -> NodeLostError:
         """Return the error of an attempt that ended because nodes leave the job."""
-        node, received = next(iter(self.leaving.items()))
-        ranks = self._plan.ranks_of(node)
-        place = f"{ranks_text(ranks)} of world_size {self._plan.world_size}"
-        why = f"its launcher received {received.name}"
+        names = [
+            self._plan.name_of(node, ranks_text(self._plan.ranks_of(node)))
+            for node in sorted(self.leaving)
+        ]
+        signals = listed(sorted({received.name for received in self.leaving.values()}))
+        leave, whose = (
+            ("leaves", "its launcher") if len(names) == 1 else ("leave", "their launchers")
+        )
+        why = f"{whose} received {signals}"
         saved = ", and all ranks have stopped at one step" if has_saved else ""
-        what = f"{self._plan.name_of(node, place)} leaves the job, {ended.when('peer-lost')}: {why}{saved}."
-        others = [self._plan.name_of(other) for other in self.leaving if other != node]
+        node = min(self.leaving)
         return NodeLostError(
             Explanation(
-                what,
+                f"{listed(names)} {leave} the job, {ended.when('peer-lost')}: {why}{saved}.",
                 cause=CAUSE_OF_STOP,
                 fix="nothing: the other nodes start another attempt, with a replacement if one joins. Set "
                 'rendezvous.signal_scope to "job" to stop all nodes instead.',
-                details=tuple(f"{name} leaves, too." for name in others),
                 logs=ended.logs,
             ),
             node_rank=node,
             hostname=self._plan.nodes[node].hostname,
-            ranks=list(ranks),
+            ranks=list(self._plan.ranks_of(node)),
             why=why,
             **ended.facts(),
         )
@@ -619,9 +622,8 @@ class OtherNodes(Peers):
         if ended.ending.reason == "done":
             limit += self._timeouts.shutdown
         longest: timedelta | None = limit
-        is_stop = isinstance(
-            error, Interrupted
-        )  # whoever asks for it does not wait for a node that is away
+        # Whoever stops the job does not wait for a node that cannot be reached.
+        is_stop = isinstance(error, Interrupted)
         is_good = ended.ending.reason == "done" and error is None
         if is_good:
             # What the ranks of other nodes still do is part of the job.

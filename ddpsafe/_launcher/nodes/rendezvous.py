@@ -55,7 +55,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     round_result_of,
 )
 from ddpsafe._launcher.nodes.torchs_rendezvous import Arrivals, SharedState, TorchsPart
-from ddpsafe._launcher.watch.signals import Interrupted
+from ddpsafe._launcher.watch.signals import NONE_LEFT_HERE, Interrupted
 from ddpsafe._logging import get_logger
 from ddpsafe._secrets import JOB_SECRET
 from ddpsafe._text import listed
@@ -276,7 +276,7 @@ class NodeRendezvous:
             Interrupted: A signal has arrived.
         """
         if self.inbox.received is not None:
-            raise Interrupted(self.inbox.received)
+            raise Interrupted(self.inbox.received, left="" if self.serves else NONE_LEFT_HERE)
 
     def open(self, *, joins: bool = True) -> None:
         """Serve the endpoint if it is on this host, else dial node 0 there.

@@ -39,6 +39,7 @@ class StopRequest:
         limit: timedelta,
         clock: Callable[[], float],
         find_leaving: Callable[[], Mapping[str, signal.Signals]] = dict,
+        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Start without a request.
 
@@ -49,12 +50,14 @@ class StopRequest:
             clock: The clock for the limit.
             find_leaving: Returns the nodes that leave the job, without the others, and the signal to
                 the launcher of each.
+            tell: Shows a line on the other nodes, too.
         """
         self._processes = processes
         self._inbox = inbox
         self.limit = limit
         self._clock = clock
         self._find_leaving = find_leaving
+        self._tell = tell
         self._is_agreed = False
         self._warned_of = ""
         self.deadline: Deadline | None = None
@@ -75,23 +78,22 @@ class StopRequest:
                 self.has_nothing_to_save = any(map(is_order, leaving.values()))
                 source = self.source()
                 if source != self._warned_of:
-                    logger.warning(
-                        "%s: no rank has called stop_requested() yet, so all ranks get SIGTERM now, and "
+                    self._say(
+                        f"{source}: no rank has called stop_requested() yet, so all ranks get SIGTERM now, and "
                         "SIGKILL if they still run after timeouts.grace"
                         if ordered or self.has_nothing_to_save
-                        else "%s: training continues, because no rank has called stop_requested() yet; the stop "
-                        "begins when one does",
-                        source,
+                        else f"{source}: training continues, because no rank has called stop_requested() yet; "
+                        "the stop begins when one does"
                     )
                     self._warned_of = source
                 return ordered
             self.deadline = Deadline.after(self.limit, clock=self._clock)
             for process in self._processes:
                 process.stop.ask()
-            logger.warning(
-                "%s: the ranks are asked to save and return, within %.0f s (timeouts.stop)",
-                self.source(),
-                self.limit.total_seconds(),
+            limit_s = self.limit.total_seconds()
+            self._say(
+                f"{self.source()}: the ranks are asked to save and return, within {limit_s:.0f} s "
+                "(timeouts.stop)"
             )
             self._inbox.note_answered()
         if not self._is_agreed:
@@ -103,6 +105,11 @@ class StopRequest:
                     process.stop.stop_at(max(known))
                 self._is_agreed = True
         return False
+
+    def _say(self, text: str) -> None:
+        """Show a warning on all nodes."""
+        logger.warning("%s", text)
+        self._tell(text)
 
     def is_overdue(self) -> bool:
         """Return whether the time to stop is over."""

@@ -241,6 +241,7 @@ class AttemptWatch:
             limit=timeouts.stop,
             clock=self._clock,
             find_leaving=self._peers.find_leaving,
+            tell=self._peers.tell,
         )
         self._sequence = SequenceWatch(ranks)
         self._flight = FlightWatch(ranks)
