@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ddpsafe._launcher.watch.screen import Screen, clipped, plain, width_of
@@ -118,6 +118,7 @@ _PIECES = st.one_of(
 )  # fmt: skip
 
 
+@example(chunks=["\x1b[999Ba\x1b[999Bb\x1b[999;1Hc"])
 @given(chunks=st.lists(st.lists(_PIECES, max_size=12).map("".join), max_size=8))
 def test_no_output_is_too_odd(chunks: list[str]) -> None:
     """Whatever a program writes ends no console, and what comes out of it is lines."""

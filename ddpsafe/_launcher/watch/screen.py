@@ -189,10 +189,10 @@ class Screen:
         elif code in "AF":
             self._move_up(count)
         elif code in "BE":
-            self._move_to(self._row + count)
+            self._move_to(min(self._row + count, max(self._row, _MOST_ROWS - 1)))
         elif code in "Hf":
             self._move_up(self._row - count + 1)
-            self._move_to(count - 1)
+            self._move_to(min(count, _MOST_ROWS) - 1)
             self._column = max(1, *numbers[1:2], 1) - 1
         if code in "EF":
             self._column = 0
@@ -241,10 +241,8 @@ class Screen:
         self._begins_redraw = self._moves_up = True
 
     def _move_to(self, row: int) -> None:
-        self._rows += [
-            _Row() for _ in range(min(row, self._row + _MOST_ROWS) + 1 - len(self._rows))
-        ]
-        self._row = min(row, len(self._rows) - 1)
+        self._rows += [_Row() for _ in range(row + 1 - len(self._rows))]
+        self._row = row
 
     def _note_redraw(self) -> None:
         """Note that the program writes at the place that it went to: what is above it is finished."""
