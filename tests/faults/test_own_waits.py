@@ -156,7 +156,7 @@ def test_calls_of_other_threads_are_proved_with_thread_and_line(
     )
     for line in lines:
         assert re.search(rf"\| {line}", str(error)), error
-    assert advice in str(error)
+    assert advice in str(error), str(error)
     assert sorted(error.missing_ranks) == [0, 1]
 
 

@@ -736,7 +736,8 @@ def _mismatch_error(
     elif any(call.is_own_wait and call.group.startswith(CHECKPOINTS) for _, call in calls):
         likely, fix = _NOT_ON_ALL
     handled = [] if is_same else handled_errors(_first(root, ended), ended)
-    if handled:
+    # An error that such a thread has died of follows from its call.
+    if handled and (likely, fix) != _FROM_A_THREAD:
         likely, fix = _SWALLOWED
     ranks_of: dict[str, list[RankOutcome]] = defaultdict(list)
     for rank, call in calls:
