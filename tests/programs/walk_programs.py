@@ -102,7 +102,8 @@ def main() -> None:
             nproc_per_node=1,
             backend="gloo",
             nnodes=2,
-            rendezvous={"endpoint": endpoint},
+            # Without an id, a host that comes twice is refused.
+            rendezvous={"endpoint": endpoint, "id": "walk"},
         )
     elif walk == "exception":
         ddpsafe.launch(raise_in_rank_1, nproc_per_node=2, backend="gloo", run_dir=FOLDER / "run")
