@@ -83,7 +83,7 @@ def test_the_others_go_on_without_a_node_that_is_taken_back(
 
 @pytest.mark.full
 def test_all_nodes_that_leave_are_named(network: Network, tmp_path: Path) -> None:
-    """In the one line about the attempt; each of them is told once that the others continue."""
+    """In the one line about the attempt; the error of each says once that the others continue."""
     rendezvous = {**ELASTIC["rendezvous"], "min_nodes": 1}
     launchers = start(network, tmp_path, "resume", rendezvous=rendezvous)
     for node in (1, 2):
