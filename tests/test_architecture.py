@@ -424,7 +424,7 @@ BUDGETS: Final = {
     "tests/gpu": (550, "what needs a GPU"),
     "tests/job": (400, "the folder of the same name"),
     "tests/kits": (5_300, "what several tests use: machines, networks, launches"),
-    "tests/launcher": (8_300, "the folder of the same name, with the table of root causes"),
+    "tests/launcher": (8_350, "the folder of the same name, with the table of root causes"),
     "tests/nccl_on_cpu": (1_300, "torch's NCCL code without a GPU"),
     "tests/nodes": (6_200, "several launchers: joins, losses, networks that break"),
     "tests/programs": (9_150, "what runs in ranks"),
