@@ -274,8 +274,9 @@ class SamplerPosition:
 
     def _forget_used(self, of: Pass) -> None:
         """Begin at the beginning if the rest of a resumed epoch was read, and it is read again."""
-        if of is not self._of and _is_used(self._of, of.epoch):
-            self.sampler.start, self.sampler.finished = self.sampler.beginning, False
+        is_again = of is not self._of and _is_used(self._of, of.epoch)
+        if is_again and not self.sampler.finished:  # of a finished one, no pass reads anything
+            self.sampler.start = self.sampler.beginning
 
 
 def _is_used(last: Pass | None, epoch: int) -> bool:
