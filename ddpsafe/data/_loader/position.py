@@ -209,7 +209,6 @@ class SamplerPosition:
         self._batcher = batcher  # of the sampler's indices; `None` if there are no batches of them
         is_own = getattr(type(sampler), "__iter__", None) is DrawnSampler.__iter__
         self.draws = is_own and type(batcher) is BatchSampler
-        self._of: Pass | None = None
 
     @property
     def own(self) -> SamplerPosition:
@@ -243,10 +242,8 @@ class SamplerPosition:
         """Return whether a loaded state leaves nothing of its epoch."""
         return self.sampler.finished
 
-    def begin(self, new: Pass) -> int | None:
+    def begin(self, new: Pass) -> int | None:  # noqa: ARG002 - `Replay` needs it
         """Begin a pass; return how many of its first batches to drop, or ``None`` if nothing is left."""
-        self._forget_used(new)
-        self._of = new
         return None if self.sampler.finished else self.sampler.batches_to_skip()
 
     def indices(self) -> Iterator[Any]:
@@ -262,21 +259,13 @@ class SamplerPosition:
 
     def state(self, of: Pass, batches: int | None) -> dict[str, Any]:
         """Return the state after the batches that a pass has delivered, or after `batches` of them."""
-        self._forget_used(of)
         used, finished = of.count_used(batches)
         return self.sampler.state_after(used, exhausted=finished, **self.geometry())
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> int:
         """Load a state for the next pass; return its epoch."""
         self.sampler.restore(state, strict=strict, **self.geometry())
-        self._of = None
         return int(self.sampler.epoch)
-
-    def _forget_used(self, of: Pass) -> None:
-        """Begin at the beginning if the rest of a resumed epoch was read, and it is read again."""
-        is_again = of is not self._of and _is_used(self._of, of.epoch)
-        if is_again and not self.sampler.finished:  # of a finished one, no pass reads anything
-            self.sampler.start = self.sampler.beginning
 
 
 def _is_used(last: Pass | None, epoch: int) -> bool:
