@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -55,6 +56,25 @@ def shortened(lines: Sequence[str], most: int) -> list[str]:
     """Return the first lines of a message's list, and of a longer one how many are left out."""
     more = len(lines) - most
     return [*lines[:most], f"… and {more} more"] if more > 0 else list(lines)
+
+
+def wrapped(text: str, columns: int, *, first: str = "", others: str = "  ") -> list[str]:
+    """Return the lines of a text for a terminal: words, paths and options stay whole.
+
+    Args:
+        text: The text.
+        columns: The width of the terminal.
+        first: What the first line begins with.
+        others: What all other lines begin with.
+    """
+    return textwrap.wrap(
+        text,
+        columns,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def encodable(text: str) -> str:

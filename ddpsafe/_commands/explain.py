@@ -6,13 +6,13 @@ import json
 import re
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import FAILURE_KINDS, ConfigError
 from ddpsafe._explain.flight import FlightRecordings
 from ddpsafe._explain.reader import LogReader
+from ddpsafe._text import wrapped
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ def _lines(causes: list[Cause], lines: int) -> Iterator[str]:
         rank = "" if cause.rank is None else f" (rank {cause.rank})"
         if number == 1:
             yield "Also found, and less likely the cause:"
-        yield from _wrapped(f"{cause.code}{rank}: {cause.cause}", columns)
-        yield from _wrapped(f"  What to do: {cause.fix}", columns)
+        yield from wrapped(f"{cause.code}{rank}: {cause.cause}", columns)
+        yield from wrapped(f"What to do: {cause.fix}", columns, first="  ", others="    ")
         yield f"  {_RETRY_TEXTS[cause.retry] if cause.ended_job else _NOT_THE_END}"
         for line, text in cause.evidence:
             shown = f"  line {line}: {text}" if line else f"  {text}"
@@ -144,14 +144,6 @@ def _lines(causes: list[Cause], lines: int) -> Iterator[str]:
         if cause.count > len(cause.evidence):
             yield f"  and {cause.count - len(cause.evidence)} more such lines"
         yield ""
-
-
-def _wrapped(text: str, columns: int) -> list[str]:
-    """Return the lines of a text; words, paths and options stay whole."""
-    indent = "    " if text.startswith(" ") else "  "
-    return textwrap.wrap(
-        text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
 
 
 def _markdown(causes: list[Cause]) -> Iterator[str]:

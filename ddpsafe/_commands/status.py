@@ -8,10 +8,8 @@ import os
 import re
 import shutil
 import sys
-import textwrap
 import time
 from dataclasses import asdict
-from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +19,7 @@ import psutil
 from ddpsafe import _gpus
 from ddpsafe._commands import openmetrics
 from ddpsafe._launcher.watch.status_socket import ask
+from ddpsafe._text import wrapped
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
 from ddpsafe.doctor._findings import printable
 
@@ -190,14 +189,7 @@ def _lines(launch: Facts) -> list[str]:
                 cells = (cell.ljust(size) for cell, size in zip(row[:-2], widths, strict=False))
                 table.append("  ".join(cells).rstrip())
                 doing = ", ".join(filter(None, row[-2:])) if row is not columns else ""
-                table += textwrap.wrap(
-                    doing,
-                    width,
-                    initial_indent="      ",
-                    subsequent_indent="        ",
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
+                table += wrapped(doing, width, first=" " * 6, others=" " * 8)
         stacks = []
         for rank in launch["ranks"]:
             for what, kind in (("threads", "thread"), ("loader_workers", "DataLoader worker")):
@@ -207,14 +199,8 @@ def _lines(launch: Facts) -> list[str]:
                     stacks += [
                         f"  {file}:{line} in {call}" for file, line, call in thread["frames"]
                     ]
-        wrapped = [
-            textwrap.wrap(
-                line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-            )
-            for line in (head, *waits)
-        ]
-        lines = [*wrapped[0], *table, *chain.from_iterable(wrapped[1:]), *stacks]
-        return [printable(line) for line in lines]
+        below = (part for line in waits for part in wrapped(line, width))
+        return [printable(line) for line in [*wrapped(head, width), *table, *below, *stacks]]
     line = {
         "ended": f"no launch is running in {folder}",
         "dead": f"the launcher of {folder} died without cleaning up; its ranks end with it",
