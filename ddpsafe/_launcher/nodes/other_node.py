@@ -170,9 +170,7 @@ class Participant:
         self._ends_alone_by: signal.Signals | None = None
         self._node_0 = round_plan.name_of(0)
         self._status: StatusSocket | None = None
-        self._status_asked = Deadline.after(None)
-        self._wants_stacks = False
-        self._own_status: deadlock_watch.StatusOfNode | None = None
+        self._asked: deadlock_watch.StatusOfNode | None = None
         self._silence = SilenceWatch({0: self._node_0})
         self._started = Deadline.after(None)
         self._oom_kills = rank_readings.count_oom_kills()
@@ -412,21 +410,16 @@ class Participant:
         wants_stacks = socket.accept()
         if wants_stacks is not None:
             self._channel.send(StatusRequest(stacks=wants_stacks))
-            self._status_asked, self._wants_stacks = Deadline.after(_NO_STATUS), wants_stacks
-        is_cut_off = bool(self._channel.away()) or bool(self._silence.silent)
-        if not socket.is_asked or not (is_cut_off or self._status_asked.expired()):
+            self._asked = deadlock_watch.StatusOfNode(
+                processes, wants_stacks=wants_stacks, limit=_NO_STATUS
+            )
+        if self._asked is None or not socket.is_asked:
             return
-        if self._own_status is None:
-            self._own_status = deadlock_watch.StatusOfNode(
-                processes, wants_stacks=self._wants_stacks
-            )
-        elif self._own_status.is_known():
-            socket.answer(
-                self._own_status.facts(
-                    f"{self._node_0} does not answer, so only the ranks of this node are shown"
-                )
-            )
-            self._own_status = None
+        is_cut_off = bool(self._channel.away()) or bool(self._silence.silent)
+        own = self._asked.find_own(is_cut_off=is_cut_off)
+        if own is not None:
+            why = f"{self._node_0} does not answer, so only the ranks of this node are shown"
+            socket.answer({**own, "unanswered": [why]})
 
     def _answer(
         self, socket: StatusSocket, answer: StatusAnswer, processes: Mapping[int, RankProcess]

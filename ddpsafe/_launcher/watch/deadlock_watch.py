@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
+from ddpsafe._clock import Deadline
 from ddpsafe._launcher.diagnosis.rank_readings import (
     ask_for_stacks,
     find_busy_loader_workers,
@@ -781,29 +782,37 @@ def outcome_of(rank: RankState, answer: Whereabouts | None, frames: Sequence[Fra
 
 
 class StatusOfNode:
-    """The status of the ranks of this node alone, where node 0, which knows all, does not answer.
+    """A request for the status that node 0, which knows all ranks, is to answer; else those of this node.
 
     Args:
         processes: The ranks of this node.
         wants_stacks: Whether the stacks of their threads are wanted.
+        limit: How long node 0 may take.
     """
 
-    def __init__(self, processes: Sequence[RankProcess], *, wants_stacks: bool) -> None:
-        """Ask the ranks where they are."""
+    def __init__(
+        self, processes: Sequence[RankProcess], *, wants_stacks: bool, limit: timedelta
+    ) -> None:
+        """Begin to wait for node 0."""
         self._processes, self._wants_stacks = processes, wants_stacks
-        running = [rank for rank in processes if rank.alive and rank.returned is None]
-        self._inquiry = _Inquiry(running, SETTINGS, now_s=time.monotonic())
+        self._deadline = Deadline.after(limit)
+        self._inquiry: _Inquiry | None = None
 
-    def is_known(self) -> bool:
-        """Return whether the ranks have answered, or had the time to."""
-        return self._inquiry.is_over(time.monotonic())
+    def find_own(self, *, is_cut_off: bool) -> dict[str, Any] | None:
+        """Return the facts about the ranks of this node, once node 0 has not answered and they have.
 
-    def facts(self, unanswered: str) -> dict[str, Any]:
-        """Return the facts, with who does not answer."""
+        Args:
+            is_cut_off: Whether node 0 is known not to answer.
+        """
+        now_s = time.monotonic()
+        if self._inquiry is None and (is_cut_off or self._deadline.expired()):
+            running = [rank for rank in self._processes if rank.alive and rank.returned is None]
+            self._inquiry = _Inquiry(running, SETTINGS, now_s=now_s)
+        if self._inquiry is None or not self._inquiry.is_over(now_s):
+            return None
         answers = self._inquiry.answers()
         return {
             **facts_of_launch(self._processes[0].spec),
-            "unanswered": [unanswered],
             "ranks": [
                 facts_of_rank(rank, answers.get(rank.rank), wants_stacks=self._wants_stacks)
                 for rank in self._processes
