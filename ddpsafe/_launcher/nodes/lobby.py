@@ -174,9 +174,8 @@ class Lobby:
 
     def send(self, message: NodeMessage, launchers: Collection[str] | None = None) -> None:
         """Send to some launchers, or to all of them."""
-        self.channel.send(
-            message, to=launchers
-        )  # packed once: the plan of a large job takes milliseconds
+        # Packed once: the plan of a large job takes milliseconds.
+        self.channel.send(message, to=launchers)
 
     def refuse(self, launcher: str, error: DDPSafeError | Interrupted) -> None:
         """Let one launcher end with an error, and the job go on without it."""
@@ -363,14 +362,20 @@ def _same_host(first: NodeFacts, second: NodeFacts) -> ConfigError:
     return ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
-def leaves_alone(config: LaunchConfig, signum: int, *, staying: int) -> bool:
+def leaves_alone(
+    config: LaunchConfig, signum: int, *, staying: int, attempt: int | None = None
+) -> bool:
     """Return whether a signal to the launcher of one node lets it leave, and the job continue.
 
     Args:
         config: What node 0 was configured with.
         signum: The signal.
         staying: How many nodes stay.
+        attempt: The attempt that this ends; ``None`` between two attempts.
     """
+    retry = config.retry
+    if attempt is not None and (attempt >= retry.attempts or "peer-lost" not in retry.on):
+        return False
     scope = config.rendezvous.signal_scope
     if scope == "auto":
         least = config.rendezvous.min_nodes or config.nnodes

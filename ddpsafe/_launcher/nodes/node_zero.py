@@ -379,12 +379,9 @@ class OtherNodes(Peers):
 
     def _leaves_alone(self, node: int, message: SignalReceived) -> bool:
         """Return whether a signal to a node's launcher lets that node leave, and the job continue."""
-        retry = self._config.retry
-        if self._inbox.received is not None or self._plan.attempt >= retry.attempts:
-            return False
         staying = len(self._plan.nodes) - len({node, *self.leaving, *self.lost})
-        return "peer-lost" in retry.on and leaves_alone(
-            self._config, message.number, staying=staying
+        return self._inbox.received is None and leaves_alone(
+            self._config, message.number, staying=staying, attempt=self._plan.attempt
         )
 
     def find_leaving(self) -> dict[str, signal.Signals]:

@@ -491,9 +491,8 @@ class NodeRendezvous:
     def _meet(self) -> None:
         """Begin to take part in torch's rendezvous, in a thread."""
         if self._call is not None and not self._call.wait(0):
-            self._part = (
-                None  # it sleeps for up to a second before it notices that this node has left
-            )
+            # It sleeps for up to a second before it notices that this node has left.
+            self._part = None
         if self._part is None:
             rendezvous, most = self._config.rendezvous, self._config.nnodes
             self._part = TorchsPart(

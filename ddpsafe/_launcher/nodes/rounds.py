@@ -451,10 +451,10 @@ class NodeLaunch:
             if candidate in lobby.unable:
                 error = error_of(lobby.unable[candidate].result)
                 launcher, staying = candidate, len(plan.nodes) - 1
-                config, retry = self._plan.config, self._plan.config.retry
-                has_another = plan.attempt < retry.attempts and "peer-lost" in retry.on
                 if isinstance(error, Interrupted):
-                    if not (has_another and leaves_alone(config, error.signum, staying=staying)):
+                    if not leaves_alone(
+                        self._plan.config, error.signum, staying=staying, attempt=plan.attempt
+                    ):
                         raise error
                     lost = replace(
                         lost, why=f"its launcher received {error.signum.name}", how="goodbye"
