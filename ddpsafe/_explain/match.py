@@ -17,15 +17,7 @@ if TYPE_CHECKING:
 
 _ANSI_BYTES: Final = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\n]*\x07")
 _CONTROL_BYTES: Final = bytes(code for code in (*range(32), 127) if code not in b"\t\n")
-_SHELL_SIGNS: Final = (
-    *(
-        "cudaerror",
-        "hiperror",
-        "cuda_error_",
-        "cuda error",
-        "cuda failure",
-    ),
-)
+_CUDA_SIGNS: Final = ("cudaerror", "hiperror", "cuda_error_", "cuda error", "cuda failure")
 """Parts of lines that `normalise.in_usual_form` words in another way."""
 # Parts of lines that say what came of the failure in the line before or after them.
 _HANDLED_SIGNS: Final = (
@@ -150,7 +142,7 @@ class Sieve:
         import numpy as np
 
         self._np = np
-        signs = (*tracebacks.SIGNS, *catalogue.english, *_SHELL_SIGNS, *_HANDLED_SIGNS)
+        signs = (*tracebacks.SIGNS, *catalogue.english, *_CUDA_SIGNS, *_HANDLED_SIGNS)
         others = [sign.encode().lower() for sign in signs]
         grams = {*catalogue.grams, *(sign[:GRAM].decode("latin-1") for sign in others)}
         self._gram_of = {int.from_bytes(gram.encode("latin-1"), "little"): gram for gram in grams}

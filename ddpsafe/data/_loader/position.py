@@ -268,11 +268,6 @@ class SamplerPosition:
         return int(self.sampler.epoch)
 
 
-def _is_used(last: Pass | None, epoch: int) -> bool:
-    """Return whether the last pass has read all that it found of an epoch."""
-    return last is not None and last.epoch == epoch and last.is_complete()
-
-
 class Replay:
     """The position of a loader whose sampler or dataset is not ddpsafe's."""
 
@@ -349,7 +344,9 @@ class Replay:
         """Return the state with which a pass begins."""
         if self._loaded is not None or self._resumed is None or of.epoch != self._resumed["epoch"]:
             return self._loaded
-        return None if _is_used(self._of, of.epoch) else self._resumed
+        last = self._of
+        is_used = last is not None and last.epoch == of.epoch and last.is_complete()
+        return None if is_used else self._resumed
 
     def steps_to_complete(self) -> int | None:
         """Return how many batches complete the pass that has begun; ``None`` if that is unknown."""
