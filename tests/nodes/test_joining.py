@@ -643,6 +643,21 @@ def test_the_port_of_the_endpoint_is_free_without_a_garbage_collection(
         gc.enable()
 
 
+@pytest.fixture
+def free_port(held_port: socket.socket, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return a port that is free now, for nodes that have a secret."""
+    monkeypatch.setenv(JOB_SECRET, "x" * 64)
+    port: int = held_port.getsockname()[1]
+    held_port.close()
+    return port
+
+
+def plan_of(nodes: list[NodeRendezvous]) -> RoundPlan:
+    """Return the plan of a round of these nodes."""
+    facts = tuple(node.facts for node in nodes)
+    return RoundPlan(round_id="1", attempt=1, nodes=facts, store_port=1, master_port=1)
+
+
 def open_two(stack: contextlib.ExitStack, *ports: int, **meets: float) -> list[NodeRendezvous]:
     """Open two nodes on this host, each of which finds the endpoint at its port."""
     inbox = stack.enter_context(open_inbox())
@@ -662,36 +677,26 @@ def open_two(stack: contextlib.ExitStack, *ports: int, **meets: float) -> list[N
 
 
 def test_what_torchs_rendezvous_raises_ends_the_wait_for_a_round(
-    held_port: socket.socket, monkeypatch: pytest.MonkeyPatch
+    free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, and with its text, although node 0 can be reached."""
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-
-    monkeypatch.setenv(JOB_SECRET, "x" * 64)
-    port = held_port.getsockname()[1]
-    held_port.close()
 
     def fail(_: object) -> None:
         raise RuntimeError("it is out of order")
 
     monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", fail)
     with contextlib.ExitStack() as stack:
-        nodes = open_two(stack, port, port)
+        nodes = open_two(stack, free_port, free_port)
         with pytest.raises(RendezvousTimeoutError, match="it is out of order"):
             nodes[1].join()
 
 
-def test_a_node_whose_connection_is_reset_while_it_waits_takes_part(
-    held_port: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_whose_connection_is_reset_while_it_waits_takes_part(free_port: int) -> None:
     """What it asked node 0 is answered over the next connection."""
-    monkeypatch.setenv(JOB_SECRET, "x" * 64)
-    port = held_port.getsockname()[1]
-    held_port.close()
-
     with contextlib.ExitStack() as stack:
-        wire = stack.enter_context(contextlib.closing(Wire(port)))
-        nodes = open_two(stack, port, wire.port)
+        wire = stack.enter_context(contextlib.closing(Wire(free_port)))
+        nodes = open_two(stack, free_port, wire.port)
         joining = BoundedCall(nodes[1].join, name="join")
         lobby = nodes[0].lobby
         scripts.wait_until(lambda: lobby.look() or lobby.nodes)
@@ -702,39 +707,21 @@ def test_a_node_whose_connection_is_reset_while_it_waits_takes_part(
         assert not joining.wait(0), joining.result()
         launchers = nodes[0].join()
         assert launchers == tuple(node.facts.launcher for node in nodes)
-        both = tuple(node.facts for node in nodes)
-        nodes[0].lobby.plan(
-            RoundPlan(
-                round_id="1", attempt=1, nodes=both, store_port=1, master_port=1, examines=False
-            )
-        )
+        nodes[0].lobby.plan(plan_of(nodes))
         assert joining.wait(scripts.LIMIT_S)
         assert joining.result() == ()
 
 
-def test_an_earlier_join_of_a_launcher_does_not_take_a_place(
-    held_port: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_join_of_a_launcher_does_not_take_a_place(free_port: int) -> None:
     """Node 0 gives a round up while another node's handler sleeps: the node joins with another one."""
-    monkeypatch.setenv(JOB_SECRET, "x" * 64)
-    port = held_port.getsockname()[1]
-    held_port.close()
     with contextlib.ExitStack() as stack:
-        nodes = open_two(stack, port, port)
+        nodes = open_two(stack, free_port, free_port)
         for _ in range(3):
             joining = BoundedCall(nodes[1].join, name="join")
             launchers = nodes[0].join()
             assert launchers == tuple(node.facts.launcher for node in nodes)
             nodes[0].meet_again()
-            nodes[0].lobby.plan(
-                RoundPlan(
-                    round_id="1",
-                    attempt=1,
-                    nodes=tuple(node.facts for node in nodes),
-                    store_port=1,
-                    master_port=1,
-                )
-            )
+            nodes[0].lobby.plan(plan_of(nodes))
             assert joining.wait(scripts.LIMIT_S)
             joining.result()
             nodes[1].membership.leave_round()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import scripts
-from nodes_kit import Case, Launcher, finish_job, start_job
+from nodes_kit import Case, Launcher, await_ranks, finish_job, start_job
 
 from ddpsafe._launcher.watch.status_socket import ask
 
@@ -19,14 +19,6 @@ if TYPE_CHECKING:
     from hosts import Network
 
 pytestmark = pytest.mark.root
-
-
-def await_ranks(folder: Path, launchers: list[Launcher], count: int) -> None:
-    """Wait until so many ranks train."""
-    scripts.wait_until(
-        lambda: len(list(folder.glob("running-job-1-*"))) == count,
-        otherwise=lambda: [each.err for each in launchers],
-    )
 
 
 def status_in_the_script(run_dir: Path, *, stacks: bool) -> dict[str, Any]:
@@ -48,7 +40,7 @@ def test_the_status_on_any_node_shows_the_ranks_of_all(network: Network, tmp_pat
     """Each with its host and line; processes have a pid on their own host only."""
     case = Case(name="job", what="held", fields={"nnodes": 2})
     launchers = start_job(network, [case], tmp_path, nproc=(2, 1))
-    await_ranks(tmp_path, launchers, 3)
+    await_ranks(tmp_path, "job-1", 3, launchers)
     for node, own in enumerate(({0, 1}, {2})):
         (socket,) = tmp_path.glob(f"run-job-{node}/**/status.sock")
         for stacks in (False, True):
@@ -73,7 +65,7 @@ def test_the_status_on_a_node_that_node_0_does_not_answer_shows_its_own_ranks(
     fields = {"nnodes": 2, "timeouts": {"collective": 60}}  # longer than the outage lasts
     case = Case(name="job", what="held", fields=fields)
     launchers = start_job(own_network, [case], tmp_path, nproc=(1, 1))
-    await_ranks(tmp_path, launchers, 2)
+    await_ranks(tmp_path, "job-1", 2, launchers)
     (socket,) = tmp_path.glob("run-job-1/**/status.sock")
     if how == "cable":
         own_network[1].unplug()
@@ -115,7 +107,7 @@ def test_each_node_writes_what_happens_as_events(network: Network, tmp_path: Pat
     fields = {"nnodes": 2, "console": "json"}
     case = Case(name="job", what="held", fields=fields)
     launchers = start_job(network, [case], tmp_path, nproc=(1, 1))
-    await_ranks(tmp_path, launchers, 2)
+    await_ranks(tmp_path, "job-1", 2, launchers)
     (tmp_path / "release-job").touch()
     finish_job(network, [case], launchers)
     for node, launcher in enumerate(launchers):
@@ -126,7 +118,7 @@ def test_each_node_writes_what_happens_as_events(network: Network, tmp_path: Pat
     for each in tmp_path.glob("running-job-*"):
         each.unlink()
     launchers = start_job(network, [case], tmp_path, nproc=(1, 1))
-    await_ranks(tmp_path, launchers, 2)
+    await_ranks(tmp_path, "job-1", 2, launchers)
     os.kill(launchers[1].pid, signal.SIGKILL)
     launchers[0].end()
     # A kernel resets the connection of a process that ends with something unread: away, then lost.
