@@ -119,6 +119,28 @@ def test_a_host_that_vanishes_is_named_within_seconds(
     require_nothing_left(own_network, besides=[victim] if how == "power" else [])
 
 
+@pytest.mark.full
+def test_node_0_may_be_lost_once_all_ranks_have_returned(
+    own_network: Network, tmp_path: Path
+) -> None:
+    """What is left is the work of one script on its own node: it has its time, and its result stands."""
+    case = Case(name="job", what="upload", rank=1)
+    os.mkfifo(tmp_path / "wait-job")
+    launchers = start_job(own_network, [case], tmp_path, nproc=[1, 1])
+
+    def await_text(text: str) -> None:
+        scripts.wait_until(lambda: text in launchers[1].err, otherwise=lambda: launchers[1].err)
+
+    await_text("rank 1 has returned, but its process")
+    os.kill(launchers[0].pid, signal.SIGKILL)
+    await_text("node 0 ('h0') was lost")
+    (tmp_path / "wait-job").open("w").close()
+    launchers[1].end()
+    assert "was lost after all ranks of the job had returned" in launchers[1].err
+    assert launchers[1].results()["job"]["values"] == {"1": 1}, launchers[1].err
+    require_nothing_left(own_network)
+
+
 HELD: Final = Case(name="held", what="held", fields={"timeouts": {"collective": 60}})
 """A training that continues until the test creates a file."""
 

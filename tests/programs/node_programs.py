@@ -79,8 +79,8 @@ def train(ctx: RankContext, folder: Path, name: str, what: str, culprit: int) ->
             if what == "linger":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 threading.Thread(target=time.sleep, args=[600]).start()
-            if what == "wait":
-                wait_for(folder, name)
+            if what in ("wait", "upload"):
+                wait_for(folder, name, in_thread=what == "upload")
             if what == "unloadable":
                 result = Unloadable()
             break_down(what, ctx)
@@ -130,9 +130,12 @@ def cross(folder: Path, name: str, *, is_first: bool) -> None:
     dist.all_reduce(torch.ones(1), group=first if is_first else second)
 
 
-def wait_for(folder: Path, name: str) -> None:
-    """Do nothing at all until the test opens the other end of a pipe."""
-    os.close(os.open(folder / f"wait-{name}", os.O_RDONLY))
+def wait_for(folder: Path, name: str, *, in_thread: bool = False) -> None:
+    """Do nothing at all until the test opens the other end of a pipe, or let a thread wait for that."""
+    if in_thread:
+        threading.Thread(target=wait_for, args=[folder, name]).start()
+    else:
+        os.close(os.open(folder / f"wait-{name}", os.O_RDONLY))
 
 
 def go_on(ctx: RankContext, folder: Path, name: str) -> dict[str, int]:

@@ -202,7 +202,7 @@ class Participant:
                             processes,
                             plan.config.timeouts,
                             wait=lambda limit_s: self._wait(processes, min(_LOOK_S, limit_s)),
-                            is_over=self._is_over,
+                            is_over=self._must_end,
                         )
                         warn_of_late_ends(processes)
                     has_broken = any(process.broke_late for process in processes)
@@ -210,7 +210,7 @@ class Participant:
                         process.relay = None
                     end_ranks(processes, grace=self._grace)
                 outcomes = {process.rank: process.outcome() for process in processes}
-            if (unfinished or has_broken) and not self._is_over():
+            if (unfinished or has_broken) and not self._must_end():
                 ended = self._ended(outcomes)
                 reason: EndReason = "finish-timeout" if unfinished else "failed"
                 ending = replace(ended.ending, reason=reason, unfinished=unfinished)
@@ -442,7 +442,7 @@ class Participant:
         if is_running and (is_in_time or self._result is not None):
             return  # once node 0 has answered, its ranks have their grace period to end
         received = signal.Signals(reported.number)
-        if reported.insists:
+        if reported.insists or self._lost is not None:
             self._ends_alone_by = received
             logger.warning(
                 "%s: %s does not answer, so this node ends without it", received.name, self._node_0
@@ -457,8 +457,12 @@ class Participant:
             )
 
     def _is_over(self) -> bool:
-        """Return whether node 0 has ended the attempt, or this node ends without it."""
-        return self._result is not None or self._lost is not None or self._ends_alone_by is not None
+        """Return whether node 0 has ended the attempt or is lost, or this node ends without it."""
+        return self._must_end() or self._lost is not None
+
+    def _must_end(self) -> bool:
+        """Return whether ranks have to end that have returned: not because node 0 is lost by then."""
+        return self._result is not None or self._ends_alone_by is not None
 
     def _await_decision(self) -> None:
         """Wait until node 0 has decided whether there is another attempt, or is lost."""
@@ -493,10 +497,16 @@ class Participant:
             where = self._round.name_of(self._plan.worlds[0].node_rank)
             interrupted = Interrupted(self._ends_alone_by, where, NONE_LEFT_HERE)
             return NodeResult(values=None, error=interrupted, is_another_to_follow=False)
-        if result is None:
+        is_stop = any(process.stop.is_stopping for process in processes)
+        if result is None and self._may_leave and not is_stop:
+            # All ranks of the job have returned, and those of this node have ended well.
+            logger.warning("%s was lost after all ranks of the job had returned", self._node_0)
+            is_good = True
+        if result is None and not is_good:
             return self._without_node_0(ended)
         if is_good:
             return NodeResult(values=self._values, error=None, is_another_to_follow=False)
+        assert result is not None  # noqa: S101 - else it is good, or node 0 is lost
         error = error_of(
             result, outcomes=outcomes, run_dir=self._directory.path, values=self._values
         )
