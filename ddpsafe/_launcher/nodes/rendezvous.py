@@ -644,11 +644,17 @@ class NodeRendezvous:
                 here,
             )
             return
-        what = f"the job at {self.endpoint} has its {self._config.nnodes} nodes already: {present}; {here} is one more."
+        nnodes = self._config.nnodes
+        what = f"the job at {self.endpoint} has its {nnodes} nodes already: {present}; {here} is one more."
         cause = "the command was started on one host too many, or twice on one host."
-        fix = (
-            f"start it on {self._config.nnodes} hosts; to let one more replace a lost node, set "
-            'retry={"attempts": 2, "on": ["peer-lost"]} on all of them.'
+        fix = f"start it on {nnodes} hosts"
+        if len(hosts) < nnodes:
+            what = f"the job at {self.endpoint} runs on {present} already; {here} was too late to join it."
+            cause = f"min_nodes nodes wait only {rendezvous.last_call.total_seconds():g} s for more (rendezvous.last_call)."
+            fix = "raise rendezvous.last_call"
+        fix += (
+            '; to let one more replace a lost node, set retry={"attempts": 2, "on": ["peer-lost"]} on all of '
+            "them."
         )
         raise PreflightError(Explanation(what, cause=cause, fix=fix), kind="config")
 
