@@ -1,0 +1,353 @@
+"""Draws jobs from seeds, runs them in virtual time, and judges how each has ended."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import random
+import sys
+import traceback
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+import jobs
+import stand_ins
+import virtual_time
+from jobs import Fault, Interrupted, Job, Scenario
+
+from ddpsafe import (
+    DDPSafeError,
+    LaunchError,
+    NodeLostError,
+    PreemptedError,
+    PreflightError,
+    RankExitedError,
+    RankKilledError,
+    RankRaisedError,
+    RendezvousTimeoutError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NODE_LOSS_S: Final = 20.0
+LIMIT_S: Final = 700.0
+_BRIEF_S: Final = NODE_LOSS_S - 6.0
+_BRIEF_RESET_S: Final = 3.0
+_RANK_ERRORS: Final = {
+    "raises": RankRaisedError,
+    "killed": RankKilledError,
+    "exits": RankExitedError,
+}
+_TOO_LATE: Final = (PreflightError, RendezvousTimeoutError)
+"""How a node ends that comes when an elastic job runs without it, or has ended."""
+
+
+def draw(seed: int) -> Scenario:
+    """Return the job of a seed."""
+    pick = random.Random(seed)
+    nnodes = pick.choice([2, 2, 3, 3, 4, 6])
+    steps = pick.randint(3, 12)
+    attempts = pick.choice([1, 1, 2, 3, 4])
+    scenario = Scenario(
+        seed=seed,
+        nnodes=nnodes,
+        nproc=pick.choice([1, 1, 2]),
+        attempts=attempts,
+        steps=steps,
+        min_nodes=pick.choice([0, 0, 1, nnodes - 1]),
+        spares=pick.choice([0, 0, 0, 1, 2]) if attempts > 1 else 0,
+        saves=pick.random() < 0.5,
+    )
+    count = pick.choice([0, 1, 1, 1, 2, 2, 3])
+    faults = [_draw_fault(pick, scenario) for _ in range(count)]
+    if faults and pick.random() < 0.6:
+        first = faults[0]
+        faults[1:] = [
+            replace(
+                fault, at_s=first.at_s, after=first.after, late_s=first.late_s + pick.uniform(0, 8)
+            )
+            for fault in faults[1:]
+        ]
+    return replace(scenario, faults=tuple(faults))
+
+
+def _draw_fault(pick: random.Random, scenario: Scenario) -> Fault:
+    kind = pick.choice(
+        ["rank", "rank", "launcher", "power", "signal", "pause", "outage", "outage", "outage"]
+    )
+    for_s, how = 0.0, ""
+    if kind == "rank":
+        how = pick.choice(list(_RANK_ERRORS))
+    elif kind in ("launcher", "power"):
+        for_s = pick.choice([0.0, pick.uniform(1, 40)])
+    elif kind == "signal":
+        how = pick.choice(["SIGINT", "SIGTERM", "SIGTERM", "SIGUSR1"])
+    elif kind == "pause":
+        for_s = pick.uniform(0.5, 40)
+    else:
+        how = pick.choice(["drop", "drop", "reset"]) + pick.choice([" to all", " to node-0"])
+        longest_s = (
+            pick.choice([1.0, _BRIEF_S, 60.0])
+            if how.startswith("drop")
+            else pick.choice([3.0, 20.0])
+        )
+        for_s = pick.uniform(0.1, longest_s)
+    is_at_step = pick.random() < 0.7
+    return Fault(
+        kind=kind,
+        host=pick.randrange(scenario.nnodes + scenario.spares),
+        at_s=None if is_at_step else pick.uniform(0, 25),
+        after=(pick.choice([1, 1, 1, 2]), pick.randint(1, scenario.steps)) if is_at_step else None,
+        late_s=pick.choice([0.0, pick.uniform(0, 6)]),
+        for_s=for_s,
+        how=how,
+    )
+
+
+# What has to hold.
+
+
+def is_harmless(fault: Fault) -> bool:
+    """Return whether a fault must not end any attempt."""
+    if fault.kind == "outage":
+        return fault.for_s <= (_BRIEF_S if fault.how.startswith("drop") else _BRIEF_RESET_S)
+    # A launcher that is stopped does not dial again.
+    return fault.kind == "pause" and fault.for_s <= _BRIEF_S
+
+
+def judge(job: Job) -> Iterator[str]:
+    """Yield what is wrong with how a job has ended."""
+    for end in job.ends:
+        if not end.task.is_done and not end.launcher.is_dead:
+            yield f"{end.launcher.name} has not ended after {LIMIT_S:g} s"
+        elif end.error is not None and not isinstance(end.error, (DDPSafeError, Interrupted)):
+            yield f"{end.launcher.name} raised\n{''.join(traceback.format_exception(end.error))}"
+    done = {end.launcher for end in job.ends if end.task.is_done}
+    for training in job.trainings.values():
+        for rank in training.ranks.values():
+            if rank.is_there and rank.launcher in done:
+                yield f"rank {rank.rank} of attempt {training.attempt} is left on {rank.launcher.name}"
+    yield from _judge_healthy(job)
+    yield from _judge_cause(job)
+    yield from _judge_same(job)
+    yield from _judge_retries(job)
+
+
+def _is_spare(job: Job, end: jobs.End) -> bool:
+    """Return whether a launcher is one too many: it may come when all is over."""
+    is_surplus = job.hosts.index(end.launcher.host) >= job.scenario.nnodes
+    return is_surplus or end not in job.ends[: len(job.hosts)]
+
+
+def _judge_healthy(job: Job) -> Iterator[str]:
+    """A job that only meets what passes ends well, in its first attempt."""
+    faults = job.scenario.faults
+    if not all(map(is_harmless, faults)) or len({fault.how[:4] for fault in faults}) > 1:
+        return  # a reset in an outage makes that one count as a launcher that has ended
+    for end in job.ends:
+        if job.scenario.min_nodes and isinstance(end.error, _TOO_LATE):
+            continue
+        if end.error is not None and not _is_spare(job, end):
+            yield f"healthy, but {end.launcher.name} ended: {end}"
+    if any(training.attempt > 1 for training in job.trainings.values()):
+        yield "healthy, but there was another attempt"
+
+
+def _judge_cause(job: Job) -> Iterator[str]:
+    """Of one fault in the first attempt, every launcher that can know it names the cause."""
+    scenario = job.scenario
+    harmful = [fault for fault in scenario.faults if not is_harmless(fault)]
+    if len(harmful) != 1 or any(fault.kind == "outage" for fault in scenario.faults):
+        return
+    (fault,) = harmful
+    # The ranks may have returned by then, or the node 0 that pauses does not look.
+    is_in_training = fault.after is not None and fault.after[0] == 1
+    if (
+        fault.after is None
+        or not is_in_training
+        or fault.after[1] + fault.late_s >= scenario.steps - 1
+    ):
+        return
+    errors = [
+        (end, error)
+        for end in job.ends
+        for error in end.launcher.failures
+        if _is_of(error, 1) and end.launcher.host is not job.hosts[fault.host]
+    ]
+    for end, error in errors:
+        if fault.kind == "rank":
+            is_right = isinstance(error, _RANK_ERRORS[fault.how])
+            is_right = is_right and error.rank // scenario.nproc == fault.host
+        elif fault.kind in ("launcher", "power"):
+            is_right = isinstance(error, NodeLostError) and error.hostname == f"h{fault.host}"
+        else:
+            continue
+        if not is_right:
+            yield f"{fault}, but {end.launcher.name} saw: {error.explanation.what}"
+    if fault.kind != "signal" or fault.how == "SIGUSR1":
+        return
+    expected = PreemptedError if scenario.saves and fault.how == "SIGTERM" else Interrupted
+    leaves = fault.how == "SIGTERM" and 0 < scenario.min_nodes < scenario.nnodes and fault.host
+    for end in job.ends:
+        has_signal = end.launcher.host is job.hosts[fault.host]
+        if _is_spare(job, end):
+            continue
+        if leaves and scenario.attempts > 1 and not has_signal:
+            if end.error is not None:
+                yield f"{fault} lets a node leave, but {end.launcher.name} ended: {end}"
+        elif not isinstance(end.error, expected):
+            yield f"{fault}, but {end.launcher.name} ended: {end}"
+
+
+def _judge_same(job: Job) -> Iterator[str]:
+    """Where nothing is cut off or lost, all launchers end with one result."""
+    scenario = job.scenario
+    kinds = {fault.kind for fault in scenario.faults}
+    if kinds <= {"rank", "signal", "launcher", "power"} and all(
+        fault.host for fault in scenario.faults if fault.kind in ("launcher", "power")
+    ):
+        yield from _judge_attempts(job)
+    if kinds - {"rank", "signal"} or scenario.min_nodes or scenario.spares:
+        return
+    if any(fault.kind == "signal" and fault.after is None for fault in scenario.faults):
+        return  # it may arrive before the launchers know of each other
+    if len({str(end) for end in job.ends}) > 1:
+        yield "the launchers end differently"
+
+
+def _is_of(error: DDPSafeError, attempt: int) -> bool:
+    """Return whether an error is what ended an attempt."""
+    is_one = isinstance(error, LaunchError) and not isinstance(error, RendezvousTimeoutError)
+    return is_one and error.attempt == attempt
+
+
+def _judge_attempts(job: Job) -> Iterator[str]:
+    """Where node 0 stays, all launchers say the same of each attempt."""
+    for attempt in range(1, job.scenario.attempts + 1):
+        said = {
+            error.explanation.what
+            for end in job.ends
+            if not end.launcher.is_dead
+            for error in end.launcher.failures
+            if _is_of(error, attempt)
+            and not isinstance(error, PreemptedError)  # of a node that leaves
+        }
+        if len(said) > 1:
+            yield f"different errors of attempt {attempt}: {said}"
+
+
+def _judge_retries(job: Job) -> Iterator[str]:
+    """A job with enough attempts, whose nodes come back, ends well."""
+    scenario = job.scenario
+    harmful = [fault for fault in scenario.faults if not is_harmless(fault)]
+    comes_back = all(
+        (fault.kind == "rank" and fault.how == "killed")
+        or (fault.kind in ("launcher", "power") and fault.for_s)
+        for fault in harmful
+    )
+    if not comes_back or len(harmful) >= scenario.attempts:
+        return
+    for end in job.ends:
+        if job.scenario.min_nodes and isinstance(end.error, _TOO_LATE):
+            continue
+        if not end.launcher.is_dead and end.error is not None and not _is_spare(job, end):
+            yield f"all faults can be retried, but {end.launcher.name} ended: {end}"
+
+
+# Running them.
+
+
+def run(scenario: Scenario) -> tuple[list[str], Job]:
+    """Run one job; return what is wrong with it."""
+    job = Job(scenario)
+    try:
+        job.run(LIMIT_S)
+        problems = list(judge(job))
+    finally:
+        job.close()
+    return problems, job
+
+
+def shrink(scenario: Scenario) -> Scenario:
+    """Return a smaller job that fails, too."""
+    while True:
+        for smaller in _smaller(scenario):
+            if run(smaller)[0]:
+                scenario = smaller
+                break
+        else:
+            return scenario
+
+
+def _smaller(scenario: Scenario) -> Iterator[Scenario]:
+    faults = scenario.faults
+    for number in range(len(faults)):
+        yield replace(scenario, faults=faults[:number] + faults[number + 1 :])
+    most = max((fault.host for fault in faults), default=0)
+    if scenario.spares:
+        yield replace(scenario, spares=scenario.spares - 1)
+    if scenario.nnodes > max(2, most + 1):
+        yield replace(scenario, nnodes=scenario.nnodes - 1, min_nodes=0)
+    if scenario.nproc > 1:
+        yield replace(scenario, nproc=1)
+    if scenario.min_nodes:
+        yield replace(scenario, min_nodes=0)
+    if scenario.saves:
+        yield replace(scenario, saves=False)
+    if scenario.attempts > 1:
+        yield replace(scenario, attempts=scenario.attempts - 1)
+
+
+def report(problems: list[str], job: Job) -> None:
+    """Show what is wrong."""
+    print(job.scenario)
+    for end in job.ends:
+        print(f"  {end.at_s:8.2f} s {end.launcher.name}: {end}")
+    for problem in problems:
+        print(f"  WRONG: {problem}")
+
+
+def main() -> None:
+    """Run what the command line asks for; exit with 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(prog="simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=300, help="how many jobs to run")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="run this one, and show what happens")
+    parser.add_argument("--shrink", action="store_true", help="find a smaller job that fails, too")
+    parser.add_argument(
+        "-x", "--exitfirst", action="store_true", help="stop at the first that fails"
+    )
+    options = parser.parse_args()
+    logger = logging.getLogger("ddpsafe")
+    logger.propagate, logger.handlers = False, [jobs.Handler()]
+    stand_ins.install()
+    if options.seed is not None:
+        scenario = draw(options.seed)
+        if options.shrink:
+            scenario = shrink(scenario)
+        jobs.show()
+        print(scenario)
+        problems, job = run(scenario)
+        report(problems, job)
+        sys.exit(bool(problems))
+    logger.setLevel(logging.CRITICAL)
+    failed = []
+    sys.stdout.reconfigure(line_buffering=True)
+    began_s = virtual_time.REAL_TIME_S()
+    for seed in range(options.first, options.first + options.seeds):
+        problems, job = run(draw(seed))
+        if problems:
+            failed.append(seed)
+            print(f"seed {seed}: ", end="")
+            report(problems, job)
+            if options.exitfirst:
+                break
+        if seed % 50 == 0:
+            gc.collect()
+    took_s = virtual_time.REAL_TIME_S() - began_s
+    print(f"{options.seeds} jobs in {took_s:.1f} s, {len(failed)} failed: {failed}")
+    if failed:
+        print(f"One again: python tests/nodes/simulation --seed {failed[0]} [--shrink]")
+    sys.exit(bool(failed))
