@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections import Counter
@@ -44,12 +45,13 @@ class _AskSchedule:
 
     def __init__(self, first_pause_s: float) -> None:
         """Ask at the first look, and again after `first_pause_s`."""
-        self._first_pause_s = first_pause_s
-        self.restart()
+        self._first_pause_s = self._pause_s = first_pause_s
+        self._asked_s = self._next_s = -math.inf
 
     def restart(self) -> None:
-        """Ask at the next look, and soon after that."""
-        self._next_s = 0.0
+        """Ask at the next look, or soon after the last one."""
+        # Not at each look: of many ranks that return one after another, all would be asked each time.
+        self._next_s = self._asked_s + self._first_pause_s
         self._pause_s = self._first_pause_s
 
     def is_due(self) -> bool:
@@ -57,7 +59,7 @@ class _AskSchedule:
         now_s = time.monotonic()
         if now_s < self._next_s:
             return False
-        self._next_s = now_s + self._pause_s
+        self._asked_s, self._next_s = now_s, now_s + self._pause_s
         self._pause_s = min(self._pause_s * _PAUSE_FACTOR, _LONGEST_PAUSE_S)
         return True
 

@@ -66,7 +66,7 @@ class Rank(RankState):
         self.is_broken = False  # it has raised, or has lost a peer
         self.asked_to_stop = False
         self.stops_at: int | None = None
-        self.steps = 0
+        self.steps = self.questions = 0
         self._reports: list[Any] = []
         self._end, self._news = next(_handles), next(_handles)
         self.receiver = SimpleNamespace(fileno=lambda: self._news, closed=False)
@@ -110,6 +110,7 @@ class Rank(RankState):
     def send(self, data: bytes) -> None:
         """Take a request of the launcher."""
         if data == ASK_POSITION:
+            self.questions += 1
             self.report(_NOWHERE)
         elif data == ASK_STOP:
             self.asked_to_stop = True

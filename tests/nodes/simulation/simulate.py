@@ -40,6 +40,9 @@ _RANK_ERRORS: Final = {
     "killed": RankKilledError,
     "exits": RankExitedError,
 }
+_MOST_QUESTIONS: Final = 3
+"""In the half second in which all ranks of a job return."""
+
 _TOO_LATE: Final = (PreflightError, RendezvousTimeoutError)
 """How a node ends that comes when an elastic job runs without it, or has ended."""
 
@@ -151,6 +154,9 @@ def _judge_healthy(job: Job) -> Iterator[str]:
             continue
         if end.error is not None and not _is_spare(job, end):
             yield f"healthy, but {end.launcher.name} ended: {end}"
+    ranks = [rank for training in job.trainings.values() for rank in training.ranks.values()]
+    if not faults and any(rank.questions > _MOST_QUESTIONS for rank in ranks):
+        yield "ranks were asked where they are at each return of another one"
     if any(training.attempt > 1 for training in job.trainings.values()):
         yield "healthy, but there was another attempt"
 
