@@ -192,7 +192,7 @@ def _judge_cause(job: Job) -> Iterator[str]:
             continue
         if not is_right:
             yield f"{fault}, but {end.launcher.name} saw: {error.explanation.what}"
-    if fault.kind != "signal" or fault.how == "SIGUSR1":
+    if fault.kind != "signal" or fault.how == "SIGUSR1" or fault.host >= scenario.nnodes:
         return
     expected = PreemptedError if scenario.saves and fault.how == "SIGTERM" else Interrupted
     leaves = fault.how == "SIGTERM" and 0 < scenario.min_nodes < scenario.nnodes and fault.host
@@ -250,15 +250,19 @@ def _judge_retries(job: Job) -> Iterator[str]:
     harmful = [fault for fault in scenario.faults if not is_harmless(fault)]
     comes_back = all(
         (fault.kind == "rank" and fault.how == "killed")
-        or (fault.kind in ("launcher", "power") and fault.for_s)
+        or (fault.kind not in ("rank", "signal") and fault.for_s)
         for fault in harmful
     )
     if not comes_back or len(harmful) >= scenario.attempts:
         return
+    faulty = {job.hosts[fault.host] for fault in harmful}
     for end in job.ends:
-        if job.scenario.min_nodes and isinstance(end.error, _TOO_LATE):
+        if end.launcher.is_dead or end.error is None or _is_spare(job, end):
             continue
-        if not end.launcher.is_dead and end.error is not None and not _is_spare(job, end):
+        # The others may have trained without it to the end.
+        if (scenario.min_nodes or scenario.spares) and end.launcher.host in faulty:
+            continue
+        if not (scenario.min_nodes and isinstance(end.error, _TOO_LATE)):
             yield f"all faults can be retried, but {end.launcher.name} ended: {end}"
 
 
