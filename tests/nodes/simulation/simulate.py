@@ -255,14 +255,14 @@ def _judge_retries(job: Job) -> Iterator[str]:
     )
     if not comes_back or len(harmful) >= scenario.attempts:
         return
-    faulty = {job.hosts[fault.host] for fault in harmful}
-    for end in job.ends:
-        if end.launcher.is_dead or end.error is None or _is_spare(job, end):
-            continue
-        # The others may have trained without it to the end.
-        if (scenario.min_nodes or scenario.spares) and end.launcher.host in faulty:
-            continue
-        if not (scenario.min_nodes and isinstance(end.error, _TOO_LATE)):
+    living = [end for end in job.ends if not end.launcher.is_dead and not _is_spare(job, end)]
+    if scenario.min_nodes or scenario.spares:
+        # Some of the nodes may have trained without the others to the end.
+        if living and not any(end.error is None for end in job.ends):
+            yield "all faults can be retried, but no launcher ended well"
+        return
+    for end in living:
+        if end.error is not None:
             yield f"all faults can be retried, but {end.launcher.name} ended: {end}"
 
 
