@@ -47,26 +47,13 @@ if TYPE_CHECKING:
         RankRaisedError as RankRaisedError,
         RendezvousTimeoutError as RendezvousTimeoutError,
     )
-    from ddpsafe._context_functions import (
-        all_gather as all_gather,
-        all_reduce as all_reduce,
-        barrier as barrier,
-        broadcast as broadcast,
-        is_main as is_main,
-        print as print,  # noqa: A004 - the name of RankContext.print
-        rank_zero_first as rank_zero_first,
-        reduce_mean as reduce_mean,
-        seed_all as seed_all,
-        stop_requested as stop_requested,
-        unwrap as unwrap,
-        wrap as wrap,
-    )
     from ddpsafe._launch import (
         LaunchResult as LaunchResult,
         launch as launch,
         spawn as spawn,
     )
     from ddpsafe._world import clean_environment as clean_environment
+    from ddpsafe._worker.environment import seed_all as seed_all
     from ddpsafe._worker.join.attached import (
         cleanup as cleanup,
         current as current,
@@ -111,23 +98,10 @@ _HOMES: Final = {
         "RankRaisedError",
         "RendezvousTimeoutError",
     ),
-    "ddpsafe._context_functions": (
-        "all_gather",
-        "all_reduce",
-        "barrier",
-        "broadcast",
-        "is_main",
-        "print",
-        "rank_zero_first",
-        "reduce_mean",
-        "seed_all",
-        "stop_requested",
-        "unwrap",
-        "wrap",
-    ),
     "ddpsafe._launch": ("LaunchResult", "launch", "spawn"),
     "ddpsafe._worker.join.attached": ("cleanup", "current", "process_group", "setup"),
     "ddpsafe._worker.context": ("RankContext",),
+    "ddpsafe._worker.environment": ("seed_all",),
     "ddpsafe._world": ("clean_environment",),
 }
 _NAMESPACES: Final = ("checkpoint", "data", "doctor")
@@ -137,7 +111,7 @@ __all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - the keys are strings
 
 
 # Starting and joining ranks needs kernel interfaces of Linux; the other modules do not.
-_ON_LINUX: Final = ("ddpsafe._launch", "ddpsafe._context_functions", "ddpsafe._worker")
+_ON_LINUX: Final = ("ddpsafe._launch", "ddpsafe._worker")
 _POSIX: Final = {"fcntl", "resource", "termios", "pwd", "grp", "signal", "os", "socket", "select"}
 
 

@@ -284,7 +284,7 @@ def _ranks_share_imports() -> Iterator[None]:
     ddpsafe's functions import pydantic, a fifth of a second, and the rest a tenth each.
     """
     preload = forkserver.set_forkserver_preload
-    more = ["torch._dynamo", "ddpsafe._context_functions", "ddpsafe.checkpoint", "ddpsafe.data"]
+    more = ["torch._dynamo", "ddpsafe._worker.join.attached", "ddpsafe.checkpoint", "ddpsafe.data"]
     # The workers of a DataLoader may start the server first, and they preload nothing.
     preload(["ddpsafe._worker.preload", "torch", *more])
     with pytest.MonkeyPatch.context() as patch:

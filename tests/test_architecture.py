@@ -43,7 +43,6 @@ LAYERS: Final = {
 MACHINERY: Final = {"_launcher", "_worker", "data", "checkpoint", "doctor"}
 LAUNCH: Final = {
     "_launch",
-    "_context_functions",
     "_preflight",
 }  # the functions of __init__, and their checks
 ENTRY_POINTS: Final = {"", "__main__", "_commands", "cli", "testing", "_rank_tests"}

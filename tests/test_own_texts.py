@@ -100,7 +100,7 @@ def test_no_text_of_ddpsafe_is_matched() -> None:
 
 
 def test_messages_fit_a_script_as_well_as_a_function() -> None:
-    """Under ``ddpsafe run``, a rank has no function, and no ``ctx``: advice names `ddpsafe.unwrap` and the like."""
+    """Under ``ddpsafe run``, a rank has no function, and no ``ctx``: advice says `ddpsafe.current()`."""
     found = {
         (file.relative_to(PACKAGE).as_posix(), text)
         for file in python_files(PACKAGE)

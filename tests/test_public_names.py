@@ -80,7 +80,7 @@ except ImportError as error:
 
 
 @pytest.mark.full(but=["win32-missing0-signals0-launch", "darwin-missing1-signals1-spawn"])
-@pytest.mark.parametrize("name", ["launch", "spawn", "process_group", "barrier", "RankContext"])
+@pytest.mark.parametrize("name", ["launch", "spawn", "process_group", "current", "RankContext"])
 @pytest.mark.parametrize(
     ("platform", "missing", "signals"),
     [

@@ -125,7 +125,9 @@ class _ResultPickler(_Pickler):
 
     def reducer_override(self, obj: Any) -> object:
         if type(obj).__name__ == "DistributedDataParallel":
-            msg = "a DDP model, which needs its process group; return ddpsafe.unwrap(model)"
+            msg = (
+                "a DDP model, which needs its process group; return ddpsafe.current().unwrap(model)"
+            )
             raise CannotTravelError(msg)
         if _is_tensor(obj) and obj.device.type not in ("cpu", "meta"):
             return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)

@@ -177,13 +177,13 @@ def _require_values(x: Any, call: str, op: str = "", path: str = "x") -> Any:
         number = x.item() if getattr(x, "ndim", None) == 0 else x  # numpy's; booleans stay booleans
         if not isinstance(number, (int, float, numbers.Real)):
             why = "it is not a number, a tensor or a dict of them"
-            fix = "pass torch.as_tensor(x), or gather objects with ddpsafe.all_gather(x)."
+            fix = "pass torch.as_tensor(x), or gather objects with ddpsafe.current().all_gather(x)."
             raise _not_reducible(call, path, x, why, fix)
         number = number if isinstance(number, (int, float)) else float(number)
         share = group_size() if op == "sum" else 1
         if isinstance(number, int) and abs(number) >= 2**63 // share:
             why = f"reduced over {group_size()} ranks, it may not fit 64 bits"
-            fix = "pass a float, or gather the numbers: sum(ddpsafe.all_gather(x))."
+            fix = "pass a float, or gather the numbers: sum(ddpsafe.current().all_gather(x))."
             raise _not_reducible(call, path, x, why, fix)
         return number
     if x.is_complex():

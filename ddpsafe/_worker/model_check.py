@@ -242,7 +242,7 @@ def _mismatch(
         fix = "set requires_grad by the same condition on every rank, before the model is wrapped."
     elif usual.shape != other.shape:
         cause = "its size probably comes from something that differs: a vocabulary, a number of classes."
-        fix = "compute that size once and give it to every rank: ddpsafe.broadcast(size)."
+        fix = "compute that size once and give it to every rank: ddpsafe.current().broadcast(size)."
     else:
         cause = "the model was probably converted to another dtype on some ranks only."
         fix = "convert it on every rank, before it is wrapped."

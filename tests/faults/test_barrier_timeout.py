@@ -35,5 +35,5 @@ def test_barrier_waits_as_long_as_its_timeout(tmp_path: Path) -> None:
 def test_an_invalid_duration_raises_config_error(timeout: object) -> None:
     """It does so even with no other ranks to wait for, so one GPU is enough to find the mistake."""
     with pytest.raises(ddpsafe.ConfigError, match=r"barrier\(timeout=…\): got ") as caught:
-        ddpsafe.barrier(timeout=timeout)  # type: ignore[arg-type]  # what is tested
+        ddpsafe.current().barrier(timeout=timeout)  # type: ignore[arg-type]  # what is tested
     assert "What to do: write " in str(caught.value)

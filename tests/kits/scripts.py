@@ -34,7 +34,6 @@ OF_LAUNCHES: Final = (
     "torch._dynamo",  # which DistributedDataParallel imports
     "jinja2",  # which draws the report of a failure
     "encodings.idna",  # which looking up a host's name imports
-    "ddpsafe._context_functions",
     "ddpsafe.checkpoint",
     "ddpsafe._launch",
     "ddpsafe._launcher.nodes.rounds",

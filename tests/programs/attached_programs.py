@@ -293,7 +293,7 @@ def _use_adopted_group() -> dict[str, Any]:
     ddpsafe.setup()
     ddpsafe.cleanup()
     found["left_by_cleanup"] = dist.is_initialized()
-    found["still_works"] = ddpsafe.all_gather(dist.get_rank())
+    found["still_works"] = ddpsafe.current().all_gather(dist.get_rank())
     return found
 
 

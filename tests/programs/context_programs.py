@@ -42,7 +42,7 @@ def facts(ctx: RankContext) -> dict[str, Any]:
         "backend": ctx.backend,
         "attempt": ctx.attempt,
         "run_dir_exists": ctx.run_dir is not None and ctx.run_dir.is_dir(),
-        "is_main": (ctx.is_main, ctx.is_local_main, ddpsafe.is_main()),
+        "is_main": (ctx.is_main, ctx.is_local_main),
         "current": [_deep_down(3) is ctx, _in_a_thread(ddpsafe.current) is ctx],
     }
 
@@ -59,79 +59,77 @@ def _in_a_thread(function: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def wrap_and_unwrap(ctx: RankContext, style: str) -> dict[str, Any]:
-    """Wrap and unwrap models of several kinds, by method or by function."""
+def wrap_and_unwrap(ctx: RankContext) -> dict[str, Any]:
+    """Wrap and unwrap models of several kinds."""
     import torch
     from torch import nn
 
-    api: Any = ctx if style == "method" else ddpsafe
     plain = nn.Linear(2, 1, bias=False)
-    wrapped = api.wrap(plain, gradient_as_bucket_view=True)
+    wrapped = ctx.wrap(plain, gradient_as_bucket_view=True)
     wrapped(torch.full((1, 2), float(ctx.rank))).sum().backward()
     frozen = nn.Linear(2, 1).requires_grad_(requires_grad=False)
     normed = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    wrapped_norm = api.wrap(normed, sync_batchnorm=True)
+    wrapped_norm = ctx.wrap(normed, sync_batchnorm=True)
     compiled = torch.compile(wrapped, backend="eager")
     return {
         "type": type(wrapped).__name__,
         "option": wrapped.gradient_as_bucket_view,
-        "gradient": api.unwrap(wrapped).weight.grad.tolist(),
-        "frozen_as_is": api.wrap(frozen) is frozen,
-        "norm": type(api.unwrap(wrapped_norm)[1]).__name__,
+        "gradient": ctx.unwrap(wrapped).weight.grad.tolist(),
+        "frozen_as_is": ctx.wrap(frozen) is frozen,
+        "norm": type(ctx.unwrap(wrapped_norm)[1]).__name__,
         "unwrapped": [
-            api.unwrap(wrapped) is plain,
-            api.unwrap(compiled) is plain,
-            api.unwrap(torch.compile(plain, backend="eager")) is plain,
-            api.unwrap(plain) is plain,
-            api.unwrap(wrapped_norm) is normed,
+            ctx.unwrap(wrapped) is plain,
+            ctx.unwrap(compiled) is plain,
+            ctx.unwrap(torch.compile(plain, backend="eager")) is plain,
+            ctx.unwrap(plain) is plain,
+            ctx.unwrap(wrapped_norm) is normed,
         ],
         "weights": ctx.all_gather(plain.weight.detach().tolist()),
     }
 
 
-def reduce_everything(ctx: RankContext, style: str) -> dict[str, Any]:
+def reduce_everything(ctx: RankContext) -> dict[str, Any]:
     """Average rank numbers (0, 1, 2) in every form."""
     import torch
 
-    api: Any = ctx if style == "method" else ddpsafe
     rank = ctx.rank
     found: dict[str, Any] = {
-        "float": api.reduce_mean(float(rank)),
-        "int": api.reduce_mean(rank),
-        "weighted": api.reduce_mean(float(rank), weight=rank + 1),
-        "weight_beside_nan": api.reduce_mean(
+        "float": ctx.reduce_mean(float(rank)),
+        "int": ctx.reduce_mean(rank),
+        "weighted": ctx.reduce_mean(float(rank), weight=rank + 1),
+        "weight_beside_nan": ctx.reduce_mean(
             float("nan") if rank == 0 else float(rank), weight=0 if rank == 0 else 1
         ),
-        "many_samples": api.reduce_mean(
+        "many_samples": ctx.reduce_mean(
             torch.tensor(float(rank), dtype=torch.bfloat16), weight=100_003 if rank == 0 else 1
         ).item(),
-        "dict": api.reduce_mean(
+        "dict": ctx.reduce_mean(
             dict(sorted({"a": float(rank), "b": torch.ones(2) * rank}.items(), reverse=rank == 1))
         ),
-        "dict_weighted": api.reduce_mean({"loss": float(rank)}, weight=rank),
-        "int_tensor": api.reduce_mean(torch.tensor([rank, 2 * rank])),
-        "bool_tensor": api.reduce_mean(torch.tensor([rank > 0])),
+        "dict_weighted": ctx.reduce_mean({"loss": float(rank)}, weight=rank),
+        "int_tensor": ctx.reduce_mean(torch.tensor([rank, 2 * rank])),
+        "bool_tensor": ctx.reduce_mean(torch.tensor([rank > 0])),
     }
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for shape in ((), (0,), (3,), (2, 3)):
-            found[f"{dtype} {shape}"] = api.reduce_mean(torch.full(shape, float(rank), dtype=dtype))
+            found[f"{dtype} {shape}"] = ctx.reduce_mean(torch.full(shape, float(rank), dtype=dtype))
     strided = torch.arange(6.0).reshape(2, 3).t() + rank
-    found["strided"] = api.reduce_mean(strided)
+    found["strided"] = ctx.reduce_mean(strided)
     found["reduced"] = {
         op: [
-            api.all_reduce(rank + 1, op),
-            api.all_reduce(rank + 0.5, op),
-            api.all_reduce({"b": torch.tensor([rank + 1.0, 2.0]), "a": rank + 1}, op),
+            ctx.all_reduce(rank + 1, op),
+            ctx.all_reduce(rank + 0.5, op),
+            ctx.all_reduce({"b": torch.tensor([rank + 1.0, 2.0]), "a": rank + 1}, op),
         ]
         for op in ("sum", "mean", "min", "max", "product")
     }
     found["reduced_kinds"] = [
-        api.all_reduce(2**62 + rank, "max"),
-        api.all_reduce(0 if rank == 0 else 0.5),
-        api.all_reduce(torch.tensor([rank, 1], dtype=torch.int16)),
-        api.all_reduce(torch.ones(2, dtype=torch.bfloat16)),
-        api.all_reduce(rank > 0),
-        api.all_reduce(float("nan") if rank == 0 else 1),
+        ctx.all_reduce(2**62 + rank, "max"),
+        ctx.all_reduce(0 if rank == 0 else 0.5),
+        ctx.all_reduce(torch.tensor([rank, 1], dtype=torch.int16)),
+        ctx.all_reduce(torch.ones(2, dtype=torch.bfloat16)),
+        ctx.all_reduce(rank > 0),
+        ctx.all_reduce(float("nan") if rank == 0 else 1),
     ]
     return found
 
@@ -210,34 +208,32 @@ def survive_what_cannot_travel(ctx: RankContext) -> dict[str, str]:
     return found
 
 
-def exchange(ctx: RankContext, style: str) -> dict[str, Any]:
+def exchange(ctx: RankContext) -> dict[str, Any]:
     """Gather and broadcast objects of several kinds."""
     import torch
 
-    api: Any = ctx if style == "method" else ddpsafe
     mine = {"rank": ctx.rank, "text": "x" * ctx.rank, "tensor": torch.full((2,), ctx.rank)}
     last = ctx.world_size - 1
     return {
-        "gathered": [(each["rank"], each["tensor"].tolist()) for each in api.all_gather(mine)],
-        "by_length": [len(each["text"]) for each in api.all_gather(mine)],
-        "broadcast": api.broadcast({"seed": ctx.rank + 7}),
-        "broadcast_src": api.broadcast(f"from {ctx.rank}", src=last),
-        "broadcast_none": api.broadcast(None if ctx.is_main else "x"),
+        "gathered": [(each["rank"], each["tensor"].tolist()) for each in ctx.all_gather(mine)],
+        "by_length": [len(each["text"]) for each in ctx.all_gather(mine)],
+        "broadcast": ctx.broadcast({"seed": ctx.rank + 7}),
+        "broadcast_src": ctx.broadcast(f"from {ctx.rank}", src=last),
+        "broadcast_none": ctx.broadcast(None if ctx.is_main else "x"),
     }
 
 
-def meet(ctx: RankContext, folder: Path, style: str) -> list[list[int]]:
+def meet(ctx: RankContext, folder: Path) -> list[list[int]]:
     """Pass barriers whose names repeat; return the ranks that had written a note before each.
 
     A different rank writes last each time, and gives the others time to slip through.
     """
-    api: Any = ctx if style == "method" else ddpsafe
     seen = []
     for turn, name in enumerate(["epoch", None, "epoch", None, "epoch"]):
         if turn % ctx.world_size == ctx.rank:
             threading.Event().wait(0.05)
         (folder / f"{turn}-{ctx.rank}").touch()
-        api.barrier(name, timeout=timedelta(seconds=30))
+        ctx.barrier(name, timeout=timedelta(seconds=30))
         seen.append([rank for rank in range(3) if (folder / f"{turn}-{rank}").exists()])
     return seen
 
@@ -267,18 +263,15 @@ def meet_under_other_names(ctx: RankContext) -> BaseException:
     return caught(lambda: ctx.barrier(name, timeout=SHORT))
 
 
-def follow_rank_zero(
-    ctx: RankContext, folder: Path, form: str, style: str
-) -> list[tuple[int, str]]:
+def follow_rank_zero(ctx: RankContext, folder: Path, form: str) -> list[tuple[int, str]]:
     """Prepare two folders with rank_zero_first; return which rank prepared each."""
-    api: Any = ctx if style == "method" else ddpsafe
     found = []
     for name in ("train", "test"):
         (folder / f"{name}-wanted-by-{ctx.rank}").touch()
         if form == "call":
-            found.append(api.rank_zero_first(_prepare, ctx, folder, name=name))
+            found.append(ctx.rank_zero_first(_prepare, ctx, folder, name=name))
         else:
-            with api.rank_zero_first(local=form == "local"):
+            with ctx.rank_zero_first(local=form == "local"):
                 found.append(_prepare(ctx, folder, name=name))
     return found
 
@@ -338,17 +331,15 @@ def keep_them_waiting(ctx: RankContext) -> BaseException | None:
 
 def speak(ctx: RankContext) -> None:
     """Print on every rank; only rank 0's output appears."""
-    for api in (ctx, ddpsafe):
-        api.print("hello", "from", ctx.rank, sep="-", end="!\n")
-        api.print()
+    ctx.print("hello", "from", ctx.rank, sep="-", end="!\n")
+    ctx.print()
     wait_for_late_rank(ctx, 1.2)
 
 
-def ask_to_stop(ctx: RankContext, style: str) -> int:
+def ask_to_stop(ctx: RankContext) -> int:
     """Poll until a stop is requested; only the last rank receives a signal, after some calls."""
-    api: Any = ctx if style == "method" else ddpsafe
     for call in itertools.count(1):
-        if api.stop_requested():
+        if ctx.stop_requested():
             return call
         if call == 10 and ctx.rank == ctx.world_size - 1:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -382,21 +373,22 @@ def act_before_setup() -> dict[str, BaseException]:
     """Call what needs other ranks while RANK and WORLD_SIZE are set but no group exists."""
     from torch import nn
 
+    ctx = ddpsafe.current()
     calls: dict[str, Callable[[], object]] = {
-        "wrap": lambda: ddpsafe.wrap(nn.Linear(1, 1)),
-        "barrier": ddpsafe.barrier,
-        "rank_zero_first": lambda: ddpsafe.rank_zero_first(str),
-        "reduce_mean": lambda: ddpsafe.reduce_mean(1.0),
-        "all_gather": lambda: ddpsafe.all_gather("me"),
-        "all_reduce": lambda: ddpsafe.all_reduce(1),
-        "broadcast": lambda: ddpsafe.broadcast("me"),
-        "stop_requested": ddpsafe.stop_requested,
+        "wrap": lambda: ctx.wrap(nn.Linear(1, 1)),
+        "barrier": ctx.barrier,
+        "rank_zero_first": lambda: ctx.rank_zero_first(str),
+        "reduce_mean": lambda: ctx.reduce_mean(1.0),
+        "all_gather": lambda: ctx.all_gather("me"),
+        "all_reduce": lambda: ctx.all_reduce(1),
+        "broadcast": lambda: ctx.broadcast("me"),
+        "stop_requested": ctx.stop_requested,
     }
     return {name: caught(call) for name, call in calls.items()}
 
 
 def show_everything(ctx: RankContext, folder: Path) -> dict[str, Any]:
-    """Run every program here that succeeds; return the results by name and style."""
+    """Run every program here that succeeds; return the results by name."""
     found: dict[str, Any] = {
         "facts": facts(ctx),
         "live loss": reduce_a_live_loss(ctx),
@@ -405,17 +397,14 @@ def show_everything(ctx: RankContext, folder: Path) -> dict[str, Any]:
         "rank zero fails": survive_failure_of_rank_zero(ctx) if ctx.world_size > 1 else None,
         "cannot travel": survive_what_cannot_travel(ctx) if ctx.world_size > 1 else None,
         "seed": seed(ctx),
+        "wrap": wrap_and_unwrap(ctx),
+        "reduce": reduce_everything(ctx),
+        "exchange": exchange(ctx),
+        "meet": meet(ctx, folder),
     }
-    for style in ("method", "function"):
-        own = folder / style
-        own.mkdir(exist_ok=True)
-        found["wrap", style] = wrap_and_unwrap(ctx, style)
-        found["reduce", style] = reduce_everything(ctx, style)
-        found["exchange", style] = exchange(ctx, style)
-        found["meet", style] = meet(ctx, own, style)
-        for form in ("context", "local", "call"):
-            (own / form).mkdir(exist_ok=True)
-            found["first", style, form] = follow_rank_zero(ctx, own / form, form, style)
+    for form in ("context", "local", "call"):
+        (folder / form).mkdir(exist_ok=True)
+        found["first", form] = follow_rank_zero(ctx, folder / form, form)
     return found
 
 

@@ -191,7 +191,7 @@ def meet_in_time(ctx: RankContext) -> int:
     ctx.barrier(timeout=30)
     ctx.barrier("half", 30.5)
     ctx.barrier("text", "2min")
-    ddpsafe.barrier(timeout=timedelta(seconds=30))
+    ddpsafe.current().barrier(timeout=timedelta(seconds=30))
     return ctx.rank
 
 

@@ -33,7 +33,7 @@ def train(ctx: ddpsafe.RankContext, epochs: int, learning_rate: float = 0.1) -> 
     assert_type(ctx.loader(Squares()), DataLoader[int])
     assert_type(ctx.loader(Squares(), train=False), DataLoader[int])
     assert_type(ctx.unwrap(ctx.wrap(Model())), Model)
-    assert_type(ddpsafe.unwrap(ddpsafe.wrap(Model())).feature_count(), int)
+    assert_type(ddpsafe.current().unwrap(ddpsafe.current().wrap(Model())).feature_count(), int)
     assert_type(ctx.all_gather(epochs), list[int])
     assert_type(ctx.all_reduce({"loss": 0.5}, "max"), dict[str, float])
     ctx.all_reduce(1, "avg")  # type: ignore[arg-type]  # not an operation
@@ -77,9 +77,9 @@ def fields_are_checked_by_name() -> None:
 def a_barrier_takes_durations(ctx: ddpsafe.RankContext) -> None:
     """As the configuration does: timedelta, seconds, text."""
     ctx.barrier("epoch", timeout=30)
-    ddpsafe.barrier(timeout="5min")
-    ddpsafe.barrier("end", timedelta(seconds=1.5))
-    ddpsafe.barrier(timeout=[30])  # type: ignore[arg-type]  # no duration
+    ddpsafe.current().barrier(timeout="5min")
+    ddpsafe.current().barrier("end", timedelta(seconds=1.5))
+    ddpsafe.current().barrier(timeout=[30])  # type: ignore[arg-type]  # no duration
 
 
 def config_takes_durations() -> ddpsafe.LaunchConfig:

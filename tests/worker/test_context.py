@@ -83,9 +83,6 @@ def missing() -> dict[int, dict[str, Any]]:
     return launch(programs.miss_each_other, timeouts={"barrier": 1})
 
 
-both_styles = pytest.mark.parametrize("style", ["method", "function"])
-
-
 # The rank itself.
 
 
@@ -100,7 +97,7 @@ def test_context_describes_the_rank(world: World) -> None:
             "backend": "gloo",
             "attempt": 1,
             "run_dir_exists": True,
-            "is_main": (rank == 0,) * 3,
+            "is_main": (rank == 0,) * 2,
             "current": [True, True],
         }
         for rank in range(world.size)
@@ -110,13 +107,12 @@ def test_context_describes_the_rank(world: World) -> None:
 # Models.
 
 
-@both_styles
-def test_model_is_wrapped_and_unwrapped(world: World, style: str) -> None:
+def test_model_is_wrapped_and_unwrapped(world: World) -> None:
     """DDP gets the given options and averages gradients; a frozen model is returned as it is.
 
     BatchNorm is not converted on the CPU, and unwrap removes DDP and torch.compile.
     """
-    for found in world.found("wrap", style).values():
+    for found in world.found("wrap").values():
         assert (found["type"], found["option"]) == ("DistributedDataParallel", True)
         assert found["gradient"] == [[MEAN[world.size]] * 2]
         assert found["frozen_as_is"]
@@ -128,11 +124,10 @@ def test_model_is_wrapped_and_unwrapped(world: World, style: str) -> None:
 # Means.
 
 
-@both_styles
-def test_mean_has_the_type_of_its_argument(world: World, style: str) -> None:
+def test_mean_has_the_type_of_its_argument(world: World) -> None:
     """Numbers, dicts, and tensors of every floating dtype and shape give the same mean on every rank."""
     mean = MEAN[world.size]
-    for found in world.found("reduce", style).values():
+    for found in world.found("reduce").values():
         assert (found["float"], found["int"]) == (mean, mean)
         assert found["dict"].keys() == {"a", "b"}
         assert found["dict"]["a"] == mean
@@ -146,14 +141,13 @@ def test_mean_has_the_type_of_its_argument(world: World, style: str) -> None:
                 ), (dtype, shape)
 
 
-@both_styles
-def test_all_reduce_keeps_type_and_dtype(world: World, style: str) -> None:
+def test_all_reduce_keeps_type_and_dtype(world: World) -> None:
     """Integers are exact, dicts keep their keys, and tensors keep their dtype."""
     nproc, ranks = world.size, range(world.size)
     expected: dict[str, Callable[[list[Any]], Any]] = {
         "sum": sum, "mean": lambda x: sum(x) / nproc, "min": min, "max": max, "product": math.prod,
     }  # fmt: skip
-    for found in world.found("reduce", style).values():
+    for found in world.found("reduce").values():
         for op, reduce in expected.items():
             whole, half, table = found["reduced"][op]
             assert whole == reduce([rank + 1 for rank in ranks])
@@ -170,10 +164,9 @@ def test_all_reduce_keeps_type_and_dtype(world: World, style: str) -> None:
         assert math.isnan(nan)
 
 
-@both_styles
-def test_weights_give_the_mean_over_samples(three: World, style: str) -> None:
+def test_weights_give_the_mean_over_samples(three: World) -> None:
     """Ranks have 1, 2 and 3 samples; a rank without samples has no influence; counts are not rounded."""
-    for found in three.found("reduce", style).values():
+    for found in three.found("reduce").values():
         assert found["weighted"] == pytest.approx((0 * 1 + 1 * 2 + 2 * 3) / 6)
         assert found["weight_beside_nan"] == 1.5
         assert found["many_samples"] == pytest.approx((1 + 2) / 100_005, rel=0.01)
@@ -212,8 +205,7 @@ def test_ranks_that_disagree_about_a_mean_fail_at_once(three: World) -> None:
 # Objects.
 
 
-@both_styles
-def test_objects_are_gathered_by_rank_and_broadcast_from_any(world: World, style: str) -> None:
+def test_objects_are_gathered_by_rank_and_broadcast_from_any(world: World) -> None:
     """Every rank gets all objects, of any size, in rank order; broadcast takes a source rank."""
     nproc = world.size
     expected = {
@@ -223,17 +215,16 @@ def test_objects_are_gathered_by_rank_and_broadcast_from_any(world: World, style
         "broadcast_src": f"from {nproc - 1}",
         "broadcast_none": None,
     }
-    assert world.found("exchange", style) == dict.fromkeys(range(nproc), expected)
+    assert world.found("exchange") == dict.fromkeys(range(nproc), expected)
 
 
 # Barriers.
 
 
-@both_styles
-def test_no_rank_passes_a_barrier_before_all_reach_it(world: World, style: str) -> None:
+def test_no_rank_passes_a_barrier_before_all_reach_it(world: World) -> None:
     """This holds even if the barrier's name has been used before."""
     ranks = range(world.size)
-    assert world.found("meet", style) == {rank: [list(ranks)] * 5 for rank in ranks}
+    assert world.found("meet") == {rank: [list(ranks)] * 5 for rank in ranks}
 
 
 def test_missing_rank_is_named_on_every_rank_that_waited(missing: dict[int, Any]) -> None:
@@ -301,7 +292,7 @@ REFUSED: Final = [
 def test_invalid_operands_are_refused_with_their_value(x: Any, op: Any, said: str) -> None:
     """This holds in a world of one too, so the first machine finds it."""
     with pytest.raises(ddpsafe.ConfigError) as caught:
-        ddpsafe.all_reduce(x, op)
+        ddpsafe.current().all_reduce(x, op)
     assert said in str(caught.value)
 
 
@@ -309,7 +300,7 @@ def test_invalid_operands_are_refused_with_their_value(x: Any, op: Any, said: st
 def test_an_invalid_weight_is_refused(weight: Any) -> None:
     """Negative and infinite weights would give a mean outside the range of the values."""
     with pytest.raises(ddpsafe.ConfigError, match="reduce_mean"):
-        ddpsafe.reduce_mean(1.0, weight=weight)
+        ddpsafe.current().reduce_mean(1.0, weight=weight)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +321,7 @@ def test_an_invalid_weight_is_refused(weight: Any) -> None:
 )
 def test_numbers_of_every_kind_are_reduced_by_type(x: Any, op: Any, result: object) -> None:
     """The maximum of booleans is a boolean, and their sum is a number."""
-    found = ddpsafe.all_reduce(x, op)
+    found = ddpsafe.current().all_reduce(x, op)
     assert (found, type(found)) == (result, type(result))
 
 
@@ -338,7 +329,7 @@ def test_numbers_of_every_kind_are_reduced_by_type(x: Any, op: Any, result: obje
 def test_broadcast_from_a_nonexistent_rank_is_refused(src: Any) -> None:
     """This holds in a world of one too."""
     with pytest.raises(ddpsafe.ConfigError, match="there is no such rank; world_size is 1"):
-        ddpsafe.broadcast("text", src=src)
+        ddpsafe.current().broadcast("text", src=src)
 
 
 @pytest.mark.parametrize(
@@ -368,12 +359,11 @@ def test_unpicklable_object_fails_its_own_rank_at_once(tmp_path: Path, run_dir: 
     assert (tmp_path / "called-0").exists()
 
 
-@both_styles
 @pytest.mark.parametrize("form", ["context", "local", "call"])
-def test_rank_zero_goes_first(form: str, style: str, world: World) -> None:
+def test_rank_zero_goes_first(form: str, world: World) -> None:
     """In every form, rank 0 finishes before any other rank begins, and each gets its own result."""
     done = [(0, "train"), (0, "test")]
-    assert world.found("first", style, form) == dict.fromkeys(range(world.size), done)
+    assert world.found("first", form) == dict.fromkeys(range(world.size), done)
 
 
 @pytest.mark.full(but=["call"])
@@ -422,17 +412,16 @@ def test_only_rank_zero_prints(nproc: int, capfd: pytest.CaptureFixture[str]) ->
     Nothing else is written while ranks wait for a slow one, not even torch's warnings.
     """
     launch(programs.speak, nproc=nproc, console="all")
-    assert capfd.readouterr() == ("hello-from-0!\n\n" * 2, "")
+    assert capfd.readouterr() == ("hello-from-0!\n\n", "")
 
 
-@pytest.mark.parametrize("style", ["function", pytest.param("method", marks=pytest.mark.soak)])
-def test_all_ranks_agree_to_stop(style: str) -> None:
+def test_all_ranks_agree_to_stop() -> None:
     """One rank receives SIGUSR1; all ranks, at different speeds, return True at the same call.
 
     The launch then raises `PreemptedError`: code after it does not run.
     """
     with pytest.raises(ddpsafe.PreemptedError) as caught:
-        launch(programs.ask_to_stop, style)
+        launch(programs.ask_to_stop)
     calls = caught.value.values
     assert set(calls) == {0, 1, 2}
     assert len(set(calls.values())) == 1, f"the ranks stopped at different calls: {calls}"
@@ -454,23 +443,24 @@ def test_seeds_agree_for_models_and_differ_for_data(
 # Outside any rank.
 
 
-def test_functions_are_no_ops_outside_any_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_are_no_ops_outside_any_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """A script that runs without any launcher needs no ``if`` around them."""
+    ctx = ddpsafe.current()
     model, loss = nn.Linear(2, 2), torch.ones(1)
-    ddpsafe.barrier("no other rank")
-    with ddpsafe.rank_zero_first():
+    ctx.barrier("no other rank")
+    with ctx.rank_zero_first():
         pass
-    ddpsafe.print("hello", "alone")
-    assert ddpsafe.is_main()
-    assert ddpsafe.wrap(model) is model
-    assert ddpsafe.unwrap(model) is model
-    assert ddpsafe.all_gather("me") == ["me"]
-    assert ddpsafe.broadcast("me") == "me"
-    assert ddpsafe.reduce_mean(3.0, weight=2) == 3.0
-    assert torch.equal(ddpsafe.reduce_mean(loss), loss)
-    assert ddpsafe.reduce_mean({"b": 1.0, "a": 2.0}) == {"b": 1.0, "a": 2.0}
-    assert ddpsafe.rank_zero_first(math.sqrt, 4) == 2
-    assert not ddpsafe.stop_requested()
+    ctx.print("hello", "alone")
+    assert ctx.is_main
+    assert ctx.wrap(model) is model
+    assert ctx.unwrap(model) is model
+    assert ctx.all_gather("me") == ["me"]
+    assert ctx.broadcast("me") == "me"
+    assert ctx.reduce_mean(3.0, weight=2) == 3.0
+    assert torch.equal(ctx.reduce_mean(loss), loss)
+    assert ctx.reduce_mean({"b": 1.0, "a": 2.0}) == {"b": 1.0, "a": 2.0}
+    assert ctx.rank_zero_first(math.sqrt, 4) == 2
+    assert not ctx.stop_requested()
     assert capsys.readouterr().out == "hello alone\n"
 
 

@@ -21,7 +21,11 @@ DIFFERENT: dict[str, tuple[str, str, str]] = {
     "another name": ("head_a.weight", "'head_b.weight'", BUILT),
     "one more": ("full_freq", "parameter 'extra.weight'", BUILT),
     "one less": ("extra.weight", "parameter 'extra.weight'", BUILT),
-    "shape": ("head.weight", "shape [5, 3], float32) instead of", "ddpsafe.broadcast(size)"),
+    "shape": (
+        "head.weight",
+        "shape [5, 3], float32) instead of",
+        "ddpsafe.current().broadcast(size)",
+    ),
     "dtype": ("2.weight", "(shape [3, 3], float64)", "convert it on every rank"),
     "frozen": (
         "0.weight",

@@ -176,7 +176,7 @@ _ARGUMENT_OF_OLD_LAUNCHERS: Final[Advice] = (
 _NUMBER: Final = re.compile(r"\d+")
 _SWALLOWED: Final[Advice] = (
     "the rank probably handled the error below and skipped calls that the other ranks made.",
-    "let the error through, or agree on all ranks to skip the batch: ddpsafe.all_reduce(ok, op='min').",
+    "let the error through, or agree on all ranks to skip the batch: ddpsafe.current().all_reduce(ok, op='min').",
 )
 
 _INTERRUPTED: Final[Advice] = (
@@ -191,7 +191,7 @@ _RECURSION: Final[Advice] = (
 
 _OTHER_SHAPES: Final[Advice] = (
     "the ranks have tensors of different shapes: a last batch, or what a filter leaves, down to nothing.",
-    "pad to one shape after a reduction of the sizes with MAX; ddpsafe.all_gather(obj) takes any size.",
+    "pad to one shape after a reduction of the sizes with MAX; ddpsafe.current().all_gather(obj) takes any size.",
 )
 
 _OTHER_ROOTS: Final[Advice] = (
@@ -236,7 +236,7 @@ _WENT_ON: Final[Advice] = (
     ),
     (
         "hold no lock while you wait for other ranks: release it before the collective; "
-        "ddpsafe.rank_zero_first lets one rank work first."
+        "ddpsafe.current().rank_zero_first lets one rank work first."
     ),
 )
 

@@ -193,7 +193,7 @@ def _why(exitcode: int) -> tuple[str, str, list[str]]:
             "another process sent it that signal; to end a job, schedulers send SIGTERM to all of its "
             "processes."
         )
-        fix = "ask the job to stop instead: send the signal to the launcher, see ddpsafe.stop_requested()."
+        fix = "ask the job to stop instead: send the signal to the launcher, see ddpsafe.current().stop_requested()."
         return cause, fix, []
     if exitcode < 0:
         cause = "native code crashed; often a library or a handle that does not survive fork."

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from ddpsafe import cleanup, reduce_mean, setup, wrap
+from ddpsafe import cleanup, current, setup
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -31,7 +31,7 @@ def main() -> None:
     batches = DataLoader(points, batch_size=16, sampler=sampler, pin_memory=gpu)
     net = nn.Sequential(nn.Linear(2, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2))
     net = net.to(device)
-    model = wrap(net, sync_batchnorm=True)
+    model = current().wrap(net, sync_batchnorm=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     for epoch in range(6):
         sampler.set_epoch(epoch)
@@ -47,7 +47,7 @@ def main() -> None:
             if update:
                 optimizer.step()
                 optimizer.zero_grad()
-        metrics = reduce_mean(metrics)
+        metrics = current().reduce_mean(metrics)
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: loss {metrics[0]:.3f}, accuracy {metrics[1]:.3f}")
     cleanup()
