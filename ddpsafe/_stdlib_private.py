@@ -321,7 +321,7 @@ def parser_of_beginnings() -> type[argparse.ArgumentParser]:
     class Parser(argparse.ArgumentParser):
         def _get_option_tuples(self, option_string: str) -> list[Any]:
             matches: list[Any] = super()._get_option_tuples(option_string)
-            options = {id(match[0]) for match in matches}
+            options = {match[0].dest for match in matches}
             # argparse would refuse a beginning of two options, also among the arguments of a
             # script.
             return matches[:1] if len(options) == 1 else []

@@ -57,6 +57,10 @@ Show where the ranks of your running launches on this host are: phase, steps, la
 line, CPU and memory. The ranks keep running, and no process is traced.
 """
 _STATUS_EXIT_CODES: Final = "exit codes: 0 a launch is running, 1 none is, 2 wrong usage"
+_CHECKPOINT_EXIT_CODES: Final = (
+    "exit codes: 0 success, intact, no differences, 1 damage or differences, 2 wrong usage"
+)
+_RAN_OR_USAGE: Final = "exit codes: 0 success, 2 wrong usage"
 _RUN: Final = """\
 Start the ranks of a script on this host, as torchrun does: each runs the script from its first
 line, with RANK, WORLD_SIZE and the like set, and init_process_group() connects them. For several
@@ -69,14 +73,12 @@ exit codes: 0, the failing rank's own, 128 + signal, 78 another attempt cannot h
 """
 _RUN_OPTIONS: Final = (
     ("--nproc-per-node", "N", 'ranks: a number, "gpu", "cpu" or "auto"'),
-    ("--run-dir --log-dir", "DIR", "where logs and reports go"),
+    ("--run-dir or --log-dir", "DIR", "where logs and reports go"),
     ("--console", "WHOSE", "auto, rank-zero, all, tagged, json or none"),
     ("--start-method", "HOW", "spawn or forkserver"),
     ("--backend", "NAME", "for launch() and setup() in the script: gloo, nccl; auto by default"),
     ("--seed", "N", "the seed of every rank"),
     ("--preflight", "WHAT", "off, local or full"),
-    ("--timeout", "TIME", "limit of an attempt, like --timeouts.attempt: 30s, 10min, 12h"),
-    ("--retry", "N", "attempts in total, like --retry.attempts"),
     ("--max-restarts", "N", "attempts after the first, for failures that a retry can fix"),
     ("--shutdown-timeout", "S", "seconds between SIGTERM and SIGKILL"),
     ("--nnodes", "N", "nodes, each of which runs this command: a number, or MIN:MAX"),
@@ -218,7 +220,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_doctor(commands.add_parser, "check this host, or all nodes of a job")
     about = "print the configuration and where each value comes from"
-    config = commands.add_parser("config", help=about, description=f"{about.capitalize()}.")
+    config = commands.add_parser(
+        "config", help=about, description=f"{about.capitalize()}.", epilog=_RAN_OR_USAGE
+    )
     _add_common(config)
     _add_checkpoint(commands.add_parser, "list, verify, compare and import checkpoints")
     _add_run(commands.add_parser, "start the ranks of a script on this host")
@@ -232,19 +236,18 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="?",
         help="the run directory of one launch; without it, all your launches",
     )
-    status.add_argument("--all", action="store_true", help="all launches of this user on this host")
     status.add_argument(
         "--watch", action="store_true", help="repeat every second, until the launch has ended"
     )
     status.add_argument("--stacks", action="store_true", help="show the stacks of all threads, too")
-    formats = ("text", "json", "openmetrics")
-    status.add_argument("--format", choices=formats, default="text", help="what to print")
-    status.add_argument(
-        "--json", dest="format", action="store_const", const="json", help="print JSON"
-    )
+    form = status.add_mutually_exclusive_group()
+    _add_json(form)
+    form.add_argument("--openmetrics", action="store_true", help="print metrics for Prometheus")
 
     about = "write the page of a run: report.html"
-    report = commands.add_parser("report", help=about, description=f"{about.capitalize()}.")
+    report = commands.add_parser(
+        "report", help=about, description=f"{about.capitalize()}.", epilog=_RAN_OR_USAGE
+    )
     report.add_argument("run_dir", metavar="RUN_DIR", help="the run directory of a launch")
 
     about = "find what went wrong in the logs of any launcher"
@@ -262,11 +265,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="rules of your own: a TOML file, or a folder of them; may be repeated",
     )
     form = explain.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON")
+    _add_json(form)
     form.add_argument("--markdown", action="store_true", help="print a summary for an issue")
 
     about = "print a job file to start from: Slurm, Kubernetes, …"
-    template = commands.add_parser("template", help=about, description=f"{about.capitalize()}.")
+    template = commands.add_parser(
+        "template", help=about, description=f"{about.capitalize()}.", epilog=_RAN_OR_USAGE
+    )
     template.add_argument("place", metavar="PLACE", choices=TEMPLATES, help=", ".join(TEMPLATES))
     for command in commands.choices.values():
         command.set_defaults(parser=command)
@@ -303,22 +308,27 @@ def _add_doctor(add: Callable[..., argparse.ArgumentParser], about: str) -> None
 
 
 def _add_checkpoint(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
-    parser = add("checkpoint", help=about, description=f"{about.capitalize()}.")
+    epilog = _CHECKPOINT_EXIT_CODES
+    parser = add("checkpoint", help=about, description=f"{about.capitalize()}.", epilog=epilog)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     place = "a directory that a Checkpointer writes to"
     which = "a checkpoint's folder, or a directory, whose newest checkpoint is used"
 
-    listing = actions.add_parser("ls", help="list the checkpoints of a directory")
+    listing = actions.add_parser("ls", help="list the checkpoints of a directory", epilog=epilog)
     listing.add_argument("directory", metavar="DIRECTORY", help=place)
     verifying = actions.add_parser(
-        "verify", help="check every byte; exits with 1 if a checkpoint is damaged"
+        "verify", help="check every byte; exits with 1 if a checkpoint is damaged", epilog=epilog
     )
     verifying.add_argument("directory", metavar="DIRECTORY", help=place)
     verifying.add_argument("--step", metavar="N", type=int, help="only this checkpoint")
-    comparing = actions.add_parser("diff", help="compare two; exits with 1 if they differ")
+    comparing = actions.add_parser(
+        "diff", help="compare two; exits with 1 if they differ", epilog=epilog
+    )
     comparing.add_argument("before", metavar="BEFORE", help=which)
     comparing.add_argument("after", metavar="AFTER", help=which)
-    importing = actions.add_parser("import", help="make a file of torch.save a checkpoint")
+    importing = actions.add_parser(
+        "import", help="make a file of torch.save a checkpoint", epilog=epilog
+    )
     importing.add_argument("file", metavar="FILE", help="the file; nothing in it is executed")
     importing.add_argument("directory", metavar="DIRECTORY", help=place)
     importing.add_argument("--step", metavar="N", type=int, required=True, help="its step")
@@ -333,12 +343,16 @@ def _add_checkpoint(add: Callable[..., argparse.ArgumentParser], about: str) -> 
         help="rename OLD in the state to NEW",
     )
     for action in (listing, verifying, comparing, importing):
-        action.add_argument("--json", action="store_true", help="print JSON")
+        _add_json(action)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     _add_config_file(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_json(parser)
+
+
+def _add_json(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
 
 
 def _add_config_file(parser: argparse.ArgumentParser) -> None:
@@ -389,13 +403,14 @@ def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
 
 
 def _add_both(parser: argparse._ActionsContainer, names: str, **how: Any) -> None:
-    """Add an option spelled with hyphens and with underscores, as in torchrun."""
-    options = names.split()
-    spellings = [
-        *options,
-        *(f"--{name[2:].replace('-', '_')}" for name in options if name[1] == "-"),
-    ]
-    parser.add_argument(*dict.fromkeys(spellings), **how)
+    """Add an option; the help shows neither its spelling with underscores nor torchrun's other name."""
+    shown, _, others = names.partition(" or ")
+    action = parser.add_argument(*shown.split(), **how)
+    spellings = [name for name in [*shown.split(), *others.split()] if name.startswith("--")]
+    spellings += [f"--{name[2:].replace('-', '_')}" for name in spellings]
+    hidden = [name for name in dict.fromkeys(spellings) if name not in shown.split()]
+    if hidden:
+        parser.add_argument(*hidden, **{**how, "dest": action.dest, "help": argparse.SUPPRESS})
 
 
 def say(text: str) -> None:

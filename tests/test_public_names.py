@@ -11,6 +11,7 @@ from typing import Final
 import pytest
 
 import ddpsafe
+from ddpsafe.cli import main
 
 API_PAGE: Final = Path(__file__).parents[1] / "docs" / "reference" / "api.md"
 
@@ -62,6 +63,24 @@ def test_help_lists_every_field() -> None:
         assert [f for f in fields - own if f"`{f}`" not in (function.__doc__ or "")] == []
     text = ddpsafe.LaunchConfig.__doc__ or ""
     assert [f for f in fields if f"{f}: " not in text] == []
+
+
+HELPS: Final = (
+    *("doctor", "config", "run", "status", "report", "explain", "template", "checkpoint"),
+    *(f"checkpoint {action}" for action in ("ls", "verify", "diff", "import")),
+)
+
+
+@pytest.mark.parametrize("command", HELPS)
+def test_each_help_has_exit_codes_and_each_option_once(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Spellings with underscores are accepted, as by torchrun, and would double the page of `run`."""
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    text = capsys.readouterr().out
+    assert "exit codes: 0" in " ".join(text.split())
+    assert re.findall(r"^ *--[a-z-]*_|, --[a-z-]*_", text, re.MULTILINE) == []
 
 
 WITHOUT_POSIX: Final = """

@@ -150,7 +150,7 @@ def _fill_in_torchruns_variables(options: Namespace) -> None:
 
 
 def _read_parts(options: Namespace) -> dict[str, dict[str, Any]]:
-    """Return the fields of timeouts and retry, from ddpsafe's, torchrun's and the short options.
+    """Return the fields of timeouts and retry, from ddpsafe's and torchrun's options.
 
     Raises:
         ConfigError: A value that must be a number is not one.
@@ -167,10 +167,6 @@ def _read_parts(options: Namespace) -> dict[str, dict[str, Any]]:
             "attempts": _number(options, "max_restarts") + 1,
             "on": FAILURE_KINDS - DETERMINISTIC,
         }
-    if options.timeout is not None:
-        timeouts["attempt"] = options.timeout
-    if options.retry is not None:
-        retry["attempts"] = options.retry
     parts = {"timeouts": timeouts, "retry": retry}
     for part, names in PARTS.items():
         for name in names:

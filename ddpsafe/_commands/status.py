@@ -20,7 +20,7 @@ from ddpsafe import _gpus
 from ddpsafe._commands import openmetrics
 from ddpsafe._launcher.watch.status_socket import ask
 from ddpsafe._text import wrapped
-from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
+from ddpsafe.cli import HEALTHY, UNHEALTHY, say
 from ddpsafe.doctor._findings import printable
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ _COLUMNS: Final = ("rank", "pid", "phase", "steps", "steps/s", "last step", "cpu
 
 def show_status(options: argparse.Namespace) -> int:
     """Show one launch, or all of this user on this host."""
-    if options.run_dir is not None and options.all:
-        complain("ddpsafe status: give a run directory, or --all")
-        return USAGE
     try:
         while True:
             folders = [Path(options.run_dir)] if options.run_dir is not None else find_run_dirs()
@@ -49,9 +46,9 @@ def show_status(options: argparse.Namespace) -> int:
             # Between two attempts a launch has no socket, so it looks ended while ranks exit.
             if options.run_dir is None:
                 launches = [launch for launch in launches if launch["state"] != "ended"]
-            if options.format == "json":
+            if options.json:
                 say(json.dumps({"launches": launches}, ensure_ascii=False))
-            elif options.format == "openmetrics":
+            elif options.openmetrics:
                 say(openmetrics.render(launches))
             else:
                 text = "\n\n".join("\n".join(_lines(launch)) for launch in launches)

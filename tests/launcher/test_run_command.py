@@ -263,7 +263,7 @@ PUBLIC: list[Any] = [
     ("--rdzv-conf timeout=600,join_timeout=60 --nproc_per_node=4 train.py", {}, 1),
     ("--run-path --nproc_per_node=2 /abs/train.py", {}, 0),
     (
-        "--seed 5 --backend gloo --timeout 12h --retry 2 --preflight off train.py --seed 6",
+        "--seed 5 --backend gloo --timeouts.attempt 12h --retry.attempts 2 --preflight off train.py --seed 6",
         {
             "seed": "5",
             "backend": "gloo",
@@ -368,7 +368,9 @@ REFUSED: list[Any] = [
     ("--max-restarts=often train.py", "--max-restarts=often is not a whole number"),
     ("--start-method fork train.py", "inherits CUDA"),
     ("--nproc_per_node=many train.py", "nproc_per_node"),
-    ("--timeout 3x train.py", "got '3x': it is not a duration"),
+    ("--timeouts.attempt 3x train.py", "got '3x': it is not a duration"),
+    ("--timeout 3 train.py", "there is no option --timeout; did you mean --timeouts.attempt?"),
+    ("--retry 3 train.py", "there is no option --retry; did you mean --retry.attempts?"),
     ("trian.py", "did you mean train.py?"),
     ("python train.py", "leave that word out"),
     ("--no-python -m train", "exclude each other"),

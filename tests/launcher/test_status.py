@@ -100,7 +100,7 @@ def test_metrics_without_a_launch_are_empty(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The collector reads them all the same, and the exit code says that nothing runs."""
-    assert main(["status", "--format", "openmetrics", str(tmp_path)]) == 1
+    assert main(["status", "--openmetrics", str(tmp_path)]) == 1
     assert parsed(capsys.readouterr().out) == {"ddpsafe_launch_running": {("",): 0}}
 
 
@@ -152,13 +152,10 @@ def test_a_failed_launch_is_shown_with_its_error(
     assert "more" not in said
 
 
-def test_a_missing_path_and_wrong_usage_are_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A path together with --all is a usage error."""
+def test_a_missing_path_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said in words, and the exit code is that of no running launch."""
     assert main(["status", str(tmp_path / "none")]) == 1
     assert capsys.readouterr().out.startswith("there is no directory ")
-    assert main(["status", str(tmp_path), "--all"]) == 2
 
 
 def facts() -> dict[str, object]:
