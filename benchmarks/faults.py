@@ -332,7 +332,7 @@ def launch(contestant: str, name: str) -> None:
     elif contestant == "ddpsafe":
         import ddpsafe
 
-        timeouts = {"collective": COLLECTIVE_S, "rendezvous": COLLECTIVE_S}
+        timeouts = {"collective": COLLECTIVE_S, "start": COLLECTIVE_S}
         if FAULTS[name].before:
             args = (free_port(), name)
             ddpsafe.spawn(ddpsafe_rank_that_joins, args=args, nprocs=RANKS, timeouts=timeouts)

@@ -468,9 +468,9 @@ class LaunchTimeoutError(LaunchError, TimeoutError):
 
 
 class RendezvousTimeoutError(LaunchTimeoutError):
-    """Not all ranks joined within ``Timeouts.rendezvous``."""
+    """Not all ranks joined within ``Timeouts.start``."""
 
-    setting = "rendezvous"
+    setting = "start"
 
 
 class CollectiveTimeoutError(LaunchTimeoutError):

@@ -106,7 +106,7 @@ def require_ready_between_nodes(
         node_rank=node_rank,
         endpoint=str(config.rendezvous.parsed()),
         backend=backend,
-        timeout=config.timeouts.rendezvous,
+        timeout=config.timeouts.start,
     )
     speaks = node_rank == 0
     require_healthy(report, who="the nodes of this job are", outcome=_NOTHING, speaks=speaks)

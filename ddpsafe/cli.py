@@ -73,7 +73,7 @@ exit codes: 0, the failing rank's own, 128 + signal, 78 another attempt cannot h
 """
 _RUN_OPTIONS: Final = (
     ("--nproc-per-node", "N", 'ranks: a number, "gpu", "cpu" or "auto"'),
-    ("--run-dir or --log-dir", "DIR", "where logs and reports go"),
+    ("--run-dir", "DIR", "where logs and reports go"),
     ("--console", "WHOSE", "auto, rank-zero, all, tagged, json or none"),
     ("--start-method", "HOW", "spawn or forkserver"),
     ("--backend", "NAME", "for launch() and setup() in the script: gloo, nccl; auto by default"),
@@ -92,14 +92,16 @@ _RUN_OPTIONS: Final = (
     ("-r --redirects", "STD", "like torchrun: 3 shows nothing on the console"),
     ("--local-ranks-filter", "RANKS", "like torchrun: 0 shows rank 0's output"),
 )
+_OF_TORCHRUN: Final = {"--run-dir": "--log-dir"}
+"""Options that torchrun has under another name."""
+
 PARTS: Final = {
     "timeouts": (
         "attempt",
-        "rendezvous",
+        "start",
         "collective",
         "barrier",
         "progress",
-        "shutdown",
         "finish",
         "node_loss",
         "grace",
@@ -112,7 +114,7 @@ PARTS: Final = {
 _PARTS: Final = "Each overrides one field of the configuration; see docs/reference/config.md."
 TORCHRUN_NOTED: Final = {
     "--rdzv-backend": "nodes always meet at the endpoint, and ranks of one node in a private folder",
-    "--rdzv-conf": "rendezvous.join and timeouts.rendezvous of the configuration limit the start",
+    "--rdzv-conf": "rendezvous.join and timeouts.start of the configuration limit the start",
     "--local-addr": "--interface chooses the network interface of the ranks of several nodes",
     "--monitor-interval": "the exit of a rank is noticed at once",
     "--event-log-handler": "RUN_DIR has a report of each failed attempt",
@@ -404,11 +406,12 @@ def _add_run(add: Callable[..., argparse.ArgumentParser], about: str) -> None:
 
 def _add_both(parser: argparse._ActionsContainer, names: str, **how: Any) -> None:
     """Add an option; the help shows neither its spelling with underscores nor torchrun's other name."""
-    shown, _, others = names.partition(" or ")
-    action = parser.add_argument(*shown.split(), **how)
-    spellings = [name for name in [*shown.split(), *others.split()] if name.startswith("--")]
+    shown = names.split()
+    action = parser.add_argument(*shown, **how)
+    spellings = [name for name in shown if name.startswith("--")]
+    spellings += [_OF_TORCHRUN[name] for name in spellings if name in _OF_TORCHRUN]
     spellings += [f"--{name[2:].replace('-', '_')}" for name in spellings]
-    hidden = [name for name in dict.fromkeys(spellings) if name not in shown.split()]
+    hidden = [name for name in dict.fromkeys(spellings) if name not in shown]
     if hidden:
         parser.add_argument(*hidden, **{**how, "dest": action.dest, "help": argparse.SUPPRESS})
 

@@ -158,9 +158,7 @@ def _read_parts(options: Namespace) -> dict[str, dict[str, Any]]:
     timeouts: dict[str, Any] = {}
     retry: dict[str, Any] = {}
     if options.shutdown_timeout is not None:
-        grace = _number(options, "shutdown_timeout")
-        # The grace has to be shorter than the shutdown, whose default is 30 s.
-        timeouts = {"grace": grace, "shutdown": max(30, 2 * grace)}
+        timeouts["grace"] = _number(options, "shutdown_timeout")
     if options.max_restarts is not None:
         # torchrun restarts after any failure; those left out here would only happen again.
         retry = {

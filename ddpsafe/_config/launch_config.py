@@ -158,7 +158,7 @@ class LaunchConfig(BaseSettings):
     timeouts: Timeouts = Field(
         default=Timeouts(),
         description="How long each phase may take.",
-        examples=['{"rendezvous": 60, "collective": "10min"}'],
+        examples=['{"start": 60, "collective": "10min"}'],
     )
     retry: RetryPolicy = Field(
         default=RetryPolicy(),

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-def _at_most(default: timedelta, bound: str, share: float = 1.0) -> Callable[[dict[str, Any]], Any]:
-    """Make a default factory that lowers `default` to `share` of the field `bound` if that is less."""
+def _at_most(default: timedelta, bound: str) -> Callable[[dict[str, Any]], Any]:
+    """Make a default factory that lowers `default` to the field `bound` if that is less."""
 
     def make(known: dict[str, Any]) -> timedelta:
         limit = known.get(bound)
-        return default if limit is None else min(default, limit * share)
+        return default if limit is None else min(default, limit)
 
     return make
 
@@ -49,9 +49,9 @@ class Timeouts(Part):
         "None: as long as it takes.",
         examples=['"12h"', "None"],
     )
-    rendezvous: Duration = Field(
+    start: Duration = Field(
         default_factory=_at_most(timedelta(minutes=5), "attempt"),
-        description="Until all ranks have joined: RendezvousTimeoutError. If a script creates its "
+        description="From the start of the ranks until all have joined: RendezvousTimeoutError. If a script creates its "
         "process group itself, under `spawn` and `ddpsafe run`, this limit applies only if you set "
         "it; else the script's own timeout applies, or torch's.",
         examples=["300", '"5min"'],
@@ -77,12 +77,6 @@ class Timeouts(Part):
         "and for the saves of a Checkpointer.",
         examples=['"20min"', '"auto"', "None"],
     )
-    shutdown: Duration = Field(
-        default=timedelta(seconds=30),
-        description="From the last rank's return until all ranks have left the process group. Remaining "
-        "ranks are then killed, and the result stands.",
-        examples=["30"],
-    )
     finish: Duration | None = Field(
         default=None,
         description="From when a rank has left its process group, for what it left running: threads, "
@@ -91,7 +85,7 @@ class Timeouts(Part):
         examples=['"10min"', "None"],
     )
     grace: Duration = Field(
-        default_factory=_at_most(timedelta(seconds=5), "shutdown", share=0.5),
+        default=timedelta(seconds=5),
         description="Between SIGTERM and SIGKILL. It has no error, as the kill follows.",
         examples=["5"],
     )
@@ -115,18 +109,17 @@ class Timeouts(Part):
             self,
             *,
             attempt: DurationLike | None = ...,
-            rendezvous: DurationLike = ...,
+            start: DurationLike = ...,
             collective: DurationLike = ...,
             barrier: DurationLike = ...,
             progress: DurationLike | Literal["auto"] | None = ...,
-            shutdown: DurationLike = ...,
             finish: DurationLike | None = ...,
             grace: DurationLike = ...,
             stop: DurationLike = ...,
             node_loss: DurationLike = ...,
         ) -> None: ...
 
-    @field_validator("rendezvous", "collective", "barrier", "progress")
+    @field_validator("start", "collective", "barrier", "progress")
     @classmethod
     def _check_against_attempt(
         cls, value: DurationOrAuto | None, info: ValidationInfo
@@ -137,18 +130,6 @@ class Timeouts(Part):
                 f"it is longer than timeouts.attempt ({show_duration(attempt)}), which would always "
                 "expire first, without naming a rank",
                 write=f"{info.field_name}={attempt.total_seconds():g}, or a longer attempt",
-            )
-        return value
-
-    @field_validator("grace")
-    @classmethod
-    def _check_against_shutdown(cls, value: timedelta, info: ValidationInfo) -> timedelta:
-        shutdown = info.data.get("shutdown")
-        if shutdown is not None and value >= shutdown:
-            raise wrong(
-                f"it must be shorter than timeouts.shutdown ({show_duration(shutdown)}), in which "
-                "SIGTERM, the grace, SIGKILL and the reaping all happen",
-                write=f"grace={shutdown.total_seconds() / 2:g}, or a longer shutdown",
             )
         return value
 

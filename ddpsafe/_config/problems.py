@@ -73,10 +73,11 @@ _NAMES_ELSEWHERE: Final[dict[str, dict[str, str]]] = {
         ),
         **dict.fromkeys(
             ("join_timeout", "rdzv_timeout", "init_timeout", "start_timeout"),
-            'timeouts={{"rendezvous": {value}}}',
+            'timeouts={{"start": {value}}}',
         ),
-        "grace_period": 'timeouts={{"grace": {value}}}',
-        "shutdown_timeout": 'timeouts={{"shutdown": {value}}}',
+        **dict.fromkeys(
+            ("grace_period", "shutdown_timeout"), 'timeouts={{"grace": {value}}}'
+        ),
         **dict.fromkeys(
             (
                 "max_restarts", "restarts", "max_retries", "retries", "num_retries",
@@ -100,14 +101,14 @@ _NAMES_ELSEWHERE: Final[dict[str, dict[str, str]]] = {
         **dict.fromkeys(("random_seed", "manual_seed"), "seed={value}"),
     },
     "Timeouts": {
-        **dict.fromkeys(("join", "start", "startup", "init", "connect"), "rendezvous={value}"),
+        **dict.fromkeys(("join", "rendezvous", "startup", "init", "connect"), "start={value}"),
         **dict.fromkeys(
             ("process_group", "all_reduce", "nccl", "gloo", "timeout"), "collective={value}"
         ),
         **dict.fromkeys(("total", "job", "run", "overall"), "attempt={value}"),
         **dict.fromkeys(("step", "steps", "hang"), "progress={value}"),
-        **dict.fromkeys(("grace_period", "sigterm", "kill", "terminate"), "grace={value}"),
-        **dict.fromkeys(("exit", "teardown", "close"), "shutdown={value}"),
+        **dict.fromkeys(("grace_period", "shutdown", "sigterm", "kill", "terminate"), "grace={value}"),
+        **dict.fromkeys(("exit", "teardown", "close"), "finish={value}"),
     },
     "RetryPolicy": {
         **dict.fromkeys(

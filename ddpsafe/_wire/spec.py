@@ -66,7 +66,7 @@ class RankTimeouts:
     """The timeouts that a rank enforces itself; the launcher enforces the others.
 
     Attributes:
-        rendezvous: For each step of joining: reaching the store, waiting for the others, making the group.
+        start: For each step of joining: reaching the store, waiting for the others, making the group.
         collective: Timeout of the process group.
         barrier: How long a rank waits for the others at a named barrier.
         node_loss: How long the store of the launcher on another host may be out of reach.
@@ -74,7 +74,7 @@ class RankTimeouts:
             timeouts and torch's defaults take precedence over the others.
     """
 
-    rendezvous: timedelta
+    start: timedelta
     collective: timedelta
     barrier: timedelta
     node_loss: timedelta

@@ -99,7 +99,7 @@ def absence_error(world: World, absence: Absence) -> RendezvousTimeoutError:
         cause = f"rank {absence.ranks[0]} is lost: {absence.lost}"
     fix = (
         f"look at the log of {names}; check that {world.world_size} processes were started; "
-        "raise timeouts.rendezvous if starting them takes longer."
+        "raise timeouts.start if starting them takes longer."
     )
     return RendezvousTimeoutError(
         Explanation(what, cause=cause, fix=fix),

@@ -114,10 +114,10 @@ def _store_of_all_ranks(spec: RankSpec, timeout: timedelta | None) -> Store:
     """Wait for all ranks, then open the store for the group that the script makes."""
     member = this_rank.context
     control = None if member is None else member.control
-    limit = spec.timeouts.rendezvous
+    limit = spec.timeouts.start
     if timeout is None or torch_hooks.is_default_timeout(timeout):
         timeout = torch_hooks.DEFAULT_TIMEOUT
-    if spec.style != "launch" and "rendezvous" not in spec.timeouts.chosen:
+    if spec.style != "launch" and "start" not in spec.timeouts.chosen:
         limit = timeout  # a default of ddpsafe's must not end a script that works without it
     deadline = Deadline.after(min(timeout, limit), clock=this_rank.since_start)
     # gloo and NCCL would not name a missing rank.
@@ -167,7 +167,7 @@ def _open_control(spec: RankSpec) -> Control | None:
 
 def rendezvous_deadline(spec: RankSpec) -> Deadline:
     """Return the deadline of a rendezvous; time counts once the launcher has started all ranks."""
-    return Deadline.after(spec.timeouts.rendezvous, clock=this_rank.since_start)
+    return Deadline.after(spec.timeouts.start, clock=this_rank.since_start)
 
 
 def open_group(
@@ -259,6 +259,6 @@ def open_fresh_store(spec: RankSpec) -> Store:
         store = dist.PrefixStore(name, dist.FileStore(spec.groups_file, -1))
     else:
         store = dist.PrefixStore(name, _client(spec.store_place, "groups"))
-    store.set_timeout(spec.timeouts.rendezvous)
+    store.set_timeout(spec.timeouts.start)
     os.environ[JOINED] = joined_mark(spec.world.rank, os.environ)
     return store

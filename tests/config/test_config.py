@@ -46,7 +46,7 @@ def test_defaults_match_the_reference() -> None:
     assert config.nproc_per_node == "auto"
     assert (config.nnodes, config.node_rank, config.backend) == (1, None, "auto")
     assert (config.start_method, config.preflight, config.console) == ("spawn", "local", "auto")
-    assert config.timeouts.rendezvous == timedelta(minutes=5)
+    assert config.timeouts.start == timedelta(minutes=5)
     assert config.timeouts.grace == timedelta(seconds=5)
     assert config.retry.on == {"startup-network", "port", "mount"}
 
@@ -84,8 +84,7 @@ def test_misspelt_field_suggests_the_closest_name() -> None:
     [
         (lambda: Timeouts(collective="2 parsecs"), {"collective"}),
         (lambda: Timeouts(colective=5), {"colective"}),
-        (lambda: Timeouts(attempt="x", shutdown="y"), {"attempt", "shutdown"}),
-        (lambda: Timeouts(shutdown=5, grace=5), {"grace"}),
+        (lambda: Timeouts(attempt="x", finish="y"), {"attempt", "finish"}),
         (lambda: RetryPolicy(on={"kiled"}, attempts=0), {"on", "attempts"}),
         (lambda: RetryPolicy(backoff_initial="soon"), {"backoff_initial"}),
         (lambda: RetryPolicy(backoff_initial=9, backoff_max=3), {"backoff_max"}),
@@ -154,7 +153,7 @@ def test_problems_are_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         ({"log_dir": "/x"}, "run_dir='/x'"),
         ({"mp_context": "spawn"}, "start_method='spawn'"),
         ({"retry": {"max_restarts": 1}}, "attempts=2"),
-        ({"timeouts": {"join": 5}}, "rendezvous=5"),
+        ({"timeouts": {"join": 5}}, "start=5"),
         ({"data_paths": {"train": {"path": "/x", "type": "file"}}}, "kind='file'"),
         ({"data_paths": {"train": {"path": "/x", "markr": "a"}}}, "'marker'"),
     ],
@@ -246,7 +245,7 @@ def test_argument_beats_environment_beats_file_beats_default(
 ) -> None:
     """The closer source wins, field by field, also inside a part."""
     (tmp_path / "pyproject.toml").write_text(
-        "[tool.ddpsafe]\nseed = 1\nnnodes = 1\n[tool.ddpsafe.timeouts]\ngrace=1\nshutdown=7\nbarrier=9\n"
+        "[tool.ddpsafe]\nseed = 1\nnnodes = 1\n[tool.ddpsafe.timeouts]\ngrace=1\nfinish=7\nbarrier=9\n"
     )
     assert LaunchConfig().seed == 1
     monkeypatch.setenv("DDPSAFE_SEED", "2")
@@ -256,7 +255,7 @@ def test_argument_beats_environment_beats_file_beats_default(
     assert LaunchConfig().seed == 2
     assert config.seed == 3
     waits = config.timeouts
-    assert [t.total_seconds() for t in (waits.grace, waits.barrier, waits.shutdown)] == [3, 60, 7]
+    assert [t.total_seconds() for t in (waits.grace, waits.barrier, waits.finish)] == [3, 60, 7]
 
 
 @pytest.mark.parametrize("text", ["seed = 4\n", "[tool.ddpsafe]\nseed = 4\n"])
@@ -365,12 +364,12 @@ def test_every_kind_of_field_can_come_from_the_environment(
 
 def test_resolve_applies_fields_on_top_of_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     """An existing config is not changed by the environment later."""
-    config = LaunchConfig(seed=1, timeouts={"shutdown": 20}, env={"A": "1"})
+    config = LaunchConfig(seed=1, timeouts={"finish": 20}, env={"A": "1"})
     monkeypatch.setenv("DDPSAFE_SEED", "9")
-    monkeypatch.setenv("DDPSAFE_TIMEOUTS__SHUTDOWN", "90")
+    monkeypatch.setenv("DDPSAFE_TIMEOUTS__FINISH", "90")
     resolved = LaunchConfig.resolve(config, timeouts={"grace": 2}, env={"B": "2"})
     assert resolved.seed == 1
-    assert resolved.timeouts.shutdown == timedelta(seconds=20)
+    assert resolved.timeouts.finish == timedelta(seconds=20)
     assert resolved.timeouts.grace == timedelta(seconds=2)
     assert resolved.env == {"A": "1", "B": "2"}
     assert LaunchConfig.resolve(None).seed == 9
@@ -433,11 +432,10 @@ def test_infinite_and_zero_durations_are_refused(written: object) -> None:
 
 def test_timeouts_must_be_in_order() -> None:
     """Values set by the user are checked; a default adjusts to them."""
-    found = problems_of(timeouts={"attempt": 60, "collective": 61, "shutdown": 5, "grace": 5})
-    assert set(found) == {"timeouts.collective", "timeouts.grace"}
-    waits = Timeouts(attempt=60, shutdown=4)
-    assert waits.rendezvous == waits.collective == waits.barrier == timedelta(seconds=60)
-    assert waits.grace == timedelta(seconds=2)
+    found = problems_of(timeouts={"attempt": 60, "collective": 61, "barrier": 59})
+    assert set(found) == {"timeouts.collective"}
+    waits = Timeouts(attempt=60)
+    assert waits.start == waits.collective == waits.barrier == timedelta(seconds=60)
 
 
 @pytest.mark.parametrize("on", ["network", {"network"}, ["network"], ("network",)])
@@ -596,7 +594,7 @@ GARBAGE = st.recursive(
     ),
     max_leaves=8,
 )
-PARTS = {"timeouts": Timeouts, "retry": RetryPolicy, "rendezvous": Rendezvous}
+PARTS = {"timeouts": Timeouts, "retry": RetryPolicy, "start": Rendezvous}
 TABLES = [
     st.dictionaries(st.sampled_from(sorted(part.model_fields)), GARBAGE, max_size=4).map(
         lambda table, name=name: {name: table}

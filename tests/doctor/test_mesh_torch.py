@@ -136,7 +136,7 @@ def test_automatic_interface_works_where_hostnames_lead_to_loopback(
 ) -> None:
     """With Debian's /etc/hosts gloo fails; ``interface="auto"`` is enough to fix it."""
     network = make_hosts(2, hosts_file=names_as_debian)
-    asked = json.dumps({"rendezvous": {"interface": "auto"}, "timeouts": {"rendezvous": 30}})
+    asked = json.dumps({"rendezvous": {"interface": "auto"}, "timeouts": {"start": 30}})
     started = [
         host.fork(
             [PROGRAM, "join_and_reduce", asked],

@@ -36,7 +36,7 @@ def test_a_rank_that_hangs_before_init_process_group_is_named(tmp_path: Path, ra
         ddpsafe.RendezvousTimeoutError,
         programs.join_never,
         within_s=RENDEZVOUS_S + HANG_S,
-        timeouts={"rendezvous": RENDEZVOUS_S},
+        timeouts={"start": RENDEZVOUS_S},
         retry={"no_progress": None},
     )
     assert error.missing_ranks == (1,)
@@ -68,12 +68,12 @@ def test_a_rank_that_hangs_while_loading_its_arguments_is_named(tmp_path: Path, 
         return_rank,
         programs.SlowToLoad(tmp_path),
         within_s=RENDEZVOUS_S + HANG_S,
-        timeouts={"rendezvous": RENDEZVOUS_S},
+        timeouts={"start": RENDEZVOUS_S},
         retry={"attempts": 1},
     )
     assert error.missing_ranks == (1,)
     assert error.kind == "startup-network"
-    assert "did not join within timeouts.rendezvous (2 s)" in str(error)
+    assert "did not join within timeouts.start (2 s)" in str(error)
     assert "in load_slowly" in str(error)
 
 
@@ -103,13 +103,13 @@ def test_ranks_that_hang_while_importing_the_script_are_named(tmp_path: Path) ->
     took_s, missing, *message = scripts.Script(arguments, folder=tmp_path).end().lines()
     require_in_time(float(took_s), RENDEZVOUS_S + HANG_S)
     assert missing == "(0, 1)"
-    assert "did not join within timeouts.rendezvous" in message[0]
+    assert "did not join within timeouts.start" in message[0]
     assert any("importing the script" in line for line in message)
 
 
 LIMITS: list[Any] = [
     pytest.param({}, None, 1800, 1800, id="torch's defaults"),
-    pytest.param({"collective": 7, "rendezvous": 40}, None, 7, 40, id="chosen in the call"),
+    pytest.param({"collective": 7, "start": 40}, None, 7, 40, id="chosen in the call"),
     pytest.param({"collective": 7}, None, 7, 1800, id="one of them chosen"),
     pytest.param({}, 7200, 7200, 7200, id="named by the script"),
     pytest.param({"collective": 7}, 7200, 7200, 7200, id="named by the script, not the call's"),
@@ -135,7 +135,7 @@ def test_a_scripts_timeouts_are_never_shortened(
 def test_a_rank_may_join_shortly_before_the_timeout(tmp_path: Path, ranks: int) -> None:
     """A slow start is not a failure."""
     world = World(folder=tmp_path, ranks=ranks)
-    world.spawn(programs.join_late, 1.5, timeouts={"rendezvous": 60})
+    world.spawn(programs.join_late, 1.5, timeouts={"start": 60})
     assert len(list(tmp_path.glob("done-*"))) == ranks
 
 
@@ -143,4 +143,4 @@ def test_arguments_may_take_long_to_load(tmp_path: Path) -> None:
     """A slow load is not a failure under `launch` either."""
     world = World(folder=tmp_path)
     late = programs.SlowToLoad(tmp_path, 1.5)
-    assert world.launch(return_rank, late, timeouts={"rendezvous": 60}).values == {0: 0, 1: 1}
+    assert world.launch(return_rank, late, timeouts={"start": 60}).values == {0: 0, 1: 1}

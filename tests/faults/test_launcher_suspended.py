@@ -36,8 +36,8 @@ def suspend(job: Started, limit_s: float) -> None:
     time.sleep(0.3)
 
 
-@pytest.mark.full(but=["rendezvous"])
-@pytest.mark.parametrize("limit", ["rendezvous", "progress", "finish"])
+@pytest.mark.full(but=["start"])
+@pytest.mark.parametrize("limit", ["start", "progress", "finish"])
 def test_time_that_the_launcher_was_suspended_does_not_count_against_ranks(
     tmp_path: Path, limit: str, limit_s: float
 ) -> None:
@@ -67,7 +67,7 @@ def test_a_launcher_suspended_between_two_starts_starts_the_rest_later(
         import suspended_programs as programs
         sys.stdout = programs.StopBetweenStarts(sys.stdout)
         call = programs.Loading(folder)
-        limits = {{"rendezvous": {limit_s}}}
+        limits = {{"start": {limit_s}}}
         print(ddpsafe.launch(programs.run, (call,), **options, timeouts=limits).values)
     """
     with start_script(tmp_path, statements) as job:

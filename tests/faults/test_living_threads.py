@@ -26,7 +26,7 @@ def test_what_a_function_left_running_is_waited_for(
 ) -> None:
     """Threads, executors, exit functions, processes and queues finish, as under mp.spawn.
 
-    `timeouts.shutdown` does not limit them. A warning names the line that the launcher waits for.
+    A warning names the line that the launcher waits for.
     """
     queue: multiprocessing.Queue[bytes] = multiprocessing.get_context("spawn").Queue()
     reader = threading.Thread(
@@ -37,9 +37,7 @@ def test_what_a_function_left_running_is_waited_for(
     )
     reader.start()
     with caplog.at_level(logging.WARNING):
-        result = World(folder=tmp_path).launch(
-            programs.leave_work, queue, timeouts={"shutdown": 0.5, "grace": 0.2}
-        )
+        result = World(folder=tmp_path).launch(programs.leave_work, queue, timeouts={"grace": 0.2})
     reader.join()
     assert result.values == {0: 0, 1: 1}
     assert {path.name for path in tmp_path.iterdir()} >= {"thread", "executor", "exit", "process"}
@@ -53,11 +51,9 @@ def test_what_a_function_left_running_is_waited_for(
 def test_the_end_of_loader_workers_is_not_that_of_the_process_group(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An iterator in a reference cycle ends its workers once it is collected, which `shutdown` does not limit."""
+    """An iterator in a reference cycle ends its workers once it is collected, after the group is left."""
     with caplog.at_level(logging.WARNING):
-        World(folder=tmp_path, ranks=2).launch(
-            programs.leave_loader_in_cycle, timeouts={"shutdown": 3.0}
-        )
+        World(folder=tmp_path, ranks=2).launch(programs.leave_loader_in_cycle)
     assert "process group" not in caplog.text
 
 

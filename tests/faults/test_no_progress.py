@@ -99,7 +99,7 @@ def test_a_collective_restarts_the_timeout(tmp_path: Path) -> None:
 
 
 def test_a_slow_start_is_not_a_hang(tmp_path: Path) -> None:
-    """Until all ranks have joined, `timeouts.rendezvous` is the limit."""
+    """Until all ranks have joined, `timeouts.start` is the limit."""
     world = World(folder=tmp_path)
     values = world.launch(
         return_rank,

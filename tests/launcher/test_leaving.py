@@ -50,10 +50,10 @@ class Rank:
 def test_each_rank_has_the_time_it_needs(
     ranks: list[tuple[float, float]], finish_s: float | None, unfinished: set[int], ends_s: float
 ) -> None:
-    """`timeouts.finish` counts from when a rank has left its group, which has `timeouts.shutdown`."""
+    """`timeouts.finish` counts from when a rank has left its group, which has 30 s."""
     clock = SimpleNamespace(now_s=0.0)
     finish = None if finish_s is None else timedelta(seconds=finish_s)
-    timeouts = Timeouts(finish=finish, shutdown=timedelta(seconds=30), grace=timedelta(seconds=5))
+    timeouts = Timeouts(finish=finish)
     workers: Any = [Rank(rank, *times, clock) for rank, times in enumerate(ranks)]
 
     def wait(limit_s: float) -> None:

@@ -1735,7 +1735,7 @@ DEADLINES: Final = [
         "unknown",
         LATE,
         "startup-network",
-        reason="rendezvous-timeout",
+        reason="start-timeout",
     ),
     row(
         "does not join, and the other one's timeout ends first",
@@ -2009,7 +2009,7 @@ def require_conclusion(row: Row, folder: Path, *, is_script: bool = False) -> dd
         timeouts=Timeouts(progress=9, attempt=9),
         is_script=is_script,
     )
-    if row.reason != "rendezvous-timeout":  # no rank is asked then
+    if row.reason != "start-timeout":  # no rank is asked then
         cause = find_root_cause(outcomes, is_stuck_with_error=row.reason == "stuck-with-error")
         if row.error is not LATE:
             assert cause.root.rank == row.rank, cause.rule.name

@@ -286,7 +286,7 @@ PUBLIC: list[Any] = [
     ),
     (
         "--shutdown-timeout=60 --signals-to-handle SIGTERM,SIGUSR1 train.py",
-        {"timeouts": {"grace": 60, "shutdown": 120}},
+        {"timeouts": {"grace": 60}},
         1,
     ),
     ("--virtual-local-rank --numa-binding node --nproc_per_node=2 train.py", {}, 2),

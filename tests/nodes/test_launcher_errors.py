@@ -183,7 +183,7 @@ def test_a_node_that_reaches_only_the_endpoint_is_reported_on_all_nodes(
     network: Network, tmp_path: Path, how: str
 ) -> None:
     """Only the port of the endpoint is open; the node behind the firewall knows the cause best."""
-    case = Case(name="closed", fields={"timeouts": {"rendezvous": 4}})
+    case = Case(name="closed", fields={"timeouts": {"start": 4}})
     port = 28950
     network[0].open_only(port, otherwise=how)
     try:

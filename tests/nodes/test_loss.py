@@ -435,7 +435,7 @@ def test_a_signal_while_ranks_are_ending_takes_effect_on_all_nodes(
     network: Network, tmp_path: Path
 ) -> None:
     """As on one node: a rank that has returned but still has a thread is ended, and its result is dropped."""
-    fields = {"timeouts": {"shutdown": 5, "grace": 4}}
+    fields = {"timeouts": {"grace": 4}}
     launchers = start_job(
         network, [Case(name="job", what="linger", rank=0, fields=fields)], tmp_path, nproc=[1, 1]
     )

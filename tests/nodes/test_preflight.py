@@ -51,7 +51,7 @@ def test_a_closed_direction_between_two_other_nodes_is_named(
     network: Network, tmp_path: Path, preflight: str
 ) -> None:
     """Node 0 reaches both: ``"full"`` names the direction, ``"local"`` the ranks that did not join."""
-    fields = {"preflight": preflight, "timeouts": {"rendezvous": 8}}
+    fields = {"preflight": preflight, "timeouts": {"start": 8}}
     case = Case(name="pair", fields=fields)
     network[2].refuse_from(network[1])
     if preflight == "local":  # otherwise gloo would use the other direction

@@ -21,7 +21,7 @@ import ddpsafe
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-PATIENT = {"rendezvous": 30, "collective": 30, "barrier": 30}
+PATIENT = {"start": 30, "collective": 30, "barrier": 30}
 """Timeouts of ranks that find each other, on a busy machine too."""
 
 
@@ -106,7 +106,7 @@ def fail_to_join() -> dict[str, str]:
     before = dict(os.environ)
     try:
         ddpsafe.setup(
-            env={"OMP_DYNAMIC": "true"}, timeouts={"rendezvous": 1, "collective": 1, "barrier": 1}
+            env={"OMP_DYNAMIC": "true"}, timeouts={"start": 1, "collective": 1, "barrier": 1}
         )
     except ddpsafe.RendezvousTimeoutError:
         return {
@@ -120,7 +120,7 @@ def fail_to_reach_itself(host: str) -> dict[str, Any]:
     os.environ["MASTER_ADDR"] = host
     told: dict[str, Any] = {}
     try:
-        ddpsafe.setup(timeouts={"rendezvous": 2})
+        ddpsafe.setup(timeouts={"start": 2})
     except ddpsafe.PreflightError as error:
         told["error"] = str(error)
     with contextlib.suppress(OSError), socket.create_server(("", int(os.environ["MASTER_PORT"]))):

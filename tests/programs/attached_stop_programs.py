@@ -14,7 +14,7 @@ import ddpsafe
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PATIENT: Final = {"rendezvous": 30, "collective": 30, "barrier": 30}
+PATIENT: Final = {"start": 30, "collective": 30, "barrier": 30}
 """Timeouts of ranks that find each other, on a busy machine too."""
 
 

@@ -276,7 +276,7 @@ def leave_with_things_alive(ctx: RankContext) -> None:
 
 def join_as_told() -> str:
     """Join another launcher's job, with the GPUs that it makes visible to this rank."""
-    with ddpsafe.process_group(timeouts={"rendezvous": 30}) as ctx:
+    with ddpsafe.process_group(timeouts={"start": 30}) as ctx:
         return f"{ctx.device} {float(reduce_once(ctx).sum())}"
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import TCPStore
 
-PATIENT: Final = {"rendezvous": 30, "collective": 30, "barrier": 30}
-SOON: Final = {"rendezvous": 4, "collective": 30, "barrier": 30}
+PATIENT: Final = {"start": 30, "collective": 30, "barrier": 30}
+SOON: Final = {"start": 4, "collective": 30, "barrier": 30}
 
 STEPS: Final = 8
 STEP_S: Final = 0.1

@@ -110,7 +110,7 @@ def launch_fully_examined() -> None:
     """Join as a rank of another launcher with the full preflight."""
     import ddpsafe
 
-    timeouts = {"rendezvous": 30}
+    timeouts = {"start": 30}
     done = ddpsafe.launch(_add_up, preflight="full", backend="gloo", timeouts=timeouts)
     print(json.dumps(done.values), flush=True)
 

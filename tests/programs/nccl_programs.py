@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NO_GPUS = "no GPUs found"
-PATIENT = {"rendezvous": 30, "collective": 30, "barrier": 30}
+PATIENT = {"start": 30, "collective": 30, "barrier": 30}
 
 
 class Properties:

@@ -238,7 +238,7 @@ def exceed_limit(folder: Path, meeting: dict[str, Any], node: int, limit: str) -
     """Launch ranks of which one exceeds a limit."""
     return of_failure(
         exceed,
-        (Late() if limit == "rendezvous" else limit,),
+        (Late() if limit == "start" else limit,),
         timeouts={limit: 3, "grace": 1},
         run_dir=folder / f"run-{node}",
         **meeting,

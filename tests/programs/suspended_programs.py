@@ -96,7 +96,7 @@ class Leaving:
 
 
 CALLS: Final[dict[str, Callable[[Path], Callable[[], None]]]] = {
-    "rendezvous": Loading,
+    "start": Loading,
     "progress": Talking,
     "finish": Leaving,
 }

@@ -102,7 +102,7 @@ def end_again_and_again(rounds: int) -> None:
     for number in range(1, rounds + 1):
         fields: dict[str, Any] = {
             "start_method": "forkserver" if number % 20 else "spawn",
-            "timeouts": {"shutdown": 10, "grace": 2},
+            "timeouts": {"grace": 2},
             "console": "all",
         }
         ddpsafe.spawn(train_as_the_tutorial, args=(2,), nprocs=2, **fields)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-SHORT_TIMEOUTS: Final = {"rendezvous": 3, "collective": 3, "barrier": 3}
+SHORT_TIMEOUTS: Final = {"start": 3, "collective": 3, "barrier": 3}
 """Timeouts of ranks that are not meant to find each other, in seconds."""
 
 LOOPBACK: Final = {"127.0.0.1"}
@@ -473,7 +473,7 @@ def test_missing_rank_is_named_on_every_rank(present: tuple[int, ...], tmp_path:
     port = free_port()
     envs = [by_hand(rank, 3, port) for rank in present]
     # The second one has to come before the first one gives up, on a core that other tests share.
-    limit_s = SHORT_TIMEOUTS["rendezvous"] * machine.stretch(time.monotonic() - 10)
+    limit_s = SHORT_TIMEOUTS["start"] * machine.stretch(time.monotonic() - 10)
     limits = dict.fromkeys(SHORT_TIMEOUTS, limit_s)
     ranks = forked_ranks.run(programs.join, envs, limits, folder=tmp_path)
     for number, rank in zip(present, ranks, strict=True):
@@ -527,7 +527,7 @@ def test_program_that_holds_the_port_is_named(tmp_path: Path) -> None:
         assert rank.error.kind == "port"
         assert f"127.0.0.1:{port}" in str(rank.error)
         assert f"(pid {os.getpid()})" in str(rank.error)
-        assert rank.took_s < SHORT_TIMEOUTS["rendezvous"] + SLACK_S
+        assert rank.took_s < SHORT_TIMEOUTS["start"] + SLACK_S
     assert "the port is taken" in str(ranks[0].error)
 
 

@@ -392,7 +392,7 @@ class EndedAttempt:
 
 def make_error(ended: EndedAttempt) -> LaunchError:
     """Return the error to raise for a failed attempt, with the rank's exception as its cause."""
-    if ended.ending.reason == "rendezvous-timeout":
+    if ended.ending.reason == "start-timeout":
         return _join_error(ended)
     if ended.ending.reason == "finish-timeout":
         return _unfinished_error(ended)
@@ -906,11 +906,11 @@ def _join_error(ended: EndedAttempt) -> LaunchError:
     names, kind = ranks_text(outcome.rank for outcome in missing), _kind_of_join(ended)
     message = Explanation(
         f"{names} (world_size {ended.world_size}) did not join within "
-        f"{ended.limit('rendezvous')}, {ended.when(kind)}.",
+        f"{ended.limit('start')}, {ended.when(kind)}.",
         cause="slow imports, work at the top of the script, or a rank that hangs before it joins.",
         fix="move heavy work "
         f"{'below init_process_group' if ended.is_script else 'below the main guard or into the function'}, "
-        "or raise timeouts.rendezvous.",
+        "or raise timeouts.start.",
         details=[f"rank {out.rank} was {_DOING[out.phase]} {where(out)}" for out in missing],
         logs=ended.logs,
     )

@@ -67,7 +67,7 @@ from ddpsafe._launcher.nodes.node_messages import (
 from ddpsafe._launcher.processes.rank_process import Activity, RankState
 from ddpsafe._launcher.watch.console import note_event
 from ddpsafe._launcher.watch.signals import NONE_LEFT, NONE_LEFT_HERE, Interrupted, is_order
-from ddpsafe._launcher.watch.supervisor import Peers
+from ddpsafe._launcher.watch.supervisor import LEAVE, Peers
 from ddpsafe._logging import get_logger
 from ddpsafe._text import listed, ranks_text
 from ddpsafe._wire.messages import RankOutcome, Whereabouts
@@ -617,7 +617,7 @@ class OtherNodes(Peers):
         # The store ends with the attempt, and the other nodes' ranks use it to the end.
         limit = grace + _AFTER_GRACE
         if ended.ending.reason == "done":
-            limit += self._timeouts.shutdown
+            limit += LEAVE
         longest: timedelta | None = limit
         # Whoever stops the job does not wait for a node that cannot be reached.
         is_stop = isinstance(error, Interrupted)

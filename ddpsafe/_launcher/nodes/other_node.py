@@ -63,6 +63,7 @@ from ddpsafe._launcher.watch.idleness import IdleWatch
 from ddpsafe._launcher.watch.signals import NONE_LEFT_HERE, Interrupted
 from ddpsafe._launcher.watch.status_socket import StatusSocket
 from ddpsafe._launcher.watch.supervisor import (
+    LEAVE,
     Ending,
     EndReason,
     has_failed,
@@ -467,7 +468,7 @@ class Participant:
     def _await_decision(self) -> None:
         """Wait until node 0 has decided whether there is another attempt, or is lost."""
         timeouts = self._plan.config.timeouts  # node 0's own ranks may take all of that to end
-        limit = _DECISION + timeouts.grace + timeouts.shutdown
+        limit = _DECISION + timeouts.grace + LEAVE
         deadline = Deadline.after(limit)
         if self._may_leave:  # node 0 waits for what its own ranks still do
             finish = timeouts.finish

@@ -332,7 +332,7 @@ class NodeRendezvous:
         Raises:
             RendezvousTimeoutError: It is lost before that.
         """
-        deadline, why = Deadline.after(self._config.timeouts.rendezvous), "it sent nothing"
+        deadline, why = Deadline.after(self._config.timeouts.start), "it sent nothing"
         while not deadline.expired():
             for _, event in channel.events():
                 if isinstance(event, Welcome):

@@ -252,7 +252,7 @@ class NodeLaunch:
                 launchers = rendezvous.join()
                 assert launchers is not None  # noqa: S101 - only a replacement can find the job ended
                 others = launchers[1:]
-                limit = Deadline.after(self._plan.config.timeouts.rendezvous)
+                limit = Deadline.after(self._plan.config.timeouts.start)
                 # Each has connected before it joined, and may have left since.
                 lobby.wait_until(
                     lambda others=others: all(map(lobby.has_come_or_left, others)),  # type: ignore[misc]
@@ -282,7 +282,7 @@ class NodeLaunch:
         new = [node for node in nodes[1:] if lobby.is_new(node.launcher)]
         if not new:
             return True
-        limit = min(2 * _FILE_APPEARS, self._plan.config.timeouts.rendezvous)
+        limit = min(2 * _FILE_APPEARS, self._plan.config.timeouts.start)
         lobby.seen.clear()
         with (
             _file_in(self._checkpoint_folders) as (file, folders),
@@ -436,7 +436,7 @@ class NodeLaunch:
             return not missing or bool(missing & {*lobby.unable, *lobby.losses})
 
         lobby.wait_until(
-            is_decided, Deadline.after(self._plan.config.timeouts.rendezvous + _REFUSAL_READ)
+            is_decided, Deadline.after(self._plan.config.timeouts.start + _REFUSAL_READ)
         )
         missing = others.keys() - lobby.present
         if not missing:
@@ -631,7 +631,7 @@ class NodeLaunch:
 
     def _read_plan(self, rendezvous: NodeRendezvous) -> RoundPlan:
         # Node 0 gives up first and reports why: it knows which nodes are missing.
-        deadline = Deadline.after(self._plan.config.timeouts.rendezvous + _REFUSAL_READ)
+        deadline = Deadline.after(self._plan.config.timeouts.start + _REFUSAL_READ)
         membership = rendezvous.membership
         checking: BoundedCall[FoldersSeen] | None = None
         for pause_s in deadline.pauses_s():
@@ -659,7 +659,7 @@ class NodeLaunch:
         Raises:
             PreflightError: It cannot.
         """
-        limit = min(_CONNECT, self._plan.config.timeouts.rendezvous)
+        limit = min(_CONNECT, self._plan.config.timeouts.start)
         what = rendezvous.endpoint.call(
             lambda: _unreached(plan.address, plan.store_port, limit), 2 * limit
         )
@@ -831,7 +831,7 @@ def tell_node_0(config: LaunchConfig, error: DDPSafeError) -> None:
         return
     what = f"{socket.gethostname()} does not join: {error.explanation.what}"
     preflight_error = PreflightError(replace(error.explanation, what=what), kind=error.kind)
-    short = {"join": _EARLY}, {"rendezvous": _EARLY}
+    short = {"join": _EARLY}, {"start": _EARLY}
     # Whatever goes wrong here, the error itself is what the user has to see.
     with contextlib.suppress(Exception, Interrupted), open_inbox() as inbox:
         brief = LaunchConfig.resolve(config, rendezvous=short[0], timeouts=short[1])

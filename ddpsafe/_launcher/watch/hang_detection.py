@@ -360,7 +360,7 @@ class ProgressWatch:
             (process.phase, rank_progress, process.returned is None)
             for process, rank_progress in zip(self._processes, progress, strict=True)
         ]
-        # `timeouts.rendezvous` limits the time until all have joined.
+        # `timeouts.start` limits the time until all have joined.
         starting = not all(process.joined for process in self._processes)
         if starting or seen != self._seen:
             self._learn(progress, starting=starting)

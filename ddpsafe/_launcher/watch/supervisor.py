@@ -49,6 +49,7 @@ _SETTLE: Final = timedelta(seconds=0.3)
 _SETTLE_PEER_ERRORS: Final = timedelta(seconds=1)
 # Ranks that have returned but do not exit are asked, after the first time and then again and again,
 # which threads keep them alive; the warning comes once they have had the time to answer.
+LEAVE: Final = timedelta(seconds=30)  # to leave the process group, which takes NCCL seconds at most
 _ASK_THREADS_AFTER: Final = timedelta(seconds=3)
 _ASK_THREADS_AGAIN_AFTER: Final = timedelta(seconds=30)
 _THREADS_ANSWER: Final = timedelta(seconds=0.5)
@@ -66,7 +67,7 @@ EndReason = Literal[
     "stop-timeout",
     "attempt-timeout",
     "no-progress",
-    "rendezvous-timeout",
+    "start-timeout",
     "finish-timeout",
 ]
 """If several apply, the first one is the reason, because it explains most.
@@ -81,7 +82,7 @@ EndReason = Literal[
 - ``stop-timeout``: not all ranks returned within ``timeouts.stop`` of a request to stop.
 - ``attempt-timeout``: the attempt has taken longer than ``timeouts.attempt``.
 - ``no-progress``: no rank has made a step or entered a collective within ``timeouts.progress``.
-- ``rendezvous-timeout``: not all ranks have joined within ``timeouts.rendezvous``.
+- ``start-timeout``: not all ranks have joined within ``timeouts.start``.
 - ``finish-timeout``: all ranks have returned, but what one of them still does was not done within
   ``timeouts.finish``.
 """
@@ -232,7 +233,7 @@ class AttemptWatch:
         self._timeouts = timeouts
         self._inbox = inbox
         self._clock = AwakeClock()
-        self._rendezvous = Deadline.after(timeouts.rendezvous, clock=self._clock)
+        self._start = Deadline.after(timeouts.start, clock=self._clock)
         # By the monotonic clock: this one limits the user's own time, a suspended launcher's included.
         self._attempt = Deadline.after(timeouts.attempt)
         self.stop_request = StopRequest(
@@ -266,7 +267,7 @@ class AttemptWatch:
             while (reason := self._find_reason()) is None:
                 deadlines = [self._attempt, self.stop_request.deadline]
                 if not self._have_all_joined():
-                    deadlines.append(self._rendezvous)
+                    deadlines.append(self._start)
                 limits_s = [
                     deadline.remaining_s() for deadline in deadlines if deadline is not None
                 ]
@@ -365,8 +366,8 @@ class AttemptWatch:
             ("attempt-timeout", self._attempt.expired),
             ("no-progress", self._progress.stalled),
             (
-                "rendezvous-timeout",
-                lambda: self._rendezvous.expired() and not self._have_all_joined(),
+                "start-timeout",
+                lambda: self._start.expired() and not self._have_all_joined(),
             ),
         )
         return next((reason for reason, holds in reasons if holds()), None)
@@ -424,9 +425,9 @@ def let_ranks_leave(
 ) -> dict[int, str]:
     """Give ranks that have returned the time to exit by themselves.
 
-    A rank that hangs while it leaves its process group is not waited for longer than
-    ``timeouts.shutdown``: its result stands. What the script itself still does is part of the job, so it
-    gets the time it needs, or ``timeouts.finish``. A warning names it from time to time.
+    A rank that hangs while it leaves its process group is waited for no longer than `LEAVE`: its result
+    stands. What the script itself still does is part of the job, so it gets the time it needs, or
+    ``timeouts.finish``. A warning names it from time to time.
 
     Args:
         processes: The ranks of this node.
@@ -438,7 +439,7 @@ def let_ranks_leave(
     Returns:
         What ranks had not finished when their time was over, by rank.
     """
-    shutdown = Deadline.after(timeouts.shutdown, clock=clock)
+    leaving = Deadline.after(LEAVE, clock=clock)
     finish: dict[int, Deadline] = {}  # of each rank, from when only the script's own code runs
     next_step = Deadline.after(_ASK_THREADS_AFTER, clock=clock)
     has_asked = False
@@ -446,15 +447,15 @@ def let_ranks_leave(
     stuck: set[int] = set()
     while True:
         alive = [process for process in processes if process.alive]
-        if shutdown.expired():
+        if leaving.expired():
             for process in alive:
                 if not process.is_finishing and process.rank not in stuck:
                     stuck.add(process.rank)
                     logger.warning(
-                        "rank %d has returned, but did not leave its process group within %g s "
-                        "(timeouts.shutdown), so it will be ended; that does not count as a failure",
+                        "rank %d has returned, but did not leave its process group within %g s, so "
+                        "it will be ended; that does not count as a failure",
                         process.rank,
-                        timeouts.shutdown.total_seconds(),
+                        LEAVE.total_seconds(),
                     )
         waited_for = [process for process in alive if process.rank not in stuck]
         if not waited_for:
@@ -476,7 +477,7 @@ def let_ranks_leave(
                         "waits for %s%s",
                         process.rank,
                         process.pid,
-                        shutdown.waited_s(),
+                        leaving.waited_s(),
                         _what_runs(process),
                         _what_then(process, timeouts),
                     )
@@ -486,7 +487,7 @@ def let_ranks_leave(
             pause = _ASK_THREADS_AGAIN_AFTER if has_asked else _THREADS_ANSWER
             next_step = Deadline.after(pause, clock=clock)
             has_asked = not has_asked
-        limit = next_step if shutdown.expired() else next_step.earlier(shutdown)
+        limit = next_step if leaving.expired() else next_step.earlier(leaving)
         for process in finishing:
             limit = limit.earlier(finish[process.rank])
         wait(limit.remaining_s())
@@ -515,8 +516,7 @@ def _what_runs(process: RankProcess) -> str:
 
 def _what_then(process: RankProcess, timeouts: Timeouts) -> str:
     if not process.is_finishing:
-        limit_s = timeouts.shutdown.total_seconds()
-        return f"; it will be ended after {limit_s:g} s (timeouts.shutdown)"
+        return f"; it will be ended after {LEAVE.total_seconds():g} s"
     limit = "" if timeouts.finish is None else f", at most {timeouts.finish.total_seconds():g} s"
     advice = "the launch ends when that is done"
     if process.living_threads is not None and process.living_threads.queue:

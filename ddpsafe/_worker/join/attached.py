@@ -92,7 +92,7 @@ def process_group(
             store belongs to another job.
         PreflightError: The port is taken; or the nodes cannot all reach each other, which
             ``preflight="full"`` examines.
-        RendezvousTimeoutError: Ranks did not join within ``timeouts.rendezvous``.
+        RendezvousTimeoutError: Ranks did not join within ``timeouts.start``.
         RankRaisedError: At the end, if this rank has finished but another one has failed.
     """
     member, opened = _enter(None, None, backend, config, fields)

@@ -132,7 +132,7 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
     # On loopback, gloo cannot be reached from another host.
     if endpoint is None or endpoint.is_on_this_host:
         network.prefer(loopback_interfaces())
-    deadline = Deadline.after(config.timeouts.rendezvous)
+    deadline = Deadline.after(config.timeouts.start)
     if config.backend != "auto":
         require_backend(config.backend)
     control = None
@@ -152,7 +152,7 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
                 backend=likely,
                 deadline=deadline,
             )
-            deadline = Deadline.after(config.timeouts.rendezvous)  # all nodes have joined by now
+            deadline = Deadline.after(config.timeouts.start)  # all nodes have joined by now
         if not endpoint.is_on_this_host:
             network.choose(config.rendezvous.interface, endpoint, deadline=deadline)
     backend, device, world = agree_on_devices(config.backend, world, control, deadline=deadline)
