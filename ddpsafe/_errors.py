@@ -6,17 +6,15 @@
       ConfigError (also ValueError)            before anything started; the config is wrong
       PreflightError                           before an attempt; the machine is not ready for it
       MismatchError (also ValueError)          in a rank: the ranks passed different things
-        ModelMismatchError                     the models that DDP would wrap differ
       LaunchError                              after the start
         RankFailedError
           RankRaisedError | RankExitedError | RankKilledError | RankLeftEarlyError
         PreemptedError                         the ranks stopped because they were asked to
         NodeLostError                          one of several nodes was lost
-        LaunchTimeoutError (also TimeoutError)
-          RendezvousTimeoutError | CollectiveTimeoutError | BarrierTimeoutError
-          ProgressTimeoutError | FinishTimeoutError | AttemptTimeoutError
+        LaunchTimeoutError (also TimeoutError) .setting says which limit it was
+          RendezvousTimeoutError               not all ranks or nodes have joined
 
-There is one class per phase, and facts are attributes, so nothing has to parse a message. Every error
+A class is for what a script catches, and facts are attributes, so nothing has to parse a message. Every error
 can be pickled, together with its cause and those facts that can be pickled.
 """
 
@@ -66,6 +64,9 @@ STARTUP_KINDS: Final[frozenset[FailureKind]] = frozenset({"startup-network", "po
 Origin = Literal["own", "peer-lost", "timeout", "mismatch"]
 """Where the error of a rank comes from: the rank itself, the loss of a peer, a wait for a peer that timed
 out, or ranks that called different collectives, or one with different keys or shapes."""
+
+Limit = Literal["start", "collective", "barrier", "progress", "finish", "attempt"]
+"""The fields of `Timeouts` that end an attempt with an error of their own."""
 
 NO_RETRY_EXIT_CODE: Final = 78
 """Exit status that tells a scheduler not to requeue: EX_CONFIG of sysexits.h."""
@@ -233,20 +234,15 @@ class ConfigError(DDPSafeError, ValueError):
 
 
 class MismatchError(DDPSafeError, ValueError):
-    """The ranks called one collective with different keys or shapes."""
-
-    kind: FailureKind = "user-error"
-    origin: Origin = "mismatch"
-
-
-class ModelMismatchError(MismatchError):
-    """The ranks' models differ in names, order, shapes, dtypes or ``requires_grad``.
+    """The ranks passed different keys or shapes to one collective, or DDP different models.
 
     Attributes:
-        ranks: The ranks that differ from the largest set of equal ones.
+        ranks: The ranks whose model differs from the largest set of equal ones; empty for a collective.
         name: The first parameter or buffer that differs, as the equal ranks call it.
-        origin: "own" on the ranks that differ, so that the launcher blames one of them.
+        origin: "own" on the ranks whose model differs, so that the launcher blames one of them.
     """
+
+    kind: FailureKind = "user-error"
 
     def __init__(
         self,
@@ -438,10 +434,10 @@ class RankLeftEarlyError(RankFailedError):
 
 
 class LaunchTimeoutError(LaunchError, TimeoutError):
-    """A timeout of `Timeouts` ran out.
+    """A timeout of `Timeouts` ran out, or a wait was proved to have no end.
 
     Attributes:
-        setting: The field of `Timeouts` that it was, e.g. ``"collective"``.
+        setting: The field of `Timeouts` that limits the wait, e.g. ``"collective"``.
         waited_s: How long the wait was, in seconds.
         missing_ranks: The ranks that others waited for, or that did not finish in time.
         stacks: Where each rank was, as text, by rank; without ranks whose place is unknown.
@@ -449,12 +445,13 @@ class LaunchTimeoutError(LaunchError, TimeoutError):
 
     kind: FailureKind = "hang"
     origin = "timeout"
-    setting: str = ""
+    setting: Limit = "collective"
 
     def __init__(
         self,
         explanation: Explanation | str,
         *,
+        setting: Limit | None = None,
         waited_s: float,
         missing_ranks: Sequence[int] = (),
         stacks: Mapping[int, str] | None = None,
@@ -462,45 +459,16 @@ class LaunchTimeoutError(LaunchError, TimeoutError):
     ) -> None:
         """Keep which ranks were missing and where all ranks were."""
         super().__init__(explanation, **facts)
+        self.setting = setting or type(self).setting
         self.waited_s = waited_s
         self.missing_ranks = tuple(missing_ranks)
         self.stacks: dict[int, str] = dict(stacks or {})
 
 
 class RendezvousTimeoutError(LaunchTimeoutError):
-    """Not all ranks joined within ``Timeouts.start``."""
+    """Not all ranks joined within ``Timeouts.start``, or not all nodes within ``Rendezvous.join``."""
 
     setting = "start"
-
-
-class CollectiveTimeoutError(LaunchTimeoutError):
-    """A collective did not end within ``Timeouts.collective``."""
-
-    setting = "collective"
-
-
-class BarrierTimeoutError(LaunchTimeoutError):
-    """Not all ranks reached a barrier within ``Timeouts.barrier``."""
-
-    setting = "barrier"
-
-
-class ProgressTimeoutError(LaunchTimeoutError):
-    """No rank made a step within ``Timeouts.progress``."""
-
-    setting = "progress"
-
-
-class FinishTimeoutError(LaunchTimeoutError):
-    """What a function left running after its return was not done within ``Timeouts.finish``."""
-
-    setting = "finish"
-
-
-class AttemptTimeoutError(LaunchTimeoutError):
-    """The attempt as a whole took longer than ``Timeouts.attempt``."""
-
-    setting = "attempt"
 
 
 # An error as plain data, for other processes, files and programs: they get the class and the facts, and

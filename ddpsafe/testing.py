@@ -201,10 +201,10 @@ def pytest_runtest_makereport(
         return report
     if outcome.report is None:
         if outcome.error is not None and call.excinfo is not None and report.failed:
-            from ddpsafe import AttemptTimeoutError
-
             report.longrepr = str(outcome.error)
-            if isinstance(outcome.error, AttemptTimeoutError):  # the message names another option
+            if (
+                getattr(outcome.error, "setting", "") == "attempt"
+            ):  # the message names another option
                 report.longrepr += (
                     "\n  timeouts.attempt is the limit of this test: set it with "
                     "@pytest.mark.ddp(timeout=…), or with pytest-timeout."

@@ -45,33 +45,32 @@ class Timeouts(Part):
 
     attempt: Duration | None = Field(
         default=None,
-        description="From the start of an attempt to its last rank's return: AttemptTimeoutError. "
+        description="From the start of an attempt to its last rank's return. "
         "None: as long as it takes.",
         examples=['"12h"', "None"],
     )
     start: Duration = Field(
         default_factory=_at_most(timedelta(minutes=5), "attempt"),
-        description="From the start of the ranks until all have joined: RendezvousTimeoutError. If a script creates its "
+        description="From the start of the ranks until all have joined, else RendezvousTimeoutError. If a script creates its "
         "process group itself, under `spawn` and `ddpsafe run`, this limit applies only if you set "
         "it; else the script's own timeout applies, or torch's.",
         examples=["300", '"5min"'],
     )
     collective: Duration = Field(
         default_factory=_at_most(timedelta(minutes=10), "attempt"),
-        description="For one collective (all_reduce, …): CollectiveTimeoutError. If a script creates "
+        description="For one collective (all_reduce, …). If a script creates "
         "its process group itself, the timeout it passes applies, else what you set here, else "
         "torch's default: 30 min, or 10 min with NCCL.",
         examples=["600", '"10min"'],
     )
     barrier: Duration = Field(
         default_factory=_at_most(timedelta(minutes=30), "attempt"),
-        description="For one `barrier()`, where the slowest rank may still have work to do: "
-        "BarrierTimeoutError.",
+        description="For one `barrier()`, where the slowest rank may still have work to do.",
         examples=["1800", '"30min"'],
     )
     progress: DurationOrAuto | None = Field(
         default=None,
-        description="Between two steps of the training: ProgressTimeoutError. None: not watched. "
+        description="Between two steps of the training. None: not watched. "
         '"auto": five times what this run has measured so far, at least 1 min. It is measured '
         "separately for the first step (from an earlier attempt, at least 5 min), for later steps, "
         "and for the saves of a Checkpointer.",
@@ -80,7 +79,7 @@ class Timeouts(Part):
     finish: Duration | None = Field(
         default=None,
         description="From when a rank has left its process group, for what it left running: threads, "
-        "executors, exit functions (atexit), queues: FinishTimeoutError. None: as long as it takes; a "
+        "executors, exit functions (atexit), queues. None: as long as it takes; a "
         "warning names what the launcher waits for.",
         examples=['"10min"', "None"],
     )

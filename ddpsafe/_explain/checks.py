@@ -64,7 +64,7 @@ PIECES: Final[dict[str, str]] = {
         r"|Application timeout caused pair closure|monitoredBarrier|wait timeout(?: after \d|\s*$)"
         r"|Socket Timeout|timed out in blocking wait|c10d/TraceUtils\.h"
         r"|submitted to be reduced, gathered or broadcasted by subset of ranks|Stalled ranks:"
-        r"|RPC ran for more than set timeout|(?i:CollectiveTimeoutError|BarrierTimeoutError)|waitForInput"
+        r"|RPC ran for more than set timeout|(?i:LaunchTimeoutError)|waitForInput"
         r"|EI000[26]|Getting socket times out|timeout when waiting for nonblocking call"
         r"|barrier timeout after \d+ ?ms|waiting for keys in EtcdStore|Remote Rank did not send"
         r"|(?i:stream sync(?:hronize)? timeout)|reason=\[task timeout\]"

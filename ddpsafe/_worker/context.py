@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TextIO, TypeVar, cast, overload
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import BarrierTimeoutError, Explanation, RankRaisedError
+from ddpsafe._errors import Explanation, LaunchTimeoutError, RankRaisedError
 from ddpsafe._job.agreement import RankGroup
 from ddpsafe._text import ranks_text
 from ddpsafe._wire.exception_facts import clip, text_of
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def barrier_timeout_error(
     context: RankContext, label: str, missing: list[int], deadline: Deadline, *, lost: str = ""
-) -> BarrierTimeoutError:
+) -> LaunchTimeoutError:
     """Return the error of a rank whose barrier ended before all ranks had reached it.
 
     Args:
@@ -62,8 +62,9 @@ def barrier_timeout_error(
         fix = "let every rank call the same barriers in the same order, or raise timeouts.barrier."
     else:
         cause, fix = _after_departure(departure)
-    return BarrierTimeoutError(
+    return LaunchTimeoutError(
         Explanation(what, cause=cause, fix=fix),
+        setting="barrier",
         waited_s=waited_s,
         missing_ranks=missing,
         attempt=context.attempt,
@@ -145,7 +146,7 @@ def following(context: RankContext, *, local: bool) -> Iterator[None]:
         return
     deadline = Deadline.after(context.barrier_timeout)
 
-    def absence_error(absence: Absence) -> BarrierTimeoutError:
+    def absence_error(absence: Absence) -> LaunchTimeoutError:
         return barrier_timeout_error(
             context, "rank_zero_first", absence.ranks, deadline, lost=absence.lost
         )
@@ -265,7 +266,7 @@ class RankContext:
 
         Raises:
             ConfigError: `timeout` is not a duration.
-            BarrierTimeoutError: On every rank that waited; it names the ranks that did not call this.
+            LaunchTimeoutError: On every rank that waited; it names the ranks that did not call this.
         """
         limit = self.barrier_timeout
         if timeout is not None:
@@ -312,7 +313,7 @@ class RankContext:
 
         Raises:
             RankRaisedError: On the other ranks, as soon as rank 0 has failed.
-            BarrierTimeoutError: Rank 0 was not done within ``timeouts.barrier``, or has ended.
+            LaunchTimeoutError: Rank 0 was not done within ``timeouts.barrier``, or has ended.
         """
         if fn is None:
             return following(self, local=local)
@@ -426,7 +427,7 @@ class RankContext:
         every step.
 
         Raises:
-            BarrierTimeoutError: The job should stop, but some ranks did not take part in agreeing on
+            LaunchTimeoutError: The job should stop, but some ranks did not take part in agreeing on
                 the call at which to do so.
         """
         collectives.require_group(self.world)

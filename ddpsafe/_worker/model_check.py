@@ -13,7 +13,7 @@ import json
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ddpsafe._errors import Explanation, ModelMismatchError
+from ddpsafe._errors import Explanation, MismatchError
 from ddpsafe._text import ranks_text
 from ddpsafe._wire.exception_facts import clip
 from ddpsafe._worker import torch_hooks
@@ -91,7 +91,7 @@ def check_before_ddp(module: nn.Module, options: Mapping[str, Any]) -> None:
         options: The arguments of DistributedDataParallel, by name.
 
     Raises:
-        ModelMismatchError: On every rank of the group.
+        MismatchError: On every rank of the group.
     """
     import torch.distributed as dist
 
@@ -131,7 +131,7 @@ def require_equal(
         device: Where the tensors of the exchange have to be.
 
     Raises:
-        ModelMismatchError: On every rank of the group.
+        MismatchError: On every rank of the group.
     """
     import torch
     import torch.distributed as dist
@@ -207,7 +207,7 @@ def _mismatch(
     equal: Sequence[int],
     is_order: bool,
     origin: Origin,
-) -> ModelMismatchError:
+) -> MismatchError:
     """Return the error.
 
     Args:
@@ -248,7 +248,7 @@ def _mismatch(
         fix = "convert it on every rank, before it is wrapped."
     name = (usual or other or Entry("", "", None, "", requires_grad=False)).name
     has = "has" if len(differing) == 1 else "have"
-    return ModelMismatchError(
+    return MismatchError(
         Explanation(
             f"{ranks_text(differing)} (world_size {len(entries)}) {has} another model than "
             f"{ranks_text(equal[:_SHOWN_RANKS])}: the first difference is at position {place}, "

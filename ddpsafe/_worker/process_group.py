@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ddpsafe._clock import BoundedCall
-from ddpsafe._errors import CollectiveTimeoutError, Explanation, RendezvousTimeoutError
+from ddpsafe._errors import Explanation, LaunchTimeoutError, RendezvousTimeoutError
 from ddpsafe._job.agreement import Absence
 from ddpsafe._logging import get_logger
 from ddpsafe._text import ranks_text
@@ -123,7 +123,7 @@ def close_group(
         The ranks that had not finished by the deadline; if there are any, the group stays open.
 
     Raises:
-        CollectiveTimeoutError: torch did not close the group by the deadline, and there is no
+        LaunchTimeoutError: torch did not close the group by the deadline, and there is no
             launcher to end this process.
     """
     import torch
@@ -154,6 +154,8 @@ def close_group(
         what = f"torch.distributed.destroy_process_group() did not return within {waited_s:.1f} s."
         cause = "a collective was started in which not all ranks take part."
         fix = "wait for the results of asynchronous collectives on every rank before the end."
-        raise CollectiveTimeoutError(Explanation(what, cause=cause, fix=fix), waited_s=waited_s)
+        raise LaunchTimeoutError(
+            Explanation(what, cause=cause, fix=fix), setting="collective", waited_s=waited_s
+        )
     closing.result()
     return []

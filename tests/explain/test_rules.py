@@ -599,7 +599,7 @@ def test_ddpsafes_own_errors_match_no_rule_about_something_else(rule: RuleName) 
     """Its sentences have words such as "different" beside the world size, and advice about GPUs."""
     conclusion = CONCLUSIONS[rule]
     cause, fix = conclusion.advice
-    what = f"ddpsafe.CollectiveTimeoutError: rank 1 (world_size 2) {conclusion.behaviour}, on vm, attempt 1, after 7 s."
+    what = f"ddpsafe.LaunchTimeoutError: rank 1 (world_size 2) {conclusion.behaviour}, on vm, attempt 1, after 7 s."
     codes = [
         each.code for each in explain_text(f"{what}\n  Likely cause: {cause}\n  What to do: {fix}")
     ]

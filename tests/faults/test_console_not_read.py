@@ -177,7 +177,7 @@ def test_attempt_timeout_holds_while_stdout_is_not_read(tmp_path: Path) -> None:
         stuck_s = time.monotonic()
         assert script.process.wait(scripts.LIMIT_S) == 1
         require_in_time(time.monotonic() - stuck_s, limit_s + CRASH_S + PAUSE_S, script.errors())
-    assert "AttemptTimeoutError" in script.errors()
+    assert "LaunchTimeoutError" in script.errors()
 
 
 @pytest.mark.full

@@ -9,8 +9,6 @@ import pytest
 from fault_kit import BY_TIMEOUT, WORLD_SIZES, World, require_hang, require_places
 from training_programs import train
 
-import ddpsafe
-
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -22,7 +20,7 @@ def test_message_shows_the_main_thread_and_the_stacks_show_the_other(
     """The message shows the line where the rank waits; the run directory has all its threads."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
-        ddpsafe.CollectiveTimeoutError,
+        "collective",
         train,
         programs.wait_for_each_other,
         **BY_TIMEOUT,

@@ -67,7 +67,7 @@ def test_the_launcher_names_the_rank_and_does_not_wait_for_it(
         run = job.end()
         took_s = time.monotonic() - fault_time_s(tmp_path)
         assert run.code == 1, run.err
-        assert "ddpsafe.CollectiveTimeoutError: rank 1 (world_size 2) is behind at" in run.err
+        assert "ddpsafe.LaunchTimeoutError: rank 1 (world_size 2) is behind at" in run.err
         assert "rank 1, was waiting in the kernel for a disk or a device, at " in run.err
         assert " in write_to_a_frozen_disk, after all_reduce number 2" in run.err
         assert "does not respond; until it does, not even SIGKILL ends the rank" in run.err

@@ -65,7 +65,7 @@ def test_a_queue_that_its_reader_reads_too_late_is_named(
     queue: multiprocessing.Queue[bytes] = multiprocessing.get_context("spawn").Queue()
     with caplog.at_level(logging.WARNING):
         error = World(folder=tmp_path).spawn_fails(
-            ddpsafe.FinishTimeoutError,
+            "finish",
             programs.leave_a_queue,
             queue,
             within_s=CRASH_S + 6,
@@ -82,7 +82,7 @@ def test_what_is_not_done_within_the_limit_is_an_error(
     """The warning and the error name the rank and its thread; a success would hide what was cut off."""
     with caplog.at_level(logging.WARNING):
         error = World(folder=tmp_path).launch_fails(
-            ddpsafe.FinishTimeoutError,
+            "finish",
             programs.leave_a_thread,
             within_s=CRASH_S + 5,
             timeouts={"finish": 5},
@@ -108,7 +108,7 @@ def test_the_launcher_sleeps_until_the_ranks_have_exited(
 
     monkeypatch.setattr(supervisor, "wait", counted)
     World(folder=tmp_path).launch_fails(
-        ddpsafe.FinishTimeoutError,
+        "finish",
         programs.leave_a_thread,
         within_s=CRASH_S + 3,
         timeouts={"finish": 3},
@@ -134,7 +134,7 @@ def test_a_slow_exit_handler_is_reported_as_one(
     """No thread is to blame: the main thread runs what the script registered with `atexit`."""
     with caplog.at_level(logging.WARNING):
         World(folder=tmp_path).launch_fails(
-            ddpsafe.FinishTimeoutError,
+            "finish",
             programs.leave_an_exit_handler,
             within_s=CRASH_S + 4,
             timeouts={"finish": 4},

@@ -11,7 +11,6 @@ from fault_kit import HANG_S, WORLD_SIZES, World, require_places
 from join_programs import SlowToLoad
 from training_programs import Optimizer, return_rank, train
 
-import ddpsafe
 from ddpsafe._launcher.processes.rank_process import RankState
 from ddpsafe._launcher.watch.hang_detection import LearnedGaps, NewCollectives, ProgressWatch
 from ddpsafe._wire.messages import Collective, Position
@@ -29,7 +28,7 @@ def test_no_step_for_too_long_is_a_hang(tmp_path: Path, ranks: int) -> None:
     """`timeouts.progress` ends the run, and the message shows where every rank is."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
-        ddpsafe.ProgressTimeoutError,
+        "progress",
         programs.sleep_everywhere,
         within_s=PROGRESS_S + HANG_S,
         timeouts={"progress": PROGRESS_S},
@@ -42,7 +41,7 @@ def test_the_progress_timeout_names_a_rank_behind_the_others(tmp_path: Path) -> 
     """It is shorter than the collective timeout of minutes, and names the same rank."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
-        ddpsafe.ProgressTimeoutError,
+        "progress",
         train,
         programs.sleep,
         within_s=PROGRESS_S + HANG_S,
@@ -56,7 +55,7 @@ def test_a_rank_that_holds_the_gil_makes_no_progress(tmp_path: Path) -> None:
     """It cannot answer, which does not count as progress."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
-        ddpsafe.ProgressTimeoutError,
+        "progress",
         train,
         programs.hold_the_gil,
         within_s=PROGRESS_S + HANG_S,
@@ -113,7 +112,7 @@ def test_the_attempt_timeout_ends_an_attempt(tmp_path: Path) -> None:
     """`timeouts.attempt` applies whatever the ranks do."""
     world = World(folder=tmp_path)
     error = world.launch_fails(
-        ddpsafe.AttemptTimeoutError,
+        "attempt",
         programs.sleep_everywhere,
         within_s=PROGRESS_S + HANG_S,
         timeouts={"attempt": PROGRESS_S},
@@ -261,7 +260,7 @@ def test_a_limit_learned_from_the_run_ends_it(
     if attempts == 2:
         (tmp_path / "fails").touch()
     error = World(folder=tmp_path, ranks=1).launch_fails(
-        ddpsafe.ProgressTimeoutError,
+        "progress",
         programs.step_then_stay,
         Optimizer(),
         within_s=8 + HANG_S,

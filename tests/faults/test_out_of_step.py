@@ -40,7 +40,7 @@ def test_a_rank_that_skips_an_all_reduce_is_named(tmp_path: Path, ranks: int, cu
     """It is alone in its next collective; of two ranks, both are named. The message has both calls."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
-        ddpsafe.CollectiveTimeoutError,
+        "collective",
         programs.skip_one,
         culprit,
         **BY_TIMEOUT,
@@ -104,7 +104,7 @@ def test_a_rank_that_hangs_in_a_second_group_is_named(tmp_path: Path) -> None:
     """The waiting rank, whose calls in the first group are long past, is not named."""
     world = World(folder=tmp_path)
     error = world.spawn_fails(
-        ddpsafe.CollectiveTimeoutError,
+        "collective",
         programs.come_apart_in_the_second_group,
         hang_programs.sleep,
         KEPT_COLLECTIVES - 1,
@@ -119,9 +119,7 @@ def test_a_rank_that_hangs_in_a_second_group_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_enters_after_the_timeout_is_named(tmp_path: Path) -> None:
     """By then all ranks are in the same collective; the message shows how late the rank was."""
     world = World(folder=tmp_path, ranks=3)
-    error = world.launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.come_after_the_timeout, **BY_TIMEOUT
-    )
+    error = world.launch_fails("collective", programs.come_after_the_timeout, **BY_TIMEOUT)
     require_hang(error, 1)
     assert re.search(
         r"entered all_reduce number 2 of shape \[\d+\] \d\.\d s after the others at ", str(error)
@@ -133,7 +131,7 @@ def test_a_rank_that_enters_after_the_timeout_is_named(tmp_path: Path) -> None:
 def test_ranks_that_receive_from_each_other_are_shown_in_recv(tmp_path: Path) -> None:
     """They are in no collective: the last one completed, so it is not reported as timed out."""
     error = World(folder=tmp_path).launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.receive_from_each_other, **BY_TIMEOUT
+        "collective", programs.receive_from_each_other, **BY_TIMEOUT
     )
     assert error.missing_ranks == ()
     for rank in range(2):
@@ -147,7 +145,7 @@ def test_ranks_that_receive_from_each_other_are_shown_in_recv(tmp_path: Path) ->
 def test_a_rank_that_does_not_send_is_named(tmp_path: Path) -> None:
     """The receiver is behind only because of it; the message shows which rank it receives from."""
     error = World(folder=tmp_path, ranks=3).launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.send_nothing, **BY_TIMEOUT
+        "collective", programs.send_nothing, **BY_TIMEOUT
     )
     require_hang(error, 1)
     line = r"rank 0, .* in recv from rank 1, after all_reduce number 1 "
@@ -181,7 +179,7 @@ def test_what_a_rank_does_after_another_one_gave_up_is_a_consequence(
 ) -> None:
     """The lock that it waited for came free by that. Its line and position from before count, and both are shown."""
     error = World(folder=tmp_path).launch_fails(
-        ddpsafe.CollectiveTimeoutError,
+        "collective",
         hang_programs.hold_a_lock_in_a_collective,
         then,
         timeouts={"collective": 6},

@@ -182,9 +182,7 @@ def test_an_exception_in_flight_is_found_beneath_the_handled_one(
 def test_a_rank_that_hangs_after_handling_an_error_is_reported_as_a_hang(tmp_path: Path) -> None:
     """The handled error may be expected: it is shown beside the line, but not as the cause."""
     fault = programs.hang_in_an_except_block_that_goes_on
-    error = World(folder=tmp_path).launch_fails(
-        ddpsafe.CollectiveTimeoutError, train, fault, **BY_TIMEOUT
-    )
+    error = World(folder=tmp_path).launch_fails("collective", train, fault, **BY_TIMEOUT)
     require_hang(error, 1)
     assert "was handling exception_programs.LostSampleError: " in str(error)
 
@@ -193,9 +191,7 @@ def test_a_rank_that_hangs_after_handling_an_error_is_reported_as_a_hang(tmp_pat
 def test_an_error_that_cannot_be_described_does_not_hide_the_rank(tmp_path: Path) -> None:
     """The rank is named with its line, as it would be without the error."""
     fault = programs.hang_with_an_error_that_cannot_be_described
-    error = World(folder=tmp_path).launch_fails(
-        ddpsafe.CollectiveTimeoutError, train, fault, **BY_TIMEOUT
-    )
+    error = World(folder=tmp_path).launch_fails("collective", train, fault, **BY_TIMEOUT)
     require_hang(error, 1)
 
 

@@ -69,7 +69,7 @@ ROWS = {
 def test_ranks_in_different_calls_are_proved(tmp_path: Path, how: str) -> None:
     """The rank that differs is named, both calls are shown, and the advice fits."""
     error = World(folder=tmp_path, ranks=3).launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.part_ways, how, within_s=PROVED_S
+        "collective", programs.part_ways, how, within_s=PROVED_S
     )
     row = ROWS[how]
     require_hang(error, row.culprit)
@@ -84,7 +84,7 @@ def test_ranks_in_different_calls_are_proved(tmp_path: Path, how: str) -> None:
 def test_both_of_two_ranks_are_shown_with_their_calls(tmp_path: Path) -> None:
     """Nothing shows which of them is wrong."""
     error = World(folder=tmp_path).launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.part_ways, "save", within_s=PROVED_S
+        "collective", programs.part_ways, "save", within_s=PROVED_S
     )
     assert error.missing_ranks in ((0, 1), (1, 0))
     assert "rank 0 (world_size 2) entered save() of /" in str(error)
@@ -96,7 +96,7 @@ def test_both_of_two_ranks_are_shown_with_their_calls(tmp_path: Path) -> None:
 def test_two_saves_into_different_directories_are_told_apart(tmp_path: Path) -> None:
     """Each is a call of its own, and both ranks are named."""
     error = World(folder=tmp_path).launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.save_elsewhere, within_s=PROVED_S
+        "collective", programs.save_elsewhere, within_s=PROVED_S
     )
     assert error.missing_ranks in ((0, 1), (1, 0))
     assert f"| rank 0 is in save() of {tmp_path}/first" in str(error)
@@ -152,7 +152,7 @@ def test_calls_of_other_threads_are_proved_with_thread_and_line(
 ) -> None:
     """The thread that makes the call is named, not the line of the main thread alone."""
     error = World(folder=tmp_path).launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.call_in_threads, how, within_s=PROVED_S
+        "collective", programs.call_in_threads, how, within_s=PROVED_S
     )
     for line in lines:
         assert re.search(rf"\| {line}", str(error)), error

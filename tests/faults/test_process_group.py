@@ -52,7 +52,7 @@ def test_a_rank_that_misses_a_barrier_is_named_on_every_other_rank(
             # It completed its own work, but the job has failed.
             assert isinstance(rank.error, ddpsafe.RankRaisedError), rank
             continue
-        assert isinstance(rank.error, ddpsafe.BarrierTimeoutError), rank.error
+        assert rank.error.setting == "barrier", rank.error
         assert rank.error.missing_ranks == (1,)
         assert "rank 1 did not reach it" in str(rank.error)
         took_s = float((tmp_path / f"over-{number}").read_text())

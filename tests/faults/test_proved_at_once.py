@@ -26,7 +26,7 @@ PROOF = "this is a deadlock, so ddpsafe did not wait for a timeout:"
 def test_a_cycle_over_two_groups_is_proved(tmp_path: Path) -> None:
     """Each rank waits in a different group for the other rank."""
     error = World(folder=tmp_path).launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.cross_two_groups, within_s=PROVED_S
+        "collective", programs.cross_two_groups, within_s=PROVED_S
     )
     assert error.missing_ranks == (0, 1)
     assert error.kind == "hang"
@@ -45,7 +45,7 @@ def test_a_cycle_over_two_groups_is_proved(tmp_path: Path) -> None:
 def test_different_sizes_are_proved_if_one_rank_has_returned(tmp_path: Path) -> None:
     """With gloo, the rank that passes fewer elements may complete its side; that proves nothing less."""
     error = World(folder=tmp_path).launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.reduce_different_sizes, within_s=PROVED_S
+        "collective", programs.reduce_different_sizes, within_s=PROVED_S
     )
     assert error.kind == "hang"
     assert PROOF in str(error)
@@ -94,7 +94,7 @@ def test_a_rank_that_has_left_a_collective_which_the_others_cannot_finish_is_pro
 ) -> None:
     """It may finish alone; what it passed is compared with what the others pass, and both are shown."""
     error = World(folder=tmp_path, ranks=3).launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.leave_the_others, kind, within_s=PROVED_S
+        "collective", programs.leave_the_others, kind, within_s=PROVED_S
     )
     assert str(error).startswith(said)
     assert PROOF in str(error)
@@ -105,7 +105,7 @@ def test_a_rank_that_has_left_a_collective_which_the_others_cannot_finish_is_pro
 def test_a_cycle_over_three_ranks_is_proved(tmp_path: Path) -> None:
     """No single group shows the cycle."""
     error = World(folder=tmp_path, ranks=3).launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.go_round_in_a_ring, within_s=PROVED_S
+        "collective", programs.go_round_in_a_ring, within_s=PROVED_S
     )
     assert error.missing_ranks == (0, 1, 2)
     assert PROOF in str(error)
@@ -117,7 +117,7 @@ def test_a_cycle_over_three_ranks_is_proved(tmp_path: Path) -> None:
 def test_a_skipped_collective_is_proved(tmp_path: Path, ranks: int, culprit: int) -> None:
     """The rank is in a different collective than the others, under the same number."""
     error = World(folder=tmp_path, ranks=ranks).launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.skip_a_collective, within_s=PROVED_S
+        "collective", programs.skip_a_collective, within_s=PROVED_S
     )
     require_hang(error, culprit, or_rank=0 if ranks == 2 else None)
     assert PROOF in str(error)
@@ -129,7 +129,7 @@ def test_a_skipped_collective_is_proved(tmp_path: Path, ranks: int, culprit: int
 def test_a_branch_that_only_one_rank_takes_is_proved(tmp_path: Path) -> None:
     """The others are in the backward pass of DDP, whose collectives Python does not see."""
     error = World(folder=tmp_path, ranks=3).launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.branch_by_rank, within_s=PROVED_S
+        "collective", programs.branch_by_rank, within_s=PROVED_S
     )
     require_hang(error, 0)
     assert "rank 0 is in barrier number " in str(error)
@@ -153,9 +153,7 @@ def test_a_rank_stopped_by_a_signal_is_proved(tmp_path: Path, program: Callable[
     The launcher resumes it to ask for its position: no rank reaches the end of its function by that,
     and what the rank does then is not reported as a cause.
     """
-    error = World(folder=tmp_path).launch_fails(
-        ddpsafe.CollectiveTimeoutError, program, within_s=PROVED_S + 1
-    )
+    error = World(folder=tmp_path).launch_fails("collective", program, within_s=PROVED_S + 1)
     require_hang(error, 1)
     assert "rank 1 is stopped and does nothing until it is resumed." in str(error)
     assert {each.status for each in error.outcomes.values()} == {"stopped"}, error.outcomes

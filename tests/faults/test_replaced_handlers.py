@@ -34,7 +34,7 @@ def test_a_hanging_rank_without_handlers_is_not_killed_by_the_launchers_question
 ) -> None:
     """The signal that asks for its stack would end it, and the message would report a kill."""
     error = World(folder=tmp_path).launch_fails(
-        ddpsafe.CollectiveTimeoutError,
+        "collective",
         train,
         fault,
         **BY_TIMEOUT,

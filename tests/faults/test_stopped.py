@@ -11,7 +11,6 @@ import pytest
 from fault_kit import BY_TIMEOUT, COLLECTIVE_S, HANG_S, WORLDS, World, require_hang, require_places
 from training_programs import train, train_by_hand
 
-import ddpsafe
 from ddpsafe._launcher.processes.rank_process import RankProcess
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def test_the_stopped_rank_is_named_with_its_line(
     """It cannot answer, but the system reports its state, and the rank its line when it is ended."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
     error = world.launch_fails(
-        ddpsafe.CollectiveTimeoutError,
+        "collective",
         train,
         programs.stop,
         **BY_TIMEOUT,
@@ -41,7 +40,7 @@ def test_a_stopped_rank_of_an_unported_script_is_named(tmp_path: Path) -> None:
     """The script's own timeout applies."""
     world = World(folder=tmp_path)
     error = world.spawn_fails(
-        ddpsafe.CollectiveTimeoutError,
+        "collective",
         train_by_hand,
         programs.stop,
         1,

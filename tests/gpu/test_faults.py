@@ -68,7 +68,7 @@ def test_absent_rank_is_named(tmp_path: Path, env: dict[str, str]) -> None:
     """Rank 0 waits in ``.item()``, and the launch ends within ten seconds of the timeout."""
     began_s = time.monotonic()
     error = fails(tmp_path, programs.sleep_before_all_reduce, env={**SOON, **env})
-    assert isinstance(error, ddpsafe.CollectiveTimeoutError)
+    assert error.setting == "collective"
     assert (error.missing_ranks, error.kind) == ((1,), "hang")
     assert time.monotonic() - began_s < 60
 
@@ -76,7 +76,7 @@ def test_absent_rank_is_named(tmp_path: Path, env: dict[str, str]) -> None:
 def test_busy_gpu_blames_no_rank(tmp_path: Path) -> None:
     """Both ranks have enqueued the collective, but one GPU never starts it."""
     error = fails(tmp_path, programs.spin_first)
-    assert isinstance(error, ddpsafe.CollectiveTimeoutError)
+    assert error.setting == "collective"
     assert error.missing_ranks == ()
 
 
@@ -89,7 +89,7 @@ def test_rank_that_synchronises_at_each_result_is_not_behind(tmp_path: Path) -> 
 def test_different_collective_is_found_40_before_the_last(tmp_path: Path) -> None:
     """All ranks are compared at the first collective that does not complete."""
     error = fails(tmp_path, programs.differ_then_run_ahead)
-    assert isinstance(error, ddpsafe.CollectiveTimeoutError)
+    assert error.setting == "collective"
     assert "number 4" in str(error)
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import (
-    BarrierTimeoutError,
     ConfigError,
     DDPSafeError,
     Explanation,
+    LaunchTimeoutError,
     PreflightError,
 )
 from ddpsafe._job.agreement import Absence, Exchange, Message, RankGroup
@@ -52,9 +52,9 @@ def control_of(folder: Path, rank: int) -> Control:
     return Control(FolderStore(folder), rank=rank, world_size=RANKS)
 
 
-def absence_error(absence: Absence) -> BarrierTimeoutError:
+def absence_error(absence: Absence) -> LaunchTimeoutError:
     """Return an error that shows who was missing, and why."""
-    return BarrierTimeoutError(
+    return LaunchTimeoutError(
         Explanation(f"missing {absence.ranks}", cause=absence.lost),
         waited_s=absence.waited_s,
         missing_ranks=absence.ranks,

@@ -116,18 +116,20 @@ class World:
         return {**ours, **fields}
 
     def launch_fails(
-        self, error: type[E], program: Callable[..., Any], *args: Any, **how: Any
+        self, error: type[E] | str, program: Callable[..., Any], *args: Any, **how: Any
     ) -> E:
         """Launch a program that must fail; see `_fails`."""
         return _fails(error, self, self.launch, program, *args, **how)
 
-    def spawn_fails(self, error: type[E], program: Callable[..., Any], *args: Any, **how: Any) -> E:
+    def spawn_fails(
+        self, error: type[E] | str, program: Callable[..., Any], *args: Any, **how: Any
+    ) -> E:
         """Spawn a program that must fail; see `_fails`."""
         return _fails(error, self, self.spawn, program, *args, **how)
 
 
 def _fails(
-    error: type[E],
+    error: type[E] | str,
     world: World,
     call: Callable[..., Any],
     *args: Any,
@@ -137,7 +139,7 @@ def _fails(
     """Make a call that must fail with exactly this error, in time, and leave nothing behind.
 
     Args:
-        error: The error's class, exactly.
+        error: The error's class, exactly; or the field of `Timeouts` whose `LaunchTimeoutError` it is.
         world: How it is launched.
         call: `World.launch` or `World.spawn`.
         *args: Its arguments.
@@ -149,8 +151,11 @@ def _fails(
         call(*args, **fields)
     ended_s = time.monotonic()
     # Errors of `spawn` are of a subclass of the same name, which is torch's, too.
-    assert isinstance(caught.value, error), caught.value
-    assert type(caught.value).__name__ == error.__name__, caught.value
+    cls = ddpsafe.LaunchTimeoutError if isinstance(error, str) else error
+    assert isinstance(caught.value, cls), caught.value
+    assert type(caught.value).__name__ == cls.__name__, caught.value
+    if isinstance(error, str):
+        assert caught.value.setting == error, caught.value
     assert (world.folder / "fault").exists(), f"failed before the fault: {caught.value}"
     took_s = ended_s - fault_time_s(world.folder)
     machine.require_in_time(took_s, within_s, caught.value)

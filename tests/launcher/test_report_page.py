@@ -11,7 +11,6 @@ import pytest
 from browser import Browser
 from fault_kit import World
 
-import ddpsafe
 from ddpsafe._launcher.diagnosis.report_page import PAGE, draw
 from ddpsafe.cli import main
 
@@ -130,7 +129,7 @@ def test_damaged_reports_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
 def test_a_failed_run_has_a_page(tmp_path: Path) -> None:
     """It has the cause, and each rank's timeline and position."""
     error = World(folder=tmp_path).launch_fails(
-        ddpsafe.CollectiveTimeoutError, programs.cross_two_groups, within_s=5.0
+        "collective", programs.cross_two_groups, within_s=5.0
     )
     page = Page((tmp_path / "run" / PAGE).read_text())
     assert error.explanation.what in page.text

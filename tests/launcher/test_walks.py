@@ -28,7 +28,7 @@ WALKS: Final = {
 
 
 SUCCEED: Final = ("launch", "nodes")
-ERRORS: Final = {"exception": "RankRaisedError", "timeout": "CollectiveTimeoutError"}
+ERRORS: Final = {"exception": "RankRaisedError", "timeout": "LaunchTimeoutError"}
 """What a walk to a failure ends with."""
 
 

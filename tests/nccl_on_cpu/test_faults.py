@@ -50,7 +50,7 @@ def test_rank_that_reads_from_a_dead_mount_is_blamed(tmp_path: Path, then: str) 
     """
     began_s = time.monotonic()
     error = fails(tmp_path, at(0, 2), then)
-    assert isinstance(error, ddpsafe.CollectiveTimeoutError), error
+    assert error.setting == "collective", error
     assert (error.missing_ranks, error.kind) == ((1,), "hang")
     assert "read_next_batch_from_dead_mount" in error.stacks[1]
     assert "rank 1 (world_size 3) is behind" in str(error)
@@ -95,7 +95,7 @@ def test_error_that_the_watchdog_reports_first_has_its_own_kind(
 def test_stuck_link_blames_no_rank(tmp_path: Path) -> None:
     """All ranks have enqueued the same collective, and none completes it."""
     error = fails(tmp_path, {**at(0, 1), **at(2, queued=121)}, "abort")
-    assert isinstance(error, ddpsafe.CollectiveTimeoutError)
+    assert error.setting == "collective"
     assert error.missing_ranks == ()
     assert "ranks 0, 1 and 2 (world_size 3) all wait in ALLREDUCE number 118" in str(error)
 
@@ -104,7 +104,7 @@ def test_rank_in_a_different_collective_of_the_same_number_is_named(tmp_path: Pa
     """The watchdogs' messages have the collectives in which their ranks wait."""
     words = {**at(0, 2), 1: watchdog_words(1, 118, 160, 117, "BROADCAST")}
     error = fails(tmp_path, words, "abort")
-    assert isinstance(error, ddpsafe.CollectiveTimeoutError)
+    assert error.setting == "collective"
     assert error.missing_ranks == (1,)
     assert "entered a different collective" in str(error)
 

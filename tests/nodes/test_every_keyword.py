@@ -202,19 +202,19 @@ def test_a_grace_period_of_any_node_lets_all_ranks_finish(
 def test_a_limit_learned_in_one_attempt_holds_in_the_next(tmp_path: Path) -> None:
     """``progress="auto"``: the first step of the second attempt may take as long as in the first one."""
     for seen, printed in run_two("learn", tmp_path):
-        assert (seen["error"], seen["attempt"]) == ("ProgressTimeoutError", 2), printed
+        assert (seen["error"], seen["attempt"]) == ("LaunchTimeoutError", 2), printed
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("limit", "error"),
     [
-        ("attempt", "AttemptTimeoutError"),
+        ("attempt", "LaunchTimeoutError"),
         ("start", "RendezvousTimeoutError"),
-        ("collective", "CollectiveTimeoutError"),
-        ("barrier", "BarrierTimeoutError"),
-        ("progress", "ProgressTimeoutError"),
-        ("finish", "FinishTimeoutError"),
+        ("collective", "LaunchTimeoutError"),
+        ("barrier", "LaunchTimeoutError"),
+        ("progress", "LaunchTimeoutError"),
+        ("finish", "LaunchTimeoutError"),
         ("stop", "PreemptedError"),
     ],
 )

@@ -31,10 +31,10 @@ FAULTS: Final = [
     ("return", "RankLeftEarlyError", 1, 3.0),
     ("barrier", "RankRaisedError", 1, 3.0),
     ("skip", "RankLeftEarlyError", 1, COLLECTIVE_S + 3.0),
-    ("other", "CollectiveTimeoutError", 1, COLLECTIVE_S + 3.0),
-    ("sleep", "CollectiveTimeoutError", 1, COLLECTIVE_S + 3.0),
-    ("gil", "CollectiveTimeoutError", 1, COLLECTIVE_S + 3.0),
-    ("stop", "CollectiveTimeoutError", 1, COLLECTIVE_S + 3.0),
+    ("other", "LaunchTimeoutError", 1, COLLECTIVE_S + 3.0),
+    ("sleep", "LaunchTimeoutError", 1, COLLECTIVE_S + 3.0),
+    ("gil", "LaunchTimeoutError", 1, COLLECTIVE_S + 3.0),
+    ("stop", "LaunchTimeoutError", 1, COLLECTIVE_S + 3.0),
 ]
 
 

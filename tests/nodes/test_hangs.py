@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.root, pytest.mark.recorder]
 DEFAULTS: Final[dict[str, Any]] = {"timeouts": {"grace": 3}}
 """No timeout of collectives, so that only a proof ends a hang."""
 
-TIMEOUT: Final = "CollectiveTimeoutError"
+TIMEOUT: Final = "LaunchTimeoutError"
 PROVED_S: Final = 5.0
 QUIET: Final = {node: {"QUIET_S": "3"} for node in range(2)}
 

@@ -95,7 +95,7 @@ def follow_on_each_node() -> tuple[int, ...]:
         if ctx.local_rank != 0:
             try:
                 ctx.rank_zero_first(str, local=True)
-            except ddpsafe.BarrierTimeoutError as error:
+            except ddpsafe.LaunchTimeoutError as error:
                 missing = error.missing_ranks
         ctx.barrier(timeout=timedelta(seconds=30))
     return missing
@@ -136,7 +136,7 @@ def close_a_group_that_does_not_end() -> str:
     try:
         with ddpsafe.process_group(timeouts=PATIENT | {"barrier": 2}):
             pass
-    except ddpsafe.CollectiveTimeoutError as error:
+    except ddpsafe.LaunchTimeoutError as error:
         return str(error)
     return ""
 

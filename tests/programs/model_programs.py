@@ -80,7 +80,7 @@ def compare(ctx: RankContext, _folder: Path, kinds: list[str]) -> dict[str, Any]
             else:
                 DistributedDataParallel(model, **options)
             found[kind] = ""
-        except ddpsafe.ModelMismatchError as error:
+        except ddpsafe.MismatchError as error:
             found[kind] = (str(error), error.ranks, error.name)
     if ctx.rank != 1:  # ranks that are equal in a group of their own
         DistributedDataParallel(_model("shape", ctx.rank), process_group=others)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from training_programs import average_gradients, mark
 
-from ddpsafe import BarrierTimeoutError
+from ddpsafe import LaunchTimeoutError
 from ddpsafe._worker.torch_hooks import read_recorders
 from ddpsafe.checkpoint import Checkpointer
 from ddpsafe.checkpoint.errors import SaveTimeoutError
@@ -107,7 +107,7 @@ def give_up_waiting(ctx: RankContext, folder: Path, slow_s: float) -> str:
             ctx.barrier("volunteers", timeout=slow_s)
         elif ctx.rank < ctx.world_size - 1:
             ctx.barrier("volunteers")
-    except BarrierTimeoutError as error:
+    except LaunchTimeoutError as error:
         average_gradients()
         return f"alone without {error.missing_ranks}"
     average_gradients()

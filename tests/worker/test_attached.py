@@ -422,7 +422,7 @@ def test_a_killed_leader_is_not_waited_for(tmp_path: Path) -> None:
     port = free_port()
     envs = [on_two_nodes(rank, port) for rank in range(4)]
     *_, waiting = forked_ranks.run(programs.lead_until_killed, envs, str(tmp_path), folder=tmp_path)
-    assert isinstance(waiting.error, ddpsafe.BarrierTimeoutError)
+    assert waiting.error.setting == "barrier"
     assert waiting.error.missing_ranks == (2,)
     assert "rank 2 is lost: its process" in str(waiting.error)
 
@@ -435,7 +435,7 @@ def test_rank_that_misses_a_barrier_is_named_on_every_rank(absent: int, tmp_path
     envs = [by_hand(rank, 3, port) for rank in range(3)]
     ranks = forked_ranks.run(programs.miss_a_barrier, envs, absent, 2, folder=tmp_path)
     for rank in (each for number, each in enumerate(ranks) if number != absent):
-        assert isinstance(rank.error, ddpsafe.BarrierTimeoutError)
+        assert rank.error.setting == "barrier"
         assert rank.error.missing_ranks == (absent,)
         assert "at the barrier 'save the model'" in str(rank.error)
         assert rank.error.waited_s < 2 + SLACK_S

@@ -15,7 +15,6 @@ import pytest
 import scripts
 from forked_ranks import by_hand, free_port
 
-import ddpsafe
 from ddpsafe._worker.stop_agreement import NoAgreementError, StopCalls, StopKeys
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def test_failed_rank_is_not_waited_for_at_a_barrier(tmp_path: Path) -> None:
     ranks = forked_ranks.run(programs.fail_before_a_barrier, hand_started(3), folder=tmp_path)
     assert isinstance(ranks[1].error, ValueError)
     for rank in (ranks[0], ranks[2]):
-        assert isinstance(rank.error, ddpsafe.BarrierTimeoutError)
+        assert rank.error.setting == "barrier"
         assert rank.error.missing_ranks == (1,)  # any other rank was still on its way
         assert "rank 1 has failed: ValueError: bad batch" in str(rank.error)
         assert rank.took_s < machine.hang_limit(20)

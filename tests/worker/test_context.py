@@ -232,7 +232,7 @@ def test_missing_rank_is_named_on_every_rank_that_waited(missing: dict[int, Any]
     for rank in (0, 1):
         found = missing[rank]["miss_a_barrier"]
         error = found["error"]
-        assert isinstance(error, ddpsafe.BarrierTimeoutError)
+        assert error.setting == "barrier"
         assert error.missing_ranks == (2,)
         assert error.waited_s == pytest.approx(1, abs=2)
         assert found["took_s"] < 1 + 10
@@ -396,7 +396,7 @@ def test_absent_rank_zero_is_named(missing: dict[int, Any]) -> None:
     """The other ranks wait no longer than timeouts.barrier, and name rank 0."""
     for rank in (1, 2):
         error = missing[rank]["keep_them_waiting"]
-        assert isinstance(error, ddpsafe.BarrierTimeoutError)
+        assert error.setting == "barrier"
         assert error.missing_ranks == (0,)
         assert error.waited_s < machine.hang_limit(11)
 

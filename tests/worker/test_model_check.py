@@ -81,7 +81,7 @@ def test_a_script_that_wraps_by_itself_is_checked_too(tmp_path: Path) -> None:
     world = World(folder=tmp_path, ranks=3)
     error = world.spawn_fails(ddpsafe.RankRaisedError, programs.wrap_by_hand)
     require_rank(error, 1)
-    assert isinstance(error.__cause__, ddpsafe.ModelMismatchError)
+    assert isinstance(error.__cause__, ddpsafe.MismatchError)
     assert "buffer 'local_freq' (shape [4], float32) instead of buffer 'full_freq'" in str(error)
 
 

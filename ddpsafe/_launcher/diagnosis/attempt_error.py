@@ -17,15 +17,11 @@ from ddpsafe import _gpus
 from ddpsafe._advice import ADVICE
 from ddpsafe._config.durations import show_duration
 from ddpsafe._errors import (
-    AttemptTimeoutError,
-    BarrierTimeoutError,
-    CollectiveTimeoutError,
     DDPSafeError,
     Explanation,
-    FinishTimeoutError,
     LaunchError,
     LaunchTimeoutError,
-    ProgressTimeoutError,
+    Limit,
     RankExitedError,
     RankFailedError,
     RankKilledError,
@@ -372,17 +368,19 @@ class EndedAttempt:
 
     def timeout_error(
         self,
-        cls: type[LaunchTimeoutError],
+        setting: Limit,
         message: Explanation,
         *,
         missing: Iterable[RankOutcome],
         kind: FailureKind = "hang",
     ) -> LaunchTimeoutError:
-        """Return an error of such a class, with its attributes."""
+        """Return the error of a wait that a field of `Timeouts` limits, with its attributes."""
         stacks = {rank: where(outcome) for rank, outcome in self.outcomes.items()}
+        cls = RendezvousTimeoutError if setting == "start" else LaunchTimeoutError
         return cls(
             message,
             **self.facts(),
+            setting=setting,
             waited_s=self.ending.waited_s,
             missing_ranks=[outcome.rank for outcome in missing],
             stacks={rank: text for rank, text in stacks.items() if text},
@@ -400,9 +398,9 @@ def make_error(ended: EndedAttempt) -> LaunchError:
         ended.outcomes, is_stuck_with_error=ended.ending.reason == "stuck-with-error"
     )
     if ended.ending.reason == "attempt-timeout":
-        return _too_long_error(ended, cause, AttemptTimeoutError, "did not end within")
+        return _too_long_error(ended, cause, "attempt", "did not end within")
     if ended.ending.reason == "no-progress":
-        return _too_long_error(ended, cause, ProgressTimeoutError, "made no step within")
+        return _too_long_error(ended, cause, "progress", "made no step within")
     conclusion = cause.conclusion
     if conclusion.is_start_likelier and _find_early(ended):
         return _join_error(ended)  # a rank's timeout ended just before the launcher's
@@ -617,30 +615,26 @@ def _returned_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
 def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     """Return the error of a wait that timed out or never ends; it names the rank waited for."""
     outcomes, conclusion = ended.outcomes.values(), cause.conclusion
-    # Timeouts of ddpsafe's own rendezvous and barrier have classes of their own.
-    cls: type[LaunchTimeoutError] = next(
-        (
-            own
-            for own in (RendezvousTimeoutError, BarrierTimeoutError)
-            if any(_has_raised(outcome, own) for outcome in outcomes)
-        ),
-        CollectiveTimeoutError,
+    # ddpsafe's own rendezvous and barrier have limits of their own.
+    own: tuple[Limit, ...] = ("start", "barrier")
+    setting: Limit = next(
+        (limit for limit in own if any(_has_raised(each, limit) for each in outcomes)), "collective"
     )
     at_barriers = [
         out.raised.explanation
         for out in outcomes
         if out.raised is not None
         and out.raised.explanation is not None
-        and _has_raised(out, BarrierTimeoutError)
+        and _has_raised(out, "barrier")
     ]
     if conclusion.blames == "nothing" and at_barriers:
         return _barrier_error(ended, at_barriers)
     if conclusion.blames == "gpu":
-        return _stuck_gpu_error(ended, cause, cls)
+        return _stuck_gpu_error(ended, cause, setting)
     root = cause.root
-    if cause.rule.name == "mismatch" and cls is not RendezvousTimeoutError:
+    if cause.rule.name == "mismatch" and setting != "start":
         calls = [(out.rank, call) for out, call in cause.evidence.calls]
-        return _mismatch_error(ended, root, calls, _calls_of(cause), cls)
+        return _mismatch_error(ended, root, calls, _calls_of(cause), setting)
     likely, fix = _advice_on_hang(cause)
     place = f" at {where(root)}" if where(root) else ""
     waiting, goal = cause.evidence.find_who_waited(root)
@@ -658,13 +652,11 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     awaited += "".join(
         f"; rank {rank} entered it {late[rank]:.1f} s after the first rank" for rank in also_late
     )
-    kind: FailureKind = (
-        _kind_of_join(ended) if cls is RendezvousTimeoutError else conclusion.kind or "hang"
-    )
+    kind: FailureKind = _kind_of_join(ended) if setting == "start" else conclusion.kind or "hang"
     message = Explanation(
         f"{ended.name(root)} {behaviour}{place}, on {root.hostname}, {ended.when(kind)}{awaited}.",
         cause=likely.format(host=root.hostname),
-        fix=fix.format(host=root.hostname, pid=root.pid, setting=cls.setting),
+        fix=fix.format(host=root.hostname, pid=root.pid, setting=setting),
         details=[
             # They name the barrier, and how long each rank has waited there.
             *(explanation.what for explanation in at_barriers[:_SHOWN_BARRIERS]),
@@ -676,7 +668,7 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     )
     missing = [] if conclusion.blames == "nothing" else [root]
     missing += [ended.outcomes[rank] for rank in also_late]
-    return ended.timeout_error(cls, message, missing=missing, kind=kind)
+    return ended.timeout_error(setting, message, missing=missing, kind=kind)
 
 
 _ERROR_OF: Final[dict[type[LaunchError], Callable[[EndedAttempt, RootCause], LaunchError]]] = {
@@ -701,7 +693,7 @@ def _mismatch_error(
     root: RankOutcome,
     calls: Sequence[tuple[int, Collective]],
     details: Sequence[str],
-    cls: type[LaunchTimeoutError] = CollectiveTimeoutError,
+    setting: Limit = "collective",
 ) -> LaunchError:
     """Return the error of ranks that called one number of a group differently.
 
@@ -710,7 +702,7 @@ def _mismatch_error(
         root: The rank to name: one whose call is the rarest. If no call is more frequent, all are named.
         calls: What each rank has called under that number.
         details: What stands above the lines of the ranks.
-        cls: The class of the error.
+        setting: The field of `Timeouts` that limits the wait.
     """
     own_call = next(call for rank, call in calls if rank == root.rank)
     others = [call for rank, call in calls if rank != root.rank]
@@ -767,7 +759,7 @@ def _mismatch_error(
         details=[*details, *handled, *positions(ended)],
         logs=ended.logs,
     )
-    return ended.timeout_error(cls, message, missing=missing)
+    return ended.timeout_error(setting, message, missing=missing)
 
 
 def _is_at(ended: EndedAttempt, outcome: RankOutcome, called: Collective) -> str:
@@ -813,7 +805,7 @@ def _deadlock_error(
         logs=ended.logs,
     )
     missing = [ended.outcomes[rank] for rank in proof.ranks]
-    return ended.timeout_error(CollectiveTimeoutError, message, missing=missing)
+    return ended.timeout_error("collective", message, missing=missing)
 
 
 def _with_latecomers(
@@ -839,9 +831,7 @@ def _were(ranks: list[int]) -> str:
     return "was" if len(ranks) == 1 else "were"
 
 
-def _stuck_gpu_error(
-    ended: EndedAttempt, cause: RootCause, cls: type[LaunchTimeoutError]
-) -> LaunchError:
+def _stuck_gpu_error(ended: EndedAttempt, cause: RootCause, setting: Limit) -> LaunchError:
     """Return the error of a collective that all its ranks have queued but that does not end."""
     stuck = find_stuck_on_gpu(cause.evidence)
     # Not the newest of each rank, which may have queued collectives of another group since.
@@ -863,7 +853,7 @@ def _stuck_gpu_error(
         details=details,
         logs=ended.logs,
     )
-    return ended.timeout_error(cls, message, missing=[])
+    return ended.timeout_error(setting, message, missing=[])
 
 
 def _barrier_error(ended: EndedAttempt, texts: list[Explanation]) -> LaunchError:
@@ -879,12 +869,12 @@ def _barrier_error(ended: EndedAttempt, texts: list[Explanation]) -> LaunchError
         ],
         logs=ended.logs,
     )
-    absent = [out for out in ended.outcomes.values() if not _has_raised(out, BarrierTimeoutError)]
-    return ended.timeout_error(BarrierTimeoutError, message, missing=absent)
+    absent = [out for out in ended.outcomes.values() if not _has_raised(out, "barrier")]
+    return ended.timeout_error("barrier", message, missing=absent)
 
 
-def _has_raised(outcome: RankOutcome, cls: type[LaunchTimeoutError]) -> bool:
-    return outcome.raised is not None and outcome.raised.setting == cls.setting
+def _has_raised(outcome: RankOutcome, setting: Limit) -> bool:
+    return outcome.raised is not None and outcome.raised.setting == setting
 
 
 def _advice_on_hang(cause: RootCause) -> Advice:
@@ -914,7 +904,7 @@ def _join_error(ended: EndedAttempt) -> LaunchError:
         details=[f"rank {out.rank} was {_DOING[out.phase]} {where(out)}" for out in missing],
         logs=ended.logs,
     )
-    return ended.timeout_error(RendezvousTimeoutError, message, missing=missing, kind=kind)
+    return ended.timeout_error("start", message, missing=missing, kind=kind)
 
 
 def _kind_of_join(ended: EndedAttempt) -> FailureKind:
@@ -932,7 +922,7 @@ def _find_early(ended: EndedAttempt) -> list[RankOutcome]:
 def _too_long_error(
     ended: EndedAttempt,
     cause: RootCause,
-    cls: type[AttemptTimeoutError | ProgressTimeoutError],
+    setting: Limit,
     behaviour: str,
 ) -> LaunchError:
     """Return the error of an attempt that exceeded `timeouts.attempt` or `timeouts.progress`."""
@@ -942,7 +932,6 @@ def _too_long_error(
     blames_one = cause.conclusion.blames == "rank"
     missing = [cause.root] if blames_one else (running or [cause.root])
     names = ranks_text(outcome.rank for outcome in missing)
-    setting = cls.setting
     likely, fix = (
         _advice_on_hang(cause)
         if blames_one
@@ -959,7 +948,7 @@ def _too_long_error(
         details=[*_calls_of(cause), *positions(ended)],
         logs=ended.logs,
     )
-    return ended.timeout_error(cls, message, missing=missing)
+    return ended.timeout_error(setting, message, missing=missing)
 
 
 def _unfinished_error(ended: EndedAttempt) -> LaunchError:
@@ -979,7 +968,7 @@ def _unfinished_error(ended: EndedAttempt) -> LaunchError:
         ],
         logs=ended.logs,
     )
-    return ended.timeout_error(FinishTimeoutError, message, missing=late)
+    return ended.timeout_error("finish", message, missing=late)
 
 
 # ---- lines on each rank ----
