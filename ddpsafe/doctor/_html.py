@@ -50,7 +50,7 @@ svg .small { font-size: 10px; }
 article { border-left: 4px solid var(--line); padding: .1rem 0 .1rem 1rem; margin: 1rem 0; }
 article.failed { border-color: var(--dropped); } article.warning { border-color: var(--refused); }
 article.ok { border-color: var(--open); }
-pre { background: var(--self); padding: .6rem .8rem; overflow-x: auto; border-radius: 4px; }
+pre { background: var(--self); padding: .6rem .8rem; white-space: pre-wrap; border-radius: 4px; }
 .dim { color: var(--dim); }
 """
 

@@ -59,11 +59,12 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var
   max-width: 60rem; margin: 1.5rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.3rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .cause { border-left: 5px solid var(--bad); padding: .1rem 0 .1rem 1rem; }
-.scroll { overflow-x: auto; } pre { background: var(--box); padding: .6rem .8rem; overflow-x: auto;
-  border-radius: 4px; font-size: 13px; overflow-wrap: normal; }
+.scroll { overflow-x: auto; } pre { background: var(--box); padding: .6rem .8rem;
+  border-radius: 4px; font-size: 13px; white-space: pre-wrap; }
 table { border-collapse: collapse; } td, th { text-align: left; vertical-align: top;
   padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); overflow-wrap: normal; }
 td { min-width: 2rem; max-width: 30rem; }
+svg { max-width: 100%; height: auto; }
 svg text { fill: var(--text); font: 12px system-ui, sans-serif; }
 svg rect { stroke: var(--line); } svg line { stroke: var(--line); }
 svg .end { stroke: var(--bad); stroke-width: 3; } svg .waiting { stroke-dasharray: 4 3; }
