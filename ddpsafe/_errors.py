@@ -221,16 +221,22 @@ class ConfigError(DDPSafeError, ValueError):
 
     Attributes:
         problems: All problems of the configuration; empty if no field of it is wrong.
+        rank: The rank that made the wrong call, if the ranks checked it together, else ``None``.
     """
 
     exit_code = NO_RETRY_EXIT_CODE
 
     def __init__(
-        self, explanation: Explanation | str, *, problems: Sequence[ConfigProblem] = ()
+        self,
+        explanation: Explanation | str,
+        *,
+        problems: Sequence[ConfigProblem] = (),
+        rank: int | None = None,
     ) -> None:
-        """Keep the explanation and the problems."""
+        """Keep the explanation and the facts."""
         super().__init__(explanation)
         self.problems: tuple[ConfigProblem, ...] = tuple(problems)
+        self.rank = rank
 
 
 class MismatchError(DDPSafeError, ValueError):

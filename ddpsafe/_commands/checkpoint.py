@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe.checkpoint import Checkpointer, import_file
 from ddpsafe.checkpoint._checkpointer import read_info
 from ddpsafe.checkpoint._checksums import DamagedFileError
@@ -21,12 +21,7 @@ from ddpsafe.checkpoint._format import NAME as MANIFEST
 from ddpsafe.checkpoint._format import read_manifest
 from ddpsafe.checkpoint._restore import Loaded, load_checkpoint, missing_step
 from ddpsafe.checkpoint._trees import leaves
-from ddpsafe.checkpoint.errors import (
-    CheckpointConfigError,
-    CheckpointError,
-    CorruptCheckpointError,
-    RestoreError,
-)
+from ddpsafe.checkpoint.errors import CheckpointError, CorruptCheckpointError, RestoreError
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
 
 if TYPE_CHECKING:
@@ -44,7 +39,7 @@ def handle_checkpoints(options: Namespace) -> int:
     actions = {"ls": _list, "verify": _verify, "diff": _diff, "import": _import}
     try:
         return actions[options.action](options)
-    except CheckpointError as error:
+    except (CheckpointError, ConfigError) as error:
         complain(_printable(str(error)))
         return USAGE
 
@@ -138,7 +133,7 @@ def _damage_of(folder: Path, step: int | None) -> str | None:
         load_checkpoint(folder, step, rank=0, world_size=1)
     except (DamagedFileError, OSError, MemoryError, RecursionError) as exc:
         return str(exc) or type(exc).__name__
-    except CheckpointError as exc:
+    except (CheckpointError, ConfigError) as exc:
         return exc.explanation.what
     return None
 
@@ -241,8 +236,8 @@ def _import(options: Namespace) -> int:
 
 def _misuse(
     what: str, fix: str = "name a directory that a Checkpointer has written to."
-) -> CheckpointConfigError:
-    return CheckpointConfigError(Explanation(what, fix=fix))
+) -> ConfigError:
+    return ConfigError(Explanation(what, fix=fix))
 
 
 def _printable(text: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._job.agreement import Message
 from ddpsafe._torch_private import changes_of
 from ddpsafe.checkpoint import _directory, _restore, _save
@@ -37,7 +37,6 @@ from ddpsafe.checkpoint._state import (
 )
 from ddpsafe.checkpoint._trees import HostCopies
 from ddpsafe.checkpoint.errors import (
-    CheckpointConfigError,
     CorruptCheckpointError,
     RestoreError,
     SaveError,
@@ -112,7 +111,7 @@ class Checkpointer:
         rng: Also save and restore the random number generators of each rank.
 
     Raises:
-        CheckpointConfigError: An argument is wrong.
+        ConfigError: An argument is wrong.
         DirectoryError: The directory cannot be written to, or is not the same for all ranks.
         DirectoryLockedError: Another job writes there.
     """
@@ -215,7 +214,7 @@ class Checkpointer:
             step: Number of the step, as for `save`. All ranks must pass the same steps.
 
         Raises:
-            CheckpointConfigError: The checkpointer was made without `every`.
+            ConfigError: The checkpointer was made without `every`.
         """
         if self._schedule is None:
             raise _misuse(
@@ -254,7 +253,7 @@ class Checkpointer:
             SaveError: Nothing was saved, on any rank; earlier checkpoints are unharmed.
             StepOrderError: `step` is smaller than the newest.
             UnsafeStateError: The state contains values that could not be loaded again.
-            CheckpointConfigError: The metrics or the metadata are invalid.
+            ConfigError: The metrics or the metadata are invalid.
         """
         _require_open(closed=self._closed, entered=self._entered, asynchronous=asynchronous)
         self.wait()
@@ -526,7 +525,7 @@ def import_file(
         What is known about the checkpoint.
 
     Raises:
-        CheckpointConfigError: The file is missing, or holds something else; or `rename` has a name
+        ConfigError: The file is missing, or holds something else; or `rename` has a name
             that is not in the file, or gives two states the same name.
         SaveError: The checkpoint could not be written.
     """
@@ -537,7 +536,7 @@ def import_file(
     named = {old: dict(rename or {}).get(old, old) for old in tree}
     problem = _problem_of_names(named, rename or {})
     if problem:
-        raise CheckpointConfigError(
+        raise ConfigError(
             Explanation(
                 f"{file} cannot be imported under these names: {problem}.",
                 cause=f"the names in the file are {_quoted(tree)}.",
@@ -588,7 +587,7 @@ def _read_foreign(file: str | os.PathLike[str]) -> dict[Any, Any]:
     """Load a file that ddpsafe did not write, without executing anything in it.
 
     Raises:
-        CheckpointConfigError: It is missing, not written by torch.save, or holds something else.
+        ConfigError: It is missing, not written by torch.save, or holds something else.
     """
     import torch
 
@@ -615,7 +614,7 @@ def _read_foreign(file: str | os.PathLike[str]) -> dict[Any, Any]:
                 problem += f": {_quoted(refused)}"
         else:
             problem = (str(exc).splitlines() or [type(exc).__name__])[0]
-    raise CheckpointConfigError(Explanation(f"{file} cannot be imported: {problem}.", fix=fix))
+    raise ConfigError(Explanation(f"{file} cannot be imported: {problem}.", fix=fix))
 
 
 def _is_tensor(value: object) -> bool:
@@ -730,7 +729,7 @@ def _require_absolute(directory: object) -> Path:
     """Return the directory as a path.
 
     Raises:
-        CheckpointConfigError: It is relative, or not a path.
+        ConfigError: It is relative, or not a path.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -746,7 +745,7 @@ def _require_absolute(directory: object) -> Path:
         path: Path = TypeAdapter(AbsolutePath).validate_python(directory)
     except ValidationError as exc:
         context = exc.errors()[0].get("ctx", {})
-        raise CheckpointConfigError(
+        raise ConfigError(
             Explanation(
                 f"Checkpointer({directory!r}): the directory cannot be used.",
                 cause=f"{context.get('why', exc)}.",
@@ -756,9 +755,9 @@ def _require_absolute(directory: object) -> Path:
     return path
 
 
-def _misuse(what: str, cause: str, fix: str) -> CheckpointConfigError:
+def _misuse(what: str, cause: str, fix: str) -> ConfigError:
     """Make the error for a wrong call."""
-    return CheckpointConfigError(Explanation(f"Checkpointer: {what}", cause=cause, fix=fix))
+    return ConfigError(Explanation(f"Checkpointer: {what}", cause=cause, fix=fix))
 
 
 def _check_arguments(
@@ -767,7 +766,7 @@ def _check_arguments(
     """Refuse invalid arguments.
 
     Raises:
-        CheckpointConfigError: An argument is invalid.
+        ConfigError: An argument is invalid.
     """
     if keep is not None and not isinstance(keep, Keep) and not is_whole(keep, 1):
         raise _misuse(
@@ -804,7 +803,7 @@ def _require_step(step: object, call: str) -> int:
     """Return a step of any integer type as an int.
 
     Raises:
-        CheckpointConfigError: It is not an integer, or out of range.
+        ConfigError: It is not an integer, or out of range.
     """
     whole = -1
     if not isinstance(step, bool):
@@ -826,7 +825,7 @@ def _require_open(*, closed: bool, entered: bool, asynchronous: bool) -> None:
     """Refuse a call after close(), or an asynchronous save outside of a ``with`` block.
 
     Raises:
-        CheckpointConfigError: The call is one of these.
+        ConfigError: The call is one of these.
     """
     if closed:
         raise _misuse(

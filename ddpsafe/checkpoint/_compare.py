@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._text import shortened
 from ddpsafe.checkpoint._format import PER_RANK
 from ddpsafe.checkpoint._state import (
@@ -17,7 +17,7 @@ from ddpsafe.checkpoint._state import (
     state_of,
 )
 from ddpsafe.checkpoint._trees import leaves
-from ddpsafe.checkpoint.errors import CheckpointConfigError, CheckpointMismatchError
+from ddpsafe.checkpoint.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ def compare(
 
     Raises:
         CheckpointMismatchError: Something differs, and the restore is strict.
-        CheckpointConfigError: A plain value could not be put into the mapping.
+        ConfigError: A plain value could not be put into the mapping.
     """
     import torch
 
@@ -60,7 +60,7 @@ def compare(
         if not isinstance(value, (PerRank, torch.Tensor)) and not is_stateful(value)
     ]
     if plain and not isinstance(state, MutableMapping):
-        raise CheckpointConfigError(
+        raise ConfigError(
             Explanation(
                 f"{', '.join(plain)} are plain values, but the mapping cannot be changed.",
                 cause=f"a {type(state).__name__} was passed; values without load_state_dict are "

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ddpsafe._advice import ADVICE
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._job.agreement import Message
 from ddpsafe._text import ranks_text
 from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._format import read_manifest
 from ddpsafe.checkpoint._lock import DirectoryLock, Owner, read_owner
-from ddpsafe.checkpoint.errors import CheckpointConfigError, DirectoryError, RestoreError
+from ddpsafe.checkpoint.errors import DirectoryError, RestoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -201,7 +201,7 @@ class Keep:
         elif self.mode not in ("min", "max"):
             problem = f"mode={self.mode!r} is neither 'min' nor 'max'"
         if problem:
-            raise CheckpointConfigError(
+            raise ConfigError(
                 Explanation(
                     f"Keep: {problem}.",
                     cause="one of its arguments is wrong.",

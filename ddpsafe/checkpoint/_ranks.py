@@ -7,7 +7,7 @@ import socket
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._job.agreement import RankGroup, as_line
 from ddpsafe._text import ranks_text
 from ddpsafe._wire.messages import CHECKPOINTS
@@ -107,18 +107,18 @@ class Ranks(RankGroup):
 
         return make
 
-    def as_own_error(self, error: BaseException) -> errors.CheckpointError:
-        """Return a `CheckpointError` that has the rank."""
-        if not isinstance(error, errors.CheckpointError):
+    def as_own_error(self, error: BaseException) -> errors.CheckpointError | ConfigError:
+        """Return an error that has the rank."""
+        if not isinstance(error, (errors.CheckpointError, ConfigError)):
             error = errors.CheckpointError(as_line(error))
         if error.rank is None:
             error.rank = self.rank
         return error
 
-    def other_call_error(self, rank: int, call: str, own: str) -> errors.CheckpointConfigError:
+    def other_call_error(self, rank: int, call: str, own: str) -> ConfigError:
         """Return the error for a rank that is in another call than this one."""
         explanation = super().other_call_error(rank, call, own).explanation
-        return errors.CheckpointConfigError(explanation, rank=rank)
+        return ConfigError(explanation, rank=rank)
 
 
 def explain_absence(

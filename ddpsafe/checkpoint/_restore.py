@@ -16,7 +16,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._job.agreement import Message
 from ddpsafe._text import listed, shortened
 from ddpsafe.checkpoint import _compare, _directory, _sharded
@@ -510,7 +510,7 @@ def _apply(request: RestoreRequest, loaded: Loaded) -> None:
                 fix="check that storage, and restore again.",
             )
         ) from exc
-    except CheckpointError:
+    except (CheckpointError, ConfigError):
         raise
     except Exception as exc:
         raise RestoreError(

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._clock import BoundedCall
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._job.agreement import Message
 from ddpsafe.checkpoint import _directory, _sharded
 from ddpsafe.checkpoint._checksums import ChecksumWriter, DamagedFileError
@@ -41,7 +41,6 @@ from ddpsafe.checkpoint._replicas import drift_of
 from ddpsafe.checkpoint._state import explaining
 from ddpsafe.checkpoint._trees import size_bytes
 from ddpsafe.checkpoint.errors import (
-    CheckpointConfigError,
     CheckpointError,
     NoSpaceError,
     SaveError,
@@ -177,7 +176,7 @@ class Save:
         for other, answer in messages.items():
             for key in ("step", "names"):
                 if answer.facts.get(key) != first.get(key):
-                    raise CheckpointConfigError(
+                    raise ConfigError(
                         Explanation(
                             f"rank {other} saves {key} {answer.facts.get(key)!r}, but rank 0 saves "
                             f"{first.get(key)!r}.",
@@ -306,7 +305,7 @@ class Save:
             self._call.result()
         except _GivenUpError:
             raise self._timeout_error() from None
-        except CheckpointError:
+        except (CheckpointError, ConfigError):
             raise
         except Exception as exc:
             publisher = self._request.publisher

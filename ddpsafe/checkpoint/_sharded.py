@@ -10,11 +10,10 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe.checkpoint._checksums import ChecksumWriter, DamagedFileError
 from ddpsafe.checkpoint._format import NAME, SHARDS, FileFacts, Manifest, Piece, ShardedTensor
 from ddpsafe.checkpoint._trees import leaves, replace_leaves
-from ddpsafe.checkpoint.errors import CheckpointConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -64,8 +63,8 @@ def _local(tensor: Any, path: str) -> tuple[list[int], list[int], torch.Tensor] 
     return list(chunks[0].offsets), list(chunks[0].sizes), local
 
 
-def _unsaveable(path: str, what: str) -> CheckpointConfigError:
-    return CheckpointConfigError(
+def _unsaveable(path: str, what: str) -> ConfigError:
+    return ConfigError(
         Explanation(
             f"{path} is a distributed tensor that cannot be saved or restored.",
             cause=f"it has {what}.",

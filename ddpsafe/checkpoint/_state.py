@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, runtime_checkable
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._text import shortened
 from ddpsafe._torch_private import module_versions, set_module_versions
 from ddpsafe.checkpoint import _sharded
 from ddpsafe.checkpoint._format import PER_RANK, REPLICATED, SHARDED, Kept, OptimizerFacts
 from ddpsafe.checkpoint._replicas import digests_of
 from ddpsafe.checkpoint._trees import MAX_DEPTH, PLAIN, leaves
-from ddpsafe.checkpoint.errors import CheckpointConfigError, UnsafeStateError
+from ddpsafe.checkpoint.errors import UnsafeStateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -65,7 +65,7 @@ class PerRank:
 
     def __init__(self, stateful: Stateful) -> None:
         if not is_stateful(stateful):
-            raise CheckpointConfigError(
+            raise ConfigError(
                 Explanation(
                     f"PerRank({type(stateful).__name__}): it lacks state_dict or load_state_dict.",
                     cause="a plain value was marked.",
@@ -121,7 +121,7 @@ def take_snapshot(
         is_compared: Take what is needed to compare the ranks' copies of models.
 
     Raises:
-        CheckpointConfigError: `state` is not a mapping of names.
+        ConfigError: `state` is not a mapping of names.
         UnsafeStateError: Something in it could not be loaded again.
     """
     from torch.optim import Optimizer
@@ -184,7 +184,7 @@ def check_names(state: object) -> None:
     """Refuse a state that is not a mapping of names.
 
     Raises:
-        CheckpointConfigError: It is not.
+        ConfigError: It is not.
     """
     if not isinstance(state, Mapping):
         cause = f"it is of type {type(state).__name__}."
@@ -195,7 +195,7 @@ def check_names(state: object) -> None:
         if not wrong:
             return
         cause = f"the key {wrong[0]!r} is not a string that UTF-8 can encode."
-    raise CheckpointConfigError(
+    raise ConfigError(
         Explanation(
             "The state is not a mapping of names to objects.",
             cause=cause,
@@ -262,7 +262,7 @@ def own_bytes(own: dict[str, Any], rng: dict[str, Any] | None) -> bytes:
     """Return one rank's own state as the bytes of a torch file.
 
     Raises:
-        CheckpointConfigError: It is too large to travel over the store.
+        ConfigError: It is too large to travel over the store.
     """
     import torch
 
@@ -271,7 +271,7 @@ def own_bytes(own: dict[str, Any], rng: dict[str, Any] | None) -> bytes:
         torch.save({"rng": rng, "own": own}, file)
     data = file.getvalue()
     if len(data) > MAX_RANK_BYTES:
-        raise CheckpointConfigError(
+        raise ConfigError(
             Explanation(
                 f"This rank's own state takes {len(data)} bytes; at most {MAX_RANK_BYTES} can be "
                 "sent to rank 0.",

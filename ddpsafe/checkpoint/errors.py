@@ -3,8 +3,8 @@
 ::
 
     DDPSafeError
+      ConfigError                                the call is wrong: relative directory, keep=0
       CheckpointError
-        CheckpointConfigError (also ValueError)  the call is wrong: relative directory, keep=0
         DirectoryError                           not writable, or not the same for all ranks
         DirectoryLockedError                     another job writes there
         UnsafeStateError (also TypeError)        the state has values that could not be loaded again
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointError(DDPSafeError):
-    """Base of everything that ``ddpsafe.checkpoint`` raises.
+    """Base of the errors of ``ddpsafe.checkpoint``, except for wrong calls: those are `ConfigError`.
 
     Attributes:
         rank: The rank where the error occurred; ``None`` if it occurred on every rank.
@@ -49,10 +49,6 @@ class CheckpointError(DDPSafeError):
     def __init__(self, explanation: Explanation | str, *, rank: int | None = None) -> None:
         super().__init__(explanation)
         self.rank = rank
-
-
-class CheckpointConfigError(CheckpointError, ValueError):
-    """A `Checkpointer` was created or called with bad arguments."""
 
 
 class DirectoryError(CheckpointError):

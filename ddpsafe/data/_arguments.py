@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray  # noqa: TC002 - in a public signature
 
-from ddpsafe._errors import Explanation
-from ddpsafe.data.errors import DataConfigError
+from ddpsafe._errors import ConfigError, Explanation
 
 
-def bad_arguments(subject: str, what: str, fix: str) -> DataConfigError:
+def bad_arguments(subject: str, what: str, fix: str) -> ConfigError:
     """Make the error for arguments of `subject` that do not fit."""
-    return DataConfigError(
+    return ConfigError(
         Explanation(f"{subject}: {what}.", cause="the arguments do not fit.", fix=f"{fix}.")
     )
 
@@ -24,7 +23,7 @@ def require_int(value: object, name: str, *, least: int | None = None) -> int:
     try:
         number = operator.index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]  # it raises then
     except TypeError:
-        raise DataConfigError(
+        raise ConfigError(
             Explanation(
                 f"{name} must be a whole number, not {value!r}.",
                 cause=f"{type(value).__name__} was given.",
@@ -32,7 +31,7 @@ def require_int(value: object, name: str, *, least: int | None = None) -> int:
             )
         ) from None
     if least is not None and number < least:
-        raise DataConfigError(
+        raise ConfigError(
             Explanation(
                 f"{name} is {number}, and must be at least {least}.",
                 cause="it counts something.",
@@ -46,7 +45,7 @@ def require_choice(value: object, name: str, choices: tuple[object, ...]) -> Non
     """Raise if a value is none of those to choose from."""
     if value not in choices:
         listed = ", ".join(map(repr, choices))
-        raise DataConfigError(
+        raise ConfigError(
             Explanation(
                 f"{name} cannot be {value!r}.",
                 cause="the name is misspelled, or belongs to a newer ddpsafe.",

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, get_worker_info
 
-from ddpsafe._errors import Explanation, portable
+from ddpsafe._errors import ConfigError, Explanation, portable
 from ddpsafe._text import ranks_text
 from ddpsafe.data._gathering import gather_json, gather_rows
 from ddpsafe.data._loader.machine_limits import add_note
@@ -29,7 +29,7 @@ from ddpsafe.data._loader.sampler_search import find_epoch_holder
 from ddpsafe.data._loader.worker_safety import find_handles, find_unpicklable, start_method_of
 from ddpsafe.data._per_process import closing_what_opens
 from ddpsafe.data._replica import current_replica
-from ddpsafe.data.errors import DataConfigError, DatasetInconsistencyError
+from ddpsafe.data.errors import DatasetInconsistencyError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,11 +63,11 @@ def sorted_files(
         The files, as paths that begin with `root`.
 
     Raises:
-        DataConfigError: The directory does not exist, or has no matching file.
+        ConfigError: The directory does not exist, or has no matching file.
     """
     top = Path(root)
     if not top.is_dir():
-        raise DataConfigError(
+        raise ConfigError(
             Explanation(
                 f"There is no directory {top} (looked at {top.absolute()}).",
                 cause="the path is wrong, relative to another directory, or not mounted here.",
@@ -83,7 +83,7 @@ def sorted_files(
         and path.is_file()
     ]
     if not files:
-        raise DataConfigError(
+        raise ConfigError(
             Explanation(
                 f"No file in {top.absolute()} matches {pattern!r}"
                 f"{'' if accepted is None else f' with a suffix of {sorted(accepted)}'}.",
@@ -360,7 +360,7 @@ def check_dataset_consistency(
         Exception: What the dataset raised, with a note of the index, if no rank could read it.
     """
     if key is not None and not hasattr(dataset, "__len__"):
-        raise DataConfigError(
+        raise ConfigError(
             Explanation(
                 "key= was given for a dataset without a length.",
                 cause="key= maps an index, and a stream has none.",

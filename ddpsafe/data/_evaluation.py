@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
 import numpy as np
 import torch
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe.data._arguments import require_int
 from ddpsafe.data._gathering import (
     as_rows,
@@ -25,7 +25,7 @@ from ddpsafe.data._loader.position import SamplerPosition
 from ddpsafe.data._loader.sampler_search import find_epoch_holder
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data._samplers.base import PositionSampler
-from ddpsafe.data.errors import DataConfigError, IncompleteGatherError
+from ddpsafe.data.errors import IncompleteGatherError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,7 @@ def masked_batches(loader: DataLoader[T_co]) -> Iterator[tuple[Any, int]]:
         The batch, and how many of its first samples are not repeats.
 
     Raises:
-        DataConfigError: The loader's sampler does not pad, so ranks may take unequal steps.
+        ConfigError: The loader's sampler does not pad, so ranks may take unequal steps.
     """
     batches = iter(loader)
     position = SamplerPosition.find(loader, find_epoch_holder(loader))
@@ -63,7 +63,7 @@ def masked_batches(loader: DataLoader[T_co]) -> Iterator[tuple[Any, int]]:
         or not sampler.pad
         or sampler.drop_last
     ):
-        raise DataConfigError(
+        raise ConfigError(
             Explanation(
                 f"masked_batches: {type(loader.sampler).__name__} does not pad with repeats.",
                 cause="ranks may take different numbers of steps without it.",
@@ -111,7 +111,7 @@ def gather_exact(
         Like `values`, but (n, ...) and in dataset order, on the CPU.
 
     Raises:
-        DataConfigError: On every rank, if values and indices of a rank do not fit together, or
+        ConfigError: On every rank, if values and indices of a rank do not fit together, or
             the ranks' values differ in form.
         IncompleteGatherError: On every rank, if an index is missing or repeated.
     """
@@ -146,7 +146,7 @@ def gather_exact(
         if any(form != usual for form in forms.values()):
             problems = [f"rank {rank}: the values are {form}" for rank, form in forms.items()]
     if problems:
-        raise DataConfigError(
+        raise ConfigError(
             Explanation(
                 f"The results cannot be gathered: {problems[0]}.",
                 cause="ranks computed different things, or kept the results of only some batches.",

@@ -166,7 +166,7 @@ def even_steps(
         group: A group with a CPU backend to exchange the counts; a new gloo group by default.
 
     Raises:
-        DataConfigError: The policy is unknown, or ``"join"`` without a model or with SyncBatchNorm.
+        ConfigError: The policy is unknown, or ``"join"`` without a model or with SyncBatchNorm.
     """
     require_choice(policy, "policy", get_args(Policy))
     if policy == "join":

@@ -48,7 +48,7 @@ class ShardedIterable(Resumable, IterableDataset[T], Generic[T]):
         rank: The rank whose part to read, from 0; this rank by default.
 
     Raises:
-        DataConfigError: Fewer files than ranks, or arguments that do not go together.
+        ConfigError: Fewer files than ranks, or arguments that do not go together.
     """
 
     def __init__(

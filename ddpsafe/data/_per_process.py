@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, get_arg
 
 from torch.utils.data import get_worker_info
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe.data._arguments import require_choice
 from ddpsafe.data._loader.machine_limits import add_note
 from ddpsafe.data._replica import current_replica
-from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,7 +59,7 @@ class PerProcess(Generic[T]):
         name: Its name in errors; the factory's name by default.
 
     Raises:
-        DataConfigError: The factory cannot be called, or the scope is unknown.
+        ConfigError: The factory cannot be called, or the scope is unknown.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class PerProcess(Generic[T]):
         name: str | None = None,
     ) -> None:
         if not callable(factory):
-            raise DataConfigError(
+            raise ConfigError(
                 Explanation(
                     f"PerProcess needs a function that opens the resource, not {factory!r}.",
                     cause="the opened resource was passed.",

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 import torch.distributed as dist
 
-from ddpsafe._errors import Explanation
-from ddpsafe.data.errors import DataConfigError
+from ddpsafe._errors import ConfigError, Explanation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,7 +41,7 @@ def resolve_replica(num_replicas: int | None, rank: int | None) -> Replica:
     """Fill in what the caller left out from the process group, and check it.
 
     Raises:
-        DataConfigError: The rank is outside of the world, or a launcher announced more ranks
+        ConfigError: The rank is outside of the world, or a launcher announced more ranks
             (``WORLD_SIZE``) but there is no process group yet to tell which one this is.
     """
     if num_replicas is None or rank is None:
@@ -50,7 +49,7 @@ def resolve_replica(num_replicas: int | None, rank: int | None) -> Replica:
         # leave a newline behind the number.
         announced = os.environ.get("WORLD_SIZE", "1").strip()
         if not has_group() and announced.isdecimal() and int(announced) > 1:
-            raise DataConfigError(
+            raise ConfigError(
                 Explanation(
                     f"WORLD_SIZE is {announced}, but this process has no process group yet.",
                     cause="the sampler or loader is made before setup(), or in a helper process "
@@ -65,7 +64,7 @@ def resolve_replica(num_replicas: int | None, rank: int | None) -> Replica:
         rank=current.rank if rank is None else rank,
     )
     if replica.num_replicas < 1 or not 0 <= replica.rank < replica.num_replicas:
-        raise DataConfigError(
+        raise ConfigError(
             Explanation(
                 f"rank {replica.rank} is outside of the world: num_replicas is "
                 f"{replica.num_replicas}, so ranks go from 0 to {replica.num_replicas - 1}.",

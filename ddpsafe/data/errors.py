@@ -3,8 +3,8 @@
 ::
 
     DDPSafeError
+      ConfigError                              bad arguments: n = 0, rank outside, NaN weights
       DataError
-        DataConfigError (also ValueError)      bad arguments: n = 0, rank outside, NaN weights
         MissingDistributedSamplerError         every rank would read everything
         UndividedStreamError                   two ranks or workers read the same samples
         StateMismatchError (also ValueError)   the state belongs to other data, or is damaged
@@ -33,11 +33,7 @@ if TYPE_CHECKING:
 
 
 class DataError(DDPSafeError):
-    """Base of all errors that ``ddpsafe.data`` raises."""
-
-
-class DataConfigError(DataError, ValueError):
-    """A sampler, loader or function of ``ddpsafe.data`` was called with bad arguments."""
+    """Base of the errors of ``ddpsafe.data``, except for bad arguments: those are `ConfigError`."""
 
 
 class MissingDistributedSamplerError(DataError):

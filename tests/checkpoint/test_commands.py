@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ddpsafe import cli
-from ddpsafe.checkpoint import Checkpointer, errors, import_file
+from ddpsafe._errors import ConfigError
+from ddpsafe.checkpoint import Checkpointer, import_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -196,7 +197,7 @@ def test_rename_that_would_lose_a_state_is_refused(
 ) -> None:
     """A rename that matches nothing, or gives two values one name, is answered with the file's names."""
     torch.save({"net": {"w": torch.ones(2)}, "optim": 1}, tmp_path / "file.pt")
-    with pytest.raises(errors.CheckpointConfigError) as caught:
+    with pytest.raises(ConfigError) as caught:
         import_file(tmp_path / "file.pt", tmp_path / "c", 1, rename=rename)
     assert message in str(caught.value)
     assert "the names in the file are 'net', 'optim'" in str(caught.value)
@@ -236,9 +237,7 @@ def test_file_that_would_execute_code_is_not_imported(tmp_path: Path) -> None:
         "empty.pt": "it holds an empty dict",
         "missing.pt": "No such file",
     }.items():
-        with pytest.raises(
-            errors.CheckpointConfigError, match=f"cannot be imported: .*({message})"
-        ):
+        with pytest.raises(ConfigError, match=f"cannot be imported: .*({message})"):
             import_file(tmp_path / name, tmp_path / "c", 1)
     assert not (tmp_path / "executed").exists()
     assert not (tmp_path / "c").exists()

@@ -127,11 +127,12 @@ def test_garbage_collected_checkpointer_lets_the_next_one_in(tmp_path: Path) -> 
 def second_job(directory: Path) -> str:
     """Return the outcome of opening the directory in another process."""
     program = f"""
-        from ddpsafe.checkpoint import Checkpointer, _lock, errors
+        from ddpsafe import DDPSafeError
+        from ddpsafe.checkpoint import Checkpointer, _lock
         _lock.DYING_S = 0.2
         try:
             Checkpointer({str(directory)!r}).close()
-        except errors.CheckpointError as exc:
+        except DDPSafeError as exc:
             print(type(exc).__name__)
         else:
             print("got in")

@@ -44,10 +44,10 @@ def disagreement(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str
             "rank 0 wrote to .*, but rank 1 on .* cannot see it",
             1,
         ),
-        ("step", "CheckpointConfigError", "rank 1 saves step 3, but rank 0 saves 2", 1),
+        ("step", "ConfigError", "rank 1 saves step 3, but rank 0 saves 2", 1),
         (
             "other calls",
-            "CheckpointConfigError",
+            "ConfigError",
             r"rank 1 calls save\(\) while rank 0 .* restore",
             1,
         ),

@@ -174,13 +174,13 @@ def test_saves_cannot_go_back_to_an_earlier_step(tmp_path: Path) -> None:
 )
 def test_wrong_arguments_are_explained(arguments: tuple[Any, ...], message: str) -> None:
     """Arguments are checked before anything is written."""
-    with pytest.raises(errors.CheckpointConfigError, match=message):
+    with pytest.raises(ddpsafe.ConfigError, match=message):
         Checkpointer(*arguments)
 
 
 def test_a_wrong_choice_is_answered_with_all_of_them(tmp_path: Path) -> None:
     """The text to write has the name of the argument."""
-    with pytest.raises(errors.CheckpointConfigError) as caught:
+    with pytest.raises(ddpsafe.ConfigError) as caught:
         Checkpointer(tmp_path, access="x")  # type: ignore[arg-type]  # under test
     explanation = caught.value.explanation
     assert explanation.cause == "that is not one of the choices."
@@ -189,21 +189,21 @@ def test_a_wrong_choice_is_answered_with_all_of_them(tmp_path: Path) -> None:
 
 def test_wrong_calls_are_explained(tmp_path: Path) -> None:
     """Examples are a bad step, a state that is not a mapping, and a timeout that is not a duration."""
-    with pytest.raises(errors.CheckpointConfigError, match="timeout=3"):
+    with pytest.raises(ddpsafe.ConfigError, match="timeout=3"):
         Checkpointer(tmp_path, timeout=3)  # type: ignore[arg-type]  # type: ignore[arg-type]  # under test
     checkpointer = Checkpointer(tmp_path, timeout=timedelta(seconds=20))
-    with pytest.raises(errors.CheckpointConfigError, match="with block"):
+    with pytest.raises(ddpsafe.ConfigError, match="with block"):
         checkpointer.save({"x": 1}, 1, asynchronous=True)
     for step in (-1, 1.5, True):
-        with pytest.raises(errors.CheckpointConfigError, match="a step is an integer"):
+        with pytest.raises(ddpsafe.ConfigError, match="a step is an integer"):
             checkpointer.save({"x": 1}, step)  # type: ignore[arg-type]  # type: ignore[arg-type]  # under test
     for state in ([1], {}, {1: 2}, {"\ud800": 1}):
-        with pytest.raises(errors.CheckpointConfigError, match="not a mapping of names"):
+        with pytest.raises(ddpsafe.ConfigError, match="not a mapping of names"):
             checkpointer.save(state, 1)  # type: ignore[arg-type]  # type: ignore[arg-type]  # under test
     with pytest.raises(errors.DirectoryLockedError, match=r"(?s)of this process.*call close\(\)"):
         Checkpointer(tmp_path)
     checkpointer.close()
-    with pytest.raises(errors.CheckpointConfigError, match="this one is closed"):
+    with pytest.raises(ddpsafe.ConfigError, match="this one is closed"):
         checkpointer.save({"x": 1}, 1)
 
 
@@ -234,7 +234,7 @@ def test_reader_needs_no_write_permission(tmp_path: Path) -> None:
         state = {"x": 0}
         assert reader.restore(state) == 1
         assert state == {"x": 7}
-        with pytest.raises(errors.CheckpointConfigError, match="access='read'"):
+        with pytest.raises(ddpsafe.ConfigError, match="access='read'"):
             reader.save(state, 2)
 
 

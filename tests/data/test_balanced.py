@@ -10,8 +10,9 @@ from data_programs import Numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddpsafe._errors import ConfigError
 from ddpsafe.data import BalancedBatchSampler, DataLoader, DistributedSampler
-from ddpsafe.data.errors import DataConfigError, DatasetChangedError, StateMismatchError
+from ddpsafe.data.errors import DatasetChangedError, StateMismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddpsafe.data.errors.DataWarning")
 
@@ -160,7 +161,7 @@ def test_epochs_differ_and_repeat() -> None:
 )
 def test_invalid_lengths_are_refused(arguments: dict[str, Any], text: str) -> None:
     """The error names the first invalid length."""
-    with pytest.raises(DataConfigError, match=text):
+    with pytest.raises(ConfigError, match=text):
         BalancedBatchSampler(**({"lengths": [1, 2, 3], "batch_size": 2} | arguments))
 
 
@@ -207,7 +208,7 @@ def test_largest_batch_comes_first_on_request(options: Any) -> None:
 
 def test_largest_first_cannot_keep_the_global_batches() -> None:
     """window=0 promises the global batches of DistributedSampler."""
-    with pytest.raises(DataConfigError, match="largest_first=True would change"):
+    with pytest.raises(ConfigError, match="largest_first=True would change"):
         BalancedBatchSampler([1, 2, 3], 2, largest_first=True)
 
 

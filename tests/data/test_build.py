@@ -19,9 +19,10 @@ from data_programs import (
     write_records,
 )
 
+from ddpsafe._errors import ConfigError
 from ddpsafe.data import DataLoader, DistributedSampler, ShardedIterable
 from ddpsafe.data._loader.build import build_loader
-from ddpsafe.data.errors import DataConfigError, StateMismatchError
+from ddpsafe.data.errors import StateMismatchError
 
 
 @pytest.mark.full(but=["30"])
@@ -149,7 +150,7 @@ def test_error_of_the_dataset_is_raised_unchanged() -> None:
 )
 def test_options_without_effect_are_refused(options: Any, text: str) -> None:
     """They are not silently ignored."""
-    with pytest.raises(DataConfigError, match=text):
+    with pytest.raises(ConfigError, match=text):
         build_loader(Numbers(40), **options)
 
 
@@ -162,7 +163,7 @@ def test_options_without_effect_are_refused(options: Any, text: str) -> None:
 )
 def test_stream_refuses_options_it_cannot_follow(options: Any, text: str) -> None:
     """A stream has no order to shuffle, and an evaluation must drop nothing."""
-    with pytest.raises(DataConfigError, match=text):
+    with pytest.raises(ConfigError, match=text):
         build_loader(ShardedIterable(range(9), even="truncate"), **options)
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ddpsafe._errors import ConfigError
 from ddpsafe.data import sorted_files
-from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +37,7 @@ def test_files_are_ordered_by_bytes_without_hidden_ones(tmp_path: Path) -> None:
 
 def test_missing_directory_and_empty_directory_are_errors(tmp_path: Path) -> None:
     """An empty list would become an empty dataset, or datasets that differ by host."""
-    with pytest.raises(DataConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="no directory"):
         sorted_files(tmp_path / "train")
-    with pytest.raises(DataConfigError, match=r"No file in .* matches"):
+    with pytest.raises(ConfigError, match=r"No file in .* matches"):
         sorted_files(tmp_path, suffixes={".jpg"})

@@ -11,9 +11,10 @@ from data_programs import exact_gather, faulty_gather, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddpsafe._errors import ConfigError
 from ddpsafe.data import EvalSampler, gather_exact
 from ddpsafe.data._evaluation import _check_cover
-from ddpsafe.data.errors import DataConfigError, IncompleteGatherError
+from ddpsafe.data.errors import IncompleteGatherError
 
 
 @pytest.mark.full(but=["2"])
@@ -31,12 +32,12 @@ def test_results_are_returned_in_dataset_order(ranks: int) -> None:
     [
         ("duplicate", "IncompleteGatherError", "repeated: [0]"),
         ("missing", "IncompleteGatherError", "missing: [7]"),
-        ("length", "DataConfigError", "rank 1: values has 3 entries for 4 indices"),
-        ("dtype", "DataConfigError", "rank 1"),
-        ("single number", "DataConfigError", "rank 1: values is a single number"),
-        ("indices", "DataConfigError", "rank 1: an index must be a whole number"),
-        ("object", "DataConfigError", "rank 1: builtins.object is not a tensor"),
-        ("names", "DataConfigError", "rank 1: the values are {'\"a\"': 'tensor int64 []'}"),
+        ("length", "ConfigError", "rank 1: values has 3 entries for 4 indices"),
+        ("dtype", "ConfigError", "rank 1"),
+        ("single number", "ConfigError", "rank 1: values is a single number"),
+        ("indices", "ConfigError", "rank 1: an index must be a whole number"),
+        ("object", "ConfigError", "rank 1: builtins.object is not a tensor"),
+        ("names", "ConfigError", "rank 1: the values are {'\"a\"': 'tensor int64 []'}"),
     ],
 )
 def test_fault_on_one_rank_is_raised_on_every_rank(fault: str, kind: str, text: str) -> None:
@@ -147,11 +148,11 @@ def test_arrays_are_returned_as_arrays(dtype: str) -> None:
 )
 def test_types_that_would_change_are_refused(values: Any, text: str) -> None:
     """Nothing is unpickled from another rank, and no type changes silently."""
-    with pytest.raises(DataConfigError, match=text):
+    with pytest.raises(ConfigError, match=text):
         gather_exact(values, [0])
 
 
 def test_indices_must_be_integers() -> None:
     """1.5 is not truncated."""
-    with pytest.raises(DataConfigError, match=r"whole number, not 1\.5"):
+    with pytest.raises(ConfigError, match=r"whole number, not 1\.5"):
         gather_exact([1], torch.tensor([1.5]))  # type: ignore[arg-type]

@@ -13,8 +13,9 @@ from data_programs import lines_of, numbers_to, read_shares, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddpsafe._errors import ConfigError
 from ddpsafe.data import DataLoader, ShardedIterable
-from ddpsafe.data.errors import DataConfigError, DataWarning, StateMismatchError, UnevenStepsError
+from ddpsafe.data.errors import DataWarning, StateMismatchError, UnevenStepsError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -211,7 +212,7 @@ def test_fewer_files_than_ranks_is_an_error_and_than_workers_a_warning(tmp_path:
     """The error is raised on every rank before anything is read, so none hangs."""
     paths = write_shards(tmp_path, 3)
     for rank in range(4):
-        with pytest.raises(DataConfigError, match="3 files are too few for 4 ranks"):
+        with pytest.raises(ConfigError, match="3 files are too few for 4 ranks"):
             ShardedIterable[Any](paths, shard="files", read=lines_of, num_replicas=4, rank=rank)
     stream = ShardedIterable[Any](paths, shard="files", read=lines_of, num_replicas=2, rank=0)
     with pytest.warns(DataWarning, match="3 files for 2 ranks with 2 workers each"):
@@ -230,7 +231,7 @@ def test_fewer_files_than_ranks_is_an_error_and_than_workers_a_warning(tmp_path:
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:
     """The error says which arguments conflict."""
-    with pytest.raises(DataConfigError, match=text):
+    with pytest.raises(ConfigError, match=text):
         ShardedIterable(range(3), num_replicas=1, rank=0, **arguments)
 
 

@@ -26,10 +26,11 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
+from ddpsafe._errors import ConfigError
 from ddpsafe.data import DataLoader, DistributedSampler
 from ddpsafe.data._loader.build import build_loader
 from ddpsafe.data._loader.reading import FollowedDataset, NamingDataset, SharedProgress
-from ddpsafe.data.errors import DataConfigError, DataWarning, StateMismatchError
+from ddpsafe.data.errors import DataWarning, StateMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -265,14 +266,14 @@ def test_pickled_loader_can_be_iterated() -> None:
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], text: str) -> None:
     """The error says which arguments conflict or are invalid."""
-    with pytest.raises(DataConfigError, match=text):
+    with pytest.raises(ConfigError, match=text):
         DataLoader(Numbers(8), **options)
 
 
 def test_empty_dataset_is_refused() -> None:
     """PyTorch would read nothing, or fail in RandomSampler."""
     for shuffle in (True, False):
-        with pytest.raises(DataConfigError, match="n = 0"):
+        with pytest.raises(ConfigError, match="n = 0"):
             DataLoader(Numbers(0), shuffle=shuffle)
 
 
@@ -284,7 +285,7 @@ def test_drop_last_that_drops_everything_gives_a_warning() -> None:
 
 def test_loader_that_cannot_resume_refuses_to_give_a_state() -> None:
     """Such a state would lose or repeat samples."""
-    with pytest.raises(DataConfigError, match="has no state"):
+    with pytest.raises(ConfigError, match="has no state"):
         make(in_order=False).state_dict()
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from texts import any_text
 
+from ddpsafe._errors import ConfigError
 from ddpsafe.data import DataLoader, PackedList
-from ddpsafe.data.errors import DataConfigError
 
 items = st.lists(
     st.one_of(
@@ -41,7 +41,7 @@ def test_index_out_of_range_and_other_keys_are_refused() -> None:
     for index in (2, -3):
         with pytest.raises(IndexError, match="PackedList of 2"):
             packed[index]
-    with pytest.raises(DataConfigError, match="index"):
+    with pytest.raises(ConfigError, match="index"):
         packed["a"]  # type: ignore[call-overload]
 
 

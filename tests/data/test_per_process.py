@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 from data_programs import EagerRecords, Records, open_raw, write_records
 
+from ddpsafe._errors import ConfigError
 from ddpsafe.data import DataLoader, DistributedSampler, PerProcess
-from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -173,7 +173,7 @@ def test_close_releases_the_value_and_get_opens_again(records: str) -> None:
 
 def test_bad_arguments_are_refused(records: str) -> None:
     """Examples are a handle instead of a function, and an unknown scope."""
-    with open_raw(records) as file, pytest.raises(DataConfigError, match="a function that opens"):
+    with open_raw(records) as file, pytest.raises(ConfigError, match="a function that opens"):
         PerProcess(file)
-    with pytest.raises(DataConfigError, match="scope cannot be 'rank'"):
+    with pytest.raises(ConfigError, match="scope cannot be 'rank'"):
         PerProcess(open_raw, records, scope="rank")  # type: ignore[arg-type]

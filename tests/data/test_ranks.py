@@ -8,8 +8,8 @@ import pytest
 import torch
 from data_programs import run_ranks, save_and_stop, undivided, uneven, uneven_states
 
+from ddpsafe._errors import ConfigError
 from ddpsafe.data import even_steps
-from ddpsafe.data.errors import DataConfigError
 
 
 @pytest.mark.full(but=["min-counts0-steps0", "error-counts4-steps4"])
@@ -95,9 +95,9 @@ def test_training_stopped_on_two_ranks_continues_on_three() -> None:
 
 def test_even_steps_refuses_invalid_arguments() -> None:
     """Examples are an unknown policy, and join without a model or with SyncBatchNorm."""
-    with pytest.raises(DataConfigError, match="policy cannot be 'max'"):
+    with pytest.raises(ConfigError, match="policy cannot be 'max'"):
         even_steps([1], policy="max")  # type: ignore[arg-type]
-    with pytest.raises(DataConfigError, match="needs the DDP model"):
+    with pytest.raises(ConfigError, match="needs the DDP model"):
         even_steps([1], policy="join")
 
 

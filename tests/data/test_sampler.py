@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
+from ddpsafe._errors import ConfigError
 from ddpsafe.data import DistributedSampler, EvalSampler
-from ddpsafe.data.errors import DataConfigError, DatasetChangedError, DataWarning
+from ddpsafe.data.errors import DatasetChangedError, DataWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddpsafe.data.errors.DataWarning")
 
@@ -117,7 +118,7 @@ def test_sampler_is_torchs_subclass_and_pickles_during_iteration() -> None:
 )
 def test_bad_arguments_are_refused_with_advice(arguments: dict[str, object], text: str) -> None:
     """Each error has the mistake, the reason and a fix."""
-    with pytest.raises(DataConfigError, match=text) as caught:
+    with pytest.raises(ConfigError, match=text) as caught:
         DistributedSampler(**arguments)  # type: ignore[arg-type]
     assert "Likely cause" in str(caught.value)
     assert "What to do" in str(caught.value)
@@ -127,7 +128,7 @@ def test_bad_arguments_are_refused_with_advice(arguments: dict[str, object], tex
 @pytest.mark.parametrize("epoch", [-1, 1.5, "2", None, True])
 def test_epoch_must_be_an_integer_from_0(epoch: object) -> None:
     """An invalid epoch is refused, not hashed into an order."""
-    with pytest.raises(DataConfigError, match="epoch"):
+    with pytest.raises(ConfigError, match="epoch"):
         DistributedSampler(10, 1, 0).set_epoch(epoch)  # type: ignore[arg-type]
 
 
@@ -162,7 +163,7 @@ def test_sampler_before_the_process_group_exists_is_refused(
 ) -> None:
     """Under a launcher, a world of one would be silently wrong at that point."""
     monkeypatch.setenv("WORLD_SIZE", announced)
-    with pytest.raises(DataConfigError, match="no process group yet"):
+    with pytest.raises(ConfigError, match="no process group yet"):
         DistributedSampler(10)
     assert len(DistributedSampler(10, 1, 0)) == 10
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
+from ddpsafe._errors import ConfigError
 from ddpsafe.data import (
     BalancedBatchSampler,
     DataLoader,
@@ -25,7 +26,7 @@ from ddpsafe.data import (
     ShardedIterable,
     WeightedSampler,
 )
-from ddpsafe.data.errors import DataConfigError, DataWarning, StateMismatchError
+from ddpsafe.data.errors import DataWarning, StateMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -263,7 +264,7 @@ def test_batches_that_workers_or_a_prefetcher_hold_back_are_not_read(prefetch: i
             next(iterator)
         assert loader.state_dict()["consumed"] == 3 * 4 * 2
         assert loader.state_dict(batches=2)["consumed"] == 2 * 4 * 2
-        with pytest.raises(DataConfigError, match="has delivered 3"):
+        with pytest.raises(ConfigError, match="has delivered 3"):
             loader.state_dict(batches=4)
 
 

@@ -13,8 +13,9 @@ from data_programs import Numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddpsafe._errors import ConfigError
 from ddpsafe.data import DataLoader, WeightedSampler
-from ddpsafe.data.errors import DataConfigError, DatasetChangedError
+from ddpsafe.data.errors import DatasetChangedError
 
 weights = st.lists(st.floats(0, 5), min_size=1, max_size=40).filter(any)
 
@@ -128,15 +129,15 @@ def test_resume_continues_the_stream() -> None:
 )
 def test_invalid_weights_are_refused(arguments: tuple[Any, ...], text: str) -> None:
     """The error names the first invalid weights."""
-    with pytest.raises(DataConfigError, match=text):
+    with pytest.raises(ConfigError, match=text):
         WeightedSampler(*arguments, num_replicas=1, rank=0)
 
 
 def test_invalid_modes_are_refused() -> None:
     """Examples are an unknown mode, and a count that repeat mode would ignore."""
-    with pytest.raises(DataConfigError, match="mode cannot be"):
+    with pytest.raises(ConfigError, match="mode cannot be"):
         WeightedSampler([1.0], mode="once", num_replicas=1, rank=0)  # type: ignore[arg-type]
-    with pytest.raises(DataConfigError, match="leave num_samples out"):
+    with pytest.raises(ConfigError, match="leave num_samples out"):
         WeightedSampler([1.0], 5, mode="repeat", num_replicas=1, rank=0)
 
 

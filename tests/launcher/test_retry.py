@@ -12,7 +12,6 @@ from ddpsafe import RetryPolicy
 from ddpsafe._launcher.retry import _Progress, run_attempts
 from ddpsafe._wire.messages import RankOutcome
 from ddpsafe._wire.rank_pipe import Progress
-from ddpsafe.checkpoint.errors import CheckpointConfigError
 
 if TYPE_CHECKING:
     from ddpsafe._wire.messages import Phase
@@ -101,7 +100,7 @@ def test_retries_stop_when_attempts_make_no_progress(
 @pytest.mark.parametrize(
     ("raised", "told"),
     [
-        (CheckpointConfigError("the directory is relative"), False),
+        (ddpsafe.ConfigError("the directory is relative"), False),
         (NameError("name 'mdoel' is not defined"), False),
         (ValueError("bad batch"), True),
         (ConnectionError("reset"), True),

@@ -132,7 +132,7 @@ def caught(call: Callable[..., object], *args: object, **options: object) -> dic
     """Call a function that must raise an error of ddpsafe; return its class, text and facts."""
     try:
         call(*args, **options)
-    except errors.CheckpointError as exc:
+    except ddpsafe.DDPSafeError as exc:
         return {"class": type(exc).__name__, "text": str(exc), **vars(exc)}
     return {"class": "nothing"}
 

@@ -422,7 +422,7 @@ def faulty_gather(ctx: ddpsafe.RankContext, fault: str) -> Any:
         got = data.gather_exact(
             values, own, n=9, duplicates="drop" if fault == "padded" else "error"
         )
-    except data.errors.DataError as error:
+    except ddpsafe.DDPSafeError as error:
         return type(error).__name__, str(error), getattr(error, "missing", None)
     assert got is not None
     return got.tolist()
@@ -453,7 +453,7 @@ def _plain(loader: Any) -> list[Any]:
 def _refusal(loader: Any) -> str:
     try:
         next(iter(loader))
-    except data.errors.DataError as error:
+    except ddpsafe.DDPSafeError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import IterableDataset
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe.data._consistency import check_dataset_of
 from ddpsafe.data._gathering import gather_json
 from ddpsafe.data._loader.loader import DataLoader
 from ddpsafe.data._replica import chosen_seed, run_seed
 from ddpsafe.data._samplers.ordered import DistributedSampler, EvalSampler
-from ddpsafe.data.errors import DataConfigError
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -49,7 +48,7 @@ def build_loader(
 
     Raises:
         DatasetInconsistencyError: On every rank, if the ranks' datasets or arguments differ.
-        DataConfigError: An argument would have no effect, given another one.
+        ConfigError: An argument would have no effect, given another one.
     """
     sampler = options.get("sampler")
     batch_sampler = options.get("batch_sampler")
@@ -86,7 +85,7 @@ def build_loader(
     return loader
 
 
-def _no_effect(what: str, why: str) -> DataConfigError:
-    return DataConfigError(
+def _no_effect(what: str, why: str) -> ConfigError:
+    return ConfigError(
         Explanation(f"{what} would have no effect.", cause=f"{why}.", fix="leave one of them out.")
     )

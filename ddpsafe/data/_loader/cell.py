@@ -7,11 +7,11 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe.data._arguments import require_int
 from ddpsafe.data._loader.reading import epoch_targets
 from ddpsafe.data._samplers.base import AutoEpoch
-from ddpsafe.data.errors import DataConfigError, LateSetEpochError
+from ddpsafe.data.errors import LateSetEpochError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,14 +57,14 @@ class Pass:
             batches: How many the user has used; by default all, or what `even_steps` has counted.
 
         Raises:
-            DataConfigError: So many were not delivered.
+            ConfigError: So many were not delivered.
         """
         used = self.batches if self.used is None else self.used
         if (
             batches is not None
             and (used := require_int(batches, "batches", least=0)) > self.batches
         ):
-            raise DataConfigError(
+            raise ConfigError(
                 Explanation(
                     f"batches={used}, but this iteration has delivered {self.batches}.",
                     cause="batches counts from the beginning of this iteration.",

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe.data._arguments import require_choice, require_int
 from ddpsafe.data._consistency import compare_states
 from ddpsafe.data._iterable import ShardedIterable
@@ -48,7 +48,7 @@ from ddpsafe.data._replica import chosen_seed, current_replica
 from ddpsafe.data._samplers.base import AutoEpoch, Resumable, warn_of_nothing_left
 from ddpsafe.data._samplers.ordered import LocalSampler
 from ddpsafe.data._seeding import WorkerInit, derive_generator
-from ddpsafe.data.errors import DataConfigError, DataWarning, LateSetEpochError
+from ddpsafe.data.errors import DataWarning, LateSetEpochError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -216,7 +216,7 @@ class DataLoader(OpenDataLoader[T_co]):
             ``"error"``, ``"warn"`` or ``"off"``.
 
     Raises:
-        DataConfigError: The arguments contradict each other.
+        ConfigError: The arguments contradict each other.
         DatasetChangedError: The sampler was made for a dataset of another length.
     """
 
@@ -446,7 +446,7 @@ class DataLoader(OpenDataLoader[T_co]):
             A small dict of plain values, equal on every rank: save it from rank 0 alone.
 
         Raises:
-            DataConfigError: The sampler cannot be resumed, or ``in_order=False``.
+            ConfigError: The sampler cannot be resumed, or ``in_order=False``.
             DatasetInconsistencyError: With `compare`, on every rank: the positions differ.
         """
         self._require_order()
@@ -475,7 +475,7 @@ class DataLoader(OpenDataLoader[T_co]):
 
     def _require_order(self) -> None:
         if not self.in_order:
-            raise DataConfigError(
+            raise ConfigError(
                 Explanation(
                     "This loader has no state: in_order=False delivers batches in any order.",
                     cause="a resume must know which samples were read and which were not.",

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, get_worker_info
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe.data._loader.equal_readers import EqualReaders, checksum
 from ddpsafe.data._loader.torchs_loader import pinned
 from ddpsafe.data._replica import current_replica
@@ -35,7 +35,7 @@ from ddpsafe.data._samplers.base import (
     complete_with,
     parse_state,
 )
-from ddpsafe.data.errors import DataConfigError, StateMismatchError
+from ddpsafe.data.errors import StateMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -384,7 +384,7 @@ class Replay:
         used, finished = of.count_used(batches)
         back = max(0, of.batches - used)  # in even steps a rank may have fewer batches than steps
         if used and back >= len(self._delivered):
-            raise DataConfigError(
+            raise ConfigError(
                 Explanation(
                     f"batches={used}, but only the last {len(self._delivered)} positions are kept.",
                     cause="the position of a sampler or dataset that is not ddpsafe's is its state, "
@@ -398,7 +398,7 @@ class Replay:
         workers = position.workers
         if self._num_workers == 0 and not is_new and self.tracker.has_entered():
             if back and self.tracker.state() is not None:
-                raise DataConfigError(
+                raise ConfigError(
                     Explanation(
                         f"batches={used}, but the dataset has already read batch {of.batches}.",
                         cause="without workers only the dataset's current state can be saved.",

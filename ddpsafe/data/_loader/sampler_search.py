@@ -13,16 +13,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe.data._replica import resolve_replica
 from ddpsafe.data._samplers.base import Resumable
 from ddpsafe.data._samplers.ordered import LocalSampler
-from ddpsafe.data.errors import (
-    DataConfigError,
-    DatasetChangedError,
-    DataWarning,
-    MissingDistributedSamplerError,
-)
+from ddpsafe.data.errors import DatasetChangedError, DataWarning, MissingDistributedSamplerError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -92,7 +87,7 @@ def refuse_undivided(loader: DataLoader[Any]) -> None:
 
     Raises:
         MissingDistributedSamplerError: The sampler does not divide the data.
-        DataConfigError: It divides the data by a number that does not divide the world size.
+        ConfigError: It divides the data by a number that does not divide the world size.
     """
     world = resolve_replica(None, None)
     if world.num_replicas == 1:
@@ -105,7 +100,7 @@ def refuse_undivided(loader: DataLoader[Any]) -> None:
         # Fewer replicas than ranks are right if ranks share a model (tensor parallelism).
         if world.num_replicas % replicas == 0:
             return
-        raise DataConfigError(
+        raise ConfigError(
             Explanation(
                 f"{type(sampler).__name__} divides the data by {replicas}, but the world has "
                 f"{world.num_replicas} ranks.",

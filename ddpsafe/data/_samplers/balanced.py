@@ -64,7 +64,7 @@ class BalancedBatchSampler(DrawnSampler[list[int]]):
             because they are fewer than the ranks.
 
     Raises:
-        DataConfigError: Lengths are negative, NaN or not of shape (n,); a sample is longer than
+        ConfigError: Lengths are negative, NaN or not of shape (n,); a sample is longer than
             `max_tokens`; the sizes are below 1.
     """
 

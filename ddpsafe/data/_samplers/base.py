@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 import numpy as np
 from torch.utils.data import Sampler
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe.data._arguments import require_int
 from ddpsafe.data._replica import resolve_replica, run_seed
-from ddpsafe.data.errors import DataConfigError, DataWarning, StateMismatchError
+from ddpsafe.data.errors import DataWarning, StateMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -72,7 +72,7 @@ def parse_state(state: object) -> dict[str, Any]:
     try:
         for key in ("epoch", "consumed"):
             require_int(state.get(key), repr(key), least=0)
-    except DataConfigError as error:
+    except ConfigError as error:
         raise _damaged(error.explanation.what.removesuffix(".")) from error
     if not isinstance(state.get("finished"), bool):
         raise _damaged(f"'finished' must be true or false, not {state.get('finished')!r}")
@@ -219,7 +219,7 @@ class Resumable:
             epoch: From 0. The order is a function of it.
 
         Raises:
-            DataConfigError: It is not a whole number from 0.
+            ConfigError: It is not a whole number from 0.
         """
         require_int(epoch, "epoch", least=0)
         if epoch != self.epoch:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
-from ddpsafe._errors import Explanation
+from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe.data._arguments import require_choice, require_int
 from ddpsafe.data._samplers.base import PositionSampler
 from ddpsafe.data._samplers.permutation import (
@@ -16,7 +16,7 @@ from ddpsafe.data._samplers.permutation import (
     open_order,
     torchs_permutation,
 )
-from ddpsafe.data.errors import DataConfigError, DatasetChangedError, DataWarning
+from ddpsafe.data.errors import DatasetChangedError, DataWarning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sized
@@ -52,7 +52,7 @@ class _OrderedSampler(PositionSampler):
         self.algorithm: Algorithm = algorithm
         self._n = len(self.dataset)
         if self._n == 0:
-            raise DataConfigError(
+            raise ConfigError(
                 Explanation(
                     "The dataset is empty (n = 0).",
                     cause="a path or a filter matched nothing.",
@@ -65,7 +65,7 @@ class _OrderedSampler(PositionSampler):
     def _warn_of_few_samples(self) -> None:
         samples = "1 sample" if self._n == 1 else f"{self._n} samples"
         if self.drop_last:
-            raise DataConfigError(
+            raise ConfigError(
                 Explanation(
                     f"{samples} {'is' if self._n == 1 else 'are'} too few for {self.num_replicas} ranks with "
                     "drop_last=True: every rank would read nothing.",
@@ -154,7 +154,7 @@ class DistributedSampler(_OrderedSampler, TorchDistributedSampler[object]):  # t
             first index takes under a millisecond at any n, without torch's bias beyond 5e7.
 
     Raises:
-        DataConfigError: n = 0, a rank outside of the world, too few samples for drop_last.
+        ConfigError: n = 0, a rank outside of the world, too few samples for drop_last.
     """
 
 

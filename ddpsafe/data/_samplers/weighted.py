@@ -43,7 +43,7 @@ class WeightedSampler(PositionSampler):
         pad: Repeat the first draws so that all ranks have the same number of samples.
 
     Raises:
-        DataConfigError: Weights are negative, NaN, infinite, all zero or not of shape (n,);
+        ConfigError: Weights are negative, NaN, infinite, all zero or not of shape (n,);
             more samples are requested than can be drawn.
     """
 
