@@ -76,14 +76,14 @@ def test_every_internal_link_has_a_target(site: Path) -> None:
 
 def test_every_public_name_has_its_signature_on_the_site(site: Path) -> None:
     """Each is an entry that search and links can reach."""
-    anchors = Parsed(site / "reference" / "api.html").anchors
+    anchors = Parsed(site / "reference" / "signatures.html").anchors
     names = [name for name in ddpsafe.__all__ if not name.startswith("__")]
     assert [name for name in names if f"ddpsafe.{name}" not in anchors] == []
 
 
 def test_every_name_in_a_public_signature_is_explained() -> None:
     """`Unpack[LaunchFields]` is useless without an entry for LaunchFields."""
-    page = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "signatures.md").read_text(encoding="utf-8")
     known = {*vars(builtins), *ddpsafe.__all__, *vars(importlib.import_module("typing"))}
     known |= {
         *vars(importlib.import_module("collections.abc")),
@@ -128,6 +128,7 @@ PAGES_TO_VIEW: Final = (
     "how-to/porting",
     "how-to/coming-from",
     "reference/api",
+    "reference/signatures",
     "reference/config",
     "reference/data",
     "findings/index",
