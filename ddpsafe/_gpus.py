@@ -393,7 +393,7 @@ def read_errors(within_s: float) -> list[str]:
     return _read_xids(within_s) + (_query_driver(memory_errors) or [])
 
 
-def _read_xids(within_s: float, log: Path = _KERNEL_LOG) -> list[str]:
+def _read_xids(within_s: float) -> list[str]:
     """Return the Xid errors that the driver has written to the kernel's log within that time.
 
     A record is ``priority,sequence,microseconds since boot,flags;message`` (the kernel's
@@ -402,7 +402,7 @@ def _read_xids(within_s: float, log: Path = _KERNEL_LOG) -> list[str]:
     oldest_us = (time.monotonic() - within_s) * 1e6
     lines = []
     try:
-        fd = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # in most containers, and for users without permission
         return []
     try:

@@ -77,9 +77,9 @@ def check_interfaces(
             yield _about(variable, value, problem)
 
 
-def check_interface(name: str, *, existing: Iterable[str] | None = None) -> ConfigProblem | None:
+def check_interface(name: str) -> ConfigProblem | None:
     """Check that `Rendezvous.interface` exists on this machine; return the problem, if any."""
-    names = list(list_names() if existing is None else existing)
+    names = list_names()
     problem = find_shape_problem(GLOO, name) or _absent(GLOO, name, names)
     return None if problem is None else _about("rendezvous.interface", name, problem)
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -30,10 +30,6 @@ from ddpsafe.data._loader.worker_safety import find_handles, find_unpicklable, s
 from ddpsafe.data._per_process import closing_what_opens
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data.errors import DatasetInconsistencyError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 _ITEM_DIGEST_BYTES: Final = 8
 _PROBES: Final = 64
@@ -135,9 +131,7 @@ class DatasetView:
         return torch.from_numpy(rows.reshape(-1, _ITEM_DIGEST_BYTES).copy())
 
 
-def views_of(
-    dataset: Any, *, probes: int, key: Callable[[int], object] | None
-) -> list[DatasetView]:
+def views_of(dataset: Any, key: Callable[[int], object] | None) -> list[DatasetView]:
     """Choose what identifies a dataset: `key`, its own fingerprint, its paths, or probes.
 
     Some items are viewed beside the paths, unless they are random. Of large arrays of floats or bytes
@@ -157,20 +151,20 @@ def views_of(
     by_paths = _view_paths(dataset, length, f"{name} by its paths")
     if by_paths is not None:
         paths, root = by_paths
-        if not (has_items and length and probes):
+        if not (has_items and length):
             return [paths]
         items = _view_items(
             dataset,
             type(dataset).__qualname__,
             "items",
-            min(probes, _PROBES_BESIDE_PATHS),
+            _PROBES_BESIDE_PATHS,
             # A sample may hold paths, and hosts may mount the data in different places.
             lambda sample: _text_of(sample, _coarse_content).replace(root, ""),
         )
         return [paths] if items is None else [paths, items]
     if not has_items:
         return [_view(length, name, range(0), str)]
-    items = _view_items(dataset, name, "probes", probes, stable_text)
+    items = _view_items(dataset, name, "probes", _PROBES, stable_text)
     if items is None:
         items = _view(length, f"{name} by its length, as its items are random", range(0), str)
     return [items]
@@ -332,24 +326,20 @@ _SHOWN_CHARS: Final = 200
 def check_dataset_consistency(
     dataset: object,
     *,
-    probes: int = _PROBES,
     key: Callable[[int], object] | None = None,
     facts: Mapping[str, object] | None = None,
-    group: ProcessGroup | None = None,
 ) -> str:
     """Check that all ranks have the same dataset in the same order; every rank calls it.
 
     The dataset is compared by the first of these that it has: `key`, ``fingerprint()``, a list
     of paths (``samples``, ``imgs``, ``files``, ``paths``; relative to its root, so mount
-    points may differ), or `probes` of its items, read with fixed seeds. Beside paths, 16 items are
+    points may differ), or 64 of its items, read with fixed seeds. Beside paths, 16 items are
     read too, because labels may come from elsewhere; of large images only shape and dtype count then.
 
     Args:
         dataset: The dataset.
-        probes: How many items are read if nothing else identifies them.
         key: Index -> something that identifies the item, cheaper than reading it.
         facts: Further plain values that must be equal, e.g. ``{"seed": 0, "batch_size": 32}``.
-        group: The ranks that take part; all by default.
 
     Returns:
         The fingerprint: 32 hexadecimal digits, equal on all ranks.
@@ -371,7 +361,7 @@ def check_dataset_consistency(
     # A fork cannot use the GPU, which the dataset may do when it is read.
     forks = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
     return compare_datasets(
-        _Reading(dataset, probes, key), facts or {}, group, start_method="fork" if forks else None
+        _Reading(dataset, key), facts or {}, start_method="fork" if forks else None
     )
 
 
@@ -382,15 +372,12 @@ def check_dataset_of(loader: TorchDataLoader[Any]) -> str:
         The dataset's fingerprint, as of `check_dataset_consistency`.
     """
     method = start_method_of(loader.multiprocessing_context) if loader.num_workers else None
-    return compare_datasets(
-        _Reading(loader.dataset), loader_facts(loader), None, start_method=method
-    )
+    return compare_datasets(_Reading(loader.dataset), loader_facts(loader), start_method=method)
 
 
 def compare_datasets(
     reading: _Reading,
     facts: Mapping[str, object],
-    group: ProcessGroup | None,
     *,
     start_method: str | None,
 ) -> str:
@@ -399,12 +386,11 @@ def compare_datasets(
     Args:
         reading: What to read.
         facts: As there.
-        group: As there.
         start_method: How to start the worker that reads; ``None`` to read in this process.
     """
     report, error = reading.report(start_method)
     report["facts"] = {name: repr(value) for name, value in facts.items()}
-    reports = gather_json(report, group)
+    reports = gather_json(report)
     broken = [rank for rank, report in enumerate(reports) if report["error"]]
     if len(broken) == len(reports) and error is not None:
         raise error  # all ranks failed, so the dataset itself is broken
@@ -419,7 +405,6 @@ def compare_datasets(
                 f"rank {broken[0]}: {reports[broken[0]]['traceback']}",
             ],
             ranks=broken,
-            group=group,
         ) from error
     for fact in sorted({fact for report in reports for fact in report["facts"]}):
         values = [report["facts"].get(fact) for report in reports]
@@ -431,14 +416,13 @@ def compare_datasets(
                 cause="it is computed or configured per rank.",
                 fix=f"give every rank the same {fact}.",
                 ranks=odd,
-                group=group,
             )
     for place in range(min(len(entry["views"]) for entry in reports)):
         if len({entry["views"][place]["fingerprint"] for entry in reports}) > 1:
             described = [{**entry["views"][place], "length": entry["length"]} for entry in reports]
             # The job ends here, so this process may read what a worker has read before.
             view = reading.views()[place]
-            raise _unequal_data(reading.dataset, view, described, group)
+            raise _unequal_data(reading.dataset, view, described)
     return str(report["views"][0]["fingerprint"])
 
 
@@ -448,14 +432,13 @@ def _inconsistent(
     cause: str,
     fix: str,
     ranks: list[int],
-    group: ProcessGroup | None,
     details: Sequence[str] = (),
     index: int | None = None,
 ) -> DatasetInconsistencyError:
     text = Explanation(what, cause=cause, fix=fix, details=[*details])
     error = DatasetInconsistencyError(text, ranks=ranks, index=index)
     # So the launcher blames a rank that differs, though all ranks raise.
-    error.origin = "own" if current_replica(group).rank in ranks else "mismatch"
+    error.origin = "own" if current_replica().rank in ranks else "mismatch"
     return error
 
 
@@ -466,7 +449,7 @@ def compare_states(state: Mapping[str, object]) -> None:
         DatasetInconsistencyError: On every rank, naming the ranks at another position.
     """
     compared = ("epoch", "consumed", "finished", "identity")
-    states = gather_json({key: state[key] for key in compared}, None)
+    states = gather_json({key: state[key] for key in compared})
     # At the end of an epoch the ranks may have read different numbers of samples.
     places = [{**place, "consumed": None} if place["finished"] else place for place in states]
     odd, _ = _minority([json.dumps(place, sort_keys=True) for place in places])
@@ -481,18 +464,14 @@ def compare_states(state: Mapping[str, object]) -> None:
                 for rank, place in enumerate(states)
             ],
             ranks=odd,
-            group=None,
         )
 
 
 class _Reading(Dataset[Any]):
     """What is read of a dataset, as the only item of another one, so that a DataLoader worker can read it."""
 
-    def __init__(
-        self, dataset: Any, probes: int = _PROBES, key: Callable[[int], object] | None = None
-    ) -> None:
+    def __init__(self, dataset: Any, key: Callable[[int], object] | None = None) -> None:
         self.dataset = dataset
-        self._probes = probes
         self._key = key
 
     def __len__(self) -> int:
@@ -519,7 +498,7 @@ class _Reading(Dataset[Any]):
         return {"error": None, "length": views[0].length, "views": described}, None
 
     def views(self) -> list[DatasetView]:
-        return views_of(self.dataset, probes=self._probes, key=self._key)
+        return views_of(self.dataset, self._key)
 
     def report(self, start_method: str | None) -> tuple[dict[str, Any], Exception | None]:
         """Read in a worker, or in this process; return an exception instead of raising it."""
@@ -559,11 +538,11 @@ def _report_of(error: Exception) -> dict[str, Any]:
 
 
 def _unequal_data(
-    dataset: object, view: DatasetView, reports: list[dict[str, Any]], group: ProcessGroup | None
+    dataset: object, view: DatasetView, reports: list[dict[str, Any]]
 ) -> DatasetInconsistencyError:
     """Find the first compared sample that differs, and make the error with the advice that fits."""
     odd, usual = _minority([report["fingerprint"] for report in reports])
-    digests = [rows.numpy() for rows in gather_rows(view.digests(), group)]
+    digests = [rows.numpy() for rows in gather_rows(view.digests())]
     theirs, others = digests[usual], digests[odd[0]]
     count = min(len(theirs), len(others))
     unequal = np.flatnonzero((theirs[:count] != others[:count]).any(axis=1))
@@ -576,7 +555,7 @@ def _unequal_data(
         index = view.indices[place]
         text, parts = view.item(index)[:_SHOWN_CHARS], view.parts(index)
     is_split = hasattr(dataset, "indices") and hasattr(dataset, "dataset")
-    facts = gather_json({"text": text, "parts": parts, "is_split": is_split}, group)
+    facts = gather_json({"text": text, "parts": parts, "is_split": is_split})
     difference = UnequalData(
         same_length=same_length,
         same_samples=sorted(map(bytes, theirs)) == sorted(map(bytes, others)),
@@ -598,7 +577,6 @@ def _unequal_data(
             if rank in {usual, *odd}
         ],
         ranks=odd,
-        group=group,
         index=index,
     )
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
-    from torch.distributed import ProcessGroup
     from torch.utils.data import DataLoader
 
 
@@ -89,7 +88,6 @@ def gather_exact(
     n: int | None = None,
     duplicates: Literal["error", "drop"] = "error",
     dst: int | None = None,
-    group: ProcessGroup | None = None,
 ) -> Values | None:
     """Collect per-sample results of all ranks in dataset order, so that metrics are exact.
 
@@ -104,8 +102,7 @@ def gather_exact(
         n: The size of the dataset; by default the number of results. With it, a missing last
             sample is found, too.
         duplicates: ``"error"`` refuses repeated indices, ``"drop"`` keeps the first result.
-        dst: Return the results on this rank of the group only, ``None`` on the others.
-        group: The ranks that take part; all by default.
+        dst: Return the results on this rank only, ``None`` on the others.
 
     Returns:
         Like `values`, but (n, ...) and in dataset order, on the CPU.
@@ -131,7 +128,7 @@ def gather_exact(
     except Exception as error:  # noqa: BLE001 - raised below on every rank; raised here, it would leave the others waiting
         # Never empty: that means no error.
         spec = {"error": str(error) or type(error).__name__}
-    specs = gather_json(spec, group)
+    specs = gather_json(spec)
     problems = [f"rank {rank}: {spec['error']}" for rank, spec in enumerate(specs) if spec["error"]]
     if not problems:
         forms = {
@@ -157,17 +154,16 @@ def gather_exact(
     index = np.concatenate(
         [
             part.numpy().reshape(-1).view(np.int64)
-            for part in gather_rows(as_rows(torch.from_numpy(own)), group)
+            for part in gather_rows(as_rows(torch.from_numpy(own)))
         ]
     )
     order = _check_cover(index, n, duplicates)
     # Take the form from a rank with samples: a rank without any does not have it.
     form = next((spec for spec in specs if spec["count"]), specs[0])
     gathered = {
-        name: _gather_leaf(leaves.get(name), leaf, order, group)
-        for name, leaf in form["leaves"].items()
+        name: _gather_leaf(leaves.get(name), leaf, order) for name, leaf in form["leaves"].items()
     }
-    if dst is not None and current_replica(group).rank != dst:
+    if dst is not None and current_replica().rank != dst:
         return None
     if form["named"]:
         return cast("Values", {decode(json.loads(name)): leaf for name, leaf in gathered.items()})
@@ -248,10 +244,9 @@ def _gather_leaf(
     leaf: Any,
     spec: Mapping[str, Any],
     order: NDArray[np.int64],
-    group: ProcessGroup | None,
 ) -> Any:
     if spec["kind"] == "list":
-        parts = gather_json([] if leaf is None else list(leaf), group)
+        parts = gather_json([] if leaf is None else list(leaf))
         flat = [value for part in parts for value in part]
         return [decode(flat[place]) for place in order.tolist()]
     shape = (len(order), *spec["shape"])
@@ -267,7 +262,7 @@ def _gather_leaf(
         rows = torch.frombuffer(bytearray(leaf.tobytes()), dtype=torch.uint8).reshape(count, width)
     else:
         rows = as_rows(leaf)
-    whole = torch.cat(gather_rows(rows, group))[torch.from_numpy(order)]
+    whole = torch.cat(gather_rows(rows))[torch.from_numpy(order)]
     if is_array:
         array = np.empty(shape, dtype)
         array.reshape(-1).view(np.uint8)[:] = whole.numpy().reshape(-1)

@@ -42,21 +42,18 @@ class EvenSteps(Generic[T]):
         *,
         policy: Policy,
         model: Joinable | None,
-        size: Callable[[T], int],
-        group: ProcessGroup | None,
     ) -> None:
         self.weight = 1.0
         self.dropped = False
         self._loader = loader
         self._policy: Policy = policy
         self._model = model
-        self._size = size
-        self._group = group
+        self._group: ProcessGroup | None = None
 
     def __iter__(self) -> Iterator[T]:
         self.weight = 1.0
         self.dropped = False
-        if current_replica(self._group).num_replicas == 1:
+        if current_replica().num_replicas == 1:
             return iter(self._loader)
         if self._policy == "join":
             return self._joined()
@@ -78,9 +75,9 @@ class EvenSteps(Generic[T]):
                 batch, has_batch = None, False
             # Count steps, not fetched batches, so that the saved position is equal on all ranks.
             getattr(source, "count_as_used", _ignore)(step)
-            count = self._size(batch) if has_batch else -1  # type: ignore[arg-type]  # a batch
+            count = batch_length(batch) if has_batch else -1
             own = torch.tensor([count], dtype=torch.int64)
-            every = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+            every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
             # A separate group: the counts must not queue behind gradients or wait for the device.
             if self._group is None:
                 self._group = dist.new_group(backend="gloo")
@@ -98,7 +95,7 @@ class EvenSteps(Generic[T]):
             # Set only now: until here, the weight of the step before was in use.
             if self._policy == "dummy":
                 total = sum(count for count in counts if count > 0)
-                mine = max(0, counts[dist.get_rank(self._group)]) if has_batch else 0
+                mine = max(0, counts[dist.get_rank()]) if has_batch else 0
                 self.weight = len(counts) * mine / max(1, total)
 
     def _continues(self, counts: list[int], step: int) -> bool:
@@ -146,8 +143,6 @@ def even_steps(
     *,
     policy: Policy = "min",
     model: Joinable | None = None,
-    size: Callable[[T], int] | None = None,
-    group: ProcessGroup | None = None,
 ) -> EvenSteps[T]:
     """Make all ranks take the same number of steps; needed only if their numbers of batches differ.
 
@@ -161,9 +156,6 @@ def even_steps(
             ``weight``. ``"join"`` lets torch's `Join` take part in collectives for ranks that ran
             out. ``"error"`` raises on every rank, naming the ranks that ran out.
         model: The DDP model, for ``policy="join"``.
-        size: Number of samples of a batch, for ``policy="dummy"``; the length of its first
-            tensor by default.
-        group: A group with a CPU backend to exchange the counts; a new gloo group by default.
 
     Raises:
         ConfigError: The policy is unknown, or ``"join"`` without a model or with SyncBatchNorm.
@@ -176,7 +168,7 @@ def even_steps(
                 "policy='join' does not cover the collectives of SyncBatchNorm, which would hang",
                 "use policy='min' or 'dummy'",
             )
-    return EvenSteps(loader, policy=policy, model=model, size=size or batch_length, group=group)
+    return EvenSteps(loader, policy=policy, model=model)
 
 
 def batch_length(batch: object) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,45 +13,41 @@ import torch.distributed as dist
 
 from ddpsafe.data._replica import current_replica
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
-
-def gather_rows(rows: torch.Tensor, group: ProcessGroup | None) -> list[torch.Tensor]:
-    """Return the rows of every rank, by rank.
+def gather_rows(rows: torch.Tensor) -> list[torch.Tensor]:
+    """Return the rows of every rank, by rank; every rank calls it.
 
     Args:
         rows: Shape (k, w), uint8; k may differ between ranks and be 0, w is the same on all.
-        group: The ranks that take part; all of them call this.
 
     Returns:
         One tensor for each rank, shape (k of that rank, w), uint8, on the CPU.
     """
-    size = current_replica(group).num_replicas
+    size = current_replica().num_replicas
     if size == 1:
         return [rows.cpu()]
     # A CPU backend needs no device and no copy to it; a group with NCCL only has no CPU backend.
-    if "cpu:" in str(dist.get_backend_config(group)):
+    if "cpu:" in str(dist.get_backend_config()):
         device = torch.device("cpu")
     else:
         device = torch.device("cuda", torch.cuda.current_device())
     own = torch.tensor([len(rows)], dtype=torch.int64, device=device)
     counts = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(counts, own, group=group)
+    dist.all_gather(counts, own)
     lengths = [int(count) for count in counts]
     # all_gather needs equal shapes.
     padded = torch.zeros((max(lengths), rows.shape[1]), dtype=torch.uint8, device=device)
     padded[: len(rows)] = rows.to(device)
     parts = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(parts, padded, group=group)
+    dist.all_gather(parts, padded)
     return [part[:length].cpu() for part, length in zip(parts, lengths, strict=True)]
 
 
-def gather_json(value: object, group: ProcessGroup | None) -> list[Any]:
+def gather_json(value: object) -> list[Any]:
     """Return the plain value of every rank, by rank. As JSON, so no peer's pickle is loaded."""
     text = json.dumps(value).encode()
     rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unsqueeze(1)
-    return [json.loads(part.numpy().tobytes()) for part in gather_rows(rows, group)]
+    return [json.loads(part.numpy().tobytes()) for part in gather_rows(rows)]
 
 
 def as_rows(values: torch.Tensor) -> torch.Tensor:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from ddpsafe._errors import ConfigError, Explanation
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _MIN_RANDOM_SEED: Final = 2**48
 
@@ -30,10 +27,10 @@ def has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def current_replica(group: ProcessGroup | None = None) -> Replica:
-    """Return rank and size of a process group, by default of all ranks; without one, rank 0 of 1."""
+def current_replica() -> Replica:
+    """Return rank and size of the process group; without one, rank 0 of 1."""
     if has_group():
-        return Replica(num_replicas=dist.get_world_size(group), rank=dist.get_rank(group))
+        return Replica(num_replicas=dist.get_world_size(), rank=dist.get_rank())
     return Replica(num_replicas=1, rank=0)
 
 

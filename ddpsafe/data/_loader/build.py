@@ -73,7 +73,7 @@ def build_loader(
             order_seed = run_seed() or 0 if seed is None else seed
             if seed is None and check:
                 # The seeds of ``torch.manual_seed`` may differ between ranks; rank 0's counts.
-                seeds = gather_json(chosen_seed(), None)
+                seeds = gather_json(chosen_seed())
                 order_seed = 0 if None in seeds else int(seeds[0])
             options["sampler"] = DistributedSampler(
                 sized, shuffle=shuffle is not False, seed=order_seed

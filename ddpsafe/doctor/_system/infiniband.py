@@ -37,10 +37,10 @@ class Port:
         return f"{self.state} {self.layer} {self.rate}" if self.is_active else self.state
 
 
-def list_ports(devices: Path = DEVICES) -> dict[str, Port]:
+def list_ports() -> dict[str, Port]:
     """Return all ports by the name that ``NCCL_IB_HCA`` has for them, such as ``mlx5_0:1``."""
     ports = {}
-    for folder in sorted(devices.glob("*/ports/*")):
+    for folder in sorted(DEVICES.glob("*/ports/*")):
         device, number = folder.parent.parent.name, folder.name
         # The kernel writes a state as "4: ACTIVE".
         state, rate, layer = (_read(folder / name) for name in ("state", "rate", "link_layer"))
