@@ -137,6 +137,10 @@ PAGES_TO_VIEW: Final = (
     "benchmarks/mesh",
     "benchmarks/faults",
 )
+_CUT_MESSAGES: Final = """
+[...document.querySelectorAll('.highlight-text pre')].filter(each => each.scrollWidth > each.clientWidth + 1)
+  .map(each => each.innerText.slice(0, 60))
+"""
 _CUT_TABLES: Final = """
 [...document.querySelectorAll('.table-wrapper')].filter(each => each.scrollWidth > each.clientWidth + 1)
   .map(each => each.innerText.slice(0, 60))
@@ -153,6 +157,7 @@ def test_pages_are_readable_in_a_browser(site: Path, tmp_path: Path, *, dark: bo
             found[name] = [
                 *page.overflow(),
                 *page.evaluate(_CUT_TABLES),
+                *page.evaluate(_CUT_MESSAGES),
                 *page.poor_contrast(),
                 *page.complaints(),
             ]
