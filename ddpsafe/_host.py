@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
+    import psutil
     from torch.distributed import TCPStore
 
 
@@ -320,6 +321,37 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         return False
     return (getattr(numeric, "ipv4_mapped", None) or numeric).is_loopback
+
+
+def look_up(host: str, port: int) -> list[str]:
+    """Return the addresses of a host, each once; this may hang if no name server answers.
+
+    Raises:
+        OSError: It has none.
+        UnicodeError: It cannot be a name.
+    """
+    entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+
+
+def find_listener(port: int) -> psutil.Process | None:
+    """Return the process that listens on a port, if this user may see it."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            at_port = connection.laddr and connection.laddr.port == port
+            if at_port and connection.status == psutil.CONN_LISTEN and connection.pid:
+                return psutil.Process(connection.pid)
+    return None
+
+
+def listener_text(port: int) -> str:
+    """Return the process that listens on a port for a message; empty if this user may not see it."""
+    process = find_listener(port)
+    with contextlib.suppress(Exception):  # it may have ended
+        return "" if process is None else f"{process.name()} (pid {process.pid})"
+    return ""
 
 
 def look_up_name(address: str) -> str:

@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import textwrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -74,6 +74,20 @@ def wrapped(text: str, columns: int, *, first: str = "", others: str = "  ") -> 
         subsequent_indent=others,
         break_long_words=False,
         break_on_hyphens=False,
+    )
+
+
+_HIDDEN: Final = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+"""Characters that move the cursor, change colours or titles, reverse the text direction, or are invisible."""
+
+
+def printable(text: object, *, keep: str = "") -> str:
+    """Return a text that is safe to show: its hidden characters, except for `keep`, as Python escapes."""
+    return _HIDDEN.sub(
+        lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1],
+        "" if text is None else str(text),
     )
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._text import printable
 from ddpsafe.checkpoint import Checkpointer, import_file
 from ddpsafe.checkpoint._checkpointer import read_info
 from ddpsafe.checkpoint._checksums import DamagedFileError
@@ -40,7 +41,7 @@ def handle_checkpoints(options: Namespace) -> int:
     try:
         return actions[options.action](options)
     except (CheckpointError, ConfigError) as error:
-        complain(_printable(str(error)))
+        complain(printable(error, keep="\n"))
         return USAGE
 
 
@@ -230,7 +231,7 @@ def _import(options: Namespace) -> int:
         say(json.dumps(asdict(info), indent=2))
     else:
         folder = Checkpointer(directory, access="read").path(info.step)
-        say(_printable(f"{folder}: {', '.join(info.names)}"))
+        say(printable(f"{folder}: {', '.join(info.names)}"))
     return HEALTHY
 
 
@@ -240,19 +241,8 @@ def _misuse(
     return ConfigError(Explanation(what, fix=fix))
 
 
-def _printable(text: str) -> str:
-    """Escape control characters."""
-    # A terminal acts on them, and a checkpoint may come from anywhere.
-    return "".join(
-        character
-        if character.isprintable() or character == "\n"
-        else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
-
-
 def _show(titles: Sequence[str], rows: Any) -> None:
-    cells = [tuple(_printable(cell) for cell in row) for row in rows]
+    cells = [tuple(printable(cell) for cell in row) for row in rows]
     used = [number for number in range(len(titles)) if any(row[number] for row in cells)]
     table = [
         [titles[number] for number in used],

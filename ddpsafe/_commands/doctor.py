@@ -21,10 +21,11 @@ from ddpsafe._config.endpoint import parse_endpoint
 from ddpsafe._config.problems import find_near
 from ddpsafe._errors import ConfigError, DDPSafeError, Explanation
 from ddpsafe._job.secret import find_job_secret
+from ddpsafe._text import printable
 from ddpsafe._world import find_world
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
 from ddpsafe.doctor._codes import CODES, read_page
-from ddpsafe.doctor._findings import AreaStep, printable
+from ddpsafe.doctor._findings import AreaStep
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -19,9 +19,8 @@ import psutil
 from ddpsafe import _gpus
 from ddpsafe._commands import openmetrics
 from ddpsafe._launcher.watch.status_socket import ask
-from ddpsafe._text import wrapped
+from ddpsafe._text import printable, wrapped
 from ddpsafe.cli import HEALTHY, UNHEALTHY, say
-from ddpsafe.doctor._findings import printable
 
 if TYPE_CHECKING:
     import argparse

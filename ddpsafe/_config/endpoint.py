@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -191,13 +190,3 @@ def _address_problem(host: str, address: IPAddress) -> Problem | None:
         why=f"%{scope} names an interface of one host, and may be another one on other hosts",
         write=f'the address alone: "{show_endpoint(plain, DEFAULT_PORT)}"',
     )
-
-
-def resolve_host(host: str, port: int) -> list[str]:
-    """Return the addresses of a name from the system's resolver; blocks as long as that does.
-
-    Raises:
-        OSError: The name does not resolve.
-    """
-    results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return sorted({str(entry[4][0]) for entry in results})

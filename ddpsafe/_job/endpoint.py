@@ -25,6 +25,7 @@ from ddpsafe._host import (
     interface_variables,
     is_loopback,
     list_interfaces,
+    look_up,
     open_tcp_store,
 )
 from ddpsafe._job.channel import RefusedError
@@ -103,17 +104,6 @@ def trouble_of(exc: Exception) -> tuple[Unreached, str]:
     name = errno.errorcode.get(getattr(exc, "errno", None) or 0)
     clause = clause if name is None else f"{clause} ({name})"
     return "refused" if isinstance(exc, ConnectionError) else "no-route", clause
-
-
-def look_up(host: str, port: int) -> list[str]:
-    """Return the addresses of a host, each once; this may hang if no name server answers.
-
-    Raises:
-        OSError: It has none.
-        UnicodeError: It cannot be a name.
-    """
-    entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 class JobEndpoint:
@@ -383,10 +373,10 @@ class JobEndpoint:
     def _is_own_name_loopback(self) -> bool:
         """Return whether this host's name leads to loopback first, or nowhere."""
         try:
-            entries = self.call(lambda: socket.getaddrinfo(socket.gethostname(), 0), _HANDSHAKE)
+            own = self.call(lambda: look_up(socket.gethostname(), 0), _HANDSHAKE)
         except (OSError, UnicodeError, RendezvousTimeoutError):
             return True
-        return is_loopback(str(entries[0][4][0]))
+        return is_loopback(own[0])
 
     def _serve(self, address: str) -> Channel[Any, Any] | None:
         """Serve the channel at one address, if the port is free."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._errors import Explanation, PreflightError
+from ddpsafe._text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,21 +20,11 @@ logger = logging.getLogger(__name__)
 
 Severity = Literal["ok", "warning", "failed"]
 
-_UNPRINTABLE: Final = re.compile(
-    "[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
-)
-"""Characters that move the cursor, change colours or titles, reverse the text direction, or are invisible."""
-
 
 class AreaStep(str):
     """A progress line about one area. Its checks are too quick for a line in a log."""
 
     __slots__ = ()
-
-
-def printable(text: str) -> str:
-    """Return the text as one line that is safe to print: other characters as Python escapes."""
-    return _UNPRINTABLE.sub(lambda character: ascii(character[0])[1:-1], text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

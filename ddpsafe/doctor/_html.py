@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe.doctor._findings import printable
+from ddpsafe._text import printable
 
 if TYPE_CHECKING:
     from ddpsafe.doctor._findings import Direction, Matrix, Report

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._launcher.diagnosis.report_files import RANKS, replace_file
+from ddpsafe._text import printable
 from ddpsafe._wire.spec import open_log
 
 if TYPE_CHECKING:
@@ -43,11 +44,6 @@ _OUTPUT_LINES: Final = 25
 _STACKS_BYTES: Final = 60_000
 _MAX_ATTEMPTS: Final = 50
 _MAX_RANKS: Final = 256
-# Control characters, and marks that change the direction of text.
-_UNSAFE: Final = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
-)
-
 _STYLE: Final = """
 :root { color-scheme: light dark; --text: #1c2024; --back: #fff; --line: #8a94a0; --dim: #5b6470;
   --box: #eef0f2; --bad: #b3261e; --starting: #e3e6ea; --loading: #d3d9e0; --joining: #c4d7f2;
@@ -133,7 +129,7 @@ def draw(run_dir: Path) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.ChainableUndefined, trim_blocks=True
     )
-    environment.filters["printable"] = _printable
+    environment.filters["printable"] = partial(printable, keep="\n\t")
     count = sum(attempt["has_failed"] for attempt in attempts)
     failed = f"{count} failed attempt{'s' if count != 1 else ''}"
     newest = attempts[0]["report"] if attempts else {}
@@ -151,11 +147,6 @@ def draw(run_dir: Path) -> str:
         legend=[_PHASES[phase] for phase in _PHASES if phase in phases],
         style=Markup(_STYLE),  # noqa: S704 - the constant above
     )
-
-
-def _printable(text: object) -> str:
-    """Return a text without characters that would hide or reorder other text."""
-    return _UNSAFE.sub("�", "" if text is None else str(text))
 
 
 def _reports(run_dir: Path) -> list[Path]:

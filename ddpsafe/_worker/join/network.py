@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import ConfigError, Explanation, PreflightError
-from ddpsafe._host import find_address_towards, find_interface_of, interface_variables, list_names
+from ddpsafe._host import (
+    find_address_towards,
+    find_interface_of,
+    interface_variables,
+    list_names,
+    look_up,
+)
 from ddpsafe._job.agreement import RankGroup
 from ddpsafe._logging import get_logger
 from ddpsafe._worker import environment
@@ -71,14 +77,14 @@ def _require(name: str) -> str:
 
 def _find_way(endpoint: StoreEndpoint, deadline: Deadline) -> str | None:
     lookup = BoundedCall(
-        lambda: socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM),
+        lambda: look_up(endpoint.host, endpoint.port),
         name="ddpsafe-resolve",
     )
     addresses: list[str] = []
     # A resolver whose server does not answer may hang for ever.
     if lookup.wait(Deadline.after(_RESOLVE).earlier(deadline).remaining_s()):
         with contextlib.suppress(OSError):  # it no longer resolves: the default route decides
-            addresses = [str(entry[4][0]) for entry in lookup.result()]
+            addresses = lookup.result()
     own = find_address_towards(addresses)
     interface = None if own is None else find_interface_of(own)
     return None if interface is None else interface.name

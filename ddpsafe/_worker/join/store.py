@@ -10,13 +10,12 @@ import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import psutil
 import tenacity
 
 from ddpsafe._advice import ADVICE
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import Explanation, PreflightError, RendezvousTimeoutError
-from ddpsafe._host import open_tcp_store, serves_by_libuv
+from ddpsafe._host import listener_text, look_up, open_tcp_store, serves_by_libuv
 from ddpsafe._job.agreement import Absence
 from ddpsafe._job.control import Control
 from ddpsafe._job.store_keys import SignedKeys
@@ -217,7 +216,7 @@ def require_name(endpoint: StoreEndpoint, world: World, *, deadline: Deadline) -
     )
     # A resolver whose server does not answer may hang for ever.
     lookup = BoundedCall(
-        lambda: retrying(socket.getaddrinfo, endpoint.host, endpoint.port), name="ddpsafe-resolve"
+        lambda: retrying(look_up, endpoint.host, endpoint.port), name="ddpsafe-resolve"
     )
     # Longer than the tries, so that the last one's error is reported.
     if not lookup.wait(deadline.remaining_s() + 1.0):
@@ -297,7 +296,7 @@ def _connect(
         if not has_ended:
             what = (
                 f"{world}: something listens at {endpoint}, but it is not a store of torch"
-                f"{_owner(endpoint)}; waited {deadline.waited_s():.1f} s."
+                f"{_by(endpoint)}; waited {deadline.waited_s():.1f} s."
             )
             cause = "another program is using the port, so rank 0 could not serve there."
             fix = ADVICE["DS-PORT-taken"][1]
@@ -327,8 +326,9 @@ def _listen(endpoint: StoreEndpoint, world: World) -> socket.socket:
         fix = "set MASTER_ADDR to an address of the host on which rank 0 runs (see `ip addr`)."
         kind: FailureKind = "startup-network"
         if exc.errno == errno.EADDRINUSE:
-            owner = _owner(endpoint)
-            what = f"{world} cannot serve the store at {endpoint}: the port is taken{owner}."
+            what = (
+                f"{world} cannot serve the store at {endpoint}: the port is taken{_by(endpoint)}."
+            )
             cause, fix = ADVICE["DS-PORT-taken"]
             kind = "port"
         raise PreflightError(Explanation(what, cause=cause, fix=fix), kind=kind) from exc
@@ -365,13 +365,7 @@ def _not_served(
     )
 
 
-def _owner(endpoint: StoreEndpoint) -> str:
-    """Name the process that listens on the port, if this user may see it."""
-    try:
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and endpoint.port in connection.laddr:
-                name = psutil.Process(connection.pid).name() if connection.pid else "?"
-                return f" by {name} (pid {connection.pid})"
-    except psutil.Error:
-        pass
-    return ""
+def _by(endpoint: StoreEndpoint) -> str:
+    """Return a part of a message: the process that listens on the port, if this user may see it."""
+    owner = listener_text(endpoint.port)
+    return owner and f" by {owner}"

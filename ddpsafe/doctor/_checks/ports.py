@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from ddpsafe._advice import ADVICE, COMMANDS
-from ddpsafe._host import PORT_RANGE, list_interfaces, port_range, show_endpoint
+from ddpsafe._host import PORT_RANGE, find_listener, list_interfaces, port_range, show_endpoint
 from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
-from ddpsafe.doctor._system.tcp import addresses_of, find_listener
+from ddpsafe.doctor._system.tcp import addresses_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._clock import Deadline
 from ddpsafe._host import interface_variables
 from ddpsafe._job.channel import from_json
-from ddpsafe.doctor._findings import Finding, failed, ok, printable, warning
+from ddpsafe._text import printable
+from ddpsafe.doctor._findings import Finding, failed, ok, warning
 from ddpsafe.doctor._mesh.findings.observations import AllReduce
 from ddpsafe.doctor._mesh.protocol import Address, AnyPort, Reduced, write
 from ddpsafe.doctor._mesh.transport import RESULTS, wait_for

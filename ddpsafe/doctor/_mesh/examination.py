@@ -14,9 +14,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
-import psutil
-
 from ddpsafe._clock import Deadline
+from ddpsafe._host import listener_text
 from ddpsafe._job.channel import from_json
 from ddpsafe.doctor._mesh import all_reduce
 from ddpsafe.doctor._mesh.channel_transport import Server
@@ -40,7 +39,6 @@ from ddpsafe.doctor._mesh.transport import (
     gather,
     wait_for,
 )
-from ddpsafe.doctor._system.tcp import find_listener
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -112,11 +110,8 @@ class EndpointServer:
 
 def owner_of(port: int) -> str:
     """Return the end of a message: the process that listens on a port, if this user may see it."""
-    process = find_listener(port)
-    with contextlib.suppress(psutil.Error, OSError):  # it may have ended
-        if process is not None:
-            return f"; {process.name()} (pid {process.pid}) on {socket.gethostname()} uses it"
-    return ""
+    owner = listener_text(port)
+    return owner and f"; {owner} on {socket.gethostname()} uses it"
 
 
 T = TypeVar("T")

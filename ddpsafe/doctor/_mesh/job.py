@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from ddpsafe._host import LIBRARY_VARIABLES
+from ddpsafe._text import printable
 from ddpsafe._world import expand_hosts, job_variables
-from ddpsafe.doctor._findings import Matrix, printable
+from ddpsafe.doctor._findings import Matrix
 from ddpsafe.doctor._mesh.protocol import VERSION, Greeting, as_hostname
 
 if TYPE_CHECKING:

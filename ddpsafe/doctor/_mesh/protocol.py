@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Ty
 from pydantic import AfterValidator, Field, Strict
 
 from ddpsafe._host import is_loopback
-from ddpsafe.doctor._findings import DialResult, printable
+from ddpsafe._text import printable
+from ddpsafe.doctor._findings import DialResult  # noqa: TC001 - pydantic reads it
 from ddpsafe.doctor._subject import PlaceKind, VariableSource
 
 # pydantic reads annotations when a message is first validated: these must exist at run time.

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from pydantic import Field
 
 from ddpsafe._clock import Deadline
-from ddpsafe._host import is_loopback
+from ddpsafe._host import is_loopback, look_up
 from ddpsafe._job.channel import RefusedError, from_json
-from ddpsafe._job.endpoint import Unreached, look_up, trouble_of
+from ddpsafe._job.endpoint import Unreached, trouble_of
 from ddpsafe.doctor._mesh.channel_transport import ANSWER, Client
 from ddpsafe.doctor._mesh.protocol import VERSION, Answer, Rate, Text
 from ddpsafe.doctor._mesh.transport import TransportLostError, bounded, wait_for

@@ -11,23 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import psutil
-
 from ddpsafe._clock import BoundedCall
-from ddpsafe._config.endpoint import find_address, resolve_host
+from ddpsafe._config.endpoint import find_address
+from ddpsafe._host import look_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-def find_listener(port: int) -> psutil.Process | None:
-    """Return the process that listens on a port, if this user may see it."""
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            at_port = connection.laddr and connection.laddr.port == port
-            if at_port and connection.status == psutil.CONN_LISTEN and connection.pid:
-                return psutil.Process(connection.pid)
-    return None
 
 
 def addresses_of(host: str, port: int, *, limit_s: float) -> list[str]:
@@ -39,7 +28,7 @@ def addresses_of(host: str, port: int, *, limit_s: float) -> list[str]:
     """
     if find_address(host) is not None:
         return [host]
-    call = BoundedCall(lambda: resolve_host(host, port), name="ddpsafe-resolve")
+    call = BoundedCall(lambda: look_up(host, port), name="ddpsafe-resolve")
     if not call.wait(limit_s):
         msg = f"no answer within {limit_s:.1f} s"
         raise TimeoutError(msg)
