@@ -209,18 +209,16 @@ def _has_finalizer(kind: type[Any]) -> bool:
     return is_own and isinstance(getattr(kind, "__del__", None), FunctionType)
 
 
+def standard_streams() -> tuple[object, ...]:
+    """Return the process's stdin, stdout and stderr, those of its start and those that replace them."""
+    return (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__)
+
+
 def _close_files(files: list[Any]) -> None:
     """Write what open files still hold, as their destructors would."""
     # `os._exit` is still to come, and with it what daemon threads and ddpsafe write.
     kept: set[int] = set()
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-        sys.__stdout__,
-        sys.__stderr__,
-        sys.stdin,
-        sys.__stdin__,
-    ):
+    for stream in standard_streams():
         buffer = getattr(stream, "buffer", None)
         kept |= {id(stream), id(buffer), id(getattr(buffer, "raw", None))}
     files = [each for each in files if id(each) not in kept]

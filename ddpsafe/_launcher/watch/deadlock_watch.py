@@ -543,7 +543,8 @@ class LiveWatch:
     def _facts(
         self, answers: dict[int, Whereabouts], stacks: dict[int, list[Frame]]
     ) -> dict[str, Any]:
-        nodes = {rank.rank: rank.outcome().node_rank for rank in self._ranks}
+        outcomes = {rank.rank: rank.outcome() for rank in self._ranks}
+        nodes = {rank: outcome.node_rank for rank, outcome in outcomes.items()}
         arrivals = {rank: answer.position.arrivals for rank, answer in answers.items()}
         return {
             **facts_of_launch(self._processes[0].spec),
@@ -552,6 +553,7 @@ class LiveWatch:
             "ranks": [
                 facts_of_rank(
                     rank,
+                    outcomes[rank.rank],
                     answers.get(rank.rank),
                     stacks.get(rank.rank, ()),
                     wants_stacks=self._wants_stacks,
@@ -569,7 +571,9 @@ class LiveWatch:
         }
         frames.update(stacks)
         outcomes = {
-            rank.rank: outcome_of(rank, answers.get(rank.rank), frames.get(rank.rank, ()))
+            rank.rank: outcome_of(
+                rank, rank.outcome(), answers.get(rank.rank), frames.get(rank.rank, ())
+            )
             for rank in self._ranks
         }
         # Collectives show progress where steps are not counted. Only new ones count: converted from the
@@ -712,6 +716,7 @@ def facts_of_launch(spec: RankSpec) -> dict[str, Any]:
 
 def facts_of_rank(
     rank: RankState,
+    outcome: RankOutcome,
     answer: Whereabouts | None,
     stack: Sequence[Frame] = (),
     *,
@@ -722,13 +727,15 @@ def facts_of_rank(
 
     Args:
         rank: The rank.
+        outcome: Its outcome as it is known now.
         answer: Where it says that it is.
         stack: Of its main thread, if it does not answer.
         wants_stacks: Whether the stacks of its threads are wanted, and of its loader workers.
         steps_per_s: How fast it trains.
     """
     made = rank.progress()
-    outcome = outcome_of(rank, answer, (() if answer is None else answer.main_frames) or stack)
+    frames = (() if answer is None else answer.main_frames) or stack
+    outcome = outcome_of(rank, outcome, answer, frames)
     threads = [(thread.name, thread.frames) for thread in answer.threads] if answer else []
     facts: dict[str, object] = {
         "rank": rank.rank,
@@ -764,10 +771,11 @@ def facts_of_rank(
     return facts
 
 
-def outcome_of(rank: RankState, answer: Whereabouts | None, frames: Sequence[Frame]) -> RankOutcome:
+def outcome_of(
+    rank: RankState, outcome: RankOutcome, answer: Whereabouts | None, frames: Sequence[Frame]
+) -> RankOutcome:
     """Return the outcome that the diagnosis would get if the attempt ended now."""
     reading = read_frames(frames)
-    outcome = rank.outcome()
     if outcome.status == "returned":
         return outcome
     return replace(
@@ -814,7 +822,9 @@ class StatusOfNode:
         return {
             **facts_of_launch(self._processes[0].spec),
             "ranks": [
-                facts_of_rank(rank, answers.get(rank.rank), wants_stacks=self._wants_stacks)
+                facts_of_rank(
+                    rank, rank.outcome(), answers.get(rank.rank), wants_stacks=self._wants_stacks
+                )
                 for rank in self._processes
             ],
         }

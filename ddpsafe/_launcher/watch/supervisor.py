@@ -313,22 +313,24 @@ class AttemptWatch:
         """Let the other ranks report what they raise because one has failed, before they are ended."""
         # They notice it by its connections, which last until its process ends.
         closing = Deadline.after(_END_OF_A_RANK, clock=self._clock)
-        while (
-            all(rank.alive for rank in self._ranks if has_failed(rank))
-            and not closing.expired()
-            and not self.stop_request.must_end()
-        ):
-            self._wait(min(closing.remaining_s(), self._stderr.interval_s()))
-            self._stderr.look()
+        self._look_while(
+            lambda: all(rank.alive for rank in self._failed()) and not self.stop_request.must_end(),
+            lambda: closing,
+        )
         settle = Deadline.after(_SETTLE, clock=self._clock)
         longer = Deadline.after(_SETTLE_PEER_ERRORS, clock=self._clock)
-        while any(rank.alive for rank in self._ranks):
-            failed = [rank for rank in self._ranks if has_failed(rank)]
-            deadline = longer if all(map(_blames_a_peer, failed)) else settle
-            if deadline.expired():
-                break
+        self._look_while(
+            lambda: any(rank.alive for rank in self._ranks),
+            lambda: longer if all(map(_blames_a_peer, self._failed())) else settle,
+        )
+
+    def _look_while(self, goes_on: Callable[[], bool], limit: Callable[[], Deadline]) -> None:
+        while goes_on() and not (deadline := limit()).expired():
             self._stderr.look()
             self._wait(min(deadline.remaining_s(), self._stderr.interval_s()))
+
+    def _failed(self) -> list[RankState]:
+        return [rank for rank in self._ranks if has_failed(rank)]
 
     def let_ranks_run(self, limit: timedelta) -> bool:
         """Let the ranks end by themselves after one has failed, for up to `limit`.

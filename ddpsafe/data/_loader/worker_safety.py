@@ -31,7 +31,7 @@ import torch
 import torch.multiprocessing as mp
 
 from ddpsafe._errors import Explanation
-from ddpsafe._stdlib_private import has_started, is_fed
+from ddpsafe._stdlib_private import has_started, is_fed, standard_streams
 from ddpsafe._wire.exception_facts import is_internal, package_of
 from ddpsafe.data.errors import DataWarning, UnsafeWorkersError
 
@@ -56,9 +56,7 @@ def _is_open_file(item: Any) -> bool:
 
 
 def _is_standard_stream(item: object) -> bool:
-    """Return whether this is the process's stdin, stdout or stderr, also if it was replaced."""
-    streams = (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__)
-    return any(item is stream for stream in streams)
+    return any(item is stream for stream in standard_streams())
 
 
 def _is_open_archive(item: Any) -> bool:
