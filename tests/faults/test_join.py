@@ -89,7 +89,7 @@ def test_ranks_that_hang_while_importing_the_script_are_named(tmp_path: Path) ->
         try:
             ddpsafe.launch(
                 return_rank, nproc_per_node=2, start_method="spawn", run_dir=folder / "run",
-                timeouts={{"rendezvous": {RENDEZVOUS_S}}}, retry={{"attempts": 1}},
+                timeouts={{"start": {RENDEZVOUS_S}}}, retry={{"attempts": 1}},
             )
         except ddpsafe.RendezvousTimeoutError as error:
             print(time.monotonic() - started)
