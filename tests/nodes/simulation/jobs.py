@@ -349,7 +349,7 @@ def _plan_of(scenario: Scenario) -> LaunchPlan:
         "backend": "gloo",
         "preflight": "off",
         "rendezvous": {"endpoint": f"h0:{PORT}", "join": 120, "last_call": 8, "id": "job"},
-        "timeouts": {"rendezvous": 60, "node_loss": 20, "stop": 30},
+        "timeouts": {"start": 60, "node_loss": 20, "stop": 30},
         "retry": {
             "attempts": scenario.attempts,
             "on": ["startup-network", "port", "peer-lost", "killed", ValueError],
