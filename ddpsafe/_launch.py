@@ -257,6 +257,7 @@ def _run_plan(
                 cancelled=cancelled or Event(),
                 grace_period=grace_period,
             )
+            stack.callback(parts.memory.close)
             if plan.config.nnodes > 1:
                 from ddpsafe._launcher.nodes.rounds import NodeLaunch  # imports torch
 

@@ -75,6 +75,14 @@ BETWEEN_SIBLINGS: Final = {
         "ddpsafe._worker.join.attached",
     ): "who and where the ranks are; late",
     (
+        "ddpsafe.checkpoint._memory",
+        "ddpsafe._worker.collectives",
+    ): "states reach other nodes over the ranks' own process group; late",
+    (
+        "ddpsafe.checkpoint._memory",
+        "ddpsafe._worker.rank",
+    ): "where the launcher's memory is; late",
+    (
         "ddpsafe.checkpoint._ranks",
         "ddpsafe._worker.pending_exception",
     ): "announces a wait; late",
@@ -408,7 +416,10 @@ BUDGETS: Final = {
     "ddpsafe/_launcher/nodes": (4_700, "12 rows: who takes part, and one result on all nodes"),
     "ddpsafe/_wire": (2_815, "what crosses a process, as plain data"),
     "ddpsafe/_worker": (6_150, "what runs in a rank: the context, hooks in torch, waits"),
-    "ddpsafe/checkpoint": (6_100, "a save that survives any kill, its verification, and states in memory"),
+    "ddpsafe/checkpoint": (
+        6_100,
+        "a save that survives any kill, its verification, and states in memory",
+    ),
     "ddpsafe/data": (7_200, "each sample once, and an exact resume"),
     "ddpsafe/doctor": (9_650, "checks of one host, and of all pairs of hosts"),
     "tests": (3_600, "what is true of all parts"),

@@ -147,6 +147,8 @@ def _lines(launch: Facts) -> list[str]:
         )
         if launch["longest_step_s"]:
             head += f", longest time between steps {launch['longest_step_s']:.1f} s"
+        for resumed in sorted({rank.get("resumed_from", "") for rank in launch["ranks"]} - {""}):
+            head += f", continued from {resumed}"
         stragglers = launch.get("stragglers", ())
         waits = [*launch.get("unanswered", ())]
         waits += [straggler["text"] for straggler in stragglers]

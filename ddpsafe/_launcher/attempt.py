@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from ddpsafe._errors import LaunchError
     from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
     from ddpsafe._launcher.launch_parts import LaunchParts
-    from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.processes.rank_process import RankProcess, RankState
     from ddpsafe._launcher.processes.store_folder import LauncherStore
     from ddpsafe._launcher.run_directory import RunDirectory
@@ -185,7 +184,7 @@ def started_ranks(
 
         processes = stack.enter_context(
             started_processes(
-                _specs(plan, number, store, directory),
+                _specs(parts, number, store),
                 parts.calls.current,
                 start_method=config.start_method,
                 expects_restarts=bool(config.retry.on - STARTUP_KINDS),
@@ -411,9 +410,8 @@ def _load(value: bytes | mmap | None) -> object:
         raise payload.CannotTravelError(msg) from exc
 
 
-def _specs(
-    plan: LaunchPlan, number: int, store: LauncherStore, directory: RunDirectory
-) -> list[RankSpec]:
+def _specs(parts: LaunchParts, number: int, store: LauncherStore) -> list[RankSpec]:
+    plan, directory = parts.plan, parts.directory
     config = plan.config
     launcher_environment = None
     if config.start_method == "forkserver":
@@ -455,6 +453,7 @@ def _specs(
             num_threads=plan.num_threads,
             logs=logs[world.rank],
             run_dir=str(directory.path),
+            memory=parts.memory.files(plan.nproc),
         )
         for world in plan.worlds
     ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from threading import Event
 from typing import TYPE_CHECKING
 
+from ddpsafe._launcher.node_memory import NodeMemory
 from ddpsafe._launcher.watch.hang_detection import LearnedGaps
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class LaunchParts:
         grace_period: Returns how many seconds the other ranks may keep running after one has failed;
             called when that happens. ``None`` means ``timeouts.grace``.
         learned: How long the attempts so far went without a step; each attempt adds to it.
+        memory: Where a `Checkpointer` keeps states from one attempt to the next.
     """
 
     plan: LaunchPlan
@@ -44,6 +46,7 @@ class LaunchParts:
     cancelled: Event = field(default_factory=Event)
     grace_period: GracePeriod = lambda: None
     learned: LearnedGaps = field(default_factory=LearnedGaps)
+    memory: NodeMemory = field(default_factory=NodeMemory)
 
     def with_plan(self, plan: LaunchPlan) -> LaunchParts:
         """Return the same parts with the ranks of one round."""

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _NUMBERS: Final = struct.Struct("<QQqQQQQ")
 _WAITS: Final = struct.Struct("<Q")
+_RESUMED: Final = struct.Struct("<Q?")  # a step, plus 1
+_RESUMED_AT: Final = _NUMBERS.size + _WAITS.size
 _NO_CHECKPOINT: Final = -1
 
 
@@ -37,6 +39,7 @@ class Progress:
         saving: Whether it has begun to save with a `Checkpointer`, and has made no step since.
         waits_ns: Since when its main thread is in a wait of ddpsafe for other ranks, on its own host's
             clock (monotonic), which makes it different for each wait; 0 outside of one.
+        resumed_from: What it has restored, such as ``step 5 in memory``; empty for nothing.
     """
 
     steps: int = 0
@@ -47,6 +50,7 @@ class Progress:
     longest_ns: int = 0
     saving: bool = False
     waits_ns: int = field(default=0, compare=False)  # no progress of its own
+    resumed_from: str = ""
 
     @property
     def longest_s(self) -> float:
@@ -66,7 +70,9 @@ class StepCounter:
         fd: The rank's shared memory, which begins with `EMPTY`; its owner closes it.
     """
 
-    EMPTY: Final = _NUMBERS.pack(0, 0, _NO_CHECKPOINT, 0, 0, 0, 0) + _WAITS.pack(0)
+    EMPTY: Final = _NUMBERS.pack(0, 0, _NO_CHECKPOINT, 0, 0, 0, 0) + bytes(
+        _WAITS.size + _RESUMED.size
+    )
     """The bytes that a new file must begin with."""
 
     def __init__(self, fd: int) -> None:
@@ -90,8 +96,10 @@ class StepCounter:
         *numbers, _ = _NUMBERS.unpack_from(self._memory)
         _NUMBERS.pack_into(self._memory, 0, *numbers, 1)
 
-    def note_checkpoint(self, step: int, *, is_new: bool) -> None:
+    def note_checkpoint(self, step: int, *, is_new: bool, in_memory: bool = False) -> None:
         """Note that the rank continues from a checkpoint that it has restored, or saved if `is_new`."""
+        if not is_new:
+            _RESUMED.pack_into(self._memory, _RESUMED_AT, step + 1, in_memory)
         steps, saves, _, _, *times, _ = _NUMBERS.unpack_from(self._memory)
         _NUMBERS.pack_into(self._memory, 0, steps, saves + is_new, step, steps, *times, 0)
 
@@ -103,6 +111,8 @@ class StepCounter:
         """Return the rank's progress."""
         numbers = _NUMBERS.unpack_from(self._memory)
         steps, saves, checkpoint, steps_at_checkpoint, last_ns, longest_ns, saving = numbers
+        resumed, in_memory = _RESUMED.unpack_from(self._memory, _RESUMED_AT)
+        resumed_from = f"step {resumed - 1} {'in memory' if in_memory else 'on disk'}"
         return Progress(
             steps=steps,
             saves=saves,
@@ -112,6 +122,7 @@ class StepCounter:
             longest_ns=longest_ns,
             saving=bool(saving),
             waits_ns=_WAITS.unpack_from(self._memory, _NUMBERS.size)[0],
+            resumed_from=resumed_from if resumed else "",
         )
 
     def close(self) -> None:

@@ -182,6 +182,8 @@ class RankSpec:
         store_dir: The private folder in which the ranks of this attempt meet.
         groups_file: A file for the store of their process groups.
         store_place: The store at which they meet instead, if they are on several nodes.
+        memory: The launcher's descriptors of the files in which a `Checkpointer` keeps states; see
+            `checkpoint._slots`.
         backend: Backend of the process group, e.g. ``gloo`` or ``cpu:gloo,cuda:nccl``.
         asked_backend: The configured backend: ``auto``, or a backend for scripts that name none.
         device: The rank's device, e.g. ``cuda:0``.
@@ -218,3 +220,4 @@ class RankSpec:
     logs: LogFiles
     run_dir: str
     store_place: StorePlace | None = None
+    memory: tuple[int, ...] = ()

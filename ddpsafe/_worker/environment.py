@@ -222,10 +222,10 @@ def count_steps(
     register_optimizer_step_post_hook(count)
 
 
-def note_checkpoint(step: int, *, is_new: bool) -> None:
+def note_checkpoint(step: int, *, is_new: bool, in_memory: bool = False) -> None:
     """Note a checkpoint for the launcher, which stops retrying if attempts get no further."""
     if this_rank.counter is not None:
-        this_rank.counter.note_checkpoint(step, is_new=is_new)
+        this_rank.counter.note_checkpoint(step, is_new=is_new, in_memory=in_memory)
 
 
 def note_checkpoint_folder(path: str) -> None:

@@ -47,6 +47,7 @@ class ThisRank:
             reference to it would keep the tensors of its frames alive.
         counter: Counts its steps where the launcher can read them.
         report_folder: Reports to the launcher where checkpoints are.
+        uses_memory: Whether a `Checkpointer` uses the memory of the launcher; see `checkpoint._memory`.
         shared_seed: The launch's seed, until torch's generator has a seed of the rank's own.
         scope: What names torch's default group if that is not the group of all ranks; kept when the group has
             been destroyed.
@@ -75,6 +76,7 @@ class ThisRank:
     reported: tuple[int, int] | None = None
     counter: StepCounter | None = None
     report_folder: Callable[[str], None] | None = None
+    uses_memory: bool = False
     shared_seed: int | None = None
     scope: str = ""
     has_renumbered: bool = False

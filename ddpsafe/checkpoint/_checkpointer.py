@@ -8,7 +8,6 @@ import math
 import operator
 import os
 import pickle
-import time
 import weakref
 import zipfile
 from dataclasses import dataclass, replace
@@ -21,9 +20,18 @@ from ddpsafe._torch_private import changes_of
 from ddpsafe.checkpoint import _directory, _restore, _save
 from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._directory import Keep, is_whole
-from ddpsafe.checkpoint._format import REPLICATED, OptimizerFacts, from_json, read_manifest
+from ddpsafe.checkpoint._format import (
+    REPLICATED,
+    Manifest,
+    OptimizerFacts,
+    from_json,
+    read_manifest,
+)
+from ddpsafe.checkpoint._memory import StateMemory, open_memory
 from ddpsafe.checkpoint._ranks import Ranks
+from ddpsafe.checkpoint._schedule import Schedule
 from ddpsafe.checkpoint._sharded import is_sharded
+from ddpsafe.checkpoint._slots import user_metadata
 from ddpsafe.checkpoint._state import (
     Snapshot,
     check_names,
@@ -80,6 +88,7 @@ class CheckpointInfo:
         metadata: As given to `Checkpointer.save`.
         ddpsafe: Version of ddpsafe that wrote it.
         torch: Version of torch that wrote it.
+        source: Where it is: in the directory, or in the memory of the nodes.
     """
 
     step: int
@@ -91,6 +100,7 @@ class CheckpointInfo:
     metadata: Mapping[str, Any]
     ddpsafe: str
     torch: str
+    source: Literal["disk", "memory"] = "disk"
 
 
 class Checkpointer:
@@ -104,9 +114,14 @@ class Checkpointer:
             and no other job can write to it while the checkpointer is open.
         keep: How many checkpoints to keep: a number, ``None`` for all, or a `Keep` for other rules.
         every: When `is_due` returns True: every so many steps, or about once per duration.
+        memory_every: Also keep the newest state in the memory of each node, from where a restart
+            continues: every so many steps, about once per duration, or ``"auto"``, as often as it takes
+            at most 1 % of the time. It needs `every`, ddpsafe's own launcher, and memory for two states
+            on each node; ``None`` keeps no state in memory.
         timeout: How long a save, or one step of a restore, may take.
         on_failure: What happens when a save fails: ``"raise"`` raises a `SaveError` on every rank,
-            ``"warn"`` warns on rank 0 and lets the training continue.
+            ``"warn"`` warns on rank 0 and lets the training continue. If the memory does not suffice for
+            `memory_every`, ``"warn"`` uses the directory only.
         access: ``"read"`` only restores, and may run beside a job that writes.
         rng: Also save and restore the random number generators of each rank.
 
@@ -122,6 +137,7 @@ class Checkpointer:
         keep: int | Keep | None = 3,
         *,
         every: int | timedelta | None = None,
+        memory_every: Literal["auto"] | int | timedelta | None = None,
         timeout: timedelta = _TIMEOUT,
         on_failure: Literal["raise", "warn"] = "raise",
         access: Literal["write", "read"] = "write",
@@ -132,6 +148,7 @@ class Checkpointer:
 
         self._directory = _require_absolute(directory)
         _check_arguments(keep, every, timeout, on_failure=on_failure, access=access)
+        _check_memory(memory_every, every, access)
         rules = keep if isinstance(keep, Keep) else Keep(newest=keep)
         self._metric = rules.metric
         self._on_failure = on_failure
@@ -142,6 +159,7 @@ class Checkpointer:
         self._ranks = Ranks(current(), self._directory, timeout, may_give_up=may_give_up)
         self._newest: int | None = None
         self._newest_is_ours = False
+        self._is_on_disk = True  # the newest one; not if it was restored from memory
         self._versions: dict[str, int] = {}
         self._publisher: _save.Publisher | None = None
         self._pending: _save.Save | None = None
@@ -149,7 +167,12 @@ class Checkpointer:
         self._copies = HostCopies()
         self._entered = False
         self._closed = False
-        self._schedule = None if every is None else _Schedule(every)
+        self._schedule = None if every is None else Schedule(every)
+        self._memory: StateMemory | None = None
+        self._memory_due: tuple[int, bool] | None = (
+            None  # a step, and whether the disk is due as well
+        )
+        self._restored: CheckpointInfo | None = None
         if access == "write":
             lock, self._newest = _directory.open_directory(self._ranks, self._directory)
             # A node that joins later must see the same folder.
@@ -162,6 +185,15 @@ class Checkpointer:
                     lock=lock,
                     keep=rules,
                 )
+        if memory_every is not None:
+            self._memory = open_memory(
+                self._ranks, self._directory, memory_every, may_give_up=on_failure == "warn"
+            )
+
+    @property
+    def restored(self) -> CheckpointInfo | None:
+        """What `restore` has loaded last, and from where; ``None`` if it found nothing."""
+        return self._restored
 
     @property
     def directory(self) -> Path:
@@ -204,7 +236,9 @@ class Checkpointer:
         return read_info(self.path(step))
 
     def is_due(self, step: int) -> bool:
-        """Return whether it is time to save, according to `every`; the same answer on all ranks.
+        """Return whether it is time to save, by `every` or `memory_every`; the same answer on all ranks.
+
+        `save` of that step then puts the state where it is due: into memory, into the directory, or both.
 
         With a number of steps, a save is due once the step has passed a multiple of that number since
         the last save. With a duration, rank 0 decides by its clock and the other ranks wait for its
@@ -222,7 +256,14 @@ class Checkpointer:
                 "it does not know how often to save.",
                 "create it with every=1000 steps, or every=timedelta(minutes=10).",
             )
-        return self._schedule.is_due(_require_step(step, "is_due"), self._newest, self._ranks)
+        step = _require_step(step, "is_due")
+        due = self._schedule.is_due(step, self._newest, self._ranks)
+        memory = self._memory
+        if memory is not None and memory.schedule.is_due(step, memory.newest, self._ranks):
+            self._memory_due = step, due
+            return True
+        self._memory_due = None
+        return due
 
     def save(
         self,
@@ -234,6 +275,10 @@ class Checkpointer:
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         """Save the state of the training. Once this returns, no crash loses it.
+
+        After an `is_due` that was True for memory alone, the state goes into memory only: what kills the
+        launchers of all nodes loses it. If the ``with`` block ends before a later state is in the
+        directory, it is put there then.
 
         Args:
             state: Objects with ``state_dict`` and ``load_state_dict`` (models, optimizers,
@@ -258,6 +303,12 @@ class Checkpointer:
         _require_open(closed=self._closed, entered=self._entered, asynchronous=asynchronous)
         self.wait()
         lost: list[str] = []
+        due, self._memory_due = self._memory_due, None
+        if due is not None and due[0] == step and self._memory is not None:
+            with self._tolerating():
+                is_kept = self._save_to_memory(self._memory, state, step, metrics, metadata)
+            if is_kept and not due[1]:
+                return
         with self._tolerating():
             lost = self._begin(state, step, metrics, metadata, asynchronous=asynchronous)
             if not asynchronous:
@@ -268,6 +319,41 @@ class Checkpointer:
                 f"step {step} is already saved and is not saved again. These changes are lost: "
                 f"{', '.join(lost)}. Save them under a larger step."
             )
+
+    def _save_to_memory(
+        self,
+        memory: StateMemory,
+        state: Mapping[str, Any],
+        step: int,
+        metrics: Mapping[str, float] | None,
+        metadata: Mapping[str, Any] | None,
+    ) -> bool:
+        """Save to memory; return whether that was possible."""
+        from ddpsafe._worker import environment
+
+        if not self._entered:
+            raise _misuse(
+                "save() to memory outside of its with block.",
+                "without one, the last state would not get from memory into the directory.",
+                "write: with Checkpointer(…) as checkpointer:",
+            )
+        environment.note_saving()
+
+        def take(*, whole: bool) -> tuple[Snapshot, dict[str, float | None], dict[str, Any]]:
+            self._require_next(step)
+            numbers = _require_numbers(metrics, ranked_by=self._metric)
+            plain = _require_plain(metadata)
+            unwrap, rng = self._ranks.unwrap, self._rng
+            snapshot = take_snapshot(
+                state, unwrap=unwrap, whole=whole, with_rng=rng, is_compared=False
+            )
+            return snapshot, numbers, plain
+
+        if not memory.save(take, step):
+            self._memory = None
+            return False
+        environment.note_checkpoint(step, is_new=True)
+        return True
 
     def _begin(
         self,
@@ -397,12 +483,17 @@ class Checkpointer:
                 strict=strict,
                 with_rng=self._rng,
                 may_tidy=self._access == "write",
+                memory=self._memory,
             )
         )
-        if restored is not None:
-            self._set_newest(restored, is_new=False)
-            self._versions = _versions_of(state)
-        return restored
+        self._restored = None
+        if restored is None:
+            return None
+        self._restored = _info_of(restored.manifest, in_memory=restored.in_memory)
+        self._set_newest(restored.manifest.step, is_new=False, in_memory=restored.in_memory)
+        self._is_on_disk = restored.on_disk
+        self._versions = _versions_of(state)
+        return restored.manifest.step
 
     def close(self) -> None:
         """Wait for a save in the background, and unlock the directory for other jobs.
@@ -413,11 +504,44 @@ class Checkpointer:
         if not self._closed:
             try:
                 self.wait()
+                self._publish_memory()
             finally:
                 self._release()
 
+    def _publish_memory(self) -> None:
+        """Put the newest state into the directory if it is in memory only; all ranks call this."""
+        memory = self._memory
+        step = None if memory is None else memory.newest
+        if memory is None or step is None or step <= self._newest_on_disk():
+            return
+        with self._tolerating():
+            exchange = self._ranks.begin("close()")
+            exchange.send(Message(facts={}))
+            if not self._ranks.leads:
+                absence_error = self._ranks.absence_error(
+                    functools.partial(SaveError, step=step),
+                    f"save step {step} from memory",
+                    cause="waits for storage that is slow or does not respond, or hangs.",
+                    fix="raise the Checkpointer's timeout if the storage is only slow.",
+                )
+                exchange.receive(self._ranks.deadline(), absence_error)
+                return
+            assert self._publisher is not None  # noqa: S101 - rank 0 of a checkpointer that writes
+            publisher = self._publisher
+            with exchange.leading():
+                try:
+                    memory.publish(publisher, step)
+                except (OSError, DamagedFileError) as exc:
+                    raise _save.explain(exc, self._directory, step) from exc
+
+    def _newest_on_disk(self) -> int:
+        """Return the newest step that is known to be in the directory; -1 for none."""
+        return -1 if self._newest is None or not self._is_on_disk else self._newest
+
     def _release(self) -> None:
         self._closed = True
+        if self._memory is not None:
+            self._memory.close()
         self._ranks.close()
         if self._publisher is not None:
             self._publisher.lock.release()
@@ -461,7 +585,8 @@ class Checkpointer:
                 "this checkpointer may only read.",
                 "create it with access='write'.",
             )
-        if self._newest is not None and step <= self._newest and not self._is_saved(step):
+        is_again = self._newest_is_ours and step == self._newest
+        if self._newest is not None and step <= self._newest and not is_again:
             raise StepOrderError(
                 Explanation(
                     f"step {step} is not after step {self._newest}, the newest checkpoint in {self._directory}.",
@@ -476,15 +601,15 @@ class Checkpointer:
             )
         return step
 
-    def _set_newest(self, step: int, *, is_new: bool) -> None:
+    def _set_newest(self, step: int, *, is_new: bool, in_memory: bool = False) -> None:
         from ddpsafe._worker import environment
 
         self._newest = step
-        self._newest_is_ours = True
-        environment.note_checkpoint(step, is_new=is_new)
+        self._newest_is_ours = self._is_on_disk = True
+        environment.note_checkpoint(step, is_new=is_new, in_memory=in_memory)
 
     def _is_saved(self, step: int) -> bool:
-        return self._newest_is_ours and step == self._newest
+        return self._newest_is_ours and self._is_on_disk and step == self._newest
 
 
 def _versions_of(state: Mapping[str, Any]) -> dict[str, int]:
@@ -635,63 +760,6 @@ def _without_wrappers(state: Any) -> Any:
     return renamed(state, plain_names(state)) if is_model else state
 
 
-class _Schedule:
-    """When to save, the same on all ranks: every so many steps, or about once per duration."""
-
-    def __init__(self, every: int | timedelta) -> None:
-        self._every = every
-        self._saved_s = time.monotonic()
-        self._first: tuple[int, float] | None = None
-        self._next_check = 0
-        self._last_step: int | None = None
-
-    def note_saved(self) -> None:
-        """Measure the duration from now."""
-        self._saved_s = time.monotonic()
-
-    def is_due(self, step: int, newest: int | None, ranks: Ranks) -> bool:
-        """Return whether it is time."""
-        if isinstance(self._every, int):
-            before = newest if newest is not None else self._last_step
-            self._last_step = step
-            # No step to count from: due at a multiple only.
-            if before is None or before >= step:
-                return step % self._every == 0 and before != step
-            return step // self._every > before // self._every
-        # Rank 0 has chosen that step for all ranks: an exchange at each step would cost too much.
-        if step < self._next_check:
-            return False
-        # By the clock of rank 0: if each rank looked at its own, only some of them might save.
-        exchange = ranks.begin("is_due()")
-        exchange.send(Message(facts={}))
-        absence_error = ranks.absence_error(
-            functools.partial(SaveError, step=step),
-            f"decide whether a save is due at step {step}",
-            cause="did not call is_due(), hangs, or is much slower.",
-            fix="call is_due() on every rank with the same steps.",
-        )
-        every_s = self._every.total_seconds()
-        if ranks.leads:
-            answer = exchange.lead(lambda: self._decide(step, every_s))
-        else:
-            answer = exchange.receive(ranks.deadline(), absence_error)
-        self._next_check = answer["next"]
-        return bool(answer["due"])
-
-    def _decide(self, step: int, every_s: float) -> dict[str, Any]:
-        """Decide on rank 0 whether it is time, and at which step to check again."""
-        now = time.monotonic()
-        if self._first is None or step < self._first[0]:
-            self._first = (step, now)
-        steps, passed_s = step - self._first[0], now - self._first[1]
-        left_s = every_s - (now - self._saved_s)
-        due = left_s <= 0
-        speed = steps / passed_s if passed_s > 0 else 0.0
-        wait_steps = math.floor((every_s if due else left_s) * speed)
-        # Skip no more steps than were measured: the first ones are slow, so the speed is a guess.
-        return {"due": due, "next": step + max(1, min(wait_steps, steps))}
-
-
 def read_info(folder: Path) -> CheckpointInfo:
     """Return what is known about a checkpoint without loading it.
 
@@ -709,6 +777,10 @@ def read_info(folder: Path) -> CheckpointInfo:
             ),
             problems=[str(exc)],
         ) from exc
+    return _info_of(manifest, in_memory=False)
+
+
+def _info_of(manifest: Manifest, *, in_memory: bool) -> CheckpointInfo:
     return CheckpointInfo(
         step=manifest.step,
         saved_at=manifest.saved_at,
@@ -716,9 +788,10 @@ def read_info(folder: Path) -> CheckpointInfo:
         size_bytes=sum(facts.size_bytes for facts in manifest.files.values()),
         names=tuple(manifest.names),
         metrics=manifest.metrics,
-        metadata=manifest.metadata,
+        metadata=user_metadata(manifest) if in_memory else manifest.metadata,
         ddpsafe=manifest.ddpsafe,
         torch=manifest.torch,
+        source="memory" if in_memory else "disk",
     )
 
 
@@ -797,6 +870,29 @@ def _check_arguments(
                 "that is not one of the choices.",
                 f"write {' or '.join(f'{name}={choice!r}' for choice in choices)}.",
             )
+
+
+def _check_memory(memory_every: object, every: object, access: str) -> None:
+    """Refuse a `memory_every` that is invalid.
+
+    Raises:
+        ConfigError: It is.
+    """
+    if memory_every is None:
+        return
+    is_duration = isinstance(memory_every, timedelta) and memory_every > timedelta(0)
+    if memory_every != "auto" and not is_duration and not is_whole(memory_every, 1):
+        raise _misuse(
+            f"memory_every={memory_every!r}.",
+            'it must be "auto", a number of steps, or a duration.',
+            'write memory_every="auto", memory_every=10, or memory_every=timedelta(seconds=30).',
+        )
+    if every is None or access == "read":
+        raise _misuse(
+            f"memory_every={memory_every!r} {'without every=' if every is None else 'with access=read'}.",
+            "states in memory are lost with the job, so they also have to go to the directory at times.",
+            "pass every= as well, such as every=timedelta(minutes=10), and access='write'.",
+        )
 
 
 def _require_step(step: object, call: str) -> int:

@@ -38,14 +38,20 @@ class ChecksumWriter:
 
     An error of the file system is raised by `close` and not by `write`.
 
+    Args:
+        path: The file.
+        replaces: Write over an existing file.
+
     Attributes:
         size: Bytes written so far.
         crc32: One checksum for each block, complete after `close`.
         error: The first error of the file system, if any.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("xb", buffering=0)
+    def __init__(self, path: Path, *, replaces: bool = False) -> None:
+        # Opened with "wb", the file of a slot in memory would lose its pages, and get them again one by one.
+        self._file = path.open("r+b" if replaces else "xb", buffering=0)
+        self._replaces = replaces
         self.size = 0
         self.crc32: list[int] = []
         self.error: OSError | None = None
@@ -99,6 +105,8 @@ class ChecksumWriter:
         try:
             if self.error is not None:
                 raise self.error
+            if self._replaces:
+                self._file.truncate()
             os.fsync(self._file.fileno())
         finally:
             self._file.close()

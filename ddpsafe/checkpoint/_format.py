@@ -16,20 +16,26 @@ import os
 import re
 import stat
 import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from ddpsafe._errors import Explanation
-from ddpsafe.checkpoint._checksums import BLOCK_BYTES, DamagedFileError, VerifiedFile
+from ddpsafe.checkpoint._checksums import (
+    BLOCK_BYTES,
+    ChecksumWriter,
+    DamagedFileError,
+    VerifiedFile,
+)
 from ddpsafe.checkpoint._trees import leaves
 from ddpsafe.checkpoint.errors import NewerFormatError, RestoreError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
     from typing_extensions import Self
+
+    from ddpsafe.checkpoint._slots import Slot
 
 NAME: Final = "manifest.json"
 STATE: Final = "state.pt"
@@ -233,7 +239,7 @@ class Manifest(_Part):
         content = json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":")).encode()
         return b'{"crc32":%d,"content":%s}\n' % (zlib.crc32(content), content)
 
-    def open(self, folder: Path, name: str) -> VerifiedFile:
+    def open(self, folder: Path | Slot, name: str) -> VerifiedFile:
         """Open one of its files for reading.
 
         Raises:
@@ -256,8 +262,8 @@ NOT_DAMAGE: Final = (
 """Errors that keep a process from reading a file that may be undamaged."""
 
 
-def open_regular(folder: Path, name: str) -> int:
-    """Open a regular file below a folder for reading, without following links.
+def open_regular(folder: Path | Slot, name: str) -> int:
+    """Open a regular file below a folder for reading, without following links; or one of a slot.
 
     Returns:
         The descriptor.
@@ -266,6 +272,8 @@ def open_regular(folder: Path, name: str) -> int:
         DamagedFileError: It is missing, or not a regular file.
         OSError: This process cannot open it now, but it may be undamaged: see `NOT_DAMAGE`.
     """
+    if not isinstance(folder, Path):
+        return folder.open(name)
     *above, last = name.split("/")
     with contextlib.ExitStack() as stack:
         try:
@@ -292,7 +300,16 @@ def open_regular(folder: Path, name: str) -> int:
     return fd
 
 
-def read_manifest(folder: Path) -> Manifest:
+def new_file(folder: Path | Slot, name: str) -> ChecksumWriter:
+    """Open a new file of a checkpoint for writing."""
+    if not isinstance(folder, Path):
+        return ChecksumWriter(folder.path(name), replaces=True)
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    return ChecksumWriter(path)
+
+
+def read_manifest(folder: Path | Slot) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
@@ -304,7 +321,7 @@ def read_manifest(folder: Path) -> Manifest:
         return parse_manifest(file.read(_MAX_MANIFEST_BYTES + 1), folder)
 
 
-def parse_manifest(data: bytes, folder: Path) -> Manifest:
+def parse_manifest(data: bytes, folder: Path | Slot) -> Manifest:
     """Read the bytes of a manifest; for errors see `read_manifest`."""
     if len(data) > _MAX_MANIFEST_BYTES:
         raise DamagedFileError(f"{NAME} is larger than {_MAX_MANIFEST_BYTES} bytes")

@@ -13,7 +13,8 @@ import logging
 import os
 import re
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import ConfigError, Explanation
@@ -30,6 +31,7 @@ from ddpsafe.checkpoint._format import (
     Manifest,
     read_manifest,
 )
+from ddpsafe.checkpoint._slots import Candidate, Held, candidates
 from ddpsafe.checkpoint._state import (
     PerRank,
     is_stateful,
@@ -50,14 +52,15 @@ from ddpsafe.checkpoint.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     import torch
     from torch import nn
 
     from ddpsafe._job.agreement import Absence
     from ddpsafe.checkpoint._checksums import VerifiedFile
+    from ddpsafe.checkpoint._memory import StateMemory
     from ddpsafe.checkpoint._ranks import Ranks
+    from ddpsafe.checkpoint._slots import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,7 @@ class RestoreRequest:
         strict: Refuse a checkpoint that lacks some of the state, or has different tensors.
         with_rng: Restore the random number generators too.
         may_tidy: Set aside checkpoints newer than the restored one.
+        memory: The states in memory, if they are used.
     """
 
     ranks: Ranks
@@ -85,6 +89,22 @@ class RestoreRequest:
     strict: bool
     with_rng: bool
     may_tidy: bool
+    memory: StateMemory | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What was restored.
+
+    Attributes:
+        manifest: Its manifest.
+        in_memory: Whether it came from memory.
+        on_disk: Whether the directory has a checkpoint of the step.
+    """
+
+    manifest: Manifest
+    in_memory: bool
+    on_disk: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +112,7 @@ class Loaded:
     """A checkpoint that has been read and checked, before it is put into any object.
 
     Attributes:
-        folder: The checkpoint's folder.
+        folder: The checkpoint's folder, or the slot in memory.
         manifest: Its manifest.
         replicated: State that all ranks share, by name. Its tensors may be mapped from the file.
         own: This rank's own part, by name; ``None`` if the saved world had no such rank.
@@ -103,7 +123,7 @@ class Loaded:
         left: Paths that a restore with ``strict=False`` leaves unchanged, each with the reason.
     """
 
-    folder: Path
+    folder: Path | Slot
     manifest: Manifest
     replicated: dict[str, Any]
     own: dict[str, Any] | None
@@ -113,23 +133,36 @@ class Loaded:
     left: dict[str, str] = field(default_factory=dict)
 
 
-def restore(request: RestoreRequest) -> int | None:
-    """Load the newest checkpoint that every rank can load, or the requested one.
+def restore(request: RestoreRequest) -> Restored | None:
+    """Load the newest checkpoint that every rank can load, from memory or disk, or the requested one.
 
     Returns:
-        Its step; ``None`` if no rank sees a checkpoint.
+        What was restored; ``None`` if no rank sees a checkpoint.
 
     Raises:
         RestoreError: There are checkpoints, but none can be used.
     """
-    ranks = request.ranks
+    ranks, memory = request.ranks, request.memory
     exchange = ranks.begin("restore()")
+    held: dict[str, Any] | None = None
     try:
+        if memory is not None and request.step is None:
+            held = memory.held()
         own = _directory.list_steps(request.directory)
     except DirectoryError as exc:
         exchange.fail(exc)
         raise
-    exchange.send(Message(facts={"steps": own, "host": ranks.host, "step": request.step}))
+    exchange.send(
+        Message(
+            facts={
+                "steps": own,
+                "host": ranks.host,
+                "step": request.step,
+                "held": held,
+                "node": ranks.first_of_node,
+            }
+        )
+    )
     absence_error = ranks.absence_error(
         RestoreError,
         "restore",
@@ -142,12 +175,28 @@ def restore(request: RestoreRequest) -> int | None:
     steps: list[int] = answer["steps"]  # those that every rank sees, newest first
     seen: list[int] = answer["seen"]  # those that at least one rank sees
     problems: list[str] = []
-    for step in steps:
+    sources: list[tuple[int, Candidate | None]] = [(step, None) for step in steps]
+    for plain in answer["memory"]:
+        found = Candidate.of(plain)
+        sources.append((found.held.step, found))
+    # Of one step, that in memory first.
+    sources.sort(key=lambda source: (source[0], source[1] is not None), reverse=True)
+    for step, candidate in sources:
+        folder: Path | Slot = request.directory / _directory.folder_name(step)
+        if candidate is not None:
+            assert memory is not None  # noqa: S101 - the ranks have agreed that all use it
+            folder = memory.provide(candidate)
+            if (
+                candidate.lacking
+            ):  # until it is written there, the other ranks of the node must not read it
+                exchange = ranks.begin("restore()")
+                exchange.send(Message(facts={}))
+                exchange.agree(lambda _: {}, absence_error, ranks.deadline())
         exchange = ranks.begin("restore()")
-        loaded, message = _load(request, step)
+        loaded, message = _load(request, step, folder)
         exchange.send(message)
         answer = exchange.agree(
-            functools.partial(_agree_on_damage, request.directory, step),
+            functools.partial(_agree_on_damage, folder, step),
             absence_error,
             ranks.deadline(),
         )
@@ -156,8 +205,12 @@ def restore(request: RestoreRequest) -> int | None:
             # The training will reach those steps again, and must be able to save them again.
             newer = [other for other in seen if other > step]
             _set_aside(request, newer, problems)
+            if memory is not None:
+                memory.note_restored(step, from_memory=candidate is not None)
             logger.info("restored step %d from %s", step, loaded.folder)
-            return step
+            return Restored(
+                manifest=loaded.manifest, in_memory=candidate is not None, on_disk=step in steps
+            )
         problems += answer["problems"]
     if not steps:
         return None
@@ -192,6 +245,14 @@ def _agree_on_steps(request: RestoreRequest, messages: dict[int, Message]) -> di
                 ),
                 rank=rank,
             )
+    held = {
+        message.facts["node"]: messages[message.facts["node"]].facts["held"]
+        for message in messages.values()
+    }
+    memory = [
+        asdict(each)
+        for each in candidates({rank: own and Held(**own) for rank, own in held.items()})
+    ]
     views = [set(message.facts["steps"]) for message in messages.values()]
     common = sorted(set.intersection(*views), reverse=True)
     seen = sorted(set.union(*views), reverse=True)
@@ -208,9 +269,9 @@ def _agree_on_steps(request: RestoreRequest, messages: dict[int, Message]) -> di
                 ),
                 steps=by_host,
             )
-        return {"steps": [request.step], "seen": seen}
+        return {"steps": [request.step], "seen": seen, "memory": memory}
     if seen == common:
-        return {"steps": common, "seen": seen}
+        return {"steps": common, "seen": seen, "memory": memory}
     lacking = [
         f"rank {rank} on {message.facts['host']} sees {_steps_text(message.facts['steps'])}"
         for rank, message in messages.items()
@@ -231,7 +292,7 @@ def _agree_on_steps(request: RestoreRequest, messages: dict[int, Message]) -> di
         f"not every rank sees step {seen[0]} in {directory}; using step {common[0]}, the newest "
         f"that all ranks see ({'; '.join(lacking[:8])})."
     )
-    return {"steps": common, "seen": seen}
+    return {"steps": common, "seen": seen, "memory": memory}
 
 
 def missing_step(
@@ -270,7 +331,9 @@ def _steps_text(steps: Sequence[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {listed(names)}" if steps else "no step"
 
 
-def _agree_on_damage(directory: Path, step: int, messages: dict[int, Message]) -> dict[str, Any]:
+def _agree_on_damage(
+    folder: Path | Slot, step: int, messages: dict[int, Message]
+) -> dict[str, Any]:
     first_to_find: dict[str, int] = {}
     for rank, message in messages.items():
         if message.facts["damage"] is not None:
@@ -281,13 +344,13 @@ def _agree_on_damage(directory: Path, step: int, messages: dict[int, Message]) -
     ]
     if problems:
         warn(
-            f"the checkpoint of step {step} in {directory} is damaged and is skipped: "
+            f"the checkpoint of step {step} in {folder.parent if isinstance(folder, Path) else folder} is damaged and is skipped: "
             + "; ".join(problems[:4])
         )
     return {"use": not problems, "problems": problems}
 
 
-def _load(request: RestoreRequest, step: int) -> tuple[Loaded | None, Message]:
+def _load(request: RestoreRequest, step: int, folder: Path | Slot) -> tuple[Loaded | None, Message]:
     """Read a checkpoint and compare it with the objects.
 
     Returns:
@@ -296,7 +359,6 @@ def _load(request: RestoreRequest, step: int) -> tuple[Loaded | None, Message]:
     ranks = request.ranks
     facts: dict[str, Any] = {"damage": None, "host": ranks.host}
     try:
-        folder = request.directory / _directory.folder_name(step)
         loaded = load_checkpoint(folder, step, rank=ranks.rank, world_size=ranks.world_size)
         loaded.left.update(
             _compare.compare(loaded, request.state, ranks.unwrap, strict=request.strict)
@@ -332,7 +394,7 @@ def _unreadable(directory: Path, step: int, exc: OSError) -> RestoreError:
     )
 
 
-def load_checkpoint(folder: Path, step: int | None, *, rank: int, world_size: int) -> Loaded:
+def load_checkpoint(folder: Path | Slot, step: int | None, *, rank: int, world_size: int) -> Loaded:
     """Read and check what this rank needs.
 
     Args:
@@ -398,7 +460,7 @@ def load_checkpoint(folder: Path, step: int | None, *, rank: int, world_size: in
 _NO_MAPPING: Final = re.compile(r"mmap", re.IGNORECASE)
 
 
-def _read(file: VerifiedFile | io.BytesIO, path: Path) -> dict[str, Any]:
+def _read(file: VerifiedFile | io.BytesIO, path: Path | str) -> dict[str, Any]:
     """Load a torch file that has been checked; a file on disk is mapped."""
     import torch
 
@@ -420,11 +482,11 @@ def _read(file: VerifiedFile | io.BytesIO, path: Path) -> dict[str, Any]:
             )
         ) from exc
     if not isinstance(loaded, dict):
-        raise DamagedFileError(f"{path.name} does not hold a dict")
+        raise DamagedFileError(f"{Path(path).name} does not hold a dict")
     return loaded
 
 
-def _map(descriptor: str, path: Path) -> Any:
+def _map(descriptor: str, path: Path | str) -> Any:
     import torch
 
     # By its descriptor it is certainly the file that was checked, even if the path was replaced.

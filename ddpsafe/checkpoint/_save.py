@@ -26,7 +26,7 @@ from ddpsafe._clock import BoundedCall
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._job.agreement import Message
 from ddpsafe.checkpoint import _directory, _sharded
-from ddpsafe.checkpoint._checksums import ChecksumWriter, DamagedFileError
+from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._format import (
     NAME,
     RANKS,
@@ -34,6 +34,7 @@ from ddpsafe.checkpoint._format import (
     FileFacts,
     Manifest,
     ShardedTensor,
+    new_file,
     parse_manifest,
 )
 from ddpsafe.checkpoint._ranks import explain_absence
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from ddpsafe._job.agreement import Absence, Exchange
     from ddpsafe.checkpoint._lock import DirectoryLock
     from ddpsafe.checkpoint._ranks import Ranks
+    from ddpsafe.checkpoint._slots import Slot
     from ddpsafe.checkpoint._state import Snapshot
 
 # At the deadline a thread may already be publishing, which takes one rename and a few fsyncs.
@@ -172,19 +174,7 @@ class Save:
     def _lead(self) -> None:
         """Do rank 0's part: check, write, publish, and remove old checkpoints."""
         messages = self._gather(self._answering)
-        first = messages[0].facts
-        for other, answer in messages.items():
-            for key in ("step", "names"):
-                if answer.facts.get(key) != first.get(key):
-                    raise ConfigError(
-                        Explanation(
-                            f"rank {other} saves {key} {answer.facts.get(key)!r}, but rank 0 saves "
-                            f"{first.get(key)!r}.",
-                            cause="the ranks count their steps differently, or build different states.",
-                            fix="call save() on every rank with the same step and the same names.",
-                        ),
-                        rank=other,
-                    )
+        require_same(messages)
         publisher = self._request.publisher
         if publisher is None:  # already saved
             return
@@ -202,7 +192,7 @@ class Save:
             raise _no_space(directory, self.step, needed, free, cause)
         with _directory.unfinished(directory, self.step) as folder:
             files, shards = self._collect_shards(folder)
-            _write_files(folder, self._request, parts, files, shards)
+            write_files(folder, self._request, parts, files, shards)
             # A job that was suspended while it wrote may have lost the lock meanwhile.
             publisher.require_lock(self.step)
             if not _directory.publish(
@@ -249,7 +239,7 @@ class Save:
         try:
             written = _sharded.write_shards(self._request.snapshot.shards, folder, self._ranks.rank)
         except Exception as exc:
-            error = _explain(exc, folder.parent, self.step)
+            error = explain(exc, folder.parent, self.step)
             # Rank 0 waits for what this rank wrote; it announces the error to all.
             self._second.fail(error)
             raise error from exc
@@ -309,7 +299,7 @@ class Save:
             raise
         except Exception as exc:
             publisher = self._request.publisher
-            error = exc if publisher is None else _explain(exc, publisher.directory, self.step)
+            error = exc if publisher is None else explain(exc, publisher.directory, self.step)
             if error is exc:
                 raise
             raise error from exc
@@ -353,6 +343,27 @@ class Save:
         )
 
 
+def require_same(messages: dict[int, Message]) -> None:
+    """Refuse a save of different steps or names.
+
+    Raises:
+        ConfigError: A rank saves others than rank 0.
+    """
+    first = messages[0].facts
+    for other, answer in messages.items():
+        for key in ("step", "names"):
+            if answer.facts.get(key) != first.get(key):
+                raise ConfigError(
+                    Explanation(
+                        f"rank {other} saves {key} {answer.facts.get(key)!r}, but rank 0 saves "
+                        f"{first.get(key)!r}.",
+                        cause="the ranks count their steps differently, or build different states.",
+                        fix="call save() on every rank with the same step and the same names.",
+                    ),
+                    rank=other,
+                )
+
+
 def _no_space(directory: Path, step: int, needed: int, free: int, cause: str) -> NoSpaceError:
     return NoSpaceError(
         Explanation(
@@ -366,8 +377,8 @@ def _no_space(directory: Path, step: int, needed: int, free: int, cause: str) ->
     )
 
 
-def _write_files(
-    folder: Path,
+def write_files(
+    folder: Path | Slot,
     request: SaveRequest,
     parts: list[bytes],
     files: dict[str, FileFacts],
@@ -377,11 +388,11 @@ def _write_files(
     import torch
 
     files = dict(files)
-    with ChecksumWriter(folder / STATE) as writer, explaining(request.snapshot.replicated):
+    with new_file(folder, STATE) as writer, explaining(request.snapshot.replicated):
         torch.save(request.snapshot.replicated, writer)  # type: ignore[arg-type]  # it only calls write()
     files[STATE] = FileFacts(size_bytes=writer.size, crc32=writer.crc32)
     places: list[tuple[int, int]] = []
-    with ChecksumWriter(folder / RANKS) as writer:
+    with new_file(folder, RANKS) as writer:
         for data in parts:
             places.append((writer.size, len(data)))
             writer.write(data)
@@ -413,7 +424,7 @@ def _write_files(
             ),
             step=request.step,
         ) from exc
-    with ChecksumWriter(folder / NAME) as writer:
+    with new_file(folder, NAME) as writer:
         writer.write(data)
 
 
@@ -425,8 +436,17 @@ def _version_of(package: str) -> str:
         return "unknown"
 
 
-def _explain(exc: Exception, directory: Path, step: int) -> Exception:
+def explain(exc: Exception, directory: Path, step: int) -> Exception:
     """Turn an error of the file system into a `SaveError`; return other errors as they are."""
+    if isinstance(exc, DamagedFileError):
+        return SaveError(
+            Explanation(
+                f"Step {step} was not saved: it was in memory only, and {exc}.",
+                cause="a process has written over it, or the memory is faulty.",
+                fix="start again; earlier checkpoints are unharmed.",
+            ),
+            step=step,
+        )
     if not isinstance(exc, OSError) or isinstance(exc, SaveError):
         return exc
     if exc.errno in _DISK_FULL:

@@ -11,8 +11,16 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import ConfigError, Explanation
-from ddpsafe.checkpoint._checksums import ChecksumWriter, DamagedFileError
-from ddpsafe.checkpoint._format import NAME, SHARDS, FileFacts, Manifest, Piece, ShardedTensor
+from ddpsafe.checkpoint._checksums import DamagedFileError
+from ddpsafe.checkpoint._format import (
+    NAME,
+    SHARDS,
+    FileFacts,
+    Manifest,
+    Piece,
+    ShardedTensor,
+    new_file,
+)
 from ddpsafe.checkpoint._trees import leaves, replace_leaves
 
 if TYPE_CHECKING:
@@ -20,6 +28,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+
+    from ddpsafe.checkpoint._slots import Slot
 
 MARK: Final = "\0shard "
 """Start of the string that replaces a distributed tensor in the replicated part.
@@ -100,7 +110,7 @@ def bytes_of(own: Own) -> int:
     return sum(local.nbytes for _, _, local in own.values())
 
 
-def write_shards(own: Own, folder: Path, rank: int) -> dict[str, Any]:
+def write_shards(own: Own, folder: Path | Slot, rank: int) -> dict[str, Any]:
     """Write this rank's parts into a file of its own.
 
     Returns:
@@ -110,8 +120,7 @@ def write_shards(own: Own, folder: Path, rank: int) -> dict[str, Any]:
 
     pieces: dict[str, Any] = {}
     name = f"{SHARDS}/rank-{rank:05}.bin"
-    (folder / SHARDS).mkdir(exist_ok=True)
-    with ChecksumWriter(folder / name) as writer:
+    with new_file(folder, name) as writer:
         for path, (offsets, sizes, local) in own.items():
             values = local.detach().cpu().contiguous().reshape(-1)
             pieces[path] = [writer.size, offsets, sizes]
@@ -159,7 +168,7 @@ def index_of(
     return files, shards
 
 
-def check_shards(folder: Path, manifest: Manifest, *, rank: int, world_size: int) -> None:
+def check_shards(folder: Path | Slot, manifest: Manifest, *, rank: int, world_size: int) -> None:
     """Check this rank's share of the shard files, and that every piece lies inside its file.
 
     Raises:
@@ -180,7 +189,7 @@ def check_shards(folder: Path, manifest: Manifest, *, rank: int, world_size: int
 class SavedShards:
     """The distributed tensors of a checkpoint, read from the files on demand."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path | Slot, manifest: Manifest) -> None:
         self._folder = folder
         self._manifest = manifest
 

@@ -171,6 +171,7 @@ def facts() -> dict[str, object]:
         "steps": 7,
         "steps_per_s": 2.0,
         "saves": 0,
+        "resumed_from": "",
         "last_step_s": 0.2,
         "collective": None,
         "where": "train.py:11 in train",

@@ -38,22 +38,26 @@ RETRY: Final[dict[str, Any]] = {
 ENDPOINT: Final = "h0:28700"
 
 
+@pytest.mark.parametrize("name", ["two", "memory"])
 def test_a_replacement_resumes_where_the_lost_node_was(
-    own_network: Network, tmp_path: Path
+    own_network: Network, tmp_path: Path, name: str
 ) -> None:
-    """Its ranks join the others' attempt, and all resume from the same checkpoint."""
-    case = Case(name="two", what="resume", fields={"nnodes": 2, "retry": RETRY})
+    """Its ranks join the others' attempt, and all resume from the same checkpoint.
+
+    Where the states are in memory only, the replacement gets its own from the node that has it.
+    """
+    case = Case(name=name, what="resume", fields={"nnodes": 2, "retry": RETRY})
     launchers = [
         start_node(own_network, node, [case], tmp_path, (1, 1), ENDPOINT) for node in (0, 1)
     ]
-    await_ranks(tmp_path, "two-1", 2, launchers)
+    await_ranks(tmp_path, f"{name}-1", 2, launchers)
     own_network[1].power_off()
     off_s = time.time()
     third = start_node(own_network, 2, [case], tmp_path, (1, 1, 1), ENDPOINT)
-    await_ranks(tmp_path, "two-2", 2, [launchers[0], third])
+    await_ranks(tmp_path, f"{name}-2", 2, [launchers[0], third])
     require_in_time(time.time() - off_s, 25.0, "the next attempt trains")
     (first,), (other,) = (
-        each["two"]["values"].values()
+        each[name]["values"].values()
         for each in finish_job(own_network, [case], [launchers[0], third], besides=[1])
     )
     assert first == other
@@ -62,9 +66,12 @@ def test_a_replacement_resumes_where_the_lost_node_was(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["cable", "cable and rank", "killed"])
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [("cable", "two"), ("cable and rank", "two"), ("killed", "two"), ("killed", "memory")],
+)
 def test_a_node_that_has_lost_node_0_joins_again(
-    own_network: Network, tmp_path: Path, how: str
+    own_network: Network, tmp_path: Path, how: str, name: str
 ) -> None:
     """Without a new command: node 0 may have lost it, too, or be started again.
 
@@ -72,9 +79,9 @@ def test_a_node_that_has_lost_node_0_joins_again(
     """
     timeouts = {"collective": 60, "grace": 3, "node_loss": 3}
     fields = {"nnodes": 2, "retry": RETRY, "timeouts": timeouts}
-    case = Case(name="two", what="resume", fields=fields)
+    case = Case(name=name, what="resume", fields=fields)
     launchers = start_job(own_network, [case], tmp_path, nproc=(1, 1), port=28700)
-    await_ranks(tmp_path, "two-1", 2, launchers)
+    await_ranks(tmp_path, f"{name}-1", 2, launchers)
     first, second = launchers
     lost = "node 0 ('h0', rank 0 of world_size 2) was lost"
     if how == "cable and rank":
@@ -95,12 +102,12 @@ def test_a_node_that_has_lost_node_0_joins_again(
     else:
         os.kill(first.pid, signal.SIGKILL)
         scripts.wait_until(has_left, otherwise=lambda: second.err)
-        for each in tmp_path.glob("running-two-1-*"):
+        for each in tmp_path.glob(f"running-{name}-1-*"):
             each.unlink()
         again = replace(case, fields={**fields, "run_dir": str(tmp_path / "again")})
         first = start_node(own_network, 0, [again], tmp_path, (1, 1), ENDPOINT)
         attempt = 1
-    found = [each["two"] for each in finish_job(own_network, [case], [first, second])]
+    found = [each[name] for each in finish_job(own_network, [case], [first, second])]
     assert [each.get("whole") for each in found] == [None, None], (first.err, second.err)
     for (value,) in (each["values"].values() for each in found):
         assert (value["attempt"], value["of"]) == (attempt, 2)

@@ -139,17 +139,22 @@ def wait_for(folder: Path, name: str, *, in_thread: bool = False) -> None:
 
 
 def go_on(ctx: RankContext, folder: Path, name: str) -> dict[str, int]:
-    """Save each step; when started again, resume and make ten more steps."""
+    """Save each step; when started again, resume and make ten more steps.
+
+    In jobs of the name "memory", only memory is due.
+    """
     from ddpsafe.checkpoint import Checkpointer
 
     state = {"step": 0}
-    with Checkpointer(folder / f"checkpoints-{name}") as checkpointer:
+    options: dict[str, Any] = {"every": 10**6, "memory_every": 1} if name == "memory" else {}
+    with Checkpointer(folder / f"checkpoints-{name}", **options) as checkpointer:
         checkpointer.restore(state)
         first = state["step"]
         while (first == 0 or state["step"] < first + 10) and not ctx.stop_requested():
             time.sleep(PACE_S)
             state["step"] = round(ctx.reduce_mean(float(state["step"] + 1)))
-            checkpointer.save(state, state["step"])
+            if not options or checkpointer.is_due(state["step"]):
+                checkpointer.save(state, state["step"])
             if state["step"] == first + 3:
                 (folder / f"running-{name}-{ctx.attempt}-{ctx.rank}").write_text(str(os.getpid()))
     return {"first": first, "last": state["step"], "attempt": ctx.attempt, "of": ctx.world_size}

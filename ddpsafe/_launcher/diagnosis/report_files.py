@@ -103,6 +103,8 @@ def _text(error: LaunchError) -> str:
         if outcome.signal_name is not None:
             head += f" by {outcome.signal_name}"
         parts = [f"{head}, while {outcome.phase}, after {outcome.steps} optimizer steps"]
+        if outcome.progress.resumed_from:
+            parts[0] += f", continued from {outcome.progress.resumed_from}"
         if outcome.raised is not None:
             parts.append(outcome.raised.traceback.rstrip())
         if outcome.stack:
@@ -164,6 +166,7 @@ def _facts_of_rank(outcome: RankOutcome) -> dict[str, Any]:
         "exit_code": outcome.exit_code,
         "signal": outcome.signal_name,
         "steps": outcome.steps,
+        "resumed_from": outcome.progress.resumed_from,
         "state": outcome.state,
         "where": where(outcome),
         "in_collective": outcome.in_collective,

@@ -748,6 +748,7 @@ def facts_of_rank(
         "steps": made.steps,
         "steps_per_s": round(steps_per_s, 3),
         "saves": made.saves,
+        "resumed_from": made.resumed_from,
         "last_step_s": None,  # for a rank of another host it is on that host's clock
         "collective": _collective_of(answer),
         "where": outcome.stack,

@@ -1,0 +1,49 @@
+"""Memory that the launcher of a node owns, in which its ranks keep states of the training.
+
+It outlives the ranks, so the next attempt restores from it, and it is gone with the launcher: no file has a name.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Final
+
+SLOTS: Final = 2
+FILES_PER_SLOT: Final = 3
+"""The manifest, the state and the ranks' own parts; and for each rank one for its shards."""
+
+
+class NodeMemory:
+    """Files without a name, empty until a rank writes into them: two places for a state.
+
+    `memfd_create` charges their pages to the control group of the rank that writes them, and needs no room
+    in /dev/shm.
+    """
+
+    def __init__(self) -> None:
+        """Make no file yet."""
+        self._fds: list[int] = []
+        self._nproc = 0
+        self._finalizer = weakref.finalize(self, _close, self._fds)
+
+    def files(self, nproc: int) -> tuple[int, ...]:
+        """Return the descriptors in this process, slot by slot; none where the system has no such files."""
+        if nproc != self._nproc and hasattr(os, "memfd_create"):
+            _close(self._fds)
+            try:
+                for _ in range(SLOTS * (FILES_PER_SLOT + nproc)):
+                    self._fds.append(os.memfd_create("ddpsafe-state"))
+            except OSError:  # the job runs without, and a Checkpointer that wants them says so
+                _close(self._fds)
+            self._nproc = nproc
+        return tuple(self._fds)
+
+    def close(self) -> None:
+        """Free the memory; ranks that still map it keep their pages."""
+        self._finalizer()
+
+
+def _close(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())

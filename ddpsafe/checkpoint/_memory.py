@@ -1,0 +1,394 @@
+"""States in the memory of each node, from which the ranks of the next attempt continue.
+
+A save: every rank sends all others its own part over the ranks' process group, then the first rank of each node
+writes the state into a slot of its node. So each node has all that a restore needs, with other ranks too.
+
+A restore: `_restore` lets the ranks agree on a state; the nodes that lack it receive it over the same group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._host import read_limits
+from ddpsafe._job.agreement import Message
+from ddpsafe.checkpoint import _directory, _save, _sharded
+from ddpsafe.checkpoint._checksums import BLOCK_BYTES, DamagedFileError
+from ddpsafe.checkpoint._format import NAME, PER_RANK, new_file, read_manifest
+from ddpsafe.checkpoint._schedule import Costs, Schedule
+from ddpsafe.checkpoint._slots import NodeSlots, user_metadata
+from ddpsafe.checkpoint._trees import HostCopies, size_bytes
+from ddpsafe.checkpoint.errors import NoSpaceError, SaveError, warn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+    from ddpsafe.checkpoint._format import FileFacts, ShardedTensor
+    from ddpsafe.checkpoint._ranks import Ranks
+    from ddpsafe.checkpoint._slots import Candidate, Slot
+    from ddpsafe.checkpoint._state import Snapshot
+
+logger = logging.getLogger(__name__)
+
+_PIECE_BYTES: Final = 64 * 2**20
+_SHOW_EVERY_S: Final = 5.0
+_SHARE_LEFT: Final = 0.1
+"""The share of the memory that must be left: the training itself needs more at times."""
+
+
+class StateMemory:
+    """The states in memory, as one rank takes part in them; see `open_memory`.
+
+    Attributes:
+        newest: The step of the newest state in memory that this rank has saved or restored.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        slots: NodeSlots,
+        every: int | timedelta | Literal["auto"],
+        *,
+        may_give_up: bool,
+    ) -> None:
+        """Take part; every rank has to."""
+        self.newest: int | None = None
+        self.schedule = Schedule(every)
+        self._ranks = ranks
+        self._slots = slots
+        self._may_give_up = may_give_up
+        self._copies = HostCopies()
+        self._problem: dict[str, Any] | None = None
+        self._next: Slot | None = None  # the one to write to, if it is known
+        self._length = self._reserved = 0  # of a state, in bytes
+
+    def save(
+        self,
+        take: Callable[..., tuple[Snapshot, dict[str, float | None], dict[str, Any]]],
+        step: int,
+    ) -> bool:
+        """Put the state into memory.
+
+        Args:
+            take: Takes the state, the metrics and the metadata; called with ``whole=``, whether this rank
+                writes what all share.
+            step: Its step.
+
+        Returns:
+            False if memory does not do, which has been reported, and is not to be used any more.
+
+        Raises:
+            CheckpointError: It failed, on this rank or another one.
+        """
+        ranks = self._ranks
+        facts: dict[str, Any] = {"step": step, "costs": self.schedule.begin(step)}
+        snapshot, error = None, None
+        metrics: dict[str, float | None] = {}
+        metadata: dict[str, Any] = {}
+        try:
+            snapshot, metrics, metadata = take(whole=ranks.is_first_of_node)
+            facts |= {"names": snapshot.names, "problem": self._find_problem(snapshot)}
+            if ranks.is_first_of_node:
+                facts["slot"] = (self._next or self._slots.target()).number
+                self._slots[facts["slot"]].clear()
+        except Exception as exc:  # noqa: BLE001 - raised once the others know of it
+            error = exc
+        messages = self._exchange(
+            Message(
+                facts=facts,
+                data=b"" if snapshot is None else snapshot.own,
+                failure=None if error is None else ranks.failure_of(error),
+            )
+        )
+        if snapshot is None or error is not None:
+            assert error is not None  # noqa: S101 - otherwise there is a snapshot
+            raise error
+        for message in messages.values():
+            if message.failure is not None:
+                raise ranks.peer_error(message.failure)
+        _save.require_same(messages)
+        problem = next((m.facts["problem"] for m in messages.values() if m.facts["problem"]), None)
+        if problem is not None:
+            self._give_up(step, **problem)
+            return False
+        try:
+            self._write(snapshot, messages, step, metrics, metadata)
+        except (OSError, MemoryError) as exc:
+            # The other ranks have gone on; if the training does, they learn of it at the next save.
+            self._problem = {"text": f"the memory could not be written: {exc}"}
+            if not self._may_give_up:
+                self._give_up(step, **self._problem)
+            return True
+        self.newest = step
+        costs = (message.facts["costs"] for message in messages.values())
+        self.schedule.note_saved(Costs(*each) for each in costs if each is not None)
+        return True
+
+    def close(self) -> None:
+        """Let another `Checkpointer` use the memory."""
+        from ddpsafe._worker.rank import this_rank
+
+        this_rank.uses_memory = False
+
+    def _exchange(self, message: Message) -> dict[int, Message]:
+        """Send every rank a message, and return those of all."""
+        from ddpsafe._worker import collectives
+
+        return dict(enumerate(map(Message.loads, collectives.all_gather(message.dumps()))))
+
+    def _find_problem(self, snapshot: Snapshot) -> dict[str, Any] | None:
+        """Return why this state cannot be kept in memory, as arguments of `_give_up`, if so."""
+        if self._problem is not None:
+            return self._problem
+        ranks = self._ranks
+        if ranks.has_other_nodes and snapshot.sharded:
+            return {
+                "text": "it has distributed tensors, whose parts on a lost node no other node has"
+            }
+        if not ranks.is_first_of_node:
+            return None
+        replicated = [name for name, kept in snapshot.names.items() if kept != PER_RANK]
+        absent = [name for name in replicated if name not in snapshot.replicated]
+        if absent:
+            return {
+                "text": f"of {absent[0]!r}, only rank 0 has the whole state, and its node may be lost"
+            }
+        self._length = size_bytes(snapshot.replicated)
+        shards = _sharded.bytes_of(snapshot.shards) * ranks.local_world_size
+        return self._find_lack(self._length + shards)
+
+    def _find_lack(self, length: int) -> dict[str, Any] | None:
+        """Return that the node has too little memory for two states of a length, if so."""
+        needed = 2 * length - self._slots.reserved_bytes()
+        if needed <= 0:
+            return None
+        import psutil
+
+        machine, limits = psutil.virtual_memory(), read_limits()
+        free = min(machine.available, limits.memory_left_bytes or machine.available)
+        total = min(machine.total, limits.memory_bytes or machine.total)
+        if free - needed >= total * _SHARE_LEFT:
+            return None
+        text = (
+            f"two states need {needed / 1e6:.1f} MB more, and of the {free / 1e6:.1f} MB that "
+            f"{self._ranks.host} or its control group has left, {_SHARE_LEFT:.0%} of all its memory stay free for "
+            "the training"
+        )
+        return {"text": text, "needed": needed, "free": free}
+
+    def _give_up(self, step: int, text: str, needed: int = 0, free: int = 0) -> None:
+        """Raise that memory cannot be used, or warn and use the disk only."""
+        explanation = Explanation(
+            f"The state of step {step} cannot be kept in memory.",
+            cause=f"{text}.",
+            fix="give the job more memory, or create the Checkpointer without memory_every, or with "
+            'on_failure="warn" to go on with the directory only.',
+        )
+        if not self._may_give_up:
+            if needed:
+                raise NoSpaceError(explanation, step=step, needed_bytes=needed, free_bytes=free)
+            raise SaveError(explanation, step=step)
+        if self._ranks.is_main:
+            warn(f"states are saved to the directory only, not to memory: {text}.")
+
+    def _write(
+        self,
+        snapshot: Snapshot,
+        messages: dict[int, Message],
+        step: int,
+        metrics: dict[str, float | None],
+        metadata: dict[str, Any],
+    ) -> None:
+        """Write this rank's part, and on the first rank of a node all the rest."""
+        ranks = self._ranks
+        slot = self._slots[messages[ranks.first_of_node].facts["slot"]]
+        files: dict[str, FileFacts] = {}
+        shards: dict[str, ShardedTensor] = {}
+        if snapshot.sharded:
+            own = _sharded.write_shards(snapshot.shards, slot, ranks.rank)
+            written = self._exchange(Message(facts=own))
+            files, shards = _sharded.index_of(
+                snapshot.sharded, [message.facts for message in written.values()]
+            )
+        if not ranks.is_first_of_node:
+            return
+        if self._length > self._reserved:
+            self._slots.reserve(self._length)
+            self._reserved = self._length
+        replicated = snapshot.replicated
+        if sys.modules["torch"].cuda.is_initialized():
+            # Through pinned memory, and all at once: torch.save copies tensor by tensor, and waits for each.
+            replicated = self._copies.copy(replicated)
+        request = _save.SaveRequest(
+            ranks=ranks,
+            publisher=None,
+            snapshot=dataclasses.replace(snapshot, replicated=replicated),
+            step=step,
+            metrics=metrics,
+            metadata=self._slots.record(ranks.attempt, metadata),
+        )
+        parts = [message.data for message in messages.values()]
+        _save.write_files(slot, request, parts, files, shards)
+        self._next = self._slots[1 - slot.number]
+
+    def held(self) -> dict[str, Any] | None:
+        """Return the newest undamaged state of this node, in plain values; only its first rank does."""
+        self._next = None
+        if not self._ranks.is_first_of_node:
+            return None
+        held, problems = self._slots.newest()
+        if problems:
+            warn(
+                f"a state in the memory of {self._ranks.host} is damaged and is skipped: {'; '.join(problems)}"
+            )
+        return None if held is None else asdict(held)
+
+    def provide(self, candidate: Candidate) -> Slot:
+        """Return this node's slot with a state; first send it to the nodes that lack it.
+
+        All ranks call this. A node on which it does not fit has a slot without a state then.
+        """
+        ranks, held = self._ranks, candidate.held
+        if not candidate.lacking:
+            return self._slots[candidate.slots[ranks.first_of_node]]
+        import torch
+        import torch.distributed as dist
+
+        slot = self._slots[candidate.slots.get(ranks.first_of_node, 0)]
+        sends = ranks.rank == candidate.source
+        writes = ranks.rank in candidate.lacking
+        total = sum(held.files.values())
+        if writes:
+            slot.clear()
+            writes = slot.has(held.files) and self._find_lack(total) is None
+        on_gpu = dist.get_backend() == "nccl"
+        done, shown_s = 0, time.monotonic()
+        for name in sorted(held.files, key=lambda name: name == NAME):  # the manifest last
+            with contextlib.ExitStack() as stack:
+                file = -1
+                if sends or writes:
+                    file = os.open(slot.path(name), os.O_RDWR | os.O_CLOEXEC)
+                    stack.callback(os.close, file)
+                for start in range(0, held.files[name], _PIECE_BYTES):
+                    piece = torch.empty(
+                        min(_PIECE_BYTES, held.files[name] - start), dtype=torch.uint8
+                    )
+                    if sends:
+                        os.preadv(file, [piece.numpy().data], start)
+                    sent = piece.cuda() if on_gpu else piece
+                    dist.broadcast(sent, src=candidate.source)
+                    if writes:
+                        # Without memory for it, the slot stays without a state, which is found next.
+                        with contextlib.suppress(OSError):
+                            os.pwrite(file, sent.cpu().numpy().data, start)
+                    done += len(piece)
+                    if ranks.is_main and time.monotonic() - shown_s > _SHOW_EVERY_S:
+                        shown_s = time.monotonic()
+                        logger.warning(
+                            "%.1f of %.1f MB of step %d have come from rank %d",
+                            *(done / 1e6, total / 1e6, held.step, candidate.source),
+                        )
+                if writes:
+                    os.ftruncate(file, held.files[name])
+        return slot
+
+    def note_restored(self, step: int, *, from_memory: bool) -> None:
+        """Continue from a step, which makes newer states in memory those of another training."""
+        self.newest = step if from_memory else None
+        if self._ranks.is_first_of_node:
+            self._slots.drop_newer(step)
+
+    def publish(self, publisher: _save.Publisher, step: int) -> None:
+        """Make the newest state in memory a checkpoint in the directory, on rank 0.
+
+        Raises:
+            DamagedFileError: It is not what was written.
+            OSError: The file system refused it.
+            SaveError: The lock on the directory is lost.
+        """
+        held, _ = self._slots.newest()
+        if held is None or held.step != step:
+            raise DamagedFileError(f"step {step} is no longer in memory")
+        slot = self._slots[held.slot]
+        manifest = read_manifest(slot)
+        with _directory.unfinished(publisher.directory, step) as folder:
+            for name, facts in manifest.files.items():
+                with manifest.open(slot, name) as source, new_file(folder, name) as target:
+                    for start in range(0, facts.size_bytes, BLOCK_BYTES):
+                        target.write(source.read(start, min(BLOCK_BYTES, facts.size_bytes - start)))
+            with new_file(folder, NAME) as target:
+                target.write(
+                    manifest.model_copy(update={"metadata": user_metadata(manifest)}).dumps()
+                )
+            publisher.require_lock(step)
+            _directory.publish(folder, step)
+        publisher.metrics[step] = manifest.metrics
+        _directory.prune(publisher.directory, publisher.keep, publisher.metrics)
+
+
+def open_memory(
+    ranks: Ranks,
+    directory: Path,
+    every: int | timedelta | Literal["auto"],
+    *,
+    may_give_up: bool,
+) -> StateMemory | None:
+    """Use the memory of the nodes; ``None``, with a warning, if one of them has none for this.
+
+    Raises:
+        ConfigError: The ranks want different things.
+    """
+    from ddpsafe._worker.collectives import group_size
+    from ddpsafe._worker.rank import this_rank
+
+    spec, problem = this_rank.spec, ""
+    files: list[Path] = []
+    if spec is None:
+        problem = "the launcher is not ddpsafe's, so no process keeps the memory when a rank ends"
+    elif this_rank.uses_memory:
+        problem = "another Checkpointer of this process uses it"
+    elif group_size() != ranks.world_size:
+        problem = "torch's default group is not that of all ranks"
+    else:
+        files = [Path(f"/proc/{spec.launcher_pid}/fd/{fd}") for fd in spec.memory]
+        if not files or not os.access(files[0], os.R_OK | os.W_OK):
+            problem = f"the launcher on {ranks.host} has no memory that this rank can open"
+    exchange = ranks.begin("Checkpointer()")
+    exchange.send(Message(facts={"problem": problem, "every": str(every)}))
+
+    def agree(messages: dict[int, Message]) -> dict[str, Any]:
+        for rank, message in messages.items():
+            if message.facts["every"] != str(every):
+                what = f"rank {rank} has memory_every={message.facts['every']}, but rank 0 has {every}."
+                raise ConfigError(
+                    Explanation(
+                        what, cause="the ranks differ.", fix="pass the same value on every rank."
+                    ),
+                    rank=rank,
+                )
+        problems = (message.facts["problem"] for message in messages.values())
+        return {"problem": next(filter(None, problems), "")}
+
+    absence_error = ranks.absence_error(
+        ConfigError,
+        "open the memory",
+        cause="did not create a Checkpointer with memory_every, or hangs.",
+        fix="create the Checkpointer with the same arguments on every rank.",
+    )
+    problem = exchange.agree(agree, absence_error, ranks.deadline())["problem"]
+    if problem:
+        if ranks.is_main:
+            warn(f"states are saved to the directory only, not to memory: {problem}.")
+        return None
+    this_rank.uses_memory = True
+    return StateMemory(ranks, NodeSlots(files, directory), every, may_give_up=may_give_up)

@@ -1,0 +1,248 @@
+"""Two places for a state in the memory of a node, each with the files of a checkpoint's folder.
+
+The launcher owns the memory, so it outlives the ranks and is gone with the launcher. The manifest is the
+commit record: emptied before anything of its slot is changed, written last, with the checksums of all the rest.
+A writer that is killed at any moment leaves the other slot as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from ddpsafe.checkpoint._checksums import DamagedFileError
+from ddpsafe.checkpoint._format import NAME, RANKS, STATE, Manifest, read_manifest
+from ddpsafe.checkpoint.errors import RestoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+_FIXED: Final = (NAME, STATE, RANKS)
+_SLOTS: Final = 2
+
+
+class Slot:
+    """One of the two places, used in place of a checkpoint's folder.
+
+    Args:
+        number: Which of the two.
+        files: Its files: the manifest, the state, the parts of the ranks, and one for each rank's shards.
+    """
+
+    def __init__(self, number: int, files: Sequence[Path]) -> None:
+        self.number = number
+        self._files = files
+
+    def __str__(self) -> str:
+        return "the memory of this node"
+
+    def __truediv__(self, name: str) -> str:
+        """Return a file's name, for messages."""
+        return f"{name} in {self}"
+
+    def path(self, name: str) -> Path:
+        """Return where a file is.
+
+        Raises:
+            DamagedFileError: There is no such file.
+        """
+        fixed = _FIXED.index(name) if name in _FIXED else None
+        # The ranks of the one node that has shards are those of the job.
+        number = int(name[-9:-4]) + len(_FIXED) if fixed is None else fixed
+        if number >= len(self._files):
+            raise DamagedFileError(f"{name} is missing")
+        return self._files[number]
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Return whether it has files of these names."""
+        try:
+            return bool([self.path(name) for name in names])
+        except DamagedFileError:
+            return False
+
+    def open(self, name: str) -> int:
+        """Open a file for reading; return the descriptor."""
+        return os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
+
+    def clear(self) -> None:
+        """Give up the state that it holds, before anything of it is changed."""
+        os.truncate(self.path(NAME), 0)
+
+    def reserve(self, name: str, length: int) -> None:
+        """Have the kernel give a file its memory now.
+
+        Raises:
+            OSError: There is too little.
+        """
+        fd = os.open(self.path(name), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, length)
+        finally:
+            os.close(fd)
+
+    def reserved_bytes(self) -> int:
+        """Return how much memory it has."""
+        return sum(path.stat().st_blocks * 512 for path in self._files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A state that a node has in memory, in plain values.
+
+    Attributes:
+        step: Its step.
+        attempt: The attempt that saved it.
+        token: A checksum of its files: equal on two nodes only if the states are.
+        files: The lengths of its files, by name; the manifest last.
+        slot: The number of its slot on that node.
+    """
+
+    step: int
+    attempt: int
+    token: int
+    files: dict[str, int]
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A state that some nodes have in memory, and who sends it to the others.
+
+    Attributes:
+        held: The state, as the sender has it.
+        source: The rank that sends it.
+        slots: The number of its slot on each node that has it, by the node's first rank.
+        lacking: The first ranks of the nodes that do not have it.
+    """
+
+    held: Held
+    source: int
+    slots: dict[int, int]
+    lacking: list[int]
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Candidate:
+        """Make one from its plain values, as they come from JSON."""
+        slots = {int(rank): slot for rank, slot in plain["slots"].items()}
+        return cls(**{**plain, "held": Held(**plain["held"]), "slots": slots})
+
+
+def candidates(held: dict[int, Held | None]) -> list[Candidate]:
+    """Return the states that can be restored from memory, the newest first.
+
+    Args:
+        held: The newest that each node has, by the node's first rank.
+    """
+    found: dict[tuple[int, int], Candidate] = {}
+    for rank, own in sorted(held.items()):
+        if own is None:
+            continue
+        known = found.get((own.step, own.attempt))
+        if known is None:
+            found[own.step, own.attempt] = Candidate(
+                held=own, source=rank, slots={rank: own.slot}, lacking=[]
+            )
+        # A rank's buffers may differ from those of rank 0, which are the ones that count.
+        elif known.held.token == own.token:
+            known.slots[rank] = own.slot
+    return [
+        replace(each, lacking=[rank for rank in sorted(held) if rank not in each.slots])
+        for _, each in sorted(found.items(), reverse=True)
+    ]
+
+
+class NodeSlots:
+    """Both slots of a node.
+
+    Args:
+        files: Their files, one slot after the other.
+        directory: The checkpoints' directory: states of another one count as none.
+    """
+
+    def __init__(self, files: Sequence[Path], directory: Path) -> None:
+        length = len(files) // _SLOTS
+        self._slots = [
+            Slot(number, files[number * length : (number + 1) * length]) for number in range(_SLOTS)
+        ]
+        self._directory = os.fsencode(directory).decode(errors="backslashreplace")
+
+    def __getitem__(self, number: int) -> Slot:
+        """Return the slot of that number."""
+        return self._slots[number]
+
+    def reserved_bytes(self) -> int:
+        """Return how much memory both have."""
+        return sum(slot.reserved_bytes() for slot in self._slots)
+
+    def reserve(self, length: int) -> None:
+        """Have the kernel give both slots the memory for states of that length.
+
+        Raises:
+            OSError: There is too little.
+        """
+        for slot in self._slots:
+            slot.reserve(STATE, length)
+
+    def record(self, attempt: int, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Return the metadata of a manifest in memory: that of the user, and whose state it is."""
+        return {"attempt": attempt, "directory": self._directory, "metadata": metadata}
+
+    def manifest(self, number: int) -> Manifest | None:
+        """Return the manifest of a slot; ``None`` if it holds no whole state of this directory."""
+        with contextlib.suppress(DamagedFileError, RestoreError):
+            found = read_manifest(self._slots[number])
+            if found.metadata.get("directory") == self._directory:
+                return found
+        return None
+
+    def _by_age(self) -> list[tuple[int, Manifest | None]]:
+        found = [(number, self.manifest(number)) for number in range(_SLOTS)]
+        return sorted(found, key=lambda each: (-1, -1) if each[1] is None else _age_of(each[1]))
+
+    def target(self) -> Slot:
+        """Return the slot to write to: the one without a state, or with the older one."""
+        return self._slots[self._by_age()[0][0]]
+
+    def newest(self) -> tuple[Held | None, list[str]]:
+        """Return the newest state of which every byte is as it was written, and what is damaged."""
+        problems: list[str] = []
+        for number, manifest in reversed(self._by_age()):
+            if manifest is None:
+                continue
+            try:
+                for name in manifest.files:
+                    with manifest.open(self._slots[number], name) as file:
+                        file.check()
+            except DamagedFileError as exc:
+                problems.append(f"step {manifest.step}: {exc}")
+                self._slots[number].clear()  # the next state goes here, and not over the whole one
+                continue
+            step, attempt = _age_of(manifest)
+            content = json.dumps(manifest.model_dump()["files"], sort_keys=True).encode()
+            files = {name: facts.size_bytes for name, facts in manifest.files.items()}
+            files[NAME] = self._slots[number].path(NAME).stat().st_size
+            token = zlib.crc32(content)
+            return Held(step=step, attempt=attempt, token=token, files=files, slot=number), problems
+        return None, problems
+
+    def drop_newer(self, step: int) -> None:
+        """Give up states newer than a step: the training was set back to it."""
+        for number, manifest in self._by_age():
+            if manifest is not None and manifest.step > step:
+                self._slots[number].clear()
+
+
+def _age_of(manifest: Manifest) -> tuple[int, int]:
+    attempt = manifest.metadata.get("attempt")
+    return manifest.step, attempt if isinstance(attempt, int) else 0
+
+
+def user_metadata(manifest: Manifest) -> dict[str, Any]:
+    """Return the caller's metadata of a state in memory."""
+    metadata = manifest.metadata.get("metadata")
+    return metadata if isinstance(metadata, dict) else {}

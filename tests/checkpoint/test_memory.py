@@ -1,0 +1,329 @@
+"""States in memory: two slots of which one is always whole, and restarts that continue from them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import memory_programs as programs
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ddpsafe
+from ddpsafe._launcher.node_memory import NodeMemory
+from ddpsafe.checkpoint import Checkpointer, _checksums, _save, _slots
+from ddpsafe.checkpoint._format import NAME, RANKS, REPLICATED, STATE
+from ddpsafe.checkpoint._schedule import Costs, Schedule, steps_between
+from ddpsafe.checkpoint._slots import Held, NodeSlots, candidates
+from ddpsafe.checkpoint._state import Snapshot
+from ddpsafe.checkpoint.errors import ConfigError, CheckpointWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DIRECTORY: Final = Path("/checkpoints")
+LIMIT: Final = 60
+
+
+class KilledError(BaseException):
+    """Stands for the end of the writer: nothing is written after it."""
+
+
+@pytest.fixture
+def memory() -> Iterator[NodeMemory]:
+    """Return the memory of a node with two ranks."""
+    memory = NodeMemory()
+    yield memory
+    memory.close()
+
+
+def slots_of(memory: NodeMemory, directory: Path = DIRECTORY) -> NodeSlots:
+    """Return the slots as the next attempt's ranks find them."""
+    files = [Path(f"/proc/{os.getpid()}/fd/{fd}") for fd in memory.files(2)]
+    return NodeSlots(files, directory)
+
+
+def write(slots: NodeSlots, step: int, *, attempt: int = 1, length: int = 1000) -> None:
+    """Write a state as the first rank of a node does."""
+    snapshot = Snapshot(
+        replicated={"x": torch.full((length,), step)}, own=b"", names={"x": REPLICATED}
+    )
+    request: Any = _save.SaveRequest(
+        ranks=None,  # type: ignore[arg-type]  # for the exchanges only
+        publisher=None,
+        snapshot=snapshot,
+        step=step,
+        metrics={},
+        metadata=slots.record(attempt, {"note": step}),
+    )
+    slot = slots.target()
+    slot.clear()
+    _save.write_files(slot, request, [b"first", b"second"], {}, {})
+
+
+def values_in(slots: NodeSlots, held: Held) -> torch.Tensor:
+    """Load what a state holds."""
+    loaded = torch.load(slots[held.slot].path(STATE), weights_only=True)
+    values: torch.Tensor = loaded["x"]
+    return values
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("save"), st.integers(1, 5_000_000)),
+        st.tuples(st.just("kill"), st.integers(0, 12)),
+        st.tuples(st.just("flip"), st.sampled_from([NAME, STATE, RANKS])),
+    ),
+    max_size=8,
+)
+
+
+@given(OPERATIONS)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_the_newest_state_that_was_written_whole_is_found_after_any_kill(
+    monkeypatch: pytest.MonkeyPatch, operations: list[tuple[str, Any]]
+) -> None:
+    """A model beside it says which: the last one that no kill or changed byte has hit."""
+    checksum = _checksums.checksum
+    memory = NodeMemory()
+    whole: list[int] = []  # the steps of both slots, the older one first
+    try:
+        for step, (what, detail) in enumerate(operations, 1):
+            slots = slots_of(memory)
+            if what == "save":
+                write(slots, step, length=detail // 8)
+                whole = [*whole, step][-2:]
+            elif what == "kill":
+                calls = iter(range(detail))
+
+                def counted(data: Any, value: int = 0, calls: Iterator[int] = calls) -> int:
+                    if next(calls, None) is None:
+                        raise KilledError
+                    return checksum(data, value)
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(_checksums, "checksum", counted)
+                    try:
+                        write(slots, step)
+                        whole = [*whole, step][-2:]
+                    except (KilledError, RuntimeError):  # torch may wrap it
+                        whole = whole[-1:] if len(whole) == 2 else whole
+            elif whole:
+                newest, _ = slots.newest()
+                assert newest is not None
+                flip(slots[newest.slot].path(detail))
+                whole.pop()
+            held, _ = slots_of(memory).newest()
+            assert (held.step if held else None) == (whole[-1] if whole else None)
+            if held is not None:
+                assert torch.all(values_in(slots, held) == held.step)
+    finally:
+        memory.close()
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    with path.open("r+b") as file:
+        middle = path.stat().st_size // 2
+        file.seek(middle)
+        byte = file.read(1)[0]
+        file.seek(middle)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_states_of_another_directory_and_newer_ones_than_the_restored_do_not_count(
+    memory: NodeMemory,
+) -> None:
+    """A second training does not continue from the first one's, and a rollback stays one."""
+    slots = slots_of(memory)
+    write(slots, 5)
+    write(slots, 6)
+    assert slots_of(memory, Path("/other")).newest() == (None, [])
+    slots.drop_newer(5)
+    held, problems = slots.newest()
+    assert held is not None
+    assert (held.step, held.attempt, problems) == (5, 1, [])
+    slots.drop_newer(4)
+    assert slots.newest() == (None, [])
+
+
+def test_memory_stays_the_same_after_many_states(memory: NodeMemory) -> None:
+    """Each slot's pages are used again, also for a shorter state."""
+    slots = slots_of(memory)
+    for step in range(2):
+        write(slots, step, length=100_000)
+    before = slots.reserved_bytes()
+    for step in range(2, 202):
+        write(slots, step, length=100_000 - step % 2)
+    assert slots.reserved_bytes() <= before
+    assert before < 2.2 * 800_000
+
+
+def held(step: int, *, attempt: int = 1, token: int = 7, slot: int = 0) -> Held:
+    """Return a state of a node."""
+    return Held(step=step, attempt=attempt, token=token, files={NAME: 1}, slot=slot)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        pytest.param({0: None, 2: None}, [], id="none has one"),
+        pytest.param({0: held(5), 2: held(5, slot=1)}, [(5, 0, [])], id="both have the same"),
+        pytest.param({0: held(5), 2: None}, [(5, 0, [2])], id="a replacement"),
+        pytest.param({0: None, 2: held(5)}, [(5, 2, [0])], id="node 0 is the replacement"),
+        pytest.param(
+            {0: held(4), 2: held(5)}, [(5, 2, [0]), (4, 0, [2])], id="killed between two commits"
+        ),
+        pytest.param(
+            {0: held(5, token=1), 2: held(5, token=2)},
+            [(5, 0, [2])],
+            id="buffers differ: those of the lowest rank count",
+        ),
+        pytest.param(
+            {0: held(5, attempt=1), 2: held(5, attempt=2), 4: held(5, attempt=2)},
+            [(5, 2, [0]), (5, 0, [2, 4])],
+            id="the later attempt first",
+        ),
+    ],
+)
+def test_the_nodes_agree_on_the_newest_state_and_who_sends_it(
+    nodes: dict[int, Held | None], expected: list[tuple[int, int, list[int]]]
+) -> None:
+    """Rows of what each node has, and what follows."""
+    found = candidates(nodes)
+    assert [(each.held.step, each.source, each.lacking) for each in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("costs", "steps"),
+    [
+        ([], 1),
+        # 10 ms are 1 % of a second, which is 10 steps of 0.1 s; the rank that pays most decides.
+        ([(0.01, 1.0, 1000.0, 0.1)], 10),
+        ([(0.01, 1.0, 1000.0, 0.1), (0.02, 1.0, 1000.0, 0.1)], 20),
+        # The first two took 1 s within 2 s: the next one has to wait for what they were too much.
+        ([(0.5, 0.5, 2.0, 0.1)], 980),
+        ([(1e-6, 1e-6, 1.0, 1.0)], 1),
+    ],
+)
+def test_auto_takes_at_most_one_percent_of_the_time(
+    costs: list[tuple[float, float, float, float]], steps: int
+) -> None:
+    """Rows of what was measured, and the steps to the next save."""
+    assert steps_between([Costs(*each) for each in costs]) == steps
+
+
+def test_what_auto_measures_adds_up() -> None:
+    """The first save has nothing to report, the second one the first."""
+    schedule = Schedule("auto")
+    assert schedule.begin(3) is None
+    schedule.note_saved()
+    costs = schedule.begin(5)
+    assert costs is not None
+    assert 0 <= costs.last_s == costs.spent_s <= costs.passed_s
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_every": 1}, "without every="),
+        ({"memory_every": 0, "every": 5}, "memory_every=0"),
+        ({"memory_every": "always", "every": 5}, "memory_every='always'"),
+        ({"memory_every": 1, "every": 5, "access": "read"}, "with access=read"),
+    ],
+)
+def test_a_wrong_memory_every_is_refused(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    """Each error says what to write."""
+    with pytest.raises(ConfigError, match=message):
+        Checkpointer(tmp_path, **options)
+
+
+def test_without_ddpsafes_launcher_one_warning_says_that_only_the_disk_is_used(
+    tmp_path: Path, state: dict[str, Any]
+) -> None:
+    """The training saves and restores as without `memory_every`."""
+    with pytest.warns(CheckpointWarning, match="the launcher is not ddpsafe's") as warned:
+        checkpointer = Checkpointer(tmp_path, every=2, memory_every=1)
+    with checkpointer:
+        due = [step for step in range(1, 6) if checkpointer.is_due(step)]
+        checkpointer.save(state, 6)
+        assert checkpointer.restore(state) == 6
+        assert checkpointer.restored is not None
+        assert checkpointer.restored.source == "disk"
+    assert len(warned) == 1
+    assert due == [2, 4]
+
+
+def test_user_metadata_comes_back_from_memory(memory: NodeMemory) -> None:
+    """The record of whose state it is stays apart from it."""
+    slots = slots_of(memory)
+    write(slots, 5)
+    manifest = slots.manifest(0)
+    assert manifest is not None
+    assert _slots.user_metadata(manifest) == {"note": 5}
+
+
+def launch(folder: Path, plan: dict[str, Any], ranks: int = 2) -> dict[int, Any]:
+    """Train in ranks that are started again when one is killed; return what each of them returned."""
+    folder.mkdir()
+    retry = ddpsafe.RetryPolicy(
+        on={"killed"}, attempts=8, backoff_initial=0, jitter=0, no_progress=None
+    )
+    result = ddpsafe.launch(
+        programs.train,
+        args=(folder, plan),
+        nproc_per_node=ranks,
+        backend="gloo",
+        start_method="forkserver",
+        seed=1,
+        retry=retry,
+    )
+    return dict(result.values)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """Return the results of two ranks of which none was killed."""
+    return launch(tmp_path_factory.mktemp("undisturbed") / "job", {})
+
+
+def test_killed_ranks_continue_from_memory_with_the_same_result(
+    tmp_path: Path, undisturbed: dict[int, Any]
+) -> None:
+    """One rank, the other, and both: no step is repeated, and every bit is as without a kill."""
+    kills = {"1/5": [1], "2/8": [0], "3/9": [0, 1]}
+    assert launch(tmp_path / "job", {"kill": kills}) == undisturbed
+    for rank in range(2):
+        notes = programs.notes_of(tmp_path / "job", rank)
+        assert [(note["began"], note["source"]) for note in notes] == [
+            (0, None),
+            (5, "memory"),
+            (8, "memory"),
+            (9, "memory"),
+        ]
+    # The last state gets into the directory when the training ends.
+    assert Checkpointer(tmp_path / "job" / "checkpoints", access="read").latest() == programs.STEPS
+
+
+def test_a_rank_killed_while_it_writes_leaves_the_state_before(
+    tmp_path: Path, undisturbed: dict[int, Any]
+) -> None:
+    """Rank 0 dies inside a save to memory, one to the directory, and a restore."""
+    inside = {"1": [6, "memory"], "2": [8, "disk"], "3": [-1, "restore"], "4": [9, "memory"]}
+    plan = {"every": 4, "kill_inside": inside}
+    assert launch(tmp_path / "job", plan) == undisturbed
+    notes = programs.notes_of(tmp_path / "job", 1)
+    assert [(note["began"], note["source"]) for note in notes] == [
+        (0, None),
+        (5, "memory"),
+        # None of the attempt that died in its restore.
+        (8, "memory"),
+        (8, "memory"),
+    ]
