@@ -1,11 +1,12 @@
 """Kills a training again and again, at random moments, and checks that its checkpoints survive.
 
-Four kinds of victim, each at a random moment, most of them inside ``save``:
+Five kinds of victim, each at a random moment, most of them inside ``save``:
 
 - a single process that saves (most kills, because it restarts in a tenth of a second);
 - a random rank of a launch that retries by itself;
 - the launcher of a launch, whose ranks die with it;
-- the same, with a random number of ranks in every new launch.
+- the same, with a random number of ranks in every new launch;
+- one or both ranks of a launch that keeps each state in memory, and only each seventh in the directory.
 
 After each kill, the newest checkpoint must load completely, and must not be older than the last one
 that ``save`` has acknowledged. At the end of each training, its parameters must equal those of an
@@ -52,7 +53,13 @@ SAMPLES: Final = 96
 BATCH: Final = 12
 EPOCHS: Final = 5
 TOLERANCE: Final = 1e-5
-SHARES: Final = {"saver": 0.76, "rank": 0.14, "launcher": 0.05, "ranks changed": 0.05}
+SHARES: Final = {
+    "saver": 0.66,
+    "rank": 0.12,
+    "launcher": 0.05,
+    "ranks changed": 0.05,
+    "memory": 0.12,
+}
 LIMIT_S: Final = 120
 WRITE_S: Final = 2.0
 """How long to wait for a write to begin; there may be none, if the training is ending."""
@@ -79,11 +86,13 @@ class Job:
         folder: Where checkpoints, acknowledgements and process ids go.
         asynchronous: Save in the background.
         dropout: Makes the result depend on the state of the random number generators too.
+        in_memory: Keep each state in memory.
     """
 
     folder: Path
     asynchronous: bool = False
     dropout: float = 0.5
+    in_memory: bool = False
 
     @property
     def directory(self) -> Path:
@@ -94,6 +103,11 @@ class Job:
     def acknowledged(self) -> Path:
         """The file with the steps for which `save` has returned, each appended in one write."""
         return self.folder / "acknowledged"
+
+    @property
+    def lost(self) -> Path:
+        """The file with what a restart did not find in memory."""
+        return self.folder / "lost"
 
     @property
     def result(self) -> Path:
@@ -129,9 +143,13 @@ def train(ctx: ddpsafe.RankContext, job: Job) -> None:
         "seen": [],
         "ballast": torch.zeros(2**18),  # a megabyte: a save takes long enough to be hit
     }
-    asynchronous = job.asynchronous or ctx.attempt % 2 == 0
-    with Checkpointer(job.directory) as checkpointer:
+    asynchronous = not job.in_memory and (job.asynchronous or ctx.attempt % 2 == 0)
+    memory: dict[str, Any] = {"every": 7, "memory_every": 1} if job.in_memory else {}
+    with Checkpointer(job.directory, **memory) as checkpointer:
         step = checkpointer.restore(state) or 0
+        if job.in_memory and ctx.is_main and step < job.last_acknowledged():
+            with job.lost.open("a") as file:
+                file.write(f"{job.last_acknowledged()} was in memory, but {step} was restored\n")
         for epoch in loader.epochs(EPOCHS):
             for points, indices in loader:
                 optimizer.zero_grad()
@@ -140,7 +158,8 @@ def train(ctx: ddpsafe.RankContext, job: Job) -> None:
                 scheduler.step()
                 step += 1
                 state["seen"] = [*state["seen"], [epoch, ctx.all_gather(indices.tolist())]]
-                checkpointer.save(state, step, asynchronous=asynchronous)
+                if not memory or checkpointer.is_due(step):
+                    checkpointer.save(state, step, asynchronous=asynchronous)
                 # Once a background save has been started, only the previous one has been acknowledged.
                 acknowledge(ctx, job, step - asynchronous)
     acknowledge(ctx, job, step)
@@ -198,6 +217,9 @@ class Tally:
 
 def check_survivors(job: Job, tally: Tally) -> None:
     """Load the newest checkpoint as a reader would, and compare it with what was acknowledged."""
+    if job.in_memory:  # the ranks compare it themselves: the memory is the launcher's
+        tally.kills += 1
+        return
     last = job.last_acknowledged()
     saving = list(job.directory.glob(".saving-*"))
     tally.kills += 1
@@ -216,6 +238,8 @@ def check_survivors(job: Job, tally: Tally) -> None:
 def check_result(job: Job, expected: dict[str, Any], tally: Tally, *, exact: bool) -> None:
     """Compare a finished training with an undisturbed one."""
     tally.trainings += 1
+    if job.lost.exists():
+        tally.faults += job.lost.read_text().splitlines()
     result = torch.load(job.result, weights_only=True)
     for name, value in expected["model"].items():
         found = result["model"][name]
@@ -288,8 +312,8 @@ class Arena:
         match victim:
             case "saver":
                 self.kill_savers(kills, tally)
-            case "rank":
-                self.kill_ranks(kills, tally)
+            case "rank" | "memory":
+                self.kill_ranks(kills, tally, in_memory=victim == "memory")
             case _:
                 sizes = (2,) if victim == "launcher" else (1, 2, 3, 4)
                 self.kill_launchers(kills, tally, sizes=sizes)
@@ -315,11 +339,11 @@ class Arena:
             process.join(LIMIT_S)
             check_survivors(job, tally)
 
-    def kill_ranks(self, kills: int, tally: Tally) -> None:
+    def kill_ranks(self, kills: int, tally: Tally, *, in_memory: bool) -> None:
         """Kill random ranks of launches that retry."""
         expected = self.undisturbed(2)
         while tally.kills < kills:
-            job = self.new_job()
+            job = self.new_job(in_memory=in_memory)
             done = threading.Event()
             killer = threading.Thread(target=self._kill_ranks, args=(job, kills, tally, done))
             killer.start()
@@ -338,9 +362,11 @@ class Arena:
             if dead & set(pids):
                 continue
             done.wait(self._random.uniform(0, 0.8))
-            self._perhaps_await_write(job)
-            victim = self._random.choice(pids)
-            if victim is not None and kill(victim):
+            if not job.in_memory:
+                self._perhaps_await_write(job)
+            victims = self._random.sample(pids, self._random.choice((1, 1 + job.in_memory)))
+            killed = [victim is not None and kill(victim) for victim in victims]
+            if any(killed):
                 check_survivors(job, tally)
             dead |= set(pids)
 
@@ -423,6 +449,7 @@ def describe(tallies: dict[str, Tally], seed: int, took_s: float) -> str:
         "rank": "a random rank of two, retried by the launch",
         "launcher": "the launcher of two ranks",
         "ranks changed": "the launcher; then 1 to 4 ranks",
+        "memory": "one or both of two ranks, with each state in memory",
     }
     lines = [
         "| victim | kills | of them while files were written | trainings finished | faults |",

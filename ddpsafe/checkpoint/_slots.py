@@ -180,13 +180,15 @@ class NodeSlots:
         return sum(slot.reserved_bytes() for slot in self._slots)
 
     def reserve(self, length: int) -> None:
-        """Have the kernel give both slots the memory for states of that length.
+        """Have the kernel give the slots without a state the memory for states of that length.
 
         Raises:
             OSError: There is too little.
         """
         for slot in self._slots:
-            slot.reserve(STATE, length)
+            # A file becomes longer by it, and a state that is longer than it was written counts as damaged.
+            if self.manifest(slot.number) is None:
+                slot.reserve(STATE, length)
 
     def record(self, attempt: int, metadata: dict[str, Any]) -> dict[str, Any]:
         """Return the metadata of a manifest in memory: that of the user, and whose state it is."""

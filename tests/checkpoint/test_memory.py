@@ -61,6 +61,7 @@ def write(slots: NodeSlots, step: int, *, attempt: int = 1, length: int = 1000) 
     )
     slot = slots.target()
     slot.clear()
+    slots.reserve(8 * length + 2000)
     _save.write_files(slot, request, [b"first", b"second"], {}, {})
 
 
@@ -327,3 +328,33 @@ def test_a_rank_killed_while_it_writes_leaves_the_state_before(
         (8, "memory"),
         (8, "memory"),
     ]
+
+
+@pytest.mark.full
+def test_sharded_models_continue_from_memory_on_one_node(tmp_path: Path) -> None:
+    """Each rank keeps its own part, and finds it again."""
+    whole = launch(tmp_path / "whole", {"sharded": True})
+    kills = {"1/5": [1], "2/8": [0, 1]}
+    assert launch(tmp_path / "killed", {"sharded": True, "kill": kills}) == whole
+    notes = programs.notes_of(tmp_path / "killed", 0)
+    assert [note["began"] for note in notes] == [0, 5, 8]
+
+
+def test_too_little_memory_is_one_error_or_one_warning(tmp_path: Path) -> None:
+    """Nothing is taken; with a warning, the training saves to the directory only."""
+    found = {
+        how: ddpsafe.launch(
+            programs.lack_memory, args=(tmp_path, how), nproc_per_node=2, backend="gloo"
+        ).values
+        for how in ("raise", "warn")
+    }
+    for rank in range(2):
+        raised, warned = found["raise"][rank], found["warn"][rank]
+        assert "The state of step 1 cannot be kept in memory" in raised["error"], raised
+        assert raised["steps"] == []
+        assert warned["error"] is None
+        # The state that memory did not take, and those that were due.
+        assert warned["steps"] == [6, 3, 1]
+    (said,) = found["warn"][0]["said"]
+    assert "states are saved to the directory only" in said
+    assert found["warn"][1]["said"] == []

@@ -66,6 +66,23 @@ def test_a_replacement_resumes_where_the_lost_node_was(
 
 
 @pytest.mark.full
+def test_a_node_whose_memory_is_damaged_gets_the_state_of_another(
+    own_network: Network, tmp_path: Path
+) -> None:
+    """Its checksums tell; no step is lost, though nothing is in the directory."""
+    case = Case(name="memory-damaged", what="resume", fields={"nnodes": 2, "retry": RETRY})
+    launchers = start_job(own_network, [case], tmp_path, nproc=(1, 1), port=28700)
+    await_ranks(tmp_path, "memory-damaged-1", 2, launchers)
+    pid = int((tmp_path / "running-memory-damaged-1-1").read_text())
+    own_network[1].shell(f"kill -KILL {pid}")
+    found = [each["memory-damaged"] for each in finish_job(own_network, [case], launchers)]
+    for (value,) in (each["values"].values() for each in found):
+        assert (value["attempt"], value["of"]) == (2, 2)
+        assert value["first"] >= 3
+    assert "a state in the memory of h1 is damaged and is skipped" in launchers[1].err
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "name"),
     [("cable", "two"), ("cable and rank", "two"), ("killed", "two"), ("killed", "memory")],

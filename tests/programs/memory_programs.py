@@ -6,15 +6,19 @@ import itertools
 import json
 import os
 import signal
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddpsafe.checkpoint import Checkpointer, _checksums
+from ddpsafe._worker.rank import this_rank
+from ddpsafe.checkpoint import Checkpointer, _checksums, _memory
+from ddpsafe.checkpoint._format import STATE
+from ddpsafe.checkpoint._slots import NodeSlots
+from ddpsafe.checkpoint.errors import CheckpointWarning, NoSpaceError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import ddpsafe
 
 STEPS = 12
@@ -27,13 +31,20 @@ def train(ctx: ddpsafe.RankContext, folder: Path, plan: dict[str, Any]) -> dict[
         ctx: The rank.
         folder: Where checkpoints and notes go.
         plan: ``kill`` is the ranks to kill, by attempt and step; ``every`` and ``memory_every`` are as for
-            `Checkpointer`. ``kill_inside`` is where rank 0 dies, by attempt: the step whose save does not
+            `Checkpointer`. With ``sharded``, the model is FSDP2's. ``kill_inside`` is where rank 0 dies, by attempt: the step whose save does not
             end, -1 for the restore, and in what, see `die_inside`.
     """
     last, what = plan.get("kill_inside", {}).get(str(ctx.attempt), (None, ""))
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 1))
-    model = ctx.wrap(net)
+    model: torch.nn.Module = net
+    if plan.get("sharded"):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(net, mesh=init_device_mesh("cpu", (ctx.world_size,)))
+    else:
+        model = ctx.wrap(net)
     torch.manual_seed(100 + ctx.rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "losses": []}
@@ -63,8 +74,44 @@ def train(ctx: ddpsafe.RankContext, folder: Path, plan: dict[str, Any]) -> dict[
                 os.kill(os.getpid(), signal.SIGKILL)
             elif doomed:
                 ctx.barrier("the killed rank")
-    parameters = [parameter.tolist() for parameter in ctx.unwrap(model).parameters()]
+    whole = (p.full_tensor() if plan.get("sharded") else p for p in ctx.unwrap(model).parameters())  # type: ignore[attr-defined]
+    parameters = [parameter.tolist() for parameter in whole]
     return {"parameters": parameters, "draw": torch.rand(3).tolist(), "losses": state["losses"]}
+
+
+def lack_memory(ctx: ddpsafe.RankContext, folder: Path, on_failure: Any) -> dict[str, Any]:
+    """Save where no memory may be used; return what is said, and what is on disk."""
+    _memory._SHARE_LEFT = 2.0  # type: ignore[misc]  # twice the memory of the machine has to stay free
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = None
+        with Checkpointer(
+            folder / on_failure, every=3, memory_every=1, on_failure=on_failure
+        ) as checkpointer:
+            try:
+                for step in range(1, 7):
+                    if checkpointer.is_due(step):
+                        checkpointer.save({"x": torch.ones(1000)}, step)
+            except NoSpaceError as exc:
+                error = str(exc)
+            steps = checkpointer.steps()
+    said = [str(each.message) for each in caught if each.category is CheckpointWarning]
+    return {"error": error, "said": said, "steps": steps, "rank": ctx.rank}
+
+
+def flip_all(checkpoints: Path) -> None:
+    """Change a bit in each state that this node has in memory."""
+    spec = this_rank.spec
+    assert spec is not None
+    files = [Path(f"/proc/{spec.launcher_pid}/fd/{fd}") for fd in spec.memory]
+    slots = NodeSlots(files, checkpoints)
+    for number in range(2):
+        if slots.manifest(number) is not None:
+            with slots[number].path(STATE).open("r+b") as file:
+                file.seek(100)
+                byte = file.read(1)[0]
+                file.seek(100)
+                file.write(bytes([byte ^ 1]))
 
 
 def die_inside(folder: Path, what: str) -> None:

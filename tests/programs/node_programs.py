@@ -141,12 +141,17 @@ def wait_for(folder: Path, name: str, *, in_thread: bool = False) -> None:
 def go_on(ctx: RankContext, folder: Path, name: str) -> dict[str, int]:
     """Save each step; when started again, resume and make ten more steps.
 
-    In jobs of the name "memory", only memory is due.
+    In jobs whose name begins with "memory", only memory is due; in "memory-damaged", that of node 1 is
+    damaged when the second attempt begins.
     """
     from ddpsafe.checkpoint import Checkpointer
 
     state = {"step": 0}
-    options: dict[str, Any] = {"every": 10**6, "memory_every": 1} if name == "memory" else {}
+    options: dict[str, Any] = {"every": 10**6, "memory_every": 1} if "memory" in name else {}
+    if name == "memory-damaged" and ctx.attempt > 1 and ctx.rank == 1:
+        from memory_programs import flip_all
+
+        flip_all(folder / f"checkpoints-{name}")
     with Checkpointer(folder / f"checkpoints-{name}", **options) as checkpointer:
         checkpointer.restore(state)
         first = state["step"]
