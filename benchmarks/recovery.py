@@ -82,7 +82,7 @@ class Training:
         self.optimizer.step()
         time.sleep(STEP_S)
         if rank == 0 and (number == 1 or attempt > 1 or number == DIES_AT - 1):
-            self.note(f"{attempt}-{number}")
+            self.note(f"{min(attempt, 2)}-{number}")
 
     def note(self, name: str) -> None:
         """Record the time."""
@@ -138,7 +138,7 @@ def train_by_hand() -> None:
 
 
 def launch_torchrun(nodes: int, node: int, port: int) -> None:
-    """Train under torchrun, with one restart."""
+    """Train under torchrun, with restarts."""
     from torch.distributed.run import main
 
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -147,7 +147,7 @@ def launch_torchrun(nodes: int, node: int, port: int) -> None:
         place = [f"--nnodes={nodes}", f"--node-rank={node}", "--rdzv-backend=c10d"]
         place += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
     count = f"--nproc-per-node={RANKS // nodes}"
-    main([*place, count, "--max-restarts=1", __file__, "--be-a-rank"])
+    main([*place, count, "--max-restarts=3", __file__, "--be-a-rank"])
 
 
 def launch_ddpsafe(memory: Any, nodes: int, node: int, port: int) -> None:
@@ -172,8 +172,8 @@ JOBS: Final = {
 }
 
 
-def recover(job: str, size: int, nodes: int) -> Recovery:
-    """Run a job in fresh processes, and return what its failure cost."""
+def recover(job: str, size: int, nodes: int) -> Recovery | None:
+    """Run a job in fresh processes, and return what its failure cost; ``None`` if it did not recover."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
@@ -204,7 +204,8 @@ def recover(job: str, size: int, nodes: int) -> Recovery:
         }
         steps = sorted(int(name[2:]) for name in noted if name.startswith("2-"))
         if not steps or steps[-1] != DIES_AT:
-            raise SystemExit(f"{job} failed: {Path(folder, 'errors-0').read_text()[-3000:]}")
+            print(f"{job} failed: {Path(folder, 'errors-0').read_text()[-3000:]}", file=sys.stderr)
+            return None
     killed_s = noted["killed"]
     return Recovery(
         first_s=noted[f"2-{steps[0]}"] - killed_s,
@@ -222,7 +223,7 @@ def measure(sizes: list[int], nodes: list[int], rounds: int) -> dict[tuple[int, 
             for size in sizes:
                 for job in JOBS:
                     result = recover(job, size, count)
-                    found.setdefault((count, size, job), []).append(result)
+                    found.setdefault((count, size, job), []).extend([result] if result else [])
                     print(count, size, job, result, file=sys.stderr, flush=True)
     return found
 
@@ -231,14 +232,18 @@ def page_of(found: dict[tuple[int, int, str], list[Recovery]], rounds: int) -> s
     """Return the page: the results, what they mean, and the machine and versions."""
     rows = []
     for (nodes, size, job), results in found.items():
+        name = f"{size / 1e6:g} MB" if size < 1e9 else f"{size / 1e9:g} GB"
+        if not results:
+            rows.append(f"| {nodes} | {name} | {job} | did not recover | | | | |")
+            continue
         first, repeated, lost, healthy = (
             statistics.median(each) for each in zip(*results, strict=True)
         )
-        base = statistics.median(each.lost_s for each in found[nodes, size, next(iter(JOBS))])
-        name = f"{size / 1e6:g} MB" if size < 1e9 else f"{size / 1e9:g} GB"
+        bases = [each.lost_s for each in found[nodes, size, next(iter(JOBS))]]
+        ratio = f"{lost / statistics.median(bases):.2f}" if bases else ""
         rows.append(
             f"| {nodes} | {name} | {job} | {first:.1f} s | {repeated:g} | {lost:.1f} s "
-            f"| {lost / base:.2f} | {1000 * healthy:.0f} ms |"
+            f"| {ratio} | {1000 * healthy:.0f} ms |"
         )
     table = "\n".join(rows)
     return f"""\

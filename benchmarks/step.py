@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import random
@@ -58,10 +59,13 @@ class Step(NamedTuple):
     cpu_s: float
 
 
-def training() -> Callable[[int], Step]:
+def training(checkpointer: Any = None) -> Callable[[int], Step]:
     """Return a function that makes so many steps, and returns what one took and what CPU time it used.
 
     Six linear layers of 64 under DDP, SGD, one thread: a step of about two milliseconds.
+
+    Args:
+        checkpointer: Saves whenever it is due.
     """
     import torch
     from torch.nn.parallel import DistributedDataParallel
@@ -72,6 +76,8 @@ def training() -> Callable[[int], Step]:
     model = DistributedDataParallel(torch.nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch = torch.randn(32, 64)
+    state = {"model": model, "optimizer": optimizer}
+    numbers = itertools.count(1)
 
     def train(steps: int) -> Step:
         started_s, cpu_s = time.perf_counter(), time.process_time()
@@ -79,6 +85,8 @@ def training() -> Callable[[int], Step]:
             optimizer.zero_grad()
             model(batch).square().mean().backward()
             optimizer.step()
+            if checkpointer is not None and checkpointer.is_due(number := next(numbers)):
+                checkpointer.save(state, number)
         return Step(
             (time.perf_counter() - started_s) / steps, (time.process_time() - cpu_s) / steps
         )
@@ -126,6 +134,15 @@ def switched(ctx: Any) -> None:
 def measure_steps(ctx: Any) -> None:
     """Train under ddpsafe."""
     note(ctx.rank, training()(STEPS))
+
+
+def measure_with_memory(ctx: Any) -> None:
+    """Train under ddpsafe, with states in memory."""
+    from ddpsafe.checkpoint import Checkpointer
+
+    folder = Path(os.environ[FOLDER]) / "checkpoints"
+    with Checkpointer(folder, every=10**9, memory_every="auto") as checkpointer:
+        note(ctx.rank, training(checkpointer)(STEPS))
 
 
 def steps_of_spawn(rank: int) -> None:
@@ -203,6 +220,7 @@ SCRIPTS: Final = {"plain": steps_of_script, "attached": steps_attached}
 JOBS: Final[dict[str, Callable[[], None]]] = {
     "mp.spawn": launch_by_hand,
     "launch": lambda: launch(measure_steps),
+    'launch, memory_every="auto"': lambda: launch(measure_with_memory),
     "spawn": spawn,
     "torchrun": lambda: run_script("torch.distributed.run", "plain"),
     "ddpsafe run": lambda: run_script("ddpsafe", "plain"),
@@ -210,6 +228,7 @@ JOBS: Final[dict[str, Callable[[], None]]] = {
 }
 COMPARED: Final = (
     ("launch", "mp.spawn"),
+    ('launch, memory_every="auto"', "launch"),
     ("spawn", "mp.spawn"),
     ("ddpsafe run", "torchrun"),
     ("process_group under torchrun", "torchrun"),
@@ -325,7 +344,7 @@ def rows_of_pairs(rounds: int) -> Iterator[str]:
     for ours, theirs in COMPARED:
         pairs = list(zip(steps[ours], steps[theirs], strict=True))
         yield f"| {ours} against {theirs} | {cells_of(pairs)} |"
-    for job in ("mp.spawn", "torchrun"):
+    for job in ("mp.spawn", "launch", "torchrun"):
         pairs = list(zip(steps[job][1:], steps[job], strict=False))
         yield f"| {job} against itself, one round later | {cells_of(pairs)} |"
 

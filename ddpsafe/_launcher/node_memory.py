@@ -7,11 +7,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Final
-
-SLOTS: Final = 2
-FILES_PER_SLOT: Final = 3
-"""The manifest, the state and the ranks' own parts; and for each rank one for its shards."""
 
 
 class NodeMemory:
@@ -24,24 +19,20 @@ class NodeMemory:
     def __init__(self) -> None:
         """Make no file yet."""
         self._fds: list[int] = []
-        self._nproc = 0
-        self._finalizer = weakref.finalize(self, _close, self._fds)
+        self.close = weakref.finalize(self, _close, self._fds)
 
     def files(self, nproc: int) -> tuple[int, ...]:
         """Return the descriptors in this process, slot by slot; none where the system has no such files."""
-        if nproc != self._nproc and hasattr(os, "memfd_create"):
+        # Twice: manifest, state, the ranks' own parts, and for each rank one for its shards.
+        count = 2 * (3 + nproc)
+        if len(self._fds) != count and hasattr(os, "memfd_create"):
             _close(self._fds)
             try:
-                for _ in range(SLOTS * (FILES_PER_SLOT + nproc)):
+                for _ in range(count):
                     self._fds.append(os.memfd_create("ddpsafe-state"))
             except OSError:  # the job runs without, and a Checkpointer that wants them says so
                 _close(self._fds)
-            self._nproc = nproc
         return tuple(self._fds)
-
-    def close(self) -> None:
-        """Free the memory; ranks that still map it keep their pages."""
-        self._finalizer()
 
 
 def _close(fds: list[int]) -> None:

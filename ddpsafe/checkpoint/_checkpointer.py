@@ -147,8 +147,7 @@ class Checkpointer:
         from ddpsafe._worker.join.attached import current
 
         self._directory = _require_absolute(directory)
-        _check_arguments(keep, every, timeout, on_failure=on_failure, access=access)
-        _check_memory(memory_every, every, access)
+        _check_arguments(keep, every, memory_every, timeout, on_failure=on_failure, access=access)
         rules = keep if isinstance(keep, Keep) else Keep(newest=keep)
         self._metric = rules.metric
         self._on_failure = on_failure
@@ -300,11 +299,14 @@ class Checkpointer:
             UnsafeStateError: The state contains values that could not be loaded again.
             ConfigError: The metrics or the metadata are invalid.
         """
-        _require_open(closed=self._closed, entered=self._entered, asynchronous=asynchronous)
+        due, self._memory_due = self._memory_due, None
+        in_memory = due is not None and due[0] == step and self._memory is not None
+        _require_open(
+            closed=self._closed, entered=self._entered, asynchronous=asynchronous or in_memory
+        )
         self.wait()
         lost: list[str] = []
-        due, self._memory_due = self._memory_due, None
-        if due is not None and due[0] == step and self._memory is not None:
+        if in_memory and due is not None and self._memory is not None:
             with self._tolerating():
                 is_kept = self._save_to_memory(self._memory, state, step, metrics, metadata)
             if is_kept and not due[1]:
@@ -331,25 +333,23 @@ class Checkpointer:
         """Save to memory; return whether that was possible."""
         from ddpsafe._worker import environment
 
-        if not self._entered:
-            raise _misuse(
-                "save() to memory outside of its with block.",
-                "without one, the last state would not get from memory into the directory.",
-                "write: with Checkpointer(…) as checkpointer:",
-            )
         environment.note_saving()
 
-        def take(*, whole: bool) -> tuple[Snapshot, dict[str, float | None], dict[str, Any]]:
-            self._require_next(step)
-            numbers = _require_numbers(metrics, ranked_by=self._metric)
-            plain = _require_plain(metadata)
+        def take(whole: bool) -> _save.SaveRequest:  # noqa: FBT001 - called once
             unwrap, rng = self._ranks.unwrap, self._rng
-            snapshot = take_snapshot(
-                state, unwrap=unwrap, whole=whole, with_rng=rng, is_compared=False
+            return _save.SaveRequest(
+                ranks=self._ranks,
+                publisher=None,
+                snapshot=take_snapshot(
+                    state, unwrap=unwrap, whole=whole, with_rng=rng, is_compared=False
+                ),
+                step=self._require_next(step),
+                metrics=_require_numbers(metrics, ranked_by=self._metric),
+                metadata=_require_plain(metadata),
             )
-            return snapshot, numbers, plain
 
         if not memory.save(take, step):
+            memory.close()
             self._memory = None
             return False
         environment.note_checkpoint(step, is_new=True)
@@ -512,7 +512,8 @@ class Checkpointer:
         """Put the newest state into the directory if it is in memory only; all ranks call this."""
         memory = self._memory
         step = None if memory is None else memory.newest
-        if memory is None or step is None or step <= self._newest_on_disk():
+        on_disk = -1 if self._newest is None or not self._is_on_disk else self._newest
+        if memory is None or step is None or step <= on_disk:
             return
         with self._tolerating():
             exchange = self._ranks.begin("close()")
@@ -531,12 +532,8 @@ class Checkpointer:
             with exchange.leading():
                 try:
                     memory.publish(publisher, step)
-                except (OSError, DamagedFileError) as exc:
+                except OSError as exc:
                     raise _save.explain(exc, self._directory, step) from exc
-
-    def _newest_on_disk(self) -> int:
-        """Return the newest step that is known to be in the directory; -1 for none."""
-        return -1 if self._newest is None or not self._is_on_disk else self._newest
 
     def _release(self) -> None:
         self._closed = True
@@ -834,7 +831,13 @@ def _misuse(what: str, cause: str, fix: str) -> ConfigError:
 
 
 def _check_arguments(
-    keep: object, every: object, timeout: object, *, on_failure: str, access: str
+    keep: object,
+    every: object,
+    memory_every: object,
+    timeout: object,
+    *,
+    on_failure: str,
+    access: str,
 ) -> None:
     """Refuse invalid arguments.
 
@@ -847,12 +850,20 @@ def _check_arguments(
             "it must be a number of checkpoints.",
             "write keep=1 or more, or None.",
         )
-    is_duration = isinstance(every, timedelta) and every > timedelta(0)
-    if every is not None and not is_duration and not is_whole(every, 1):
+    for name, value, auto in (("every", every, ""), ("memory_every", memory_every, '"auto", ')):
+        is_duration = isinstance(value, timedelta) and value > timedelta(0)
+        is_auto = bool(auto) and value == "auto"
+        if value is not None and not is_duration and not is_auto and not is_whole(value, 1):
+            raise _misuse(
+                f"{name}={value!r}.",
+                f"it must be {auto}a number of steps, or a duration.",
+                f"write {name}=1000, or {name}=timedelta(minutes=10).",
+            )
+    if memory_every is not None and (every is None or access == "read"):
         raise _misuse(
-            f"every={every!r}.",
-            "it must be a number of steps, or a duration.",
-            "write every=1000, or every=timedelta(minutes=10).",
+            f"memory_every={memory_every!r} {'without every=' if every is None else 'with access=read'}.",
+            "states in memory are lost with the job, so they also have to go to the directory at times.",
+            "pass every= as well, such as every=timedelta(minutes=10), and access='write'.",
         )
     if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
         raise _misuse(
@@ -870,29 +881,6 @@ def _check_arguments(
                 "that is not one of the choices.",
                 f"write {' or '.join(f'{name}={choice!r}' for choice in choices)}.",
             )
-
-
-def _check_memory(memory_every: object, every: object, access: str) -> None:
-    """Refuse a `memory_every` that is invalid.
-
-    Raises:
-        ConfigError: It is.
-    """
-    if memory_every is None:
-        return
-    is_duration = isinstance(memory_every, timedelta) and memory_every > timedelta(0)
-    if memory_every != "auto" and not is_duration and not is_whole(memory_every, 1):
-        raise _misuse(
-            f"memory_every={memory_every!r}.",
-            'it must be "auto", a number of steps, or a duration.',
-            'write memory_every="auto", memory_every=10, or memory_every=timedelta(seconds=30).',
-        )
-    if every is None or access == "read":
-        raise _misuse(
-            f"memory_every={memory_every!r} {'without every=' if every is None else 'with access=read'}.",
-            "states in memory are lost with the job, so they also have to go to the directory at times.",
-            "pass every= as well, such as every=timedelta(minutes=10), and access='write'.",
-        )
 
 
 def _require_step(step: object, call: str) -> int:
@@ -931,8 +919,8 @@ def _require_open(*, closed: bool, entered: bool, asynchronous: bool) -> None:
         )
     if asynchronous and not entered:
         raise _misuse(
-            "save(asynchronous=True) outside of its with block.",
-            "without one, the training may end before its last save is finished.",
+            "save(asynchronous=True), or to memory, outside of its with block.",
+            "without one, the training may end before its last save is in the directory.",
             "write: with Checkpointer(…) as checkpointer:",
         )
 

@@ -9,12 +9,11 @@ A restore: `_restore` lets the ranks agree on a state; the nodes that lack it re
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -22,7 +21,7 @@ from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import read_limits
 from ddpsafe._job.agreement import Message
 from ddpsafe.checkpoint import _directory, _save, _sharded
-from ddpsafe.checkpoint._checksums import BLOCK_BYTES, DamagedFileError
+from ddpsafe.checkpoint._checksums import BLOCK_BYTES
 from ddpsafe.checkpoint._format import NAME, PER_RANK, new_file, read_manifest
 from ddpsafe.checkpoint._schedule import Costs, Schedule
 from ddpsafe.checkpoint._slots import NodeSlots, user_metadata
@@ -65,6 +64,8 @@ class StateMemory:
         self.newest: int | None = None
         self.schedule = Schedule(every)
         self._ranks = ranks
+        self._first = ranks.of_node[0]
+        self._is_first = ranks.rank == self._first
         self._slots = slots
         self._may_give_up = may_give_up
         self._copies = HostCopies()
@@ -72,33 +73,24 @@ class StateMemory:
         self._next: Slot | None = None  # the one to write to, if it is known
         self._length = self._reserved = 0  # of a state, in bytes
 
-    def save(
-        self,
-        take: Callable[..., tuple[Snapshot, dict[str, float | None], dict[str, Any]]],
-        step: int,
-    ) -> bool:
-        """Put the state into memory.
+    def save(self, take: Callable[[bool], _save.SaveRequest], step: int) -> bool:
+        """Put the state into memory; return False, after a warning, if that is not to be used any more.
 
         Args:
-            take: Takes the state, the metrics and the metadata; called with ``whole=``, whether this rank
-                writes what all share.
+            take: Takes the state; called with whether this rank writes what all share.
             step: Its step.
-
-        Returns:
-            False if memory does not do, which has been reported, and is not to be used any more.
 
         Raises:
             CheckpointError: It failed, on this rank or another one.
         """
         ranks = self._ranks
         facts: dict[str, Any] = {"step": step, "costs": self.schedule.begin(step)}
-        snapshot, error = None, None
-        metrics: dict[str, float | None] = {}
-        metadata: dict[str, Any] = {}
+        request, error = None, None
         try:
-            snapshot, metrics, metadata = take(whole=ranks.is_first_of_node)
-            facts |= {"names": snapshot.names, "problem": self._find_problem(snapshot)}
-            if ranks.is_first_of_node:
+            request = take(self._is_first)
+            facts |= {"names": request.snapshot.names}
+            facts["problem"] = self._find_problem(request.snapshot)
+            if self._is_first:
                 facts["slot"] = (self._next or self._slots.target()).number
                 self._slots[facts["slot"]].clear()
         except Exception as exc:  # noqa: BLE001 - raised once the others know of it
@@ -106,12 +98,12 @@ class StateMemory:
         messages = self._exchange(
             Message(
                 facts=facts,
-                data=b"" if snapshot is None else snapshot.own,
+                data=b"" if request is None else request.snapshot.own,
                 failure=None if error is None else ranks.failure_of(error),
             )
         )
-        if snapshot is None or error is not None:
-            assert error is not None  # noqa: S101 - otherwise there is a snapshot
+        if request is None or error is not None:
+            assert error is not None  # noqa: S101 - otherwise there is a request
             raise error
         for message in messages.values():
             if message.failure is not None:
@@ -122,13 +114,13 @@ class StateMemory:
             self._give_up(step, **problem)
             return False
         try:
-            self._write(snapshot, messages, step, metrics, metadata)
+            self._write(request, messages)
         except (OSError, MemoryError) as exc:
             # The other ranks have gone on; if the training does, they learn of it at the next save.
             self._problem = {"text": f"the memory could not be written: {exc}"}
             if not self._may_give_up:
                 self._give_up(step, **self._problem)
-            return True
+        # Also after such an error: all ranks have to expect the next save at the same step.
         self.newest = step
         costs = (message.facts["costs"] for message in messages.values())
         self.schedule.note_saved(Costs(*each) for each in costs if each is not None)
@@ -151,20 +143,18 @@ class StateMemory:
         if self._problem is not None:
             return self._problem
         ranks = self._ranks
-        if ranks.has_other_nodes and snapshot.sharded:
+        if ranks.world_size > len(ranks.of_node) and snapshot.sharded:
             return {
-                "text": "it has distributed tensors, whose parts on a lost node no other node has"
+                "text": "of a distributed tensor's parts on a node that is lost, there is no copy"
             }
-        if not ranks.is_first_of_node:
+        if not self._is_first:
             return None
         replicated = [name for name, kept in snapshot.names.items() if kept != PER_RANK]
         absent = [name for name in replicated if name not in snapshot.replicated]
         if absent:
-            return {
-                "text": f"of {absent[0]!r}, only rank 0 has the whole state, and its node may be lost"
-            }
+            return {"text": f"of {absent[0]!r}, only the node of rank 0 has the whole state"}
         self._length = size_bytes(snapshot.replicated)
-        shards = _sharded.bytes_of(snapshot.shards) * ranks.local_world_size
+        shards = _sharded.bytes_of(snapshot.shards) * len(ranks.of_node)
         return self._find_lack(self._length + shards)
 
     def _find_lack(self, length: int) -> dict[str, Any] | None:
@@ -201,17 +191,10 @@ class StateMemory:
         if self._ranks.is_main:
             warn(f"states are saved to the directory only, not to memory: {text}.")
 
-    def _write(
-        self,
-        snapshot: Snapshot,
-        messages: dict[int, Message],
-        step: int,
-        metrics: dict[str, float | None],
-        metadata: dict[str, Any],
-    ) -> None:
+    def _write(self, request: _save.SaveRequest, messages: dict[int, Message]) -> None:
         """Write this rank's part, and on the first rank of a node all the rest."""
-        ranks = self._ranks
-        slot = self._slots[messages[ranks.first_of_node].facts["slot"]]
+        ranks, snapshot = self._ranks, request.snapshot
+        slot = self._slots[messages[self._first].facts["slot"]]
         files: dict[str, FileFacts] = {}
         shards: dict[str, ShardedTensor] = {}
         if snapshot.sharded:
@@ -220,7 +203,7 @@ class StateMemory:
             files, shards = _sharded.index_of(
                 snapshot.sharded, [message.facts for message in written.values()]
             )
-        if not ranks.is_first_of_node:
+        if not self._is_first:
             return
         if self._length > self._reserved:
             self._slots.reserve(self._length)
@@ -229,13 +212,10 @@ class StateMemory:
         if sys.modules["torch"].cuda.is_initialized():
             # Through pinned memory, and all at once: torch.save copies tensor by tensor, and waits for each.
             replicated = self._copies.copy(replicated)
-        request = _save.SaveRequest(
-            ranks=ranks,
-            publisher=None,
-            snapshot=dataclasses.replace(snapshot, replicated=replicated),
-            step=step,
-            metrics=metrics,
-            metadata=self._slots.record(ranks.attempt, metadata),
+        request = replace(
+            request,
+            snapshot=replace(snapshot, replicated=replicated),
+            metadata=self._slots.record(ranks.attempt, request.metadata),
         )
         parts = [message.data for message in messages.values()]
         _save.write_files(slot, request, parts, files, shards)
@@ -244,7 +224,7 @@ class StateMemory:
     def held(self) -> dict[str, Any] | None:
         """Return the newest undamaged state of this node, in plain values; only its first rank does."""
         self._next = None
-        if not self._ranks.is_first_of_node:
+        if not self._is_first:
             return None
         held, problems = self._slots.newest()
         if problems:
@@ -253,24 +233,30 @@ class StateMemory:
             )
         return None if held is None else asdict(held)
 
-    def provide(self, candidate: Candidate) -> Slot:
-        """Return this node's slot with a state; first send it to the nodes that lack it.
+    def slot(self, number: int) -> Slot:
+        """Return the slot of that number."""
+        return self._slots[number]
 
-        All ranks call this. A node on which it does not fit has a slot without a state then.
+    def provide(self, candidate: Candidate) -> int:
+        """Return the number of this node's slot with a state; first send it to the nodes that lack it.
+
+        All ranks call this; only the first one of a node that lacks it knows the slot. If the state does not
+        fit there, the slot is left without one.
         """
         ranks, held = self._ranks, candidate.held
         if not candidate.lacking:
-            return self._slots[candidate.slots[ranks.first_of_node]]
+            return candidate.slots[self._first]
         import torch
         import torch.distributed as dist
 
-        slot = self._slots[candidate.slots.get(ranks.first_of_node, 0)]
         sends = ranks.rank == candidate.source
         writes = ranks.rank in candidate.lacking
+        known = candidate.slots.get(self._first, 0)
+        slot = self._slots.target() if writes else self._slots[known]
         total = sum(held.files.values())
         if writes:
             slot.clear()
-            writes = slot.has(held.files) and self._find_lack(total) is None
+            writes = self._find_lack(total) is None
         on_gpu = dist.get_backend() == "nccl"
         done, shown_s = 0, time.monotonic()
         for name in sorted(held.files, key=lambda name: name == NAME):  # the manifest last
@@ -300,25 +286,31 @@ class StateMemory:
                         )
                 if writes:
                     os.ftruncate(file, held.files[name])
-        return slot
+        return slot.number
 
     def note_restored(self, step: int, *, from_memory: bool) -> None:
         """Continue from a step, which makes newer states in memory those of another training."""
         self.newest = step if from_memory else None
-        if self._ranks.is_first_of_node:
+        if self._is_first:
             self._slots.drop_newer(step)
 
     def publish(self, publisher: _save.Publisher, step: int) -> None:
         """Make the newest state in memory a checkpoint in the directory, on rank 0.
 
         Raises:
-            DamagedFileError: It is not what was written.
             OSError: The file system refused it.
-            SaveError: The lock on the directory is lost.
+            SaveError: It is not what was written, or the lock on the directory is lost.
         """
-        held, _ = self._slots.newest()
+        held, problems = self._slots.newest()
         if held is None or held.step != step:
-            raise DamagedFileError(f"step {step} is no longer in memory")
+            raise SaveError(
+                Explanation(
+                    f"Step {step} was not saved: it was in memory only, and is damaged.",
+                    cause="; ".join(problems) or f"{self._problem}.",
+                    fix="start again; earlier checkpoints are unharmed.",
+                ),
+                step=step,
+            )
         slot = self._slots[held.slot]
         manifest = read_manifest(slot)
         with _directory.unfinished(publisher.directory, step) as folder:
@@ -343,11 +335,7 @@ def open_memory(
     *,
     may_give_up: bool,
 ) -> StateMemory | None:
-    """Use the memory of the nodes; ``None``, with a warning, if one of them has none for this.
-
-    Raises:
-        ConfigError: The ranks want different things.
-    """
+    """Use the memory of the nodes; ``None``, with a warning, if one of them has none for this."""
     from ddpsafe._worker.collectives import group_size
     from ddpsafe._worker.rank import this_rank
 
@@ -364,18 +352,9 @@ def open_memory(
         if not files or not os.access(files[0], os.R_OK | os.W_OK):
             problem = f"the launcher on {ranks.host} has no memory that this rank can open"
     exchange = ranks.begin("Checkpointer()")
-    exchange.send(Message(facts={"problem": problem, "every": str(every)}))
+    exchange.send(Message(facts={"problem": problem}))
 
     def agree(messages: dict[int, Message]) -> dict[str, Any]:
-        for rank, message in messages.items():
-            if message.facts["every"] != str(every):
-                what = f"rank {rank} has memory_every={message.facts['every']}, but rank 0 has {every}."
-                raise ConfigError(
-                    Explanation(
-                        what, cause="the ranks differ.", fix="pass the same value on every rank."
-                    ),
-                    rank=rank,
-                )
         problems = (message.facts["problem"] for message in messages.values())
         return {"problem": next(filter(None, problems), "")}
 

@@ -14,7 +14,7 @@ from ddpsafe._wire.messages import CHECKPOINTS
 from ddpsafe.checkpoint import errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
     from pathlib import Path
 
@@ -85,24 +85,9 @@ class Ranks(RankGroup):
         return self._context.attempt
 
     @property
-    def local_world_size(self) -> int:
-        """How many ranks this node has."""
-        return min(self.world_size, self._context.world.local_world_size)
-
-    @property
-    def has_other_nodes(self) -> bool:
-        """Whether other nodes have ranks of the job."""
-        return self.world_size > self.local_world_size
-
-    @property
-    def first_of_node(self) -> int:
-        """The first rank of this node, which writes into its memory."""
-        return self._context.world.ranks_of_node[0] if self.world_size > 1 else self.rank
-
-    @property
-    def is_first_of_node(self) -> bool:
-        """Whether this rank is it."""
-        return self.rank == self.first_of_node
+    def of_node(self) -> Sequence[int]:
+        """The ranks of this node; the first one writes into its memory."""
+        return self._context.world.ranks_of_node if self.world_size > 1 else (self.rank,)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model inside the wrappers of DDP and torch.compile."""

@@ -159,7 +159,7 @@ def restore(request: RestoreRequest) -> Restored | None:
                 "host": ranks.host,
                 "step": request.step,
                 "held": held,
-                "node": ranks.first_of_node,
+                "node": ranks.of_node[0],
             }
         )
     )
@@ -185,13 +185,14 @@ def restore(request: RestoreRequest) -> Restored | None:
         folder: Path | Slot = request.directory / _directory.folder_name(step)
         if candidate is not None:
             assert memory is not None  # noqa: S101 - the ranks have agreed that all use it
-            folder = memory.provide(candidate)
-            if (
-                candidate.lacking
-            ):  # until it is written there, the other ranks of the node must not read it
+            number = memory.provide(candidate)
+            # Until it is written there, the other ranks of a node that lacked it must not read it.
+            if candidate.lacking:
                 exchange = ranks.begin("restore()")
-                exchange.send(Message(facts={}))
-                exchange.agree(lambda _: {}, absence_error, ranks.deadline())
+                exchange.send(Message(facts={"slot": number}))
+                answer = exchange.agree(_agree_on_slots, absence_error, ranks.deadline())
+                number = answer["slots"][ranks.of_node[0]]
+            folder = memory.slot(number)
         exchange = ranks.begin("restore()")
         loaded, message = _load(request, step, folder)
         exchange.send(message)
@@ -293,6 +294,10 @@ def _agree_on_steps(request: RestoreRequest, messages: dict[int, Message]) -> di
         f"that all ranks see ({'; '.join(lacking[:8])})."
     )
     return {"steps": common, "seen": seen, "memory": memory}
+
+
+def _agree_on_slots(messages: dict[int, Message]) -> dict[str, Any]:
+    return {"slots": [messages[rank].facts["slot"] for rank in sorted(messages)]}
 
 
 def missing_step(

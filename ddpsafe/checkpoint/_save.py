@@ -438,15 +438,6 @@ def _version_of(package: str) -> str:
 
 def explain(exc: Exception, directory: Path, step: int) -> Exception:
     """Turn an error of the file system into a `SaveError`; return other errors as they are."""
-    if isinstance(exc, DamagedFileError):
-        return SaveError(
-            Explanation(
-                f"Step {step} was not saved: it was in memory only, and {exc}.",
-                cause="a process has written over it, or the memory is faulty.",
-                fix="start again; earlier checkpoints are unharmed.",
-            ),
-            step=step,
-        )
     if not isinstance(exc, OSError) or isinstance(exc, SaveError):
         return exc
     if exc.errno in _DISK_FULL:

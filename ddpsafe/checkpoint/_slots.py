@@ -19,7 +19,7 @@ from ddpsafe.checkpoint._format import NAME, RANKS, STATE, Manifest, read_manife
 from ddpsafe.checkpoint.errors import RestoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 _FIXED: Final = (NAME, STATE, RANKS)
@@ -58,13 +58,6 @@ class Slot:
             raise DamagedFileError(f"{name} is missing")
         return self._files[number]
 
-    def has(self, names: Iterable[str]) -> bool:
-        """Return whether it has files of these names."""
-        try:
-            return bool([self.path(name) for name in names])
-        except DamagedFileError:
-            return False
-
     def open(self, name: str) -> int:
         """Open a file for reading; return the descriptor."""
         return os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
@@ -72,18 +65,6 @@ class Slot:
     def clear(self) -> None:
         """Give up the state that it holds, before anything of it is changed."""
         os.truncate(self.path(NAME), 0)
-
-    def reserve(self, name: str, length: int) -> None:
-        """Have the kernel give a file its memory now.
-
-        Raises:
-            OSError: There is too little.
-        """
-        fd = os.open(self.path(name), os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.posix_fallocate(fd, 0, length)
-        finally:
-            os.close(fd)
 
     def reserved_bytes(self) -> int:
         """Return how much memory it has."""
@@ -150,9 +131,15 @@ def candidates(held: dict[int, Held | None]) -> list[Candidate]:
         # A rank's buffers may differ from those of rank 0, which are the ones that count.
         elif known.held.token == own.token:
             known.slots[rank] = own.slot
-    return [
+    ordered = [
         replace(each, lacking=[rank for rank in sorted(held) if rank not in each.slots])
         for _, each in sorted(found.items(), reverse=True)
+    ]
+    # Another node has no place for the shards of this one's ranks.
+    return [
+        each
+        for each in ordered
+        if not (each.lacking and any("/" in name for name in each.held.files))
     ]
 
 
@@ -188,7 +175,8 @@ class NodeSlots:
         for slot in self._slots:
             # A file becomes longer by it, and a state that is longer than it was written counts as damaged.
             if self.manifest(slot.number) is None:
-                slot.reserve(STATE, length)
+                with slot.path(STATE).open("r+b") as file:
+                    os.posix_fallocate(file.fileno(), 0, length)
 
     def record(self, attempt: int, metadata: dict[str, Any]) -> dict[str, Any]:
         """Return the metadata of a manifest in memory: that of the user, and whose state it is."""

@@ -264,29 +264,30 @@ def test_a_replacement_that_cannot_reach_node_0_costs_no_attempt(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ["more", "memory"])
 def test_the_others_continue_without_a_lost_node_and_accept_a_new_one(
-    network: Network, tmp_path: Path
+    network: Network, tmp_path: Path, name: str
 ) -> None:
     """With ``min_nodes`` two of three continue; a node that arrives while they train waits for a failure."""
     rendezvous = {"min_nodes": 2, "last_call": 3}
     fields = {"nnodes": 3, "retry": RETRY, "rendezvous": rendezvous}
-    case = Case(name="more", what="resume", fields=fields)
+    case = Case(name=name, what="resume", fields=fields)
     nproc = (1, 1, 1)
     launchers = [start_node(network, node, [case], tmp_path, nproc, ENDPOINT) for node in (0, 1)]
-    await_ranks(tmp_path, "more-1", 2, launchers)
+    await_ranks(tmp_path, f"{name}-1", 2, launchers)
     launchers.append(start_node(network, 2, [case], tmp_path, nproc, ENDPOINT))
     scripts.wait_until(
         lambda: "h2 waits, and joins at the next failure" in launchers[2].err,
         otherwise=lambda: launchers[2].err,
     )
-    assert not list(tmp_path.glob("running-more-2-*"))
+    assert not list(tmp_path.glob(f"running-{name}-2-*"))
     os.kill(launchers.pop(1).pid, signal.SIGKILL)
     killed_s = time.time()
-    await_ranks(tmp_path, "more-2", 2, launchers)
+    await_ranks(tmp_path, f"{name}-2", 2, launchers)
     # torch's rendezvous alone would wait for the lost node's heartbeat, 10 to 15 s.
     require_in_time(time.time() - killed_s, 9.0, "the next attempt trains")
     found = finish_job(network, [case], launchers)
-    for (value,) in (each["more"]["values"].values() for each in found):
+    for (value,) in (each[name]["values"].values() for each in found):
         assert (value["attempt"], value["of"]) == (2, 2)
         assert value["first"] > 0  # the step of the kill may not be saved
 
