@@ -234,7 +234,7 @@ def page_of(found: dict[tuple[int, int, str], list[Recovery]], rounds: int) -> s
     for (nodes, size, job), results in found.items():
         name = f"{size / 1e6:g} MB" if size < 1e9 else f"{size / 1e9:g} GB"
         if not results:
-            rows.append(f"| {nodes} | {name} | {job} | did not recover | | | | |")
+            rows.append(f"| {nodes} | {name} | {job} | no result | | | | |")
             continue
         first, repeated, lost, healthy = (
             statistics.median(each) for each in zip(*results, strict=True)
@@ -264,6 +264,8 @@ Medians of {rounds}.
 Two nodes are two launchers with one rank each, on one host.
 The directory is on a local disk; on slower storage, the first two forms lose more, and the other two as much.
 With longer steps the ratio becomes smaller: what is repeated grows with them, and the restart does not.
+"auto" is for long trainings: here it has made two saves to measure them, and the next one is due after the kill.
+Where there is no result, the ranks did not come to step {DIES_AT} again in the benchmark's limit; for two launchers of torchrun, that may be due to how the benchmark starts them.
 DLRover's flash checkpoint, NVRx's local checkpoints and torchft are not on this page: they were not run.
 
 {measured_on()}

@@ -528,10 +528,9 @@ class Checkpointer:
                 exchange.receive(self._ranks.deadline(), absence_error)
                 return
             assert self._publisher is not None  # noqa: S101 - rank 0 of a checkpointer that writes
-            publisher = self._publisher
             with exchange.leading():
                 try:
-                    memory.publish(publisher, step)
+                    memory.publish(self._publisher, step)
                 except OSError as exc:
                     raise _save.explain(exc, self._directory, step) from exc
 

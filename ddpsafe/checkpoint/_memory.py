@@ -50,6 +50,7 @@ class StateMemory:
 
     Attributes:
         newest: The step of the newest state in memory that this rank has saved or restored.
+        slots: Those of its node.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class StateMemory:
         self._ranks = ranks
         self._first = ranks.of_node[0]
         self._is_first = ranks.rank == self._first
-        self._slots = slots
+        self.slots = slots
         self._may_give_up = may_give_up
         self._copies = HostCopies()
         self._problem: dict[str, Any] | None = None
@@ -91,8 +92,8 @@ class StateMemory:
             facts |= {"names": request.snapshot.names}
             facts["problem"] = self._find_problem(request.snapshot)
             if self._is_first:
-                facts["slot"] = (self._next or self._slots.target()).number
-                self._slots[facts["slot"]].clear()
+                facts["slot"] = (self._next or self.slots.target()).number
+                self.slots[facts["slot"]].clear()
         except Exception as exc:  # noqa: BLE001 - raised once the others know of it
             error = exc
         messages = self._exchange(
@@ -159,7 +160,7 @@ class StateMemory:
 
     def _find_lack(self, length: int) -> dict[str, Any] | None:
         """Return that the node has too little memory for two states of a length, if so."""
-        needed = 2 * length - self._slots.reserved_bytes()
+        needed = 2 * length - self.slots.reserved_bytes()
         if needed <= 0:
             return None
         import psutil
@@ -194,7 +195,7 @@ class StateMemory:
     def _write(self, request: _save.SaveRequest, messages: dict[int, Message]) -> None:
         """Write this rank's part, and on the first rank of a node all the rest."""
         ranks, snapshot = self._ranks, request.snapshot
-        slot = self._slots[messages[self._first].facts["slot"]]
+        slot = self.slots[messages[self._first].facts["slot"]]
         files: dict[str, FileFacts] = {}
         shards: dict[str, ShardedTensor] = {}
         if snapshot.sharded:
@@ -206,7 +207,7 @@ class StateMemory:
         if not self._is_first:
             return
         if self._length > self._reserved:
-            self._slots.reserve(self._length)
+            self.slots.reserve(self._length)
             self._reserved = self._length
         replicated = snapshot.replicated
         if sys.modules["torch"].cuda.is_initialized():
@@ -215,27 +216,23 @@ class StateMemory:
         request = replace(
             request,
             snapshot=replace(snapshot, replicated=replicated),
-            metadata=self._slots.record(ranks.attempt, request.metadata),
+            metadata=self.slots.record(ranks.attempt, request.metadata),
         )
         parts = [message.data for message in messages.values()]
         _save.write_files(slot, request, parts, files, shards)
-        self._next = self._slots[1 - slot.number]
+        self._next = self.slots[1 - slot.number]
 
     def held(self) -> dict[str, Any] | None:
         """Return the newest undamaged state of this node, in plain values; only its first rank does."""
         self._next = None
         if not self._is_first:
             return None
-        held, problems = self._slots.newest()
+        held, problems = self.slots.newest()
         if problems:
             warn(
                 f"a state in the memory of {self._ranks.host} is damaged and is skipped: {'; '.join(problems)}"
             )
         return None if held is None else asdict(held)
-
-    def slot(self, number: int) -> Slot:
-        """Return the slot of that number."""
-        return self._slots[number]
 
     def provide(self, candidate: Candidate) -> int:
         """Return the number of this node's slot with a state; first send it to the nodes that lack it.
@@ -252,7 +249,7 @@ class StateMemory:
         sends = ranks.rank == candidate.source
         writes = ranks.rank in candidate.lacking
         known = candidate.slots.get(self._first, 0)
-        slot = self._slots.target() if writes else self._slots[known]
+        slot = self.slots.target() if writes else self.slots[known]
         total = sum(held.files.values())
         if writes:
             slot.clear()
@@ -292,7 +289,7 @@ class StateMemory:
         """Continue from a step, which makes newer states in memory those of another training."""
         self.newest = step if from_memory else None
         if self._is_first:
-            self._slots.drop_newer(step)
+            self.slots.drop_newer(step)
 
     def publish(self, publisher: _save.Publisher, step: int) -> None:
         """Make the newest state in memory a checkpoint in the directory, on rank 0.
@@ -301,7 +298,7 @@ class StateMemory:
             OSError: The file system refused it.
             SaveError: It is not what was written, or the lock on the directory is lost.
         """
-        held, problems = self._slots.newest()
+        held, problems = self.slots.newest()
         if held is None or held.step != step:
             raise SaveError(
                 Explanation(
@@ -311,7 +308,7 @@ class StateMemory:
                 ),
                 step=step,
             )
-        slot = self._slots[held.slot]
+        slot = self.slots[held.slot]
         manifest = read_manifest(slot)
         with _directory.unfinished(publisher.directory, step) as folder:
             for name, facts in manifest.files.items():
@@ -354,17 +351,18 @@ def open_memory(
     exchange = ranks.begin("Checkpointer()")
     exchange.send(Message(facts={"problem": problem}))
 
-    def agree(messages: dict[int, Message]) -> dict[str, Any]:
-        problems = (message.facts["problem"] for message in messages.values())
-        return {"problem": next(filter(None, problems), "")}
-
     absence_error = ranks.absence_error(
         ConfigError,
         "open the memory",
         cause="did not create a Checkpointer with memory_every, or hangs.",
         fix="create the Checkpointer with the same arguments on every rank.",
     )
-    problem = exchange.agree(agree, absence_error, ranks.deadline())["problem"]
+    answer = exchange.agree(
+        lambda sent: {"problems": [rank.facts["problem"] for rank in sent.values()]},
+        absence_error,
+        ranks.deadline(),
+    )
+    problem = next(filter(None, answer["problems"]), "")
     if problem:
         if ranks.is_main:
             warn(f"states are saved to the directory only, not to memory: {problem}.")

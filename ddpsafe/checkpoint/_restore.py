@@ -184,15 +184,19 @@ def restore(request: RestoreRequest) -> Restored | None:
     for step, candidate in sources:
         folder: Path | Slot = request.directory / _directory.folder_name(step)
         if candidate is not None:
-            assert memory is not None  # noqa: S101 - the ranks have agreed that all use it
+            assert memory is not None  # noqa: S101 - all ranks use it
             number = memory.provide(candidate)
             # Until it is written there, the other ranks of a node that lacked it must not read it.
             if candidate.lacking:
                 exchange = ranks.begin("restore()")
                 exchange.send(Message(facts={"slot": number}))
-                answer = exchange.agree(_agree_on_slots, absence_error, ranks.deadline())
-                number = answer["slots"][ranks.of_node[0]]
-            folder = memory.slot(number)
+                written = exchange.agree(
+                    lambda sent: {str(rank): sent[rank].facts["slot"] for rank in sent},
+                    absence_error,
+                    ranks.deadline(),
+                )
+                number = written[str(ranks.of_node[0])]
+            folder = memory.slots[number]
         exchange = ranks.begin("restore()")
         loaded, message = _load(request, step, folder)
         exchange.send(message)
@@ -294,10 +298,6 @@ def _agree_on_steps(request: RestoreRequest, messages: dict[int, Message]) -> di
         f"that all ranks see ({'; '.join(lacking[:8])})."
     )
     return {"steps": common, "seen": seen, "memory": memory}
-
-
-def _agree_on_slots(messages: dict[int, Message]) -> dict[str, Any]:
-    return {"slots": [messages[rank].facts["slot"] for rank in sorted(messages)]}
 
 
 def missing_step(

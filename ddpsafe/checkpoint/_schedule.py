@@ -16,24 +16,18 @@ if TYPE_CHECKING:
 
     from ddpsafe.checkpoint._ranks import Ranks
 
-_SHARE: Final = 0.01
-"""The most of the time that states in memory may take with ``"auto"``."""
+_SHARE: Final = 0.008
+"""The share of the time that states in memory are to take with ``"auto"``; less than the promised 1 %, since
+the next save may take longer than the last."""
 
 
 class Costs(NamedTuple):
-    """What one rank has measured of its saves to memory.
+    """What one rank has measured of its saves to memory."""
 
-    Attributes:
-        last_s: How long the last one took.
-        spent_s: How long all of them took.
-        passed_s: How long ago the first one began.
-        step_s: How long a step took since the last one, on average.
-    """
-
-    last_s: float
-    spent_s: float
-    passed_s: float
-    step_s: float
+    last_s: float  # what the last one took
+    spent_s: float  # what all of them took
+    passed_s: float  # since the first one began
+    step_s: float  # what a step took since the last one, on average
 
 
 def steps_between(costs: Iterable[Costs]) -> int:

@@ -36,7 +36,7 @@ class Slot:
 
     def __init__(self, number: int, files: Sequence[Path]) -> None:
         self.number = number
-        self._files = files
+        self.files = files
 
     def __str__(self) -> str:
         return "the memory of this node"
@@ -54,9 +54,9 @@ class Slot:
         fixed = _FIXED.index(name) if name in _FIXED else None
         # The ranks of the one node that has shards are those of the job.
         number = int(name[-9:-4]) + len(_FIXED) if fixed is None else fixed
-        if number >= len(self._files):
+        if number >= len(self.files):
             raise DamagedFileError(f"{name} is missing")
-        return self._files[number]
+        return self.files[number]
 
     def open(self, name: str) -> int:
         """Open a file for reading; return the descriptor."""
@@ -65,10 +65,6 @@ class Slot:
     def clear(self) -> None:
         """Give up the state that it holds, before anything of it is changed."""
         os.truncate(self.path(NAME), 0)
-
-    def reserved_bytes(self) -> int:
-        """Return how much memory it has."""
-        return sum(path.stat().st_blocks * 512 for path in self._files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +160,7 @@ class NodeSlots:
 
     def reserved_bytes(self) -> int:
         """Return how much memory both have."""
-        return sum(slot.reserved_bytes() for slot in self._slots)
+        return sum(path.stat().st_blocks * 512 for slot in self._slots for path in slot.files)
 
     def reserve(self, length: int) -> None:
         """Have the kernel give the slots without a state the memory for states of that length.
@@ -234,5 +230,5 @@ def _age_of(manifest: Manifest) -> tuple[int, int]:
 
 def user_metadata(manifest: Manifest) -> dict[str, Any]:
     """Return the caller's metadata of a state in memory."""
-    metadata = manifest.metadata.get("metadata")
-    return metadata if isinstance(metadata, dict) else {}
+    metadata: Any = manifest.metadata.get("metadata", {})
+    return dict(metadata)

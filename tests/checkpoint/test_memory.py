@@ -204,11 +204,11 @@ def test_the_nodes_agree_on_the_newest_state_and_who_sends_it(
     ("costs", "steps"),
     [
         ([], 1),
-        # 10 ms are 1 % of a second, which is 10 steps of 0.1 s; the rank that pays most decides.
-        ([(0.01, 1.0, 1000.0, 0.1)], 10),
-        ([(0.01, 1.0, 1000.0, 0.1), (0.02, 1.0, 1000.0, 0.1)], 20),
+        # 10 ms are 0.8 % of 1.25 s, which is 12.5 steps of 0.1 s; the rank that pays most decides.
+        ([(0.01, 1.0, 1000.0, 0.1)], 13),
+        ([(0.01, 1.0, 1000.0, 0.1), (0.021, 1.0, 1000.0, 0.1)], 27),
         # The first two took 1 s within 2 s: the next one has to wait for what they were too much.
-        ([(0.5, 0.5, 2.0, 0.1)], 980),
+        ([(0.5, 0.5, 2.0, 0.1)], 1230),
         ([(1e-6, 1e-6, 1.0, 1.0)], 1),
     ],
 )
