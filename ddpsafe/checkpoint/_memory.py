@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._errors import Explanation
 from ddpsafe._host import read_limits
 from ddpsafe._job.agreement import Message
 from ddpsafe.checkpoint import _directory, _save, _sharded
@@ -26,7 +26,7 @@ from ddpsafe.checkpoint._format import NAME, PER_RANK, new_file, read_manifest
 from ddpsafe.checkpoint._schedule import Costs, Schedule
 from ddpsafe.checkpoint._slots import NodeSlots, user_metadata
 from ddpsafe.checkpoint._trees import HostCopies, size_bytes
-from ddpsafe.checkpoint.errors import NoSpaceError, SaveError, warn
+from ddpsafe.checkpoint.errors import DirectoryError, NoSpaceError, SaveError, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -352,7 +352,7 @@ def open_memory(
     exchange.send(Message(facts={"problem": problem}))
 
     absence_error = ranks.absence_error(
-        ConfigError,
+        DirectoryError,
         "open the memory",
         cause="did not create a Checkpointer with memory_every, or hangs.",
         fix="create the Checkpointer with the same arguments on every rank.",

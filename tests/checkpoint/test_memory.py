@@ -19,7 +19,7 @@ from ddpsafe.checkpoint._format import NAME, RANKS, REPLICATED, STATE
 from ddpsafe.checkpoint._schedule import Costs, Schedule, steps_between
 from ddpsafe.checkpoint._slots import Held, NodeSlots, candidates
 from ddpsafe.checkpoint._state import Snapshot
-from ddpsafe.checkpoint.errors import ConfigError, CheckpointWarning
+from ddpsafe.checkpoint.errors import CheckpointWarning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -242,7 +242,7 @@ def test_a_wrong_memory_every_is_refused(
     tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     """Each error says what to write."""
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ddpsafe.ConfigError, match=message):
         Checkpointer(tmp_path, **options)
 
 
