@@ -92,6 +92,11 @@ WAITING: Final = {
 """Other files whose tests wait for four seconds or more; run last, they would leave cores idle."""
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name signals by their numbers; Python 3.10 would write ``Signals.SIGTERM``."""
+    return str(int(val)) if isinstance(val, signal.Signals) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what another session of nox runs; mix waiting and computing tests.
 
@@ -178,7 +183,7 @@ def _missing_here() -> dict[str, str]:
     missing = {}
     if tuple(int(part) for part in version("torch").split(".")[:2]) < (2, 9):
         missing["recorder"] = "torch before 2.9 does not record gloo's collectives"
-    if not _has_gpu():
+    if "DDPSAFE_REHEARSE_GPU" not in os.environ and not _has_gpu():
         missing["gpu"] = "needs a CUDA device; torch sees none"
     if os.geteuid() == 0:
         missing["unprivileged"] = "root may read and write everything"
