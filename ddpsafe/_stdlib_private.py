@@ -19,6 +19,7 @@ import runpy
 import sys
 import tempfile
 import threading
+import weakref
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -171,6 +172,10 @@ def end_as_interpreter(after_threads: Callable[[], object] = lambda: None) -> No
         after_threads()
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()  # noqa: SLF001
+    with contextlib.suppress(Exception):
+        # Since 3.13 a child of a fork server has no exit functions of the server, but weakref believes that
+        # its own is still registered: temporary directories would stay. A second call finds nothing.
+        weakref.finalize._exitfunc()  # type: ignore[attr-defined]  # noqa: SLF001
     with contextlib.suppress(Exception):
         gc.unfreeze()  # else what existed when the process was frozen is not found
         finalizers, files = _find_left_open(gc.get_objects())
