@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -165,7 +166,10 @@ def test_saves_cannot_go_back_to_an_earlier_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("runs/1",), rf"(?s)it is relative.*What to do: write \"{Path.cwd()}/runs/1\"\.$"),
+        (
+            ("runs/1",),
+            rf"(?s)it is relative.*What to do: write \"{re.escape(str(Path.cwd()))}/runs/1\"\.$",
+        ),
         (("~/runs",), "only shells expand"),
         (("s3://bucket/runs",), "is an address, not a directory"),
         (("/tmp/x", 0), "keep=0"),

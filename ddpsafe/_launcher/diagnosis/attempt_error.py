@@ -540,11 +540,12 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         likely = f"{raised.type_name} was raised at {raised.where or 'an unknown line'}"
         if not raised.message.isdigit() and raised.message:
             likely += f": {clip(raised.message, _MAX_MESSAGE)}"
-        if raised.handled:
+        # Since 3.12 argparse exits while it handles an error of its own.
+        if code == _USAGE and _LOCAL_RANK.search(root.error_text()):
+            likely, fix = _ARGUMENT_OF_OLD_LAUNCHERS
+        elif raised.handled:
             likely += f", while it handled {raised.handled}"
             fix = "fix that line; if you let the exception through, its traceback is shown."
-        elif code == _USAGE and _LOCAL_RANK.search(root.error_text()):
-            likely, fix = _ARGUMENT_OF_OLD_LAUNCHERS
     elif root.exit_code is None:
         message = Explanation(
             f"{ended.name(root)} ended before {ended.returned}, "
