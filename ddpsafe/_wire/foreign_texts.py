@@ -78,6 +78,7 @@ PEER_TEXTS: Final = (
     _peer(r": Wait timeout$|Timeout waiting for key: ", "timeout", "2.13 FileStore"),
     _peer(r"Watchdog caught collective operation timeout", "timeout", "2.x nccl"),
     _peer(r"timed out in blocking wait", "timeout", "2.x nccl"),
+    _peer(r"timeout - .*operation time(?:out|d out)", "timeout", "2.15 nccl"),
     _peer(r"monitoredBarrier", "timeout", "2.13 gloo"),
     _peer(r"RPCErr:\d+:RPC ran for more than set timeout", "timeout", "2.13 rpc"),
     _peer(r"this error originated at tensorpipe", "peer-lost", "2.13 rpc"),
@@ -90,11 +91,15 @@ _ERROR: Final = r"(?P<error>.*\n?(?:(?!\[rank\d|\[E).*\n?){0,7})"
 NATIVE_TEXTS: Final = tuple(
     tuple(re.compile(pattern) for pattern in patterns)
     for patterns in (
-        (rf"raised the following async exception: {_ERROR}",),
+        (
+            rf"raised the following async exception: {_ERROR}",
+            r"(?P<error>CUDA error during (?:start|end) event query: .*)",
+        ),
         (
             r"(?P<error>Watchdog caught collective operation timeout.*)",
             rf"watchdog thread terminated with exception: {_ERROR}",
             rf"terminate called after throwing .*\s*what\(\): +{_ERROR}",
+            r"Aborting process on rank \d+ due to (?P<error>.*)",
         ),
         (
             r"(?P<stuck>watchdog got stuck for \d+ seconds.*)",
@@ -105,13 +110,15 @@ NATIVE_TEXTS: Final = tuple(
 """What native code, such as NCCL's watchdog, writes to stderr before it ends the process.
 
 The first tuple with a match decides, and in it the text that was written first. ``error`` is the text of an
-exception; ``stuck`` means that the watchdog itself hangs. Seen in torch 2.6 to 2.13.
+exception; ``stuck`` means that the watchdog itself hangs. Seen in torch 2.6 to 2.13; those of the second
+implementation, ``nccl2``, which is ``nccl`` since 2.15, were read in the library that 2.15 ships.
 """
 
 _ENDING: Final = re.compile(
-    rb"\[E[\d :.]*ProcessGroupNCCL\.cpp:\d+\] \[PG[^\]]*\] +"
-    rb"(?:failure detected by watchdog at work sequence id|"
-    rb"Process group watchdog thread terminated with exception)"
+    rb"\[E[\d :.]*ProcessGroupNCCL\w*\.cpp:\d+\] (?:"
+    rb"\[PG[^\]]*\] +(?:failure detected by watchdog at work sequence id|"
+    rb"Process group watchdog thread terminated with exception)|"
+    rb"\[TC\]\S* Aborting process on rank \d)"
 )
 
 _PLACE: Final = (
@@ -181,7 +188,7 @@ KIND_TEXTS: Final = (
     ),
     _kind(
         r"uncorrectable (?:ECC|NVLink)|\bXid\b|fallen off the bus|GPU is lost"
-        r"|CUDA(?: error:)? unknown error|failure 999 'unknown error'|hardware stack error"
+        r"|CUDA(?: error(?: during \w+ event query)?:)? unknown error|failure 999 'unknown error'|hardware stack error"
         r"|access of peer GPU memory over nvlink|CUDA-capable devices?(?:\(s\) is/| )are busy"
         r"|system not yet initialized|No CUDA GPUs are available"
         r"|Unable to determine the device handle",

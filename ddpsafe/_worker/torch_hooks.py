@@ -404,9 +404,9 @@ def default_store() -> Store | None:
 
 
 def read_recorders(*, asks_events: bool) -> tuple[tuple[Collective, ...], tuple[Arrival, ...]]:
-    """Read torch's two flight recorders.
+    """Read torch's flight recorders.
 
-    gloo writes to one and NCCL to the other (`FlightRecorder` is a template with one instance for
+    gloo writes to one and NCCL to another (`FlightRecorder` is a template with one instance for
     each type of event); a build for CUDA has both. They are on by default since torch 2.9. An empty
     result may just mean that they are off.
 
@@ -422,6 +422,9 @@ def read_recorders(*, asks_events: bool) -> tuple[tuple[Collective, ...], tuple[
         torch's default group is not that of all ranks, groups have names of its own: see `_scope`.
     """
     nccl = _read(_DUMP_NCCL, functools.partial(_dump_nccl, asks_events=asks_events))
+    if not nccl.get("pg_status"):
+        # NCCL of torch 2.15 and later: its recorder has an instance of its own, and no events to query.
+        nccl, asks_events = _read(_NCCL2, _RECORDERS[_NCCL2]), True
     others = _read(_DUMP_OTHERS, functools.partial(_dump, _DUMP_OTHERS))
     of_nccl = _select_relevant(_from_entries(nccl)) if asks_events else _from_counters(nccl)
     groups = _from_entries(others, beside=nccl)
@@ -490,13 +493,14 @@ def forget_collectives() -> None:
     if dist.is_initialized():  # a rendezvous of something else, such as RPC
         return
     # The summaries of the groups take 0.1 ms, however many entries there are.
-    for name in (_DUMP_NCCL, _DUMP_OTHERS):
-        summary = _read(name, functools.partial(_dump, name, includeCollectives=False))
+    for name, dump in _RECORDERS.items():
+        summary = _read(name, functools.partial(dump, includeCollectives=False))
         _forgotten.update((name, group) for group in summary.get("pg_status", {}))
 
 
 _DUMP_NCCL: Final = "_dump_nccl_trace_json"
 _DUMP_OTHERS: Final = "_dump_fr_trace_json"
+_NCCL2: Final = "nccl2"
 _EVENTS_LIMIT_S: Final = 0.3
 _THREAD_LOCAL: Final = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
@@ -511,11 +515,19 @@ def _read(name: str, dump: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _dump(name: str, **options: bool) -> dict[str, Any]:
+def _dump(name: str, **options: bool | str) -> dict[str, Any]:
     c10d = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(c10d, name, None)
     content: dict[str, Any] = {} if dump is None else json.loads(dump(**options))
     return content
+
+
+_RECORDERS: Final[dict[str, Callable[..., dict[str, Any]]]] = {
+    _DUMP_NCCL: functools.partial(_dump, _DUMP_NCCL),
+    _DUMP_OTHERS: functools.partial(_dump, _DUMP_OTHERS),
+    _NCCL2: functools.partial(_dump, _DUMP_OTHERS, backend=_NCCL2),
+}
+"""How each recorder is read; before torch 2.15, the last one raises."""
 
 
 def _dump_nccl(*, asks_events: bool) -> dict[str, Any]:
@@ -608,7 +620,7 @@ def _from_entries(
             )
             # gloo's calls have begun when they are recorded. NCCL's are queued on a stream until an
             # event shows that they have begun.
-            has_begun = entry.get("state") == "started" or not name.startswith("nccl:")
+            has_begun = entry.get("state") == "started" or not name.startswith("nccl")
             collective = Collective(
                 group=f"{label} ({name.partition(':')[0]})"
                 if (entry["process_group"][0] in of_nccl)

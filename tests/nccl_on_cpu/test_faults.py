@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import machine
 import nccl_programs as programs
 import pytest
-from nccl_programs import thrown_words, watchdog_words
+from nccl_programs import TIMED_OUT, nccl2_words, thrown_words, watchdog_words
 
 import ddpsafe
 
@@ -56,6 +56,19 @@ def test_rank_that_reads_from_a_dead_mount_is_blamed(tmp_path: Path, then: str) 
     assert "rank 1 (world_size 3) is behind" in str(error)
     assert "ALLREDUCE number 118" in str(error)
     assert time.monotonic() - began_s < machine.hang_limit(30)
+
+
+@pytest.mark.parametrize("then", ["abort", "wait for the dump"])
+def test_rank_that_hangs_is_blamed_under_nccl_of_torch_2_15(tmp_path: Path, then: str) -> None:
+    """Its message has no numbers, and a rank that aborts is none that failed."""
+    words = {
+        rank: nccl2_words(rank, TIMED_OUT, "Operation timed out after 3000 ms") for rank in (0, 2)
+    }
+    error = fails(tmp_path, words, then)
+    assert isinstance(error, ddpsafe.CollectiveTimeoutError), error
+    assert error.kind == "hang"
+    assert "read_next_batch_from_dead_mount" in error.stacks[1]
+    assert 1 in error.missing_ranks or not error.missing_ranks
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import machine
 import pytest
+import scripts
 import torch.distributed
 
 from ddpsafe._wire.messages import MAIN_GROUP, Position
@@ -16,6 +17,7 @@ from ddpsafe._worker.torch_hooks import forget_collectives, read_recorders
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 C10D: Final = "torch._C._distributed_c10d"
 MAIN: Final = ("0", "default_pg")
@@ -125,6 +127,61 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Recorder, Rec
 def position() -> Position:
     """Return where this process is, with the names and shapes of collectives."""
     return Position(collectives=read_recorders(asks_events=True)[0])
+
+
+def test_nccl_of_torch_2_15_has_a_recorder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its entries are read also while the job may be healthy: the hook that writes them has no events.
+
+    Its counters begin with 0, as in the dump of a group whose backend has no recorder (torch 2.15).
+    """
+    name = "nccl2:all_reduce"
+    own = Recorder([done(1, name=name), entry(2, name=name), entry(3, name=name)], {"0": (2, 0)})
+    others = Recorder([done(1, name="gloo:barrier")], {"0": (1, 1)})
+
+    def dump(*, backend: str = "gloo", **options: bool) -> str:
+        return {"gloo": others, "nccl2": own}[backend](**options)
+
+    monkeypatch.setattr(f"{C10D}._dump_fr_trace_json", dump)
+    monkeypatch.setattr(f"{C10D}._dump_nccl_trace_json", Recorder([], {}), raising=False)
+    for asks_events in (False, True):
+        found = Position(collectives=read_recorders(asks_events=asks_events)[0])
+        assert numbers(found) == [1, 2, 3]
+        assert [each.state for each in found.collectives[:3]] == ["completed", "queued", "queued"]
+        assert numbers(found, f"{MAIN_GROUP} (gloo)") == [1]
+    forget_collectives()
+    assert read_recorders(asks_events=True)[0] == ()
+
+
+@pytest.mark.skipif(
+    "backend (str"
+    not in str(getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None).__doc__),
+    reason="torch before 2.15 has no recorder for each backend",
+)
+def test_recorder_of_a_backend_is_found_by_its_name(tmp_path: Path) -> None:
+    """A group without a recorder of its own gets torch's hook, as NCCL's has since 2.15."""
+    run = scripts.run(tmp_path, HOOKED)
+    assert run.err == ""
+    assert run.lines() == ["[] [('all_reduce', 1), ('all_reduce', 2)]"]
+
+
+HOOKED: Final = """
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+from ddpsafe._worker import torch_hooks
+
+def make(store, rank, size, timeout):
+    return FakeProcessGroup._create_internal(rank, size)
+
+dist.Backend.register_backend("other", make, devices=["cpu"])
+dist.init_process_group("cpu:other", rank=0, world_size=2, store=dist.HashStore())
+for _ in range(2):
+    dist.all_reduce(torch.ones(4))
+before = torch_hooks.read_recorders(asks_events=False)[0]
+dump = torch_hooks._RECORDERS[torch_hooks._NCCL2]
+dump.keywords["backend"] = dist.group.WORLD._get_backend(torch.device("cpu")).name()
+found = torch_hooks.read_recorders(asks_events=False)[0]
+print(list(before), [(each.name.partition(":")[2], each.number) for each in found])
+"""
 
 
 def numbers(found: Position, group: str = MAIN_GROUP) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from nccl_programs import TIMED_OUT, nccl2_words
 
 from ddpsafe._launcher.diagnosis.rank_readings import read_native_error, read_position
 from ddpsafe._wire.foreign_texts import (
@@ -210,7 +211,9 @@ def test_position_is_read_from_the_messages_of_a_rank_that_has_ended() -> None:
         (timed_out(0, 118, 160, 117), True),
         (thrown(ECC), True),
         ("[E ProcessGroupNCCL.cpp:475] [PG 0 Rank 3] failure detected by watchdog at work sequence id: 4", True),
+        (nccl2_words(3, TIMED_OUT), True),
         # Printed by the script itself, by its own logger, or as a warning.
+        (f"Aborting process on rank 3 due to {TIMED_OUT}", False),
         ("failure detected by watchdog at work sequence id: 118", False),
         ("Process group watchdog thread terminated with exception: none", False),
         ("[I1118 20:27:21 ProcessGroupNCCL.cpp:1] [PG ID 0] Process group watchdog thread started", False),
@@ -220,6 +223,28 @@ def test_position_is_read_from_the_messages_of_a_rank_that_has_ended() -> None:
 def test_only_torchs_own_messages_end_an_attempt_early(written: str, ends: bool) -> None:  # noqa: FBT001 - a row's value
     """A rank that is about to abort can still be asked; one that only prints the same text is not ended."""
     assert says_that_it_ends(written.encode()) is ends
+
+
+@pytest.mark.parametrize(
+    ("reason", "before", "origin", "kind"),
+    [
+        (TIMED_OUT, "Operation timed out after 3000 ms", "timeout", None),
+        ("timeout - collective operation timed out", "", "timeout", None),
+        ("error - nccl hit async error: remote process exited or there was a network error", "", "peer-lost", None),
+        ("error - nccl hit async error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)", "", "own", None),
+        ("error - timeout watchdog detected operation error", "CUDA error during end event query: device-side assert triggered", "own", "user-error"),
+        ("error - timeout watchdog detected operation error", "CUDA error during end event query: out of memory", "own", "out-of-memory"),
+        ("error - timeout watchdog detected operation error", "CUDA error during start event query: uncorrectable ECC error encountered", "own", "hardware"),
+        ("error - timeout watchdog detected operation error", "CUDA error during end event query: unknown error", "own", "hardware"),
+    ],
+)  # fmt: skip
+def test_nccl_of_torch_2_15_says_why_it_aborts(
+    reason: str, before: str, origin: str, kind: FailureKind | None
+) -> None:
+    """It has other words than the first implementation, and the error of CUDA stands on a line before."""
+    found = find_native_text(nccl2_words(0, reason, before))
+    assert found is not None
+    assert (found.origin, found.kind) == (origin, kind)
 
 
 @pytest.mark.parametrize(("error", "origin"), [(REMOTE, "peer-lost"), (ECC, "own")])

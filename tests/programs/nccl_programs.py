@@ -187,6 +187,17 @@ def thrown_words(rank: int, error: str) -> str:
     )
 
 
+def nccl2_words(rank: int, reason: str, before: str = "") -> str:
+    """Return the message of torch 2.15's other implementation of NCCL, from the texts in its library."""
+    head = f"[rank{rank}]:[E1128 20:27:21.426415540 ProcessGroupNCCL.cpp:812] [TC][rank={rank}][name=0] "
+    lines = [before, f"Aborting process on rank {rank} due to {reason}"]
+    return "".join(f"{head}{line}\n" for line in lines if line)
+
+
+TIMED_OUT = "timeout - timeout watchdog detected operation timeout"
+"""Why its watchdog aborts a process in which a collective has timed out."""
+
+
 def write_to_stderr(text: str) -> None:
     """Write to file descriptor 2 without Python's buffer, as C++ does."""
     os.write(2, text.encode())
