@@ -435,7 +435,7 @@ BUDGETS: Final = {
     "tests/job": (400, "the folder of the same name"),
     "tests/kits": (5_300, "what several tests use: machines, networks, launches"),
     "tests/launcher": (7_600, "the folder of the same name, with the table of root causes"),
-    "tests/nccl_on_cpu": (1_300, "torch's NCCL code without a GPU"),
+    "tests/nccl_on_cpu": (1_350, "torch's NCCL code without a GPU"),
     "tests/nodes": (6_300, "several launchers: joins, losses, networks that break"),
     "tests/nodes/simulation": (2_250, "hosts, network and clocks of jobs in virtual time"),
     "tests/programs": (9_400, "what runs in ranks"),
