@@ -77,8 +77,7 @@ PEER_TEXTS: Final = (
     _peer(r"Socket Timeout|wait timeout after \d+ms", "timeout", "2.13 TCPStore"),
     _peer(r": Wait timeout$|Timeout waiting for key: ", "timeout", "2.13 FileStore"),
     _peer(r"Watchdog caught collective operation timeout", "timeout", "2.x nccl"),
-    _peer(r"timed out in blocking wait", "timeout", "2.x nccl"),
-    _peer(r"timeout - .*operation time(?:out|d out)", "timeout", "2.15 nccl"),
+    _peer(r"timed out in blocking wait|timeout - .*operation time", "timeout", "2.x nccl"),
     _peer(r"monitoredBarrier", "timeout", "2.13 gloo"),
     _peer(r"RPCErr:\d+:RPC ran for more than set timeout", "timeout", "2.13 rpc"),
     _peer(r"this error originated at tensorpipe", "peer-lost", "2.13 rpc"),
@@ -93,7 +92,7 @@ NATIVE_TEXTS: Final = tuple(
     for patterns in (
         (
             rf"raised the following async exception: {_ERROR}",
-            r"(?P<error>CUDA error during (?:start|end) event query: .*)",
+            r"(?P<error>CUDA error during \w+ event query: .*)",
         ),
         (
             r"(?P<error>Watchdog caught collective operation timeout.*)",
@@ -110,15 +109,13 @@ NATIVE_TEXTS: Final = tuple(
 """What native code, such as NCCL's watchdog, writes to stderr before it ends the process.
 
 The first tuple with a match decides, and in it the text that was written first. ``error`` is the text of an
-exception; ``stuck`` means that the watchdog itself hangs. Seen in torch 2.6 to 2.13; those of the second
-implementation, ``nccl2``, which is ``nccl`` since 2.15, were read in the library that 2.15 ships.
+exception; ``stuck`` means that the watchdog itself hangs. Seen in torch 2.6 to 2.13, and as texts in 2.15.
 """
 
 _ENDING: Final = re.compile(
     rb"\[E[\d :.]*ProcessGroupNCCL\w*\.cpp:\d+\] (?:"
-    rb"\[PG[^\]]*\] +(?:failure detected by watchdog at work sequence id|"
-    rb"Process group watchdog thread terminated with exception)|"
-    rb"\[TC\]\S* Aborting process on rank \d)"
+    rb"\[PG[^\]]*\] +(?:failure detected by watchdog at work sequence id"
+    rb"|Process group watchdog thread terminated with exception)|\[TC\]\S* Aborting process on rank \d)"
 )
 
 _PLACE: Final = (

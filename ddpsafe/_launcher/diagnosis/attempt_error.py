@@ -540,8 +540,7 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         likely = f"{raised.type_name} was raised at {raised.where or 'an unknown line'}"
         if not raised.message.isdigit() and raised.message:
             likely += f": {clip(raised.message, _MAX_MESSAGE)}"
-        # Since 3.12 argparse exits while it handles an error of its own.
-        if code == _USAGE and _LOCAL_RANK.search(root.error_text()):
+        if code == _USAGE and _LOCAL_RANK.search(root.error_text()):  # handled in argparse itself
             likely, fix = _ARGUMENT_OF_OLD_LAUNCHERS
         elif raised.handled:
             likely += f", while it handled {raised.handled}"
