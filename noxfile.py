@@ -7,6 +7,7 @@ Arguments after ``--`` go to the session's tool: ``nox -s tests -- -k retry``.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import shutil
@@ -248,11 +249,72 @@ def frameworks(session: nox.Session) -> None:
     session.run(*command, *session.posargs, *(str(ROOT / each) for each in tests))
 
 
+FOR_GPU = ("nox", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "nvidia-ml-py")
+"""What ``gpu`` needs besides ddpsafe's own dependencies and what builds its wheel."""
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Run on a GPU what needs one, in eight minutes, and write docs/benchmarks/gpu.md, row by row.
+
+    ``-- --torch-from system`` takes the torch of the Python that made this environment, and
+    ``--torch-from PYTHON`` that of another one; else that of this environment, or the index's.
+    ``--wheels DIR`` installs from a folder only, which ``--download DIR [--for 3.12]`` fills elsewhere.
+    ``--rehearse`` needs no GPU. The options of benchmarks/gpu.py may follow.
+    """
+    options = argparse.ArgumentParser("nox -s gpu --", usage=gpu.__doc__)
+    options.add_argument("--torch-from", default=sys.executable)
+    options.add_argument("--wheels", type=Path)
+    options.add_argument("--download", type=Path)
+    options.add_argument("--for", dest="python", default="{}.{}".format(*sys.version_info[:2]))
+    given, others = options.parse_known_args(session.posargs)
+    project = nox.project.load_toml(ROOT / "pyproject.toml")
+    own = [each for each in project["project"]["dependencies"] if not each.startswith("torch")]
+    if given.download:
+        platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (34, 28, 27, 17, 12, 5)]
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"]
+        pip += ["--python-version", given.python, *platforms, "--dest", str(given.download)]
+        wanted = [*own, *FOR_GPU, *project["build-system"]["requires"]]
+        session.run(*pip, "--constraint", CONSTRAINTS, *wanted)
+        return
+    base = getattr(sys, "_base_executable", sys.executable)
+    source = base if given.torch_from == "system" else given.torch_from
+    folder = _folder(session, "environment")
+    session.run(
+        sys.executable, "-m", "virtualenv", "--quiet", "--clear", "--python", source, str(folder)
+    )
+    python = str(folder / "bin" / "python")
+    session.env["PYTHONPATH"] = ""  # nox itself may be there
+    if given.wheels:
+        session.env.update(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(given.wheels.resolve()))
+    # The rest of torch's environment comes after what is installed here, so that its versions do not matter.
+    ask = "import importlib.util as i, sys; print(*sys.path if i.find_spec('torch') else [], sep='\\n')"
+    found = str(session.run(source, "-c", ask, silent=True)).splitlines()
+    packages = [path for path in found if path.endswith(("site-packages", "dist-packages"))]
+    (library,) = folder.glob("lib/python3*/site-packages")
+    (library / "torch.pth").write_text("\n".join(packages), encoding="utf-8")
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    wheels = _folder(session, "wheel")
+    session.run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), str(ROOT))
+    wheel = max(wheels.glob("ddpsafe-*.whl"), key=lambda path: path.stat().st_mtime)
+    # Not by ddpsafe's own requirements: pip would then compare those of a torch from elsewhere with the pins.
+    wanted = [*own, *(each for each in FOR_GPU if each != "nox")]
+    if not packages:
+        wanted.append("torch")
+    session.run(*pip, "install", "--quiet", "--constraint", CONSTRAINTS, *wanted)
+    session.run(*pip, "install", "--quiet", "--no-deps", str(wheel))
+    session.chdir(_folder(session, "empty"))
+    page = ROOT / "docs" / "benchmarks" / "gpu.md"
+    script = str(ROOT / "benchmarks" / "gpu.py")
+    session.run(python, script, "--save", str(page), *others, success_codes=[0, 1, 2])
+
+
 @nox.session
 def bench(session: nox.Session) -> None:
     """Run every benchmark, or those given after ``--``."""
     _install_wheel(session, extras="examples")
-    for script in session.posargs or sorted(str(path) for path in ROOT.glob("benchmarks/[!_]*.py")):
+    scripts = [str(path) for path in ROOT.glob("benchmarks/[!_]*.py") if path.stem != "gpu"]
+    for script in session.posargs or sorted(scripts):
         session.run("python", script)
 
 

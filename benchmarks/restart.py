@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from _machine import measured_on
+from _machine import BACKEND, backend, measured_on, take_device
 
 RANKS: Final = 2
 CRASHES_AT_STEP: Final = 5
@@ -39,13 +39,14 @@ def crash_and_train(rank: int, attempt: int) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     folder = Path(os.environ[FOLDER])
-    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    device = take_device(rank)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(1, 2 * CRASHES_AT_STEP):
         if rank == 1 and attempt == 1 and step == CRASHES_AT_STEP:
             (folder / "crash").write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
-        model(torch.randn(4, 8)).sum().backward()
+        model(torch.randn(4, 8, device=device)).sum().backward()
         optimizer.step()
         if attempt > 1 and step == 1:
             dist.barrier()
@@ -61,8 +62,9 @@ def crash_under_torchrun() -> None:
     """Run as a rank of torchrun that crashes and trains."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
-    crash_and_train(int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1)
+    take_device(int(os.environ["RANK"]))
+    dist.init_process_group(backend())
+    crash_and_train(dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1)
     dist.destroy_process_group()
 
 
@@ -79,7 +81,7 @@ def restart_ddpsafe(start_method: str, pause: dict[str, int]) -> None:
     import ddpsafe
 
     retry = {"attempts": 2, "on": {"killed"}, **pause}
-    options = {"nproc_per_node": RANKS, "backend": "gloo", "start_method": start_method}
+    options = {"nproc_per_node": RANKS, "backend": backend(), "start_method": start_method}
     ddpsafe.launch(crash_with_context, retry=retry, **options)
 
 
@@ -112,11 +114,11 @@ def restart_s(job: str) -> float:
     return again_s - float(noted["crash"])
 
 
-def measure_restarts(rounds: int) -> dict[str, list[float]]:
-    """Measure the restarts of all launchers, in turns."""
-    results: dict[str, list[float]] = {job: [] for job in JOBS}
+def measure_restarts(jobs: list[str], rounds: int) -> dict[str, list[float]]:
+    """Measure the restarts of these launchers, in turns."""
+    results: dict[str, list[float]] = {job: [] for job in jobs}
     for number in range(1, rounds + 1):
-        for job in JOBS:
+        for job in jobs:
             results[job].append(restart_s(job))
             print(
                 f"restart, round {number} of {rounds}: {job}: {results[job][-1]}", file=sys.stderr
@@ -126,7 +128,8 @@ def measure_restarts(rounds: int) -> dict[str, list[float]]:
 
 def page_of(restarts: dict[str, list[float]], rounds: int) -> str:
     """Return the page: the results, and the machine and versions."""
-    base_s = statistics.median(restarts["torchrun"])
+    base = next(iter(restarts))
+    base_s = statistics.median(restarts[base])
     rows = [
         f"| {job} | {statistics.median(times):.2f} s ({min(times):.2f} to {max(times):.2f}) "
         f"| {statistics.median(times) / base_s:.2f} |"
@@ -139,7 +142,7 @@ orphan: true
 
 # How soon a crashed job steps again
 
-Rank 1 of {RANKS} is killed at its fifth step; the time ends when both ranks have made a step again. Each cell has the median of {rounds}, the minimum and the maximum; the ratio compares the median with torchrun's.
+Rank 1 of {RANKS} is killed at its fifth step; the time ends when both ranks have made a step again. Each cell has the median of {rounds}, the minimum and the maximum; the ratio compares the median with that of {base}.
 
 | launcher | crash to step | ratio |
 |---|--:|--:|
@@ -154,16 +157,19 @@ def main() -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(description="Time of a restart.")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", choices=JOBS, action="append", help="one launcher, or several")
     parser.add_argument("--save", type=Path, help="write the page to this file")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default=backend())
     parser.add_argument("--job", choices=JOBS, help="internal")
     parser.add_argument("--be-a-rank", action="store_true", help="internal")
     options = parser.parse_args()
+    os.environ[BACKEND] = options.backend
     if options.be_a_rank:
         crash_under_torchrun()
     elif options.job:
         JOBS[options.job]()
     else:
-        page = page_of(measure_restarts(options.rounds), options.rounds)
+        page = page_of(measure_restarts(options.only or [*JOBS], options.rounds), options.rounds)
         if options.save is not None:
             options.save.write_text(page, encoding="utf-8")
         print(page)

@@ -34,7 +34,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from _machine import measured_on
+from _machine import BACKEND, backend, measured_on, take_device
 from _ratios import Ratio
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Step(NamedTuple):
     cpu_s: float
 
 
-def training(checkpointer: Any = None) -> Callable[[int], Step]:
+def training(rank: int, checkpointer: Any = None) -> Callable[[int], Step]:
     """Return a function that makes so many steps, and returns what one took and what CPU time it used.
 
     Six linear layers of 64 under DDP, SGD, one thread: a step of about two milliseconds.
@@ -72,10 +72,11 @@ def training(checkpointer: Any = None) -> Callable[[int], Step]:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    device = take_device(rank)
     layers = [torch.nn.Linear(64, 64) for _ in range(6)]
-    model = DistributedDataParallel(torch.nn.Sequential(*layers))
+    model = DistributedDataParallel(torch.nn.Sequential(*layers).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    batch = torch.randn(32, 64)
+    batch = torch.randn(32, 64, device=device)
     state = {"model": model, "optimizer": optimizer}
     numbers = itertools.count(1)
 
@@ -87,6 +88,8 @@ def training(checkpointer: Any = None) -> Callable[[int], Step]:
             optimizer.step()
             if checkpointer is not None and checkpointer.is_due(number := next(numbers)):
                 checkpointer.save(state, number)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         return Step(
             (time.perf_counter() - started_s) / steps, (time.process_time() - cpu_s) / steps
         )
@@ -105,7 +108,7 @@ def switched(ctx: Any) -> None:
     """Alternate between steps with and without what ddpsafe adds, in random order within each pair."""
     from torch.optim import optimizer as optimizers
 
-    train = training()
+    train = training(ctx.rank)
     hooks = optimizers._global_optimizer_post_hooks  # noqa: SLF001 - what ddpsafe has registered
     registered = dict(hooks)
     order = random.Random(0)  # noqa: S311 - the same on all ranks
@@ -133,7 +136,7 @@ def switched(ctx: Any) -> None:
 
 def measure_steps(ctx: Any) -> None:
     """Train under ddpsafe."""
-    note(ctx.rank, training()(STEPS))
+    note(ctx.rank, training(ctx.rank)(STEPS))
 
 
 def measure_with_memory(ctx: Any) -> None:
@@ -142,15 +145,16 @@ def measure_with_memory(ctx: Any) -> None:
 
     folder = Path(os.environ[FOLDER]) / "checkpoints"
     with Checkpointer(folder, every=10**9, memory_every="auto") as checkpointer:
-        note(ctx.rank, training(checkpointer)(STEPS))
+        note(ctx.rank, training(ctx.rank, checkpointer)(STEPS))
 
 
 def steps_of_spawn(rank: int) -> None:
     """Join in a rank of `ddpsafe.spawn`, train, and leave."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
-    note(rank, training()(STEPS))
+    take_device(rank)
+    dist.init_process_group(backend())
+    note(rank, training(rank)(STEPS))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -160,8 +164,9 @@ def steps_by_hand(rank: int, port: int) -> None:
     import torch.distributed as dist
 
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
-    note(rank, training()(STEPS))
+    take_device(rank)
+    dist.init_process_group(backend(), init_method=address, rank=rank, world_size=RANKS)
+    note(rank, training(rank)(STEPS))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -170,8 +175,9 @@ def steps_of_script() -> None:
     """Train in a script that a launcher has started."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
-    note(dist.get_rank(), training()(STEPS))
+    take_device(int(os.environ["RANK"]))
+    dist.init_process_group(backend())
+    note(dist.get_rank(), training(dist.get_rank())(STEPS))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -180,8 +186,8 @@ def steps_attached() -> None:
     """Train in a script that joins with ddpsafe under another launcher."""
     import ddpsafe
 
-    with ddpsafe.process_group(backend="gloo") as ctx:
-        note(ctx.rank, training()(STEPS))
+    with ddpsafe.process_group(backend=backend()) as ctx:
+        note(ctx.rank, training(ctx.rank)(STEPS))
 
 
 def launch_by_hand() -> None:
@@ -198,14 +204,14 @@ def launch(fn: Callable[..., None], ranks: int = RANKS, **options: Any) -> None:
     """Start ranks with `ddpsafe.launch`."""
     import ddpsafe
 
-    ddpsafe.launch(fn, nproc_per_node=ranks, backend="gloo", **options)
+    ddpsafe.launch(fn, nproc_per_node=ranks, backend=backend(), **options)
 
 
 def spawn() -> None:
     """Start the loop with `ddpsafe.spawn`."""
     import ddpsafe
 
-    ddpsafe.spawn(steps_of_spawn, nprocs=RANKS, backend="gloo")
+    ddpsafe.spawn(steps_of_spawn, nprocs=RANKS, backend=backend())
 
 
 def run_script(module: str, script: str) -> None:
@@ -378,7 +384,7 @@ orphan: true
 
 # What a healthy step costs
 
-A step of six linear layers of 64 under DDP, with SGD: {RANKS} ranks, gloo, one thread each.
+A step of six linear layers of 64 under DDP, with SGD: {RANKS} ranks, {backend()}, one thread each.
 
 ## Within one launch
 
@@ -408,9 +414,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--save", type=Path, help="write the page to this file")
     parser.add_argument("--only", choices=("switched", "pairs", "quiet"), help="print one table")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default=backend())
     parser.add_argument("--job", choices=JOBS, help="internal")
     parser.add_argument("--script", choices=SCRIPTS, help="internal")
     options = parser.parse_args()
+    os.environ[BACKEND] = options.backend
     if options.script:
         SCRIPTS[options.script]()
     elif options.job:

@@ -34,6 +34,7 @@ for visible in (None, "", " ", "-1", " -1", "NoDevFiles", "0", "-0", "0,0", "x",
 """
 
 
+@pytest.mark.gpu("its values")
 def test_torch_sees_no_gpu_where_the_launcher_sees_none(tmp_path: Path) -> None:
     """The launcher decides this without asking torch."""
     done = scripts.run(tmp_path, HIDDEN)
@@ -56,6 +57,7 @@ def test_spawn_with_gloo_opens_no_gpu(tmp_path: Path) -> None:
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["False"] * 2
 
 
+@pytest.mark.gpu("its values")
 def test_more_ranks_than_gpus_are_refused_by_default(tmp_path: Path) -> None:
     """The error has both numbers, and no rank silently trains on the CPU."""
     ranks = torch.cuda.device_count() + 1
@@ -63,6 +65,7 @@ def test_more_ranks_than_gpus_are_refused_by_default(tmp_path: Path) -> None:
         ddpsafe.launch(programs.compute, nproc_per_node=ranks, run_dir=tmp_path)
 
 
+@pytest.mark.gpu("its values")
 def test_two_ranks_that_see_one_gpu_are_refused(tmp_path: Path) -> None:
     """Each rank sees it as its only one, but their UUIDs are equal."""
     port = free_port()
@@ -72,8 +75,11 @@ def test_two_ranks_that_see_one_gpu_are_refused(tmp_path: Path) -> None:
         assert "would share GPU-" in str(rank.error)
 
 
+@pytest.mark.gpu("its values")
 def test_one_visible_gpu_for_each_rank_works(tmp_path: Path) -> None:
     """As with ``srun --gpus-per-task=1``: LOCAL_RANK is 1, and the GPU is cuda:0."""
+    if torch.cuda.device_count() == 1:
+        pytest.skip("needs two GPUs")
     port = free_port()
     envs = [by_hand(rank, 2, port) | {_gpus.VISIBLE: str(rank)} for rank in range(2)]
     ended = forked_ranks.run(programs.join_as_told, envs, folder=tmp_path)
@@ -92,10 +98,9 @@ def test_gpu_can_be_selected_by_its_uuid_in_env(tmp_path: Path) -> None:
     assert values == {0: ("cuda:0", 3.0)}
 
 
+@pytest.mark.gpu("its values")
 def test_fork_server_opens_no_gpu(tmp_path: Path) -> None:
     """Two launches from one server compute on the GPU, although torch was loaded before the fork."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     for _ in range(2):
         values = ddpsafe.launch(
             programs.compute, nproc_per_node=1, start_method="forkserver", run_dir=tmp_path

@@ -10,6 +10,7 @@ from ddpsafe import doctor
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.gpu("its values")
 def test_healthy_gpus_give_no_finding() -> None:
     """Each GPU runs a kernel and a one-rank NCCL all-reduce, and two or more exchange a copy."""
     report = doctor.run(checks={"GPU", "VER"})
@@ -19,6 +20,7 @@ def test_healthy_gpus_give_no_finding() -> None:
     assert expected <= {code for code, finding in said.items() if finding.severity == "ok"}
 
 
+@pytest.mark.gpu("its values")
 def test_driver_reports_on_every_gpu() -> None:
     """Driver version, compute mode, memory and errors come from NVML."""
     pytest.importorskip("pynvml")

@@ -52,6 +52,7 @@ def test_every_gpu_gets_one_rank_bound_to_it(start_method: Any) -> None:
     }
 
 
+@pytest.mark.gpu("its values")
 def test_more_ranks_than_gpus_are_refused_with_nccl() -> None:
     """NCCL would fail or hang, so the error has both numbers before anything starts."""
     with pytest.raises(ddpsafe.ConfigError, match=f"need {GPUS + 1} GPUs") as caught:
@@ -137,6 +138,7 @@ def test_own_setup_and_cleanup_end_without_a_warning(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.gpu("its values")
 def test_single_process_ends_without_a_warning(tmp_path: Path) -> None:
     """Without a launcher, `process_group` takes the first GPU, and the interpreter exits silently."""
     run = scripts.run(
@@ -155,6 +157,7 @@ def test_single_process_ends_without_a_warning(tmp_path: Path) -> None:
     assert run.lines() == ["cuda:0 nccl"]
 
 
+@pytest.mark.gpu("its values")
 def test_the_driver_reports_the_state_of_a_gpu() -> None:
     """The report has clocks, memory and throttling of the GPU that a process computes on."""
     pytest.importorskip("pynvml")

@@ -97,6 +97,32 @@ def return_early(ctx: RankContext) -> None:
         reduce_once(ctx).sum().item()
 
 
+def exit_with_zero(ctx: RankContext) -> None:
+    """Rank 1 leaves the script by its fourth step, and its exit code says that all is well."""
+    for step in range(20):
+        if (ctx.rank, step) == (1, 3):
+            sys.exit(0)
+        reduce_once(ctx).sum().item()
+
+
+def skip_a_step(ctx: RankContext) -> None:
+    """Rank 1 leaves out its fourth step of DDP, as ``except: continue`` does."""
+    import torch
+
+    model = ctx.wrap(torch.nn.Linear(8, 8))
+    for step in range(20):
+        if (ctx.rank, step) != (1, 3):
+            model(torch.ones(4, 8, device=ctx.device)).sum().backward()
+            model.module.weight.grad.sum().item()
+
+
+def pass_another_shape(ctx: RankContext) -> None:
+    """Rank 1 passes a quarter of the elements; both are too large for one message."""
+    reduce_once(ctx).sum().item()
+    for _ in range(3):
+        reduce_once(ctx, 1 << (20 if ctx.rank == 1 else 22)).sum().item()
+
+
 def raise_while_the_other_spins(ctx: RankContext) -> None:
     """Rank 1 raises while rank 0's GPU waits for it."""
     reduce_once(ctx).sum().item()
@@ -104,6 +130,14 @@ def raise_while_the_other_spins(ctx: RankContext) -> None:
         time.sleep(0.5)
         msg = "label 7 is out of range"
         raise ValueError(msg)
+    reduce_once(ctx).sum().item()
+
+
+def die(ctx: RankContext) -> None:
+    """Rank 1 is killed while the other waits for it."""
+    reduce_once(ctx).sum().item()
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     reduce_once(ctx).sum().item()
 
 

@@ -77,8 +77,8 @@ def be_one_of_two(rank: int, program: Program, folder: Path) -> None:
     import torch.distributed as dist
 
     gpus = torch.cuda.device_count()
-    device = torch.device("cuda", rank % gpus)
-    if gpus == 1:
+    device = torch.device("cuda", rank % max(1, gpus))
+    if gpus < 2:
         os.environ["NCCL_HOSTID"] = f"ddpsafe-test-{rank}"
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=2)

@@ -1,0 +1,45 @@
+"""Rehearses the tests of GPUs on a machine without one, and keeps the logs of those that fail."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+REHEARSED: Final = "DDPSAFE_REHEARSE_GPU" in os.environ
+"""Whether these tests run on the CPU, each up to the line that needs a GPU, as ``nox -s gpu -- --rehearse`` does."""
+
+NO_GPU: Final = re.compile(
+    r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|CUDA driver version is insufficient|No CUDA GPUs are available"
+    r"|torch sees none|Cannot access accelerator device|requires CUDA support"
+    r"|instantiate dummy base class|module 'torch._C' has no attribute '_cuda"
+)
+"""What torch and ddpsafe say where a program needs a GPU."""
+
+
+@pytest.fixture(autouse=True)
+def _logs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the run directory of a launch that fails with the test's other files."""
+    monkeypatch.setenv("DDPSAFE_RUN_DIR", str(tmp_path / "run"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """In a rehearsal, a test has done all it can when it asks for a GPU, or compares what one would say."""
+    report = yield
+    if REHEARSED and report.failed and call.excinfo is not None:
+        mark = item.get_closest_marker("gpu")
+        compares = call.excinfo.errisinstance((AssertionError, pytest.fail.Exception))
+        text = f"{report.longreprtext} {dict(item.user_properties).get('said')}"
+        if NO_GPU.search(text) or (report.when == "call" and mark and mark.args and compares):
+            report.outcome = "skipped"
+            report.longrepr = (str(Path(__file__)), None, "Skipped: went as far as without a GPU")
+    return report
