@@ -35,6 +35,7 @@ TESTS: Final = ROOT / "tests" / "gpu"
 LIMIT_S: Final = 480
 FOR_BENCHMARKS_S: Final = 100
 ENDS_WITHIN_S: Final = 10
+TOO_LONG: Final = 124
 REHEARSES: Final = "DDPSAFE_REHEARSE_GPU"
 SHARING: Final = "_DDPSAFE_TEST_RANKS_SHARE_GPUS"
 
@@ -182,11 +183,11 @@ def measure(part: str, page: Page, limit_s: float) -> None:
     ended, out = run_within([*command, "--backend", backend], limit_s, captures=True)
     name = f"python benchmarks/{part} {' '.join(BENCHMARKS[part])} --backend {backend}"
     took_s = time.monotonic() - began_s
-    outcome, said = (
-        ("measured", table_of(out))
-        if ended == 0
-        else ("failed", f"It failed: {in_cell(out[-300:])}")
-    )
+    outcomes = {
+        0: ("measured", table_of(out)),
+        TOO_LONG: ("not reached", f"Ended after {took_s:.0f} s, all that it was given."),
+    }
+    outcome, said = outcomes.get(ended, ("failed", f"It failed: {in_cell(out[-300:])}"))
     page.add([Row(part=part, name=name, outcome=outcome, took_s=took_s, said=said)])
 
 
@@ -211,7 +212,7 @@ def run_within(command: list[str], limit_s: float, *, captures: bool = False) ->
                     os.killpg(process.pid, signum)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(ENDS_WITHIN_S)
-            code = 124
+            code = TOO_LONG
         out.seek(0)
         return code, out.read()
 
