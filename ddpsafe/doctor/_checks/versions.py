@@ -180,7 +180,7 @@ def check_nccl(subject: Subject) -> Iterator[Finding]:
             cause="two builds of torch were installed over each other, or LD_PRELOAD loads another one.",
             fix=to_copy(
                 "Keep the one that torch requires:",
-                f"{shlex.quote(sys.executable)} -m pip uninstall -y {' '.join(package.split()[0] for package in packages) or 'nvidia-nccl-cu12'}",
+                f"{shlex.quote(sys.executable)} -m pip uninstall -y {' '.join(dict.fromkeys(package.split()[0] for package in packages)) or 'nvidia-nccl-cu12'}",
                 f"{shlex.quote(sys.executable)} -m pip install --force-reinstall torch",
                 *(["unset LD_PRELOAD"] if preloaded else []),
             ),
