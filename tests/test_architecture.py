@@ -430,7 +430,7 @@ BUDGETS: Final = {
     "tests/doctor": (4_650, "the folder of the same name"),
     "tests/explain": (2_650, "160 known failures and 760 healthy lines"),
     "tests/faults": (5_950, "a file for each way to die: the specification"),
-    "tests/frameworks": (100, "Lightning, Accelerate and others, installed"),
+    "tests/frameworks": (400, "Lightning, Accelerate and others, installed"),
     "tests/gpu": (600, "what needs a GPU"),
     "tests/job": (400, "the folder of the same name"),
     "tests/kits": (5_300, "what several tests use: machines, networks, launches"),
