@@ -65,6 +65,7 @@ def training(rank: int, checkpointer: Any = None) -> Callable[[int], Step]:
     Six linear layers of 64 under DDP, SGD, one thread: a step of about two milliseconds.
 
     Args:
+        rank: Of this process.
         checkpointer: Saves whenever it is due.
     """
     import torch
