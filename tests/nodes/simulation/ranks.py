@@ -133,14 +133,19 @@ class Rank(RankState):
     def outcome(self) -> RankOutcome:
         """Return what became of it."""
         status = "running"
-        was_killed = (self.exitcode or 0) < 0 and not self.is_being_ended and not self.failed
+        was_killed = (
+            not self.alive
+            and (self.exitcode or 0) < 0
+            and not self.is_being_ended
+            and not self.failed
+        )
         if self.returned is not None:
             status = "returned"
         elif self.raised is not None and not was_killed:
             status = "raised"
         elif self.is_being_ended:
             status = "stopped"
-        elif self.exitcode is not None:
+        elif self.exitcode is not None and not self.alive:
             status = "killed" if self.exitcode < 0 else "exited"
         return RankOutcome(
             rank=self.rank,

@@ -67,9 +67,14 @@ def draw(seed: int) -> Scenario:
     faults = [_draw_fault(pick, scenario) for _ in range(count)]
     if faults and pick.random() < 0.6:
         first = faults[0]
+        is_one_host = pick.random() < 0.4
         faults[1:] = [
             replace(
-                fault, at_s=first.at_s, after=first.after, late_s=first.late_s + pick.uniform(0, 8)
+                fault,
+                host=first.host if is_one_host else fault.host,
+                at_s=first.at_s,
+                after=first.after,
+                late_s=first.late_s + pick.uniform(0, 8),
             )
             for fault in faults[1:]
         ]
