@@ -374,6 +374,9 @@ class Participant:
             if isinstance(event, Lost):
                 self._lost = event
                 note_loss(self._round, 0, event)
+                if self._may_leave and self._result is None:
+                    text = "%s was lost after all ranks of the job had returned: %s"
+                    logger.warning(text, self._node_0, event.why)
                 continue
             if isinstance(event, (Away, Back)):
                 warn_of_outage(self._round, 0, event)
@@ -500,9 +503,7 @@ class Participant:
             return NodeResult(values=None, error=interrupted, is_another_to_follow=False)
         is_stop = any(process.stop.is_stopping for process in processes)
         if result is None and self._may_leave and not is_stop:
-            # All ranks of the job have returned, and those of this node have ended well.
-            logger.warning("%s was lost after all ranks of the job had returned", self._node_0)
-            is_good = True
+            is_good = True  # all ranks of the job have returned, and those of this node ended well
         if result is None and not is_good:
             return self._without_node_0(ended)
         if is_good:
@@ -522,7 +523,12 @@ class Participant:
             )
             if raised is not None:
                 set_cause(error, raised)
-        return NodeResult(values=None, error=error, is_another_to_follow=result.is_final is False)
+        return NodeResult(
+            values=None,
+            error=error,
+            is_another_to_follow=result.is_final is False,
+            is_alone=result.is_final is None,
+        )
 
     def _ended(self, outcomes: dict[int, RankOutcome]) -> EndedAttempt:
         return EndedAttempt(
