@@ -502,13 +502,11 @@ class Participant:
             interrupted = Interrupted(self._ends_alone_by, where, NONE_LEFT_HERE)
             return NodeResult(values=None, error=interrupted, is_another_to_follow=False)
         is_stop = any(process.stop.is_stopping for process in processes)
-        if result is None and self._may_leave and not is_stop:
-            is_good = True  # all ranks of the job have returned, and those of this node ended well
-        if result is None and not is_good:
+        if result is None and (is_stop or not self._may_leave):
             return self._without_node_0(ended)
-        if is_good:
+        # Without a result all ranks of the job have returned, and those of this node ended well.
+        if result is None or is_good:
             return NodeResult(values=self._values, error=None, is_another_to_follow=False)
-        assert result is not None  # noqa: S101 - else it is good, or node 0 is lost
         error = error_of(
             result, outcomes=outcomes, run_dir=self._directory.path, values=self._values
         )

@@ -47,9 +47,9 @@ _END_OF_A_RANK: Final = timedelta(seconds=5)
 # after the ranks that failed because of it. Wait longer while only such ranks have reported.
 _SETTLE: Final = timedelta(seconds=0.3)
 _SETTLE_PEER_ERRORS: Final = timedelta(seconds=1)
+LEAVE: Final = timedelta(seconds=30)  # to leave the process group, which takes NCCL seconds at most
 # Ranks that have returned but do not exit are asked, after the first time and then again and again,
 # which threads keep them alive; the warning comes once they have had the time to answer.
-LEAVE: Final = timedelta(seconds=30)  # to leave the process group, which takes NCCL seconds at most
 _ASK_THREADS_AFTER: Final = timedelta(seconds=3)
 _ASK_THREADS_AGAIN_AFTER: Final = timedelta(seconds=30)
 _THREADS_ANSWER: Final = timedelta(seconds=0.5)
