@@ -307,6 +307,7 @@ class Checkpointer:
         self.wait()
         lost: list[str] = []
         if in_memory and due is not None and self._memory is not None:
+            is_kept = False
             with self._tolerating():
                 is_kept = self._save_to_memory(self._memory, state, step, metrics, metadata)
             if is_kept and not due[1]:

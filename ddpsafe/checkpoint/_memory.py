@@ -92,6 +92,8 @@ class StateMemory:
             facts |= {"names": request.snapshot.names}
             facts["problem"] = self._find_problem(request.snapshot)
             if self._is_first:
+                if self.newest is None:  # states of an attempt from which this one did not continue
+                    self.slots.drop_newer(step - 1)
                 facts["slot"] = (self._next or self.slots.target()).number
                 self.slots[facts["slot"]].clear()
         except Exception as exc:  # noqa: BLE001 - raised once the others know of it
@@ -121,6 +123,7 @@ class StateMemory:
             self._problem = {"text": f"the memory could not be written: {exc}"}
             if not self._may_give_up:
                 self._give_up(step, **self._problem)
+            warn(f"step {step} was not kept in memory: {self._problem['text']}.")
         # Also after such an error: all ranks have to expect the next save at the same step.
         self.newest = step
         costs = (message.facts["costs"] for message in messages.values())
@@ -166,8 +169,9 @@ class StateMemory:
         import psutil
 
         machine, limits = psutil.virtual_memory(), read_limits()
-        free = min(machine.available, limits.memory_left_bytes or machine.available)
-        total = min(machine.total, limits.memory_bytes or machine.total)
+        left, most = limits.memory_left_bytes, limits.memory_bytes  # 0 left is a limit, too
+        free = machine.available if left is None else min(machine.available, left)
+        total = machine.total if most is None else min(machine.total, most)
         if free - needed >= total * _SHARE_LEFT:
             return None
         text = (
@@ -199,10 +203,21 @@ class StateMemory:
         files: dict[str, FileFacts] = {}
         shards: dict[str, ShardedTensor] = {}
         if snapshot.sharded:
-            own = _sharded.write_shards(snapshot.shards, slot, ranks.rank)
-            written = self._exchange(Message(facts=own))
+            own: dict[str, Any] = {}
+            trouble = ""
+            try:
+                own = _sharded.write_shards(snapshot.shards, slot, ranks.rank)
+            except (
+                OSError,
+                MemoryError,
+            ) as exc:  # all ranks learn of it, so that none waits for this one
+                trouble = f"rank {ranks.rank}: {exc}"
+            written = self._exchange(Message(facts={"trouble": trouble, "own": own}))
+            troubles = [message.facts["trouble"] for message in written.values()]
+            if any(troubles):
+                raise OSError("; ".join(filter(None, troubles)))
             files, shards = _sharded.index_of(
-                snapshot.sharded, [message.facts for message in written.values()]
+                snapshot.sharded, [message.facts["own"] for message in written.values()]
             )
         if not self._is_first:
             return
@@ -212,7 +227,10 @@ class StateMemory:
         replicated = snapshot.replicated
         if sys.modules["torch"].cuda.is_initialized():
             # Through pinned memory, and all at once: torch.save copies tensor by tensor, and waits for each.
-            replicated = self._copies.copy(replicated)
+            try:
+                replicated = self._copies.copy(replicated)
+            except RuntimeError as exc:  # no more memory could be pinned
+                raise MemoryError(str(exc)) from exc
         request = replace(
             request,
             snapshot=replace(snapshot, replicated=replicated),
@@ -299,11 +317,15 @@ class StateMemory:
             SaveError: It is not what was written, or the lock on the directory is lost.
         """
         held, problems = self.slots.newest()
+        on_disk = max(_directory.list_steps(publisher.directory), default=-1)
+        if held is not None and on_disk < held.step < step:
+            warn(f"the directory gets step {held.step}: step {step} was not kept in memory.")
+            step = held.step
         if held is None or held.step != step:
             raise SaveError(
                 Explanation(
                     f"Step {step} was not saved: it was in memory only, and is damaged.",
-                    cause="; ".join(problems) or f"{self._problem}.",
+                    cause="; ".join(problems) or "it was not written.",
                     fix="start again; earlier checkpoints are unharmed.",
                 ),
                 step=step,

@@ -217,11 +217,11 @@ def restore(request: RestoreRequest) -> Restored | None:
                 manifest=loaded.manifest, in_memory=candidate is not None, on_disk=step in steps
             )
         problems += answer["problems"]
-    if not steps:
+    if not sources:
         return None
     # An error, not None: the script would begin at step 0, and days of training would be lost
     # silently.
-    what = f"All {len(steps)} checkpoints in {request.directory} are damaged."
+    what = f"All {len(sources)} checkpoints in {request.directory} are damaged."
     if request.step is not None:
         what = f"The checkpoint of step {request.step} in {request.directory} is damaged."
     raise CorruptCheckpointError(
@@ -611,7 +611,9 @@ def _restore_one(
     if isinstance(value, torch.nn.Module):
         model = unwrap(value)
         now = state_of(model, lambda same: same)
-        tree = _filled(loaded, saved, now, name, keep_mapped=True)
+        # A file in the directory is never written again; a slot in memory is, under what maps it.
+        is_file = isinstance(loaded.folder, Path)
+        tree = _filled(loaded, saved, now, name, keep_mapped=is_file)
         partly = any(path.startswith(f"{name}[") for path in loaded.left)
         if partly:
             # In place: a new dict would lack the versions of modules that torch keeps beside it.

@@ -358,3 +358,19 @@ def test_too_little_memory_is_one_error_or_one_warning(tmp_path: Path) -> None:
     (said,) = found["warn"][0]["said"]
     assert "states are saved to the directory only" in said
     assert found["warn"][1]["said"] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("program", "value"), [("keep_a_table", True), ("begin_again", 1)])
+def test_a_slot_that_is_written_again_changes_nothing_else(
+    tmp_path: Path, program: str, value: object
+) -> None:
+    """Not what a module keeps of the state that it was given, nor what a training from the beginning saves."""
+    result = ddpsafe.launch(
+        getattr(programs, program),
+        args=(tmp_path,),
+        nproc_per_node=2,
+        backend="gloo",
+        retry={"attempts": 2, "on": {"killed"}, "no_progress": None},
+    )
+    assert result.values == {0: value, 1: value}

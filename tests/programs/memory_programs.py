@@ -140,3 +140,50 @@ def _note(folder: Path, ctx: ddpsafe.RankContext, facts: dict[str, Any]) -> None
 def notes_of(folder: Path, rank: int) -> list[dict[str, Any]]:
     """Return what a rank has noted in each attempt."""
     return [json.loads(line) for line in (folder / f"notes-{rank}").read_text().splitlines()]
+
+
+class Table(torch.nn.Linear):
+    """A model with state that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        """Make the table."""
+        super().__init__(2, 2)
+        self.table = torch.arange(100_000.0)
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        """Return the table."""
+        return {"table": self.table}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Keep what was loaded, as it is."""
+        self.table = state["table"]
+
+
+def keep_a_table(ctx: ddpsafe.RankContext, folder: Path) -> bool:
+    """Die once, restore, and save larger states over the one that was restored; return whether all is right."""
+    model = Table()
+    state: dict[str, Any] = {"first": [], "model": model}
+    with Checkpointer(folder / "checkpoints", every=1000, memory_every=1) as checkpointer:
+        begin = checkpointer.restore(state) or 0
+        for step in range(begin + 1, 9):
+            state["first"] = [-1.5] * (20_000 * step)
+            if checkpointer.is_due(step):
+                checkpointer.save(state, step)
+            if step == 3 and ctx.attempt == 1:
+                ctx.barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
+    return begin == 3 and torch.equal(model.table, torch.arange(100_000.0))
+
+
+def begin_again(ctx: ddpsafe.RankContext, folder: Path) -> int | None:
+    """Die once, begin at step 1 again without a restore, and return the newest checkpoint in the end."""
+    directory = folder / "checkpoints"
+    with Checkpointer(directory, every=1000, memory_every=1) as checkpointer:
+        for step in range(1, 5 if ctx.attempt == 1 else 2):
+            if checkpointer.is_due(step):
+                checkpointer.save({"step": step}, step)
+        ctx.barrier()
+        if ctx.attempt == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    ctx.barrier()
+    return Checkpointer(directory, access="read").latest()
