@@ -139,6 +139,7 @@ class FlightWatch:
         self._answers: dict[int, Position | None] = {}
         self._repeats: Counter[int] = Counter()
         self._failing: set[int] = set()
+        self._new: set[int] = set()  # of those, since the ranks were last asked
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
@@ -150,12 +151,14 @@ class FlightWatch:
         new, self._failing = failing - self._failing, failing
         if new:
             self._schedule.restart()
+        self._new = (self._new | new) & failing
         if not failing or not self._schedule.is_due():
             return False
         for process in self._processes:
             if process.alive and process.returned is None:
-                self._compare(process, is_new=process.rank in new)
+                self._compare(process, is_new=process.rank in self._new)
                 process.ask_position()
+        self._new = set()
         staying = {rank for rank, repeats in self._repeats.items() if repeats >= _REPEATS}
         places = {rank: self._answers[rank] for rank in staying}
         for rank in failing & staying:
