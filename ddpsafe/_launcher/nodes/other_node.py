@@ -502,7 +502,7 @@ class Participant:
             interrupted = Interrupted(self._ends_alone_by, where, NONE_LEFT_HERE)
             return NodeResult(values=None, error=interrupted, is_another_to_follow=False)
         is_stop = any(process.stop.is_stopping for process in processes)
-        if result is None and (is_stop or not self._may_leave):
+        if result is None and (is_stop or not self._may_leave or self._lost is None):
             return self._without_node_0(ended)
         # Without a result all ranks of the job have returned, and those of this node ended well.
         if result is None or is_good:
@@ -525,7 +525,7 @@ class Participant:
             values=None,
             error=error,
             is_another_to_follow=result.is_final is False,
-            is_alone=result.is_final is None,
+            is_alone=result.is_final is None and self._lost is not None,
         )
 
     def _ended(self, outcomes: dict[int, RankOutcome]) -> EndedAttempt:
