@@ -19,6 +19,7 @@ import pytest
 from cut_wire import HERE, Wire
 from machine import require_in_time
 from nodes_kit import parts_of
+from scripts import wait_until
 
 from ddpsafe import PreflightError, RankKilledError
 from ddpsafe._clock import Deadline
@@ -51,11 +52,7 @@ if TYPE_CHECKING:
 WAITS_S: Final = 15
 """How long node 0 waits for outstanding reports of a launcher."""
 
-SOON_S, LATE_S = 0.3, 4.0
-"""Before and after the deadline for all other evidence."""
-
-FAULT_FOLLOWS_S: Final = 1.1
-"""A second SIGTERM within a second counts as the same one."""
+SOON_S: Final = 0.3
 
 
 def node(name: str) -> NodeFacts:
@@ -135,9 +132,9 @@ def ends() -> Iterator[Ends]:
 
 
 @contextmanager
-def soon(act: Callable[[], object], *, after_s: float = SOON_S) -> Iterator[None]:
+def soon(act: Callable[[], object]) -> Iterator[None]:
     """Run something in another thread after a short time."""
-    timer = threading.Timer(after_s, act)
+    timer = threading.Timer(SOON_S, act)
     timer.start()
     yield
     timer.join()
@@ -148,19 +145,14 @@ def collected(
     folder: Path,
     said: NodeMessage,
     then: Callable[[], object],
-    *,
-    after_s: float = SOON_S,
 ) -> tuple[attempt_error.EndedAttempt, OtherNodes, float]:
     """Let node 0 collect evidence of a failure reported by node 1; return the result and the time it took."""
     nodes = OtherNodes(ends.node_0, ROUND, ends.inbox, parts_of(ends.plan))
     ends.node_1.send(said)
     rank = nodes.ranks[0]
-    assert nodes.wait_until(
-        lambda _: rank.raised is not None or rank.ended_ns is not None,
-        Deadline.after(timedelta(seconds=20)),
-    )
+    wait_until(lambda: nodes.take_news() or rank.raised is not None or rank.ended_ns is not None)
     began_s = time.monotonic()
-    with soon(then, after_s=after_s):
+    with soon(then):
         ending = nodes.gather_evidence(Ending(reason="failed", waited_s=1.0), [], lambda _: None)
     config = ends.plan.config
     ended = attempt_error.EndedAttempt(
@@ -176,50 +168,25 @@ def collected(
     return ended, nodes, time.monotonic() - began_s
 
 
-@pytest.mark.parametrize(
-    ("before", "signum", "after_s"),
-    [
-        (None, signal.SIGINT, SOON_S),
-        (None, signal.SIGTERM, LATE_S),
-        (signal.SIGTERM, signal.SIGTERM, SOON_S),
-    ],
-)
-def test_a_signal_ends_the_wait_for_a_launcher_that_does_not_answer(
-    ends: Ends,
-    tmp_path: Path,
-    before: signal.Signals | None,
-    signum: signal.Signals,
-    after_s: float,
-) -> None:
-    """The signal ends the attempt, and blames no rank that may have failed because of another one."""
-    if before is not None:  # that asked the ranks to stop
-        ends.inbox.put(before, None)
-        time.sleep(FAULT_FOLLOWS_S)
-    ended, _, took_s = collected(
-        ends,
-        tmp_path,
-        rank_report(1, LOST_A_PEER),
-        lambda: os.kill(os.getpid(), signum),
-        after_s=after_s,
-    )
-    assert ended.ending.reason == "signal"
-    assert took_s < WAITS_S - 2
-
-
 def test_a_node_whose_loss_is_noticed_only_then_is_not_waited_for(
     ends: Ends, tmp_path: Path
 ) -> None:
     """A rank may give up waiting before a kernel notices that a host is away; that one is the cause."""
     _, nodes, took_s = collected(ends, tmp_path, rank_report(1, LOST_A_PEER), ends.cut)
-    assert list(nodes.lost) == [1]
+    assert list(nodes.core.lost) == [1]
     require_in_time(took_s, _RESET_S, "node 1 is given up")
 
 
-def test_a_signal_does_not_hide_a_known_failure(ends: Ends, tmp_path: Path) -> None:
-    """As on one node: the rank that failed is reported."""
-    ended, _, _ = collected(ends, tmp_path, KILLED, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert ended.ending.reason == "failed"
-    assert ended.outcomes[1].status == "killed"
+def test_a_signal_ends_the_wait_for_a_launcher_that_does_not_answer(
+    ends: Ends, tmp_path: Path
+) -> None:
+    """And blames no rank that may have failed because of another one; the rows of this are in test_decisions."""
+    report = rank_report(1, LOST_A_PEER)
+    ended, _, took_s = collected(
+        ends, tmp_path, report, lambda: os.kill(os.getpid(), signal.SIGINT)
+    )
+    assert ended.ending.reason == "signal"
+    assert took_s < WAITS_S - 2
 
 
 def test_an_out_of_memory_kill_is_reported_even_if_its_node_is_lost_afterwards(
@@ -228,7 +195,7 @@ def test_an_out_of_memory_kill_is_reported_even_if_its_node_is_lost_afterwards(
     """The launcher's count of such kills arrives with the end of the rank."""
     ended, nodes, took_s = collected(ends, tmp_path, KILLED, lambda: ends.close(ends.node_1))
     assert took_s < WAITS_S - 2
-    assert list(nodes.lost) == [1]
+    assert list(nodes.core.lost) == [1]
     error = attempt_error.make_error(ended)
     assert isinstance(error, RankKilledError)
     assert (error.kind, error.rank, error.exit_code) == ("out-of-memory", 1, 137)

@@ -6,25 +6,21 @@ import dataclasses
 import errno
 import json
 import math
-import signal
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nodes_kit import parts_of
 from pydantic import TypeAdapter
 from scripts import wait_until
 
 from ddpsafe._clock import Deadline
 from ddpsafe._config import LaunchConfig
-from ddpsafe._errors import STARTUP_KINDS, NodeLostError, PreflightError
+from ddpsafe._errors import STARTUP_KINDS, PreflightError
 from ddpsafe._job.channel import (
     _MAX_UNANSWERED_BEATS,
     Alive,
@@ -36,20 +32,17 @@ from ddpsafe._job.channel import (
     from_json,
     to_json,
 )
-from ddpsafe._launcher.nodes import node_messages, other_node
+from ddpsafe._launcher.nodes import node_messages
 from ddpsafe._launcher.nodes.node_messages import (
     CODEC,
     LetRanksExit,
     NodeFacts,
     RoundPlan,
-    SignalReceived,
     shift,
     shift_position,
 )
-from ddpsafe._launcher.nodes.node_zero import OtherNodes
-from ddpsafe._launcher.nodes.other_node import Participant
 from ddpsafe._launcher.plan import make_plan
-from ddpsafe._launcher.watch.signals import Interrupted, SignalInbox, open_inbox
+from ddpsafe._launcher.watch.signals import SignalInbox, open_inbox
 from ddpsafe._wire.messages import Position, Whereabouts
 from ddpsafe.checkpoint.errors import CheckpointError
 
@@ -260,148 +253,3 @@ def test_a_stopped_launcher_receives_a_bounded_number_of_signs_of_life(
     wait_until(has_all)
     # At most one beat came before the lock was taken, and each of its answers allows for as many again.
     assert _MAX_UNANSWERED_BEATS <= len(heard) <= 3 * _MAX_UNANSWERED_BEATS
-
-
-def test_the_end_of_a_silent_launcher_is_not_an_answer(
-    channel: Channel, inbox: SignalInbox, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It counts as lost, not as responding again."""
-    others, node = OtherNodes(channel, ROUND, inbox, parts_of(PLAN)), participant(channel, inbox)
-    others._silence.silent.add(1)
-    channel._queue_event(1, LOST)
-    others.take_news()
-    assert others.lost == {1: LOST}
-    node._silence.silent.add(0)
-    channel._queue_event(0, LOST)
-    node._take_messages(())
-    assert node._lost == LOST
-    assert caplog.text == ""
-
-
-def test_a_signal_to_another_launcher_keeps_its_meaning(
-    channel: Channel, inbox: SignalInbox
-) -> None:
-    """A starved node 0 may read two SIGTERMs at once; the sender marks which one is a repetition."""
-    others = OtherNodes(channel, ROUND, inbox, parts_of(PLAN))
-    for insists in (False, True):
-        channel._queue_event(2, SignalReceived(number=signal.SIGTERM, insists=insists))
-    others.take_news()
-    assert (inbox.received, inbox.insists, inbox.where) == (signal.SIGTERM, True, "node 2 ('h2')")
-
-
-@pytest.mark.parametrize(
-    ("gone", "lost", "named"),
-    [
-        ({1: signal.SIGINT}, [1], None),
-        ({1: signal.SIGTERM, 2: signal.SIGINT}, [1, 2], None),
-        ({1: signal.SIGINT}, [1, 2], 2),
-        ({}, [2], 2),
-    ],
-)
-def test_a_node_that_was_told_to_end_alone_is_not_reported_as_lost(
-    channel: Channel,
-    inbox: SignalInbox,
-    gone: dict[int, signal.Signals],
-    lost: list[int],
-    named: int | None,
-) -> None:
-    """It ended while node 0 was stopped: node 0 reports the signal, unless another node is lost as well."""
-    others = OtherNodes(channel, ROUND, inbox, parts_of(PLAN))
-    for node, number in gone.items():
-        channel._queue_event(node, SignalReceived(number=number, insists=True))
-    for node in lost:
-        channel._queue_event(node, LOST)
-    others.take_news()
-    ended: Any = SimpleNamespace(
-        outcomes={}, when=lambda _: "attempt 1", attempt=1, retry=CONFIG.retry, run_dir=None
-    )
-    with pytest.raises((NodeLostError, Interrupted)) as raised:
-        others.require_all_nodes(ended)
-    if named is None:
-        assert isinstance(raised.value, Interrupted)
-        assert raised.value.signum == inbox.received
-    else:
-        assert isinstance(raised.value, NodeLostError)
-        assert raised.value.node_rank == named
-
-
-def participant(channel: Channel, inbox: SignalInbox) -> Participant:
-    """Return a node of the round without ranks."""
-    return Participant(1, parts_of(PLAN), round_plan=ROUND, channel=channel, inbox=inbox)
-
-
-@pytest.fixture
-def silent_node_0(monkeypatch: pytest.MonkeyPatch, channel: Channel) -> Channel:
-    """Return a channel without messages whose silence is noticed soon."""
-    monkeypatch.setattr(other_node, "_NO_ANSWER_S", 0.5)
-    return channel
-
-
-def test_each_signal_to_a_node_is_sent_to_node_0_and_answered_separately(
-    silent_node_0: Channel, inbox: SignalInbox, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The log says each time which node decides; a Ctrl-C long after a SIGTERM has its own wait."""
-    node = participant(silent_node_0, inbox)
-    for signum in (signal.SIGUSR1, signal.SIGTERM):
-        inbox.put(signum, None)
-        said = f"{signum.name}: waiting for node 0 ('h0')"
-
-        def is_said(said: str = said) -> bool:
-            node._wait((), 0.1)
-            return said in caplog.text
-
-        wait_until(is_said)
-    inbox.put(signal.SIGINT, None)
-    node._wait((), 0)
-    assert node._ends_alone_by is None
-    node._await_decision()
-    assert node._ends_alone_by == signal.SIGINT
-    error = node._conclude((), {}).error
-    assert isinstance(error, Interrupted)
-    assert error.left == "no rank of this node is left running"
-
-
-def test_a_node_does_not_wait_for_the_decision_of_a_stopped_node_0(
-    silent_node_0: Channel, inbox: SignalInbox
-) -> None:
-    """Node 0 was stopped after it had reported how the attempt ended: Ctrl-C ends the node with that."""
-    result = node_messages.round_result_of(PreflightError(node_messages.Explanation("no disk")))
-    node = participant(silent_node_0, inbox)
-    silent_node_0._queue_event(0, result)
-    inbox.put(signal.SIGINT, None)
-    node._await_decision()
-    ended = node._conclude((), {})
-    assert isinstance(ended.error, PreflightError)
-    assert not ended.is_another_to_follow
-
-
-def test_a_ctrl_c_is_bounded_where_node_0_is_alive_but_does_nothing(
-    channel: Channel, node: Channel, inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A hanging file system may block it while its thread keeps sending signs of life."""
-    monkeypatch.setattr(other_node, "_DECISION", timedelta(seconds=2))
-    waiting = participant(node, inbox)
-    inbox.put(signal.SIGINT, None)
-    wait_until(lambda: waiting._wait((), 1) or waiting._is_over())
-    assert waiting._ends_alone_by == signal.SIGINT
-    assert channel.connected() == {1}
-
-
-def test_a_node_0_that_has_answered_may_take_longer(
-    channel: Channel, node: Channel, inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its own ranks end within their grace, which may be longer than a decision takes."""
-    monkeypatch.setattr(other_node, "_DECISION", timedelta(seconds=1))
-    waiting = participant(node, inbox)
-    inbox.put(signal.SIGINT, None)
-    waiting._wait((), 0)
-    failed = PreflightError(node_messages.Explanation("no disk"))
-    channel.send(node_messages.round_result_of(failed))
-    wait_until(lambda: waiting._wait((), 1) or waiting._is_over())
-    final = node_messages.round_result_of(failed, is_final=False)
-    timer = threading.Timer(2, lambda: channel.send(final))
-    timer.start()
-    waiting._await_decision()
-    timer.join()
-    assert waiting._ends_alone_by is None
-    assert waiting._conclude((), {}).is_another_to_follow

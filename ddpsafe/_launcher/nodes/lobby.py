@@ -6,7 +6,6 @@ round. Node 0 has a `Lobby`, every other node a `Membership`.
 
 from __future__ import annotations
 
-import signal
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from ddpsafe._clock import Deadline
-    from ddpsafe._config import LaunchConfig
     from ddpsafe._errors import DDPSafeError
     from ddpsafe._job.channel import Channel, ClockOffset, Event
     from ddpsafe._launcher.nodes.node_messages import NodeMessage
@@ -360,28 +358,6 @@ def _same_host(first: NodeFacts, second: NodeFacts) -> ConfigError:
         "host are meant, give each its --node-rank."
     )
     return ConfigError(Explanation(what, cause=cause, fix=fix))
-
-
-def leaves_alone(
-    config: LaunchConfig, signum: int, *, staying: int, attempt: int | None = None
-) -> bool:
-    """Return whether a signal to the launcher of one node lets it leave, and the job continue.
-
-    Args:
-        config: What node 0 was configured with.
-        signum: The signal.
-        staying: How many nodes stay.
-        attempt: The attempt that this ends; ``None`` between two attempts.
-    """
-    retry = config.retry
-    if attempt is not None and (attempt >= retry.attempts or "peer-lost" not in retry.on):
-        return False
-    scope = config.rendezvous.signal_scope
-    if scope == "auto":
-        least = config.rendezvous.min_nodes or config.nnodes
-        scope = "node" if staying >= least else "job"
-    # A Ctrl-C is of a person, who would not expect the job to continue.
-    return scope == "node" and signum != signal.SIGINT
 
 
 def require_same_settings(first: NodeFacts, other: NodeFacts) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
-import signal
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,9 +26,15 @@ from ddpsafe._launcher.diagnosis.attempt_error import (
     set_cause,
 )
 from ddpsafe._launcher.diagnosis.root_cause import CONNECTION_KINDS, is_own_fault, kind_of
+from ddpsafe._launcher.nodes.decisions import (
+    Do,
+    Follower,
+    Looked,
+    Send,
+    Warn,
+    broke_by_itself,
+)
 from ddpsafe._launcher.nodes.node_messages import (
-    LetRanksExit,
-    LetRanksRunOn,
     NodeFailed,
     NodeOutcomes,
     NodeProgress,
@@ -36,7 +42,6 @@ from ddpsafe._launcher.nodes.node_messages import (
     RankNativeError,
     RankRequest,
     RanksEnded,
-    ReportOutcomes,
     RoundResult,
     SignalReceived,
     StatusAnswer,
@@ -47,9 +52,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     rank_report,
     round_result_of,
 )
-from ddpsafe._launcher.nodes.node_zero import (
-    REDIAL,
-    broke_by_itself,
+from ddpsafe._launcher.nodes.texts import (
     lost_node_error,
     name_failed_node,
     note_loss,
@@ -63,7 +66,6 @@ from ddpsafe._launcher.watch.idleness import IdleWatch
 from ddpsafe._launcher.watch.signals import NONE_LEFT_HERE, Interrupted
 from ddpsafe._launcher.watch.status_socket import StatusSocket
 from ddpsafe._launcher.watch.supervisor import (
-    LEAVE,
     Ending,
     EndReason,
     has_failed,
@@ -90,9 +92,6 @@ _LOOK_S: Final = 1.0
 _AFTER_ANSWER_S: Final = 0.05
 """How soon a report follows the answer of a rank; the others mostly answer meanwhile."""
 
-_NO_ANSWER_S: Final = 3.0
-"""A launcher that runs sends something every 2 s: after so long this node may end without node 0."""
-
 _NO_STATUS: Final = timedelta(seconds=6)
 """Node 0 gives the ranks 5 s to answer, and `ddpsafe status` waits for 10 s."""
 
@@ -101,11 +100,6 @@ _MAX_TRACEBACK_CHARS: Final = 8 << 10
 _OWN_NETWORK: Final = (
     "If the other nodes name this one instead, the network of this node is the cause.",
 )
-_DECISION: Final = timedelta(minutes=2)
-"""How long node 0 may take from the end of all ranks to its decision on another attempt.
-
-Its retry policy decides at once. It may take as long to act on a Ctrl-C, whatever holds it up.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,23 +147,12 @@ class Participant:
         self._round = round_plan
         self._channel = channel
         self._inbox = inbox
-        self._grace = plan.config.timeouts.grace
-        self._may_run_on = False
-        self._result: RoundResult | None = None
-        self._values: dict[int, object] = {}
-        self._failed: DDPSafeError | Interrupted | None = None
-        self._lost: Lost | None = None
-        # Once this has passed and a rank here has failed, node 0 counts as lost, although it may come
-        # back.
-        self._gives_up = Deadline.after(None)
-        self._may_leave = False
-        self._wants_evidence = False
-        self._reported: SignalReceived | None = None
-        self._reported_s = 0.0
-        self._has_warned_of_silence = False
-        self._next_progress_s = 0.0
-        self._ends_alone_by: signal.Signals | None = None
         self._node_0 = round_plan.name_of(0)
+        self.core = Follower(self._node_0, plan.config.timeouts)
+        self._processes: Sequence[RankProcess] = ()
+        self._native_sent: set[int] = set()
+        self._values: dict[int, object] = {}
+        self._next_progress_s = 0.0
         self._status: StatusSocket | None = None
         self._asked: deadlock_watch.StatusOfNode | None = None
         self._silence = SilenceWatch({0: self._node_0})
@@ -189,6 +172,7 @@ class Participant:
                 end_ranks,
             ):
                 failure, phase = "could not continue the attempt", "attempt"
+                self._processes, self._stderr = processes, StderrWatch(processes)
                 for process in processes:
                     process.relay = functools.partial(self._relay, process.rank)
                 limit = plan.config.timeouts.attempt
@@ -198,30 +182,32 @@ class Participant:
                 ):
                     self._watch(processes)
                     unfinished: dict[int, str] = {}
-                    if self._may_leave and self._result is None:
+                    if self.core.may_leave and self.core.result is None:
                         unfinished = let_ranks_leave(
                             processes,
                             plan.config.timeouts,
-                            wait=lambda limit_s: self._wait(processes, min(_LOOK_S, limit_s)),
-                            is_over=self._must_end,
+                            wait=lambda limit_s: self._wait(min(_LOOK_S, limit_s)),
+                            is_over=lambda: self.core.must_end,
                         )
                         warn_of_late_ends(processes)
                     has_broken = any(process.broke_late for process in processes)
                     for process in processes:
                         process.relay = None
-                    end_ranks(processes, grace=self._grace)
+                    end_ranks(processes, grace=self.core.grace)
                 outcomes = {process.rank: process.outcome() for process in processes}
-            if (unfinished or has_broken) and not self._must_end():
+            if (unfinished or has_broken) and not self.core.must_end:
                 ended = self._ended(outcomes)
                 reason: EndReason = "finish-timeout" if unfinished else "failed"
                 ending = replace(ended.ending, reason=reason, unfinished=unfinished)
                 raise make_error(replace(ended, ending=ending))  # noqa: TRY301 - reported like any other
             failure = "could not load what its ranks returned"
-            if self._may_leave or (self._result is not None and self._result.is_preempted):
+            result = self.core.result
+            if self.core.may_leave or (result is not None and result.is_preempted):
                 self._values = attempt.values_of(processes, self._ended(outcomes), self._directory)
         except Exception as exc:  # noqa: BLE001 - all nodes end with it
             self._report_failure(exc, failure, phase)
-        self._channel.send(RanksEnded())
+        self._processes = ()
+        self._take(RanksEnded())
         self._await_decision()
         return self._conclude(processes, outcomes)
 
@@ -234,23 +220,34 @@ class Participant:
         error = as_error(exc, who, failure, phase=phase)
         if error is exc:
             name_failed_node(error, who, failure)
-        self._failed = error
+        self.core.failed = error
         self._channel.send(NodeFailed(result=round_result_of(error, failed_node=node)))
+
+    def _take(self, event: object) -> None:
+        """Give the core an event, and do what it says."""
+        for action in self.core.take(event, time.monotonic()):
+            match action:
+                case Send():
+                    self._channel.send(action.message)
+                case Warn():
+                    logger.warning("%s", action.text)
+                case Do.GIVE_UP_AWAY:
+                    self._channel.give_up_away()
+                case Do.ASK_RANKS:
+                    self._report_outcomes()
+                case Do.LET_RANKS_RUN:
+                    rank_readings.continue_suspended(self._processes)
 
     def _watch(self, processes: Sequence[RankProcess]) -> None:
         """Relay what the ranks report, until the attempt is over."""
-        stderr = StderrWatch(processes)
         idle = IdleWatch(processes, sample_s=deadlock_watch.SETTINGS.idle_sample_s)
-        native_sent: set[int] = set()
         failures_logged: set[int] = set()
-        while not self._is_over() and not self._may_leave:
-            until_report_s = max(0.0, self._next_progress_s - time.monotonic())
-            until_given_up_s = self._gives_up.remaining_s() or _LOOK_S
-            longest_s = min(_LOOK_S, stderr.interval_s(), until_report_s, until_given_up_s)
-            self._wait(processes, longest_s)
-            stderr.look()
-            if self._gives_up.expired() and any(map(has_failed, processes)):
-                self._channel.give_up_away()  # node 0 cannot decide what follows
+        while not self.core.is_over and not self.core.may_leave:
+            now_s = time.monotonic()
+            until_report_s = max(0.0, self._next_progress_s - now_s)
+            until_look_s = self.core.until_look_s(now_s)
+            self._wait(min(_LOOK_S, self._stderr.interval_s(), until_report_s, until_look_s))
+            self._report_native_errors()
             if self._silence.silent:
                 # Else nothing would say so here: node 0, which reports failures, does not respond.
                 failed = [
@@ -268,31 +265,31 @@ class Participant:
                         first_line(outcome),
                         self._node_0,
                     )
-            for process in processes:
-                if process.native is not None and process.rank not in native_sent:
-                    native_sent.add(process.rank)
-                    self._channel.send(RankNativeError(rank=process.rank, native=process.native))
             if time.monotonic() >= self._next_progress_s:
                 self._report_progress(processes, idle)
-            if self._wants_evidence:
-                self._wants_evidence = False
-                attempt.ask_where(processes)
-                policy = self._plan.config.retry
-                self._channel.send(
-                    NodeOutcomes(
-                        outcomes=tuple(map(_for_others, attempt.outcomes_of(processes).values())),
-                        oom_kills=rank_readings.count_oom_kills() - self._oom_kills,
-                        retried=tuple(
-                            process.rank
-                            for process in processes
-                            if has_raised_retried_type(process, policy)
-                        ),
-                        grace_s=self._parts.grace_period(),
-                    )
-                )
-            if self._may_run_on:
-                self._may_run_on = False
-                rank_readings.continue_suspended(processes)
+
+    def _report_native_errors(self) -> None:
+        self._stderr.look()
+        for process in self._processes:
+            if process.native is not None and process.rank not in self._native_sent:
+                self._native_sent.add(process.rank)
+                self._channel.send(RankNativeError(rank=process.rank, native=process.native))
+
+    def _report_outcomes(self) -> None:
+        """Ask the ranks where they are, and report what became of them."""
+        processes, policy = self._processes, self._plan.config.retry
+        if processes:
+            self._report_native_errors()
+            attempt.ask_where(processes)
+        retried = [rank.rank for rank in processes if has_raised_retried_type(rank, policy)]
+        self._channel.send(
+            NodeOutcomes(
+                outcomes=tuple(map(_for_others, attempt.outcomes_of(processes).values())),
+                oom_kills=rank_readings.count_oom_kills() - self._oom_kills,
+                retried=tuple(retried),
+                grace_s=self._parts.grace_period(),
+            )
+        )
 
     def _relay(self, rank: int, message: Message) -> None:
         """Pass on what a rank reports."""
@@ -331,8 +328,9 @@ class Participant:
                 )
             )
 
-    def _wait(self, processes: Sequence[RankProcess], longest_s: float) -> None:
-        alive = [process for process in processes if process.alive]
+    def _wait(self, longest_s: float) -> None:
+        """Wait for news of the ranks of this node, of node 0 or of a signal, and take them in."""
+        alive = [process for process in self._processes if process.alive]
         handles = [self._inbox.fileno(), self._channel.fileno()]
         handles += [] if self._status is None else self._status.handles()
         handles += [process.end_handle() for process in alive]
@@ -341,9 +339,9 @@ class Participant:
         seen_ns = time.monotonic_ns()
         if self._inbox.fileno() in ready:
             os.read(self._inbox.fileno(), 1)
-        self._report_signal()
+        self._take_signal()
         if self._status is not None:
-            self._serve_status(self._status, processes)
+            self._serve_status(self._status)
         for process in alive:
             process.take_reports()
             if process.end_handle() in ready:
@@ -357,65 +355,43 @@ class Participant:
                     )
                 )
         reap_orphans()
-        self._take_messages(processes)
+        self._take_messages()
 
-    def _report_signal(self) -> None:
-        if self._inbox.received is None:
-            return
-        message = SignalReceived(number=int(self._inbox.received), insists=self._inbox.insists)
-        if message != self._reported:
-            self._reported, self._reported_s = message, time.monotonic()
-            self._has_warned_of_silence = False
-            self._channel.send(message)
+    def _take_signal(self) -> None:
+        received = self._inbox.received
+        if received is not None:
+            self._take(SignalReceived(number=int(received), insists=self._inbox.insists))
 
-    def _take_messages(self, processes: Sequence[RankProcess]) -> None:
-        by_rank = {process.rank: process for process in processes}
+    def _take_messages(self) -> None:
+        by_rank = {process.rank: process for process in self._processes}
         for _, event in self._channel.events():
             if isinstance(event, Lost):
-                self._lost = event
                 note_loss(self._round, 0, event)
-                if self._may_leave and self._result is None:
-                    text = "%s was lost after all ranks of the job had returned: %s"
-                    logger.warning(text, self._node_0, event.why)
-                continue
-            if isinstance(event, (Away, Back)):
+            elif isinstance(event, (Away, Back)):
                 warn_of_outage(self._round, 0, event)
-                if isinstance(event, Back):
-                    self._gives_up = Deadline.after(None)
-                else:
-                    self._gives_up = Deadline.after(
-                        REDIAL if event.how == "reset" else timedelta(0)
-                    )
-                continue
-            self._silence.heard(0)
+            else:
+                self._silence.heard(0)
             if isinstance(event, RankRequest) and event.rank in by_rank:
                 with contextlib.suppress(ValueError, OSError):
                     by_rank[event.rank].send(bytes.fromhex(event.request))
-            elif isinstance(event, ReportOutcomes):
-                self._wants_evidence = True
-            elif isinstance(event, LetRanksRunOn):
-                self._may_run_on = True
-                self._grace = timedelta(seconds=event.grace_s)
             elif isinstance(event, Warned):
                 logger.warning("%s", event.text)
             elif isinstance(event, StatusAnswer) and self._status is not None:
                 self._answer(self._status, event, by_rank)
-            elif isinstance(event, LetRanksExit):
-                self._may_leave = True
-            elif isinstance(event, RoundResult):
-                self._result = event
-                if event.is_final is not None:
-                    break  # what follows is about the next round
+            self._take(event)
+            if isinstance(event, RoundResult) and event.is_final is not None:
+                break  # what follows is about the next round
         self._silence.look(self._channel.connected() - self._channel.away())
-        self._check_answer()
+        failed = any(map(has_failed, self._processes))
+        self._take(Looked(has_failed=failed, silent_s=self._silence.unanswered_s(0, -math.inf)))
 
-    def _serve_status(self, socket: StatusSocket, processes: Sequence[RankProcess]) -> None:
+    def _serve_status(self, socket: StatusSocket) -> None:
         """Have node 0 answer, which knows all ranks; if it does not, answer for those of this node."""
         wants_stacks = socket.accept()
         if wants_stacks is not None:
             self._channel.send(StatusRequest(stacks=wants_stacks))
             self._asked = deadlock_watch.StatusOfNode(
-                processes, wants_stacks=wants_stacks, limit=_NO_STATUS
+                self._processes, wants_stacks=wants_stacks, limit=_NO_STATUS
             )
         if self._asked is None or not socket.is_asked:
             return
@@ -436,83 +412,50 @@ class Participant:
             rank["pid"] = None if process is None else process.pid
         socket.answer(facts)
 
-    def _check_answer(self) -> None:
-        """End alone if a signal insists, and node 0, which decides for all nodes, does not act on it."""
-        reported = self._reported
-        if reported is None or self._ends_alone_by is not None:
-            return
-        is_running = self._silence.unanswered_s(0, self._reported_s) < _NO_ANSWER_S
-        is_in_time = time.monotonic() - self._reported_s < _DECISION.total_seconds()
-        if is_running and (is_in_time or self._result is not None):
-            return  # once node 0 has answered, its ranks have their grace period to end
-        received = signal.Signals(reported.number)
-        if reported.insists or self._lost is not None:
-            self._ends_alone_by = received
-            logger.warning(
-                "%s: %s does not answer, so this node ends without it", received.name, self._node_0
-            )
-        elif not is_running and not self._has_warned_of_silence:
-            self._has_warned_of_silence = True
-            logger.warning(
-                "%s: waiting for %s, which decides for all nodes and does not answer (stopped, starved "
-                "of CPU?); Ctrl-C (SIGINT) ends the ranks of this node without it",
-                received.name,
-                self._node_0,
-            )
-
-    def _is_over(self) -> bool:
-        """Return whether node 0 has ended the attempt or is lost, or this node ends without it."""
-        return self._must_end() or self._lost is not None
-
-    def _must_end(self) -> bool:
-        """Return whether ranks have to end that have returned: not because node 0 is lost by then."""
-        return self._result is not None or self._ends_alone_by is not None
-
     def _await_decision(self) -> None:
         """Wait until node 0 has decided whether there is another attempt, or is lost."""
-        timeouts = self._plan.config.timeouts  # node 0's own ranks may take all of that to end
-        limit = _DECISION + timeouts.grace + LEAVE
-        deadline = Deadline.after(limit)
-        if self._may_leave:  # node 0 waits for what its own ranks still do
-            finish = timeouts.finish
-            deadline = Deadline.after(None if finish is None else limit + finish)
-        while self._lost is None and (self._result is None or self._result.is_final is None):
-            if deadline.expired() or self._ends_alone_by is not None:
-                return
-            wait([self._channel.fileno()], min(1.0, deadline.remaining_s()))
-            self._report_signal()
-            self._take_messages(())
+        while self.core.waits_for_decision(time.monotonic()):
+            wait([self._channel.fileno()], _LOOK_S)
+            self._take_signal()
+            self._take_messages()
 
     def _conclude(
         self, processes: Sequence[RankProcess], outcomes: dict[int, RankOutcome]
     ) -> NodeResult:
-        result = self._result
-        ended = self._ended(outcomes)
-        is_good = result is not None and result.is_good
-        if self._failed is not None and (result is None or is_good):
-            # Node 0 is lost, or had ended the round before it learned of this failure.
-            return NodeResult(
-                values=None,
-                error=self._failed,
-                is_another_to_follow=False,
-                is_alone=result is None,
-            )
-        if result is None and self._ends_alone_by is not None:
+        result = self.core.result
+        is_stopping = any(process.stop.is_stopping for process in processes)
+        conclusion = self.core.conclude(is_stopping=is_stopping)
+        error: DDPSafeError | Interrupted | None = None
+        if conclusion == "own-failure":
+            error = self.core.failed
+        elif conclusion == "interrupted" and self.core.ends_alone_by is not None:
             where = self._round.name_of(self._plan.worlds[0].node_rank)
-            interrupted = Interrupted(self._ends_alone_by, where, NONE_LEFT_HERE)
-            return NodeResult(values=None, error=interrupted, is_another_to_follow=False)
-        is_stop = any(process.stop.is_stopping for process in processes)
-        if result is None and (is_stop or not self._may_leave or self._lost is None):
-            return self._without_node_0(ended)
-        # Without a result all ranks of the job have returned, and those of this node ended well.
-        if result is None or is_good:
-            return NodeResult(values=self._values, error=None, is_another_to_follow=False)
+            error = Interrupted(self.core.ends_alone_by, where, NONE_LEFT_HERE)
+        elif conclusion == "node-0-lost":
+            error = self._without_node_0(self._ended(outcomes))
+        elif conclusion == "decided" and result is not None:
+            error = self._error_of(result, processes, outcomes)
+        return NodeResult(
+            values=self._values if error is None else None,
+            error=error,
+            is_another_to_follow=result is not None and result.is_final is False,
+            is_alone=self.core.is_alone,
+        )
+
+    def _error_of(
+        self,
+        result: RoundResult,
+        processes: Sequence[RankProcess],
+        outcomes: dict[int, RankOutcome],
+    ) -> DDPSafeError | Interrupted:
+        """Return the error that node 0 has sent, with what this node knows of it."""
         error = error_of(
             result, outcomes=outcomes, run_dir=self._directory.path, values=self._values
         )
         if result.failed_node == self._plan.worlds[0].node_rank:
             # It is this node's own error, which went to node 0 and back.
-            error.__cause__ = None if self._failed is None else self._failed.__cause__
+            own = self.core.failed
+            error.__cause__ = None if own is None else own.__cause__
         elif isinstance(error, LaunchError) and not result.is_preempted:
             self._directory.note_tracebacks(outcomes.values())
             self._directory.report(self._number, error)
@@ -521,12 +464,7 @@ class Participant:
             )
             if raised is not None:
                 set_cause(error, raised)
-        return NodeResult(
-            values=None,
-            error=error,
-            is_another_to_follow=result.is_final is False,
-            is_alone=result.is_final is None and self._lost is not None,
-        )
+        return error
 
     def _ended(self, outcomes: dict[int, RankOutcome]) -> EndedAttempt:
         return EndedAttempt(
@@ -542,9 +480,9 @@ class Participant:
             is_script=self._plan.style == "run",
         )
 
-    def _without_node_0(self, ended: EndedAttempt) -> NodeResult:
+    def _without_node_0(self, ended: EndedAttempt) -> LaunchError:
         """Return what its own ranks raised, which another start would not change, else that node 0 is lost."""
-        lost = self._lost or Lost(
+        lost = self.core.lost or Lost(
             how="ended", why="it has not reported how the attempt ended", seen_ns=0
         )
         error: LaunchError = lost_node_error(
@@ -573,7 +511,7 @@ class Participant:
             )
         self._directory.note_tracebacks(ended.outcomes.values())
         self._directory.report(self._number, error)
-        return NodeResult(values=None, error=error, is_another_to_follow=False, is_alone=True)
+        return error
 
 
 def has_raised_retried_type(process: RankProcess, policy: RetryPolicy) -> bool:

@@ -33,10 +33,10 @@ from ddpsafe._errors import (
 from ddpsafe._host import list_interfaces
 from ddpsafe._job.channel import Channel, Hello, Lost, RefusedError
 from ddpsafe._job.endpoint import NO_ANSWER_WARNING_S, JobEndpoint
+from ddpsafe._launcher.nodes.decisions import leaves_alone
 from ddpsafe._launcher.nodes.lobby import (
     Lobby,
     Membership,
-    leaves_alone,
     require_same_settings,
     same_rank,
     warn_of_differences,

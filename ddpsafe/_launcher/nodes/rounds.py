@@ -31,7 +31,8 @@ from ddpsafe._errors import (
 from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._job.channel import Lost
 from ddpsafe._job.endpoint import listen_at, rank_store, trouble_of
-from ddpsafe._launcher.nodes.lobby import SCRIPT, leaves_alone
+from ddpsafe._launcher.nodes.decisions import leaves_alone
+from ddpsafe._launcher.nodes.lobby import SCRIPT
 from ddpsafe._launcher.nodes.node_messages import (
     FolderCheck,
     FoldersSeen,
@@ -44,9 +45,10 @@ from ddpsafe._launcher.nodes.node_messages import (
     plan_of_node_0,
     round_result_of,
 )
-from ddpsafe._launcher.nodes.node_zero import lost_node_error, run_as_node_0, world_of
+from ddpsafe._launcher.nodes.node_zero import run_as_node_0, world_of
 from ddpsafe._launcher.nodes.other_node import Participant
 from ddpsafe._launcher.nodes.rendezvous import NodeRendezvous, make_random_id
+from ddpsafe._launcher.nodes.texts import lost_node_error
 from ddpsafe._launcher.plan import NodesPlace
 from ddpsafe._launcher.processes.store_folder import reserved_port
 from ddpsafe._launcher.retry import is_retried, run_attempts

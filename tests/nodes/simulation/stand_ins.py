@@ -20,7 +20,14 @@ from ddpsafe import _clock
 from ddpsafe._host import Interface
 from ddpsafe._job import endpoint
 from ddpsafe._launcher import attempt, retry
-from ddpsafe._launcher.nodes import node_zero, other_node, rendezvous, rounds, torchs_rendezvous
+from ddpsafe._launcher.nodes import (
+    node_zero,
+    other_node,
+    rendezvous,
+    rounds,
+    texts,
+    torchs_rendezvous,
+)
 from ddpsafe._launcher.watch import signals, supervisor
 
 if TYPE_CHECKING:
@@ -191,7 +198,7 @@ def _processes() -> None:
     attempt.ask_where = attempt.log_stragglers = _nothing
     attempt.rank_readings.continue_suspended = _nothing
     supervisor.reap_orphans = other_node.reap_orphans = _nothing
-    rounds.note_event = node_zero.note_event = rounds.note_attempt = _nothing
+    rounds.note_event = texts.note_event = rounds.note_attempt = _nothing
 
 
 def _torch() -> None:
