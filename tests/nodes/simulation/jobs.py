@@ -6,6 +6,7 @@ import logging
 import random
 import signal
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,8 @@ class Fault:
     Attributes:
         kind: See `Job`: each kind is a method there.
         at_s: When; or
-        after: After which step of which attempt.
+        after: After which step of which attempt; or
+        on: When a message of this name is sent so many times.
         host: Where.
         late_s: How much later than that.
         for_s: How long.
@@ -46,6 +48,7 @@ class Fault:
     host: int
     at_s: float | None = None
     after: tuple[int, int] | None = None
+    on: tuple[str, int] | None = None
     late_s: float = 0.0
     for_s: float = 0.0
     how: str = ""
@@ -56,6 +59,8 @@ class Fault:
             when = f"at {self.at_s + self.late_s:.2f} s"
         elif self.after is not None:
             when = f"{self.late_s:.2f} s after step {self.after[1]} of attempt {self.after[0]}"
+        elif self.on is not None:
+            when = f"{self.late_s:.2f} s after {self.on[0]} number {self.on[1]}"
         span = f" for {self.for_s:.2f} s" if self.for_s else ""
         return f"{self.kind} {self.how} on h{self.host} {when}{span}"
 
@@ -164,6 +169,9 @@ class Job(ranks.Cluster):
         for host in self.hosts:
             self.network.add(host)
         self._due = list(scenario.faults)
+        self._sent: Counter[str] = Counter()
+        self.network.note_sent = self._note_sent
+        self.culprits: set[ranks.Rank] = set()
         self._plan = _plan_of(scenario)
         self._open_faults = 0
 
@@ -205,6 +213,15 @@ class Job(ranks.Cluster):
                 self._due.remove(fault)
                 self.kernel.after(fault.late_s, lambda fault=fault: self._happen(fault))
 
+    def _note_sent(self, message: object) -> None:
+        """Let the faults of this message happen."""
+        name = type(message).__name__
+        self._sent[name] += 1
+        for fault in [*self._due]:
+            if fault.on == (name, self._sent[name]):
+                self._due.remove(fault)
+                self.kernel.after(fault.late_s, lambda fault=fault: self._happen(fault))
+
     def _happen(self, fault: Fault) -> None:
         host = self.hosts[fault.host % len(self.hosts)]
         log(f"--- {fault}")
@@ -232,6 +249,7 @@ class Job(ranks.Cluster):
         if not found:
             return
         rank = found[-1]
+        self.culprits.add(rank)
         if fault.how == "raises":
             rank.raise_("a bug")
         elif fault.how == "killed":
@@ -253,6 +271,7 @@ class Job(ranks.Cluster):
             launcher.channel.vanish()
         for rank in ranks.of_host(self, launcher.host):
             if rank.launcher is launcher:
+                self.culprits.add(rank)
                 delay_s = self.kernel.random.uniform(0.01, 1.0)
                 self.kernel.after(delay_s, lambda rank=rank: rank.exit(-signal.SIGKILL))
 
@@ -265,6 +284,7 @@ class Job(ranks.Cluster):
             if launcher.channel is not None:
                 launcher.channel.vanish()
         for rank in ranks.of_host(self, host):
+            self.culprits.add(rank)
             rank.runs = False
         if fault.for_s:
 

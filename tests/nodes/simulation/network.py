@@ -72,6 +72,7 @@ class Network:
         self.hosts: dict[str, Host] = {}
         self.listeners: dict[tuple[str, int], Channel] = {}
         self.links: list[Link] = []
+        self.note_sent: Callable[[object], None] = id
         self._cuts: dict[frozenset[str], int] = {}
         self._was_up_s: dict[frozenset[str], float] = {}
 
@@ -531,6 +532,7 @@ class Channel:
         """Send to one, some or all."""
         if self._is_closed or self.launcher.is_dead:
             return
+        self.network.note_sent(message)
         names = [*self._links] if to is None else [to] if isinstance(to, (int, str)) else list(to)
         for name in names:
             if name in self._links:

@@ -23,6 +23,7 @@ from ddpsafe import (
     PreemptedError,
     PreflightError,
     RankExitedError,
+    RankFailedError,
     RankKilledError,
     RankRaisedError,
     RendezvousTimeoutError,
@@ -42,6 +43,21 @@ _RANK_ERRORS: Final = {
 }
 _MOST_QUESTIONS: Final = 3
 """In the half second in which all ranks of a job return."""
+
+_MOMENTS: Final = (
+    "Joining",
+    "Answered",
+    "RoundPlan",
+    "Ready",
+    "RankReport",
+    "RankEnded",
+    "ReportOutcomes",
+    "NodeOutcomes",
+    "LetRanksExit",
+    "RoundResult",
+    "RanksEnded",
+)
+"""Messages on which faults happen: from the first meeting to the end of the job."""
 
 _TOO_LATE: Final = (PreflightError, RendezvousTimeoutError)
 """How a node ends that comes when an elastic job runs without it, or has ended."""
@@ -102,16 +118,22 @@ def _draw_fault(pick: random.Random, scenario: Scenario) -> Fault:
             else pick.choice([3.0, 20.0])
         )
         for_s = pick.uniform(0.1, longest_s)
-    is_at_step = pick.random() < 0.7
-    return Fault(
+    fault = Fault(
         kind=kind,
         host=pick.randrange(scenario.nnodes + scenario.spares),
-        at_s=None if is_at_step else pick.uniform(0, 25),
-        after=(pick.choice([1, 1, 1, 2]), pick.randint(1, scenario.steps)) if is_at_step else None,
         late_s=pick.choice([0.0, pick.uniform(0, 6)]),
         for_s=for_s,
         how=how,
     )
+    when = pick.random()
+    if when < 0.2:
+        return replace(fault, at_s=pick.uniform(0, 25))
+    if when < 0.6:
+        step = (pick.choice([1, 1, 1, 2]), pick.randint(1, scenario.steps))
+        return replace(fault, after=step)
+    # Each message is a moment of its own: what happens between it and the next one differs.
+    name, count = pick.choice(_MOMENTS), pick.randint(1, 2 * scenario.nnodes)
+    return replace(fault, on=(name, count), late_s=fault.late_s * pick.choice([0.0, 0.01, 1.0]))
 
 
 # What has to hold.
@@ -139,6 +161,8 @@ def judge(job: Job) -> Iterator[str]:
                 yield f"rank {rank.rank} of attempt {training.attempt} is left on {rank.launcher.name}"
     yield from _judge_healthy(job)
     yield from _judge_cause(job)
+    yield from _judge_blame(job)
+    yield from _judge_count(job)
     yield from _judge_same(job)
     yield from _judge_retries(job)
 
@@ -210,6 +234,23 @@ def _judge_cause(job: Job) -> Iterator[str]:
                 yield f"{fault} lets a node leave, but {end.launcher.name} ended: {end}"
         elif not isinstance(end.error, expected):
             yield f"{fault}, but {end.launcher.name} ended: {end}"
+
+
+def _judge_blame(job: Job) -> Iterator[str]:
+    """No launcher names a rank that has only failed because of another one, or has done nothing."""
+    culprits = {(rank.training.attempt, rank.rank) for rank in job.culprits}
+    for end in job.ends:
+        for error in end.launcher.failures:
+            if isinstance(error, RankFailedError) and (error.attempt, error.rank) not in culprits:
+                yield f"{end.launcher.name} blames a rank that did nothing: {error.explanation.what}"
+
+
+def _judge_count(job: Job) -> Iterator[str]:
+    """Each fault ends at most one attempt."""
+    harmful = [fault for fault in job.scenario.faults if not is_harmless(fault)]
+    attempts = len({training.attempt for training in job.trainings.values()})
+    if attempts > 1 + len(harmful):
+        yield f"{attempts} attempts for {len(harmful)} faults"
 
 
 def _judge_same(job: Job) -> Iterator[str]:
