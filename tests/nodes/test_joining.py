@@ -699,15 +699,15 @@ def test_a_node_whose_connection_is_reset_while_it_waits_takes_part(free_port: i
         nodes = open_two(stack, free_port, wire.port)
         joining = BoundedCall(nodes[1].join, name="join")
         lobby = nodes[0].lobby
-        scripts.wait_until(lambda: lobby.look() or lobby.nodes)
+        scripts.wait_until(lambda: nodes[0].look() or lobby.nodes)
         for _ in range(3):
             wire.cut()
             # Node 0 may take the next connection before it notices the end of this one.
-            scripts.wait_until(lambda: lobby.look() or wire._ends)
+            scripts.wait_until(lambda: nodes[0].look() or wire._ends)
         assert not joining.wait(0), joining.result()
         launchers = nodes[0].join()
         assert launchers == tuple(node.facts.launcher for node in nodes)
-        nodes[0].lobby.plan(plan_of(nodes))
+        nodes[0].send_plan(plan_of(nodes))
         assert joining.wait(scripts.LIMIT_S)
         assert joining.result() == ()
 
@@ -721,7 +721,7 @@ def test_an_earlier_join_of_a_launcher_does_not_take_a_place(free_port: int) -> 
             launchers = nodes[0].join()
             assert launchers == tuple(node.facts.launcher for node in nodes)
             nodes[0].meet_again()
-            nodes[0].lobby.plan(plan_of(nodes))
+            nodes[0].send_plan(plan_of(nodes))
             assert joining.wait(scripts.LIMIT_S)
             joining.result()
             nodes[1].membership.leave_round()

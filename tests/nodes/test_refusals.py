@@ -45,7 +45,7 @@ from ddpsafe._launcher.watch.signals import Interrupted, SignalInbox, open_inbox
 from ddpsafe.doctor._findings import Finding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 HERE = "127.0.0.1"
 SECRET = b"secret"
@@ -67,15 +67,13 @@ class Job:
     """Node 0 of a job of three nodes, and the other ones as they see it; without torch's rendezvous.
 
     Attributes:
-        forgotten: The launchers that the next round does without.
         findings: The findings of the connection check.
         others: The other nodes, by their numbers.
     """
 
     inbox: SignalInbox
-    forgotten: list[str] = field(default_factory=list)
     findings: tuple[Finding, ...] = ()
-    others: dict[int, Membership] = field(default_factory=dict)
+    others: dict[int, NodeRendezvous] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Open node 0's end."""
@@ -91,12 +89,8 @@ class Job:
         )
         self.rendezvous: Any = NodeRendezvous(config, self.inbox)
         self.rendezvous.endpoint.serves = True
-        self.lobby = self.rendezvous.lobby = Lobby(
-            self.channel,
-            NODES[0],
-            lambda node: self.forgotten.append(node.launcher),
-            self.rendezvous.require_no_signal,
-        )
+        self.rendezvous._channel = self.channel
+        self.lobby = self.rendezvous.lobby = Lobby(NODES[0])
         self.launch: Any = NodeLaunch(
             parts_of(
                 make_plan(config, style="launch"),
@@ -110,16 +104,25 @@ class Job:
         report: Any = SimpleNamespace(findings=self.findings)
         raise PreflightError(Explanation("1 problem."), report=report)
 
+    @property
+    def forgotten(self) -> list[str]:
+        """The launchers that the next round does without."""
+        return [launcher for launcher, caller in self.lobby.callers.items() if caller.is_out]
+
+    def wait_until(self, holds: Callable[[], object]) -> None:
+        """Let node 0 take in what arrives, until something holds."""
+        self.rendezvous.wait_until(holds, Deadline.after(None))
+
     def dial(self, number: int, **changes: Any) -> Membership:
         """Connect as a node."""
         node = replace(NODES[number], **changes)
-        channel = self.open_channel(node.launcher)
-        channel.send(Joining(node=node))
-        self.others[len(self.others) + 1] = found = Membership(channel, NODES[0])
-        self.lobby.wait_until(
-            lambda: self.lobby.has_come_or_left(node.launcher), Deadline.after(None)
-        )
-        return found
+        other: Any = NodeRendezvous(self.rendezvous._config, self.inbox)
+        other._channel = self.open_channel(node.launcher)
+        other.membership = Membership(NODES[0])
+        other.channel.send(Joining(node=node))
+        self.others[len(self.others) + 1] = other
+        self.wait_until(lambda: self.lobby.has_come_or_left(node.launcher))
+        return other.membership
 
     def open_channel(
         self, launcher: str, *, secret: bytes = SECRET, about: object = None
@@ -135,6 +138,10 @@ class Job:
             deadline=Deadline.after(timedelta(seconds=20)),
             about=about,
         )
+
+    def refuse_unable(self) -> None:
+        """Refuse who cannot take part."""
+        self.rendezvous.perform(self.lobby.refuse_unable(self.rendezvous._config))
 
     def dial_both(self) -> None:
         """Connect nodes 1 and 2."""
@@ -153,8 +160,8 @@ class Job:
 
     def hears(self, node: int) -> Membership:
         """Return what a node has been told, once it has been told something."""
-        member = self.others[node]
-        wait_until(lambda: member.look() or member.result or member.joins_again)
+        member = self.others[node].membership
+        wait_until(lambda: self.others[node].look() or member.is_told)
         return member
 
 
@@ -164,8 +171,8 @@ def job() -> Iterator[Job]:
     with open_inbox() as inbox:
         opened = Job(inbox)
         yield opened
-        for member in opened.others.values():
-            member.channel.close()
+        for other in opened.others.values():
+            other.channel.close()
         opened.channel.close()
 
 
@@ -175,11 +182,11 @@ def test_a_new_node_that_cannot_begin_joins_again_and_the_old_ones_go_on(
 ) -> None:
     """Whether they have begun the round already, or not."""
     job.dial_both()
-    job.lobby.settled = OLD
-    job.launch._round = job.lobby.plan(PLAN)
+    job.lobby.settled = frozenset(OLD)
+    job.launch._round = job.rendezvous.send_plan(PLAN)
     if is_ready:
         job.say(1, Ready(round_id="round"))
-        job.lobby.wait_until(lambda: bool(job.lobby.ready), Deadline.after(None))
+        job.wait_until(lambda: job.lobby.is_present("launcher 1"))
     job.object(2, round_id="round")
     with pytest.raises(NodeLostError) as raised:
         job.launch._await_nodes(job.rendezvous, PLAN)
@@ -189,14 +196,14 @@ def test_a_new_node_that_cannot_begin_joins_again_and_the_old_ones_go_on(
     told = job.hears(2).result
     assert told is not None
     assert describes(told.error, PreflightError)
-    assert job.others[1].result is None
+    assert job.others[1].membership.result is None
 
 
 def test_an_old_node_that_cannot_begin_ends_all(job: Job) -> None:
     """No other node could take its place: the error is its own, on all of them."""
     job.dial_both()
-    job.lobby.settled = OLD
-    job.lobby.plan(PLAN)
+    job.lobby.settled = frozenset(OLD)
+    job.rendezvous.send_plan(PLAN)
     job.object(1, round_id="round")
     with pytest.raises(PreflightError, match="cannot open a port"):
         job.launch._await_nodes(job.rendezvous, PLAN)
@@ -205,7 +212,7 @@ def test_an_old_node_that_cannot_begin_ends_all(job: Job) -> None:
 def test_a_node_that_has_left_is_lost_at_once(job: Job) -> None:
     """The others do not wait for a node that is not there."""
     job.dial_both()
-    job.lobby.plan(PLAN)
+    job.rendezvous.send_plan(PLAN)
     job.say(1, Ready(round_id="round"))
     job.others.pop(2).channel.close()
     with pytest.raises(NodeLostError) as raised:
@@ -218,17 +225,17 @@ def test_a_node_that_has_left_is_lost_at_once(job: Job) -> None:
 def test_what_a_node_says_of_an_earlier_round_does_not_count(job: Job) -> None:
     """That round was given up because of another node."""
     job.dial_both()
-    job.lobby.plan(PLAN)
+    job.rendezvous.send_plan(PLAN)
     job.object(1, round_id="round")
-    job.lobby.wait_until(lambda: bool(job.lobby.unable), Deadline.after(None))
-    job.lobby.give_up_round(["launcher 1"])
+    job.wait_until(lambda: job.lobby.unable)
+    job.rendezvous.perform(job.lobby.give_up_round(["launcher 1"]))
     assert job.hears(1).joins_again
     job.object(1, round_id="round")
     job.say(1, Ready(round_id="round"))
     job.object(2)
-    job.lobby.wait_until(lambda: bool(job.lobby.unable), Deadline.after(None))
+    job.wait_until(lambda: job.lobby.unable)
     assert list(job.lobby.unable) == ["launcher 2"]
-    assert not job.lobby.ready
+    assert not job.lobby.is_present("launcher 1")
 
 
 @pytest.mark.parametrize(
@@ -246,8 +253,8 @@ def test_a_new_node_joins_again_if_a_finding_names_it(
 ) -> None:
     """Otherwise the error ends the job, because another new node would change nothing."""
     job.dial_both()
-    job.lobby.settled = known
-    job.lobby.plan(PLAN)
+    job.lobby.settled = frozenset(known)
+    job.rendezvous.send_plan(PLAN)
     job.findings = (Finding(code="DS-MESH-010", severity="failed", fact="lost", hosts=hosts),)
     for node in (1, 2):
         job.object(node, round_id="round")
@@ -307,13 +314,11 @@ class Follower:
 def follower(job: Job) -> Follower:
     """Let node 1 begin a round that node 0 gives up."""
     job.dial_both()
-    job.lobby.settled = OLD
-    job.lobby.plan(PLAN)
-    member = job.others[1]
-    wait_until(lambda: member.look() or member.plan)
-    rendezvous: Any = NodeRendezvous(job.rendezvous._config, job.inbox)
-    rendezvous.membership = member
-    job.lobby.give_up_round(["launcher 1"])
+    job.lobby.settled = frozenset(OLD)
+    job.rendezvous.send_plan(PLAN)
+    rendezvous = job.others[1]
+    wait_until(lambda: rendezvous.look() or rendezvous.membership.plan)
+    job.rendezvous.perform(job.lobby.give_up_round(["launcher 1"]))
     return Follower(job, NodeLaunch(job.launch._parts), rendezvous)
 
 
@@ -344,9 +349,9 @@ def test_a_signal_to_an_old_node_that_has_to_join_again_ends_all(follower: Follo
     job.inbox.put(signal.SIGTERM, None)
     with pytest.raises(Interrupted):
         follower.fails(UNFIT)
-    wait_until(lambda: job.lobby.look() or job.lobby.unable)
+    job.wait_until(lambda: job.lobby.unable)
     with pytest.raises(Interrupted) as raised:
-        job.rendezvous._end_or_refuse()
+        job.refuse_unable()
     assert raised.value.signum == signal.SIGTERM
 
 
@@ -387,7 +392,7 @@ def test_a_host_that_comes_twice_is_an_error_that_names_both(job: Job, of: int) 
     job.dial(1)
     job.dial(2, hostname=f"h{of}", pid=77)
     with pytest.raises(ConfigError, match=rf"h{of} \(.*\) comes twice to this job: pids 1 and 77"):
-        job.rendezvous._end_or_refuse()
+        job.refuse_unable()
 
 
 @pytest.mark.parametrize(
@@ -406,33 +411,33 @@ def test_two_hosts_with_one_node_rank_are_an_error(job: Job) -> None:
     job.dial(1, node_rank=1)
     job.dial(2, node_rank=1)
     with pytest.raises(ConfigError, match=r"two nodes have node rank 1: h1 .* and h2"):
-        job.rendezvous._end_or_refuse()
+        job.refuse_unable()
 
 
 def test_a_node_that_comes_while_a_round_runs_is_told_so(job: Job) -> None:
     """It may wait for the next one; those of the round hear nothing of it."""
     job.dial(1)
     plan = replace(PLAN, nodes=NODES[:2])
-    job.lobby.plan(plan)
-    job.lobby.begin(plan)
+    job.rendezvous.send_plan(plan)
+    job.rendezvous.begin(plan)
     late = job.dial(2)
-    wait_until(lambda: late.look() or late.running)
+    wait_until(lambda: job.others[2].look() or late.running)
     assert late.running is not None
     assert late.running.hosts == ("h0", "h1")
     job.others[1].look()
-    assert job.others[1].running is None
-    job.lobby.end_round()
-    wait_until(lambda: late.look() or late.running is None)
+    assert job.others[1].membership.running is None
+    job.rendezvous.perform(job.lobby.end_round())
+    wait_until(lambda: job.others[2].look() or late.running is None)
 
 
 def test_a_node_that_leaves_after_it_was_ready_is_lost(job: Job) -> None:
     """Others may still prepare, and node 0 has not begun to watch the ranks."""
     job.dial_both()
-    job.lobby.plan(PLAN)
+    job.rendezvous.send_plan(PLAN)
     job.say(1, Ready(round_id="round"))
     job.others.pop(1).channel.close()
     job.say(2, Ready(round_id="round"))
-    job.lobby.wait_until(lambda: bool(job.lobby.losses), Deadline.after(None))
+    job.wait_until(lambda: job.forgotten)
     with pytest.raises(NodeLostError) as raised:
         job.launch._await_nodes(job.rendezvous, PLAN)
     assert raised.value.node_rank == 1
@@ -441,16 +446,14 @@ def test_a_node_that_leaves_after_it_was_ready_is_lost(job: Job) -> None:
 def test_what_a_new_node_says_is_not_the_error_of_the_job(job: Job) -> None:
     """It may be a mistyped command, which has nothing to do with what happened."""
     job.dial_both()
-    job.lobby.settled = OLD
+    job.lobby.settled = frozenset(OLD)
     job.object(2)
-    job.lobby.wait_until(lambda: bool(job.lobby.unable), Deadline.after(None))
+    job.wait_until(lambda: job.lobby.unable)
     own = PreflightError(Explanation("no port."), kind="port")
     assert job.launch._reason(job.rendezvous, own) is own
     job.object(2, Interrupted(signal.SIGTERM))
-    job.lobby.wait_until(
-        lambda: job.lobby.unable["launcher 2"].result.signal is not None, Deadline.after(None)
-    )
-    job.rendezvous._end_or_refuse()
+    job.wait_until(lambda: job.lobby.unable["launcher 2"].result.signal is not None)
+    job.refuse_unable()
     assert job.hears(2).result is not None
 
 
@@ -459,11 +462,11 @@ def test_messages_of_a_round_that_come_before_it_begins_are_kept_in_order(job: J
     job.dial_both()
     for node in (1, 2):
         job.say(node, RoundResult(where="earlier"))
-    channel = job.lobby.plan(PLAN)
+    channel = job.rendezvous.send_plan(PLAN)
     for node in (1, 2):
         job.say(node, Ready(round_id="round"), RoundResult(where="a"), RoundResult(where="b"))
     job.launch._await_nodes(job.rendezvous, PLAN)
-    job.lobby.begin(PLAN)
+    job.rendezvous.begin(PLAN)
     heard: list[tuple[int, str]] = []
 
     def hear() -> bool:

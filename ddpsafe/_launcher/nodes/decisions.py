@@ -1,4 +1,4 @@
-"""What is decided in an attempt of several nodes: no thread, socket, process or clock is in here.
+"""What several nodes decide in an attempt: no thread, socket, process or clock is in here.
 
 A core takes an event, changes its own state, and yields what is to be done, as plain data. Its shell, `node_zero` or
 `other_node`, reads the channel, the signals and the ranks, and does what it says. A decision that takes several
@@ -77,11 +77,11 @@ class Send:
 
     Attributes:
         message: The message.
-        to: The node; ``None`` for all of them, or for node 0 from another node.
+        to: Nodes by rank in an attempt, launchers outside; ``None`` for all, or for node 0 from another node.
     """
 
     message: NodeMessage
-    to: int | None = None
+    to: tuple[int | str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +124,11 @@ class Warn:
 
     Attributes:
         text: The warning.
+        event: What `note_event` names it, if anything.
     """
 
     text: str
+    event: str = ""
 
 
 Action: TypeAlias = Send | Until | Do | PutSignal | Warn
@@ -388,7 +390,7 @@ class NodeZero:
                 own = error
                 if isinstance(error, Interrupted):
                     own = Interrupted(received, self._plan.name_of(node), NONE_LEFT_HERE)
-                yield Send(round_result_of(own, is_final=True), to=node)
+                yield Send(round_result_of(own, is_final=True), (node,))
             has_saved = isinstance(error, PreemptedError)
             error = left_error(ended, self._plan, self.leaving, has_saved=has_saved)
         elif isinstance(error, Interrupted):

@@ -1,16 +1,18 @@
 """What launchers exchange outside of attempts: who is there, who cannot take part, what node 0 decides.
 
 Every launcher connects to node 0 as soon as it has reached the endpoint, and stays connected from round to
-round. Node 0 has a `Lobby`, every other node a `Membership`.
+round. Node 0 has a `Lobby`, every other node a `Membership`; `NodeRendezvous` gives them what arrives, and does what
+they say.
 """
 
 from __future__ import annotations
 
-import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._job.channel import Away, Back, Lost
+from ddpsafe._launcher.nodes.decisions import Send, Warn, leaves_alone
 from ddpsafe._launcher.nodes.node_messages import (
     CannotTakePart,
     FolderCheck,
@@ -21,21 +23,20 @@ from ddpsafe._launcher.nodes.node_messages import (
     RoundPlan,
     RoundResult,
     RunsWithout,
+    error_of,
     round_result_of,
 )
 from ddpsafe._launcher.watch.signals import Interrupted
-from ddpsafe._logging import get_logger
 from ddpsafe._wire.exception_facts import clip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator
 
-    from ddpsafe._clock import Deadline
+    from ddpsafe._config import LaunchConfig
     from ddpsafe._errors import DDPSafeError
-    from ddpsafe._job.channel import Channel, ClockOffset, Event
+    from ddpsafe._job.channel import Event
+    from ddpsafe._launcher.nodes.decisions import Action
     from ddpsafe._launcher.nodes.node_messages import NodeMessage
-
-logger = get_logger(__name__)
 
 SCRIPT: Final = "the name of the script"
 """A setting: two jobs with one endpoint mostly differ in it."""
@@ -44,152 +45,185 @@ _MAX_DIFFERENCES: Final = 8
 _MAX_VALUE: Final = 200
 
 
-class Lobby:
-    """Node 0's side: all launchers that are connected, in an attempt or not.
-
-    Args:
-        channel: The control channel; the other nodes are known by their launchers.
-        own: This node.
-        forget: Called with a node that has left, or is refused: the next round begins without it.
-        check: Called again and again while one waits; what it raises ends the wait.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """What node 0 knows of another launcher.
 
     Attributes:
-        channel: The control channel.
-        nodes: The other nodes, by launcher, in the order in which they came.
-        settled: The launchers of the last round that began. Any other launcher is new: the job
-            refuses it if it is unfit, and waits for another one.
-        seen: Which folders with checkpoints new nodes have found, by launcher.
-        ready: The launchers that have read the plan of the round.
-        unable: Why nodes cannot take part, by launcher.
-        losses: How the connections of those that have left have ended, by launcher.
+        node: Its node, once it has introduced itself.
+        is_away: Whether it cannot be reached now.
+        is_ready: Whether it has read the plan of the round.
+        seen: Which folders with checkpoints it has found.
+        unable: Why it cannot take part.
+        lost: How its connection has ended.
+        is_out: Whether it has left or is refused: rounds begin without it.
     """
 
-    def __init__(
-        self,
-        channel: Channel[str, NodeMessage],
-        own: NodeFacts,
-        forget: Callable[[NodeFacts], None],
-        check: Callable[[], None],
-    ) -> None:
+    node: NodeFacts | None = None
+    is_away: bool = False
+    is_ready: bool = False
+    seen: FoldersSeen | None = None
+    unable: CannotTakePart | None = None
+    lost: Lost | None = None
+    is_out: bool = False
+
+
+class Lobby:
+    """Node 0's side: all launchers, in an attempt or not. A core, as those of `decisions`.
+
+    Args:
+        own: This node.
+
+    Attributes:
+        callers: The other launchers, in the order in which they came.
+        settled: The launchers of the last round that began. Any other launcher is new: the job
+            refuses it if it is unfit, and waits for another one.
+        early: What nodes of the round have sent before it began here.
+    """
+
+    def __init__(self, own: NodeFacts) -> None:
         """Begin without any other node."""
-        self.channel = channel
-        self._own, self._forget, self._check = own, forget, check
+        self._own = own
         self._round_id = ""
         self._running: RunsWithout | None = None
-        self._early: list[tuple[str, Event[NodeMessage]]] = []
-        self.nodes: dict[str, NodeFacts] = {}
-        self.settled: set[str] = set()
-        self.seen: dict[str, FoldersSeen] = {}
-        self.ready: set[str] = set()
-        self.unable: dict[str, CannotTakePart] = {}
-        self.losses: dict[str, Lost] = {}
+        self.callers: dict[str, Caller] = {}
+        self.settled: frozenset[str] = frozenset()
+        self.early: list[tuple[str, Event[NodeMessage]]] = []
+
+    def _note(self, launcher: str, **facts: object) -> None:
+        known = self.callers.get(launcher, Caller())
+        self.callers[launcher] = replace(known, **facts)  # type: ignore[arg-type]  # its fields
+
+    def of(self, launcher: str) -> Caller:
+        """Return what is known of a launcher."""
+        return self.callers.get(launcher, Caller())
+
+    @property
+    def nodes(self) -> dict[str, NodeFacts]:
+        """The other nodes that rounds may begin with, by launcher."""
+        return {
+            launcher: caller.node
+            for launcher, caller in self.callers.items()
+            if caller.node is not None and not caller.is_out
+        }
+
+    @property
+    def unable(self) -> dict[str, CannotTakePart]:
+        """Why nodes cannot take part, by launcher."""
+        found = {launcher: caller.unable for launcher, caller in self.callers.items()}
+        return {launcher: why for launcher, why in found.items() if why is not None}
 
     def is_new(self, launcher: str) -> bool:
         """Return whether a launcher has come to replace one of the last round."""
         return bool(self.settled) and launcher not in self.settled
 
-    @property
-    def present(self) -> set[str]:
-        """The launchers that are ready for the round, and have not left since."""
-        return self.ready - self.losses.keys()
-
     def has_come_or_left(self, launcher: str) -> bool:
         """Return whether a launcher has introduced itself, or is lost."""
-        return not launcher or launcher in self.nodes or launcher in self.losses
+        return launcher in self.nodes or self.of(launcher).lost is not None
 
-    def wait_until(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
-        """Take in what arrives until a condition holds; return whether it does before the deadline."""
-        for pause_s in deadline.pauses_s():
-            self.look()
-            if condition():
-                return True
-            self._check()
-            time.sleep(pause_s)
-        return False
+    def has_answered(self, launcher: str) -> bool:
+        """Return whether a launcher has read the plan of the round, cannot take part, or is lost."""
+        caller = self.of(launcher)
+        return caller.is_ready or caller.unable is not None or caller.lost is not None
 
-    def look(self) -> None:
-        """Take in what has arrived."""
-        for launcher, event in self.channel.events():
-            self.take(launcher, event)
+    def is_present(self, launcher: str) -> bool:
+        """Return whether a launcher is ready for the round, and has not left since."""
+        caller = self.of(launcher)
+        return caller.is_ready and caller.lost is None
 
-    def take(self, launcher: str, event: Event[NodeMessage]) -> None:
-        """Take in what a launcher outside of an attempt has sent."""
+    def take(self, launcher: str, event: Event[NodeMessage]) -> Iterator[Action]:
+        """Take in what a launcher has sent, or what has happened to it."""
+        caller = self.of(launcher)
+        is_in_attempt = self._running is not None and launcher in self.settled
+        if isinstance(event, (Away, Back)):
+            self._note(launcher, is_away=isinstance(event, Away))
         if isinstance(event, Joining):
-            self._admit(launcher, event.node)
+            yield from self._admit(launcher, event.node)
         elif isinstance(event, CannotTakePart):
             # A refusal may arrive after its round was given up.
             if event.round_id in ("", self._round_id):
-                self.unable[launcher] = event
+                self._note(launcher, unable=event)
         elif isinstance(event, FoldersSeen):
-            self.seen[launcher] = event
+            self._note(launcher, seen=event)
         elif isinstance(event, Ready):
             if event.round_id == self._round_id:
-                self.ready.add(launcher)
-        elif isinstance(event, (Away, Back)) and launcher not in self.ready:
-            # Until it is back, torch's rendezvous does not count it.
-            if launcher in self.nodes:
-                _warn_of_outage(self.nodes[launcher], event)
+                self._note(launcher, is_ready=True)
         elif isinstance(event, Lost):
-            self.losses[launcher] = event
-            self.drop(launcher)
-        elif launcher in self.ready:
-            # Its ranks have started before those of node 0: `RoundChannel` hands this out at `begin`.
-            self._early.append((launcher, event))
+            self._note(launcher, lost=event, is_out=True)
+        elif is_in_attempt:
+            return
+        elif caller.is_ready:
+            # Its ranks have started before those of node 0, which reads this once the round begins.
+            self.early.append((launcher, event))
+        elif isinstance(event, (Away, Back)) and launcher in self.nodes:
+            # Until it is back, torch's rendezvous does not count it.
+            yield outage_of(self.nodes[launcher], event)
 
-    def drop(self, launcher: str) -> None:
-        """Let the next round begin without a launcher."""
-        node = self.nodes.pop(launcher, None)
-        if node is not None:
-            self._forget(node)
-
-    def plan(self, round_plan: RoundPlan) -> RoundChannel:
-        """Send the plan of a round to its nodes; return the channel to them."""
-        launchers = [node.launcher for node in round_plan.nodes]
-        self.end_round()
+    def plan(self, round_plan: RoundPlan) -> Iterator[Action]:
+        """Send the plan of a round to its nodes."""
+        yield from self.end_round()
         self._round_id = round_plan.round_id
-        self.send(round_plan, launchers[1:])
-        return RoundChannel(self, launchers)
+        yield Send(round_plan, tuple(node.launcher for node in round_plan.nodes[1:]))
 
-    def begin(self, round_plan: RoundPlan) -> None:
-        """Begin the attempt of a round; its channel then has what its nodes have sent meanwhile."""
-        self.settled = {node.launcher for node in round_plan.nodes}
+    def begin(self, round_plan: RoundPlan) -> Iterator[Action]:
+        """Begin the attempt of a round, and tell all others of it."""
+        self.settled = frozenset(node.launcher for node in round_plan.nodes)
         self._running = RunsWithout(hosts=tuple(node.hostname for node in round_plan.nodes))
-        self.send(self._running, self.nodes.keys() - self.settled)
-        self.channel.put_back(self._early)
+        yield Send(self._running, self._others())
 
-    def end_round(self) -> None:
+    def end_round(self) -> Iterator[Action]:
         """Note that there is no round now: what nodes say of the last one no longer counts."""
-        self._round_id, self.ready, self._early = "", set(), []
-        self.unable = {k: v for k, v in self.unable.items() if not v.round_id}
+        self._round_id, self.early = "", []
+        for launcher, caller in [*self.callers.items()]:
+            unable = None if caller.unable is None or caller.unable.round_id else caller.unable
+            self._note(launcher, is_ready=False, unable=unable)
         if self._running is not None:
             self._running = None
-            self.send(RunsWithout(hosts=()), self.nodes.keys() - self.settled)
+            yield Send(RunsWithout(hosts=()), self._others())
 
-    def give_up_round(self, launchers: Collection[str]) -> None:
+    def give_up_round(self, launchers: Collection[str]) -> Iterator[Action]:
         """Have the nodes of a round that does not begin join again."""
-        self.end_round()
-        self.send(RoundResult(is_final=False), launchers)
+        yield from self.end_round()
+        yield Send(RoundResult(is_final=False), tuple(launchers))
 
-    def send(self, message: NodeMessage, launchers: Collection[str] | None = None) -> None:
-        """Send to some launchers, or to all of them."""
-        # Packed once: the plan of a large job takes milliseconds.
-        self.channel.send(message, to=launchers)
+    def check(self, check: FolderCheck, launchers: Collection[str]) -> Iterator[Action]:
+        """Have new nodes look at what they have to see."""
+        for launcher in launchers:
+            self._note(launcher, seen=None)
+        yield Send(check, tuple(launchers))
 
-    def refuse(self, launcher: str, error: DDPSafeError | Interrupted) -> None:
+    def refuse(self, launcher: str, error: DDPSafeError | Interrupted) -> Iterator[Action]:
         """Let one launcher end with an error, and the job go on without it."""
-        refusal = self.unable.pop(launcher, None)
-        node = self.nodes.get(launcher) if refusal is None else refusal.node
+        caller = self.of(launcher)
+        node = caller.node if caller.unable is None else caller.unable.node
         if not isinstance(error, Interrupted):
-            logger.warning(
-                "%s, which came to replace a node, is refused: %s", node, error.explanation
-            )
-        self.send(round_result_of(error, is_final=True), [launcher])
-        self.drop(launcher)
+            yield Warn(f"{node}, which came to replace a node, is refused: {error.explanation}")
+        yield Send(round_result_of(error, is_final=True), (launcher,))
+        self._note(launcher, unable=None, is_out=True)
 
-    def _admit(self, launcher: str, node: NodeFacts) -> None:
+    def refuse_unable(self, config: LaunchConfig) -> Iterator[Action]:
+        """Refuse new nodes that cannot take part, and let nodes leave that have received a signal.
+
+        Raises:
+            DDPSafeError: The error of a node that is not new.
+            Interrupted: Its launcher has received a signal that is for the job.
+        """
+        for launcher, refusal in self.unable.items():
+            error = error_of(refusal.result)
+            staying = 1 + len(self.nodes.keys() - {launcher})
+            leaves = isinstance(error, Interrupted) and leaves_alone(
+                config, error.signum, staying=staying
+            )
+            if not leaves and not self.is_new(launcher):
+                raise error
+            yield from self.refuse(launcher, error)
+
+    def _others(self) -> tuple[str, ...]:
+        return tuple(launcher for launcher in self.nodes if launcher not in self.settled)
+
+    def _admit(self, launcher: str, node: NodeFacts) -> Iterator[Action]:
         """Take in a new node; one that was started again on its host replaces its predecessor."""
-        known = [self._own, *self.nodes.values()]
-        for other in known:
+        for other in [self._own, *self.nodes.values()]:
             is_waiting = other.launcher not in self.settled and not self._round_id
             is_same_rank = node.node_rank is not None and other.node_rank == node.node_rank
             if is_same_rank and is_waiting and other is not self._own:
@@ -199,93 +233,36 @@ class Lobby:
                 what = f"node rank {node.node_rank} was started again on {node.hostname}."
                 cause = "the command ran twice; the second start replaces this one."
                 error = ConfigError(Explanation(what, cause=cause, fix="start it once."))
-                logger.warning("%s: the second start replaces the first", what.rstrip("."))
-                self.send(round_result_of(error, is_final=True), [other.launcher])
-                self.drop(other.launcher)
+                yield Warn(f"{what.rstrip('.')}: the second start replaces the first")
+                yield Send(round_result_of(error, is_final=True), (other.launcher,))
+                self._note(other.launcher, is_out=True)
             elif self._comes_twice(node, other):
                 self._object(launcher, node, _same_host(other, node))
-        self.nodes[launcher] = node
+        self._note(launcher, node=node)
         if self._running is not None:
-            self.send(self._running, [launcher])
-        warn_of_differences(self._own, node)
+            yield Send(self._running, (launcher,))
+        yield from differences(self._own, node)
 
     def _comes_twice(self, node: NodeFacts, other: NodeFacts) -> bool:
         """Return whether two launchers of one host meet that are hardly meant to be in one job."""
         is_meant = node.is_named or None not in (node.node_rank, other.node_rank)
-        is_away = other.launcher in self.channel.away()  # the host has started again
+        is_away = self.of(other.launcher).is_away  # the host has started again
         return not (is_meant or is_away or self._running) and other.is_on_host_of(node)
 
     def _object(self, launcher: str, node: NodeFacts, error: ConfigError) -> None:
         result = round_result_of(error, is_final=True)
-        self.unable[launcher] = CannotTakePart(node=node, result=result)
-
-
-class RoundChannel:
-    """The channel to the nodes of one round, by node rank. What others send goes to the lobby.
-
-    Args:
-        lobby: All launchers.
-        launchers: Those of the round, by node rank.
-    """
-
-    def __init__(self, lobby: Lobby, launchers: Sequence[str]) -> None:
-        """Keep the launchers."""
-        self._lobby, self._channel = lobby, lobby.channel
-        self._launchers = launchers
-        self._ranks = {launcher: node for node, launcher in enumerate(launchers) if node}
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when there are events, other than those of routine."""
-        return self._channel.fileno()
-
-    def events(self) -> Iterator[tuple[int, Event[NodeMessage]]]:
-        """Yield what has arrived from the nodes of the round since the last call."""
-        for launcher, event in self._channel.events():
-            node = self._ranks.get(launcher)
-            if node is None or isinstance(event, (Lost, CannotTakePart)):
-                self._lobby.take(launcher, event)
-            if node is not None:
-                yield node, event
-
-    def send(self, message: NodeMessage, *, to: int | None = None) -> None:
-        """Send to a node of the round, or to all of them; see `Channel.send`."""
-        self._lobby.send(message, [*self._ranks] if to is None else [self._launchers[to]])
-
-    def connected(self) -> set[int]:
-        """Return the nodes that are not lost; some of them may be away."""
-        return {
-            self._ranks[launcher] for launcher in self._channel.connected() & self._ranks.keys()
-        }
-
-    def away(self) -> set[int]:
-        """Return the nodes that are away, and may come back."""
-        return {self._ranks[launcher] for launcher in self._channel.away() & self._ranks.keys()}
-
-    def give_up_away(self) -> None:
-        """Take the nodes that are away as lost."""
-        self._channel.give_up_away(self._ranks)
-
-    def offset_of(self, node: int) -> ClockOffset:
-        """Return what to add to the times of a node, also of one that has been lost."""
-        return self._channel.offset_of(self._launchers[node])
-
-    def has_heard(self, *, within_s: float) -> bool:
-        """Return whether the kernel of a connected node has sent anything in the last seconds."""
-        return self._channel.has_heard(within_s=within_s)
+        self._note(launcher, unable=CannotTakePart(node=node, result=result))
 
 
 class Membership:
-    """Another node's side: what node 0 has decided for it.
+    """Another node's side: what node 0 has decided for it. A core, as those of `decisions`.
 
     Args:
-        channel: The control channel to node 0.
         node_0: Node 0.
 
     Attributes:
-        channel: The control channel.
         node_0: Node 0.
         plan: The plan of the round that this node is in.
-        planned_ns: When it was read, by the monotonic clock.
         check: The folders that this node has to see before that.
         running: The round that has begun without this node.
         joins_again: Whether the round does not begin, and its nodes join again.
@@ -293,9 +270,9 @@ class Membership:
         lost: How the connection to node 0 has ended.
     """
 
-    def __init__(self, channel: Channel[int, NodeMessage], node_0: NodeFacts) -> None:
+    def __init__(self, node_0: NodeFacts) -> None:
         """Know nothing yet."""
-        self.channel, self.node_0 = channel, node_0
+        self.node_0 = node_0
         self.running: RunsWithout | None = None
         self.result: RoundResult | None = None
         self.lost: Lost | None = None
@@ -304,38 +281,38 @@ class Membership:
     def leave_round(self) -> None:
         """Forget the round that this node was in."""
         self.plan: RoundPlan | None = None
-        self.planned_ns = 0
         self.check: FolderCheck | None = None
         self.joins_again = False
 
-    def look(self) -> None:
+    @property
+    def is_told(self) -> bool:
+        """Whether node 0 has decided what follows, or is lost."""
+        return self.joins_again or self.result is not None or self.lost is not None
+
+    def take(self, event: Event[NodeMessage]) -> Iterator[Action]:
         """Take in what has arrived."""
-        for _, event in self.channel.events():
-            if isinstance(event, Lost):
-                self.lost = event
-            elif isinstance(event, (Away, Back)):
-                _warn_of_outage(self.node_0, event)
-            elif isinstance(event, RoundPlan):
-                self.plan, self.running, self.joins_again = event, None, False
-                self.planned_ns = time.monotonic_ns()
-            elif isinstance(event, RunsWithout):
-                self.running = event if event.hosts else None
-            elif isinstance(event, FolderCheck):
-                self.check, self.joins_again = event, False
-            elif isinstance(event, RoundResult) and event.is_final is False:
-                self.leave_round()
-                self.joins_again = True
-            elif isinstance(event, RoundResult) and event.is_final:
-                self.result = event
+        if isinstance(event, Lost):
+            self.lost = event
+        elif isinstance(event, (Away, Back)):
+            yield outage_of(self.node_0, event)
+        elif isinstance(event, RoundPlan):
+            self.plan, self.running, self.joins_again = event, None, False
+        elif isinstance(event, RunsWithout):
+            self.running = event if event.hosts else None
+        elif isinstance(event, FolderCheck):
+            self.check, self.joins_again = event, False
+        elif isinstance(event, RoundResult) and event.is_final is False:
+            self.leave_round()
+            self.joins_again = True
+        elif isinstance(event, RoundResult) and event.is_final:
+            self.result = event
 
 
-def _warn_of_outage(node: NodeFacts, event: Away | Back) -> None:
-    """Tell of an outage between attempts; `node_zero.warn_of_outage` does so during one."""
+def outage_of(node: NodeFacts, event: Away | Back) -> Warn:
+    """Return the warning of an outage between attempts; for one during an attempt, see `texts`."""
     if isinstance(event, Back):
-        what, facts = f"can be reached again after {event.away_s:.0f} s", {"event": "back"}
-    else:
-        what, facts = f"cannot be reached ({event.why})", {"event": "away"}
-    logger.warning("%s %s", node, what, extra=facts)
+        return Warn(f"{node} can be reached again after {event.away_s:.0f} s", event="back")
+    return Warn(f"{node} cannot be reached ({event.why})", event="away")
 
 
 def same_rank(
@@ -388,7 +365,7 @@ def require_same_settings(first: NodeFacts, other: NodeFacts) -> None:
         raise same_rank(first, other)
 
 
-def warn_of_differences(first: NodeFacts, other: NodeFacts) -> None:
+def differences(first: NodeFacts, other: NodeFacts) -> Iterator[Warn]:
     """Warn where the script, its arguments or variables of two nodes differ."""
     if not (first.setup and other.setup):
         return  # it has not come as far as to know
@@ -399,9 +376,9 @@ def warn_of_differences(first: NodeFacts, other: NodeFacts) -> None:
     ]
     # They may be meant, so a difference is not an error.
     for line in lines[:_MAX_DIFFERENCES]:
-        logger.warning("the nodes of this job differ: %s", line)
+        yield Warn(f"the nodes of this job differ: {line}")
     if len(lines) > _MAX_DIFFERENCES:
-        logger.warning("... and in %d more values", len(lines) - _MAX_DIFFERENCES)
+        yield Warn(f"... and in {len(lines) - _MAX_DIFFERENCES} more values")
 
 
 def _clipped(node: NodeFacts, name: str) -> str:

@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
     from ddpsafe._launcher.launch_parts import LaunchParts
     from ddpsafe._launcher.nodes.decisions import Action
-    from ddpsafe._launcher.nodes.lobby import RoundChannel
     from ddpsafe._launcher.nodes.node_messages import RoundPlan
+    from ddpsafe._launcher.nodes.rendezvous import RoundChannel
     from ddpsafe._launcher.processes.rank_process import RankProcess
     from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._launcher.watch.status_socket import StatusRequests
@@ -109,7 +109,7 @@ class RemoteRank(RankState):
 
         def send(request: bytes) -> None:
             message = RankRequest(rank=world.rank, request=request.hex())
-            channel.send(message, to=world.node_rank)
+            channel.send(message, to=(world.node_rank,))
 
         super().__init__(send)
         self.world = world
@@ -229,9 +229,7 @@ class RelayedRequests:
 
     def answer(self, facts: dict[str, Any]) -> None:
         """Send the facts to the nodes that have asked."""
-        answer = StatusAnswer(facts=json.dumps(facts))
-        for node in self._asking:
-            self._channel.send(answer, to=node)
+        self._channel.send(StatusAnswer(facts=json.dumps(facts)), to=tuple(self._asking))
         self._asking.clear()
 
 

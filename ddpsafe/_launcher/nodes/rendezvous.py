@@ -31,15 +31,15 @@ from ddpsafe._errors import (
     RendezvousTimeoutError,
 )
 from ddpsafe._host import list_interfaces
-from ddpsafe._job.channel import Channel, Hello, Lost, RefusedError
+from ddpsafe._job.channel import Away, Back, Channel, Hello, Lost, RefusedError
 from ddpsafe._job.endpoint import NO_ANSWER_WARNING_S, JobEndpoint
-from ddpsafe._launcher.nodes.decisions import leaves_alone
+from ddpsafe._launcher.nodes.decisions import Send, Warn
 from ddpsafe._launcher.nodes.lobby import (
     Lobby,
     Membership,
+    differences,
     require_same_settings,
     same_rank,
-    warn_of_differences,
 )
 from ddpsafe._launcher.nodes.node_messages import (
     CODEC,
@@ -61,9 +61,12 @@ from ddpsafe._secrets import JOB_SECRET
 from ddpsafe._text import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from ddpsafe._config import LaunchConfig
+    from ddpsafe._job.channel import ClockOffset, Event
+    from ddpsafe._launcher.nodes.decisions import Action
+    from ddpsafe._launcher.nodes.node_messages import RoundPlan
     from ddpsafe._launcher.watch.signals import SignalInbox
 
 logger = get_logger(__name__)
@@ -157,6 +160,52 @@ class Questions:
         return found
 
 
+class RoundChannel:
+    """Node 0's channel to the nodes of one round, by node rank. What others send goes to the lobby.
+
+    Args:
+        rendezvous: All launchers.
+        launchers: Those of the round, by node rank.
+    """
+
+    def __init__(self, rendezvous: NodeRendezvous, launchers: Sequence[str]) -> None:
+        """Keep the launchers."""
+        self._rendezvous, self._channel = rendezvous, rendezvous.channel
+        self._launchers = launchers
+        self._ranks = {launcher: node for node, launcher in enumerate(launchers) if node}
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there are events, other than those of routine."""
+        return self._channel.fileno()
+
+    def events(self) -> Iterator[tuple[int, Event[NodeMessage]]]:
+        """Yield what has arrived from the nodes of the round since the last call."""
+        for launcher, event in self._channel.events():
+            node = self._ranks.get(launcher)
+            if node is None or isinstance(event, (Lost, Away, Back, CannotTakePart)):
+                self._rendezvous.take(launcher, event)
+            if node is not None:
+                yield node, event
+
+    def send(self, message: NodeMessage, *, to: Sequence[int | str] | None = None) -> None:
+        """Send to nodes of the round, by node rank, or to all of them; see `Channel.send`."""
+        nodes = self._ranks.values() if to is None else to
+        # Packed once: the plan of a large job takes milliseconds.
+        self._channel.send(message, to=[self._launchers[int(node)] for node in nodes])
+
+    def give_up_away(self) -> None:
+        """Take the nodes that are away as lost."""
+        self._channel.give_up_away(self._ranks)
+
+    def offset_of(self, node: int) -> ClockOffset:
+        """Return what to add to the times of a node, also of one that has been lost."""
+        return self._channel.offset_of(self._launchers[node])
+
+    def has_heard(self, *, within_s: float) -> bool:
+        """Return whether the kernel of a connected node has sent anything in the last seconds."""
+        return self._channel.has_heard(within_s=within_s)
+
+
 class SharedKeys:
     """Keys for one purpose that node 0 keeps and all nodes read and set; see `store_keys.Keys`."""
 
@@ -235,7 +284,6 @@ class NodeRendezvous:
             for address in interface.addresses
         )
         self._channel: Channel[Any, NodeMessage] | None = None
-        self._dropped: set[str] = set()
         self._shared = SharedState(self._launcher, config.rendezvous.last_call, self._there)
         self._keys: dict[str, str] = {}
         self._has_left = False
@@ -289,13 +337,71 @@ class NodeRendezvous:
             PreflightError: The endpoint cannot be served, or belongs to another job or program.
             RendezvousTimeoutError: No node serves it in time.
         """
-        self._channel = channel = self.endpoint.open()
+        channel = self.endpoint.open()
         if self.serves:
-            self.lobby = Lobby(channel, self.facts, self._forget, self.require_no_signal)
+            self.lobby = Lobby(self.facts)
+        self._channel = (
+            channel  # from here on, the channel's thread answers with the lobby's knowledge
+        )
+        if self.serves:
             return
-        self.membership = Membership(channel, self._welcomed(channel))
+        self.membership = Membership(self._welcomed(channel))
         if joins:
             self._become_member()
+
+    # What arrives goes to the core, and what that says is done.
+
+    @property
+    def channel(self) -> Channel[Any, NodeMessage]:
+        """The channel to all other launchers, or to node 0."""
+        assert self._channel is not None  # noqa: S101 - `open` opens it
+        return self._channel
+
+    def look(self) -> None:
+        """Take in what has arrived."""
+        for name, event in self.channel.events():
+            self.take(name, event)
+
+    def take(self, name: Any, event: Event[NodeMessage]) -> None:
+        """Take in what a launcher has sent."""
+        self.perform(self.lobby.take(name, event) if self.serves else self.membership.take(event))
+
+    def perform(self, actions: Iterable[Action]) -> None:
+        """Do what a core says."""
+        for action in actions:
+            if isinstance(action, Send):
+                self.channel.send(action.message, to=action.to)
+            elif isinstance(action, Warn):
+                extra = {"event": action.event} if action.event else {}
+                logger.warning("%s", action.text, extra=extra)
+
+    def wait_until(
+        self, holds: Callable[[], bool], limit: Deadline, *, heeds_signals: bool = True
+    ) -> bool:
+        """Take in what arrives until a condition holds; return whether it does in time.
+
+        Raises:
+            Interrupted: A signal has arrived.
+        """
+        while True:
+            self.look()
+            if holds():
+                return True
+            if heeds_signals:
+                self.require_no_signal()
+            if limit.expired():
+                return False
+            wait([self.channel.fileno()], min(_POLL_S, limit.remaining_s()))
+
+    def send_plan(self, plan: RoundPlan) -> RoundChannel:
+        """Send the plan of a round to its nodes; return the channel to them."""
+        self.perform(self.lobby.plan(plan))
+        return RoundChannel(self, [node.launcher for node in plan.nodes])
+
+    def begin(self, plan: RoundPlan) -> None:
+        """Begin the attempt of a round; its channel then has what its nodes have sent meanwhile."""
+        self.perform(self.lobby.begin(plan))
+        self.channel.put_back(self.lobby.early)
 
     def _listen(self, address: str, port: int) -> Channel[str, NodeMessage]:
         """Open node 0's end of the channel."""
@@ -346,19 +452,19 @@ class NodeRendezvous:
     def _become_member(self) -> None:
         """Tell node 0 who this is, and compare the settings."""
         node_0 = self.membership.node_0
-        self.membership.channel.send(Joining(node=self.facts))
+        self.channel.send(Joining(node=self.facts))
         try:
             require_same_settings(node_0, self.facts)
         except ConfigError as exc:
             self.report_cannot_take_part(exc)
             raise
-        warn_of_differences(node_0, self.facts)
+        self.perform(differences(node_0, self.facts))
 
     def report_cannot_take_part(
         self, error: DDPSafeError | Interrupted, round_id: str = ""
     ) -> None:
         """Tell node 0 why this node cannot take part, in a round or at all."""
-        self.membership.channel.send(self._cannot_take_part(error, round_id))
+        self.channel.send(self._cannot_take_part(error, round_id))
 
     def _cannot_take_part(
         self, error: DDPSafeError | Interrupted, round_id: str = ""
@@ -373,7 +479,7 @@ class NodeRendezvous:
     def _ask(self, question: Ask, is_over: Callable[[], bool] = lambda: False) -> Answered | None:
         """Ask node 0, which may be this one."""
         if not self.serves:
-            return self._questions.ask(self.membership.channel, question, is_over)
+            return self._questions.ask(self.channel, question, is_over)
         answers: list[Answered] = []
         self._answer_to(self._launcher, question, answers.append)
         return answers[0]
@@ -395,12 +501,9 @@ class NodeRendezvous:
         channel = self._channel
         if channel is None:
             return set(launchers)
-        there = channel.connected() - channel.away() - self._dropped | {self._launcher}
-        return there.intersection(launchers)
-
-    def _forget(self, facts: NodeFacts) -> None:
-        """Let the next round begin without a node that has left, or is refused."""
-        self._dropped.add(facts.launcher)
+        there = channel.connected() - channel.away()
+        is_out = {launcher for launcher in there if self.lobby.of(launcher).is_out}
+        return (there - is_out | {self._launcher}).intersection(launchers)
 
     def meet_again(self) -> None:
         """Have the next round begin: as node 0, before the others are told to join it."""
@@ -431,8 +534,8 @@ class NodeRendezvous:
         next_look_s, next_warning_s = 0.0, _FIRST_WARNING_S
         while not self._shared.completed.wait(_POLL_S):
             self.require_no_signal()
-            self.lobby.look()
-            self._end_or_refuse()
+            self.look()
+            self.perform(self.lobby.refuse_unable(self._config))
             self._require_running()
             if self._join_by.expired():
                 self._require_more_time()
@@ -452,7 +555,7 @@ class NodeRendezvous:
         joins_s: float | None = time.monotonic()
         pause_s = 0.0
         while True:
-            wait([membership.channel.fileno()], pause_s)
+            wait([self.channel.fileno()], pause_s)
             pause_s = _POLL_S
             self.require_no_signal()
             try:
@@ -556,7 +659,7 @@ class NodeRendezvous:
             Interrupted: A signal ends the job.
         """
         membership = self.membership
-        membership.look()
+        self.look()
         if membership.result is not None and not membership.result.is_good:
             raise error_of(membership.result)
         # After a result, node 0 leaves: that is not a loss.
@@ -596,26 +699,9 @@ class NodeRendezvous:
             kind="startup-network",
         )
 
-    def _end_or_refuse(self) -> None:
-        """End the job if one of its nodes cannot continue; a new node is refused, and another awaited.
-
-        Raises:
-            DDPSafeError: The node's error, if the job ends.
-            Interrupted: The node's launcher has received a signal.
-        """
-        for launcher, refusal in [*self.lobby.unable.items()]:  # a copy: `refuse` removes entries
-            error = error_of(refusal.result)
-            staying = 1 + len(self.lobby.nodes.keys() - {launcher})
-            leaves = isinstance(error, Interrupted) and leaves_alone(
-                self._config, error.signum, staying=staying
-            )
-            if not leaves and not self.lobby.is_new(launcher):
-                raise error
-            self.lobby.refuse(launcher, error)
-
     def _warn_of_refused_names(self) -> None:
         """Warn once of each host whose launcher does not know the secret, by the name that it gives."""
-        channel = self.lobby.channel
+        channel = self.channel
         for refusal, about in channel.refused[self._warned_of :]:
             name = ascii(str(about.get("hostname"))[:64]) if isinstance(about, dict) else "?"
             if name in self._refused_names or len(self._refused_names) >= _MAX_REFUSED_NAMES:
@@ -704,11 +790,6 @@ class NodeRendezvous:
             plural = "node rank" if len(missing) == 1 else "node ranks"
             text += f"; {plural} {listed(missing)} did not" if missing else ""
         return text + self.endpoint.where_node_0_listens()
-
-    def how_node_0_was_lost(self) -> Lost | None:
-        """Return how the connection to node 0 has ended."""
-        self.membership.look()
-        return self.membership.lost
 
     def close(self) -> None:
         """Leave: the other nodes hear at once that this one has ended."""

@@ -62,7 +62,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ddpsafe._launcher.launch_parts import LaunchParts
-    from ddpsafe._launcher.nodes.lobby import Lobby, Membership, RoundChannel
+    from ddpsafe._launcher.nodes.lobby import Membership
+    from ddpsafe._launcher.nodes.rendezvous import RoundChannel
     from ddpsafe._launcher.plan import LaunchPlan
     from ddpsafe._launcher.watch.signals import SignalInbox
 
@@ -182,7 +183,7 @@ class NodeLaunch:
             rendezvous.meet_again()
             if self._round_channel is not None:
                 self._round_channel.send(round_result_of(error, is_final=False))
-            lobby.end_round()
+            rendezvous.perform(lobby.end_round())
             return self._parts.calls.change(error)
 
         try:
@@ -197,21 +198,20 @@ class NodeLaunch:
                 exc.error.previous_attempts = tuple(self._earlier)
             # To all, not to those of the round alone: a node that is to join again would find the
             # job closed, and report that it was too late.
-            lobby.send(round_result_of(exc.error, is_final=True))
+            rendezvous.channel.send(round_result_of(exc.error, is_final=True))
             raise exc.error from exc.error.__cause__
         except BaseException as exc:
             error = as_error(
                 exc, rendezvous.facts.named(0), "could not begin another attempt", phase="retry"
             )
-            lobby.send(round_result_of(error, is_final=True))
+            rendezvous.channel.send(round_result_of(error, is_final=True))
             raise
-        lobby.send(RoundResult(is_final=True))
+        rendezvous.channel.send(RoundResult(is_final=True))
         note_event("ended", "the job has ended")
         return values
 
     def _attempt_as_node_0(self, rendezvous: NodeRendezvous, number: int) -> dict[int, object]:
         self.attempts = number
-        lobby = rendezvous.lobby
         with contextlib.ExitStack() as stack:
             # It takes over a signal that came too late for the inbox before: no wait would notice
             # it.
@@ -222,7 +222,7 @@ class NodeLaunch:
                 ports = stack.enter_context(contextlib.ExitStack())
                 try:
                     plan = self._open_round(rendezvous, nodes, number, ports)
-                    self._round_channel = lobby.plan(plan)
+                    self._round_channel = rendezvous.send_plan(plan)
                     if self._examine_with_new_nodes(rendezvous, plan):
                         self._await_nodes(rendezvous, plan)
                         break
@@ -231,7 +231,7 @@ class NodeLaunch:
                 except (Exception, Interrupted) as exc:
                     raise _NoRound(self._reason(rendezvous, exc)) from exc
                 ports.close()
-            lobby.begin(plan)
+            rendezvous.begin(plan)
             return run_as_node_0(
                 number,
                 self._placed(plan, 0, rendezvous),
@@ -256,52 +256,58 @@ class NodeLaunch:
                 others = launchers[1:]
                 limit = Deadline.after(self._plan.config.timeouts.start)
                 # Each has connected before it joined, and may have left since.
-                lobby.wait_until(
+                rendezvous.wait_until(
                     lambda others=others: all(map(lobby.has_come_or_left, others)),  # type: ignore[misc]
                     limit,
                 )
                 # torch's rendezvous may have completed with a host that has no power by now. One that is only
                 # away joins again once it is back.
-                there = lobby.nodes.keys() - lobby.channel.away()
+                there = lobby.nodes
                 nodes = (
                     rendezvous.facts,
-                    *(lobby.nodes[launcher] for launcher in others if launcher in there),
+                    *(
+                        there[launcher]
+                        for launcher in others
+                        if launcher in there and not lobby.of(launcher).is_away
+                    ),
                 )
                 is_whole = len(nodes) == len(launchers) >= least
-                if is_whole and self._are_fit(lobby, nodes):
+                if is_whole and self._are_fit(rendezvous, nodes):
                     return nodes
             except (Exception, Interrupted) as exc:
                 raise _NoRound(self._reason(rendezvous, exc)) from exc
             rendezvous.meet_again()
-            lobby.send(
+            rendezvous.channel.send(
                 RoundResult(is_final=False),
-                [launcher for launcher in others if launcher in lobby.nodes],
+                to=[launcher for launcher in others if launcher in lobby.nodes],
             )
 
-    def _are_fit(self, lobby: Lobby, nodes: Sequence[NodeFacts]) -> bool:
+    def _are_fit(self, rendezvous: NodeRendezvous, nodes: Sequence[NodeFacts]) -> bool:
         """Refuse a new node that reaches only the endpoint, or does not see the checkpoints of earlier attempts."""
         # Before any rank starts: the ranks would notice as well, but that would end all of them.
+        lobby = rendezvous.lobby
         new = [node for node in nodes[1:] if lobby.is_new(node.launcher)]
         if not new:
             return True
         limit = min(2 * _FILE_APPEARS, self._plan.config.timeouts.start)
-        lobby.seen.clear()
         with (
             _file_in(self._checkpoint_folders) as (file, folders),
             listen_at(nodes[0].address, self._plan.config.rendezvous.ports) as listening,
         ):
             check = FolderCheck(file=file, folders=folders, port=listening.getsockname()[1])
-            lobby.send(check, [node.launcher for node in new])
-            lobby.wait_until(
+            rendezvous.perform(lobby.check(check, [node.launcher for node in new]))
+            callers = [node.launcher for node in new]
+            rendezvous.wait_until(
                 lambda: all(
-                    node.launcher in lobby.seen or node.launcher not in lobby.nodes for node in new
+                    lobby.of(caller).seen is not None or lobby.of(caller).is_out
+                    for caller in callers
                 ),
                 Deadline.after(limit),
             )
-        if any(node.launcher not in lobby.nodes for node in new):
+        if any(lobby.of(caller).is_out for caller in callers):
             return False  # it has left meanwhile
         for node in new:
-            answer = lobby.seen.get(node.launcher)
+            answer = lobby.of(node.launcher).seen
             # A node that does not answer is refused, too: a look at a dead mount does not return.
             if answer is not None and not (answer.missing or answer.unreached):
                 continue
@@ -314,7 +320,8 @@ class NodeLaunch:
                 cause = "a network file system does not answer there, or its launcher has ended or is stopped."
                 fix = f"on {name}:  ls {' '.join(folders)}  ; then start the launcher there again."
             elif answer.unreached:
-                lobby.refuse(node.launcher, _no_way(answer.unreached, name, nodes[0].address))
+                refusal = _no_way(answer.unreached, name, nodes[0].address)
+                rendezvous.perform(lobby.refuse(node.launcher, refusal))
                 return False
             else:
                 what = (
@@ -324,7 +331,8 @@ class NodeLaunch:
                 cause = "the folder is not shared between the nodes, or a mount is missing there."
                 fix = f"mount it on {name}, and start the launcher there again."
             explanation = Explanation(what, cause=cause, fix=fix)
-            lobby.refuse(node.launcher, PreflightError(explanation, kind="mount"))
+            refusal = PreflightError(explanation, kind="mount")
+            rendezvous.perform(lobby.refuse(node.launcher, refusal))
             return False
         return True
 
@@ -365,9 +373,8 @@ class NodeLaunch:
             self._examine(rendezvous, plan, 0)
         except PreflightError as exc:
             # The others read the findings from the store of this node.
-            lobby.wait_until(
-                lambda: others <= {*lobby.ready, *lobby.unable, *lobby.losses},
-                Deadline.after(_EXAMINATION_READ),
+            rendezvous.wait_until(
+                lambda: all(map(lobby.has_answered, others)), Deadline.after(_EXAMINATION_READ)
             )
             new = [number for number, node in enumerate(plan.nodes) if lobby.is_new(node.launcher)]
             if not new:
@@ -382,9 +389,9 @@ class NodeLaunch:
             if not counts[plan.nodes[unfit].hostname]:
                 raise  # the next new node would be refused as well, without end
             launcher = plan.nodes[unfit].launcher
-            lobby.refuse(launcher, exc)
+            rendezvous.perform(lobby.refuse(launcher, exc))
             rendezvous.meet_again()
-            lobby.give_up_round(others - {launcher})
+            rendezvous.perform(lobby.give_up_round(others - {launcher}))
             return False
         return True
 
@@ -398,7 +405,7 @@ class NodeLaunch:
         failure = "could not open the round"
         error = as_error(exc, rendezvous.facts.named(0), failure, phase="start")
         lobby = rendezvous.lobby
-        lobby.look()  # a node may have said why since
+        rendezvous.look()  # a node may have said why since
         # A new node is refused, and the job continues without it: see `Lobby.settled`.
         for launcher, refusal in lobby.unable.items():
             if not isinstance(error, Interrupted) and not lobby.is_new(launcher):
@@ -434,13 +441,13 @@ class NodeLaunch:
         others = {facts.launcher: node for node, facts in enumerate(plan.nodes) if node}
 
         def is_decided() -> bool:
-            missing = others.keys() - lobby.present
-            return not missing or bool(missing & {*lobby.unable, *lobby.losses})
+            missing = [launcher for launcher in others if not lobby.is_present(launcher)]
+            return not missing or any(map(lobby.has_answered, missing))
 
-        lobby.wait_until(
+        rendezvous.wait_until(
             is_decided, Deadline.after(self._plan.config.timeouts.start + _REFUSAL_READ)
         )
-        missing = others.keys() - lobby.present
+        missing = {launcher for launcher in others if not lobby.is_present(launcher)}
         if not missing:
             tell_who_joined(plan, 0)
             return
@@ -450,8 +457,9 @@ class NodeLaunch:
             why="it joined, but has not begun the round", how="ended", seen_ns=time.monotonic_ns()
         )
         for candidate in sorted(missing, key=others.__getitem__):
-            if candidate in lobby.unable:
-                error = error_of(lobby.unable[candidate].result)
+            caller = lobby.of(candidate)
+            if caller.unable is not None:
+                error = error_of(caller.unable.result)
                 launcher, staying = candidate, len(plan.nodes) - 1
                 if isinstance(error, Interrupted):
                     if not leaves_alone(
@@ -466,10 +474,10 @@ class NodeLaunch:
                     lost = replace(lost, why=explained.what.rstrip("."), how="goodbye")
                 else:
                     raise error
-                lobby.refuse(candidate, error)
+                rendezvous.perform(lobby.refuse(candidate, error))
                 break
-            if candidate in lobby.losses:
-                launcher, lost = candidate, lobby.losses[candidate]
+            if caller.lost is not None:
+                launcher, lost = candidate, caller.lost
         error = lost_node_error(
             plan,
             others[launcher],
@@ -481,7 +489,7 @@ class NodeLaunch:
             run_dir=self._parts.directory.path,
         )
         if launcher in lobby.nodes:  # it is there, and does nothing
-            lobby.refuse(launcher, error)
+            rendezvous.perform(lobby.refuse(launcher, error))
         raise error
 
     def _follow(self, rendezvous: NodeRendezvous) -> dict[int, object]:
@@ -500,7 +508,8 @@ class NodeLaunch:
                         self._tell_cannot_take_part(rendezvous, received, _REFUSAL_READ)
                     raise
                 except RendezvousTimeoutError as exc:
-                    lost = rendezvous.how_node_0_was_lost()
+                    rendezvous.look()
+                    lost = membership.lost
                     if lost is None or membership.result is not None:  # node 0 has said why
                         raise
                     raise self._lost_node_0(membership, lost) from exc
@@ -530,10 +539,10 @@ class NodeLaunch:
                     if error is exc:
                         raise
                     raise error from exc
-                membership.channel.send(Ready(round_id=plan.round_id))
+                rendezvous.channel.send(Ready(round_id=plan.round_id))
                 tell_who_joined(plan, node)
                 ended = Participant(
-                    plan.attempt, parts, round_plan=plan, channel=membership.channel, inbox=inbox
+                    plan.attempt, parts, round_plan=plan, channel=rendezvous.channel, inbox=inbox
                 ).run()
             if ended.error is None:
                 assert ended.values is not None  # noqa: S101 - without an error there are values
@@ -610,13 +619,9 @@ class NodeLaunch:
         """Tell node 0 why this node cannot take part, and wait for what it decides; return that."""
         rendezvous.report_cannot_take_part(error, round_id)
         membership = rendezvous.membership
-        for pause_s in Deadline.after(limit).pauses_s():
-            membership.look()
-            if limit is None:
-                rendezvous.require_no_signal()
-            if membership.joins_again or membership.result or membership.lost:
-                break
-            time.sleep(pause_s)
+        rendezvous.wait_until(
+            lambda: membership.is_told, Deadline.after(limit), heeds_signals=limit is None
+        )
         return membership.result
 
     def _lost_node_0(self, membership: Membership, lost: Lost) -> NodeLostError:
@@ -636,10 +641,10 @@ class NodeLaunch:
         deadline = Deadline.after(self._plan.config.timeouts.start + _REFUSAL_READ)
         membership = rendezvous.membership
         checking: BoundedCall[FoldersSeen] | None = None
-        for pause_s in deadline.pauses_s():
+
+        def has_plan() -> bool:
+            nonlocal checking
             rendezvous.require_member()
-            if membership.plan is not None:
-                return membership.plan
             if membership.joins_again:
                 raise _JoinAgain
             if membership.check is not None:
@@ -649,11 +654,16 @@ class NodeLaunch:
                 address = membership.node_0.address
                 checking = BoundedCall(partial(_look_at, check, address), name="ddpsafe-folders")
             if checking is not None and checking.wait(0):
-                membership.channel.send(checking.result())
+                rendezvous.channel.send(checking.result())
                 checking = None
-            rendezvous.require_no_signal()
-            time.sleep(pause_s)
-        raise rendezvous.endpoint.lost("node 0 has not published the plan of the round", deadline)
+            return membership.plan is not None
+
+        rendezvous.wait_until(has_plan, deadline)
+        if membership.plan is None:
+            raise rendezvous.endpoint.lost(
+                "node 0 has not published the plan of the round", deadline
+            )
+        return membership.plan
 
     def _require_way(self, rendezvous: NodeRendezvous, plan: RoundPlan) -> None:
         """Check that the store of the ranks can be reached, before any rank starts.
