@@ -19,7 +19,6 @@ from pydantic import TypeAdapter
 from scripts import wait_until
 
 from ddpsafe._clock import Deadline
-from ddpsafe._config import LaunchConfig
 from ddpsafe._errors import STARTUP_KINDS, PreflightError
 from ddpsafe._job.channel import (
     _MAX_UNANSWERED_BEATS,
@@ -28,7 +27,6 @@ from ddpsafe._job.channel import (
     ClockComparison,
     ClockOffset,
     Hello,
-    Lost,
     from_json,
     to_json,
 )
@@ -36,13 +34,9 @@ from ddpsafe._launcher.nodes import node_messages
 from ddpsafe._launcher.nodes.node_messages import (
     CODEC,
     LetRanksExit,
-    NodeFacts,
-    RoundPlan,
     shift,
     shift_position,
 )
-from ddpsafe._launcher.plan import make_plan
-from ddpsafe._launcher.watch.signals import SignalInbox, open_inbox
 from ddpsafe._wire.messages import Position, Whereabouts
 from ddpsafe.checkpoint.errors import CheckpointError
 
@@ -182,21 +176,6 @@ def test_a_launcher_that_cannot_open_files_can_still_report_to_the_others() -> N
 
 
 HERE: Final = "127.0.0.1"
-ROUND: Final = RoundPlan(
-    round_id="round",
-    attempt=1,
-    nodes=tuple(
-        NodeFacts(hostname=f"h{node}", pid=1, address=HERE, nproc=1, settings={})
-        for node in range(3)
-    ),
-    store_port=0,
-    master_port=0,
-)
-CONFIG: Final = LaunchConfig(
-    nnodes=3, nproc_per_node=1, backend="gloo", rendezvous={"endpoint": "h0:29400"}
-)
-PLAN: Final = make_plan(CONFIG, style="launch")
-LOST: Final = Lost(how="ended", why="its launcher has ended", seen_ns=1)
 
 
 @pytest.fixture
@@ -205,13 +184,6 @@ def channel() -> Iterator[Channel]:
     listening = Channel.listen(HERE, secret=b"secret", scope="round", codec=CODEC, nnodes=3)
     yield listening
     listening.close()
-
-
-@pytest.fixture
-def inbox() -> Iterator[SignalInbox]:
-    """Open an inbox."""
-    with open_inbox() as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ class Job:
     @property
     def forgotten(self) -> list[str]:
         """The launchers that the next round does without."""
-        return [launcher for launcher, caller in self.lobby.callers.items() if caller.is_out]
+        return [launcher for launcher in self.lobby.callers if launcher in self.lobby.out]
 
     def wait_until(self, holds: Callable[[], object]) -> None:
         """Let node 0 take in what arrives, until something holds."""

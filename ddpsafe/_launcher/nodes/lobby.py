@@ -56,7 +56,6 @@ class Caller:
         seen: Which folders with checkpoints it has found.
         unable: Why it cannot take part.
         lost: How its connection has ended.
-        is_out: Whether it has left or is refused: rounds begin without it.
     """
 
     node: NodeFacts | None = None
@@ -65,7 +64,6 @@ class Caller:
     seen: FoldersSeen | None = None
     unable: CannotTakePart | None = None
     lost: Lost | None = None
-    is_out: bool = False
 
 
 class Lobby:
@@ -78,6 +76,7 @@ class Lobby:
         callers: The other launchers, in the order in which they came.
         settled: The launchers of the last round that began. Any other launcher is new: the job
             refuses it if it is unfit, and waits for another one.
+        out: Those that have left or are refused: rounds begin without them.
         early: What nodes of the round have sent before it began here.
     """
 
@@ -88,6 +87,7 @@ class Lobby:
         self._running: RunsWithout | None = None
         self.callers: dict[str, Caller] = {}
         self.settled: frozenset[str] = frozenset()
+        self.out: frozenset[str] = frozenset()  # read by the channel's thread
         self.early: list[tuple[str, Event[NodeMessage]]] = []
 
     def _note(self, launcher: str, **facts: object) -> None:
@@ -104,7 +104,7 @@ class Lobby:
         return {
             launcher: caller.node
             for launcher, caller in self.callers.items()
-            if caller.node is not None and not caller.is_out
+            if caller.node is not None and launcher not in self.out
         }
 
     @property
@@ -119,7 +119,8 @@ class Lobby:
 
     def has_come_or_left(self, launcher: str) -> bool:
         """Return whether a launcher has introduced itself, or is lost."""
-        return launcher in self.nodes or self.of(launcher).lost is not None
+        caller = self.of(launcher)
+        return caller.node is not None or caller.lost is not None
 
     def has_answered(self, launcher: str) -> bool:
         """Return whether a launcher has read the plan of the round, cannot take part, or is lost."""
@@ -149,7 +150,8 @@ class Lobby:
             if event.round_id == self._round_id:
                 self._note(launcher, is_ready=True)
         elif isinstance(event, Lost):
-            self._note(launcher, lost=event, is_out=True)
+            self._note(launcher, lost=event)
+            self.out |= {launcher}
         elif is_in_attempt:
             return
         elif caller.is_ready:
@@ -199,7 +201,8 @@ class Lobby:
         if not isinstance(error, Interrupted):
             yield Warn(f"{node}, which came to replace a node, is refused: {error.explanation}")
         yield Send(round_result_of(error, is_final=True), (launcher,))
-        self._note(launcher, unable=None, is_out=True)
+        self._note(launcher, unable=None)
+        self.out |= {launcher}
 
     def refuse_unable(self, config: LaunchConfig) -> Iterator[Action]:
         """Refuse new nodes that cannot take part, and let nodes leave that have received a signal.
@@ -235,7 +238,7 @@ class Lobby:
                 error = ConfigError(Explanation(what, cause=cause, fix="start it once."))
                 yield Warn(f"{what.rstrip('.')}: the second start replaces the first")
                 yield Send(round_result_of(error, is_final=True), (other.launcher,))
-                self._note(other.launcher, is_out=True)
+                self.out |= {other.launcher}
             elif self._comes_twice(node, other):
                 self._object(launcher, node, _same_host(other, node))
         self._note(launcher, node=node)

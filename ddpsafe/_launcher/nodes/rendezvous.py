@@ -501,9 +501,8 @@ class NodeRendezvous:
         channel = self._channel
         if channel is None:
             return set(launchers)
-        there = channel.connected() - channel.away()
-        is_out = {launcher for launcher in there if self.lobby.of(launcher).is_out}
-        return (there - is_out | {self._launcher}).intersection(launchers)
+        there = channel.connected() - channel.away() - self.lobby.out | {self._launcher}
+        return there.intersection(launchers)
 
     def meet_again(self) -> None:
         """Have the next round begin: as node 0, before the others are told to join it."""

@@ -299,12 +299,11 @@ class NodeLaunch:
             callers = [node.launcher for node in new]
             rendezvous.wait_until(
                 lambda: all(
-                    lobby.of(caller).seen is not None or lobby.of(caller).is_out
-                    for caller in callers
+                    lobby.of(caller).seen is not None or caller in lobby.out for caller in callers
                 ),
                 Deadline.after(limit),
             )
-        if any(lobby.of(caller).is_out for caller in callers):
+        if not lobby.out.isdisjoint(callers):
             return False  # it has left meanwhile
         for node in new:
             answer = lobby.of(node.launcher).seen
