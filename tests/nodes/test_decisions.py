@@ -345,7 +345,7 @@ def test_who_leaves_is_sent_the_end_of_the_job_and_the_others_another_attempt(er
     assert (left.node_rank, left.kind) == (1, "peer-lost")
     assert ("all ranks have stopped at one step" in str(left)) is (error is STOPPED)
     own, shared = (each for each in node_0.done if isinstance(each, Send))
-    assert (own.to, own.message.is_final) == (1, True)  # type: ignore[union-attr]
+    assert (own.to, own.message.is_final) == ((1,), True)  # type: ignore[union-attr]
     assert (shared.to, shared.message) == (None, round_result_of(left))
 
 
