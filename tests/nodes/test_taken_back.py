@@ -25,7 +25,7 @@ FAULT_FOLLOWS_S: Final = 1.2
 
 ELASTIC: Final[dict[str, Any]] = {
     "nnodes": 3,
-    "rendezvous": {"min_nodes": 2, "last_call": 1},
+    "rendezvous": {"min_nodes": 2, "last_call": 5},
     "retry": {"attempts": 3, "on": ["peer-lost"], "backoff_initial": 0, "jitter": 0},
     "timeouts": {"collective": 60, "grace": 3},
 }

@@ -247,10 +247,10 @@ def leave(when: str, said: dict[str, Any], fields: dict[str, Any]) -> None:
         else:
             assert node.join() is not None
         while when == "begun" and node.membership.plan is None:
-            node.membership.look()
+            node.look()
             time.sleep(0.05)
         while when == "stays" and node.membership.result is None:
-            node.membership.look()
+            node.look()
             time.sleep(0.05)
     print(json.dumps(said), flush=True)
     os._exit(0)
