@@ -413,7 +413,7 @@ BUDGETS: Final = {
     "ddpsafe/_explain": (2_800, "reads any log once, in any launcher's form; the rules are data"),
     "ddpsafe/_job": (3_350, "the channel, the endpoint and the network that all parts use"),
     "ddpsafe/_launcher": (11_550, "52 rows of guarantees.md: start, watch, diagnosis, report"),
-    "ddpsafe/_launcher/nodes": (4_700, "12 rows: who takes part, and one result on all nodes"),
+    "ddpsafe/_launcher/nodes": (5_150, "12 rows: who takes part, and one result on all nodes"),
     "ddpsafe/_wire": (2_850, "what crosses a process, as plain data"),
     "ddpsafe/_worker": (6_150, "what runs in a rank: the context, hooks in torch, waits"),
     "ddpsafe/checkpoint": (
@@ -437,7 +437,7 @@ BUDGETS: Final = {
     "tests/launcher": (7_600, "the folder of the same name, with the table of root causes"),
     "tests/nccl_on_cpu": (1_350, "torch's NCCL code without a GPU"),
     "tests/nodes": (6_300, "several launchers: joins, losses, networks that break"),
-    "tests/nodes/simulation": (2_250, "hosts, network and clocks of jobs in virtual time"),
+    "tests/nodes/simulation": (2_310, "hosts, network and clocks of jobs in virtual time"),
     "tests/programs": (9_400, "what runs in ranks"),
     "tests/slurm": (450, "a Slurm of this machine alone"),
     "tests/smoke": (250, "the installed wheel"),
