@@ -59,7 +59,8 @@ class Fault:
             when = f"at {self.at_s + self.late_s:.2f} s"
         elif self.after is not None:
             when = f"{self.late_s:.2f} s after step {self.after[1]} of attempt {self.after[0]}"
-        elif self.on is not None:
+        else:
+            assert self.on is not None
             when = f"{self.late_s:.2f} s after {self.on[0]} number {self.on[1]}"
         span = f" for {self.for_s:.2f} s" if self.for_s else ""
         return f"{self.kind} {self.how} on h{self.host} {when}{span}"

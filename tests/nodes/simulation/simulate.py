@@ -90,6 +90,7 @@ def draw(seed: int) -> Scenario:
                 host=first.host if is_one_host else fault.host,
                 at_s=first.at_s,
                 after=first.after,
+                on=first.on,
                 late_s=first.late_s + pick.uniform(0, 8),
             )
             for fault in faults[1:]
