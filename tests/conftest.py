@@ -12,22 +12,19 @@ import signal
 import sys
 import tempfile
 import uuid
+from collections.abc import Generator, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from multiprocessing import forkserver
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import hypothesis
 import leftovers
 import machine
 import pytest
 import scripts
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
-
 
 # Test processes share a few cores, so no thread may spin while it waits. OpenMP's threads took half of
 # the time of a training in two ranks; numpy's, a tenth of each `import torch`.

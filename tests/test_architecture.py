@@ -7,8 +7,9 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pytest
 from source_tree import (
@@ -27,9 +28,6 @@ from source_tree import (
 import ddpsafe
 from ddpsafe.checkpoint import errors as checkpoint_errors
 from ddpsafe.data import errors as data_errors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 LAYERS: Final = {
     "vocabulary": 0,

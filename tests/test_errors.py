@@ -8,16 +8,14 @@ import itertools
 import json
 import pickle
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, get_args
+from typing import Final, get_args
 
 import pytest
 
 from ddpsafe import _errors
 from ddpsafe._launcher.uncaught import presentable, without_frames
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 FACTS: Final = {
     "attempt": 2,

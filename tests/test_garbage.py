@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import scripts
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROGRAM = """
     import gc, sys, weakref

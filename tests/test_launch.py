@@ -13,9 +13,10 @@ import socket
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import launch_programs as programs
 import odd_end_programs
@@ -27,9 +28,6 @@ import spawn_programs
 import ddpsafe
 from ddpsafe import LaunchConfig
 from ddpsafe._config.backend_names import KNOWN_TO_EVERY_TORCH
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TWO: Final[dict[str, Any]] = {
     "nproc_per_node": 2,

@@ -14,14 +14,11 @@ import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
 
 import scripts
 
 from ddpsafe import _stdlib_private
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 FORK = multiprocessing.get_context("fork")
 SPAWN = multiprocessing.get_context("spawn")

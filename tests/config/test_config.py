@@ -7,8 +7,9 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pydantic
 import pytest
@@ -19,10 +20,6 @@ from texts import any_text
 from ddpsafe import spawn
 from ddpsafe._config import DataPath, LaunchConfig, Rendezvous, RetryPolicy, Timeouts
 from ddpsafe._errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)

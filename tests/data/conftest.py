@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # A shared machine is slow at times, and these tests are about the result, not the time.
 settings.register_profile("data", deadline=None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from data_programs import Numbers
@@ -15,9 +16,6 @@ from torch.utils.data import Sampler, SequentialSampler
 
 from ddpsafe.data import DataLoader, DistributedSampler, ShardedIterable
 from ddpsafe.data.errors import DataWarning, LateSetEpochError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 N, BATCH = 12, 4
 STEPS = N // BATCH

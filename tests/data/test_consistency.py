@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import traceback
 from collections import UserList
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,6 @@ import ddpsafe
 from ddpsafe.data import check_dataset_consistency
 from ddpsafe.data._consistency import DIFFERENCES, UnequalData, has_equal_input, stable_text
 from ddpsafe.data.errors import DatasetInconsistencyError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_same_data_below_different_mount_points_is_equal() -> None:

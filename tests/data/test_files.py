@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from ddpsafe._errors import ConfigError
 from ddpsafe.data import sorted_files
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_files_are_ordered_by_bytes_without_hidden_ones(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-# ruff: noqa: D102, TC003 - the methods of eleven small datasets
+# ruff: noqa: D102 - the methods of eleven small datasets
 """The check before training reads where training will, and leaves the dataset unchanged."""
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import random
 import sqlite3
 import tarfile
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import h5py
 import lmdb
@@ -24,9 +25,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from ddpsafe.data import DataLoader, check_dataset_consistency, check_worker_safety
 from ddpsafe.data._loader.build import build_loader
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 N = 8
 OPENED: Any = None

@@ -6,7 +6,8 @@ import functools
 import itertools
 import random
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from data_programs import lines_of, numbers_to, read_shares, run_ranks
@@ -16,9 +17,6 @@ from hypothesis import strategies as st
 from ddpsafe._errors import ConfigError
 from ddpsafe.data import DataLoader, ShardedIterable
 from ddpsafe.data.errors import DataWarning, StateMismatchError, UnevenStepsError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,9 +16,6 @@ from ddpsafe._host import count_cores
 from ddpsafe.data import DataLoader
 from ddpsafe.data._loader.machine_limits import check_shared_memory, tensor_bytes
 from ddpsafe.data.errors import DataWarning
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import multiprocessing
 import pickle
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_sharer
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -31,9 +32,6 @@ from ddpsafe.data import DataLoader, DistributedSampler
 from ddpsafe.data._loader.build import build_loader
 from ddpsafe.data._loader.reading import FollowedDataset, NamingDataset, SharedProgress
 from ddpsafe.data.errors import DataWarning, StateMismatchError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 N = 40
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from data_programs import EagerRecords, Records, open_raw, write_records
 
 from ddpsafe._errors import ConfigError
 from ddpsafe.data import DataLoader, DistributedSampler, PerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
 """How workers start: as a copy of the process, or from pickled objects, in two ways."""

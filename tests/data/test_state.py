@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,6 @@ from ddpsafe.data import (
     WeightedSampler,
 )
 from ddpsafe.data.errors import DataWarning, StateMismatchError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::ddpsafe.data.errors.DataWarning", "ignore:This DataLoader will create"

@@ -11,7 +11,8 @@ import itertools
 import json
 import random
 import warnings
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -31,9 +32,6 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from ddpsafe.data import DataLoader
 from ddpsafe.data._loader.equal_readers import checksum
 from ddpsafe.data.errors import DataWarning, StateMismatchError, UndividedStreamError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 N = 46
 

@@ -7,9 +7,10 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import scripts
@@ -20,9 +21,6 @@ import ddpsafe
 from ddpsafe.data import DataLoader
 from ddpsafe.data._loader import worker_death
 from ddpsafe.data.errors import WorkerDiedError, WorkerTimeoutError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def read(how: str) -> None:

@@ -33,11 +33,12 @@ import urllib.request
 import warnings
 import wave
 import zipfile
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from unittest import mock
 
 import numpy as np
@@ -48,9 +49,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from ddpsafe.data import DataLoader, PerProcess, check_worker_safety
 from ddpsafe.data.errors import UnsafeWorkersError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 SHARED: dict[str, Any] = {}
 

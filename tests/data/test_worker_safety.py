@@ -9,7 +9,8 @@ import sqlite3
 import tempfile
 import threading
 import zipfile
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import h5py
 import lmdb
@@ -19,9 +20,6 @@ from data_programs import Droppable, EagerRecords, Numbers, open_raw, write_reco
 
 from ddpsafe.data import DataLoader, PerProcess, check_worker_safety
 from ddpsafe.data.errors import DataWarning, UnsafeWorkersError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Slotted:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pytest
 import scripts
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 CHECKOUT: Final = Path(__file__).parents[2]
 DIGITS: Final = CHECKOUT / "examples" / "digits"

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import doctor_kit
 import pytest
 from hosts import Network, find_obstacle, require, serving_forks
-from mesh_kit import FORKED
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from mesh_kit import MakeHosts
+from mesh_kit import FORKED, MakeHosts
 
 
 @pytest.fixture(autouse=True, scope="session")

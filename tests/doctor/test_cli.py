@@ -10,15 +10,13 @@ import re
 import shlex
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import pytest
 import scripts
 
 from ddpsafe import cli
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TORCH_IS_BROKEN: Final = "raise ImportError('no torch in this test: its import takes seconds')"
 

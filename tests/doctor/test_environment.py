@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import doctor_kit
 import pytest
 import scripts
 
 from ddpsafe import doctor
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ddpsafe.doctor import Finding, Report
+from ddpsafe.doctor import Finding, Report
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 

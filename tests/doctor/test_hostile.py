@@ -9,10 +9,11 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 import scripts
@@ -40,9 +41,6 @@ from ddpsafe.doctor._mesh.protocol import (
 )
 from ddpsafe.doctor._mesh.reach_node_zero import reach_coordinator
 from ddpsafe.doctor._mesh.transport import TransportLostError, gather, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 EVIL: Final = "x; touch PWNED; $(touch PWNED) `touch PWNED`"
 ESCAPE: Final = "gpu\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"

@@ -9,17 +9,15 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pytest
 import scripts
 from doctor_kit import Found, examine, lines_to_copy, needs_namespaces
 
 from ddpsafe._host import Limits, count_cores, read_limits, usable_cores
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MIB: Final = 1 << 20
 CGROUPS: Final = Path("/sys/fs/cgroup")

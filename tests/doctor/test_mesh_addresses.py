@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from hosts import Network, names_as_debian, names_of_all
-from mesh_kit import agree, examine, read_one, require_told_in_time, start_one
-
-if TYPE_CHECKING:
-    from mesh_kit import MakeHosts
+from mesh_kit import MakeHosts, agree, examine, read_one, require_told_in_time, start_one
 
 TWO_CARDS = {"eth0": "10.77.0", "ib0": "10.88.0"}
 

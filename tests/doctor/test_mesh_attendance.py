@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import scripts
@@ -18,9 +18,6 @@ from mesh_kit import (
     start_one,
     wait_for_line,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PORT = 29500
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
-from mesh_kit import agree, examine, healthy_node, require_told_in_time
+from mesh_kit import MakeHosts, agree, examine, healthy_node, require_told_in_time
 
 from ddpsafe._job.channel import from_json
 from ddpsafe.doctor._mesh.findings.differences import check_facts
 from ddpsafe.doctor._mesh.findings.observations import Results
 from ddpsafe.doctor._mesh.protocol import Dialled, Facts, NodeReport
-
-if TYPE_CHECKING:
-    from mesh_kit import MakeHosts
 
 pytestmark = pytest.mark.root
 

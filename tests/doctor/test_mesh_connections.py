@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import itertools
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
-from mesh_kit import PROGRAM, agree, examine, require_told_in_time, wait_for_line
-
-if TYPE_CHECKING:
-    from hosts import Network
-    from mesh_kit import MakeHosts
+from hosts import Network
+from mesh_kit import PROGRAM, MakeHosts, agree, examine, require_told_in_time, wait_for_line
 
 PORT = 29500
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 from mesh_kit import healthy_node as node
 
 from ddpsafe._host import Interface
+from ddpsafe.doctor import Finding
 from ddpsafe.doctor._mesh.findings import attendance
 from ddpsafe.doctor._mesh.findings.assemble import make_findings
 from ddpsafe.doctor._mesh.findings.attendance import (
@@ -26,18 +28,13 @@ from ddpsafe.doctor._mesh.protocol import (
     Facts,
     FilterChain,
     Greeting,
+    Node,
     NodeReport,
     Reduced,
     Rejected,
     Route,
 )
 from ddpsafe.doctor._mesh.reach_node_zero import Obstacle
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from ddpsafe.doctor import Finding
-    from ddpsafe.doctor._mesh.protocol import Node
 
 PAGES: Final = Path(__file__).parents[2] / "docs" / "findings"
 

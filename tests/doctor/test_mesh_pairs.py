@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 
 from ddpsafe.doctor._mesh.findings.connections import Group, group_ways
 from ddpsafe.doctor._mesh.pairs import EVERY_PAIR, plan_targets
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Direction = tuple[int, int]
 

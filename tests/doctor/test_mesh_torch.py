@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import scripts
 from doctor_kit import write_torch
-from hosts import names_as_debian
-from mesh_kit import PROGRAM, agree, examine, read_one, start_one
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from hosts import Network
-    from mesh_kit import MakeHosts
-    from warm_python import Forked
+from hosts import Network, names_as_debian
+from mesh_kit import PROGRAM, MakeHosts, agree, examine, read_one, start_one
+from warm_python import Forked
 
 pytestmark = pytest.mark.root
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 from doctor_kit import examine, lines_to_copy, needs_namespaces
 
 from ddpsafe import doctor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 TWO_NETWORKS: Final = """
 ip link add eth0 type veth peer name eth0-peer

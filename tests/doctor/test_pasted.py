@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 import scripts
-from hosts import names_as_debian, names_of_all, wait_for_state
-from mesh_kit import Told, agree, examine, start_one
-
-if TYPE_CHECKING:
-    from hosts import Network
-    from mesh_kit import MakeHosts
+from hosts import Network, names_as_debian, names_of_all, wait_for_state
+from mesh_kit import MakeHosts, Told, agree, examine, start_one
 
 pytestmark = pytest.mark.root
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from itertools import permutations
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import pytest
 from browser import Browser
 
 from ddpsafe.doctor import Direction, Finding, Matrix, Report
-from ddpsafe.doctor._findings import to_copy
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ddpsafe.doctor._findings import DialResult
+from ddpsafe.doctor._findings import DialResult, to_copy
 
 SVG: Final = "{http://www.w3.org/2000/svg}"
 

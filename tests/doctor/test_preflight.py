@@ -6,7 +6,8 @@ import json
 import logging
 import pickle
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import launch_programs as programs
 import machine
@@ -20,9 +21,6 @@ from ddpsafe._commands.doctor import next_port
 from ddpsafe._preflight import require_ready_to_join, require_ready_to_launch
 from ddpsafe._world import World
 from ddpsafe.doctor._findings import Report, require_healthy, to_copy, warning
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_preflight_costs_less_than_100_ms(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import scripts
 from doctor_kit import examine, lines_to_copy
@@ -14,15 +15,10 @@ from source_tree import PACKAGE
 
 from ddpsafe import LaunchConfig
 from ddpsafe._clock import Deadline
+from ddpsafe.doctor import Finding
 from ddpsafe.doctor._examine import run_check
 from ddpsafe.doctor._findings import ok
 from ddpsafe.doctor._subject import Subject
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from ddpsafe.doctor import Finding
 
 
 def test_missing_interpreter_fails() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from doctor_kit import examine, lines_to_copy, needs_namespaces
 
 from ddpsafe import doctor
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_missing_data_path_fails_with_the_part_that_exists(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 from doctor_kit import (
@@ -15,9 +16,6 @@ from doctor_kit import (
     write_pynvml,
     write_torch,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def shadow(folder: Path, source: str) -> dict[str, str]:

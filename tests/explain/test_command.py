@@ -7,15 +7,13 @@ import os
 import resource
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import pytest
 from explained import explain
 
 from ddpsafe._explain.catalogue import built_in
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LOST: Final = "[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4711\n"
 KILLED: Final = (

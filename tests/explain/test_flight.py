@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 from explained import explain
 
 from ddpsafe._explain.flight import FlightRecordings
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RANKS: Final = (0, 1, 2)
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import json
 import textwrap
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
 import pytest
 from explained import built_in_files
 
 from ddpsafe._explain.catalogue import Catalogue, built_in
 from ddpsafe._explain.reader import explain_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 FAILURES: Final[tuple[tuple[str, str, str, int | None, str], ...]] = (
     ("eaddrinuse-29500-two-torchrun", "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. The server socket has failed to bind to [::]:29500 (errno: 98 - A", "PORT-taken", None, "maybe"),

@@ -22,16 +22,14 @@ import textwrap
 import traceback
 import unittest
 import warnings
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
 
 import pytest
 import tenacity
 
 from ddpsafe._explain.reader import explain_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 STEPS: Final = "step 10 loss 0.31\nstep 20 loss 0.29\n"
 MEMORY: Final = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB of which 1.2 GiB is free."

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import machine
 import pytest
@@ -24,10 +26,6 @@ from ddpsafe._job.control import Control
 from ddpsafe._job.peers import Process
 from ddpsafe._job.store_keys import FolderStore
 from ddpsafe._world import World
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 RANKS: Final = 3
 LIMIT_S: Final = machine.hang_limit(60)

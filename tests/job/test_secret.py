@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
@@ -10,10 +12,6 @@ from ddpsafe import ConfigError, LaunchConfig, cli
 from ddpsafe._job.endpoint import key_of
 from ddpsafe._job.secret import find_job_secret
 from ddpsafe._worker.join.store_endpoint import job_secret
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 LONG: Final = "0123456789abcdef"
 

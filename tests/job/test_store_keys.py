@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 from cut_wire import HERE, Wire
@@ -11,9 +11,6 @@ from torch.distributed import DistNetworkError, TCPStore
 
 from ddpsafe._host import ending_when_silent
 from ddpsafe._job.store_keys import ReopenedStore
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture

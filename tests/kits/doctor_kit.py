@@ -8,16 +8,14 @@ import os
 import select
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import machine
 import pytest
 import scripts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 LIMIT_S: Final = machine.hang_limit(60)
 

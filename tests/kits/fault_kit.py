@@ -13,24 +13,20 @@ import subprocess
 import textwrap
 import time
 import uuid
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import leftovers
 import machine
 import psutil
 import pytest
 import scripts
+from warm_python import Forked
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from warm_python import Forked
-
-    from ddpsafe import LaunchError
+from ddpsafe import LaunchError
 
 E = TypeVar("E", bound="ddpsafe.LaunchError")
 

@@ -14,19 +14,17 @@ import os
 import pickle
 import socket
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Final
 
 import machine
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from multiprocessing.connection import Connection
-    from multiprocessing.context import ForkServerContext
-    from multiprocessing.process import BaseProcess
-    from pathlib import Path
-
-    Env = Mapping[str, str]
+Env = Mapping[str, str]
 
 LIMIT_S: Final = machine.hang_limit(60)
 """How long the ranks may take together on a busy machine."""

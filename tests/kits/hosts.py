@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -25,8 +26,6 @@ import scripts
 from warm_python import Forked, WarmPython, piped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
     from typing_extensions import Self
 
 _CLONE_NEWPID: Final = 0x20000000

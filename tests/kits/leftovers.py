@@ -9,18 +9,16 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import psutil
 from warm_python import FORK_SERVERS
 from warm_server import MARK
 
 from ddpsafe._wire.spec import make_launch_id, semaphore_prefix
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 GRACE_S: Final = 3.0
 """How long a process may take to end; ddpsafe promises one second."""

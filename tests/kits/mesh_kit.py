@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import machine
+from hosts import Host, Network
+from warm_python import Forked
 
 from ddpsafe.doctor._mesh.protocol import Announced, Node
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Collection, Mapping, Sequence
-
-    from hosts import Host, Network
-    from warm_python import Forked
 
 PROGRAM: Final = str(Path(__file__).parents[1] / "programs" / "mesh_programs.py")
 _LIMIT_S: Final = machine.hang_limit(60)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, RankView, find_deadlock, unchanged
 from ddpsafe._wire.messages import (
@@ -14,9 +15,6 @@ from ddpsafe._wire.messages import (
     Position,
     Whereabouts,
 )
-
-if TYPE_CHECKING:
-    import random
 
 FROM_ONE: Final = "broadcast"
 

@@ -13,17 +13,15 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import machine
 from warm_python import Forked, SharedPython, WarmPython, piped
 from warm_server import read_at_start
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 LIMIT_S: Final = machine.hang_limit(240)
 """How long any script may take, on a busy machine."""

@@ -14,15 +14,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import machine
 import scripts
 from hosts import require
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 _TOOLS: Final = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "munged", "ip")
 _SEARCHED: Final = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Final
 
 CHECKOUT: Final = Path(__file__).parents[2]
 PACKAGE: Final = CHECKOUT / "ddpsafe"

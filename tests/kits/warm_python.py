@@ -18,15 +18,13 @@ import sys
 import tempfile
 import threading
 import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, util
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, Final
 
 import machine
 from warm_server import MARK, asked_fork_server
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 PROGRAM: Final = Path(__file__).with_name("warm_server.py")
 

@@ -29,12 +29,10 @@ import sys
 import tempfile
 import threading
 import types
+from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from typing import Any, Final, TextIO
 
 NAMESPACES: Final = {"mnt": 0x00020000, "uts": 0x04000000, "net": 0x40000000, "pid": 0x20000000}
 """Files of /proc/PID/ns, and their flags in <linux/sched.h>."""

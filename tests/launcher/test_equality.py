@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import equality_programs as programs
 import pytest
@@ -10,9 +10,6 @@ import torch
 from forked_ranks import free_port
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 State = dict[str, torch.Tensor]
 

@@ -9,14 +9,11 @@ import shutil
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import scripts
 from machine import require_in_time
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LAUNCH_S = 20.0
 """How long a script that imports torch and cannot launch may take."""

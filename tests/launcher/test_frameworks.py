@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
 
 import framework_programs as programs
 import pytest
@@ -12,11 +14,7 @@ import torch
 
 import ddpsafe
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    Train = Callable[[ddpsafe.RankContext], dict[str, Any]]
+Train = Callable[[ddpsafe.RankContext], dict[str, Any]]
 
 FAST: Final[dict[str, Any]] = {
     "start_method": "forkserver",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import pytest
 import scripts
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 IDIOMS: Final = """
 import sys

@@ -7,14 +7,12 @@ import signal
 import subprocess
 import sys
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import pytest
 
 from ddpsafe._launcher.watch.idleness import ThreadUsage, Usage, is_active, read_usage
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ELAPSED_S: Final = 5.0
 NOTHING: Final = Usage(

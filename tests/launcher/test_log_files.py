@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from launch_programs import add_up
@@ -15,9 +15,6 @@ from ddpsafe._wire.messages import Position, Raised, RankOutcome
 from ddpsafe._wire.spec import open_log, read_log
 from ddpsafe._worker.environment import capture_output
 from ddpsafe._world import World
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 

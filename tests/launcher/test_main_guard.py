@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import scripts
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from nbformat import NotebookNode
 
 REFUSED = re.compile(r"^ddpsafe\.ConfigError: (.*):(\d+) launches at the top level", re.MULTILINE)

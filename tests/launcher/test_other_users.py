@@ -9,10 +9,10 @@ import signal
 import stat
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import other_user_programs as programs
 import pytest
@@ -22,9 +22,6 @@ import ddpsafe
 from ddpsafe._clock import Deadline
 from ddpsafe._job.control import Control
 from ddpsafe._job.store_keys import FolderStore
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 LIMIT = timedelta(seconds=60)
 

@@ -7,7 +7,8 @@ their default, or a plausible value.
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 import scripts
@@ -15,9 +16,6 @@ from torch.distributed.launch import parse_args
 
 from ddpsafe._commands.run import read_options
 from ddpsafe.cli import make_parser
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PUBLIC: Final = [
     (

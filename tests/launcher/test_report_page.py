@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import live_programs as programs
 import pytest
@@ -13,9 +14,6 @@ from fault_kit import World
 
 from ddpsafe._launcher.diagnosis.report_page import PAGE, draw
 from ddpsafe.cli import main
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HOSTILE = "<script>alert(1)</script>\"'&\x1b[2J\u202egnp."
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 
 import ddpsafe
 from ddpsafe import RetryPolicy
 from ddpsafe._launcher.retry import _Progress, run_attempts
-from ddpsafe._wire.messages import RankOutcome
+from ddpsafe._wire.messages import Phase, RankOutcome
 from ddpsafe._wire.rank_pipe import Progress
-
-if TYPE_CHECKING:
-    from ddpsafe._wire.messages import Phase
 
 ATTEMPTS: Final = 9
 NO_BACKOFF: Final[dict[str, Any]] = {"backoff_initial": 0, "backoff_max": 0, "jitter": 0}

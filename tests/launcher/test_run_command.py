@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import pytest
 import scripts
@@ -17,11 +17,8 @@ from ddpsafe._config import LaunchConfig, RetryPolicy, Timeouts
 from ddpsafe._config.parts import DETERMINISTIC
 from ddpsafe._errors import FAILURE_KINDS, PreemptedError
 from ddpsafe._launcher.plan import make_plan, rank_env
-from ddpsafe._wire.spec import LogFiles
+from ddpsafe._wire.spec import CallStyle, LogFiles
 from ddpsafe.cli import PARTS, main, make_parser
-
-if TYPE_CHECKING:
-    from ddpsafe._wire.spec import CallStyle
 
 PLAIN = """
 import os, sys

@@ -12,7 +12,9 @@ import socket
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
 
 import psutil
 import pytest
@@ -22,10 +24,6 @@ import spawn_programs as programs
 import ddpsafe
 from ddpsafe import spawn
 from ddpsafe._launcher.handle import SpawnHandle
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 METHOD: Final[dict[str, Any]] = {"start_method": "forkserver"}
 FAST: Final[dict[str, Any]] = {"nprocs": 2, **METHOD}

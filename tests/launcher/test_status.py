@@ -9,7 +9,9 @@ import resource
 import select
 import socket
 import threading
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
 import live_programs as programs
 import pytest
@@ -21,10 +23,6 @@ from ddpsafe._commands import openmetrics, status
 from ddpsafe._gpus import GpuReading
 from ddpsafe._launcher.watch.status_socket import SOCKET, StatusSocket, ask
 from ddpsafe.cli import main
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.mark.full(but=["stopped"])

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import live_programs as programs
 import pytest
 from fault_kit import World
 
 from ddpsafe._launcher.diagnosis.stragglers import find_stragglers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 STEPS = 40
 S = 10**9

@@ -8,13 +8,11 @@ forever in 14 of 30 runs of plain torch 2.13 with heavy imports, and aborted in 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import pytest
 import scripts
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FEW: Final = 1
 RUNS: Final = pytest.mark.parametrize("runs", [FEW, pytest.param(60, marks=pytest.mark.soak)])

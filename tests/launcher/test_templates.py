@@ -12,7 +12,8 @@ import os
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import scripts
@@ -20,9 +21,6 @@ import scripts
 from ddpsafe import Timeouts
 from ddpsafe._errors import NO_RETRY_EXIT_CODE, TRY_AGAIN_EXIT_CODE
 from ddpsafe.cli import TEMPLATES, main, make_parser
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 yaml = pytest.importorskip("yaml")
 

@@ -11,7 +11,8 @@ import os
 import pickle
 import re
 import signal
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import machine
 import psutil
@@ -22,9 +23,6 @@ import torch
 import torch.multiprocessing as mp
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 METHODS: Final = pytest.mark.parametrize(
     "start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)]

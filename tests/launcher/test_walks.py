@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pytest
 from forked_ranks import free_port
 from scripts import SPAWNING, Script
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 CHECKOUT: Final = Path(__file__).parents[2]
 PAGE: Final = CHECKOUT / "docs" / "explanation" / "files-of-a-launch.md"

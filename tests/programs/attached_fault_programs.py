@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import scripts
 from exception_programs import raise_own_error
 from training_programs import average_gradients, mark, since
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from ddpsafe import RankContext
+import ddpsafe
+from ddpsafe import RankContext
 
 
 def fail_attached(folder: Path, style: str) -> None:
     """Fail on rank 1, inside the context manager or between `setup` and `cleanup`."""
-    import ddpsafe
 
     def work(ctx: RankContext) -> None:
         average_gradients()
@@ -43,8 +40,6 @@ def fail_attached(folder: Path, style: str) -> None:
 
 def miss_a_barrier_attached(folder: Path, timeout_s: float) -> str:
     """Return on rank 1 while the others wait at a barrier."""
-    import ddpsafe
-
     with _timed(folder), ddpsafe.process_group("gloo", timeouts={"barrier": timeout_s}) as ctx:
         average_gradients()
         if ctx.rank != 1:
@@ -56,7 +51,6 @@ def miss_a_barrier_attached(folder: Path, timeout_s: float) -> str:
 
 def fail_beside_others(folder: Path, failing: int, others: str) -> str:
     """Fail on one rank, while the others train with it or have returned already."""
-    import ddpsafe
 
     def work(ctx: RankContext) -> str:
         average_gradients()
@@ -74,8 +68,6 @@ def fail_beside_others(folder: Path, failing: int, others: str) -> str:
 
 def say_the_attempt(_folder: Path, counts: list[str]) -> list[int]:
     """Join with the restart count of this rank's host; return the attempt of each rank."""
-    import ddpsafe
-
     os.environ["TORCHELASTIC_RESTART_COUNT"] = counts[int(os.environ["RANK"])]
     with ddpsafe.process_group("gloo") as ctx:
         return [ctx.attempt, ddpsafe.current().attempt, *ctx.all_gather(ctx.attempt)]

@@ -9,17 +9,17 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import psutil
 import scripts
+import torch
+import torch.distributed as dist
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 PATIENT = {"start": 30, "collective": 30, "barrier": 30}
 """Timeouts of ranks that find each other, on a busy machine too."""
@@ -27,9 +27,6 @@ PATIENT = {"start": 30, "collective": 30, "barrier": 30}
 
 def join(timeouts: Mapping[str, float] = PATIENT) -> dict[str, Any]:
     """Join as a rank, sum over the ranks, and leave."""
-    import torch
-    import torch.distributed as dist
-
     with ddpsafe.process_group(timeouts=dict(timeouts)) as ctx:
         total = torch.tensor([float(ctx.rank + 1)])
         dist.all_reduce(total)
@@ -130,8 +127,6 @@ def fail_to_reach_itself(host: str) -> dict[str, Any]:
 
 def close_a_group_that_does_not_end() -> str:
     """Leave a group that torch does not close, as NCCL does with a collective still enqueued."""
-    import torch.distributed as dist
-
     dist.destroy_process_group = lambda _group=None: threading.Event().wait()
     try:
         with ddpsafe.process_group(timeouts=PATIENT | {"barrier": 2}):
@@ -143,9 +138,6 @@ def close_a_group_that_does_not_end() -> str:
 
 def join_again_and_again(cycles: int) -> list[float]:
     """Set up and clean up in a loop, as in k-fold validation; return each group's sum."""
-    import torch
-    import torch.distributed as dist
-
     totals = []
     for cycle in range(cycles):
         ctx = ddpsafe.setup(timeouts=PATIENT)
@@ -159,8 +151,6 @@ def join_again_and_again(cycles: int) -> list[float]:
 
 def clean_up_too_often() -> list[bool]:
     """Call cleanup before setup and three times after it; return whether a group exists after each."""
-    import torch.distributed as dist
-
     ddpsafe.cleanup()
     ddpsafe.setup(timeouts=PATIENT)
     left = []
@@ -172,8 +162,6 @@ def clean_up_too_often() -> list[bool]:
 
 def set_up_twice() -> list[bool]:
     """Call setup inside setup, as nested helpers do; one cleanup ends the group."""
-    import torch.distributed as dist
-
     first = ddpsafe.setup(timeouts=PATIENT)
     second = ddpsafe.setup(timeouts=PATIENT)
     ddpsafe.cleanup()
@@ -182,9 +170,6 @@ def set_up_twice() -> list[bool]:
 
 def fail_inside(folder: str) -> None:
     """Let rank 1 raise inside the group while rank 0 waits for it in a collective."""
-    import torch
-    import torch.distributed as dist
-
     with ddpsafe.process_group(timeouts=PATIENT) as ctx:
         if ctx.rank == 1:
             msg = f"bad batch in {folder}"
@@ -224,9 +209,6 @@ def miss_a_barrier(absent: int, limit_s: float) -> None:
 
 def listen_alone() -> dict[str, Any]:
     """Join a world of one; return the addresses on which this process listens."""
-    import torch
-    import torch.distributed as dist
-
     with ddpsafe.process_group(timeouts=PATIENT) as ctx:
         total = torch.ones(2)
         dist.all_reduce(total)
@@ -251,8 +233,6 @@ def listening() -> list[str]:
 
 def adopt_own_group() -> dict[str, Any]:
     """Make the group by hand, use ddpsafe in it in both forms, and return what remains."""
-    import torch.distributed as dist
-
     dist.init_process_group("gloo")
     found = _use_adopted_group()
     dist.destroy_process_group()
@@ -271,7 +251,6 @@ def adopt_group_of_accelerate() -> dict[str, Any]:
 
 def adopt_group_of_fabric() -> dict[str, Any]:
     """Let Lightning Fabric make the group."""
-    import torch.distributed as dist
     from lightning_fabric import Fabric
 
     # With LOCAL_RANK, Fabric knows that it is a rank and starts no processes.
@@ -284,8 +263,6 @@ def adopt_group_of_fabric() -> dict[str, Any]:
 
 
 def _use_adopted_group() -> dict[str, Any]:
-    import torch.distributed as dist
-
     with ddpsafe.process_group() as ctx:
         ctx.barrier("adopted")
         found: dict[str, Any] = {"place": place(ctx)[:2], "gathered": ctx.all_gather(ctx.rank)}
@@ -330,9 +307,6 @@ def be_job(
     rank: int, world_size: int, value: float, port: int, name: str, style: Literal["setup", "spawn"]
 ) -> None:
     """Run a rank of a script with a hard-coded port."""
-    import torch
-    import torch.distributed as dist
-
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     result: object
     try:

@@ -7,12 +7,10 @@ import os
 import signal
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 PATIENT: Final = {"start": 30, "collective": 30, "barrier": 30}
 """Timeouts of ranks that find each other, on a busy machine too."""

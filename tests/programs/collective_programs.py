@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import importlib
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import scripts
-from training_programs import FAULT_STEP, STEPS, average_gradients, cleanup, mark, setup
+import torch
+import torch.distributed as dist
+from torch import nn
+from training_programs import FAULT_STEP, STEPS, Fault, average_gradients, cleanup, mark, setup
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from training_programs import Fault
-
-    from ddpsafe import RankContext
+from ddpsafe import RankContext
 
 
 def skip_one(ctx: RankContext, folder: Path, culprit: int) -> None:
     """Skip one all-reduce, as a ``continue`` on a bad batch does, and then save."""
-    import torch.distributed as dist
-
     for step in range(STEPS):
         if step == FAULT_STEP and ctx.rank == culprit:
             mark(folder)
@@ -31,7 +28,6 @@ def skip_one(ctx: RankContext, folder: Path, culprit: int) -> None:
 
 def swallow_an_error(ctx: RankContext, folder: Path, when: str) -> None:
     """Handle an error on rank 1 by skipping the batch, as scripts do that run out of memory."""
-    import torch
 
     class Fails(torch.autograd.Function):
         """Fails in the backward pass."""
@@ -119,9 +115,6 @@ def pass_other_shapes(
     ctx: RankContext, folder: Path, culprit: int, its_size: int, others_size: int
 ) -> None:
     """Reduce a last batch of a different size than the others'."""
-    import torch
-    import torch.distributed as dist
-
     average_gradients()
     mark(folder)
     dist.all_reduce(torch.ones(its_size if ctx.rank == culprit else others_size))  # stuck here
@@ -130,9 +123,6 @@ def pass_other_shapes(
 
 def call_another_collective(ctx: RankContext, folder: Path, culprit: int) -> None:
     """Broadcast where the others reduce."""
-    import torch
-    import torch.distributed as dist
-
     average_gradients()
     if ctx.rank == culprit:
         mark(folder)
@@ -143,9 +133,6 @@ def call_another_collective(ctx: RankContext, folder: Path, culprit: int) -> Non
 
 def differ_under_detail(ctx: RankContext, folder: Path, how: str) -> None:
     """Let rank 1 differ in its second call, while torch compares the calls of the ranks."""
-    import torch
-    import torch.distributed as dist
-
     average_gradients()
     if ctx.rank != 1:
         average_gradients()
@@ -191,8 +178,6 @@ def evaluate_unwrapped_on_rank_zero(ctx: RankContext, _folder: Path) -> str:
 
 def _train_with_buffers(ctx: RankContext) -> Any:
     """Make one step of a wrapped model that has buffers."""
-    from torch import nn
-
     # The first DDP object imports 800 modules before its first collective. On a busy machine the ranks
     # would be further apart than the timeout of these tests.
     importlib.import_module("torch._dynamo")
@@ -203,8 +188,6 @@ def _train_with_buffers(ctx: RankContext) -> Any:
 
 
 def _batch() -> Any:
-    import torch
-
     return torch.ones(8, 4)
 
 
@@ -228,9 +211,6 @@ def come_after_the_timeout(ctx: RankContext, folder: Path) -> None:
 
 def send_nothing(ctx: RankContext, folder: Path) -> None:
     """Work on rank 1 while rank 0 waits to receive from it, and rank 2 waits for both."""
-    import torch
-    import torch.distributed as dist
-
     average_gradients()
     if ctx.rank == 0:
         dist.recv(torch.ones(8), 1)
@@ -244,9 +224,6 @@ def send_nothing(ctx: RankContext, folder: Path) -> None:
 
 def receive_from_each_other(ctx: RankContext, folder: Path) -> None:
     """Wait on both ranks for the other one to send."""
-    import torch
-    import torch.distributed as dist
-
     average_gradients()
     if ctx.rank == 1:
         mark(folder)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import scripts
 from exception_programs import raise_own_error
 from training_programs import mark
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ddpsafe import RankContext
+from ddpsafe import RankContext
 
 LINES = 200
 

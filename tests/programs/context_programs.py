@@ -7,18 +7,18 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import scripts
+import torch
+from torch import nn
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from ddpsafe import RankContext
+from ddpsafe import RankContext
 
 SHORT = timedelta(seconds=1)
 
@@ -61,9 +61,6 @@ def _in_a_thread(function: Callable[[], Any]) -> Any:
 
 def wrap_and_unwrap(ctx: RankContext) -> dict[str, Any]:
     """Wrap and unwrap models of several kinds."""
-    import torch
-    from torch import nn
-
     plain = nn.Linear(2, 1, bias=False)
     wrapped = ctx.wrap(plain, gradient_as_bucket_view=True)
     wrapped(torch.full((1, 2), float(ctx.rank))).sum().backward()
@@ -90,8 +87,6 @@ def wrap_and_unwrap(ctx: RankContext) -> dict[str, Any]:
 
 def reduce_everything(ctx: RankContext) -> dict[str, Any]:
     """Average rank numbers (0, 1, 2) in every form."""
-    import torch
-
     rank = ctx.rank
     found: dict[str, Any] = {
         "float": ctx.reduce_mean(float(rank)),
@@ -136,8 +131,6 @@ def reduce_everything(ctx: RankContext) -> dict[str, Any]:
 
 def reduce_a_live_loss(ctx: RankContext) -> dict[str, Any]:
     """Average the loss between forward and backward, which must not change it."""
-    import torch
-
     parameter = torch.ones(1, requires_grad=True)
     loss = parameter.sum() * (ctx.rank + 1)
     metrics = {"loss": loss}
@@ -184,8 +177,6 @@ def survive_what_cannot_travel(ctx: RankContext) -> dict[str, str]:
     Returns:
         The errors of rank 1, by the argument.
     """
-    import torch
-
     wrong: dict[str, Callable[[], object]] = {
         "text": lambda: ctx.all_reduce("x"),  # type: ignore[type-var]  # type: ignore[type-var]  # a user's mistake
         "complex": lambda: ctx.reduce_mean(torch.zeros(2, dtype=torch.complex64)),
@@ -210,8 +201,6 @@ def survive_what_cannot_travel(ctx: RankContext) -> dict[str, str]:
 
 def exchange(ctx: RankContext) -> dict[str, Any]:
     """Gather and broadcast objects of several kinds."""
-    import torch
-
     mine = {"rank": ctx.rank, "text": "x" * ctx.rank, "tensor": torch.full((2,), ctx.rank)}
     last = ctx.world_size - 1
     return {
@@ -351,9 +340,6 @@ def seed(ctx: RankContext) -> dict[str, Any]:
     """Seed with the function; return the next draw of every generator."""
     import random
 
-    import numpy as np
-    import torch
-
     ddpsafe.seed_all(7)
     return {
         "torch": torch.rand(2).tolist(),
@@ -371,8 +357,6 @@ def take_another_branch(ctx: RankContext) -> None:
 
 def act_before_setup() -> dict[str, BaseException]:
     """Call what needs other ranks while RANK and WORLD_SIZE are set but no group exists."""
-    from torch import nn
-
     ctx = ddpsafe.current()
     calls: dict[str, Callable[[], object]] = {
         "wrap": lambda: ctx.wrap(nn.Linear(1, 1)),

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 # A rank exits.
 
 
@@ -97,8 +99,6 @@ def outgrow_the_process(_folder: Path) -> None:
 
 def outgrow_torch(_folder: Path) -> None:
     """Request too much memory from torch: a RuntimeError of its allocator."""
-    import torch
-
     _soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + (256 << 20), hard))

@@ -8,9 +8,10 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_sharer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +23,6 @@ from torch.utils.data import Dataset, IterableDataset
 import ddpsafe
 from ddpsafe import data
 from ddpsafe.data._loader.build import build_loader
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 RECORD = 16
 

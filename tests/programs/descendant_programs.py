@@ -9,15 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import scripts
 
+from ddpsafe import RankContext
 from ddpsafe._launcher.processes.descendants import RankIdentity, kill_members
-
-if TYPE_CHECKING:
-    from ddpsafe import RankContext
 
 
 def start_services(_ctx: RankContext) -> tuple[int, int]:

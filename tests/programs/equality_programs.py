@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-    import torch
-    from torch import nn
-
-    from ddpsafe import RankContext
+from ddpsafe import RankContext
 
 EPOCHS = 2
 BATCH = 4
@@ -21,7 +21,6 @@ SAMPLES = 30
 
 def dataset() -> torch.utils.data.Dataset[Any]:
     """Make the same samples in every process."""
-    import torch
     from torch.utils.data import TensorDataset
 
     generator = torch.Generator().manual_seed(1)
@@ -32,9 +31,6 @@ def dataset() -> torch.utils.data.Dataset[Any]:
 
 def network() -> nn.Module:
     """Make a small network with buffers and with randomness in its steps."""
-    import torch
-    from torch import nn
-
     torch.manual_seed(2)
     return nn.Sequential(
         nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3)
@@ -45,7 +41,6 @@ def train(ddp: nn.Module, rank: int, world_size: int, accumulate: int) -> None:
     """Train in place, as every script does; `accumulate` batches make a step."""
     import contextlib
 
-    import torch
     from torch.utils.data import DataLoader, DistributedSampler
 
     torch.manual_seed(100 + rank)
@@ -71,10 +66,6 @@ def state(ddp: nn.Module) -> dict[str, torch.Tensor]:
 
 def by_hand(rank: int, world_size: int, port: int, accumulate: int, folder: Path) -> None:
     """Set up, train, clean up: the hand-written form, for torch.multiprocessing."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
@@ -87,8 +78,6 @@ def by_hand(rank: int, world_size: int, port: int, accumulate: int, folder: Path
 
 def with_ddpsafe(ctx: RankContext, accumulate: int) -> dict[str, torch.Tensor]:
     """Train the same in a launch."""
-    import torch
-
     torch.set_num_threads(1)
     ddp = ctx.wrap(network())
     train(ddp, ctx.rank, ctx.world_size, accumulate)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import NoReturn
 
 import scripts
+import torch
+import torch.distributed as dist
+from torch import nn
 from training_programs import FAULT_STEP, STEPS, average_gradients, mark, setup
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ddpsafe import RankContext
+from ddpsafe import RankContext
 
 
 class LostSampleError(Exception):
@@ -52,9 +53,6 @@ def raise_in_finally(ctx: RankContext, folder: Path) -> None:
 
 def raise_while_saving(ctx: RankContext, folder: Path) -> None:
     """Let rank 0 save to a missing directory while the others wait at a barrier."""
-    import torch
-    import torch.distributed as dist
-
     average_gradients()
     if ctx.is_main:
         mark(folder)
@@ -75,9 +73,6 @@ def raise_on_all(ctx: RankContext, folder: Path) -> None:
 
 def train_a_model(ctx: RankContext, folder: Path, culprit: int) -> float:
     """Train with DistributedDataParallel; rank `culprit` fails in its third step."""
-    import torch
-    from torch import nn
-
     model = ctx.wrap(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):

@@ -6,17 +6,16 @@ import contextlib
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
 from crash_programs import vanish_badly
 from exception_programs import LostSampleError, raise_own_error
 from training_programs import average_gradients
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ddpsafe import RankContext
+from ddpsafe import RankContext
 
 WORK_S = 2.0
 """How long the rank works while the others wait for it in a collective."""
@@ -42,9 +41,6 @@ def vanish_after_the_helper(folder: Path) -> None:
 
 def fail_while_the_helper_trains(folder: Path) -> None:
     """Exit without a report while handling an exception, and while a forked helper makes steps."""
-    import torch
-    import torch.distributed as dist
-
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # takes a second
     try:
         raise_own_error(folder)
@@ -61,8 +57,6 @@ def _run_helper(work: Callable[[], object]) -> None:
 
 
 def _fail_and_destroy() -> None:
-    import torch.distributed as dist
-
     try:
         Path("/nope/eval.json").read_text(encoding="utf-8")
     except OSError:

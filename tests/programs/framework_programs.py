@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
 
-    import torch
+import ddpsafe
+from ddpsafe import RankContext
+
+if TYPE_CHECKING:
     from torch import nn
 
-    from ddpsafe import RankContext
 
 LEARNING_RATE = 0.1
 
 
 def model_and_optimizer() -> tuple[nn.Linear, torch.optim.Optimizer]:
     """Make the same model on every rank."""
-    import torch
-
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1, bias=False)
     return model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -28,16 +30,12 @@ def model_and_optimizer() -> tuple[nn.Linear, torch.optim.Optimizer]:
 
 def data() -> torch.Tensor:
     """Make four samples, two for each of two ranks."""
-    import torch
-
     return torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 1.0], [1.0, 3.0]])
 
 
 def train_with_accelerate(ctx: RankContext) -> dict[str, Any]:
     """Prepare model, optimizer and loader, and take one step."""
-    import torch.distributed as dist
     from accelerate import Accelerator
-    from torch.utils.data import DataLoader
 
     group = dist.group.WORLD
     accelerator = Accelerator(cpu=True)
@@ -58,9 +56,7 @@ def train_with_accelerate(ctx: RankContext) -> dict[str, Any]:
 
 def train_with_fabric(ctx: RankContext) -> dict[str, Any]:
     """Set up model, optimizer and loader, and take one step."""
-    import torch.distributed as dist
     from lightning_fabric import Fabric
-    from torch.utils.data import DataLoader
 
     group = dist.group.WORLD
     fabric = Fabric(accelerator="cpu", devices=ctx.local_world_size, strategy="ddp")
@@ -83,7 +79,5 @@ def in_a_spawned_rank(
     rank: int, train: Callable[[RankContext], dict[str, Any]], folder: Path
 ) -> None:
     """Train in a rank that calls no setup: the framework itself makes the group."""
-    import ddpsafe
-
     found = train(ddpsafe.current())
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from exception_programs import raise_own_error
 from training_programs import mark
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ddpsafe import RankContext
+from ddpsafe import RankContext
 
 STEPS: Final = 20
 SLOW_STEP: Final = 5

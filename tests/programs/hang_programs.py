@@ -7,15 +7,14 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
 
+import torch.distributed as dist
 from training_programs import average_gradients, mark
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from ddpsafe import RankContext
+from ddpsafe import RankContext
 
 FOREVER_S = 600
 """Longer than any test: a rank that waits this long must be ended."""
@@ -80,8 +79,6 @@ def wait_for_each_other(_folder: Path) -> None:
 
 def hold_a_lock_in_a_collective(ctx: RankContext, folder: Path, then: str) -> None:
     """Hold a lock on rank 0 while it waits for rank 1, which waits for the lock and continues with it."""
-    import torch.distributed as dist
-
     average_gradients()
     with (folder / "lock").open("w") as file:
         if ctx.rank == 0:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,8 +15,6 @@ import scripts
 import ddpsafe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.distributed import TCPStore
 
 PATIENT: Final = {"start": 30, "collective": 30, "barrier": 30}

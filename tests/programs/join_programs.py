@@ -6,20 +6,18 @@ import os
 import socket
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from crash_programs import die_by_kill
 from exception_programs import raise_own_error
 from hang_programs import FOREVER_S, sleep
-from training_programs import average_gradients, cleanup, mark, setup
+from training_programs import Fault, average_gradients, cleanup, mark, setup
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from training_programs import Fault
-
-    from ddpsafe import RankContext
-    from ddpsafe._clock import Deadline
+from ddpsafe import RankContext
+from ddpsafe._clock import Deadline
 
 
 class FailsToLoad:
@@ -81,9 +79,6 @@ def join_never(rank: int, world_size: int, folder: Path, timeout_s: float = 60) 
 
 def note_limits(rank: int, folder: Path, timeout_s: float | None) -> None:
     """Make a group as scripts do; record its timeout, and how long it would wait for ranks."""
-    import torch
-    import torch.distributed as dist
-
     from ddpsafe._worker import process_group
 
     waited: list[float] = []
@@ -124,9 +119,6 @@ def listen_on(ctx: RankContext, folder: Path, port: int) -> None:
 
 def count_ranks_by_hand(rank: int, world_size: int, folder: Path) -> None:
     """Add up one for each rank, on a hard-coded port."""
-    import torch
-    import torch.distributed as dist
-
     setup(rank, world_size)
     ones = torch.ones(1)
     dist.all_reduce(ones)

@@ -11,21 +11,19 @@ import sys
 import threading
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+import numpy as np
 import scripts
+import torch
+import torch.distributed as dist
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from ddpsafe import RankContext
+from ddpsafe import RankContext
 
 
 def describe(ctx: RankContext, *args: object, **kwargs: object) -> dict[str, object]:
     """Return what a rank knows about itself, with a sum over all ranks."""
-    import torch
-    import torch.distributed as dist
-
     ranks = torch.tensor([ctx.rank + 1.0])
     dist.all_reduce(ranks)
     names = ("rank", "local_rank", "node_rank", "world_size", "local_world_size", "nnodes")
@@ -46,8 +44,6 @@ def describe(ctx: RankContext, *args: object, **kwargs: object) -> dict[str, obj
 
 def surroundings(ctx: RankContext, *names: str) -> dict[str, object]:
     """Return the rank's environment: directory, threads, some variables."""
-    import torch
-
     return {
         "rank": ctx.rank,
         "cwd": str(Path.cwd()),
@@ -58,17 +54,11 @@ def surroundings(ctx: RankContext, *names: str) -> dict[str, object]:
 
 def draw(_ctx: RankContext) -> tuple[float, float, float]:
     """Return one number from each generator: torch, random, numpy."""
-    import numpy as np
-    import torch
-
     return torch.rand(()).item(), random.random(), float(np.random.random())  # noqa: NPY002 - seeded
 
 
 def add_up(ctx: RankContext, number: int) -> float:
     """Return the sum of the numbers of all ranks."""
-    import torch
-    import torch.distributed as dist
-
     total = torch.tensor([float(number)])
     dist.all_reduce(total)
     return total.item() + ctx.rank
@@ -103,9 +93,6 @@ def give(_ctx: RankContext, value: object) -> object:
 
 def large_result(ctx: RankContext, size: int) -> tuple[object, bytes]:
     """Return `size` bytes as a tensor on rank 0, as an array on rank 1, and some as bytes."""
-    import numpy as np
-    import torch
-
     value = torch.full((size,), 1, dtype=torch.uint8)
     value[-1] = 7
     return (value if ctx.is_main else np.asarray(value)), b"\x01" * (size // 8)

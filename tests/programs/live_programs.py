@@ -13,16 +13,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
+import torch
+import torch.distributed as dist
 from scripts import LIMIT_S, wait_until
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from training_programs import average_gradients, mark
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ddpsafe import RankContext
+from ddpsafe import RankContext
 
 SIZE = 4
 
@@ -38,9 +40,6 @@ MAY_CONTINUE = "may-continue"
 
 def cross_two_groups(ctx: RankContext, folder: Path) -> None:
     """Call the collectives of two groups in two orders."""
-    import torch
-    import torch.distributed as dist
-
     groups = [dist.new_group(), dist.new_group()]
     for group in groups:
         dist.all_reduce(torch.ones(1), group=group)
@@ -53,9 +52,6 @@ def cross_two_groups(ctx: RankContext, folder: Path) -> None:
 
 def reduce_different_sizes(ctx: RankContext, folder: Path) -> None:
     """Pass fewer elements on rank 1, which often returns while rank 0 waits for the others."""
-    import torch
-    import torch.distributed as dist
-
     if ctx.is_main:
         mark(folder)
     dist.all_reduce(torch.ones(4 - ctx.rank))  # rank 0 is stuck here
@@ -63,9 +59,6 @@ def reduce_different_sizes(ctx: RankContext, folder: Path) -> None:
 
 def leave_the_others(ctx: RankContext, folder: Path, kind: str) -> None:
     """Call a collective that rank 1 can finish and the others cannot, and go on to a barrier."""
-    import torch
-    import torch.distributed as dist
-
     average_gradients()
     if ctx.rank == 1:
         mark(folder)
@@ -89,9 +82,6 @@ def leave_the_others(ctx: RankContext, folder: Path, kind: str) -> None:
 
 def go_round_in_a_ring(ctx: RankContext, folder: Path) -> None:
     """Wait in a group with the next rank, which waits in a group with the rank after it."""
-    import torch
-    import torch.distributed as dist
-
     size = ctx.world_size
     groups = [dist.new_group([rank, (rank + 1) % size]) for rank in range(size)]
     if ctx.is_main:
@@ -101,8 +91,6 @@ def go_round_in_a_ring(ctx: RankContext, folder: Path) -> None:
 
 def skip_a_collective(ctx: RankContext, folder: Path) -> None:
     """Let rank 1 skip an all-reduce, so that it is in the barrier while the others are not."""
-    import torch.distributed as dist
-
     for _ in range(3):
         average_gradients()
     if ctx.rank == 1:
@@ -115,10 +103,6 @@ def skip_a_collective(ctx: RankContext, folder: Path) -> None:
 
 def branch_by_rank(ctx: RankContext, folder: Path) -> None:
     """Let rank 0 alone wait at a barrier, while the others train with DDP."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     for step in range(3):
         if step == 2 and ctx.is_main:
@@ -129,9 +113,6 @@ def branch_by_rank(ctx: RankContext, folder: Path) -> None:
 
 def stop_in_training(ctx: RankContext, folder: Path) -> None:
     """Stop rank 1 between two steps of DDP."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     for step in range(3):
         if step == 2 and ctx.rank == 1:
@@ -142,9 +123,6 @@ def stop_in_training(ctx: RankContext, folder: Path) -> None:
 
 def stop_before_a_broadcast(ctx: RankContext, folder: Path) -> None:
     """Stop rank 1 before a broadcast that is all the other rank waits for."""
-    import torch
-    import torch.distributed as dist
-
     average_gradients()
     if ctx.rank == 1:
         mark(folder)
@@ -174,9 +152,6 @@ def stop_before_a_crash(ctx: RankContext, folder: Path) -> None:
 
 def leave_a_subgroup_alone(ctx: RankContext, folder: Path) -> None:
     """Return on rank 1 while rank 0 waits for it in a group of the two."""
-    import torch
-    import torch.distributed as dist
-
     pair = dist.new_group([0, 1])
     average_gradients()
     if ctx.is_main:
@@ -207,8 +182,6 @@ def wait_for_test(folder: Path) -> None:
 
 def step_and_wait(ctx: RankContext, folder: Path, *, at_barrier: bool = False) -> str:
     """Make five steps of an optimizer and two more; rank 1 waits between them, and the others for it."""
-    import torch
-
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for step in range(7):
@@ -256,9 +229,6 @@ class SlowSample:
 
 def step_and_wait_for_a_loader_worker(ctx: RankContext, folder: Path) -> str:
     """Make steps with samples of two workers; rank 1 waits once for one of them, rank 0 for rank 1."""
-    import torch
-    from torch.utils.data import DataLoader
-
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     dataset = SlowSample(9 if ctx.rank == 1 else -1, folder)
@@ -273,8 +243,6 @@ def step_and_wait_for_a_loader_worker(ctx: RankContext, folder: Path) -> str:
 
 def evaluate_on_one_rank(ctx: RankContext, folder: Path, takes_s: float) -> str:
     """Let rank 0 evaluate while the others wait, as between two epochs."""
-    import torch
-
     model = torch.nn.Linear(256, 256)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -311,10 +279,6 @@ class SlowDisk(io.BytesIO):
 
 def accumulate_evaluate_and_save(ctx: RankContext, _folder: Path, takes_s: float) -> str:
     """Accumulate gradients under no_sync; rank 0 evaluates and saves at times, the others wait."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for batch in range(24):
@@ -340,9 +304,6 @@ def accumulate_evaluate_and_save(ctx: RankContext, _folder: Path, takes_s: float
 
 def call_random_collectives(ctx: RankContext, _folder: Path, seed: int, calls: int) -> str:
     """Call collectives over random subgroups in the same order, each rank with its own delays."""
-    import torch
-    import torch.distributed as dist
-
     choose, mine = random.Random(seed), random.Random(f"{seed}/{ctx.rank}")
     all_ranks = range(ctx.world_size)
     members = [
@@ -375,8 +336,6 @@ def hold_the_gil_in_training(ctx: RankContext, folder: Path) -> str:
 
 def ask_for_status(ctx: RankContext, folder: Path, how: str) -> str:
     """Let rank 0 ask for the status of its own launch, while rank 1 cannot answer."""
-    import torch
-
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for _ in range(3):
@@ -421,8 +380,6 @@ class WaitingSample:
 
 def ask_for_status_of_a_loader(ctx: RankContext, folder: Path) -> str:
     """Let rank 0 ask for stacks while rank 1 waits for a sample of its loader's worker."""
-    from torch.utils.data import DataLoader
-
     said = ""
     if ctx.is_main:
         wait_until((folder / "away").exists)
@@ -499,8 +456,6 @@ def _raise_if(condition: object) -> None:
 
 def wait_before_joining(rank: int, world_size: int, folder: Path) -> None:
     """Join a group of the script, rank 1 long after the other."""
-    import torch.distributed as dist
-
     if rank == 1:
         wait_for_test(folder)
     dist.init_process_group(

@@ -8,18 +8,16 @@ import os
 import signal
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+import ddpsafe
 from ddpsafe._worker.rank import this_rank
 from ddpsafe.checkpoint import Checkpointer, _checksums, _memory
 from ddpsafe.checkpoint._format import STATE
 from ddpsafe.checkpoint._slots import NodeSlots
 from ddpsafe.checkpoint.errors import CheckpointWarning, NoSpaceError
-
-if TYPE_CHECKING:
-    import ddpsafe
 
 STEPS = 12
 

@@ -8,16 +8,13 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ddpsafe import RankContext
-    from ddpsafe.doctor._findings import Finding, Matrix
+from ddpsafe import RankContext
+from ddpsafe.doctor._findings import Finding, Matrix
 
 
 def examine() -> None:

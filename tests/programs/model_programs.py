@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from training_programs import mark, setup
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import nn
-
-    from ddpsafe import RankContext
+import ddpsafe
+from ddpsafe import RankContext
+from ddpsafe.checkpoint import Checkpointer
 
 KINDS = ("full", "sliding", "linear", "local")
 
 
 def _model(kind: str, rank: int) -> nn.Module:
     """Build a model that differs on rank 1 in what `kind` says."""
-    import torch
-    from torch import nn
-
     is_odd = rank == 1
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     order = reversed(KINDS) if kind == "order of buffers" and is_odd else KINDS
@@ -52,11 +51,6 @@ def _model(kind: str, rank: int) -> nn.Module:
 
 def compare(ctx: RankContext, _folder: Path, kinds: list[str]) -> dict[str, Any]:
     """Wrap a model of each kind; return the message of each error, or an empty text."""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    import ddpsafe
-
     found: dict[str, Any] = {}
     pair = dist.new_group([0, 1])
     others = dist.new_group([0, 2])
@@ -89,8 +83,6 @@ def compare(ctx: RankContext, _folder: Path, kinds: list[str]) -> dict[str, Any]
 
 def wrap_by_hand(rank: int, world_size: int, folder: Path) -> None:
     """Make buffers in an order that is the rank's own, and wrap the model without ddpsafe."""
-    from torch.nn.parallel import DistributedDataParallel
-
     setup(rank, world_size)
     mark(folder)
     DistributedDataParallel(_model("order of buffers", rank))
@@ -98,12 +90,6 @@ def wrap_by_hand(rank: int, world_size: int, folder: Path) -> None:
 
 def draw_after_wrap(ctx: RankContext, folder: Path, how: str) -> dict[str, Any]:
     """Wrap two models; return the first one's weights, a dropout mask, and what a second wrap changes."""
-    import torch
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
-    from ddpsafe.checkpoint import Checkpointer
-
     model = nn.Linear(4, 4)
     weights = model.weight.tolist()
     if how == "restored":

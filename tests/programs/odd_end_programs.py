@@ -10,20 +10,20 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any, NoReturn
 
 from exception_programs import raise_own_error
 from hang_programs import sleep
+from torch.utils.data import DataLoader
 from training_programs import mark
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from multiprocessing.queues import Queue
-    from pathlib import Path
-
-    from ddpsafe import RankContext
+import ddpsafe
+from ddpsafe import RankContext
 
 
 def become_another_program(_folder: Path) -> NoReturn:
@@ -123,8 +123,6 @@ class Slow:
 
 def leave_loader_in_cycle(_ctx: RankContext, _folder: Path) -> None:
     """Leave an iterator that only the garbage collector ends, which takes torch 5 s for such a worker."""
-    from torch.utils.data import DataLoader
-
     batches: Any = iter(DataLoader(Slow(), num_workers=1))
     next(batches)
     batches.own = batches
@@ -186,8 +184,6 @@ def _work_on() -> None:
 
 def meet_in_time(ctx: RankContext) -> int:
     """Enter barriers with timeouts written in every way."""
-    import ddpsafe
-
     ctx.barrier(timeout=30)
     ctx.barrier("half", 30.5)
     ctx.barrier("text", "2min")

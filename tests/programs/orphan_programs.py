@@ -8,18 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import scripts
 from exception_programs import raise_own_error
 from hang_programs import FOREVER_S, hold_the_gil, sleep
+from torch.utils.data import DataLoader
 from training_programs import average_gradients, mark
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ddpsafe import RankContext
-
+from ddpsafe import RankContext
 
 # Ranks that do not exit.
 
@@ -131,8 +129,6 @@ class Numbers:
 
 def lose_a_loader_worker(ctx: RankContext, folder: Path) -> None:
     """Read through a DataLoader whose worker dies on rank 1."""
-    from torch.utils.data import DataLoader
-
     numbers: Any = Numbers(folder, 40 if ctx.rank == 1 else None)
     for _ in DataLoader(numbers, batch_size=8, num_workers=1):
         average_gradients()
@@ -140,8 +136,6 @@ def lose_a_loader_worker(ctx: RankContext, folder: Path) -> None:
 
 def work_with_everything(ctx: RankContext, folder: Path, how: str) -> None:
     """Hold a DataLoader's worker and stubborn children, then wait in Python, in gloo or in C."""
-    from torch.utils.data import DataLoader
-
     numbers: Any = Numbers(folder, None)
     # Forked, it is there at once; a rank's own start method would import torch once more.
     loader = iter(DataLoader(numbers, batch_size=8, num_workers=1, multiprocessing_context="fork"))

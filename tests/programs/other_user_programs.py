@@ -7,25 +7,22 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import psutil
 import scripts
+import torch
+import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ddpsafe import RankContext
+from ddpsafe import RankContext
 
 OTHER_UID: Final = 65534
 
 
 def train_under_attack(ctx: RankContext, folder: Path) -> float:
     """Write where everything is, wait for the end of the attack, and return the sum of ranks."""
-    import torch
-    import torch.distributed as dist
-
     from ddpsafe._worker.rank import this_rank
 
     spec = this_rank.spec

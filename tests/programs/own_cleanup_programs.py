@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 import scripts
+import torch.distributed as dist
 from exception_programs import LostSampleError, raise_own_error
 from hang_programs import FOREVER_S, count_reads, sleep
 from training_programs import FAULT_STEP, STEPS, average_gradients, cleanup, mark, setup
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
-    from pathlib import Path
-
-    from ddpsafe import RankContext
+import ddpsafe
+from ddpsafe import RankContext
 
 
 def tidy_up_with_destroy(rank: int, world_size: int, folder: Path) -> None:
@@ -29,8 +29,6 @@ def tidy_up_with_destroy(rank: int, world_size: int, folder: Path) -> None:
 
 def tidy_up_with_barrier(rank: int, world_size: int, folder: Path) -> None:
     """Enter a barrier in ``except`` although the others wait elsewhere."""
-    import torch.distributed as dist
-
     setup(rank, world_size)
     try:
         _train_and_fail(rank, folder)
@@ -43,8 +41,6 @@ def tidy_up_with_barrier(rank: int, world_size: int, folder: Path) -> None:
 
 def tidy_up_with_barrier_and_destroy(rank: int, world_size: int, folder: Path) -> None:
     """Do both in ``finally``, after success and after failure."""
-    import torch.distributed as dist
-
     setup(rank, world_size)
     try:
         _train_and_fail(rank, folder)
@@ -73,8 +69,6 @@ def tidy_up_with_our_barrier(ctx: RankContext, folder: Path) -> None:
 
 def tidy_up_with_our_cleanup(rank: int, world_size: int, folder: Path) -> None:
     """Use ddpsafe's setup and cleanup instead of the script's."""
-    import ddpsafe
-
     ddpsafe.setup(rank, world_size)
     try:
         _train_and_fail(rank, folder)
@@ -113,8 +107,6 @@ def recover_together(ctx: RankContext, folder: Path) -> str:
 
 
 def _recover(ctx: RankContext, folder: Path, late: int) -> None:
-    import torch.distributed as dist
-
     try:
         (folder / "no-checkpoint").read_text()
     except FileNotFoundError:
@@ -187,10 +179,6 @@ def fail_beside_a_handled_error(ctx: RankContext, folder: Path) -> None:
 
 def run_inside_an_except_block(rank: int, world_size: int, folder: Path) -> None:
     """Run a script whose main function is called in an `except` block."""
-    import torch.distributed as dist
-
-    import ddpsafe
-
     try:
         import no_such_module_at_all  # noqa: F401 - it is not there
     except ImportError:

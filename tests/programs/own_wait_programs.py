@@ -8,25 +8,20 @@ import multiprocessing
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from multiprocessing.pool import ThreadPool
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from training_programs import average_gradients, mark
 
-from ddpsafe import LaunchTimeoutError
+from ddpsafe import LaunchTimeoutError, RankContext
 from ddpsafe._worker.torch_hooks import read_recorders
 from ddpsafe.checkpoint import Checkpointer
 from ddpsafe.checkpoint.errors import SaveTimeoutError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from ddpsafe import RankContext
 
 STEPS = 3
 

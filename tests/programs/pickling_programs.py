@@ -5,13 +5,13 @@ from __future__ import annotations
 import resource
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+import numpy as np
 
-    from ddpsafe import RankContext
+from ddpsafe import RankContext
 
 
 def double(x: int) -> int:
@@ -104,8 +104,6 @@ def double_in_the_second_attempt(ctx: RankContext, array: Any) -> Any:
 
 def return_much_without_a_folder(_ctx: RankContext, count: int) -> Any:
     """Return a large array where the file for the result cannot be created."""
-    import numpy as np
-
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, resource.RLIM_INFINITY))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     return np.ones(count)

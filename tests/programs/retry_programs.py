@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import scripts
 from crash_programs import die_by_kill
 from hang_programs import FOREVER_S
 from training_programs import average_gradients, mark
 
+from ddpsafe import RankContext
 from ddpsafe.checkpoint import Checkpointer
-
-if TYPE_CHECKING:
-    from ddpsafe import RankContext
 
 
 def fail_on_attempts(ctx: RankContext, folder: Path, attempts: int, error: str) -> int:

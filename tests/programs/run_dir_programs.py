@@ -10,7 +10,8 @@ import resource
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,9 @@ from scripts import wait_until
 from torch.utils.data import DataLoader, Dataset
 from training_programs import average_gradients, mark
 
+from ddpsafe import RankContext
 from ddpsafe._worker.rank import this_rank
 from ddpsafe.checkpoint import Checkpointer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ddpsafe import RankContext
-
 
 LINES: Final = 1_500
 """How many lines of 100 bytes `write_much` writes: more than the disk has room for."""

@@ -10,24 +10,19 @@ import sys
 import tempfile
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import scripts
+import torch
+import torch.distributed as dist
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-
-    from ddpsafe import RankContext
+from ddpsafe import RankContext
 
 
 def setup(rank: int, world_size: int, port: int) -> None:
     """Make the group at a hard-coded port, as the tutorial does."""
-    import torch.distributed as dist
-
     os.environ["MASTER_ADDR"] = "localhost"
     os.environ["MASTER_PORT"] = str(port)
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
@@ -35,16 +30,11 @@ def setup(rank: int, world_size: int, port: int) -> None:
 
 def cleanup() -> None:
     """Destroy the group, as the tutorial does."""
-    import torch.distributed as dist
-
     dist.destroy_process_group()
 
 
 def total(rank: int) -> float:
     """Sum the ranks, counted from 1, over the group."""
-    import torch
-    import torch.distributed as dist
-
     number = torch.tensor([rank + 1.0])
     dist.all_reduce(number)
     return number.item()
@@ -74,8 +64,6 @@ def train_twice(rank: int, world_size: int, port: int, folder: Path) -> None:
 
 def meet_by_url(rank: int, url: str, folder: Path) -> None:
     """Make the group at a URL."""
-    import torch.distributed as dist
-
     dist.init_process_group("gloo", init_method=url, rank=rank, world_size=2)
     note(rank, folder, total(rank))
     cleanup()
@@ -83,8 +71,6 @@ def meet_by_url(rank: int, url: str, folder: Path) -> None:
 
 def meet_by_environment(rank: int, folder: Path) -> None:
     """Make the group without an address or a rank: the environment has both."""
-    import torch.distributed as dist
-
     dist.init_process_group("gloo")
     note(rank, folder, (dist.get_rank(), dist.get_world_size(), total(rank)))
     cleanup()
@@ -92,8 +78,6 @@ def meet_by_environment(rank: int, folder: Path) -> None:
 
 def be_alone(rank: int, folder: Path) -> None:
     """Make a separate group in every rank, with which the launch does not interfere."""
-    import torch.distributed as dist
-
     url = f"file://{folder / f'store-{rank}'}"
     dist.init_process_group("gloo", init_method=url, rank=0, world_size=1)
     note(rank, folder, total(rank))
@@ -102,8 +86,6 @@ def be_alone(rank: int, folder: Path) -> None:
 
 def node_rank_idiom(gpu: int, gpus_per_node: int, folder: Path) -> None:
     """Read RANK as the node's rank and WORLD_SIZE as the number of nodes, as ImageNet does."""
-    import torch.distributed as dist
-
     found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     rank = int(os.environ["RANK"]) * gpus_per_node + gpu
     world_size = int(os.environ["WORLD_SIZE"]) * gpus_per_node

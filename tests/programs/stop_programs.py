@@ -12,21 +12,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import psutil
 import scripts
+import torch
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from ddpsafe import RankContext
-
+from ddpsafe import RankContext
 
 HELPERS: Final = ("loader of torch", "loader", "pool", "executor", "manager")
 """The kinds of processes that a rank starts through `multiprocessing`, see `work_of`."""
@@ -201,8 +198,6 @@ def train_and_resume(ctx: RankContext, folder: Path, steps: int) -> None:
 
     The parameter is a running sum that depends on the order of all steps since the very first.
     """
-    import torch
-
     path = folder / "checkpoint.pt"
     state = {"step": 0, "parameter": torch.zeros((), dtype=torch.float64)}
     if path.exists():

@@ -7,18 +7,17 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TextIO
 
+import torch
+import torch.distributed as dist
 from orphan_programs import wait_for
 from stop_programs import STEP_S
 from training_programs import average_gradients
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-    from typing import TextIO
-
-    from ddpsafe import RankContext
+from ddpsafe import RankContext
 
 
 class Loading:
@@ -67,9 +66,6 @@ class Talking:
 
     def __call__(self) -> None:
         """Let the ranks agree on the end, so that none is left in a collective."""
-        import torch
-        import torch.distributed as dist
-
         has_ended = torch.zeros(1)
         while not has_ended:
             time.sleep(STEP_S)

@@ -10,16 +10,19 @@ import multiprocessing.forkserver
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import forked_ranks
+import numpy as np
 import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ddpsafe
+from ddpsafe import RankContext
 from ddpsafe._launcher.processes.rank_process import RankProcess
-
-if TYPE_CHECKING:
-    from ddpsafe import RankContext
 
 HEAVY: Final = (
     "PIL.Image",
@@ -48,8 +51,6 @@ def keep_numpy_busy() -> None:
 
 
 def _multiply_for_ever() -> None:
-    import numpy as np
-
     matrix = np.ones((64, 64))
     while True:
         matrix = matrix @ matrix / 64
@@ -57,8 +58,6 @@ def _multiply_for_ever() -> None:
 
 def train_as_the_tutorial(rank: int, world_size: int) -> None:
     """Set up, train and clean up by hand; the DDP object is alive when the group is destroyed."""
-    import torch.distributed as dist
-
     os.environ["MASTER_ADDR"] = "localhost"
     os.environ["MASTER_PORT"] = "12355"
     import_heavy_modules()
@@ -79,10 +78,6 @@ def train_and_call_nothing(ctx: RankContext) -> int:
 
 def take_two_steps() -> object:
     """Train a small DDP model as the tutorial does; return it, alive."""
-    import torch
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
     model = DistributedDataParallel(nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     for _ in range(2):

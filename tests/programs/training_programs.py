@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+import torch
+import torch.distributed as dist
 
-    from ddpsafe import RankContext
+from ddpsafe import RankContext
 
-    Fault = Callable[[Path], object]
+Fault = Callable[[Path], object]
 
 STEPS = 5
 FAULT_STEP = 2
@@ -47,16 +48,11 @@ def train(ctx: RankContext, folder: Path, fault: Fault, culprit: int = 1) -> int
 
 def average_gradients() -> None:
     """Make one all-reduce, as a step of DDP does."""
-    import torch
-    import torch.distributed as dist
-
     dist.all_reduce(torch.ones(8))  # stuck here
 
 
 def setup(rank: int, world_size: int, *, timeout_s: float | None = 60) -> None:
     """Make the group as the tutorials do, on a hard-coded port; most of them name no timeout."""
-    import torch.distributed as dist
-
     os.environ["MASTER_ADDR"] = "localhost"
     os.environ["MASTER_PORT"] = "12355"
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
@@ -65,8 +61,6 @@ def setup(rank: int, world_size: int, *, timeout_s: float | None = 60) -> None:
 
 def cleanup() -> None:
     """Destroy the group as the tutorials do."""
-    import torch.distributed as dist
-
     dist.destroy_process_group()
 
 
@@ -106,8 +100,6 @@ class Optimizer:
 
 def make_optimizer() -> Any:
     """Return an optimizer of one parameter."""
-    import torch
-
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
 
 

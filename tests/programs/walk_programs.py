@@ -9,15 +9,13 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import CodeType, FrameType
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from types import CodeType, FrameType
 
 PACKAGE: Final = str(Path(ddpsafe.__file__).parent) + os.sep
 FOLDER: Final = Path(os.environ["WALK_FOLDER"])

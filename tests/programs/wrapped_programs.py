@@ -9,20 +9,18 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from exception_programs import raise_own_error
 from hang_programs import count_reads
-from training_programs import FAULT_STEP, STEPS, average_gradients, mark
+from training_programs import FAULT_STEP, STEPS, Fault, average_gradients, mark
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from training_programs import Fault
-
-    from ddpsafe import RankContext
+from ddpsafe import RankContext
 
 
 def exit_with_one() -> None:
@@ -76,16 +74,12 @@ def be_slow_in_an_except_block(ctx: RankContext, meet: Callable[[RankContext], o
 
 def scatter(ctx: RankContext) -> None:
     """Scatter parts whose sizes only the source knows."""
-    import torch.distributed as dist
-
     out: list[object] = [None]
     dist.scatter_object_list(out, list(range(ctx.world_size)) if ctx.rank == 0 else None, src=0)
 
 
 def gather_in_a_subgroup(ctx: RankContext) -> None:
     """Gather among the last two ranks while the first one continues."""
-    import torch.distributed as dist
-
     group = dist.new_group([1, 2])
     if ctx.rank == 2:
         time.sleep(2)
@@ -134,8 +128,6 @@ def _kill(folder: Path) -> None:
 
 def fail_in_the_handler(_folder: Path) -> None:
     """Handle a timeout of its own, for a key that was never set, and fail in its handler."""
-    import torch.distributed as dist
-
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         store.wait(["warm"], timedelta(seconds=0.2))
@@ -145,7 +137,6 @@ def fail_in_the_handler(_folder: Path) -> None:
 
 def fail_inside_the_model(ctx: RankContext, folder: Path) -> None:
     """Fail on rank 1 in the forward pass, which DDP calls."""
-    import torch
 
     def serve(*_: object) -> None:
         if ctx.rank == 1:
@@ -187,16 +178,11 @@ def broadcast(ctx: RankContext) -> None:
 
 def monitor(_ctx: RankContext) -> None:
     """Enter gloo's monitored barrier."""
-    import torch.distributed as dist
-
     dist.monitored_barrier()
 
 
 def gather_tensors(ctx: RankContext) -> None:
     """Gather tensors, which is not watched: the error is found beneath the timeout."""
-    import torch
-    import torch.distributed as dist
-
     dist.all_gather([torch.ones(8)] * ctx.world_size, torch.ones(8))
 
 
@@ -229,9 +215,6 @@ def die_beside_a_rank_that_exits(ctx: RankContext, folder: Path) -> None:
 
 def hang_in_a_subgroup(ctx: RankContext, folder: Path, fault: Fault) -> None:
     """Train with tensor parallelism of two; rank 1 meets the fault, and rank 0 waits there for it."""
-    import torch
-    import torch.distributed as dist
-
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine: Any = groups[ctx.rank // 2]
     for step in range(STEPS):
@@ -251,8 +234,6 @@ def meet_under_other_names(ctx: RankContext, folder: Path, wait_s: float) -> Non
 
 def make_a_group_alone(ctx: RankContext, folder: Path) -> None:
     """Make a group on rank 0 only, although all ranks have to, while the others train."""
-    import torch.distributed as dist
-
     average_gradients()
     if ctx.rank == 0:
         mark(folder)
@@ -262,8 +243,6 @@ def make_a_group_alone(ctx: RankContext, folder: Path) -> None:
 
 def average_other_shapes(ctx: RankContext, folder: Path) -> None:
     """Average a number on rank 0 and two on rank 1."""
-    import torch
-
     mark(folder)
     ctx.reduce_mean(1.0 if ctx.rank == 0 else torch.tensor([1.0, 2.0]))
 

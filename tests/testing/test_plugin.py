@@ -8,8 +8,9 @@ import pty
 import re
 import select
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import machine
 import pytest
@@ -17,9 +18,6 @@ import scripts
 
 import ddpsafe
 from ddpsafe._launcher.plan import make_plan
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _LIMIT_S: Final = machine.hang_limit(150)
 

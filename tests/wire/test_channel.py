@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ddpsafe._wire.messages import Entered, Position, Recovered, Returned
 from ddpsafe._wire.rank_pipe import Receiver, Sender
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 class HandlerError(TimeoutError):

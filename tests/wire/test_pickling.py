@@ -10,7 +10,9 @@ import socket
 import sys
 import tempfile
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
 
 import hypothesis
 import numpy as np
@@ -22,10 +24,6 @@ from texts import any_text
 
 import ddpsafe
 from ddpsafe._wire import payload
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 TWO: Final[dict[str, Any]] = {
     "nproc_per_node": 2,

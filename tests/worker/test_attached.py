@@ -7,9 +7,11 @@ import os
 import re
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import attached_programs as programs
 import forked_ranks
@@ -26,11 +28,6 @@ from ddpsafe._worker.join import attached
 from ddpsafe._worker.join.store import agree_on_generation
 from ddpsafe._worker.join.store_endpoint import StoreEndpoint, find_endpoint
 from ddpsafe._world import find_world
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
-    from pathlib import Path
 
 SHORT_TIMEOUTS: Final = {"start": 3, "collective": 3, "barrier": 3}
 """Timeouts of ranks that are not meant to find each other, in seconds."""

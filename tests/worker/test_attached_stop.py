@@ -6,21 +6,16 @@ import os
 import signal
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import attached_stop_programs as programs
 import forked_ranks
 import machine
 import pytest
 import scripts
-from forked_ranks import by_hand, free_port
+from forked_ranks import Env, by_hand, free_port
 
 from ddpsafe._worker.stop_agreement import NoAgreementError, StopCalls, StopKeys
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from forked_ranks import Env
 
 
 def hand_started(ranks: int) -> list[Env]:

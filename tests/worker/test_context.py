@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import context_programs as programs
 import forked_ranks
@@ -20,10 +22,6 @@ import torch
 from torch import nn
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 MEAN: Final = {1: 0.0, 3: 1.0}
 """The mean of the ranks' numbers, by world size."""

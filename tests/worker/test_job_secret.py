@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import forked_ranks
 import job_secret_programs as programs
@@ -14,10 +16,6 @@ from forked_ranks import by_hand, free_port
 import ddpsafe
 from ddpsafe._job.store_keys import FolderStore, SignedKeys
 from ddpsafe._worker.join.store_endpoint import job_secret
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 NAME: Final = "DDPSAFE_JOB_SECRET"
 SECRET: Final = "a secret of 24 characters"

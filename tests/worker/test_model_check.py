@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import model_programs as programs
 import pytest
@@ -10,9 +11,6 @@ import scripts
 from fault_kit import World, require_rank
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ORDER, BUILT = "a fixed order on every rank", "build the same model on every rank"
 DIFFERENT: dict[str, tuple[str, str, str]] = {

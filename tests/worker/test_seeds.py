@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import model_programs as programs
 import pytest
 from fault_kit import World
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def draw(folder: Path, how: str, *, seed: int | None = 3, ranks: int = 2) -> list[dict[str, Any]]:

@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -19,9 +20,6 @@ from ddpsafe._host import open_tcp_store
 from ddpsafe._worker.join import store
 from ddpsafe._worker.join.store_endpoint import StoreEndpoint
 from ddpsafe._world import World
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ASK: Final = """
 import socket, time
