@@ -1,3 +1,4 @@
+# ruff: noqa: ISC004 - logs of several lines stand in rows
 """What the catalogue finds in a log: the first cause, the rank, and what must never come first."""
 
 from __future__ import annotations
@@ -84,14 +85,6 @@ def test_decorations_do_not_hide_an_exception(exception: str, code: str) -> None
             assert explain_text(log)[0].cause == f"The script raised {exception}.", log
 
 
-@pytest.mark.parametrize("logged", ["ERROR:root:{}", "2026-11-22 10:11:12,345 - ERROR - {}"])
-def test_a_logged_exception_followed_by_progress_is_not_a_failure(logged: str) -> None:
-    """The program has continued after it."""
-    log = logged.format("quux.BarError: foo is not bar") + "\n"
-    assert [cause.code for cause in explain_text(log)] == ["DS-USER-exception"]
-    assert explain_text(log + "epoch 3 step 20 loss 0.31\n") == []
-
-
 TRACEBACK: Final = """\
 [rank1]: Traceback (most recent call last):
 [rank1]:   File "/home/me/train.py", line 31, in train
@@ -100,107 +93,8 @@ TRACEBACK: Final = """\
 """
 
 
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [
-        ("CUDA_ERROR_LAUNCH_FAILED", "CUDA-illegal-access"),
-        ("RuntimeError: cudaErrorNoKernelImageForDevice", "CUDA-arch"),
-        ("hipErrorNoBinaryForGpu", "CUDA-arch"),
-        ("RuntimeError: CUDA failure 700", "CUDA-illegal-access"),
-        ("ValueError: CUDA driver error code: 999", "CUDA-unknown"),
-        ("    if (e == cudaErrorNoKernelImageForDevice) return;", None),
-        ("step 3 of 9: 12 values of cudaError_t", None),
-    ],
-)
-def test_a_cuda_error_is_known_by_its_name_and_number(line: str, code: str | None) -> None:
-    """Programs print only these if they do not ask CUDA for a description."""
-    assert [cause.code for cause in explain_text(line)] == ([f"DS-{code}"] if code else [])
-
-
-@pytest.mark.parametrize(
-    ("calls", "who"),
-    [
-        (
-            ("train.py:9 main", "/env/torch/utils/data/_utils/fetch.py:54 fetch", "data.py:9 pad"),
-            "The dataset",
-        ),
-        (("train.py:9 main", "data.py:12 collate_fn"), "The dataset"),
-        (
-            ("/env/torch/nn/modules/module.py:1553 _wrapped_call_impl", "model.py:40 encode"),
-            "The model's forward",
-        ),
-        (
-            ("data.py:9 __getitem__", "/env/torch/nn/modules/module.py:15 _call_impl", "m.py:4 f"),
-            "The model's forward",
-        ),
-        (
-            (
-                "/env/torch/_tensor.py:581 backward",
-                "/env/torch/autograd/graph.py:825 _engine_run_backward",
-            ),
-            "The backward",
-        ),
-        (("/w/trainer.py:77 load_checkpoint", "/w/io.py:3 parse"), "Loading the weights"),
-        (("/env/torch/optim/adam.py:3 step", "x.py:4 f"), "The optimizer's step"),
-        (
-            ("/env/site-packages/datasets/arrow_dataset.py:3 _map_single", "x.py:4 f"),
-            "The function",
-        ),
-        (("train.py:9 main", "loop.py:3 step"), "The script raised"),
-    ],
-)
-def test_the_calls_of_a_traceback_show_what_the_script_was_doing(
-    calls: tuple[str, ...], who: str
-) -> None:
-    """The innermost known call decides."""
-    lines = (re.sub(r"(.+):(\d+) (\w+)", r'  File "\1", line \2, in \3', call) for call in calls)
-    [found] = explain_text(
-        "\n".join(["Traceback (most recent call last):", *lines, "ValueError: odd"])
-    )
-    assert found.cause.startswith(who)
-    assert found.cause.count("ValueError: odd") == 1
-
-
-def test_a_logged_error_counts_only_without_any_other_failure() -> None:
-    """Its message is quoted, as nothing more is known; progress afterwards takes it back."""
-    logged = "2026-11-22 10:11:12 ERROR trainer.py:12: the quux of rank 3 has no bar\n"
-    [found] = explain_text(logged)
-    assert found.cause == "A program reported an error: the quux of rank 3 has no bar."
-    assert explain_text(logged + "epoch 3 step 20 loss 0.31\n") == []
-    assert [cause.code for cause in explain_text(logged + "MemoryError\n")] == ["DS-MEM-alloc"]
-
-
 PEER: Final = "[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4711\n"
 SUMMARY: Final = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n"
-
-
-@pytest.mark.parametrize("log", [PEER + TRACEBACK + SUMMARY, TRACEBACK + PEER, SUMMARY + TRACEBACK])
-def test_the_scripts_own_error_comes_before_its_consequences(log: str) -> None:
-    """In any order of printing: the exception with its line and rank, then the lost peers."""
-    first, *others = explain_text(log)
-    assert first.code == "DS-USER-exception"
-    assert first.rank == 1
-    assert "ValueError: bad batch at /home/me/train.py:31 in train" in first.cause
-    assert {each.code for each in others} <= {"DS-PEER-lost", "DS-PEER-childfailed"}
-
-
-NETWORK: Final = re.compile(r"firewall|interface|port", re.IGNORECASE)
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        "E api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 8091) of binary: python3",
-        "kernel: Out of memory: Killed process 8091 (python3)",
-        "[rank1]: torch.OutOfMemoryError: CUDA out of memory.",
-        "Fatal Python error: Segmentation fault",
-    ],
-)
-def test_the_death_of_a_peer_is_never_blamed_on_the_network(end: str) -> None:
-    """The survivors' errors look like a network failure; the dead rank's output shows that it was not."""
-    causes = explain_text(f"{PEER}{end}\n{PEER}")
-    assert causes[0].code not in {"DS-PEER-lost", "DS-GLOO-refused", "DS-NCCL-unreachable"}
-    assert NETWORK.search(causes[0].cause) is None
 
 
 def test_the_watchdog_finding_names_the_rank_that_is_behind() -> None:
@@ -215,32 +109,6 @@ def test_the_watchdog_finding_names_the_rank_that_is_behind() -> None:
     groups = (line.replace("[E]", f"[PG {n}]").format(n, 96 - 20 * n) for n in (0, 1))
     (cause,) = explain_text("".join(groups))
     assert "waited in number" not in cause.cause
-
-
-@pytest.mark.parametrize(
-    ("named", "told"),
-    [
-        (
-            "Parameter indices which did not receive grad for rank 1: 12 13 88",
-            "numbers are 12 13 88.",
-        ),
-        (
-            "Parameters which did not receive grad for rank 0: a.bias, a.weight",
-            "are a.bias, a.weight.",
-        ),
-        (
-            "Parameter indices which did not receive grad for rank 0: 0 1 2 3 4 5",
-            "0 1 2 3 and more.",
-        ),
-    ],
-)
-def test_unused_parameters_are_named(named: str, told: str) -> None:
-    """DDP names them in a separate line or at the end of its message."""
-    message = "RuntimeError: Expected to have finished reduction in the prior iteration."
-    for joint in ("\n", " "):
-        (cause,) = explain_text(f"{message}{joint}{named}\n")
-        assert cause.code == "DS-DDP-unused"
-        assert cause.cause.endswith(told)
 
 
 def test_no_advice_sets_a_debug_level_with_which_ddp_crashes() -> None:
@@ -261,138 +129,6 @@ def test_ranks_that_time_out_in_different_collectives_are_distinguished() -> Non
         assert "rank 8 calls" in first.cause
         assert "rank 0 ALLREDUCE of 4311252 elements" in first.cause
         assert others == []
-
-
-def test_every_rank_counts_in_the_search_for_the_one_behind() -> None:
-    """Of lines that differ only in numbers most are skipped, but the watchdog's are all read."""
-    line = "[rank{0}]:[E] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={1}, OpType=ALLREDUCE)\n"
-    log = "".join(line.format(rank, 96 - (rank == 61)) for rank in range(64))
-    (cause,) = explain_text(log)
-    assert (cause.rank, cause.count) == (61, 64)
-
-
-def test_torchruns_summary_provides_the_global_rank() -> None:
-    """Its other lines have only the local rank."""
-    log = (
-        "E1 api.py:869] failed (exitcode: -9) local_rank: 3 (pid: 7) of binary: python\n"
-        "Root Cause (first observed failure):\n[0]:\n  time      : 2025-11-20_10:25:01\n"
-        "  rank      : 11 (local_rank: 3)\n  exitcode  : -9 (pid: 7)\n"
-    )
-    first, *_ = explain_text(log)
-    assert (first.code, first.rank) == ("DS-END-sigkill", 11)
-
-
-def test_torchruns_summary_of_many_ranks_names_the_first_one() -> None:
-    """Its lines differ only in numbers, and the ranks that torchrun ended itself are not the cause."""
-    entry = "[{0}]:\n  time      : 2026-09-07_13:02:58\n  rank      : {1} (local_rank: {1})\n  exitcode  : {2} (pid: 1{1})\n  error_file: <N/A>\n  traceback : {3}\n"
-    others = "".join(
-        entry.format(number, rank, -9, f"Signal 9 (SIGKILL) received by PID 1{rank}")
-        for number, rank in enumerate((0, 2, 3, 4, 5), start=1)
-    )
-    first = entry.format(0, 1, 1, "To enable traceback see: https://pytorch.org")
-    log = f"Failures:\n{others}-----\nRoot Cause (first observed failure):\n{first}"
-    found = explain_text(log)
-    assert [(cause.code, cause.rank) for cause in found] == [("DS-END-exit-code", 1)]
-
-
-LEFT_ALONE: Final = """\
-W1126 10:00:00.1 811 torch/multiprocessing/spawn.py:169] Terminating process 813 via signal SIGTERM
-torch.multiprocessing.spawn.ProcessRaisedException:
-
--- Process 0 terminated with the following error:
-Traceback (most recent call last):
-  File "/w/train.py", line 12, in main
-    dist.all_reduce(x)
-RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711
-"""
-
-
-def test_the_summary_of_a_rank_that_only_lost_its_peer_does_not_lead_to_its_log() -> None:
-    """mp.spawn names the victim first; the rank that left is in another log."""
-    [cause] = explain_text(LEFT_ALONE)
-    assert cause.code == "DS-PEER-lost"
-    assert "logs of the other ranks" in cause.fix
-
-
-def test_tracebacks_of_ranks_may_be_interleaved() -> None:
-    """Each line belongs to its rank's traceback: the file is that of the rank that raised."""
-    log = """\
-[rank0]: Traceback (most recent call last):
-[rank1]: Traceback (most recent call last):
-[rank1]:   File "/w/data.py", line 7, in read
-[rank0]:   File "/w/train.py", line 9, in train
-[rank1]:     raise SampleMissing(name)
-[rank1]: SampleMissing: 4711.png
-[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.2]:4711
-"""
-    first, *_ = explain_text(log)
-    assert first.rank == 1
-    assert first.cause == "The script raised SampleMissing: 4711.png at /w/data.py:7 in read."
-
-
-@pytest.mark.parametrize(
-    "log",
-    [
-        "",
-        "epoch 1 loss 0.31\nepoch 2 loss 0.29\n",
-        "INFO: timeout set to 600 s\nconnecting to 8 ranks\nall ranks joined\n",
-        "val_error: 0.12, test error rate 0.10\n",
-        "Traceback of the stack is turned off\n",
-    ],
-)
-def test_a_log_without_a_failure_has_no_cause(log: str) -> None:
-    """Words that only resemble a failure are not reported."""
-    assert explain_text(log) == []
-
-
-def test_notices_are_reported_only_without_any_other_finding() -> None:
-    """The IPv6 warning of every torch job on an IPv4 host does not accompany a real failure."""
-    notice = "[W socket.cpp:401] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address family not supported by protocol).\n"
-    assert [cause.code for cause in explain_text(notice)] == ["DS-NOISE-ipv6"]
-    causes = explain_text(f"{notice}MemoryError\n")
-    assert [cause.code for cause in causes] == ["DS-MEM-alloc"]
-
-
-WAITS: Final = (
-    "Warning  FailedScheduling  0/{} nodes are available: {} Insufficient nvidia.com/gpu.\n"
-)
-PLACED: Final = "Normal  Scheduled  Successfully assigned default/train to node-{}\n"
-
-
-@pytest.mark.parametrize(
-    ("lines", "codes"),
-    [
-        ([WAITS] * 5 + [PLACED], []),
-        ([WAITS] * 5 + [PLACED, WAITS], ["DS-K8S-unschedulable"]),
-        ([WAITS, PLACED] * 5, []),
-        ([PLACED] * 4 + [WAITS, PLACED], []),
-        ([WAITS, PLACED] * 5 + [WAITS], ["DS-K8S-unschedulable"]),
-        ([WAITS] * 2_000 + [PLACED, WAITS], ["DS-K8S-unschedulable"]),
-        ([WAITS] * 2_000 + [PLACED], []),
-    ],
-    ids=[
-        "over",
-        "again",
-        "over-each-time",
-        "over-late",
-        "again-each-time",
-        "again-long",
-        "over-long",
-    ],
-)
-def test_a_failure_that_a_later_line_takes_back_counts_when_it_recurs(
-    lines: list[str], codes: list[str]
-) -> None:
-    """However often both were printed, although of lines that differ only in numbers most are skipped."""
-    log = "".join(line.format(number, number) for number, line in enumerate(lines))
-    causes = explain_text(log)
-    assert [cause.code for cause in causes] == codes
-    assert [cause.evidence[0][0] for cause in causes] == [len(lines)] * len(codes)
-
-
-def test_a_line_that_denies_a_failure_is_not_one() -> None:
-    """It has the words of an error without the error."""
-    assert explain_text("No CUDA out of memory seen\n") == []
 
 
 @pytest.mark.full
@@ -455,69 +191,6 @@ def test_every_launchers_report_of_a_signal_is_known(line: str) -> None:
     for number, name, described, code in SIGNALS:
         text = line.format(number=number, name=name, described=described, code=128 + number)
         assert [cause.code for cause in explain_text(text)][:1] == [code], text
-
-
-@pytest.mark.parametrize(
-    "log",
-    [
-        'Traceback (most recent call last): File "t.py", line 3, in <module> main() File "t.py", line 9, in main load(x) KeyError: 3',
-        r'{"py_callstack": "Traceback (most recent call last):\n  File \"t.py\", line 9, in main\n    load(x)\nKeyError: 3"}',
-        r'{"log": "Traceback (most recent call last):\n'
-        + 300 * r"  File \"/env/site-packages/x.py\", line 1, in f\n"
-        + r'  File \"t.py\", line 9, in main\n    load(x)\nKeyError: 3"}',
-        r'Traceback (most recent call last): File "C:\nets\t.py", line 9, in main KeyError: 3',
-    ],
-    ids=["pasted", "json", "long-json", "windows"],
-)
-def test_a_traceback_in_one_line_is_read(log: str) -> None:
-    """As in a paste that lost its line breaks, and in torchrun's error file."""
-    cause = explain_text(f"[rank3]: {log}")[0]
-    assert (cause.code, cause.rank) == ("DS-USER-exception", 3)
-    assert "KeyError: 3" in cause.cause
-    assert "t.py:9 in main" in cause.cause
-
-
-def test_an_exception_without_a_message_at_the_end_of_a_line_is_found() -> None:
-    """A paste that lost its line breaks has the call, its source and the exception in one line."""
-    log = 'Traceback (most recent call last): File "/env/torch/distributed/run.py", line 634, in run raise RendezvousClosedError() torch.distributed.elastic.rendezvous.api.RendezvousClosedError'
-    assert [cause.code for cause in explain_text(log)] == ["DS-RDZV-closed"]
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        ("FileNotFoundError: [Errno 2] Datei oder Verzeichnis nicht gefunden: 'x'", "DATA-path"),
-        ("SafetensorError: No such file or directory (os error 2)", "DATA-path"),
-        ("MyError: it ended. There are some potential root causes. (1) OOM", "USER-exception"),
-    ],
-)
-def test_a_traceback_in_one_line_may_have_an_unusual_message(error: str, code: str) -> None:
-    """The line does not end with the usual message of its failure."""
-    log = f'[rank3]: Traceback (most recent call last): File "t.py", line 9, in main {error}'
-    cause = explain_text(log)[0]
-    assert (cause.code, cause.rank) == (f"DS-{code}", 3)
-
-
-@pytest.mark.parametrize(
-    ("lines", "codes"),
-    [
-        (
-            ["sbatch: error: Batch job submission failed: Invalid generic resource (gres) specification",
-             "RuntimeError: DataLoader worker (pid 39637) exited unexpectedly with exit code 1. Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better error trace."],
-            ["SLURM-gres", "DATA-worker-exit"],
-        ),
-        (
-            ["FileNotFoundError: [Errno 2] No such file or directory: '/data/imagenet/train'",
-             "/var/spool/slurmd/job4711/slurm_script: line 9: torchrun: command not found"],
-            ["DATA-path", "ENV-program"],
-        ),
-    ],
-    ids=["the next is longer", "the next is shorter"],
-)  # fmt: skip
-def test_two_independent_lines_are_not_joined(lines: list[str], codes: list[str]) -> None:
-    """The longest line of a log looks folded, whatever follows it."""
-    found = [cause.code.removeprefix("DS-") for cause in explain_text("\n".join(lines))]
-    assert sorted(found) == sorted(codes)
 
 
 @pytest.mark.parametrize("rule", ["=" * 23, "- " * 12, "error: " * 24, "[x]" * 12])
@@ -606,6 +279,191 @@ def test_ddpsafes_own_errors_match_no_rule_about_something_else(rule: RuleName) 
     assert codes == ["DS-RUN-error"]
 
 
+def called(*calls: str) -> str:
+    """Return a traceback through these calls: a file, a line and a function each."""
+    lines = (re.sub(r"(.+):(\d+) (\w+)", r'  File "\1", line \2, in \3', call) for call in calls)
+    return "\n".join(["Traceback (most recent call last):", *lines, "ValueError: odd"])
+
+
+UNUSED: Final = (
+    "RuntimeError: Expected to have finished reduction in the prior iteration.{}Parameter{}\n"
+)
+LOGGED: Final = "2026-11-22 10:11:12 ERROR trainer.py:12: the quux of rank 3 has no bar\n"
+NOTICE: Final = "[W socket.cpp:401] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address family not supported by protocol).\n"
+PROGRESS: Final = "epoch 3 step 20 loss 0.31\n"
+CALLS: Final = "Traceback (most recent call last): File "
+ODD: Final = called("/w/train.py:5 f")
+OTHER_END: Final = 'Traceback (most recent call last):\n  File "/env/multiprocessing/connection.py", line 383, in _recv\nEOFError\n'
+SPAWNED: Final = (
+    'Traceback (most recent call last):\n  File "/env/site-packages/torch/multiprocessing/spawn.py", line 118, in join\n'
+    "Exception:\n\n-- Process 1 terminated with the following error:\n"
+)
+# fmt: off
+ROWS: Final[dict[str, tuple[str, str, int | None, str]]] = {
+    # a log, the codes of its causes, the rank and a part of the text of the first cause; ... stands for any others
+    "an exception in a log": ("ERROR:root:quux.BarError: foo is not bar\n", "USER-exception", None, ""),
+    "and progress after it": ("ERROR:root:quux.BarError: foo is not bar\n" + PROGRESS, "", None, ""),
+    "an exception in a dated log, and progress":
+        ("2026-11-22 10:11:12,345 - ERROR - quux.BarError: foo is not bar\n" + PROGRESS, "", None, ""),
+    "an error in a log": (LOGGED, "USER-exception", None, "A program reported an error: the quux of rank 3 has no bar."),
+    "an error in a log, and progress": (LOGGED + PROGRESS, "", None, ""),
+    "an error in a log, and another one": (LOGGED + "MemoryError\n", "MEM-alloc", None, ""),
+    "a notice": (NOTICE, "NOISE-ipv6", None, ""),
+    "a notice beside a failure": (NOTICE + "MemoryError\n", "MEM-alloc", None, ""),
+    "the name of a CUDA error": ("CUDA_ERROR_LAUNCH_FAILED", "CUDA-illegal-access", None, ""),
+    "its other name": ("RuntimeError: cudaErrorNoKernelImageForDevice", "CUDA-arch", None, ""),
+    "the name of a HIP error": ("hipErrorNoBinaryForGpu", "CUDA-arch", None, ""),
+    "the number of a CUDA error": ("RuntimeError: CUDA failure 700", "CUDA-illegal-access", None, ""),
+    "an unknown number": ("ValueError: CUDA driver error code: 999", "CUDA-unknown", None, ""),
+    "its name in a source": ("    if (e == cudaErrorNoKernelImageForDevice) return;", "", None, ""),
+    "its type": ("step 3 of 9: 12 values of cudaError_t", "", None, ""),
+    "the innermost known call is the dataset's": (called("train.py:9 main",
+        "/env/torch/utils/data/_utils/fetch.py:54 fetch", "data.py:9 pad"), "...", None, "The dataset"),
+    "a collate function": (called("train.py:9 main", "data.py:12 collate_fn"), "...", None, "The dataset"),
+    "the model's forward": (called("/env/torch/nn/modules/module.py:1553 _wrapped_call_impl", "model.py:40 encode"),
+        "...", None, "The model's forward"),
+    "a model in a dataset": (called("data.py:9 __getitem__", "/env/torch/nn/modules/module.py:15 _call_impl", "m.py:4 f"),
+        "...", None, "The model's forward"),
+    "a backward pass": (called("/env/torch/_tensor.py:581 backward",
+        "/env/torch/autograd/graph.py:825 _engine_run_backward"), "...", None, "The backward"),
+    "loading": (called("/w/trainer.py:77 load_checkpoint", "/w/io.py:3 parse"), "...", None, "Loading the weights"),
+    "an optimizer": (called("/env/torch/optim/adam.py:3 step", "x.py:4 f"), "...", None, "The optimizer's step"),
+    "a mapped function": (called("/env/site-packages/datasets/arrow_dataset.py:3 _map_single", "x.py:4 f"),
+        "...", None, "The function"),
+    "no known call": (called("train.py:9 main", "loop.py:3 step"), "...", None, "The script raised ValueError: odd"),
+    "a peer killed": (f"{PEER}E api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 8091) of binary: python3\n{PEER}",
+        "END-sigkill ...", None, ""),
+    "a peer out of memory": (f"{PEER}kernel: Out of memory: Killed process 8091 (python3)\n{PEER}", "MEM-host-oom ...", None, ""),
+    "a peer out of GPU memory": (f"{PEER}[rank1]: torch.OutOfMemoryError: CUDA out of memory.\n{PEER}", "CUDA-oom ...", 1, ""),
+    "a peer crashed": (f"{PEER}Fatal Python error: Segmentation fault\n{PEER}", "END-sigsegv ...", None, ""),
+    "unused parameters, on their own line": (UNUSED.format("\n", " indices which did not receive grad for rank 1: 12 13 88"),
+        "DDP-unused", None, "numbers are 12 13 88."),
+    "unused parameters": (UNUSED.format(" ", " indices which did not receive grad for rank 1: 12 13 88"),
+        "DDP-unused", None, "numbers are 12 13 88."),
+    "unused parameters by name": (UNUSED.format(" ", "s which did not receive grad for rank 0: a.bias, a.weight"),
+        "DDP-unused", None, "are a.bias, a.weight."),
+    "many unused parameters": (UNUSED.format("\n", " indices which did not receive grad for rank 0: 0 1 2 3 4 5"),
+        "DDP-unused", None, "0 1 2 3 and more."),
+    "the summary of torchrun has the global rank": (
+        "E1 api.py:869] failed (exitcode: -9) local_rank: 3 (pid: 7) of binary: python\n"
+        "Root Cause (first observed failure):\n[0]:\n  time      : 2025-11-20_10:25:01\n"
+        "  rank      : 11 (local_rank: 3)\n  exitcode  : -9 (pid: 7)\n", "END-sigkill ...", 11, ""),
+    "the summary of mp.spawn, of the one that lost its peer": (
+        "W1126 10:00:00.1 811 torch/multiprocessing/spawn.py:169] Terminating process 813 via signal SIGTERM\n"
+        "torch.multiprocessing.spawn.ProcessRaisedException:\n\n-- Process 0 terminated with the following error:\n"
+        'Traceback (most recent call last):\n  File "/w/train.py", line 12, in main\n    dist.all_reduce(x)\n'
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711\n",
+        "PEER-lost", None, "logs of the other ranks"),
+    "tracebacks of two ranks, line by line": (
+        "[rank0]: Traceback (most recent call last):\n[rank1]: Traceback (most recent call last):\n"
+        '[rank1]:   File "/w/data.py", line 7, in read\n[rank0]:   File "/w/train.py", line 9, in train\n'
+        "[rank1]:     raise SampleMissing(name)\n[rank1]: SampleMissing: 4711.png\n"
+        "[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.2]:4711\n",
+        "USER-exception ...", 1, "The script raised SampleMissing: 4711.png at /w/data.py:7 in read."),
+    **{f"the script's own error before its consequences, {order}":
+        (log, "USER-exception ...", 1, "ValueError: bad batch at /home/me/train.py:31 in train")
+        for order, log in enumerate((PEER + TRACEBACK + SUMMARY, TRACEBACK + PEER, SUMMARY + TRACEBACK))},
+    "nothing": ("", "", None, ""),
+    "losses": ("epoch 1 loss 0.31\nepoch 2 loss 0.29\n", "", None, ""),
+    "a timeout that is set": ("INFO: timeout set to 600 s\nconnecting to 8 ranks\nall ranks joined\n", "", None, ""),
+    "errors of a model": ("val_error: 0.12, test error rate 0.10\n", "", None, ""),
+    "no traceback": ("Traceback of the stack is turned off\n", "", None, ""),
+    "a failure denied": ("No CUDA out of memory seen\n", "", None, ""),
+    "a traceback in one line": (f'[rank3]: {CALLS}"t.py", line 3, in <module> main() File "t.py", line 9, in main load(x) KeyError: 3',
+        "USER-exception", 3, "t.py:9 in main"),
+    "a traceback in JSON": (
+        r'[rank3]: {"py_callstack": "Traceback (most recent call last):\n  File \"t.py\", line 9, in main\n    load(x)\nKeyError: 3"}',
+        "USER-exception", 3, "KeyError: 3"),
+    "a long traceback in JSON": (r'[rank3]: {"log": "Traceback (most recent call last):\n'
+        + 300 * r"  File \"/env/site-packages/x.py\", line 1, in f\n"
+        + r'  File \"t.py\", line 9, in main\n    load(x)\nKeyError: 3"}', "USER-exception", 3, "t.py:9 in main"),
+    "a traceback of Windows": (rf'[rank3]: {CALLS}"C:\nets\t.py", line 9, in main KeyError: 3', "USER-exception", 3, "KeyError: 3"),
+    "an exception without a message at the end of a line": (
+        f'{CALLS}"/env/torch/distributed/run.py", line 634, in run raise RendezvousClosedError() '
+        "torch.distributed.elastic.rendezvous.api.RendezvousClosedError", "RDZV-closed", None, ""),
+    "a message in German": (f'[rank3]: {CALLS}"t.py", line 9, in main FileNotFoundError: [Errno 2] Datei oder '
+        "Verzeichnis nicht gefunden: 'x'", "DATA-path", 3, ""),
+    "a message of Rust": (f'[rank3]: {CALLS}"t.py", line 9, in main SafetensorError: No such file or directory (os error 2)',
+        "DATA-path", 3, ""),
+    "a message of several sentences": (f'[rank3]: {CALLS}"t.py", line 9, in main MyError: it ended. There are some '
+        "potential root causes. (1) OOM", "USER-exception", 3, ""),
+    "two lines that do not continue each other": (
+        "sbatch: error: Batch job submission failed: Invalid generic resource (gres) specification\n"
+        "RuntimeError: DataLoader worker (pid 39637) exited unexpectedly with exit code 1. Details are lost due to "
+        "multiprocessing. Rerunning with num_workers=0 may give better error trace.", "SLURM-gres DATA-worker-exit", None, ""),
+    "the first of two is the longest": (
+        "FileNotFoundError: [Errno 2] No such file or directory: '/data/imagenet/train'\n"
+        "/var/spool/slurmd/job4711/slurm_script: line 9: torchrun: command not found", "DATA-path ENV-program", None, ""),
+    "the place of a known exception": (
+        'Traceback (most recent call last):\n  File "/w/train.py", line 12, in step\n    batch = next(batches)\nStopIteration',
+        "DATA-exhausted", None, "Raised at /w/train.py:12 in step."),
+    "the other end of a pipe": (OTHER_END + ODD, "USER-exception MP-other-end", None, ""),
+    "the parent of a spawned process": (SPAWNED + ODD, "USER-exception MP-child-failed", None, ""),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("what", ROWS)
+def test_a_log_has_these_causes(what: str) -> None:
+    """In this order, with the rank whose line shows it, and with what the text says."""
+    log, codes, rank, says = ROWS[what]
+    found = explain_text(log)
+    names = [cause.code.removeprefix("DS-") for cause in found]
+    expected = codes.removesuffix("...").split()
+    assert names[: len(expected)] == expected
+    assert codes.endswith("...") or len(names) == len(expected)
+    if rank is not None:
+        assert found[0].rank == rank
+    assert not says or says in f"{found[0].cause} {found[0].fix}"
+
+
+TAKEN_BACK: Final = {
+    "over": "w" * 5 + "p",
+    "again": "w" * 5 + "pw",
+    "over-each-time": "wp" * 5,
+    "over-late": "p" * 4 + "wp",
+    "again-each-time": "wp" * 5 + "w",
+    "again-long": "w" * 2_000 + "pw",
+    "over-long": "w" * 2_000 + "p",
+}
+
+
+@pytest.mark.parametrize("what", TAKEN_BACK)
+def test_a_failure_that_a_later_line_takes_back_counts_when_it_recurs(what: str) -> None:
+    """However often both were printed, although of lines that differ only in numbers most are skipped."""
+    texts = {
+        "w": "Warning  FailedScheduling  0/{0} nodes are available: {0} Insufficient nvidia.com/gpu.\n",
+        "p": "Normal  Scheduled  Successfully assigned default/train to node-{0}\n",
+    }
+    lines = TAKEN_BACK[what]
+    causes = explain_text("".join(texts[line].format(at) for at, line in enumerate(lines)))
+    assert [cause.code for cause in causes] == (
+        [] if lines[-1] == "p" else ["DS-K8S-unschedulable"]
+    )
+    assert [cause.evidence[0][0] for cause in causes] == [len(lines)] * len(causes)
+
+
+def test_every_rank_counts_in_the_search_for_the_one_behind() -> None:
+    """Of lines that differ only in numbers most are skipped, but the watchdog's are all read."""
+    line = "[rank{0}]:[E] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={1}, OpType=ALLREDUCE)\n"
+    log = "".join(line.format(rank, 96 - (rank == 61)) for rank in range(64))
+    (cause,) = explain_text(log)
+    assert (cause.rank, cause.count) == (61, 64)
+
+
+def test_torchruns_summary_of_many_ranks_names_the_first_one() -> None:
+    """Its lines differ only in numbers, and the ranks that torchrun ended itself are not the cause."""
+    entry = "[{0}]:\n  time      : 2026-09-07_13:02:58\n  rank      : {1} (local_rank: {1})\n  exitcode  : {2} (pid: 1{1})\n  error_file: <N/A>\n  traceback : {3}\n"
+    others = "".join(
+        entry.format(number, rank, -9, f"Signal 9 (SIGKILL) received by PID 1{rank}")
+        for number, rank in enumerate((0, 2, 3, 4, 5), start=1)
+    )
+    first = entry.format(0, 1, 1, "To enable traceback see: https://pytorch.org")
+    log = f"Failures:\n{others}-----\nRoot Cause (first observed failure):\n{first}"
+    found = explain_text(log)
+    assert [(cause.code, cause.rank) for cause in found] == [("DS-END-exit-code", 1)]
+
+
 @pytest.mark.parametrize(
     "message", ["lr must be below 1", "shapes do not match", "3 != 4", "the two folders differ"]
 )
@@ -614,41 +472,6 @@ def test_the_message_of_a_rank_is_not_read_together_with_the_world_size(message:
     what = f"rank 1 (world_size 2) raised ValueError at /w/train.py:5 in main on vm: {message}"
     found = explain_text(f"ddpsafe.RankRaisedError: {what}")
     assert not [each.code for each in found if each.code.startswith("DS-ENV-")]
-
-
-def test_the_place_where_a_known_exception_was_raised_is_reported() -> None:
-    """The general advice about an exception is only useful with its line."""
-    [cause] = explain_text(
-        'Traceback (most recent call last):\n  File "/w/train.py", line 12, in step\n'
-        "    batch = next(batches)\nStopIteration"
-    )
-    assert cause.cause.endswith("Raised at /w/train.py:12 in step.")
-
-
-OTHER_END: Final = """\
-Traceback (most recent call last):
-  File "/env/multiprocessing/connection.py", line 383, in _recv
-EOFError
-"""
-SPAWNED: Final = """\
-Traceback (most recent call last):
-  File "/env/site-packages/torch/multiprocessing/spawn.py", line 118, in join
-Exception:
-
--- Process 1 terminated with the following error:
-"""
-
-
-@pytest.mark.parametrize(
-    ("log", "others"), [(OTHER_END, ["DS-MP-other-end"]), (SPAWNED, ["DS-MP-child-failed"])]
-)
-def test_an_error_that_only_passes_on_a_failure_comes_after_it(log: str, others: list[str]) -> None:
-    """The other end of a pipe, and the parent of a spawned process."""
-    raised = (
-        'Traceback (most recent call last):\n  File "/w/train.py", line 5, in f\nValueError: odd'
-    )
-    codes = [cause.code for cause in explain_text(log + raised)]
-    assert codes == ["DS-USER-exception", *others]
 
 
 HEALTHY: Final = """\
