@@ -203,16 +203,11 @@ def test_results_keep_types_that_the_script_itself_defines(tmp_path: Path) -> No
         (programs.raise_chained, ValueError, ["ValueError", "second text"]),
         (programs.raise_rude, programs.RudeError, ["RudeError", "rude text"]),
         (programs.raise_silent, programs.SilentError, ["SilentError", "__str__ raised"]),
-        pytest.param(
-            programs.raise_group,
-            "ExceptionGroup",
-            ["ExceptionGroup", "both parts"],
-            marks=pytest.mark.skipif(
-                sys.version_info < (3, 11), reason="exception groups came with Python 3.11"
-            ),
-        ),
+        pytest.param(programs.raise_group, "ExceptionGroup", ["ExceptionGroup", "both parts"],
+            marks=pytest.mark.skipif(sys.version_info < (3, 11),
+            reason="exception groups came with Python 3.11")),
     ],
-)
+)  # fmt: skip
 def test_an_exception_keeps_its_type_where_possible_and_its_text_always(
     run_dir: Path,
     fail: Callable[[], None],
@@ -617,17 +612,12 @@ def test_a_wrong_call_is_a_config_error(run_dir: Path, fn: Any, args: Any, text:
 @pytest.mark.parametrize(
     ("call", "advice"),
     [
-        (
-            lambda: ddpsafe.launch(spawn_programs.total),
-            "call ddpsafe.spawn, or take the context first",
-        ),
-        (
-            lambda: ddpsafe.launch(lambda rank, n: rank == n, (2,)),
-            "call ddpsafe.spawn, or take the context first",
-        ),
+        (lambda: ddpsafe.launch(spawn_programs.total), "call ddpsafe.spawn, or take the context first"),
+        (lambda: ddpsafe.launch(lambda rank, n: rank == n, (2,)),
+            "call ddpsafe.spawn, or take the context first"),
         (lambda: ddpsafe.spawn(programs.pid_of), "call ddpsafe.launch, or take the rank first"),
     ],
-)
+)  # fmt: skip
 def test_a_function_for_the_other_call_is_refused(call: Callable[[], object], advice: str) -> None:
     """`if rank == 0:` would be False on every rank if `rank` were a context."""
     with pytest.raises(ddpsafe.ConfigError, match=advice):

@@ -298,39 +298,24 @@ TWO_TASKS: Final = variables(
     "SLURM_JOB_ID=10 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 SLURM_NODEID=0"
 )
 NODES: Final = {
-    "srun with one task on each of two nodes": (
-        TWO_TASKS | variables("SLURM_NODEID=1 SLURM_STEP_NODELIST=gpu[07-08]"),
-        (2, None, 1, "gpu07:30070"),
-    ),
-    "srun with a master of the user's": (
-        TWO_TASKS | variables("MASTER_ADDR=gpu07-ib MASTER_PORT=29512"),
-        (2, None, 0, "gpu07-ib:29512"),
-    ),
-    "srun with an IPv6 master": (
-        TWO_TASKS | variables("MASTER_ADDR=fd77::1 MASTER_PORT=29512"),
-        (2, None, 0, "[fd77::1]:29512"),
-    ),
-    "a pod of PyTorchJob": (
-        variables("PET_NNODES=4 PET_NPROC_PER_NODE=8 PET_NODE_RANK=2 RANK=2 WORLD_SIZE=4")
-        | variables("PET_MASTER_ADDR=job-master-0 PET_MASTER_PORT=23456"),
-        (4, None, 2, "job-master-0:23456"),
-    ),
-    "an elastic pod with a place in an indexed Job": (
-        variables("PET_NNODES=2:4 JOB_COMPLETION_INDEX=3 PET_RDZV_ENDPOINT=job-0.job:29400"),
-        (4, 2, 3, "job-0.job:29400"),
-    ),
-    "mpirun with one process per host": (
-        variables("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=3 OMPI_COMM_WORLD_LOCAL_SIZE=1"),
-        (3, None, 1, None),
-    ),
+    "srun with one task on each of two nodes": (TWO_TASKS | variables("SLURM_NODEID=1 SLURM_STEP_NODELIST=gpu[07-08]"),
+        (2, None, 1, "gpu07:30070")),
+    "srun with a master of the user's": (TWO_TASKS | variables("MASTER_ADDR=gpu07-ib MASTER_PORT=29512"),
+        (2, None, 0, "gpu07-ib:29512")),
+    "srun with an IPv6 master": (TWO_TASKS | variables("MASTER_ADDR=fd77::1 MASTER_PORT=29512"),
+        (2, None, 0, "[fd77::1]:29512")),
+    "a pod of PyTorchJob": (variables("PET_NNODES=4 PET_NPROC_PER_NODE=8 PET_NODE_RANK=2 RANK=2 WORLD_SIZE=4") | variables("PET_MASTER_ADDR=job-master-0 PET_MASTER_PORT=23456"),
+        (4, None, 2, "job-master-0:23456")),
+    "an elastic pod with a place in an indexed Job": (variables("PET_NNODES=2:4 JOB_COMPLETION_INDEX=3 PET_RDZV_ENDPOINT=job-0.job:29400"),
+        (4, 2, 3, "job-0.job:29400")),
+    "mpirun with one process per host": (variables("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=3 OMPI_COMM_WORLD_LOCAL_SIZE=1"),
+        (3, None, 1, None)),
     "no launcher": ({}, None),
     "one pod": (variables("PET_NNODES=1 PET_NPROC_PER_NODE=8"), None),
     "srun with two tasks per node": (step(1, 4, 1, 0, "2(x2)"), None),
-    "mpirun with two processes per host": (
-        variables("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2"),
-        None,
-    ),
-}
+    "mpirun with two processes per host": (variables("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2"),
+        None),
+}  # fmt: skip
 """Variables; the number of nodes, the fewest, the node rank and the endpoint, as far as they are known."""
 
 

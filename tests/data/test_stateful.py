@@ -302,34 +302,26 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "iterator with state": lambda: {"dataset": WithIterator(), "batch_size": 4},
     "iterator that draws": lambda: {"dataset": WithDrawingIterator(), "batch_size": 4},
     "dataset that is its iterator": lambda: {"dataset": IsIterator(), "batch_size": 4},
-    "dataset that begins again as its iterator": lambda: {
-        "dataset": BeginsAgain(),
-        "batch_size": 4,
-    },
+    "dataset that begins again as its iterator": lambda: {"dataset": BeginsAgain(), "batch_size": 4},
     "generator with state": lambda: {"dataset": ByGenerator(), "batch_size": 4},
     "generator with state, no batches": lambda: {"dataset": ByGenerator(), "batch_size": None},
-    "generator with state, drop_last": lambda: {
-        "dataset": ByGenerator(),
-        "batch_size": 4,
-        "drop_last": True,
-    },
+    "generator with state, drop_last": lambda: {"dataset": ByGenerator(), "batch_size": 4,
+        "drop_last": True},
     "generator without state": lambda: {"dataset": WithoutState(), "batch_size": 4},
     "map dataset with state": lambda: {"dataset": CountingDataset(), "batch_size": 4},
     "sampler with state": lambda: _sampled(sampler=StatefulSampler()),
     "sampler whose iterator has the state": lambda: _sampled(sampler=SamplerOfIterators()),
     "batch sampler with state": lambda: _sampled(batch_sampler=PairBatches()),
-    "batches of a sampler with state": lambda: _sampled(
-        batch_sampler=BatchSampler(StatefulSampler(), 4, drop_last=False)
-    ),
+    "batches of a sampler with state": lambda: _sampled(batch_sampler=BatchSampler(StatefulSampler(), 4,
+        drop_last=False)),
     "RandomSampler": lambda: _sampled(sampler=RandomSampler(range(N))),
-    "RandomSampler with a generator": lambda: _sampled(
-        sampler=RandomSampler(range(N), generator=torch.Generator().manual_seed(9))
-    ),
+    "RandomSampler with a generator": lambda: _sampled(sampler=RandomSampler(range(N),
+        generator=torch.Generator().manual_seed(9))),
     "WeightedRandomSampler": lambda: _sampled(sampler=WeightedRandomSampler([1.0] * N, N)),
     "SequentialSampler": lambda: _sampled(sampler=SequentialSampler(range(N))),
     "sampler that draws, without state": lambda: _sampled(sampler=DrawingSampler()),
     "list of indices": lambda: _sampled(sampler=list(range(0, N, 2))),
-}
+}  # fmt: skip
 
 
 def _sampled(**options: Any) -> dict[str, Any]:
@@ -368,14 +360,10 @@ IN_WORKERS: Final = {
     ("kind", "num_workers"),
     [
         *((kind, 0) for kind in KINDS),
-        *(
-            pytest.param(
-                kind, 2, marks=pytest.mark.full if kind in IN_WORKERS else pytest.mark.soak
-            )
-            for kind in KINDS
-        ),
+        *(pytest.param(kind, 2,
+            marks=pytest.mark.full if kind in IN_WORKERS else pytest.mark.soak) for kind in KINDS),
     ],
-)
+)  # fmt: skip
 def test_rest_of_the_epoch_and_the_next_equal_an_uninterrupted_run(
     kind: str, num_workers: int
 ) -> None:

@@ -598,9 +598,7 @@ HARMLESS: dict[str, Callable[[Kit], Any]] = {
     "sys.stdin, sys.stdout": lambda _: [sys.stdin, sys.stdout, sys.__stdin__],
     "/dev/urandom": lambda k: k.stack.enter_context(Path("/dev/urandom").open("rb")),
     "io.BytesIO": lambda _: io.BytesIO(b"x"),
-    "SpooledTemporaryFile in memory": lambda k: k.stack.enter_context(
-        tempfile.SpooledTemporaryFile()
-    ),
+    "SpooledTemporaryFile in memory": lambda k: k.stack.enter_context(tempfile.SpooledTemporaryFile()),
     "logger with a file": _logger,
     "LoggerAdapter": lambda k: logging.LoggerAdapter(_logger(k), {}),
     "loguru with a file": _loguru,
@@ -634,9 +632,7 @@ HARMLESS: dict[str, Callable[[Kit], Any]] = {
     "mmap.mmap": lambda k: k.closing(mmap.mmap(k.open().fileno(), 0, access=mmap.ACCESS_READ)),
     "numpy.memmap": lambda k: np.memmap(k.text(), mode="r"),
     "pyarrow.memory_map": lambda k: k.closing(lib("pyarrow").memory_map(str(k.text()))),
-    "pyarrow ParquetFile (pread)": lambda k: k.closing(
-        lib("pyarrow.parquet").ParquetFile(_parquet(k))
-    ),
+    "pyarrow ParquetFile (pread)": lambda k: k.closing(lib("pyarrow.parquet").ParquetFile(_parquet(k))),
     "pyarrow.dataset": _parquet_rows,
     "pyarrow.Table": lambda _: lib("pyarrow").table({"a": [1]}),
     "pandas.DataFrame": lambda _: lib("pandas").DataFrame({"a": [1]}),
@@ -659,7 +655,7 @@ HARMLESS: dict[str, Callable[[Kit], Any]] = {
     "PerProcess": lambda k: PerProcess(open, k.text(), "rb"),
     "torch.Generator, numpy Generator": lambda _: [torch.Generator(), np.random.default_rng(0)],
     "nn.Module": lambda _: torch.nn.Linear(2, 2),
-}
+}  # fmt: skip
 
 MISSED: dict[str, Callable[[Kit], Any]] = {
     "os.scandir": lambda k: k.stack.enter_context(os.scandir(k.folder)),

@@ -180,22 +180,15 @@ mount --rbind /mnt /sys/class
     ("ports", "variables", "says"),
     [
         ("port mlx5_0 '4: ACTIVE'; port mlx5_1 '4: ACTIVE'", {}, ""),
-        (
-            "port mlx5_0 '4: ACTIVE'; port mlx5_1 '1: DOWN'",
-            {},
-            "mlx5_1:1 is DOWN: NCCL does not use it",
-        ),
-        (
-            "port mlx5_0 '2: INIT'; port mlx5_1 '1: DOWN'",
-            {},
-            "mlx5_0:1 is INIT, mlx5_1:1 is DOWN: NCCL does not use them",
-        ),
+        ("port mlx5_0 '4: ACTIVE'; port mlx5_1 '1: DOWN'", {}, "mlx5_1:1 is DOWN: NCCL does not use it"),
+        ("port mlx5_0 '2: INIT'; port mlx5_1 '1: DOWN'", {},
+            "mlx5_0:1 is INIT, mlx5_1:1 is DOWN: NCCL does not use them"),
         ("port mlx5_0 '4: ACTIVE'; port mlx5_1 '1: DOWN'", {"NCCL_IB_HCA": "=mlx5_0:1"}, ""),
         ("port mlx5_0 '4: ACTIVE'; port mlx5_1 '1: DOWN'", {"NCCL_IB_HCA": "^mlx5_1"}, ""),
         ("port mlx5_0 '4: ACTIVE'", {"NCCL_IB_HCA": "bnxt"}, "NCCL_IB_HCA=bnxt names no device"),
         ("port mlx5_0 '1: DOWN'", {"NCCL_IB_DISABLE": "1"}, ""),
     ],
-)
+)  # fmt: skip
 def test_infiniband_device_that_nccl_cannot_use_is_reported(
     ports: str, variables: dict[str, str], says: str
 ) -> None:

@@ -245,17 +245,12 @@ def test_missing_nvidia_ml_py_is_a_warning(tmp_path: Path) -> None:
         ({"cuda": 11040}, "DS-GPU-004", "failed", "torch was built for CUDA 12.9"),
         ({"mode": 2}, "DS-GPU-005", "failed", "no process may compute"),
         ({"mode": 3, "pids": [1]}, "DS-GPU-005", "failed", "process 1 uses it"),
-        (
-            {"used": 5 << 30, "pids": [1]},
-            "DS-GPU-006",
-            "warning",
-            "5.0 of 80.0 GiB are already in use",
-        ),
+        ({"used": 5 << 30, "pids": [1]}, "DS-GPU-006", "warning", "5.0 of 80.0 GiB are already in use"),
         ({"errors": 3}, "DS-GPU-007", "failed", "3 uncorrectable memory errors"),
         ({"remapped": [0, 0, 1, 0]}, "DS-GPU-007", "failed", "remapping is pending"),
         ({"linked": False}, "DS-GPU-008", "warning", "GPUs 0 and 1 do not reach"),
     ],
-)
+)  # fmt: skip
 def test_facts_of_the_driver_are_checked(
     driver: dict[str, Any], code: str, severity: str, says: str, tmp_path: Path
 ) -> None:

@@ -53,42 +53,21 @@ def dump(*entries: dict[str, Any]) -> dict[str, Any]:
 
 WAITING: Final = dump(call(1), call(2, state="started"))
 ROWS: Final[dict[str, tuple[dict[int, dict[str, Any]], str, int | None, str]]] = {
-    "a rank never came": (
-        {0: WAITING, 1: dump(call(1, line=44)), 2: WAITING},
-        "FLIGHT-missing",
+    "a rank never came": ({0: WAITING, 1: dump(call(1, line=44)), 2: WAITING}, "FLIGHT-missing", 1,
+        "wait for rank 1, which never called all_reduce number 2 of group 0. In it: ranks 0 and 2."),
+    "a rank called another collective": ({0: WAITING,
+        1: dump(call(1), call(2, op="broadcast", state="started", line=7)), 2: WAITING}, "FLIGHT-mismatch",
         1,
-        "wait for rank 1, which never called all_reduce number 2 of group 0. In it: ranks 0 and 2.",
-    ),
-    "a rank called another collective": (
-        {0: WAITING, 1: dump(call(1), call(2, op="broadcast", state="started", line=7)), 2: WAITING},
-        "FLIGHT-mismatch",
-        1,
-        "rank 1 calls broadcast of shape [4] at /w/train.py:7 in step. Of ranks 0 and 2 it is all_reduce of shape [4]",
-    ),
-    "a rank passed another shape": (
-        {0: WAITING, 1: WAITING, 2: dump(call(1), call(2, size=3, state="scheduled"))},
-        "FLIGHT-mismatch",
-        2,
-        "rank 2 calls all_reduce of shape [3]",
-    ),
-    "a rank left no dump": (
-        {0: WAITING, 2: WAITING},
-        "FLIGHT-no-dump",
-        1,
-        "There is no recording of rank 1. Waiting in all_reduce number 2 of group 0: ranks 0 and 2.",
-    ),
-    "a GPU is behind": (
-        {0: WAITING, 1: dump(call(1), call(2, state="scheduled")), 2: WAITING},
-        "FLIGHT-not-started",
-        1,
-        "on rank 1 the GPU has not started it",
-    ),
-    "all are in it": (
-        dict.fromkeys(RANKS, WAITING),
-        "FLIGHT-stuck",
-        None,
-        "All ranks are in all_reduce number 2",
-    ),
+        "rank 1 calls broadcast of shape [4] at /w/train.py:7 in step. Of ranks 0 and 2 it is all_reduce of shape [4]"),
+    "a rank passed another shape": ({0: WAITING, 1: WAITING,
+        2: dump(call(1), call(2, size=3, state="scheduled"))}, "FLIGHT-mismatch", 2,
+        "rank 2 calls all_reduce of shape [3]"),
+    "a rank left no dump": ({0: WAITING, 2: WAITING}, "FLIGHT-no-dump", 1,
+        "There is no recording of rank 1. Waiting in all_reduce number 2 of group 0: ranks 0 and 2."),
+    "a GPU is behind": ({0: WAITING, 1: dump(call(1), call(2, state="scheduled")), 2: WAITING},
+        "FLIGHT-not-started", 1, "on rank 1 the GPU has not started it"),
+    "all are in it": (dict.fromkeys(RANKS, WAITING), "FLIGHT-stuck", None,
+        "All ranks are in all_reduce number 2"),
 }  # fmt: skip
 
 

@@ -344,18 +344,15 @@ ROWS: Final[dict[str, tuple[str, str, int | None, str]]] = {
         "DDP-unused", None, "are a.bias, a.weight."),
     "many unused parameters": (UNUSED.format("\n", " indices which did not receive grad for rank 0: 0 1 2 3 4 5"),
         "DDP-unused", None, "0 1 2 3 and more."),
-    "the summary of torchrun has the global rank": (
-        "E1 api.py:869] failed (exitcode: -9) local_rank: 3 (pid: 7) of binary: python\n"
+    "the summary of torchrun has the global rank": ("E1 api.py:869] failed (exitcode: -9) local_rank: 3 (pid: 7) of binary: python\n"
         "Root Cause (first observed failure):\n[0]:\n  time      : 2025-11-20_10:25:01\n"
         "  rank      : 11 (local_rank: 3)\n  exitcode  : -9 (pid: 7)\n", "END-sigkill ...", 11, ""),
-    "the summary of mp.spawn, of the one that lost its peer": (
-        "W1126 10:00:00.1 811 torch/multiprocessing/spawn.py:169] Terminating process 813 via signal SIGTERM\n"
+    "the summary of mp.spawn, of the one that lost its peer": ("W1126 10:00:00.1 811 torch/multiprocessing/spawn.py:169] Terminating process 813 via signal SIGTERM\n"
         "torch.multiprocessing.spawn.ProcessRaisedException:\n\n-- Process 0 terminated with the following error:\n"
         'Traceback (most recent call last):\n  File "/w/train.py", line 12, in main\n    dist.all_reduce(x)\n'
         "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711\n",
         "PEER-lost", None, "logs of the other ranks"),
-    "tracebacks of two ranks, line by line": (
-        "[rank0]: Traceback (most recent call last):\n[rank1]: Traceback (most recent call last):\n"
+    "tracebacks of two ranks, line by line": ("[rank0]: Traceback (most recent call last):\n[rank1]: Traceback (most recent call last):\n"
         '[rank1]:   File "/w/data.py", line 7, in read\n[rank0]:   File "/w/train.py", line 9, in train\n'
         "[rank1]:     raise SampleMissing(name)\n[rank1]: SampleMissing: 4711.png\n"
         "[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.2]:4711\n",
@@ -371,15 +368,12 @@ ROWS: Final[dict[str, tuple[str, str, int | None, str]]] = {
     "a failure denied": ("No CUDA out of memory seen\n", "", None, ""),
     "a traceback in one line": (f'[rank3]: {CALLS}"t.py", line 3, in <module> main() File "t.py", line 9, in main load(x) KeyError: 3',
         "USER-exception", 3, "t.py:9 in main"),
-    "a traceback in JSON": (
-        r'[rank3]: {"py_callstack": "Traceback (most recent call last):\n  File \"t.py\", line 9, in main\n    load(x)\nKeyError: 3"}',
+    "a traceback in JSON": (r'[rank3]: {"py_callstack": "Traceback (most recent call last):\n  File \"t.py\", line 9, in main\n    load(x)\nKeyError: 3"}',
         "USER-exception", 3, "KeyError: 3"),
-    "a long traceback in JSON": (r'[rank3]: {"log": "Traceback (most recent call last):\n'
-        + 300 * r"  File \"/env/site-packages/x.py\", line 1, in f\n"
-        + r'  File \"t.py\", line 9, in main\n    load(x)\nKeyError: 3"}', "USER-exception", 3, "t.py:9 in main"),
+    "a long traceback in JSON": (r'[rank3]: {"log": "Traceback (most recent call last):\n' + 300 * r"  File \"/env/site-packages/x.py\", line 1, in f\n" + r'  File \"t.py\", line 9, in main\n    load(x)\nKeyError: 3"}',
+        "USER-exception", 3, "t.py:9 in main"),
     "a traceback of Windows": (rf'[rank3]: {CALLS}"C:\nets\t.py", line 9, in main KeyError: 3', "USER-exception", 3, "KeyError: 3"),
-    "an exception without a message at the end of a line": (
-        f'{CALLS}"/env/torch/distributed/run.py", line 634, in run raise RendezvousClosedError() '
+    "an exception without a message at the end of a line": (f'{CALLS}"/env/torch/distributed/run.py", line 634, in run raise RendezvousClosedError() '
         "torch.distributed.elastic.rendezvous.api.RendezvousClosedError", "RDZV-closed", None, ""),
     "a message in German": (f'[rank3]: {CALLS}"t.py", line 9, in main FileNotFoundError: [Errno 2] Datei oder '
         "Verzeichnis nicht gefunden: 'x'", "DATA-path", 3, ""),
@@ -394,8 +388,7 @@ ROWS: Final[dict[str, tuple[str, str, int | None, str]]] = {
     "the first of two is the longest": (
         "FileNotFoundError: [Errno 2] No such file or directory: '/data/imagenet/train'\n"
         "/var/spool/slurmd/job4711/slurm_script: line 9: torchrun: command not found", "DATA-path ENV-program", None, ""),
-    "the place of a known exception": (
-        'Traceback (most recent call last):\n  File "/w/train.py", line 12, in step\n    batch = next(batches)\nStopIteration',
+    "the place of a known exception": ('Traceback (most recent call last):\n  File "/w/train.py", line 12, in step\n    batch = next(batches)\nStopIteration',
         "DATA-exhausted", None, "Raised at /w/train.py:12 in step."),
     "the other end of a pipe": (OTHER_END + ODD, "USER-exception MP-other-end", None, ""),
     "the parent of a spawned process": (SPAWNED + ODD, "USER-exception MP-child-failed", None, ""),

@@ -575,17 +575,13 @@ def test_a_line_is_overwritten_however_it_is_split_into_reads(
     [
         ("all", ["name? ", 0.1, "Ada\n"], ["", "", "name? Ada\n"]),
         ("all", ["name? ", 0.6, 0.6, "Ada\n"], ["", "name? ", "", "Ada\n"]),
-        (
-            "tagged",
-            ["name? ", 0.6, "Ada\nage? ", 0.6],
-            ["", "[rank 0] name? ", "Ada\n", "[rank 0] age? "],
-        ),
+        ("tagged", ["name? ", 0.6, "Ada\nage? ", 0.6], ["", "[rank 0] name? ", "Ada\n", "[rank 0] age? "]),
         ("all", ["one", 0.6, " two", 0.6, "\n"], ["", "one", "", " two", "\n"]),
         ("all", ["name? ", 0.6, "\r50%"], ["", "name? ", ""]),
         ("all", ["name? ", 0.6, "\r50%\n"], ["", "name? ", "\n50%\n"]),
         ("json", ["name? ", 0.6], ["", ""]),
     ],
-)
+)  # fmt: skip
 def test_a_line_that_stays_unfinished_is_shown(
     tmp_path: Path, show: str, steps: list[str | float], shown: list[str]
 ) -> None:

@@ -27,56 +27,28 @@ SECOND: Final = 10**9
 
 ROWS: Final = [
     pytest.param(NOTHING, False, False, id="nothing at all"),
-    pytest.param(
-        NOTHING._replace(threads={1: ThreadUsage(SECOND // 20, 100)}),
-        False,
-        False,
-        id="polls 20 times a second",
-    ),
+    pytest.param(NOTHING._replace(threads={1: ThreadUsage(SECOND // 20, 100)}), False, False,
+        id="polls 20 times a second"),
     pytest.param(NOTHING._replace(threads={1: ThreadUsage(SECOND, 5)}), False, True, id="computes"),
-    pytest.param(
-        NOTHING._replace(threads={3: ThreadUsage(SECOND, 5)}),
-        False,
-        True,
-        id="a new thread computes, or waits for a core",
-    ),
-    pytest.param(
-        NOTHING._replace(threads={2: ThreadUsage(SECOND // 20, 400)}),
-        False,
-        True,
-        id="a thread wakes up for every packet",
-    ),
-    pytest.param(
-        NOTHING._replace(threads={2: ThreadUsage(5 * SECOND, 490, SECOND)}),
-        False,
-        True,
-        id="computes in as many slices as gloo's thread wakes up, on a busy machine",
-    ),
-    pytest.param(
-        NOTHING._replace(threads={2: ThreadUsage(SECOND // 20, 490)}),
-        False,
-        False,
-        id="gloo's thread of an older torch wakes up by the clock",
-    ),
+    pytest.param(NOTHING._replace(threads={3: ThreadUsage(SECOND, 5)}), False, True,
+        id="a new thread computes, or waits for a core"),
+    pytest.param(NOTHING._replace(threads={2: ThreadUsage(SECOND // 20, 400)}), False, True,
+        id="a thread wakes up for every packet"),
+    pytest.param(NOTHING._replace(threads={2: ThreadUsage(5 * SECOND, 490, SECOND)}), False, True,
+        id="computes in as many slices as gloo's thread wakes up, on a busy machine"),
+    pytest.param(NOTHING._replace(threads={2: ThreadUsage(SECOND // 20, 490)}), False, False,
+        id="gloo's thread of an older torch wakes up by the clock"),
     pytest.param(NOTHING._replace(io_bytes=10_000), False, True, id="reads or writes slowly"),
     pytest.param(NOTHING._replace(memory_bytes=10**9 + 10**6), False, True, id="needs more memory"),
     pytest.param(NOTHING._replace(memory_bytes=10**8), False, False, id="gives memory back"),
     pytest.param(NOTHING._replace(faults=1), False, True, id="reads a mapped file"),
     pytest.param(NOTHING._replace(waits_for_disk=True), False, True, id="waits for a disk"),
     pytest.param(NOTHING._replace(processes=frozenset({1, 5})), False, True, id="starts a process"),
-    pytest.param(
-        NOTHING._replace(io_bytes=100_000, threads={1: ThreadUsage(SECOND // 2, 40)}),
-        True,
-        False,
-        id="answers the launcher",
-    ),
-    pytest.param(
-        NOTHING._replace(threads={1: ThreadUsage(3 * SECOND, 40)}),
-        True,
-        True,
-        id="answers, and computes",
-    ),
-]
+    pytest.param(NOTHING._replace(io_bytes=100_000, threads={1: ThreadUsage(SECOND // 2, 40)}), True, False,
+        id="answers the launcher"),
+    pytest.param(NOTHING._replace(threads={1: ThreadUsage(3 * SECOND, 40)}), True, True,
+        id="answers, and computes"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("now", "answered", "expected"), ROWS)

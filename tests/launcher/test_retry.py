@@ -57,21 +57,13 @@ LOOPS: Final = [
     pytest.param([steps(3), steps(0), steps(0)], 3, id="no step any more"),
     pytest.param([resumed(6, 1, saves=1), *[resumed(6, 1)] * 8], 3, id="dies behind a checkpoint"),
     pytest.param([resumed(6, 0), resumed(6, 0)], 2, id="dies at a checkpoint of an earlier job"),
-    pytest.param(
-        [resumed(5, 2, saves=1), resumed(5, 1), resumed(5, 3), resumed(5, 3), resumed(5, 2)],
-        5,
-        id="a little further once",
-    ),
-    pytest.param(
-        [resumed(5 * n, 1, saves=1) for n in range(1, ATTEMPTS + 1)], ATTEMPTS, id="gets on"
-    ),
-    pytest.param(
-        [resumed(10, 4, saves=2), resumed(5, 9, saves=1), resumed(5, 9)],
-        3,
-        id="an older checkpoint does not count as progress",
-    ),
+    pytest.param([resumed(5, 2, saves=1), resumed(5, 1), resumed(5, 3), resumed(5, 3), resumed(5, 2)], 5,
+        id="a little further once"),
+    pytest.param([resumed(5 * n, 1, saves=1) for n in range(1, ATTEMPTS + 1)], ATTEMPTS, id="gets on"),
+    pytest.param([resumed(10, 4, saves=2), resumed(5, 9, saves=1), resumed(5, 9)], 3,
+        id="an older checkpoint does not count as progress"),
     pytest.param([NOT_BEGUN] * ATTEMPTS, ATTEMPTS, id="never begun"),
-]
+]  # fmt: skip
 """The failure of each attempt, and how many of nine attempts are made."""
 
 
@@ -118,18 +110,12 @@ PAUSES: Final = [
     pytest.param([steps(0)] * 6, [1, 2, 4, 8, 10, 10], id="doubled up to the longest"),
     pytest.param([NOT_BEGUN] * 3, [1, 2, 4], id="before the function"),
     pytest.param([steps(5)] * 4, [1, 1, 1, 1], id="progress each time"),
-    pytest.param(
-        [steps(0), steps(0), steps(0), steps(9), steps(0), steps(0)],
-        [1, 2, 4, 1, 1, 2],
-        id="short again after progress",
-    ),
-    pytest.param(
-        [resumed(6, 1, saves=1), resumed(6, 1), resumed(6, 1), resumed(7, 1)],
-        [1, 1, 2, 1],
-        id="behind a checkpoint",
-    ),
+    pytest.param([steps(0), steps(0), steps(0), steps(9), steps(0), steps(0)], [1, 2, 4, 1, 1, 2],
+        id="short again after progress"),
+    pytest.param([resumed(6, 1, saves=1), resumed(6, 1), resumed(6, 1), resumed(7, 1)], [1, 1, 2, 1],
+        id="behind a checkpoint"),
     pytest.param([steps(0)] * 1000, [1, 2, 4, 8, *[10] * 996], id="a thousand attempts"),
-]
+]  # fmt: skip
 """The failure of each attempt, and the pause after it."""
 
 

@@ -220,38 +220,19 @@ PUBLIC: list[Any] = [
     ("--nproc_per_node=8 --master_port=29501 main_pretrain.py --epochs 800", {}, 1),
     ("--nnodes=1 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=localhost:0 t.py", {}, 2),
     ("--nnodes 1 --nproc_per_node 4 examples/finetuning.py --use_peft", {}, 0),
-    (
-        "--nnodes=1 --node_rank=0 --nproc_per_node=8 --master_addr=127.0.0.1 --master_port=2950 f.py",
-        {},
-        2,
-    ),
+    ("--nnodes=1 --node_rank=0 --nproc_per_node=8 --master_addr=127.0.0.1 --master_port=2950 f.py", {}, 2),
     ("--nproc_per_node=gpu -m package.train --fp16", {"nproc_per_node": "gpu"}, 0),
     ("--nproc-per-node auto --no-python bash run.sh --local", {"nproc_per_node": "auto"}, 0),
     ("--standalone --nproc_per_node=1 -m torchtune.run --config x.yaml", {}, 0),
-    (
-        "--nnodes=1:1 --nproc_per_node=8 --max_restarts=3 --rdzv_id=7 --rdzv_backend=c10d t.py",
-        {
-            "retry": {"attempts": 4, "on": frozenset(FAILURE_KINDS - DETERMINISTIC)},
-            "rendezvous": {"id": "7"},
-        },
-        1,
-    ),
-    (
-        "--nproc-per-node=8 --local-ranks-filter 0 --role rank --tee 3 -m torchtitan.train",
-        {"console": "rank-zero"},
-        0,
-    ),
+    ("--nnodes=1:1 --nproc_per_node=8 --max_restarts=3 --rdzv_id=7 --rdzv_backend=c10d t.py",
+        {"retry": {"attempts": 4, "on": frozenset(FAILURE_KINDS - DETERMINISTIC)},
+        "rendezvous": {"id": "7"}}, 1),
+    ("--nproc-per-node=8 --local-ranks-filter 0 --role rank --tee 3 -m torchtitan.train",
+        {"console": "rank-zero"}, 0),
     ("--nproc=2 --redirect=3 --max-rest 1 t.py --re 1 --n 2", {"nproc_per_node": "2"}, 0),
-    (
-        "--nnodes=1:2 --rdzv-id=7 --rdzv-endpoint=localhost:29401 --stand t.py",
-        {"nnodes": 1},
-        2,
-    ),
-    (
-        "--nnodes=1:2 --rdzv-id=7 --rdzv-endpoint=localhost:29401 t.py",
-        {"nnodes": 2, "rendezvous": {"endpoint": "localhost:29401", "id": "7", "min_nodes": 1}},
-        0,
-    ),
+    ("--nnodes=1:2 --rdzv-id=7 --rdzv-endpoint=localhost:29401 --stand t.py", {"nnodes": 1}, 2),
+    ("--nnodes=1:2 --rdzv-id=7 --rdzv-endpoint=localhost:29401 t.py",
+        {"nnodes": 2, "rendezvous": {"endpoint": "localhost:29401", "id": "7", "min_nodes": 1}}, 0),
     ("--nproc_per_node=2 --tee 3 --log_dir logs train.py", {"console": "tagged"}, 0),
     ("--nproc_per_node=2 -r 3 -t 0 train.py", {"console": "none"}, 0),
     ("--nproc_per_node=2 --redirects 0:3 train.py", {}, 1),
@@ -259,64 +240,27 @@ PUBLIC: list[Any] = [
     ("--monitor_interval=5 --nproc_per_node=4 train.py --lr=1e-3", {"nproc_per_node": "4"}, 1),
     ("--rdzv-conf timeout=600,join_timeout=60 --nproc_per_node=4 train.py", {}, 1),
     ("--run-path --nproc_per_node=2 /abs/train.py", {}, 0),
-    (
-        "--seed 5 --backend gloo --timeouts.attempt 12h --retry.attempts 2 --preflight off train.py --seed 6",
-        {
-            "seed": "5",
-            "backend": "gloo",
-            "timeouts": {"attempt": "12h"},
-            "retry": {"attempts": "2"},
-            "preflight": "off",
-        },
-        0,
-    ),
-    (
-        (
-            "--max-restarts 3 --retry.on port,mount --retry.backoff_max=5 --timeouts.progress null "
-            "--timeouts.collective 10min train.py"
-        ),
-        {
-            "timeouts": {"progress": None, "collective": "10min"},
-            "retry": {"attempts": 4, "on": "port,mount", "backoff_max": "5"},
-        },
-        0,
-    ),
-    (
-        "--shutdown-timeout=60 --signals-to-handle SIGTERM,SIGUSR1 train.py",
-        {"timeouts": {"grace": 60}},
-        1,
-    ),
+    ("--seed 5 --backend gloo --timeouts.attempt 12h --retry.attempts 2 --preflight off train.py --seed 6",
+        {"seed": "5", "backend": "gloo", "timeouts": {"attempt": "12h"}, "retry": {"attempts": "2"},
+        "preflight": "off"}, 0),
+    (("--max-restarts 3 --retry.on port,mount --retry.backoff_max=5 --timeouts.progress null "
+        "--timeouts.collective 10min train.py"), {"timeouts": {"progress": None, "collective": "10min"},
+        "retry": {"attempts": 4, "on": "port,mount", "backoff_max": "5"}}, 0),
+    ("--shutdown-timeout=60 --signals-to-handle SIGTERM,SIGUSR1 train.py", {"timeouts": {"grace": 60}}, 1),
     ("--virtual-local-rank --numa-binding node --nproc_per_node=2 train.py", {}, 2),
     ("train.py --nproc_per_node 3 --standalone", {}, 0),
-    (
-        (
-            "--nnodes=2 --node_rank=1 --nproc_per_node=8 --rdzv_id=7 --rdzv_backend=c10d "
-            "--rdzv_endpoint=gpu-01:29400 t.py"
-        ),
-        {"nnodes": 2, "node_rank": 1, "rendezvous": {"endpoint": "gpu-01:29400", "id": "7"}},
-        1,
-    ),
-    (
-        "--nnodes=2:4 --rdzv-endpoint gpu-01 t.py",
-        {"nnodes": 4, "rendezvous": {"endpoint": "gpu-01:29400", "min_nodes": 2}},
-        0,
-    ),
-    (
-        "--nnodes=2 --rdzv-endpoint fd77::1 t.py",
-        {"nnodes": 2, "rendezvous": {"endpoint": "[fd77::1]:29400"}},
-        0,
-    ),
-    (
-        "--nnodes=2 --master-addr [fd77::1] t.py",
-        {"nnodes": 2, "rendezvous": {"endpoint": "[fd77::1]:29500"}},
-        0,
-    ),
-    (
-        "--nnodes 2 --node-rank 0 --master_addr gpu-01 --master_port 2950 t.py",
-        {"nnodes": 2, "node_rank": 0, "rendezvous": {"endpoint": "gpu-01:2950"}},
-        0,
-    ),
-]
+    (("--nnodes=2 --node_rank=1 --nproc_per_node=8 --rdzv_id=7 --rdzv_backend=c10d "
+        "--rdzv_endpoint=gpu-01:29400 t.py"), {"nnodes": 2, "node_rank": 1,
+        "rendezvous": {"endpoint": "gpu-01:29400", "id": "7"}}, 1),
+    ("--nnodes=2:4 --rdzv-endpoint gpu-01 t.py", {"nnodes": 4,
+        "rendezvous": {"endpoint": "gpu-01:29400", "min_nodes": 2}}, 0),
+    ("--nnodes=2 --rdzv-endpoint fd77::1 t.py", {"nnodes": 2,
+        "rendezvous": {"endpoint": "[fd77::1]:29400"}}, 0),
+    ("--nnodes=2 --master-addr [fd77::1] t.py", {"nnodes": 2,
+        "rendezvous": {"endpoint": "[fd77::1]:29500"}}, 0),
+    ("--nnodes 2 --node-rank 0 --master_addr gpu-01 --master_port 2950 t.py",
+        {"nnodes": 2, "node_rank": 0, "rendezvous": {"endpoint": "gpu-01:2950"}}, 0),
+]  # fmt: skip
 """Arguments of torchrun, the configuration fields that they set, and the number of notes."""
 
 
@@ -423,18 +367,13 @@ def test_a_missing_script_is_reported_in_one_line_with_an_example(
     [
         ({"PET_NPROC_PER_NODE": "3"}, "t.py", "nproc_per_node", "3"),
         ({"PET_NPROC_PER_NODE": "3"}, "--nproc-per-node 2 t.py", "nproc_per_node", "2"),
-        (
-            {"PET_NPROC_PER_NODE": "3", "DDPSAFE_NPROC_PER_NODE": "4"},
-            "t.py",
-            "nproc_per_node",
-            None,
-        ),
+        ({"PET_NPROC_PER_NODE": "3", "DDPSAFE_NPROC_PER_NODE": "4"}, "t.py", "nproc_per_node", None),
         ({"PET_TEE": "3"}, "t.py", "console", "tagged"),
         ({"PET_LOG_DIR": "/logs"}, "t.py", "run_dir", Path("/logs")),
         ({"PET_STANDALONE": "0"}, "t.py", "nnodes", None),
         ({"PET_STANDALONE": "1"}, "t.py", "nnodes", 1),
     ],
-)
+)  # fmt: skip
 def test_torchruns_variables_are_defaults_of_options(
     variables: dict[str, str],
     line: str,

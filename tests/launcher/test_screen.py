@@ -44,23 +44,15 @@ def follow(chunks: list[str]) -> tuple[list[list[str]], list[str]]:
         (["\r50%\x1b", "[2", "K\r100%\n"], [[], [], ["100%"], []]),
         (["\x1b]8;;http://x\x1b", "\\link\x1b]8;;\x1b\\\n"], [[], ["\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\"], []]),
         # Nested bars of tqdm.
-        (
-            ["\rout 0%\n\rin 0%\x1b[A", "\n\rin 50%\x1b[A", "\n\r      \r\x1b[A\rout 50%", "\rout 100%\n", "end\n"],
-            [[], [], [], [], ["out 100%", "end"], []],
-        ),
-        (
-            ["\rout 0%\n\rin 0%\x1b[A", "\r      \r\n\r     \r\x1b[Asaid\n\rout 0%\n\rin 9%\x1b[A", ""],
-            [[], [], ["said"], ["out 0%", "in 9%"]],
-        ),
+        (["\rout 0%\n\rin 0%\x1b[A", "\n\rin 50%\x1b[A", "\n\r      \r\x1b[A\rout 50%", "\rout 100%\n",
+            "end\n"], [[], [], [], [], ["out 100%", "end"], []]),
+        (["\rout 0%\n\rin 0%\x1b[A", "\r      \r\n\r     \r\x1b[Asaid\n\rout 0%\n\rin 9%\x1b[A", ""],
+            [[], [], ["said"], ["out 0%", "in 9%"]]),
         # A frame of rich, with a line above it, more rows, and its end.
-        (
-            [FRAME, f"{WIPE}{UP}{WIPE}said\none 5%\ntwo 5%", f"{WIPE}{UP}{WIPE}one 7%\ntwo 7%"],
-            [[], [], ["said"], ["one 7%", "two 7%"]],
-        ),
-        (
-            [FRAME, f"{WIPE}{UP}{WIPE}one\ntwo\nthree", f"{WIPE}{UP}{WIPE}{UP}{WIPE}1\n2\n3\n{SHOW}", ""],
-            [[], [], [], ["1", "2", "3"], []],
-        ),
+        ([FRAME, f"{WIPE}{UP}{WIPE}said\none 5%\ntwo 5%", f"{WIPE}{UP}{WIPE}one 7%\ntwo 7%"],
+            [[], [], ["said"], ["one 7%", "two 7%"]]),
+        ([FRAME, f"{WIPE}{UP}{WIPE}one\ntwo\nthree", f"{WIPE}{UP}{WIPE}{UP}{WIPE}1\n2\n3\n{SHOW}", ""],
+            [[], [], [], ["1", "2", "3"], []]),
         ([FRAME, f"\n{SHOW}\r{UP}\x1b[2K{UP}\x1b[2K", "end\n", ""], [[], [], [], ["end"], []]),  # transient
         ([FRAME, f"{WIPE}{UP}", "\x1b[2Ksaid\none\ntwo", f"{WIPE}{UP}{WIPE}x\ny"], [[], [], [], ["said"], ["x", "y"]]),
         # A bar of one row that hides the cursor, with prints in between.

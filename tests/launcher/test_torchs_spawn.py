@@ -29,34 +29,16 @@ METHODS: Final = pytest.mark.parametrize(
 )
 
 FAULTS: Final[list[Any]] = [
-    pytest.param(
-        "raise in 0", mp.ProcessRaisedException, r"\nValueError: from rank 0$", id="raise"
-    ),
-    pytest.param(
-        "raise in 1", mp.ProcessRaisedException, r"\nValueError: from rank 1$", id="other"
-    ),
-    pytest.param(
-        "raise in all", mp.ProcessRaisedException, r"\nValueError: from rank (0|1)$", id="all"
-    ),
-    pytest.param(
-        "abort in 0",
-        mp.ProcessExitedException,
-        r"process 0 terminated with signal (SIGABRT|SIGIOT)",
-        id="abort",
-    ),
-    pytest.param(
-        "exit in 0",
-        mp.ProcessExitedException,
-        r"process 0 terminated with exit code 123",
-        id="exit",
-    ),
-    pytest.param(
-        "return in 0, raise in 1",
-        mp.ProcessRaisedException,
-        r"ValueError: from rank 1",
-        id="after-success",
-    ),
-]
+    pytest.param("raise in 0", mp.ProcessRaisedException, r"\nValueError: from rank 0$", id="raise"),
+    pytest.param("raise in 1", mp.ProcessRaisedException, r"\nValueError: from rank 1$", id="other"),
+    pytest.param("raise in all", mp.ProcessRaisedException, r"\nValueError: from rank (0|1)$", id="all"),
+    pytest.param("abort in 0", mp.ProcessExitedException,
+        r"process 0 terminated with signal (SIGABRT|SIGIOT)", id="abort"),
+    pytest.param("exit in 0", mp.ProcessExitedException, r"process 0 terminated with exit code 123",
+        id="exit"),
+    pytest.param("return in 0, raise in 1", mp.ProcessRaisedException, r"ValueError: from rank 1",
+        id="after-success"),
+]  # fmt: skip
 """The fault of a rank, torch's error class, and its message."""
 
 
@@ -75,22 +57,12 @@ def test_errors_are_also_torchs_errors(
 
 
 FACTS: Final[list[Any]] = [
-    pytest.param(
-        "raise in 1", ddpsafe.RankRaisedError, {"error_index": 1, "exit_code": 1}, id="raised"
-    ),
-    pytest.param(
-        "abort in 0",
-        ddpsafe.RankKilledError,
-        {"error_index": 0, "exit_code": -6, "signal_name": "SIGABRT", "signal": 6},
-        id="killed",
-    ),
-    pytest.param(
-        "exit in 0",
-        ddpsafe.RankExitedError,
-        {"error_index": 0, "exit_code": 123, "signal_name": None},
-        id="exited",
-    ),
-]
+    pytest.param("raise in 1", ddpsafe.RankRaisedError, {"error_index": 1, "exit_code": 1}, id="raised"),
+    pytest.param("abort in 0", ddpsafe.RankKilledError,
+        {"error_index": 0, "exit_code": -6, "signal_name": "SIGABRT", "signal": 6}, id="killed"),
+    pytest.param("exit in 0", ddpsafe.RankExitedError,
+        {"error_index": 0, "exit_code": 123, "signal_name": None}, id="exited"),
+]  # fmt: skip
 
 
 @pytest.mark.full(but=["killed"])

@@ -224,180 +224,59 @@ def test_a_barrier_that_a_rank_may_give_up_is_no_proof(third: RankView, *, prove
 
 ROWS: Final = [
     pytest.param([waits(0, PAIR, call(3)), works(1, PAIR, done(2))], None, (), id="a slow rank"),
-    pytest.param(
-        [waits(0, PAIR, call(3)), waits(1, PAIR, call(3))], None, (), id="both have entered"
-    ),
+    pytest.param([waits(0, PAIR, call(3)), waits(1, PAIR, call(3))], None, (), id="both have entered"),
     pytest.param([waits(0, PAIR, call(3))], None, (), id="the other is unknown"),
-    pytest.param(
-        [waits(0, PAIR, call(3)), half_waits(1, PAIR, call(3, "broadcast"))],
-        "mismatch",
-        (0, 1),
-        id="a thread is in a different one, and another thread works",
-    ),
-    pytest.param(
-        [waits(0, TWO_GROUPS, call(1, group="1")), half_waits(1, TWO_GROUPS, call(1, group="2"))],
-        None,
-        (),
-        id="a thread waits for the other rank, and another thread works",
-    ),
-    pytest.param(
-        [
-            waits(0, TWO_GROUPS, call(1, group="1")),
-            waits(1, TWO_GROUPS, call(1, group="2"), call(3), threads=2),
-        ],
-        "cycle",
-        (0, 1),
-        id="two threads wait for the other rank",
-    ),
-    pytest.param(
-        [
-            waits(0, TWO_GROUPS, call(1, group="1"), call(3)),
-            waits(1, TWO_GROUPS, call(1, group="2"), call(3), threads=2),
-        ],
-        None,
-        (),
-        id="of two threads, one waits for nothing",
-    ),
-    pytest.param(
-        [waits(0, PAIR, call(3)), RankView(rank=1)], None, (), id="the other does not answer"
-    ),
-    pytest.param(
-        [waits(0, PAIR, call(3)), waits(1, PAIR, call(3, "barrier"))],
-        "mismatch",
-        (0, 1),
-        id="different collectives",
-    ),
-    pytest.param(
-        [
-            waits(0, FOUR, call(3)),
-            waits(1, FOUR, call(3)),
-            waits(2, FOUR, call(3, "barrier")),
-            waits(3, FOUR, call(3)),
-        ],
-        "mismatch",
-        (2,),
-        id="one of four is in a different one",
-    ),
-    pytest.param(
-        [
-            waits(0, FOUR, call(3)),
-            waits(1, FOUR, call(3, "barrier")),
-            waits(2, FOUR, call(3)),
-            works(3, FOUR, done(2)),
-        ],
-        None,
-        (),
-        id="one has not entered yet, so the odd one is not known",
-    ),
-    pytest.param(
-        [waits(0, PAIR, call(3)), waits(1, PAIR, call(3, numel=5))],
-        "mismatch",
-        (0, 1),
-        id="different sizes",
-    ),
-    pytest.param(
-        [waits(0, PAIR, call(3, "gather")), waits(1, PAIR, call(3, "gather", numel=5))],
-        None,
-        (),
-        id="sizes that may differ",
-    ),
-    pytest.param(
-        [waits(0, PAIR, call(3, "all_gather")), waits(1, PAIR, call(3, "_all_gather_base"))],
-        None,
-        (),
-        id="two forms of one collective",
-    ),
-    pytest.param(
-        [
-            waits(0, TWO_GROUPS, call(1, group="1")),
-            waits(1, TWO_GROUPS, call(1, group="2")),
-        ],
-        "cycle",
-        (0, 1),
-        id="two groups in two orders",
-    ),
-    pytest.param(
-        [
-            works(0, TWO_GROUPS, call(1, group="1")),
-            waits(1, TWO_GROUPS, call(1, group="2")),
-        ],
-        None,
-        (),
-        id="one of them is asynchronous and continues",
-    ),
-    pytest.param(
-        [
-            waits(0, RING, call(1, group="1")),
-            waits(1, RING, call(1, group="2")),
-            waits(2, RING, call(1, group="3")),
-        ],
-        "cycle",
-        (0, 1, 2),
-        id="a ring of three",
-    ),
-    pytest.param(
-        [
-            waits(0, RING, call(1, group="1")),
-            waits(1, RING, call(1, group="2")),
-            works(2, RING),
-        ],
-        None,
-        (),
-        id="a chain that ends at a working rank",
-    ),
-    pytest.param(
-        [waits(0, PAIR, call(3)), left(1, done(2))], "left", (1,), id="the other has returned"
-    ),
-    pytest.param(
-        [waits(0, PAIR, done(2), call(3)), left(1, done(3))],
-        None,
-        (),
-        id="it returned after the same collective",
-    ),
-    pytest.param(
-        [waits(0, PAIR, call(1, numel=4)), left(1, call(1, numel=3, state="completed"))],
-        "mismatch",
-        (0, 1),
-        id="it returned after the same collective of another size",
-    ),
-    pytest.param(
-        [waits(0, PAIR, call(1, numel=4)), works(1, PAIR, call(1, numel=3, state="completed"))],
-        "mismatch",
-        (0, 1),
-        id="it is busy after the same collective of another size",
-    ),
-    pytest.param(
-        [waits(0, RING, call(1, group="1")), waits(1, RING, call(1, group="2")), left(2)],
-        "left",
-        (2,),
-        id="a chain that ends at a rank that has returned",
-    ),
+    pytest.param([waits(0, PAIR, call(3)), half_waits(1, PAIR, call(3, "broadcast"))], "mismatch", (0, 1),
+        id="a thread is in a different one, and another thread works"),
+    pytest.param([waits(0, TWO_GROUPS, call(1, group="1")), half_waits(1, TWO_GROUPS, call(1, group="2"))],
+        None, (), id="a thread waits for the other rank, and another thread works"),
+    pytest.param([waits(0, TWO_GROUPS, call(1, group="1")),
+        waits(1, TWO_GROUPS, call(1, group="2"), call(3), threads=2)], "cycle", (0, 1),
+        id="two threads wait for the other rank"),
+    pytest.param([waits(0, TWO_GROUPS, call(1, group="1"), call(3)),
+        waits(1, TWO_GROUPS, call(1, group="2"), call(3), threads=2)], None, (),
+        id="of two threads, one waits for nothing"),
+    pytest.param([waits(0, PAIR, call(3)), RankView(rank=1)], None, (), id="the other does not answer"),
+    pytest.param([waits(0, PAIR, call(3)), waits(1, PAIR, call(3, "barrier"))], "mismatch", (0, 1),
+        id="different collectives"),
+    pytest.param([waits(0, FOUR, call(3)), waits(1, FOUR, call(3)), waits(2, FOUR, call(3, "barrier")),
+        waits(3, FOUR, call(3))], "mismatch", (2,), id="one of four is in a different one"),
+    pytest.param([waits(0, FOUR, call(3)), waits(1, FOUR, call(3, "barrier")), waits(2, FOUR, call(3)),
+        works(3, FOUR, done(2))], None, (), id="one has not entered yet, so the odd one is not known"),
+    pytest.param([waits(0, PAIR, call(3)), waits(1, PAIR, call(3, numel=5))], "mismatch", (0, 1),
+        id="different sizes"),
+    pytest.param([waits(0, PAIR, call(3, "gather")), waits(1, PAIR, call(3, "gather", numel=5))], None, (),
+        id="sizes that may differ"),
+    pytest.param([waits(0, PAIR, call(3, "all_gather")), waits(1, PAIR, call(3, "_all_gather_base"))], None,
+        (), id="two forms of one collective"),
+    pytest.param([waits(0, TWO_GROUPS, call(1, group="1")), waits(1, TWO_GROUPS, call(1, group="2"))],
+        "cycle", (0, 1), id="two groups in two orders"),
+    pytest.param([works(0, TWO_GROUPS, call(1, group="1")), waits(1, TWO_GROUPS, call(1, group="2"))], None,
+        (), id="one of them is asynchronous and continues"),
+    pytest.param([waits(0, RING, call(1, group="1")), waits(1, RING, call(1, group="2")),
+        waits(2, RING, call(1, group="3"))], "cycle", (0, 1, 2), id="a ring of three"),
+    pytest.param([waits(0, RING, call(1, group="1")), waits(1, RING, call(1, group="2")), works(2, RING)],
+        None, (), id="a chain that ends at a working rank"),
+    pytest.param([waits(0, PAIR, call(3)), left(1, done(2))], "left", (1,), id="the other has returned"),
+    pytest.param([waits(0, PAIR, done(2), call(3)), left(1, done(3))], None, (),
+        id="it returned after the same collective"),
+    pytest.param([waits(0, PAIR, call(1, numel=4)), left(1, call(1, numel=3, state="completed"))],
+        "mismatch", (0, 1), id="it returned after the same collective of another size"),
+    pytest.param([waits(0, PAIR, call(1, numel=4)), works(1, PAIR, call(1, numel=3, state="completed"))],
+        "mismatch", (0, 1), id="it is busy after the same collective of another size"),
+    pytest.param([waits(0, RING, call(1, group="1")), waits(1, RING, call(1, group="2")), left(2)], "left",
+        (2,), id="a chain that ends at a rank that has returned"),
     pytest.param([waits(0, PAIR, call(3)), stopped(1)], "stopped", (1,), id="the other is stopped"),
-    pytest.param(
-        [works(0, PAIR, call(3)), stopped(1)], "stopped", (1,), id="it sleeps in a backward pass"
-    ),
-    pytest.param(
-        [works(0, PAIR, done(2)), stopped(1)], None, (), id="stopped, but no rank waits for it yet"
-    ),
-    pytest.param(
-        [waits(0, FOUR, call(3)), waits(1, FOUR, call(3)), works(2, FOUR, done(2)), stopped(3)],
-        None,
-        (),
-        id="stopped, but another rank is still working",
-    ),
-    pytest.param(
-        [waits(0, FOUR, call(3, FROM_ONE)), works(1, FOUR), left(2), works(3, FOUR)],
-        None,
-        (),
-        id="a working rank may still send the broadcast",
-    ),
-    pytest.param(
-        [waits(0, PAIR, call(3, FROM_ONE)), left(1, done(2))],
-        "left",
-        (1,),
-        id="only a rank that has returned could send the broadcast",
-    ),
-]
+    pytest.param([works(0, PAIR, call(3)), stopped(1)], "stopped", (1,), id="it sleeps in a backward pass"),
+    pytest.param([works(0, PAIR, done(2)), stopped(1)], None, (),
+        id="stopped, but no rank waits for it yet"),
+    pytest.param([waits(0, FOUR, call(3)), waits(1, FOUR, call(3)), works(2, FOUR, done(2)), stopped(3)],
+        None, (), id="stopped, but another rank is still working"),
+    pytest.param([waits(0, FOUR, call(3, FROM_ONE)), works(1, FOUR), left(2), works(3, FOUR)], None, (),
+        id="a working rank may still send the broadcast"),
+    pytest.param([waits(0, PAIR, call(3, FROM_ONE)), left(1, done(2))], "left", (1,),
+        id="only a rank that has returned could send the broadcast"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("views", "reason", "ranks"), ROWS)

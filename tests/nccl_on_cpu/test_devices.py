@@ -81,19 +81,15 @@ def test_every_rank_gets_its_own_gpu(
         (ranks("a", "a"), ["2 ranks on node-n need 2 GPUs, but see 1", "ranks 0 and 1"]),
         (ranks("ab", "ab", "ab"), ["3 ranks on node-n need 3 GPUs, but see 2"]),
         (ranks("a", "a", "b"), ["3 ranks on node-n need 3 GPUs, but see 2", "ranks 0 and 1"]),
-        (
-            ranks("ab", "ab", "c", "c", hosts="xxyy"),
-            ["2 ranks on node-y need 2 GPUs, but see 1", "ranks 2 and 3 would share GPU-c"],
-        ),
+        (ranks("ab", "ab", "c", "c", hosts="xxyy"), ["2 ranks on node-y need 2 GPUs, but see 1",
+            "ranks 2 and 3 would share GPU-c"]),
         (ranks("ab", "ab", "", "", hosts="xxyy"), ["ranks 2 and 3 on node-y", "ranks 0 and 1 can"]),
         (ranks("a", ""), ["rank 1 on node-n", "rank 0 can"]),
         (ranks("", backend="nccl"), ["'nccl'", "rank 0 on node-n", "see none"]),
-        (
-            [*ranks("a", backend="nccl"), *ranks("a", "b", backend="gloo")[1:]],
-            ["rank 0 with 'nccl'", "rank 1 with 'gloo'"],
-        ),
+        ([*ranks("a", backend="nccl"), *ranks("a", "b", backend="gloo")[1:]],
+            ["rank 0 with 'nccl'", "rank 1 with 'gloo'"]),
     ],
-)
+)  # fmt: skip
 def test_ranks_without_a_gpu_of_their_own_are_refused(
     seen: list[VisibleGpus], texts: list[str]
 ) -> None:

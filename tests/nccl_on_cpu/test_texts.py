@@ -165,22 +165,15 @@ def test_last_message_of_a_rank_is_evidence_like_an_exception(
 @pytest.mark.parametrize(
     ("stderr", "expected"),
     [
-        (
-            timed_out(0, 118, 160, 117),
-            [WatchdogPlace(group=MAIN_GROUP, number=118, queued=160, completed=117, operation="ALLREDUCE", numel="131072")],
-        ),
-        (
-            "[rank1]:[E1218 20:27:21.48 ProcessGroupNCCL.cpp:2168] [PG ID 1 PG GUID 1 Rank 1]  failure detected by watchdog at work sequence id: 1 PG status: last enqueued work: 547, last completed work: -1",
-            [WatchdogPlace(group="1", number=1, queued=547, completed=0)],
-        ),
-        (
-            "[E ProcessGroupNCCL.cpp:2168] [PG ID 0 PG GUID 0 Rank 1]  failure detected by watchdog at work sequence id: 2 PG status: last enqueued work: 3, last completed work: 1",
-            [WatchdogPlace(group=MAIN_GROUP, number=2, queued=3, completed=1)],
-        ),
-        (
-            HEAD.format(r=1, line=1620) + PG.format(r=1) + "Received a dump signal due to a collective timeout from  rank 0 and we will try our best to dump the debug info. Last enqueued NCCL work: 117, last completed NCCL work: 117.This is most likely caused by",
-            [WatchdogPlace(group=MAIN_GROUP, number=117, queued=117, completed=117)],
-        ),
+        (timed_out(0, 118, 160, 117), [WatchdogPlace(group=MAIN_GROUP, number=118, queued=160,
+            completed=117, operation="ALLREDUCE", numel="131072")]),
+        ("[rank1]:[E1218 20:27:21.48 ProcessGroupNCCL.cpp:2168] [PG ID 1 PG GUID 1 Rank 1]  failure detected by watchdog at work sequence id: 1 PG status: last enqueued work: 547, last completed work: -1",
+            [WatchdogPlace(group="1", number=1, queued=547, completed=0)]),
+        ("[E ProcessGroupNCCL.cpp:2168] [PG ID 0 PG GUID 0 Rank 1]  failure detected by watchdog at work sequence id: 2 PG status: last enqueued work: 3, last completed work: 1",
+            [WatchdogPlace(group=MAIN_GROUP, number=2, queued=3, completed=1)]),
+        (HEAD.format(r=1,
+            line=1620) + PG.format(r=1) + "Received a dump signal due to a collective timeout from  rank 0 and we will try our best to dump the debug info. Last enqueued NCCL work: 117, last completed NCCL work: 117.This is most likely caused by",
+            [WatchdogPlace(group=MAIN_GROUP, number=117, queued=117, completed=117)]),
         ("", []),
     ],
 )  # fmt: skip

@@ -65,19 +65,15 @@ def test_a_cause_keeps_its_traceback_if_a_line_may_be_the_users(
     ("files", "own"),
     [
         ((f"{OURS}/x.py", "/me/a.py", f"{VENV}/numpy/n.py", "/me/b.py"), ("/me/a.py", "/me/b.py")),
-        (
-            (f"{OURS}/x.py", f"{VENV}/torch/t.py", f"{VENV}/project/a.py", f"{VENV}/numpy/n.py"),
-            (f"{VENV}/project/a.py",),
-        ),
-        (
-            ("<string>", f"{VENV}/project/a.py", f"{VENV}/numpy/n.py", f"{VENV}/project/b.py"),
-            (f"{VENV}/project/a.py", f"{VENV}/project/b.py"),
-        ),
+        ((f"{OURS}/x.py", f"{VENV}/torch/t.py", f"{VENV}/project/a.py", f"{VENV}/numpy/n.py"),
+            (f"{VENV}/project/a.py",)),
+        (("<string>", f"{VENV}/project/a.py", f"{VENV}/numpy/n.py", f"{VENV}/project/b.py"),
+            (f"{VENV}/project/a.py", f"{VENV}/project/b.py")),
         ((f"{VENV}/project/a.py", "/me/b.py"), ("/me/b.py",)),
         ((f"{STDLIB}/threading.py", f"{VENV}/torch/autograd/graph.py"), ()),
         ((), ()),
     ],
-)
+)  # fmt: skip
 def test_the_users_files_are_found_in_a_stack(files: tuple[str, ...], own: tuple[str, ...]) -> None:
     """They are those outside the libraries; if there are none, the package that was called first."""
     assert find_own_files(files) == set(own)

@@ -19,21 +19,13 @@ DIFFERENT: dict[str, tuple[str, str, str]] = {
     "another name": ("head_a.weight", "'head_b.weight'", BUILT),
     "one more": ("full_freq", "parameter 'extra.weight'", BUILT),
     "one less": ("extra.weight", "parameter 'extra.weight'", BUILT),
-    "shape": (
-        "head.weight",
-        "shape [5, 3], float32) instead of",
-        "ddpsafe.current().broadcast(size)",
-    ),
+    "shape": ("head.weight", "shape [5, 3], float32) instead of", "ddpsafe.current().broadcast(size)"),
     "dtype": ("2.weight", "(shape [3, 3], float64)", "convert it on every rank"),
-    "frozen": (
-        "0.weight",
-        "(shape [3, 3], float32, frozen)",
-        "requires_grad by the same condition",
-    ),
+    "frozen": ("0.weight", "(shape [3, 3], float32, frozen)", "requires_grad by the same condition"),
     "tied": ("2.weight", "parameter '2.bias' (shape [3]", BUILT),
     "own buffers": ("shard_of_rank_0", "(shape [2], float32)", BUILT),
     "long name": ("ä" * 50, "ä1'", BUILT),
-}
+}  # fmt: skip
 """Kind of difference: the first name, what the message shows, and the advice."""
 
 ALLOWED = [
