@@ -98,6 +98,7 @@ dist.all_reduce(ranks)
 said = [int(ranks), *sys.argv[1:]]
 pathlib.Path(f"said-{os.environ['RANK']}-of-{os.environ['WORLD_SIZE']}").write_text(repr(said))
 dist.destroy_process_group()
+os._exit(0)  # its exit code counts, also where a rank leaves Python
 """
 
 
