@@ -97,14 +97,6 @@ def calls_of(file: Path, function: str) -> list[ast.Call]:
     return found
 
 
-def functions_of(file: Path) -> Iterator[tuple[str, int]]:
-    """Yield each function with the number of lines below its signature and docstring."""
-    for node in nodes_of(file):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            body = node.body[1:] if ast.get_docstring(node) else node.body
-            yield node.name, (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
-
-
 def _import_nodes(
     node: ast.AST, *, late: bool, for_types: bool
 ) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:

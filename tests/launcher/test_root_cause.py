@@ -22,9 +22,8 @@ import pytest
 import ddpsafe
 from ddpsafe._config import RetryPolicy, Timeouts
 from ddpsafe._errors import DDPSafeError, Explanation, FailureKind, MismatchError
-from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt, make_error
+from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt, Ending, EndReason, make_error
 from ddpsafe._launcher.diagnosis.rank_readings import (
-    StackReading,
     is_endless_recursion,
     read_crash,
     read_rpc,
@@ -32,7 +31,7 @@ from ddpsafe._launcher.diagnosis.rank_readings import (
 )
 from ddpsafe._launcher.diagnosis.root_cause import CONCLUSIONS, RULES, find_root_cause
 from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, Wait
-from ddpsafe._launcher.watch.supervisor import Ending, EndReason
+from ddpsafe._launcher.processes.rank_process import StackReading
 from ddpsafe._wire.exception_facts import PointToPoint, note_wait
 from ddpsafe._wire.messages import Collective, NativeError, Position, Raised, RankOutcome
 from ddpsafe._wire.payload import CannotTravelError

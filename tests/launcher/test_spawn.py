@@ -153,14 +153,6 @@ def test_a_script_runs_unchanged(tmp_path: Path, start_method: str, demos: list[
     assert re.sub(r"ddpsafe: \d of 2 ranks have joined.*\n", "", run.err) == ""
 
 
-@pytest.mark.full
-def test_several_calls_in_a_row_may_use_one_port(tmp_path: Path, busy_port: int) -> None:
-    """No call has to wait for the previous one to release the port."""
-    for _ in range(3):
-        spawn(programs.train, (2, busy_port, tmp_path), **FAST)
-    assert notes(tmp_path) == {0: [SUM] * 3, 1: [SUM] * 3}
-
-
 def test_a_rank_may_open_and_close_its_group_twice(tmp_path: Path, busy_port: int) -> None:
     """The second group does not read the first one's addresses."""
     spawn(programs.train_twice, (2, busy_port, tmp_path), **FAST)

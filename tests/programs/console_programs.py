@@ -58,10 +58,6 @@ def write_bytes(_ctx: RankContext, gate: Path) -> None:
     os.write(1, b"\xa9 \xff\n")
 
 
-def say_nothing(_ctx: RankContext) -> None:
-    """Return at once."""
-
-
 def write_much(ctx: RankContext, folder: Path, then: str, lines: int = 3000) -> None:
     """Write more than a pipe holds; once the gate is open, end as `then` says, and record when.
 

@@ -26,8 +26,6 @@ from training_programs import average_gradients, mark
 
 from ddpsafe import RankContext
 
-SIZE = 4
-
 BATCH_S = 0.02
 """How long an evaluation waits for its next batch."""
 

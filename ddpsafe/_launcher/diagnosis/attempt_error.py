@@ -6,10 +6,10 @@ import re
 import signal
 import socket
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import psutil
 
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from ddpsafe._errors import FailureKind
     from ddpsafe._launcher.diagnosis.root_cause import Advice, RootCause, Topic
     from ddpsafe._launcher.diagnosis.wait_graph import Deadlock
-    from ddpsafe._launcher.watch.supervisor import Ending
     from ddpsafe._wire.messages import Collective, Raised, RankOutcome
 
 _MAX_MESSAGE: Final = 1_000
@@ -243,6 +242,57 @@ _DOING: Final = {
     "running": "running",
     "leaving": "leaving",
 }
+
+
+EndReason = Literal[
+    "signal",
+    "failed",
+    "node-lost",
+    "done",
+    "stuck-with-error",
+    "left",
+    "deadlock",
+    "stop-timeout",
+    "attempt-timeout",
+    "no-progress",
+    "start-timeout",
+    "finish-timeout",
+]
+"""If several apply, the first one is the reason, because it explains most.
+
+- ``signal``: a signal to a launcher ends the ranks without the time to save.
+- ``failed``: a rank has reported a failure, or ended without any report.
+- ``node-lost``: one of several nodes is lost, leaves without a save, or could not start its ranks.
+- ``done``: all ranks have returned.
+- ``stuck-with-error``: a rank with an exception in flight and another rank wait for each other.
+- ``left``: a rank has returned, and another one waits in a collective that needs it.
+- ``deadlock``: ranks are proved to wait for ever.
+- ``stop-timeout``: not all ranks returned within ``timeouts.stop`` of a request to stop.
+- ``attempt-timeout``: the attempt has taken longer than ``timeouts.attempt``.
+- ``no-progress``: no rank has made a step or entered a collective within ``timeouts.progress``.
+- ``start-timeout``: not all ranks have joined within ``timeouts.start``.
+- ``finish-timeout``: all ranks have returned, but what one of them still does was not done within
+  ``timeouts.finish``.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """Why the watch ended.
+
+    Attributes:
+        reason: See `EndReason`.
+        waited_s: How long the attempt had run, in seconds.
+        proof: The deadlock, if that is the reason.
+        progress: The limit for the time without progress when the watch ended.
+        unfinished: What ranks that have returned still did when their time was over, by rank.
+    """
+
+    reason: EndReason
+    waited_s: float
+    proof: Deadlock | None = None
+    progress: timedelta | None = None
+    unfinished: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import ctypes
 import os
 import re
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -20,6 +20,7 @@ import psutil
 
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.processes.descendants import command_of, describe_program
+from ddpsafe._launcher.processes.rank_process import RankReading, StackReading
 from ddpsafe._wire.exception_facts import DUMPED_CALL, find_own_files, is_point_to_point
 from ddpsafe._wire.foreign_texts import find_native_text, read_places
 from ddpsafe._wire.messages import (
@@ -72,40 +73,6 @@ _QUEUES: Final = "multiprocessing/queues.py"
 
 CRASH: Final = "Fatal Python error:"
 """The beginning of what faulthandler writes at a crash."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StackReading:
-    """Where a rank is in the code, read from a dump of its stacks.
-
-    Attributes:
-        stack: The user's innermost line (``path:line in function``); empty if unknown.
-        in_collective: Whether the thread waits in a collective; ``None`` if unknown.
-        point_to_point: The send or receive that it waits in.
-        in_rpc: Whether the line is of a thread that executes a call from another rank (RPC).
-    """
-
-    stack: str = ""
-    in_collective: bool | None = None
-    point_to_point: str = ""
-    in_rpc: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReading:
-    """What was found out about a rank, by asking it or from what it wrote at a crash.
-
-    Attributes:
-        state: The state of its process, as psutil names it.
-        place: Where it is in the code.
-        position: Where it is in the sequence of collectives; ``None`` if it has not answered.
-        native: What native code wrote before it ended the process.
-    """
-
-    state: str = ""
-    place: StackReading = StackReading()
-    position: Position | None = None
-    native: NativeError | None = None
 
 
 def collect(processes: Sequence[RankProcess]) -> dict[int, RankReading]:

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from ddpsafe._host import read_stat
@@ -59,13 +59,46 @@ if TYPE_CHECKING:
     from mmap import mmap
     from multiprocessing.process import BaseProcess
 
-    from ddpsafe._launcher.diagnosis.rank_readings import RankReading
     from ddpsafe._wire.messages import Message, Status, Unanswered
     from ddpsafe._wire.rank_pipe import Progress
     from ddpsafe._wire.spec import RankSpec
 
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackReading:
+    """Where a rank is in the code, read from a dump of its stacks.
+
+    Attributes:
+        stack: The user's innermost line (``path:line in function``); empty if unknown.
+        in_collective: Whether the thread waits in a collective; ``None`` if unknown.
+        point_to_point: The send or receive that it waits in.
+        in_rpc: Whether the line is of a thread that executes a call from another rank (RPC).
+    """
+
+    stack: str = ""
+    in_collective: bool | None = None
+    point_to_point: str = ""
+    in_rpc: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReading:
+    """What was found out about a rank, by asking it or from what it wrote at a crash.
+
+    Attributes:
+        state: The state of its process, as psutil names it.
+        place: Where it is in the code.
+        position: Where it is in the sequence of collectives; ``None`` if it has not answered.
+        native: What native code wrote before it ended the process.
+    """
+
+    state: str = ""
+    place: StackReading = StackReading()
+    position: Position | None = None
+    native: NativeError | None = None
 
 
 class Sighting(NamedTuple):

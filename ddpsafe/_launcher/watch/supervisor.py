@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import AwakeClock, Deadline
+from ddpsafe._launcher.diagnosis.attempt_error import Ending as Ending  # noqa: PLC0414 - nodes/ has it from here
+from ddpsafe._launcher.diagnosis.attempt_error import EndReason as EndReason  # noqa: PLC0414
 from ddpsafe._launcher.processes.descendants import reap_orphans
 from ddpsafe._launcher.watch.deadlock_watch import LiveWatch
 from ddpsafe._launcher.watch.hang_detection import (
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     from ddpsafe._config import Timeouts
     from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
-    from ddpsafe._launcher.diagnosis.wait_graph import Deadlock
     from ddpsafe._launcher.processes.rank_process import RankProcess, RankState
     from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._launcher.watch.status_socket import StatusRequests
@@ -54,57 +54,6 @@ _ASK_THREADS_AFTER: Final = timedelta(seconds=3)
 _ASK_THREADS_AGAIN_AFTER: Final = timedelta(seconds=30)
 _THREADS_ANSWER: Final = timedelta(seconds=0.5)
 _THREADS_ANSWER_ON_A_BUSY_MACHINE: Final = timedelta(seconds=5)
-
-
-EndReason = Literal[
-    "signal",
-    "failed",
-    "node-lost",
-    "done",
-    "stuck-with-error",
-    "left",
-    "deadlock",
-    "stop-timeout",
-    "attempt-timeout",
-    "no-progress",
-    "start-timeout",
-    "finish-timeout",
-]
-"""If several apply, the first one is the reason, because it explains most.
-
-- ``signal``: a signal to a launcher ends the ranks without the time to save.
-- ``failed``: a rank has reported a failure, or ended without any report.
-- ``node-lost``: one of several nodes is lost, leaves without a save, or could not start its ranks.
-- ``done``: all ranks have returned.
-- ``stuck-with-error``: a rank with an exception in flight and another rank wait for each other.
-- ``left``: a rank has returned, and another one waits in a collective that needs it.
-- ``deadlock``: ranks are proved to wait for ever.
-- ``stop-timeout``: not all ranks returned within ``timeouts.stop`` of a request to stop.
-- ``attempt-timeout``: the attempt has taken longer than ``timeouts.attempt``.
-- ``no-progress``: no rank has made a step or entered a collective within ``timeouts.progress``.
-- ``start-timeout``: not all ranks have joined within ``timeouts.start``.
-- ``finish-timeout``: all ranks have returned, but what one of them still does was not done within
-  ``timeouts.finish``.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """Why the watch ended.
-
-    Attributes:
-        reason: See `EndReason`.
-        waited_s: How long the attempt had run, in seconds.
-        proof: The deadlock, if that is the reason.
-        progress: The limit for the time without progress when the watch ended.
-        unfinished: What ranks that have returned still did when their time was over, by rank.
-    """
-
-    reason: EndReason
-    waited_s: float
-    proof: Deadlock | None = None
-    progress: timedelta | None = None
-    unfinished: Mapping[int, str] = field(default_factory=dict)
 
 
 class Peers:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe.data._arguments import require_int
-from ddpsafe.data._loader.reading import epoch_targets
-from ddpsafe.data._samplers.base import AutoEpoch
+from ddpsafe.data._samplers.base import AutoEpoch, epoch_targets
 from ddpsafe.data.errors import LateSetEpochError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch.utils.data import Subset
 from ddpsafe.data._loader.machine_limits import add_note, note_limits
 from ddpsafe.data._loader.position import Skip
 from ddpsafe.data._replica import current_replica
-from ddpsafe.data._samplers.base import Resumable
+from ddpsafe.data._samplers.base import Resumable, epoch_targets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -92,24 +92,6 @@ class SharedProgress:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the shared tensor only."""
         return {**self.__dict__, "_view": None}
-
-
-def epoch_targets(*items: object) -> list[Any]:
-    """Find what has a ``set_epoch()``: each of `items`, or else the datasets it wraps."""
-    targets: list[Any] = []
-    waiting = list(items)
-    while waiting:
-        item = waiting.pop(0)
-        if callable(getattr(item, "set_epoch", None)):
-            targets.append(item)
-            continue
-        parts = getattr(item, "datasets", None)
-        waiting += [
-            getattr(item, "dataset", None),
-            *(parts if isinstance(parts, list | tuple) else ()),
-        ]
-        waiting = [each for each in waiting if each is not None]
-    return targets
 
 
 class NamingDataset:

@@ -492,3 +492,21 @@ def warn_of_nothing_left(epoch: int) -> None:
         DataWarning,
         stacklevel=4,
     )
+
+
+def epoch_targets(*items: object) -> list[Any]:
+    """Find what has a ``set_epoch()``: each of `items`, or else the datasets it wraps."""
+    targets: list[Any] = []
+    waiting = list(items)
+    while waiting:
+        item = waiting.pop(0)
+        if callable(getattr(item, "set_epoch", None)):
+            targets.append(item)
+            continue
+        parts = getattr(item, "datasets", None)
+        waiting += [
+            getattr(item, "dataset", None),
+            *(parts if isinstance(parts, list | tuple) else ()),
+        ]
+        waiting = [each for each in waiting if each is not None]
+    return targets

@@ -21,8 +21,7 @@ from ddpsafe.doctor._mesh.findings.observations import as_details, is_closed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ddpsafe.doctor._mesh.findings.connections import Way
-    from ddpsafe.doctor._mesh.findings.observations import Results
+    from ddpsafe.doctor._mesh.findings.observations import Results, Way
     from ddpsafe.doctor._mesh.protocol import Dialled, Node
 
 

@@ -26,12 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from ddpsafe.doctor._mesh.findings.fixes import Opening
-    from ddpsafe.doctor._mesh.findings.observations import Results
+    from ddpsafe.doctor._mesh.findings.observations import Results, Way
     from ddpsafe.doctor._mesh.protocol import Dialled, Route
 
-
-Way = tuple[int, int]
-"""One direction: the node rank that dials, and the one that listens."""
 
 Shape = Literal["everywhere", "split", "around", "to", "from", "pair", "one-way"]
 

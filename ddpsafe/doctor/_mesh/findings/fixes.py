@@ -13,8 +13,7 @@ from ddpsafe._host import LIBRARY_VARIABLES, interface_variables, is_overlay, le
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ddpsafe.doctor._mesh.findings.connections import Way
-    from ddpsafe.doctor._mesh.findings.observations import Results
+    from ddpsafe.doctor._mesh.findings.observations import Results, Way
     from ddpsafe.doctor._mesh.protocol import FilterChain, Node
 
 Hook = Literal["input", "output"]

@@ -40,12 +40,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from ddpsafe.doctor._findings import DialResult
-    from ddpsafe.doctor._mesh.findings.connections import Way
     from ddpsafe.doctor._mesh.transport import Json
 
 # The most that results may unpack to, because node rank 0 may be hostile; a thousand nodes need 4 MB.
 _LONGEST_BYTES: Final = 256 << 20
 
+
+Way = tuple[int, int]
+"""One direction: the node rank that dials, and the one that listens."""
 
 Skipped = Literal["", "not-asked", "failures", "no-torch"]
 
