@@ -6,13 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_programs import Numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpsafe._errors import ConfigError
-from ddpsafe.data import BalancedBatchSampler, DataLoader, DistributedSampler
-from ddpsafe.data.errors import DatasetChangedError, StateMismatchError
+from ddpsafe.data import BalancedBatchSampler, DistributedSampler
+from ddpsafe.data.errors import StateMismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddpsafe.data.errors.DataWarning")
 
@@ -146,32 +144,6 @@ def test_epochs_differ_and_repeat() -> None:
     assert list(sampler) == first
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"lengths": []}, r"shape \(n,\)"),
-        ({"lengths": [1, float("nan")]}, r"lengths\[1\] = nan"),
-        ({"lengths": [1, -1]}, "negative"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"window": -1}, "window is -1"),
-        ({"drop_last": True, "batch_size": 4}, "every rank would read nothing"),
-        ({"cost": "cube"}, "cost cannot be"),
-        ({"max_tokens": 2}, r"lengths\[2\] = 3 is more than max_tokens"),
-    ],
-)
-def test_invalid_lengths_are_refused(arguments: dict[str, Any], text: str) -> None:
-    """The error names the first invalid length."""
-    with pytest.raises(ConfigError, match=text):
-        BalancedBatchSampler(**({"lengths": [1, 2, 3], "batch_size": 2} | arguments))
-
-
-def test_lengths_of_another_dataset_are_refused_by_the_loader() -> None:
-    """They would describe other samples than those that are read."""
-    sampler = BalancedBatchSampler([1, 2, 3], 2)
-    with pytest.raises(DatasetChangedError, match="made for 3 samples, but the dataset has 10"):
-        DataLoader(Numbers(10), batch_sampler=sampler)
-
-
 def test_cost_can_be_a_function_of_the_length() -> None:
     """The cost of attention is quadratic."""
     ranks = plan([10, 1, 1, 1, 1, 1, 1, 9], 2, 4, cost=lambda length: length**2, shuffle=False)
@@ -204,12 +176,6 @@ def test_largest_batch_comes_first_on_request(options: Any) -> None:
             for batch in first_window
         ]
         assert costs[0] == max(costs)
-
-
-def test_largest_first_cannot_keep_the_global_batches() -> None:
-    """window=0 promises the global batches of DistributedSampler."""
-    with pytest.raises(ConfigError, match="largest_first=True would change"):
-        BalancedBatchSampler([1, 2, 3], 2, largest_first=True)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from data_programs import (
     write_records,
 )
 
-from ddpsafe._errors import ConfigError
-from ddpsafe.data import DataLoader, DistributedSampler, ShardedIterable
+from ddpsafe.data import DataLoader, ShardedIterable
 from ddpsafe.data._loader.build import build_loader
 from ddpsafe.data.errors import StateMismatchError
 
@@ -137,34 +136,6 @@ def test_error_of_the_dataset_is_raised_unchanged() -> None:
     assert caught.traceback[-1].name == "__getitem__"
     notes = getattr(caught.value, "__notes__", None)  # notes exist since Python 3.11
     assert notes is None or "While reading index 0 to compare the dataset" in str(notes)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"shuffle": True, "train": False}, "shuffle=True would have no effect"),
-        ({"shuffle": False, "sampler": DistributedSampler(40)}, "shuffle=False would have no"),
-        ({"train": False, "sampler": DistributedSampler(40)}, "train=False would have no effect"),
-        ({"batch_size": 8, "batch_sampler": [[1, 2]]}, "batch_size=8 would have no effect"),
-    ],
-)
-def test_options_without_effect_are_refused(options: Any, text: str) -> None:
-    """They are not silently ignored."""
-    with pytest.raises(ConfigError, match=text):
-        build_loader(Numbers(40), **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"shuffle": True}, "shuffle=True would have no effect"),
-        ({"train": False}, "train=False would have no effect"),
-    ],
-)
-def test_stream_refuses_options_it_cannot_follow(options: Any, text: str) -> None:
-    """A stream has no order to shuffle, and an evaluation must drop nothing."""
-    with pytest.raises(ConfigError, match=text):
-        build_loader(ShardedIterable(range(9), even="truncate"), **options)
 
 
 def test_incomplete_batches_of_a_stream_can_be_dropped() -> None:

@@ -217,22 +217,6 @@ def test_fewer_files_than_ranks_is_an_error_and_than_workers_a_warning(tmp_path:
         DataLoader(stream, num_workers=2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"shard": "rows"}, "shard cannot be"),
-        ({"even": "pad"}, "even cannot be"),
-        ({"shard": "files"}, "go together"),
-        ({"read": lines_of}, "go together"),
-        ({"shard": "sample", "even": "repeat"}, "needs shard='batch'"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:
-    """The error says which arguments conflict."""
-    with pytest.raises(ConfigError, match=text):
-        ShardedIterable(range(3), num_replicas=1, rank=0, **arguments)
-
-
 WRONG = ["undivided", "pairs of ranks"]
 RIGHT = [
     "divided",

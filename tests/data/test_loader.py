@@ -255,26 +255,6 @@ def test_pickled_loader_can_be_iterated() -> None:
     assert read(pickle.loads(pickle.dumps(loader))) == epoch_order(1)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"worker_safety": "maybe"}, "worker_safety cannot be"),
-        ({"seed": "x"}, "seed must be a whole number"),
-    ],
-)
-def test_bad_arguments_are_refused(options: dict[str, Any], text: str) -> None:
-    """The error says which arguments conflict or are invalid."""
-    with pytest.raises(ConfigError, match=text):
-        DataLoader(Numbers(8), **options)
-
-
-def test_empty_dataset_is_refused() -> None:
-    """PyTorch would read nothing, or fail in RandomSampler."""
-    for shuffle in (True, False):
-        with pytest.raises(ConfigError, match="n = 0"):
-            DataLoader(Numbers(0), shuffle=shuffle)
-
-
 def test_drop_last_that_drops_everything_gives_a_warning() -> None:
     """An epoch without batches trains nothing."""
     with pytest.warns(DataWarning, match="leaves no batch of 64"):

@@ -7,7 +7,6 @@ from data_programs import Numbers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpsafe._errors import ConfigError
 from ddpsafe.data import DataLoader, EvalSampler, masked_batches
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddpsafe.data.errors.DataWarning")
@@ -30,10 +29,3 @@ def test_steps_are_equal_and_each_sample_counts_once(
         assert len(own) == len(range(rank, n, replicas))
     assert len(steps) == 1
     assert sorted(kept) == list(range(n))
-
-
-def test_sampler_without_padding_is_refused() -> None:
-    """Ranks would take different numbers of steps."""
-    loader = DataLoader(Numbers(9), 2, sampler=EvalSampler(9, 2, 1))
-    with pytest.raises(ConfigError, match="does not pad"):
-        next(masked_batches(loader))

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from texts import any_text
 
-from ddpsafe._errors import ConfigError
 from ddpsafe.data import DataLoader, PackedList
 
 items = st.lists(
@@ -33,16 +32,6 @@ def test_packed_list_equals_the_list(items: list[Any]) -> None:
         assert packed[-1] == items[-1]
         assert items[0] in packed
     assert list(pickle.loads(pickle.dumps(packed))) == items
-
-
-def test_index_out_of_range_and_other_keys_are_refused() -> None:
-    """The errors are those of a list."""
-    packed = PackedList(["a", "b"])
-    for index in (2, -3):
-        with pytest.raises(IndexError, match="PackedList of 2"):
-            packed[index]
-    with pytest.raises(ConfigError, match="index"):
-        packed["a"]  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])

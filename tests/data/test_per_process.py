@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from data_programs import EagerRecords, Records, open_raw, write_records
 
-from ddpsafe._errors import ConfigError
 from ddpsafe.data import DataLoader, DistributedSampler, PerProcess
 
 METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
@@ -166,11 +165,3 @@ def test_close_releases_the_value_and_get_opens_again(records: str) -> None:
     resource.close()
     first.close()
     second.close()
-
-
-def test_bad_arguments_are_refused(records: str) -> None:
-    """Examples are a handle instead of a function, and an unknown scope."""
-    with open_raw(records) as file, pytest.raises(ConfigError, match="a function that opens"):
-        PerProcess(file)
-    with pytest.raises(ConfigError, match="scope cannot be 'rank'"):
-        PerProcess(open_raw, records, scope="rank")  # type: ignore[arg-type]

@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_programs import Numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpsafe._errors import ConfigError
-from ddpsafe.data import DataLoader, WeightedSampler
-from ddpsafe.data.errors import DatasetChangedError
+from ddpsafe.data import WeightedSampler
 
 weights = st.lists(st.floats(0, 5), min_size=1, max_size=40).filter(any)
 
@@ -111,37 +108,3 @@ def test_resume_continues_the_stream() -> None:
         each.load_state_dict(sampler.state_dict())
     shares = [list(each) for each in resumed]
     assert [shares[p % 4][p // 4] for p in range(40)] == whole[20:]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (([1.0, float("nan")],), r"weights\[1\] = nan"),
-        (([1.0, -2.0],), r"weights\[1\] = -2"),
-        (([1.0, float("inf")],), "not finite"),
-        (([0.0, 0.0],), "all weights are zero"),
-        (([],), r"shape \(n,\)"),
-        (([[1.0, 2.0]],), r"shape \(n,\)"),
-        (([1.0, 2.0], 0), "0 samples"),
-        (([1.0, 0.0], 2, False), "without replacement"),
-        (([1.0, 2.0], 2.5), "num_samples must be a whole number"),
-    ],
-)
-def test_invalid_weights_are_refused(arguments: tuple[Any, ...], text: str) -> None:
-    """The error names the first invalid weights."""
-    with pytest.raises(ConfigError, match=text):
-        WeightedSampler(*arguments, num_replicas=1, rank=0)
-
-
-def test_invalid_modes_are_refused() -> None:
-    """Examples are an unknown mode, and a count that repeat mode would ignore."""
-    with pytest.raises(ConfigError, match="mode cannot be"):
-        WeightedSampler([1.0], mode="once", num_replicas=1, rank=0)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="leave num_samples out"):
-        WeightedSampler([1.0], 5, mode="repeat", num_replicas=1, rank=0)
-
-
-def test_weights_of_another_dataset_are_refused_by_the_loader() -> None:
-    """One weight too few would never draw the last sample; one too many would fail later."""
-    with pytest.raises(DatasetChangedError, match="made for 9 samples, but the dataset has 10"):
-        DataLoader(Numbers(10), sampler=WeightedSampler([1.0] * 9))
