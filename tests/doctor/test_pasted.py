@@ -113,40 +113,6 @@ def test_variable_set_on_one_host_is_unset_there(make_hosts: MakeHosts) -> None:
 
 
 @pytest.mark.full
-def test_container_bridge_on_all_hosts_is_not_the_network_that_joins_them(
-    make_hosts: MakeHosts,
-) -> None:
-    """Every host would announce 172.17.0.1 and dial itself, so no firewall should be opened."""
-    network = with_docker(make_hosts, 3)
-    env: Variables = {host.index: {"GLOO_SOCKET_IFNAME": "docker0"} for host in network}
-    require_repair(network, env, "DS-MESH-024")
-
-
-@pytest.mark.full
-def test_missing_interface_is_replaced_by_the_one_that_joins_the_hosts(
-    make_hosts: MakeHosts,
-) -> None:
-    """With docker0 on all hosts, and a variable that is right on only one of them."""
-    network = with_docker(make_hosts)
-    env: Variables = {host.index: {"GLOO_SOCKET_IFNAME": "ib0"} for host in network}
-    require_repair(network, env, "DS-MESH-021")
-
-
-def test_hostname_on_loopback_is_repaired_on_all_hosts_by_one_line(make_hosts: MakeHosts) -> None:
-    """All hosts share one cause, so there is one finding."""
-    network = make_hosts(3, hosts_file=names_as_debian)
-    require_repair(network, no_variables(network), "DS-MESH-020")
-
-
-@pytest.mark.full
-def test_duplicate_address_is_removed_from_the_second_host(make_hosts: MakeHosts) -> None:
-    """Node rank 0 has the interfaces of both hosts, which show the duplicate."""
-    network = make_hosts(3)
-    network[2].shell(f"ip addr add {network[1].address()}/24 dev eth0")
-    require_repair(network, no_variables(network), "DS-MESH-024")
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("stateful", [pytest.param(True, marks=pytest.mark.soak), False])
 def test_firewall_that_lets_nothing_out_is_opened_on_its_host(
     make_hosts: MakeHosts, *, stateful: bool
@@ -226,19 +192,6 @@ def test_largest_packet_size_that_passes_is_found_and_advised_once(
     found = report.one("DS-MESH-035")["details"]["mtu_bytes"]
     assert mtu_bytes - 8 <= found <= mtu_bytes
     require_repair(network, no_variables(network), "DS-MESH-035")
-
-
-@pytest.mark.full
-def test_wrong_route_is_removed(make_hosts: MakeHosts) -> None:
-    """rp_filter drops packets from an interface that answers would not use: no cable is broken."""
-    network = make_hosts(3, nics={"eth0": "10.77.0", "eth1": "10.88.0"})
-    env: Variables = {host.index: {"GLOO_SOCKET_IFNAME": "eth0"} for host in network}
-    network[1].shell("""
-        echo 1 > /proc/sys/net/ipv4/conf/all/rp_filter
-        echo 1 > /proc/sys/net/ipv4/conf/eth1/rp_filter
-    """)
-    network[2].shell("ip route add 10.77.0.2 dev eth1 src 10.77.0.3")
-    require_repair(network, env, "DS-MESH-038")
 
 
 @pytest.mark.full
@@ -330,25 +283,6 @@ def test_address_translation_is_reported_instead_of_a_firewall(make_hosts: MakeH
     assert "iptables" not in report.one("DS-MESH-025")["fix"]
 
 
-@pytest.mark.full
-def test_bridge_without_containers_is_replaced_by_one_finding_for_all_hosts(
-    make_hosts: MakeHosts,
-) -> None:
-    """docker0 has no carrier while no container runs; another bridge of a host leads nowhere."""
-    network = with_docker(make_hosts)
-    for host in network:
-        host.shell(f"""
-            ip link add virbr0 type bridge
-            ip addr add 192.168.122.1/24 dev virbr0
-            ip link add vm0 type veth peer name vm1
-            ip link set vm0 master virbr0 up
-            ip link set virbr0 up
-            {wait_for_state("virbr0", "down")}
-        """)
-    env: Variables = {host.index: {"GLOO_SOCKET_IFNAME": "virbr0"} for host in network}
-    require_repair(network, env, "DS-MESH-022")
-
-
 def filtered(chain: str, *rules: str, policy: str = "accept") -> str:
     """Return a packet filter with one chain."""
     return f"""
@@ -385,65 +319,6 @@ def paste_until_healthy(network: Network, env: Variables) -> list[str]:
         raise AssertionError(f"not well after four times: {seen}")
     assert trains(network, env)
     return seen
-
-
-@pytest.mark.full
-def test_filter_that_drops_answers_of_the_endpoint_is_opened_on_its_host(
-    make_hosts: MakeHosts,
-) -> None:
-    """The stateless rule is on the connecting host: node rank 0 filters nothing and is not blamed."""
-    network = make_hosts(2)
-    rules = filtered("input", f"ip saddr {network[0].address()} tcp dport > 1024 drop")
-    network[1].run("nft", "-f", "-", given=rules)
-    codes = paste_until_healthy(network, no_variables(network))
-    assert "DS-MESH-004" in codes
-
-
-@pytest.mark.full
-def test_filter_that_lets_nothing_in_is_opened_by_the_lines_of_node_rank_0(
-    make_hosts: MakeHosts,
-) -> None:
-    """Only node rank 0 can read its filter and name the chain and the line."""
-    network = make_hosts(2)
-    rules = filtered(
-        "input", "ct state established accept", "meta l4proto icmp accept", policy="drop"
-    )
-    network[0].run("nft", "-f", "-", given=rules)
-    codes = paste_until_healthy(network, no_variables(network))
-    assert {"DS-MESH-001", "DS-MESH-004"} <= {*codes}
-
-
-@pytest.mark.full
-def test_filter_that_blocks_traffic_to_the_endpoint_is_opened_on_its_host(
-    make_hosts: MakeHosts,
-) -> None:
-    """The second host lets out nothing but answers."""
-    network = make_hosts(2)
-    rules = filtered("output", "oif lo accept", "ct state established accept", policy="drop")
-    network[1].run("nft", "-f", "-", given=rules)
-    paste_until_healthy(network, no_variables(network))
-
-
-@pytest.mark.full
-def test_rule_that_selects_another_table_is_removed(make_hosts: MakeHosts) -> None:
-    """The rule matches the source address only, so a look-up without one finds nothing wrong."""
-    network = make_hosts(3, nics={"eth0": "10.77.0", "eth1": "10.88.0"})
-    env: Variables = {host.index: {"GLOO_SOCKET_IFNAME": "eth0"} for host in network}
-    network[1].shell("echo 1 > /proc/sys/net/ipv4/conf/all/rp_filter")
-    network[2].shell("""
-        ip route add 10.77.0.2 dev eth1 table 100
-        ip rule add from 10.77.0.3 table 100
-    """)
-    require_repair(network, env, "DS-MESH-038")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["blackhole", "unreachable", "prohibit"])
-def test_route_that_rejects_is_removed(make_hosts: MakeHosts, kind: str) -> None:
-    """The host's own kernel rejects: no firewall answers, and no cable is broken."""
-    network = make_hosts(3)
-    network[2].shell(f"ip route add {kind} {network[1].address()}")
-    require_repair(network, no_variables(network), "DS-MESH-038")
 
 
 @pytest.mark.full
@@ -521,18 +396,6 @@ def test_alias_address_belongs_to_its_interface(make_hosts: MakeHosts) -> None:
     assert report.matrix["addresses"] == ["10.99.0.1", "10.99.0.2"]
 
 
-def test_name_with_a_link_local_address_is_repaired(make_hosts: MakeHosts) -> None:
-    """Other hosts cannot dial such an address, which avahi or a half-configured card leaves."""
-
-    def local(network: Network, index: int) -> str:
-        text = names_of_all(network, index)
-        return text.replace("10.77.0.2 h1", "169.254.7.7 h1") if index == 1 else text
-
-    network = make_hosts(2, hosts_file=local)
-    network[1].shell("ip addr add 169.254.7.7/16 dev eth0")
-    require_repair(network, no_variables(network), "DS-MESH-020")
-
-
 def test_rate_limit_is_not_reported_as_broken(make_hosts: MakeHosts) -> None:
     """Large packets arrive late but arrive, so no MTU is blamed."""
     network = make_hosts(3)
@@ -558,3 +421,77 @@ def test_two_hosts_with_the_same_address_are_not_reported_as_lost(make_hosts: Ma
     if "DS-MESH-024" not in told[0].codes():  # one of them has never received an answer
         cut_off = [each for each in told[1:] if "DS-MESH-004" in each.codes()]
         assert "arping -D -c 3 -I eth0 10.77.0.2" in cut_off[0].one("DS-MESH-004")["fix"]
+
+
+def link_local(network: Network, index: int) -> str:
+    """Return the names of all hosts, of which the second one leads to a link-local address."""
+    text = names_of_all(network, index)
+    return text.replace("10.77.0.2 h1", "169.254.7.7 h1") if index == 1 else text
+
+
+TWO_CARDS: Final = {"eth0": "10.77.0", "eth1": "10.88.0"}
+STRICT: Final = "for each in all eth1; do echo 1 > /proc/sys/net/ipv4/conf/$each/rp_filter; done"
+BRIDGE: Final = f"""
+    ip link add virbr0 type bridge
+    ip addr add 192.168.122.1/24 dev virbr0
+    ip link add vm0 type veth peer name vm1
+    ip link set vm0 master virbr0 up
+    ip link set virbr0 up
+    {wait_for_state("virbr0", "down")}
+"""
+# fmt: off
+REPAIRED: Final[dict[str, tuple[int, dict[str, Any], dict[int, str], str, str]]] = {
+    # how many hosts, how they are made, what is run on some of them, GLOO_SOCKET_IFNAME on all, and the finding
+    "docker0 on all hosts": (3, {"docker": True}, {}, "docker0", "DS-MESH-024"),
+    "an interface that no host has": (2, {"docker": True}, {}, "ib0", "DS-MESH-021"),
+    "a bridge without containers": (2, {"docker": True}, {0: BRIDGE, 1: BRIDGE}, "virbr0", "DS-MESH-022"),
+    "hostnames on loopback": (3, {"hosts_file": names_as_debian}, {}, "", "DS-MESH-020"),
+    "a link-local address": (2, {"hosts_file": link_local}, {1: "ip addr add 169.254.7.7/16 dev eth0"}, "", "DS-MESH-020"),
+    "an address of two hosts": (3, {}, {2: "ip addr add 10.77.0.2/24 dev eth0"}, "", "DS-MESH-024"),
+    # rp_filter drops packets from an interface that answers would not use: no cable is broken
+    "a wrong route": (3, {"nics": TWO_CARDS},
+        {1: STRICT, 2: "ip route add 10.77.0.2 dev eth1 src 10.77.0.3"}, "eth0", "DS-MESH-038"),
+    # the rule matches the source address only, so a look-up without one finds nothing wrong
+    "a rule that selects another table": (3, {"nics": TWO_CARDS},
+        {1: STRICT, 2: "ip route add 10.77.0.2 dev eth1 table 100; ip rule add from 10.77.0.3 table 100"},
+        "eth0", "DS-MESH-038"),
+    **{f"a route of kind {kind}": (3, {}, {2: f"ip route add {kind} 10.77.0.2"}, "", "DS-MESH-038")
+        for kind in ("blackhole", "unreachable", "prohibit")},
+}
+# fmt: on
+
+
+@pytest.mark.full(but=["hostnames on loopback", "a link-local address"])
+@pytest.mark.parametrize("what", REPAIRED)
+def test_one_finding_repairs_all_hosts(make_hosts: MakeHosts, what: str) -> None:
+    """Its lines name the hosts; once they are pasted, there is no finding, and the job trains."""
+    size, how, lines, interface, code = REPAIRED[what]
+    has_docker = how.get("docker", False)
+    network = with_docker(make_hosts, size) if has_docker else make_hosts(size, **how)
+    for index, text in lines.items():
+        network[index].shell(text)
+    variables = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    require_repair(network, {host.index: {**variables} for host in network}, code)
+
+
+DROPS_ANSWERS: Final = ("input", "ip saddr 10.77.0.1 tcp dport > 1024 drop")
+LETS_NOTHING_IN: Final = ("input", "ct state established accept", "meta l4proto icmp accept")
+LETS_NOTHING_OUT: Final = ("output", "oif lo accept", "ct state established accept")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("host", "chain", "policy", "codes"),
+    [
+        pytest.param(1, DROPS_ANSWERS, "accept", {"DS-MESH-004"}, id="answers of the endpoint"),
+        pytest.param(0, LETS_NOTHING_IN, "drop", {"DS-MESH-001", "DS-MESH-004"}, id="all at node 0"),
+        pytest.param(1, LETS_NOTHING_OUT, "drop", set(), id="all but answers"),
+    ],
+)  # fmt: skip
+def test_filter_of_the_endpoint_is_opened_on_its_host(
+    make_hosts: MakeHosts, host: int, chain: tuple[str, ...], policy: str, codes: set[str]
+) -> None:
+    """Only that host can read its filter; node rank 0 is not blamed if it filters nothing."""
+    network = make_hosts(2)
+    network[host].run("nft", "-f", "-", given=filtered(*chain, policy=policy))
+    assert codes <= {*paste_until_healthy(network, no_variables(network))}
