@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
-import os
 import pickle
 import re
-import signal
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,62 +26,44 @@ METHODS: Final = pytest.mark.parametrize(
     "start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
 )
 
-FAULTS: Final[list[Any]] = [
-    pytest.param("raise in 0", mp.ProcessRaisedException, r"\nValueError: from rank 0$", id="raise"),
-    pytest.param("raise in 1", mp.ProcessRaisedException, r"\nValueError: from rank 1$", id="other"),
-    pytest.param("raise in all", mp.ProcessRaisedException, r"\nValueError: from rank (0|1)$", id="all"),
-    pytest.param("abort in 0", mp.ProcessExitedException,
-        r"process 0 terminated with signal (SIGABRT|SIGIOT)", id="abort"),
-    pytest.param("exit in 0", mp.ProcessExitedException, r"process 0 terminated with exit code 123",
-        id="exit"),
-    pytest.param("return in 0, raise in 1", mp.ProcessRaisedException, r"ValueError: from rank 1",
-        id="after-success"),
-]  # fmt: skip
-"""The fault of a rank, torch's error class, and its message."""
+
+RAISED: Final = (ddpsafe.RankRaisedError, mp.ProcessRaisedException)
+KILLED: Final = (ddpsafe.RankKilledError, mp.ProcessExitedException)
+EXITED: Final = (ddpsafe.RankExitedError, mp.ProcessExitedException)
+SIGABRT: Final = {"error_index": 0, "exit_code": -6, "signal_name": "SIGABRT", "signal": 6}
+FAULTS: Final[dict[str, tuple[tuple[Any, Any], str, dict[str, object]]]] = {
+    "raise in 0": (RAISED, r"\nValueError: from rank 0$", {"error_index": 0, "exit_code": 1}),
+    "raise in 1": (RAISED, r"\nValueError: from rank 1$", {"error_index": 1, "exit_code": 1}),
+    "raise in all": (RAISED, r"\nValueError: from rank (0|1)$", {"exit_code": 1}),
+    "abort in 0": (KILLED, "process 0 terminated with signal (SIGABRT|SIGIOT)", SIGABRT),
+    "exit in 0": (EXITED, "process 0 terminated with exit code 123", {"exit_code": 123, "signal_name": None}),
+    "return in 0, raise in 1": (RAISED, "ValueError: from rank 1", {"error_index": 1}),
+}  # fmt: skip
+"""The fault of a rank; ddpsafe's class and torch's, torch's message, and the attributes of both."""
 
 
-@pytest.mark.full(but=["raise-forkserver"])
+@pytest.mark.full(but=["raise in 1-forkserver", "abort in 0-forkserver"])
 @METHODS
-@pytest.mark.parametrize(("fault", "error", "text"), FAULTS)
-def test_errors_are_also_torchs_errors(
-    run_dir: Path, start_method: str, fault: str, error: type[Exception], text: str
-) -> None:
-    """``except mp.ProcessRaisedException`` still works, and so does a search in the message."""
-    with pytest.raises(error, match=text) as caught:
-        ddpsafe.spawn(
-            programs.end_in_a_way, (fault,), 2, start_method=start_method, run_dir=run_dir
-        )
-    assert isinstance(caught.value, ddpsafe.RankFailedError)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_errors_are_also_torchs_errors(run_dir: Path, start_method: str, fault: str) -> None:
+    """``except mp.ProcessRaisedException`` still works, and so does a search in the message.
 
-
-FACTS: Final[list[Any]] = [
-    pytest.param("raise in 1", ddpsafe.RankRaisedError, {"error_index": 1, "exit_code": 1}, id="raised"),
-    pytest.param("abort in 0", ddpsafe.RankKilledError,
-        {"error_index": 0, "exit_code": -6, "signal_name": "SIGABRT", "signal": 6}, id="killed"),
-    pytest.param("exit in 0", ddpsafe.RankExitedError,
-        {"error_index": 0, "exit_code": 123, "signal_name": None}, id="exited"),
-]  # fmt: skip
-
-
-@pytest.mark.full(but=["killed"])
-@pytest.mark.parametrize(("fault", "error", "facts"), FACTS)
-def test_errors_have_the_attributes_of_torch_and_of_ddpsafe(
-    run_dir: Path, fault: str, error: type[ddpsafe.RankFailedError], facts: dict[str, object]
-) -> None:
-    """They keep the attributes when they are pickled, as by a pool of processes."""
-    with pytest.raises(error) as caught:
-        ddpsafe.spawn(
-            programs.end_in_a_way, (fault,), 2, start_method="forkserver", run_dir=run_dir
-        )
+    The errors keep the attributes of both when they are pickled, as by a pool of processes.
+    """
+    (ours, torchs), text, facts = FAULTS[fault]
+    how: Any = {"start_method": start_method, "run_dir": run_dir}
+    with pytest.raises(torchs, match=text) as caught:
+        ddpsafe.spawn(programs.end_in_a_way, (fault,), 2, **how)
     for each in (caught.value, pickle.loads(pickle.dumps(caught.value))):
-        assert isinstance(each, (mp.ProcessRaisedException, mp.ProcessExitedException))
+        assert isinstance(each, torchs)
+        assert isinstance(each, ours)
         assert {name: getattr(each, name) for name in facts} == facts
         assert each.error_pid == each.pid == each.outcomes[each.rank].pid
         assert f"rocess {each.rank} terminated with " in each.msg
         assert each.run_dir == run_dir
-        assert type(each).__qualname__ == error.__qualname__
+        assert type(each).__qualname__ == ours.__qualname__
         assert str(each).startswith(f"rank {each.rank} (world_size 2) ")
-    if error is ddpsafe.RankRaisedError:
+    if ours is ddpsafe.RankRaisedError:
         assert "Traceback (most recent call last)" in caught.value.msg
         assert isinstance(caught.value.__cause__, ValueError)
 
@@ -177,18 +157,6 @@ def test_a_signal_ends_a_grace_period(tmp_path: Path, run_dir: Path) -> None:
     handle._cancel()  # as the KeyboardInterrupt of a Ctrl-C in join() does
     with pytest.raises(mp.ProcessRaisedException, match="the first"):
         handle.join()
-
-
-def test_a_signal_to_a_rank_raises_process_exited_exception(run_dir: Path) -> None:
-    """The signal comes from outside, from a scheduler or an operator."""
-    handle = ddpsafe.spawn(
-        programs.wait_for_ever, join=False, start_method="forkserver", run_dir=run_dir
-    )
-    for pid in handle.pids():
-        os.kill(pid, signal.SIGTERM)
-    with pytest.raises(mp.ProcessExitedException) as caught:
-        handle.join()
-    assert caught.value.exit_code == -signal.SIGTERM
 
 
 @METHODS
