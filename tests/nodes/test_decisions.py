@@ -14,7 +14,7 @@ from ddpsafe import NodeLostError, PreemptedError, PreflightError
 from ddpsafe._config import LaunchConfig
 from ddpsafe._errors import Explanation
 from ddpsafe._job.channel import BEAT_S, Away, Back, Lost
-from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
+from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt, Ending
 from ddpsafe._launcher.nodes.decisions import (
     Action,
     Do,
@@ -41,7 +41,6 @@ from ddpsafe._launcher.nodes.node_messages import (
     round_result_of,
 )
 from ddpsafe._launcher.watch.signals import Interrupted
-from ddpsafe._launcher.watch.supervisor import Ending
 from ddpsafe._wire.messages import RankOutcome, Unanswered
 
 if TYPE_CHECKING:

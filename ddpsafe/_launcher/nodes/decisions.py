@@ -40,9 +40,8 @@ if TYPE_CHECKING:
 
     from ddpsafe._config import LaunchConfig, Timeouts
     from ddpsafe._errors import DDPSafeError
-    from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
+    from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt, EndReason
     from ddpsafe._launcher.nodes.node_messages import NodeMessage, RoundPlan
-    from ddpsafe._launcher.watch.supervisor import EndReason
     from ddpsafe._wire.messages import RankOutcome
 
 _EVIDENCE: Final = timedelta(seconds=3)

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
     from datetime import timedelta
 
-    from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
+    from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt, Ending
     from ddpsafe._launcher.launch_parts import LaunchParts
     from ddpsafe._launcher.nodes.decisions import Action
     from ddpsafe._launcher.nodes.node_messages import RoundPlan
@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.processes.rank_process import RankProcess
     from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._launcher.watch.status_socket import StatusRequests
-    from ddpsafe._launcher.watch.supervisor import Ending
     from ddpsafe._wire.messages import Message
 
 T = TypeVar("T")

@@ -20,6 +20,8 @@ from ddpsafe._launcher import attempt
 from ddpsafe._launcher.diagnosis import rank_readings
 from ddpsafe._launcher.diagnosis.attempt_error import (
     EndedAttempt,
+    Ending,
+    EndReason,
     first_line,
     make_error,
     original_of,
@@ -66,8 +68,6 @@ from ddpsafe._launcher.watch.idleness import IdleWatch
 from ddpsafe._launcher.watch.signals import NONE_LEFT_HERE, Interrupted
 from ddpsafe._launcher.watch.status_socket import StatusSocket
 from ddpsafe._launcher.watch.supervisor import (
-    Ending,
-    EndReason,
     has_failed,
     let_ranks_leave,
     warn_of_late_ends,

@@ -9,8 +9,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import AwakeClock, Deadline
-from ddpsafe._launcher.diagnosis.attempt_error import Ending as Ending  # noqa: PLC0414 - nodes/ has it from here
-from ddpsafe._launcher.diagnosis.attempt_error import EndReason as EndReason  # noqa: PLC0414
+from ddpsafe._launcher.diagnosis.attempt_error import Ending
 from ddpsafe._launcher.processes.descendants import reap_orphans
 from ddpsafe._launcher.watch.deadlock_watch import LiveWatch
 from ddpsafe._launcher.watch.hang_detection import (
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from signal import Signals
 
     from ddpsafe._config import Timeouts
-    from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt
+    from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt, EndReason
     from ddpsafe._launcher.processes.rank_process import RankProcess, RankState
     from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._launcher.watch.status_socket import StatusRequests
