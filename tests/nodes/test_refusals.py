@@ -349,7 +349,7 @@ def test_a_signal_to_an_old_node_that_has_to_join_again_ends_all(follower: Follo
     job.inbox.put(signal.SIGTERM, None)
     with pytest.raises(Interrupted):
         follower.fails(UNFIT)
-    job.wait_until(lambda: job.lobby.unable)
+    wait_until(lambda: job.rendezvous.look() or job.lobby.unable)  # it has the same inbox
     with pytest.raises(Interrupted) as raised:
         job.refuse_unable()
     assert raised.value.signum == signal.SIGTERM
