@@ -518,8 +518,20 @@ def _read(name: str, dump: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _dump(name: str, **options: bool | str) -> dict[str, Any]:
     c10d = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(c10d, name, None)
-    content: dict[str, Any] = {} if dump is None else json.loads(dump(**options))
+    if dump is None or ("backend" in options and not _takes_backend(dump)):
+        return {}
+    content: dict[str, Any] = json.loads(dump(**options))
     return content
+
+
+@functools.cache
+def _takes_backend(dump: Callable[..., bytes]) -> bool:
+    """Whether torch has a recorder for each backend, as since 2.15; it is asked once."""
+    try:
+        dump(includeCollectives=False, backend=_NCCL2)
+    except TypeError:
+        return False
+    return True
 
 
 _RECORDERS: Final[dict[str, Callable[..., dict[str, Any]]]] = {
@@ -527,7 +539,7 @@ _RECORDERS: Final[dict[str, Callable[..., dict[str, Any]]]] = {
     _DUMP_OTHERS: functools.partial(_dump, _DUMP_OTHERS),
     _NCCL2: functools.partial(_dump, _DUMP_OTHERS, backend=_NCCL2),
 }
-"""How each recorder is read; before torch 2.15, the last one raises."""
+"""How each recorder is read; before torch 2.15, the last one does not exist."""
 
 
 def _dump_nccl(*, asks_events: bool) -> dict[str, Any]:

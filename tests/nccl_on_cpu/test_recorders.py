@@ -152,6 +152,24 @@ def test_nccl_of_torch_2_15_has_a_recorder_of_its_own(monkeypatch: pytest.Monkey
     assert read_recorders(asks_events=True)[0] == ()
 
 
+def test_torch_without_a_recorder_of_each_backend_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before 2.15 its function refuses the argument, and every read of a position would raise."""
+    asked = []
+
+    def dump(**options: object) -> str:
+        asked.append("backend" in options)
+        return "{}" if not asked[-1] else broken()
+
+    monkeypatch.setattr(f"{C10D}._dump_fr_trace_json", dump)
+    for _ in range(3):
+        read_recorders(asks_events=False)
+    forget_collectives()
+    assert asked.count(True) == 1
+    assert asked.count(False) == 4
+
+
 @pytest.mark.skipif(
     "backend (str"
     not in str(getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None).__doc__),
