@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +17,8 @@ from explained import explain
 from ddpsafe._explain.flight import FlightRecordings
 
 RANKS: Final = (0, 1, 2)
+TORCHS: Final = "torch.distributed.flight_recorder.fr_trace"
+HAS_TORCHS: Final = find_spec("torch.distributed.flight_recorder") is not None
 
 
 def call(number: int, *, op: str = "all_reduce", size: int = 4, state: str = "completed", line: int = 9) -> dict[str, Any]:  # fmt: skip
@@ -34,6 +39,7 @@ def call(number: int, *, op: str = "all_reduce", size: int = 4, state: str = "co
         "retired": state == "completed",
         "is_p2p": False,
         "timeout_ms": 600_000,
+        "time_created_ns": number,
         "frames": [
             {"name": "all_reduce", "filename": "/env/site-packages/torch/distributed/distributed_c10d.py", "line": 3245},
             {"name": "step", "filename": "/w/train.py", "line": line},
@@ -99,6 +105,33 @@ def test_the_dumps_name_the_rank_that_the_others_wait_for(
         assert first["code"] == f"DS-{code}"
         assert text in first["cause"]
         assert "DS-HANG-watchdog" not in [each["code"] for each in others]
+
+
+@pytest.mark.skipif(not HAS_TORCHS, reason="torch before 2.13 has no reader of dumps")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a rank never came", "missing ranks: {1}"),
+        ("a rank called another collective", "Error type: COLLECTIVE_TYPE_MISMATCH"),
+        ("a rank passed another shape", "Error type: SIZE_OR_SYNTAX_MISMATCH"),
+        ("a GPU is behind", "Error type: COLLECTIVE_STATE_MISMATCH"),
+        ("a rank left no dump", "Missing dump files from ranks {1}"),
+        ("all are in it", ""),
+    ],
+)
+def test_torchs_own_reader_finds_the_same_failure(
+    name: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of ranks that differ, it blames those that differ from the file that it happens to read first."""
+    for rank, each in ROWS[name][0].items():
+        content = {"rank": rank, "host_name": "a", "comm_lib_version": "2.29", **each}
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(content))
+    with caplog.at_level(logging.INFO, "Flight Recorder"):
+        try:
+            import_module(TORCHS).main(["-p", "rank_", str(tmp_path)])
+        except AssertionError as refused:
+            logging.getLogger("Flight Recorder").info("%s", refused)
+    assert said in caplog.text if said else "rank" not in caplog.text
 
 
 def test_a_healthy_run_has_no_finding(tmp_path: Path) -> None:
