@@ -49,6 +49,8 @@ SECTIONS: Final = {
     "restart.py": "From a crash to the next step",
 }
 """The parts of the page, most important first: a file of tests/gpu, or a benchmark."""
+ROUND: Final = re.compile(r"\bround \d+ of \d+: ")
+"""What a benchmark says after each measurement, so that one that is cut off has shown something."""
 BENCHMARKS: Final = {
     "step.py": ["--only", "switched"],
     "restart.py": ["--rounds", "3", "--only", "ddpsafe, spawn", "--only", "ddpsafe, forkserver"],
@@ -183,10 +185,9 @@ def measure(part: str, page: Page, limit_s: float) -> None:
     ended, out = run_within([*command, "--backend", backend], limit_s, captures=True)
     name = f"python benchmarks/{part} {' '.join(BENCHMARKS[part])} --backend {backend}"
     took_s = time.monotonic() - began_s
-    outcomes = {
-        0: ("measured", table_of(out)),
-        TOO_LONG: ("not reached", f"Ended after {took_s:.0f} s, all that it was given."),
-    }
+    rounds = [f"\n- {in_cell(line)}" for line in out.splitlines() if ROUND.search(line)]
+    so_far = f"Ended after {took_s:.0f} s, all that it was given.\n{''.join(rounds)}".rstrip()
+    outcomes = {0: ("measured", table_of(out)), TOO_LONG: ("not reached", so_far)}
     outcome, said = outcomes.get(ended, ("failed", f"It failed: {in_cell(out[-300:])}"))
     page.add([Row(part=part, name=name, outcome=outcome, took_s=took_s, said=said)])
 
