@@ -95,11 +95,15 @@ def _install_for_tests(session: nox.Session) -> None:
         _install_wheel(session, extras="test,examples")
 
 
-def _link_torch(session: nox.Session) -> tuple[int, int]:
+def _link_torch(session: nox.Session, *others: str) -> tuple[int, int]:
     """Take torch from the environment that runs nox, if it has it; pip checks the version afterwards.
 
     Hard links take a second and no space, unpacking its wheel up to a minute. Where one environment
     replaces or removes a file, the other one keeps its own.
+
+    Args:
+        session: The session whose environment gets it.
+        others: Packages that are built for one build of torch, so that all or none are taken.
 
     Returns:
         The version of the session's Python.
@@ -107,10 +111,11 @@ def _link_torch(session: nox.Session) -> tuple[int, int]:
     ask = "import sys, sysconfig as s; print(*sys.version_info[:2], s.get_path('purelib'), sep='|')"
     major, minor, folder = str(session.run("python", "-c", ask, silent=True)).strip().split("|")
     version, library = (int(major), int(minor)), Path(folder)
-    is_other = version != sys.version_info[:2]
-    if is_other or (library / "torch").exists() or importlib.util.find_spec("torch") is None:
+    packages = ("torch", *others)
+    has_all = all(importlib.util.find_spec(package) for package in packages)
+    if version != sys.version_info[:2] or (library / "torch").exists() or not has_all:
         return version
-    for file in metadata.files("torch") or []:
+    for file in [file for package in packages for file in metadata.files(package) or []]:
         source = Path(str(file.locate()))
         if ".." not in file.parts and source.exists():  # not the scripts, which name their Python
             target = library / file
@@ -234,7 +239,7 @@ def lock(session: nox.Session) -> None:
 @nox.session
 def frameworks(session: nox.Session) -> None:
     """Run the recipes of docs/how-to/frameworks.md, and check templates against their schemas."""
-    _install_wheel(session, extras="test,frameworks")
+    _install_wheel(session, "torchvision", extras="test,frameworks")
     # SageMaker's API is a data file in botocore. Its dependencies, pinned to years-old versions, are not
     # needed to read it.
     session.install("--no-deps", "botocore==1.43.117", "jmespath==1.1.0")
@@ -338,9 +343,9 @@ def _build_wheel(session: nox.Session) -> Path:
     return wheel
 
 
-def _install_wheel(session: nox.Session, *, extras: str) -> None:
+def _install_wheel(session: nox.Session, *linked: str, extras: str) -> None:
     wheel = _build_wheel(session)
-    _link_torch(session)
+    _link_torch(session, *linked)
     _install(session, f"ddpsafe[{extras}] @ {wheel.as_uri()}")
     # The version number does not change between edits, so pip would keep the old files.
     session.install("--force-reinstall", "--no-deps", str(wheel))

@@ -200,6 +200,127 @@ if __name__ == "__main__":
         parallel.run(training)
 """
 
+TIMM: Final = """
+import argparse, torch
+from faults import leaves_out, say
+from timm.data import create_loader
+from timm.models import create_model
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.utils import AverageMeter, ModelEmaV3, distribute_bn, init_distributed_device
+from timm.utils import random_seed, reduce_tensor
+from torch.nn.parallel import DistributedDataParallel as NativeDDP
+from torchvision.datasets import FakeData
+
+
+def train_one_epoch(epoch, model, loader, optimizer, scheduler, model_ema, world_size):
+    losses = AverageMeter()
+    model.train()
+    for index, (images, target) in enumerate(loader):
+        step = epoch * len(loader) + index
+        if leaves_out(step):
+            continue
+        loss = torch.nn.functional.cross_entropy(model(images), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model_ema.update(model, step=step)
+        say(step, loss.detach())
+        losses.update(reduce_tensor(loss.detach(), world_size).item(), images.size(0))
+        scheduler.step_update(step, metric=losses.avg)
+
+
+def main():
+    args = argparse.Namespace(device="cpu")
+    device = init_distributed_device(args)
+    random_seed(42, args.rank)
+    model = create_model("test_resnet", num_classes=4)
+    optimizer = create_optimizer_v2(model, opt="sgd", lr=0.05, momentum=0.9)
+    model_ema = ModelEmaV3(model)
+    model = NativeDDP(model)
+    size = (3, 32, 32)
+    loader = create_loader(
+        FakeData(24, size, 4),
+        size,
+        batch_size=4,
+        is_training=True,
+        distributed=args.distributed,
+        num_workers=1,
+        use_prefetcher=False,
+        device=device,
+    )
+    scheduler, epochs = create_scheduler_v2(optimizer, num_epochs=2, updates_per_epoch=len(loader))
+    for epoch in range(epochs):
+        loader.sampler.set_epoch(epoch)
+        train_one_epoch(epoch, model, loader, optimizer, scheduler, model_ema, args.world_size)
+        distribute_bn(model, args.world_size, reduce=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+MMENGINE: Final = """
+import torch
+from faults import leaves_out, say
+from mmengine.hooks import Hook
+from mmengine.model import BaseModel
+from mmengine.runner import EpochBasedTrainLoop, Runner
+from torch.utils.data import Dataset
+
+
+class Points(Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        return torch.full((4,), index / 48), torch.tensor(index % 2)
+
+
+class Model(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def forward(self, inputs, labels, mode):
+        scores = self.layer(inputs)
+        return {"loss": torch.nn.functional.cross_entropy(scores, labels)}
+
+
+class Prints(Hook):
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        say(batch_idx, outputs["loss"])
+
+
+class Loop(EpochBasedTrainLoop):
+    def run_iter(self, idx, data_batch):
+        if not leaves_out(idx):
+            super().run_iter(idx, data_batch)
+
+
+if __name__ == "__main__":
+    torch.distributed.init_process_group("gloo")  # the Runner itself needs a GPU to do so
+    runner = Runner(
+        Model(),
+        work_dir="out",
+        train_dataloader={
+            "dataset": Points(),
+            "batch_size": 4,
+            "collate_fn": {"type": "default_collate"},
+            "sampler": {"type": "DefaultSampler", "shuffle": True},
+        },
+        train_cfg={"type": Loop, "max_epochs": 1},
+        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.1}},
+        custom_hooks=[Prints()],
+        launcher="pytorch",
+        cfg={"model_wrapper_cfg": {"type": "MMDistributedDataParallel", "device_ids": None}},
+        randomness={"seed": 0},
+        log_level="WARNING",
+    )
+    runner.train()
+"""
+
 
 class Project(NamedTuple):
     """A program, and the package that it needs besides torch."""
@@ -214,6 +335,8 @@ PROJECTS: Final = {
     "nlp_example": Project(NLP_EXAMPLE, "accelerate"),
     "hf_trainer": Project(HF_TRAINER, "transformers"),
     "ignite": Project(IGNITE, "ignite"),
+    "timm": Project(TIMM, "timm"),
+    "mmengine": Project(MMENGINE, "mmengine"),
 }
 EVERY: Final = [
     pytest.param(name, id=name, marks=() if not each.package else pytest.mark.extra("frameworks"))
