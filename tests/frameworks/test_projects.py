@@ -300,6 +300,7 @@ class Loop(EpochBasedTrainLoop):
 
 
 if __name__ == "__main__":
+    torch.manual_seed(0)
     torch.distributed.init_process_group("gloo")  # the Runner itself needs a GPU to do so
     runner = Runner(
         Model(),
