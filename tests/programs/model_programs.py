@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +53,16 @@ def _model(kind: str, rank: int) -> nn.Module:
 def compare(ctx: RankContext, _folder: Path, kinds: list[str]) -> dict[str, Any]:
     """Wrap a model of each kind; return the message of each error, or an empty text."""
     found: dict[str, Any] = {}
+    names = [*inspect.signature(DistributedDataParallel).parameters]  # torch 2.6 has no init_sync
     pair = dist.new_group([0, 1])
     others = dist.new_group([0, 2])
     for kind in kinds:
         model = _model(kind, ctx.rank)
         options: dict[str, Any] = {}
-        if kind == "allowed: not copied":
-            options = {"broadcast_buffers": False}
-        elif kind == "allowed: without synchronization":
+        if kind == "allowed: without synchronization" and "init_sync" in names:
             options = {"init_sync": False}
+        elif kind in {"allowed: not copied", "allowed: without synchronization"}:
+            options = {"broadcast_buffers": False}
         elif kind == "allowed: ignored":
             names = {f"shard_of_rank_{ctx.rank}"}
             model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
@@ -68,7 +70,8 @@ def compare(ctx: RankContext, _folder: Path, kinds: list[str]) -> dict[str, Any]
             if kind == "order of parameters":  # in a group of some ranks, by position
                 group = pair if ctx.rank < 2 else None
                 if group is not None:
-                    DistributedDataParallel(model, None, None, 0, True, True, group)  # noqa: FBT003 - torch's
+                    before = [None, None, 0, True, True][: names.index("process_group") - 1]
+                    DistributedDataParallel(model, *before, group)
             elif kind == "frozen":
                 ctx.wrap(model)
             else:
