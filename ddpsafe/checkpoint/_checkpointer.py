@@ -582,19 +582,22 @@ class Checkpointer:
                 "this checkpointer may only read.",
                 "create it with access='write'.",
             )
-        is_again = self._newest_is_ours and step == self._newest
-        if self._newest is not None and step <= self._newest and not is_again:
+        newest, is_ours, place = self._newest, self._newest_is_ours, str(self._directory)
+        in_memory = None if self._memory is None else self._memory.newest
+        if in_memory is not None and (newest is None or newest < in_memory):
+            newest, is_ours, place = in_memory, True, "memory"
+        if newest is not None and step <= newest and not (is_ours and step == newest):
             raise StepOrderError(
                 Explanation(
-                    f"step {step} is not after step {self._newest}, the newest checkpoint in {self._directory}.",
+                    f"step {step} is not after step {newest}, the newest checkpoint in {place}.",
                     cause="the training continued from it but started counting again."
-                    if self._newest_is_ours
+                    if is_ours
                     else "restore() was not called, or the directory belongs to another training.",
                     fix="count on from the step that restore() returns; for a new training choose "
                     "an empty directory.",
                 ),
                 step=step,
-                newest=self._newest,
+                newest=newest,
             )
         return step
 

@@ -17,7 +17,7 @@ from ddpsafe._worker.rank import this_rank
 from ddpsafe.checkpoint import Checkpointer, _checksums, _memory
 from ddpsafe.checkpoint._format import STATE
 from ddpsafe.checkpoint._slots import NodeSlots
-from ddpsafe.checkpoint.errors import CheckpointWarning, NoSpaceError
+from ddpsafe.checkpoint.errors import CheckpointWarning, NoSpaceError, StepOrderError
 
 STEPS = 12
 
@@ -173,6 +173,18 @@ def keep_a_table(ctx: ddpsafe.RankContext, folder: Path) -> bool:
     return begin == 3 and torch.equal(model.table, torch.arange(100_000.0))
 
 
+def _require_refusal(checkpointer: Checkpointer, step: int) -> None:
+    """Require that a step before the newest in memory is refused, for memory and for the directory."""
+    for asks in (True, False):
+        try:
+            if not asks or checkpointer.is_due(step):
+                checkpointer.save({"step": step}, step)
+        except StepOrderError as exc:
+            if "the newest checkpoint in memory" in str(exc):
+                continue
+        raise AssertionError(f"step {step} was saved")
+
+
 def begin_again(ctx: ddpsafe.RankContext, folder: Path) -> int | None:
     """Die once, begin at step 1 again without a restore, and return the newest checkpoint in the end."""
     directory = folder / "checkpoints"
@@ -180,6 +192,8 @@ def begin_again(ctx: ddpsafe.RankContext, folder: Path) -> int | None:
         for step in range(1, 5 if ctx.attempt == 1 else 2):
             if checkpointer.is_due(step):
                 checkpointer.save({"step": step}, step)
+        if ctx.attempt == 1:
+            _require_refusal(checkpointer, 2)
         ctx.barrier()
         if ctx.attempt == 1:
             os.kill(os.getpid(), signal.SIGKILL)
