@@ -159,15 +159,17 @@ class StateMemory:
             return {"text": f"of {absent[0]!r}, only the node of rank 0 has the whole state"}
         self._length = size_bytes(snapshot.replicated)
         shards = _sharded.bytes_of(snapshot.shards) * len(ranks.of_node)
-        return self._find_lack(self._length + shards)
+        pinned = self._length if _uses_gpu() else 0
+        return self._find_lack(self._length + shards, pinned)
 
-    def _find_lack(self, length: int) -> dict[str, Any] | None:
-        """Return that the node has too little memory for two states of a length, if so."""
+    def _find_lack(self, length: int, pinned: int = 0) -> dict[str, Any] | None:
+        """Return that the node has too little memory for two states of a length and a pinned copy, if so."""
         needed = 2 * length - self.slots.reserved_bytes()
         if needed <= 0:
             return None
         import psutil
 
+        needed = max(0, needed) + max(0, pinned - self._copies.reserved_bytes())
         machine, limits = psutil.virtual_memory(), read_limits()
         left, most = limits.memory_left_bytes, limits.memory_bytes  # 0 left is a limit, too
         free = machine.available if left is None else min(machine.available, left)
@@ -175,7 +177,7 @@ class StateMemory:
         if free - needed >= total * _SHARE_LEFT:
             return None
         text = (
-            f"two states need {needed / 1e6:.1f} MB more, and of the {free / 1e6:.1f} MB that "
+            f"two states{' and a pinned copy' if pinned else ''} need {needed / 1e6:.1f} MB more, and of the {free / 1e6:.1f} MB that "
             f"{self._ranks.host} or its control group has left, {_SHARE_LEFT:.0%} of all its memory stay free for "
             "the training"
         )
@@ -225,7 +227,7 @@ class StateMemory:
             self.slots.reserve(self._length)
             self._reserved = self._length
         replicated = snapshot.replicated
-        if sys.modules["torch"].cuda.is_initialized():
+        if _uses_gpu():
             # Through pinned memory, and all at once: torch.save copies tensor by tensor, and waits for each.
             try:
                 replicated = self._copies.copy(replicated)
@@ -356,6 +358,12 @@ def open_memory(
 ) -> StateMemory | None:
     """Use the memory of the nodes; ``None``, with a warning, if one of them has none for this."""
     from ddpsafe._worker.collectives import group_size
+def _uses_gpu() -> bool:
+    """Return whether states go through pinned memory."""
+    initialized: bool = sys.modules["torch"].cuda.is_initialized()
+    return initialized
+
+
     from ddpsafe._worker.rank import this_rank
 
     spec, problem = this_rank.spec, ""

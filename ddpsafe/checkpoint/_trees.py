@@ -72,6 +72,10 @@ class HostCopies:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
+    def reserved_bytes(self) -> int:
+        """Return how much memory they have."""
+        return size_bytes(self._buffers)
+
     def copy(self, tree: Any) -> Any:
         """Copy a state; the same tensor under two names is copied once."""
         import torch
