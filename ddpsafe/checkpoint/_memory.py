@@ -23,7 +23,7 @@ from ddpsafe._job.agreement import Message
 from ddpsafe.checkpoint import _directory, _save, _sharded
 from ddpsafe.checkpoint._checksums import BLOCK_BYTES
 from ddpsafe.checkpoint._format import NAME, PER_RANK, new_file, read_manifest
-from ddpsafe.checkpoint._schedule import Costs, Schedule
+from ddpsafe.checkpoint._schedule import Costs, Schedule, highest
 from ddpsafe.checkpoint._slots import NodeSlots, user_metadata
 from ddpsafe.checkpoint._trees import HostCopies, size_bytes
 from ddpsafe.checkpoint.errors import DirectoryError, NoSpaceError, SaveError, warn
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
 
-    from ddpsafe.checkpoint._format import FileFacts, ShardedTensor
+    from ddpsafe.checkpoint._format import FileFacts, Manifest, ShardedTensor
     from ddpsafe.checkpoint._ranks import Ranks
     from ddpsafe.checkpoint._slots import Candidate, Slot
     from ddpsafe.checkpoint._state import Snapshot
@@ -116,8 +116,13 @@ class StateMemory:
         if problem is not None:
             self._give_up(step, **problem)
             return False
+        costs = highest(
+            Costs(*message.facts["costs"])
+            for message in messages.values()
+            if message.facts["costs"]
+        )
         try:
-            self._write(request, messages)
+            self._write(request, messages, costs)
         except (OSError, MemoryError) as exc:
             # The other ranks have gone on; if the training does, they learn of it at the next save.
             self._problem = {"text": f"the memory could not be written: {exc}"}
@@ -126,8 +131,7 @@ class StateMemory:
             warn(f"step {step} was not kept in memory: {self._problem['text']}.")
         # Also after such an error: all ranks have to expect the next save at the same step.
         self.newest = step
-        costs = (message.facts["costs"] for message in messages.values())
-        self.schedule.note_saved(Costs(*each) for each in costs if each is not None)
+        self.schedule.note_saved(costs)
         return True
 
     def close(self) -> None:
@@ -165,11 +169,11 @@ class StateMemory:
     def _find_lack(self, length: int, pinned: int = 0) -> dict[str, Any] | None:
         """Return that the node has too little memory for two states of a length and a pinned copy, if so."""
         needed = 2 * length - self.slots.reserved_bytes()
+        needed = max(0, needed) + max(0, pinned - self._copies.reserved_bytes())
         if needed <= 0:
             return None
         import psutil
 
-        needed = max(0, needed) + max(0, pinned - self._copies.reserved_bytes())
         machine, limits = psutil.virtual_memory(), read_limits()
         left, most = limits.memory_left_bytes, limits.memory_bytes  # 0 left is a limit, too
         free = machine.available if left is None else min(machine.available, left)
@@ -198,7 +202,9 @@ class StateMemory:
         if self._ranks.is_main:
             warn(f"states are saved to the directory only, not to memory: {text}.")
 
-    def _write(self, request: _save.SaveRequest, messages: dict[int, Message]) -> None:
+    def _write(
+        self, request: _save.SaveRequest, messages: dict[int, Message], costs: Costs | None
+    ) -> None:
         """Write this rank's part, and on the first rank of a node all the rest."""
         ranks, snapshot = self._ranks, request.snapshot
         slot = self.slots[messages[self._first].facts["slot"]]
@@ -236,7 +242,7 @@ class StateMemory:
         request = replace(
             request,
             snapshot=replace(snapshot, replicated=replicated),
-            metadata=self.slots.record(ranks.attempt, request.metadata),
+            metadata=self.slots.record(ranks.attempt, request.metadata, costs),
         )
         parts = [message.data for message in messages.values()]
         _save.write_files(slot, request, parts, files, shards)
@@ -305,9 +311,12 @@ class StateMemory:
                     os.ftruncate(file, held.files[name])
         return slot.number
 
-    def note_restored(self, step: int, *, from_memory: bool) -> None:
-        """Continue from a step, which makes newer states in memory those of another training."""
+    def note_restored(self, manifest: Manifest, *, from_memory: bool) -> None:
+        """Continue from a state, which makes newer ones in memory those of another training."""
+        step = manifest.step
         self.newest = step if from_memory else None
+        if from_memory and (costs := manifest.metadata.get("costs")):
+            self.schedule.resume(step, Costs(*costs))
         if self._is_first:
             self.slots.drop_newer(step)
 
@@ -349,6 +358,12 @@ class StateMemory:
         _directory.prune(publisher.directory, publisher.keep, publisher.metrics)
 
 
+def _uses_gpu() -> bool:
+    """Return whether states go through pinned memory."""
+    initialized: bool = sys.modules["torch"].cuda.is_initialized()
+    return initialized
+
+
 def open_memory(
     ranks: Ranks,
     directory: Path,
@@ -358,12 +373,6 @@ def open_memory(
 ) -> StateMemory | None:
     """Use the memory of the nodes; ``None``, with a warning, if one of them has none for this."""
     from ddpsafe._worker.collectives import group_size
-def _uses_gpu() -> bool:
-    """Return whether states go through pinned memory."""
-    initialized: bool = sys.modules["torch"].cuda.is_initialized()
-    return initialized
-
-
     from ddpsafe._worker.rank import this_rank
 
     spec, problem = this_rank.spec, ""

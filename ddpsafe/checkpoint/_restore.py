@@ -211,7 +211,7 @@ def restore(request: RestoreRequest) -> Restored | None:
             newer = [other for other in seen if other > step]
             _set_aside(request, newer, problems)
             if memory is not None:
-                memory.note_restored(step, from_memory=candidate is not None)
+                memory.note_restored(loaded.manifest, from_memory=candidate is not None)
             logger.info("restored step %d from %s", step, loaded.folder)
             return Restored(
                 manifest=loaded.manifest, in_memory=candidate is not None, on_disk=step in steps

@@ -44,6 +44,11 @@ def steps_between(costs: Iterable[Costs]) -> int:
     return math.ceil(most)
 
 
+def highest(costs: Iterable[Costs]) -> Costs | None:
+    """Return those of the rank that has to wait longest for its next save; ``None`` if none has measured."""
+    return max(costs, key=lambda each: steps_between([each]), default=None)
+
+
 class Schedule:
     """Every so many steps, about once per duration, or as seldom as a share of the time demands.
 
@@ -73,17 +78,25 @@ class Schedule:
         step_s = (now_s - self._saved_s) / max(1, step - before[0])
         return Costs(self._saved_s - before[1], self._spent_s, now_s - self._first_s, step_s)
 
-    def note_saved(self, costs: Iterable[Costs] = ()) -> None:
+    def note_saved(self, costs: Costs | None = None) -> None:
         """Measure from now; with ``"auto"``, choose when the next save is due, the same on all ranks.
 
         Args:
-            costs: What `begin` has returned on each rank that had measured something.
+            costs: The `highest` of what `begin` has returned on the ranks.
         """
         self._saved_s = time.monotonic()
         if self._saving is not None:
             step, began_s = self._saving
             self._spent_s += self._saved_s - began_s
-            self._next_step = step + steps_between(costs)
+            self._next_step = step + steps_between([costs] if costs else [])
+
+    def resume(self, step: int, costs: Costs) -> None:
+        """Continue after the save of a step, as if these costs of an earlier attempt were this one's."""
+        self._saved_s = time.monotonic()
+        self._saving = step, self._saved_s - costs.last_s
+        self._first_s = self._saved_s - costs.passed_s
+        self._spent_s = costs.spent_s
+        self._next_step = step + steps_between([costs])
 
     def is_due(self, step: int, newest: int | None, ranks: Ranks) -> bool:
         """Return whether it is time."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from ddpsafe.checkpoint._schedule import Costs
+
 _FIXED: Final = (NAME, STATE, RANKS)
 _SLOTS: Final = 2
 
@@ -174,9 +176,10 @@ class NodeSlots:
                 with slot.path(STATE).open("r+b") as file:
                     os.posix_fallocate(file.fileno(), 0, length)
 
-    def record(self, attempt: int, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return the metadata of a manifest in memory: that of the user, and whose state it is."""
-        return {"attempt": attempt, "directory": self._directory, "metadata": metadata}
+    def record(self, attempt: int, metadata: dict[str, Any], costs: Costs | None) -> dict[str, Any]:
+        """Return the metadata of a manifest in memory: the user's, whose state it is, and what saves cost."""
+        whose = {"attempt": attempt, "directory": self._directory}
+        return {**whose, "metadata": metadata, "costs": costs and list(costs)}
 
     def manifest(self, number: int) -> Manifest | None:
         """Return the manifest of a slot; ``None`` if it holds no whole state of this directory."""

@@ -16,7 +16,7 @@ import ddpsafe
 from ddpsafe._launcher.node_memory import NodeMemory
 from ddpsafe.checkpoint import Checkpointer, _checksums, _save, _slots
 from ddpsafe.checkpoint._format import NAME, RANKS, REPLICATED, STATE
-from ddpsafe.checkpoint._schedule import Costs, Schedule, steps_between
+from ddpsafe.checkpoint._schedule import Costs, Schedule, highest, steps_between
 from ddpsafe.checkpoint._slots import Held, NodeSlots, candidates
 from ddpsafe.checkpoint._state import Snapshot
 from ddpsafe.checkpoint.errors import CheckpointWarning
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 DIRECTORY: Final = Path("/checkpoints")
 LIMIT: Final = 60
+COSTS: Final = Costs(0.01, 0.5, 100.0, 0.1)
 
 
 class KilledError(BaseException):
@@ -57,7 +58,7 @@ def write(slots: NodeSlots, step: int, *, attempt: int = 1, length: int = 1000) 
         snapshot=snapshot,
         step=step,
         metrics={},
-        metadata=slots.record(attempt, {"note": step}),
+        metadata=slots.record(attempt, {"note": step}, COSTS),
     )
     slot = slots.target()
     slot.clear()
@@ -229,6 +230,24 @@ def test_what_auto_measures_adds_up() -> None:
     assert 0 <= costs.last_s == costs.spent_s <= costs.passed_s
 
 
+def test_auto_knows_its_interval_after_a_restart() -> None:
+    """Else each attempt would begin with two saves to measure, and wait for what these were too much."""
+    cheap, dear = Costs(0.01, 0.5, 100.0, 0.1), Costs(0.02, 0.8, 100.0, 0.1)
+    assert highest([cheap, dear, cheap]) == dear
+    assert highest([]) is None
+    schedule = Schedule("auto")
+    schedule.resume(40, dear)
+    ranks: Any = None  # not asked with "auto"
+    due = 40 + steps_between([dear])
+    assert [schedule.is_due(step, None, ranks) for step in (41, due - 1, due)] == [False] * 2 + [
+        True
+    ]
+    costs = schedule.begin(due)
+    assert costs is not None
+    assert costs.last_s == pytest.approx(0.02, abs=1e-3)
+    assert (costs.spent_s, costs.passed_s >= 100) == (0.8, True)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -269,6 +288,7 @@ def test_user_metadata_comes_back_from_memory(memory: NodeMemory) -> None:
     manifest = slots.manifest(0)
     assert manifest is not None
     assert _slots.user_metadata(manifest) == {"note": 5}
+    assert manifest.metadata["costs"] == list(COSTS)
 
 
 def launch(folder: Path, plan: dict[str, Any], ranks: int = 2) -> dict[int, Any]:
