@@ -116,7 +116,8 @@ def take_snapshot(
     Args:
         state: The objects, by name.
         unwrap: Removes the wrappers of a model.
-        whole: Keep the state that all ranks share; only rank 0 does.
+        whole: Keep the state that all ranks share, as far as this rank has it: rank 0 does, and the first
+            rank of each node for its memory.
         with_rng: Include the random number generators.
         is_compared: Take what is needed to compare the ranks' copies of models.
 
@@ -143,7 +144,7 @@ def take_snapshot(
             # A collective; only rank 0 has the state then. Not left to the script: it would save what the
             # parts were when it last did so.
             value.consolidate_state_dict(to=0)
-            if not whole:
+            if not whole or value.rank != 0:
                 names[name] = REPLICATED
                 continue
         tree = state_of(value, unwrap)

@@ -84,6 +84,20 @@ def test_a_node_whose_memory_is_damaged_gets_the_state_of_another(
 
 
 @pytest.mark.full
+def test_memory_refuses_parts_that_a_lost_node_would_take_with_it(
+    network: Network, tmp_path: Path
+) -> None:
+    """Of a sharded model or optimizer, no other node has a copy, which one sentence says on all ranks."""
+    case = Case(name="parts", what="resume", fields={"nnodes": 2})
+    launchers = start_job(network, [case], tmp_path, nproc=(1, 1), port=28700)
+    for found in finish_job(network, [case], launchers):
+        assert found["parts"]["values"], found
+        for errors in found["parts"]["values"].values():
+            assert "a node that is lost, there is no copy" in errors["FSDP"], errors
+            assert "of 'optimizer', only the node of rank 0" in errors["ZeRO"], errors
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "name"),
     [("cable", "two"), ("cable and rank", "two"), ("killed", "two"), ("killed", "memory")],

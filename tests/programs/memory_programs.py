@@ -17,7 +17,7 @@ from ddpsafe._worker.rank import this_rank
 from ddpsafe.checkpoint import Checkpointer, _checksums, _memory
 from ddpsafe.checkpoint._format import STATE
 from ddpsafe.checkpoint._slots import NodeSlots
-from ddpsafe.checkpoint.errors import CheckpointWarning, NoSpaceError, StepOrderError
+from ddpsafe.checkpoint.errors import CheckpointWarning, NoSpaceError, SaveError, StepOrderError
 
 STEPS = 12
 
@@ -57,7 +57,7 @@ def train(ctx: ddpsafe.RankContext, folder: Path, plan: dict[str, Any]) -> dict[
         source = None if checkpointer.restored is None else checkpointer.restored.source
         _note(folder, ctx, {"began": begin, "source": source})
         for step in range(begin + 1, STEPS + 1):
-            data = torch.randn(4, 8)
+            data = torch.randn(4, 8).to(ctx.device)
             optimizer.zero_grad()
             loss = model(data).square().mean()
             loss.backward()
@@ -74,7 +74,32 @@ def train(ctx: ddpsafe.RankContext, folder: Path, plan: dict[str, Any]) -> dict[
                 ctx.barrier("the killed rank")
     whole = (p.full_tensor() if plan.get("sharded") else p for p in ctx.unwrap(model).parameters())  # type: ignore[attr-defined]
     parameters = [parameter.tolist() for parameter in whole]
-    return {"parameters": parameters, "draw": torch.rand(3).tolist(), "losses": state["losses"]}
+    return {
+        "parameters": parameters,
+        "draw": torch.rand(3, device=ctx.device).tolist(),
+        "losses": state["losses"],
+    }
+
+
+def train_on_device(ctx: ddpsafe.RankContext, folder: Path) -> dict[str, Any]:
+    """Change a tensor on the GPU right after it was saved, and die; return what the next attempt has."""
+    numbers = torch.zeros(1 << 24, device=ctx.device)
+    with Checkpointer(folder / "checkpoints", every=1000, memory_every=1) as checkpointer:
+        begin = checkpointer.restore({"numbers": numbers}) or 0
+        found = {"begin": begin, "values": numbers.unique().tolist(), "device": numbers.device.type}
+        for step in range(begin + 1, 6):
+            for _ in range(50):  # queued on the GPU, and not done yet when the copy is asked for
+                numbers.add_(1)
+            if checkpointer.is_due(step):
+                checkpointer.save({"numbers": numbers}, step)
+            if step == 3 and ctx.attempt == 1:
+                numbers.zero_()
+                ctx.barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
+        assert checkpointer._memory is not None
+        copies = checkpointer._memory._copies._buffers.values()
+        found |= {"last": numbers.unique().tolist(), "pinned": [c.is_pinned() for c in copies]}
+    return found
 
 
 def lack_memory(ctx: ddpsafe.RankContext, folder: Path, on_failure: Any) -> dict[str, Any]:
@@ -89,7 +114,8 @@ def lack_memory(ctx: ddpsafe.RankContext, folder: Path, on_failure: Any) -> dict
             try:
                 for step in range(1, 7):
                     if checkpointer.is_due(step):
-                        checkpointer.save({"x": torch.ones(1000)}, step)
+                        state = {"x": torch.ones(1000, device=ctx.device)}
+                        checkpointer.save(state, step)
             except NoSpaceError as exc:
                 error = str(exc)
             steps = checkpointer.steps()
@@ -171,6 +197,32 @@ def keep_a_table(ctx: ddpsafe.RankContext, folder: Path) -> bool:
                 ctx.barrier()
                 os.kill(os.getpid(), signal.SIGKILL)
     return begin == 3 and torch.equal(model.table, torch.arange(100_000.0))
+
+
+def keep_parts(ctx: ddpsafe.RankContext, folder: Path) -> dict[str, str]:
+    """Save what differs from node to node to memory, and return the errors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Linear(8, 4)
+
+    sharded = model()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (ctx.world_size,)))
+    replica = ctx.wrap(model())
+    optimizer = ZeroRedundancyOptimizer(replica.parameters(), torch.optim.Adam, lr=0.1)
+    states = {"FSDP": {"model": sharded}, "ZeRO": {"model": replica, "optimizer": optimizer}}
+    found = {}
+    for name, state in states.items():
+        with Checkpointer(folder / name, every=1000, memory_every=1) as checkpointer:
+            assert checkpointer.is_due(1)
+            try:
+                checkpointer.save(state, 1)
+            except SaveError as exc:
+                found[name] = str(exc)
+    return found
 
 
 def _require_refusal(checkpointer: Checkpointer, step: int) -> None:

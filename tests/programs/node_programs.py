@@ -23,6 +23,8 @@ import ddpsafe
 from ddpsafe._launcher.watch import deadlock_watch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ddpsafe import RankContext
 
 STEPS = 8
@@ -138,13 +140,18 @@ def wait_for(folder: Path, name: str, *, in_thread: bool = False) -> None:
         os.close(os.open(folder / f"wait-{name}", os.O_RDONLY))
 
 
-def go_on(ctx: RankContext, folder: Path, name: str) -> dict[str, int]:
+def go_on(ctx: RankContext, folder: Path, name: str) -> Mapping[str, object]:
     """Save each step; when started again, resume and make ten more steps.
 
     In jobs whose name begins with "memory", only memory is due; in "memory-damaged", that of node 1 is
-    damaged when the second attempt begins.
+    damaged when the second attempt begins. "parts" keeps in memory what differs from node to node.
     """
     from ddpsafe.checkpoint import Checkpointer
+
+    if name == "parts":
+        from memory_programs import keep_parts
+
+        return keep_parts(ctx, folder)
 
     state = {"step": 0}
     options: dict[str, Any] = {"every": 10**6, "memory_every": 1} if "memory" in name else {}
