@@ -315,7 +315,8 @@ class StateMemory:
         """Continue from a state, which makes newer ones in memory those of another training."""
         step = manifest.step
         self.newest = step if from_memory else None
-        if from_memory and (costs := manifest.metadata.get("costs")):
+        costs: Any = manifest.metadata.get("costs")
+        if from_memory and costs:
             self.schedule.resume(step, Costs(*costs))
         if self._is_first:
             self.slots.drop_newer(step)
