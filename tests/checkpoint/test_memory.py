@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 DIRECTORY: Final = Path("/checkpoints")
 LIMIT: Final = 60
+MAX_GROWTH_BYTES: Final = 20 << 20
 COSTS: Final = Costs(0.01, 0.5, 100.0, 0.1)
 
 
@@ -394,3 +395,27 @@ def test_a_slot_that_is_written_again_changes_nothing_else(
         retry={"attempts": 2, "on": {"killed"}, "no_progress": None},
     )
     assert result.values == {0: value, 1: value}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("restarts", [8, pytest.param(200, marks=pytest.mark.soak)])
+def test_restarts_leak_neither_descriptors_nor_memory(tmp_path: Path, restarts: int) -> None:
+    """The launcher holds after the last one what it held after the third: both slots are in use by then."""
+    ddpsafe.launch(
+        programs.be_killed_often,
+        args=(tmp_path, restarts),
+        nproc_per_node=2,
+        backend="gloo",
+        start_method="forkserver",
+        retry=ddpsafe.RetryPolicy(
+            on={"killed"}, attempts=restarts + 1, backoff_initial=0, jitter=0, no_progress=None
+        ),
+    )
+    notes = programs.notes_of(tmp_path, 0)
+    assert len(notes) == restarts + 1
+    third, last = notes[2], notes[-1]
+    assert last["fds"] == third["fds"]
+    assert last["threads"] == third["threads"]
+    assert third["held"] <= last["held"] < third["held"] + 2**14  # the manifest has longer numbers
+    assert last["rss"] - third["rss"] < MAX_GROWTH_BYTES

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import ddpsafe
@@ -235,6 +236,27 @@ def _require_refusal(checkpointer: Checkpointer, step: int) -> None:
             if "the newest checkpoint in memory" in str(exc):
                 continue
         raise AssertionError(f"step {step} was saved")
+
+
+def be_killed_often(ctx: ddpsafe.RankContext, folder: Path, restarts: int) -> None:
+    """Make one step in each attempt, note what the launcher holds, and die."""
+    assert this_rank.spec is not None
+    launcher = psutil.Process(this_rank.spec.launcher_pid)
+    state: dict[str, Any] = {"numbers": torch.zeros(250_000)}
+    with Checkpointer(folder / "checkpoints", every=10_000, memory_every=1) as checkpointer:
+        begin = checkpointer.restore(state) or 0
+        state["numbers"] += 1
+        assert checkpointer.is_due(begin + 1)
+        checkpointer.save(state, begin + 1)
+        assert state["numbers"].unique().tolist() == [begin + 1] == [ctx.attempt]
+        ctx.barrier()
+        if ctx.is_main:
+            memory = [Path(f"/proc/{launcher.pid}/fd/{fd}") for fd in this_rank.spec.memory]
+            held = sum(file.stat().st_blocks for file in memory) * 512
+            facts = {"fds": launcher.num_fds(), "threads": launcher.num_threads(), "held": held}
+            _note(folder, ctx, {**facts, "rss": launcher.memory_info().rss})
+        if ctx.attempt <= restarts:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def begin_again(ctx: ddpsafe.RankContext, folder: Path) -> int | None:
