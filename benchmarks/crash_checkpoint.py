@@ -26,6 +26,7 @@ import multiprocessing
 import os
 import platform
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -344,6 +345,7 @@ class Arena:
         expected = self.undisturbed(2)
         while tally.kills < kills:
             job = self.new_job(in_memory=in_memory)
+            open_before = open_files()
             done = threading.Event()
             killer = threading.Thread(target=self._kill_ranks, args=(job, kills, tally, done))
             killer.start()
@@ -353,6 +355,8 @@ class Arena:
                 done.set()
                 killer.join()
             check_result(job, expected, tally, exact=True)
+            if in_memory and open_files() != open_before and tally.trainings > 1:
+                tally.faults.append(f"descriptors: {open_before} before, {open_files()} after")
 
     def _kill_ranks(self, job: Job, kills: int, tally: Tally, done: threading.Event) -> None:
         """Kill one rank of each attempt once all have begun; check the files before the next attempt."""
@@ -408,6 +412,15 @@ class Arena:
                 wait_until(lambda: not any(pid and is_alive(pid) for pid in pids))
                 check_survivors(job, tally)
         process.wait(LIMIT_S)
+
+
+def open_files() -> Counter[str]:
+    """Return what this process, which is the launcher, has open, but for what has a number in its name."""
+    found: Counter[str] = Counter()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found[re.sub(r"\d+", "", str(link.readlink()))] += 1
+    return found
 
 
 def is_alive(pid: int) -> bool:
