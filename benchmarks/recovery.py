@@ -87,7 +87,7 @@ class Training:
         self.model(torch.ones(4, 64)).sum().backward()
         self.optimizer.step()
         time.sleep(STEP_S)
-        is_again = self.is_again or number >= DIES_AT  # torchft's other rank goes on
+        is_again = self.is_again or number >= DIES_AT  # torchft's other rank continues
         if rank == 0 and (number == 1 or is_again or number == DIES_AT - 1):
             self.note(f"{1 + is_again}-{number}")
 
@@ -332,7 +332,7 @@ Two nodes are two launchers with one rank each, on one host.
 The directory is on a local disk; on slower storage, the forms that restore from it lose more, and the others as much.
 With longer steps the ratio becomes smaller: what is repeated grows with them, and the restart does not.
 "auto" is for long trainings: here it has made two saves to measure them, and the next one is due after the kill.
-torchft repeats no step, because its other rank goes on alone until the killed one is back: the last column counts these steps, which have half of the batch.
+torchft repeats no step, because its other rank continues alone until the killed one is back: the last column counts these steps, which have half of the batch.
 Its rank and those of torchrun are new processes; ddpsafe's are forked from a process that has imported torch.
 Where there is no result, the ranks did not come to step {DIES_AT} again in the benchmark's limit.
 DLRover's flash checkpoint is not here: `dlrover-run` 0.6.1 ends when it starts with this torch (`TypeError: SubprocessHandler.__init__() missing 1 required positional argument: 'numa_options'`).
