@@ -124,7 +124,9 @@ class Job:
 
 def train(ctx: ddpsafe.RankContext, job: Job) -> None:
     """Train from the last checkpoint to the end; rank 0 saves the result."""
-    (job.folder / f"rank-{ctx.rank}").write_text(str(os.getpid()))
+    pid_file = job.folder / f"rank-{ctx.rank}"
+    if not job.in_memory:
+        pid_file.write_text(str(os.getpid()))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     net = torch.nn.Sequential(
@@ -147,6 +149,10 @@ def train(ctx: ddpsafe.RankContext, job: Job) -> None:
     asynchronous = not job.in_memory and (job.asynchronous or ctx.attempt % 2 == 0)
     memory: dict[str, Any] = {"every": 7, "memory_every": 1} if job.in_memory else {}
     with Checkpointer(job.directory, **memory) as checkpointer:
+        if (
+            job.in_memory
+        ):  # only now: to a busy machine, what is before takes longer than the killer waits
+            pid_file.write_text(str(os.getpid()))
         step = checkpointer.restore(state) or 0
         if job.in_memory and ctx.is_main and step < job.last_acknowledged():
             with job.lost.open("a") as file:
