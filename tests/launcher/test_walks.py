@@ -20,7 +20,7 @@ WALKS: Final = {
     "launch": ("launch(fn)", 25),
     "exception": ("an exception", 12),
     "timeout": ("a collective", 14),
-    "nodes": ("two nodes", 12),
+    "nodes": ("two nodes", 13),
 }
 """The text that each walk's heading contains, and how many files the walk may have."""
 
@@ -81,7 +81,7 @@ def test_the_files_of_a_walk_are_the_files_that_run(walk: str, tmp_path: Path) -
 def test_a_walk_is_short(walk: str) -> None:
     """At most 25 files lead to the result, 12 from an exception and 14 from a timeout to its text.
 
-    With two nodes, at most 12 files are added to those of one.
+    With two nodes, at most 13 files are added to those of one: what is decided is apart from who does it.
     """
     files = listed(walk)
     assert len(files) == len(set(files)) <= WALKS[walk][1]

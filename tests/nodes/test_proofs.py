@@ -105,9 +105,9 @@ class Node:
         self._stopped_until_s: dict[int, float] = {}
         self.ranks: range = range(0)
 
-    def send(self, message: RankRequest, *, to: int) -> None:
+    def send(self, message: RankRequest, *, to: tuple[int, ...]) -> None:
         """Take a request of node 0; a stand-in for `Channel.send`."""
-        assert to == self.number
+        assert to == (self.number,)
         self.to_node.put(message)
 
     def work(self) -> None:
