@@ -199,7 +199,9 @@ class Rank(RankState):
         self.training.later(0.02, 0.6, lambda: self.exit(1))
 
     def finish(self) -> None:
-        """Return."""
+        """Return, unless it has raised meanwhile."""
+        if self.is_broken:
+            return
         self.report(Returned(payload=_VALUE, position=_NOWHERE, stop_calls=self.steps))
         self.is_broken = True
         self.training.later(0.02, 0.6, lambda: self.exit(0))
