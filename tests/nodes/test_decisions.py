@@ -253,6 +253,7 @@ ERRORS: Final = {
     "the first of two": ([(0.0, 1, replace(ENDED, seen_ns=2)), (0.0, 2, ENDED)], "node-lost", WAITS, NodeLostError, 2),
     "a node's own failure": ([(0.0, 1, OWN_FAILURE), (0.0, 2, ENDED)], "node-lost", WAITS, PreflightError, "no disk"),
     "a node leaves at once": ([LEAVES_AT_ONCE], "node-lost", WAITS, Interrupted, SIGTERM),
+    "it left at once, and is gone": ([LEAVES_AT_ONCE, (0.1, 1, ENDED)], "node-lost", WAITS, Interrupted, SIGTERM),
     "a node leaves in time": ([LEAVES], "done", WAITS, None, None),
     "it ended alone, as told": ([(0.0, 0, SIGTERM), LEAVES_AT_ONCE, (0.1, 1, ENDED)], "signal", WAITS, Interrupted, SIGTERM),
     "and another one is lost": ([(0.0, 0, SIGTERM), LEAVES_AT_ONCE, (0.1, 1, ENDED), (0.1, 2, ENDED)], "signal", WAITS, NodeLostError, 2),

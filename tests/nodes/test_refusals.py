@@ -199,6 +199,20 @@ def test_a_new_node_that_cannot_begin_joins_again_and_the_old_ones_go_on(
     assert job.others[1].membership.result is None
 
 
+def test_the_first_that_cannot_take_part_is_named() -> None:
+    """What another one says later may follow from it."""
+    lobby = Lobby(NODES[0])
+    for node, text in ((1, "joins"), (2, "joins"), (2, "cause"), (1, "consequence")):
+        launcher = NODES[node].launcher
+        event: Any = Joining(node=NODES[node])
+        if text != "joins":
+            result = round_result_of(PreflightError(Explanation(text)))
+            event = CannotTakePart(node=NODES[node], result=result)
+        assert not [*lobby.take(launcher, event)]
+    with pytest.raises(PreflightError, match="cause"):
+        [*lobby.refuse_unable(LaunchConfig.resolve(backend="gloo"))]
+
+
 def test_an_old_node_that_cannot_begin_ends_all(job: Job) -> None:
     """No other node could take its place: the error is its own, on all of them."""
     job.dial_both()

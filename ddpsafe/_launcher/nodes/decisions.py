@@ -369,9 +369,10 @@ class NodeZero:
             return None
         # A node that got an insistent signal while this launcher was stopped has ended on its own.
         lost = {node: why for node, why in lost.items() if not self.nodes[node].insists}
-        if not lost and is_order(self._inbox.received):
-            return Interrupted(self._inbox.received)
-        return node_lost(ended, self._plan, lost)
+        if lost:
+            return node_lost(ended, self._plan, lost)
+        order = self._inbox.received
+        return Interrupted(order if is_order(order) else next(iter(self.leaving.values())))
 
     @staticmethod
     def _own_error(failed: NodeFailed, ended: EndedAttempt) -> DDPSafeError | Interrupted:

@@ -66,6 +66,9 @@ class Caller:
     lost: Lost | None = None
 
 
+_UNKNOWN: Final = Caller()
+
+
 class Lobby:
     """Node 0's side: all launchers, in an attempt or not. A core, as those of `decisions`.
 
@@ -73,7 +76,7 @@ class Lobby:
         own: This node.
 
     Attributes:
-        callers: The other launchers, in the order in which they came.
+        callers: The other launchers, in the order in which they came; those that cannot take part last.
         settled: The launchers of the last round that began. Any other launcher is new: the job
             refuses it if it is unfit, and waits for another one.
         out: Those that have left or are refused: rounds begin without them.
@@ -91,12 +94,12 @@ class Lobby:
         self.early: list[tuple[str, Event[NodeMessage]]] = []
 
     def _note(self, launcher: str, **facts: object) -> None:
-        known = self.callers.get(launcher, Caller())
+        known = self.callers.get(launcher, _UNKNOWN)
         self.callers[launcher] = replace(known, **facts)  # type: ignore[arg-type]  # its fields
 
     def of(self, launcher: str) -> Caller:
         """Return what is known of a launcher."""
-        return self.callers.get(launcher, Caller())
+        return self.callers.get(launcher, _UNKNOWN)
 
     @property
     def nodes(self) -> dict[str, NodeFacts]:
@@ -143,6 +146,9 @@ class Lobby:
         elif isinstance(event, CannotTakePart):
             # A refusal may arrive after its round was given up.
             if event.round_id in ("", self._round_id):
+                self.callers[launcher] = self.callers.pop(
+                    launcher, _UNKNOWN
+                )  # the first one counts
                 self._note(launcher, unable=event)
         elif isinstance(event, FoldersSeen):
             self._note(launcher, seen=event)
@@ -157,9 +163,9 @@ class Lobby:
         elif caller.is_ready:
             # Its ranks have started before those of node 0, which reads this once the round begins.
             self.early.append((launcher, event))
-        elif isinstance(event, (Away, Back)) and launcher in self.nodes:
+        elif isinstance(event, (Away, Back)) and caller.node and launcher not in self.out:
             # Until it is back, torch's rendezvous does not count it.
-            yield outage_of(self.nodes[launcher], event)
+            yield outage_of(caller.node, event)
 
     def plan(self, round_plan: RoundPlan) -> Iterator[Action]:
         """Send the plan of a round to its nodes."""
@@ -186,7 +192,8 @@ class Lobby:
     def give_up_round(self, launchers: Collection[str]) -> Iterator[Action]:
         """Have the nodes of a round that does not begin join again."""
         yield from self.end_round()
-        yield Send(RoundResult(is_final=False), tuple(launchers))
+        there = tuple(launcher for launcher in launchers if launcher not in self.out)
+        yield Send(RoundResult(is_final=False), there)
 
     def check(self, check: FolderCheck, launchers: Collection[str]) -> Iterator[Action]:
         """Have new nodes look at what they have to see."""

@@ -359,6 +359,8 @@ class OtherNodes(Peers):
                 case PutSignal():
                     self._inbox.insists |= action.signal.insists
                     self._inbox.put(action.signal.number, None, self._plan.name_of(action.node))
+                case _:
+                    raise TypeError(action)
 
     def _decide(self, decision: Generator[Action, None, T]) -> T:
         """Perform the actions of a decision, one by one; return it."""

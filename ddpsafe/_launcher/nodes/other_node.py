@@ -237,6 +237,8 @@ class Participant:
                     self._report_outcomes()
                 case Do.LET_RANKS_RUN:
                     rank_readings.continue_suspended(self._processes)
+                case _:
+                    raise TypeError(action)
 
     def _watch(self, processes: Sequence[RankProcess]) -> None:
         """Relay what the ranks report, until the attempt is over."""

@@ -1,8 +1,9 @@
 """How nodes find each other: over one connection each, at the endpoint.
 
-Who decides what: TorchElastic's rendezvous decides who is in a round, node 0's `rounds.NodeLaunch` the ranks (in
-the order of the `Label`s) and with its retry policy whether there is another attempt, and `node_zero` the result of
-an attempt, for all nodes; what another node concludes counts for that node alone, and only once node 0 is lost.
+Who decides what: TorchElastic's rendezvous decides who is in a round, which node 0 begins only if all of them are
+there and fit; node 0's `rounds.NodeLaunch` decides the ranks (in the order of the `Label`s) and with its retry policy
+whether there is another attempt, and `decisions.NodeZero` the result of an attempt, for all nodes; what another node
+concludes counts for that node alone, and only once node 0 is lost or does not answer.
 
 Node 0 serves its end of the channel at the endpoint, and every other launcher dials it there: whatever launchers
 have to say goes over that connection, the state of torch's rendezvous included.
@@ -340,14 +341,11 @@ class NodeRendezvous:
         channel = self.endpoint.open()
         if self.serves:
             self.lobby = Lobby(self.facts)
-        self._channel = (
-            channel  # from here on, the channel's thread answers with the lobby's knowledge
-        )
-        if self.serves:
-            return
-        self.membership = Membership(self._welcomed(channel))
-        if joins:
-            self._become_member()
+        self._channel = channel  # from here on, the channel's thread asks the lobby
+        if not self.serves:
+            self.membership = Membership(self._welcomed(channel))
+            if joins:
+                self._become_member()
 
     # What arrives goes to the core, and what that says is done.
 
@@ -371,7 +369,8 @@ class NodeRendezvous:
         for action in actions:
             if isinstance(action, Send):
                 self.channel.send(action.message, to=action.to)
-            elif isinstance(action, Warn):
+            else:
+                assert isinstance(action, Warn), action  # noqa: S101 - a lobby says nothing else
                 extra = {"event": action.event} if action.event else {}
                 logger.warning("%s", action.text, extra=extra)
 
@@ -478,8 +477,11 @@ class NodeRendezvous:
 
     def _ask(self, question: Ask, is_over: Callable[[], bool] = lambda: False) -> Answered | None:
         """Ask node 0, which may be this one."""
+        channel = self._channel
+        if channel is None:  # this node has left
+            return None
         if not self.serves:
-            return self._questions.ask(self.channel, question, is_over)
+            return self._questions.ask(channel, question, is_over)
         answers: list[Answered] = []
         self._answer_to(self._launcher, question, answers.append)
         return answers[0]

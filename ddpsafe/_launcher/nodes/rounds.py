@@ -277,10 +277,7 @@ class NodeLaunch:
             except (Exception, Interrupted) as exc:
                 raise _NoRound(self._reason(rendezvous, exc)) from exc
             rendezvous.meet_again()
-            rendezvous.channel.send(
-                RoundResult(is_final=False),
-                to=[launcher for launcher in others if launcher in lobby.nodes],
-            )
+            rendezvous.perform(lobby.give_up_round(others))
 
     def _are_fit(self, rendezvous: NodeRendezvous, nodes: Sequence[NodeFacts]) -> bool:
         """Refuse a new node that reaches only the endpoint, or does not see the checkpoints of earlier attempts."""
