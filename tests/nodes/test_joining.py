@@ -724,6 +724,8 @@ def test_an_earlier_join_of_a_launcher_does_not_take_a_place(free_port: int) -> 
             nodes[0].send_plan(plan_of(nodes))
             assert joining.wait(scripts.LIMIT_S)
             joining.result()
+            # It may have joined before the plan came, which would end the next join at once.
+            scripts.wait_until(lambda: nodes[1].look() or nodes[1].membership.plan)
             nodes[1].membership.leave_round()
 
 
