@@ -321,13 +321,9 @@ def coordinate_stand_ins(nnodes: int, watched_s: float) -> dict[str, float]:
 
         observing = threading.Thread(target=observe)
         observing.start()
-        watch.until_end()
+        ending = watch.until_end()
         observing.join()
-        peers.send(node_messages.ReportOutcomes())
-        peers.wait_until(
-            lambda connected: connected <= peers.reported.keys(),
-            Deadline.after(timedelta(seconds=3)),
-        )
+        peers.gather_evidence(ending, [], lambda _: None)
         error = RankKilledError(
             Explanation("rank was killed"),
             rank=(nnodes - 1) * RANKS,
@@ -339,8 +335,11 @@ def coordinate_stand_ins(nnodes: int, watched_s: float) -> dict[str, float]:
             attempt=1,
             attempts=1,
         )
-        peers.send(node_messages.round_result_of(error, is_final=True))
-        peers.wait_until(peers.ended.issuperset, Deadline.after(timedelta(seconds=10)))
+        listening.send(node_messages.round_result_of(error, is_final=True))
+        ended_by = Deadline.after(timedelta(seconds=10))
+        while not (all(view.has_ended for view in peers.core.nodes.values()) or ended_by.expired()):
+            time.sleep(0.01)
+            peers.take_news()
     listening.close()
     for process in started:
         process.join()
