@@ -38,7 +38,6 @@ from ddpsafe._launcher.nodes.decisions import (
 from ddpsafe._launcher.nodes.node_messages import (
     LetRanksExit,
     LetRanksRunOn,
-    NodeOutcomes,
     NodeProgress,
     RankEnded,
     RankNativeError,
@@ -237,7 +236,6 @@ class OtherNodes(Peers):
 
     Attributes:
         core: What is known of them, and what follows from it.
-        retried: Ranks whose exception is of a type that is retried.
         phase: Whether the attempt has begun on node 0; see `as_error`.
     """
 
@@ -251,7 +249,6 @@ class OtherNodes(Peers):
         self._directory = parts.directory
         self.core = NodeZero(plan, parts.plan.config, inbox)
         self.phase: Literal["start", "attempt"] = "start"
-        self.retried: set[int] = set()
         everyone = tuple(range(plan.world_size))
         self._by_rank = {
             rank: RemoteRank(world_of(plan, rank), plan, channel, everyone)
@@ -289,6 +286,11 @@ class OtherNodes(Peers):
         """Return the nodes that leave the job, without the others, and the signal to the launcher of each."""
         return {self._plan.name_of(node): received for node, received in self.core.leaving.items()}
 
+    @property
+    def retried(self) -> set[int]:
+        """Ranks whose exception is of a type that is retried."""
+        return {rank for node in self.core.reported.values() for rank in node.retried}
+
     def silent_nodes(self) -> list[str]:
         """Return a line for each launcher that sends nothing although it is connected."""
         return [
@@ -314,8 +316,6 @@ class OtherNodes(Peers):
             else:
                 self._silence.heard(node)
                 self._take(node, event, self._channel.offset_of(node))
-            if isinstance(event, NodeOutcomes):
-                self.retried |= set(event.retried)
             self._perform(self.core.take(node, event))
         self._silence.look(self.core.reachable)
 

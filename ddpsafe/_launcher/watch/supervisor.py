@@ -59,12 +59,12 @@ class Peers:
     """The ranks of other nodes, as node 0's launcher sees them; here for a job of one node, without any.
 
     `OtherNodes` is for several.
-
-    Attributes:
-        retried: Ranks whose exception is of a type that is retried.
     """
 
-    retried: Collection[int] = ()
+    @property
+    def retried(self) -> Collection[int]:
+        """Return the ranks whose exception is of a type that is retried."""
+        return ()
 
     @property
     def ranks(self) -> Sequence[RankState]:
