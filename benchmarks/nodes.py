@@ -336,10 +336,10 @@ def coordinate_stand_ins(nnodes: int, watched_s: float) -> dict[str, float]:
             attempts=1,
         )
         listening.send(node_messages.round_result_of(error, is_final=True))
-        ended_by = Deadline.after(timedelta(seconds=10))
-        while not (all(view.has_ended for view in peers.core.nodes.values()) or ended_by.expired()):
-            time.sleep(0.01)
-            peers.take_news()
+        peers._wait_until(  # noqa: SLF001 - as at the end of an attempt
+            lambda: all(view.has_ended for view in peers.core.nodes.values()),
+            Deadline.after(timedelta(seconds=10)),
+        )
     listening.close()
     for process in started:
         process.join()

@@ -243,12 +243,12 @@ class NodeZero:
     @property
     def connected(self) -> set[int]:
         """The nodes that are not lost; some of them may be away."""
-        return self.nodes.keys() - self.lost.keys()
+        return {node for node, view in self.nodes.items() if not view.lost}
 
     @property
     def reachable(self) -> set[int]:
         """The nodes that are neither lost nor away."""
-        return self.connected - self._which("away").keys()
+        return {node for node, view in self.nodes.items() if not (view.lost or view.away)}
 
     @property
     def has_lost_node(self) -> bool:

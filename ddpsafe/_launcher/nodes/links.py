@@ -124,10 +124,7 @@ def link_error(ended: EndedAttempt, plan: RoundPlan, link: BrokenLink) -> NodeLo
         hostname=hosts[1],
         ranks=list(plan.ranks_of(nodes[1])),
         why=why,
-        attempt=ended.attempt,
-        attempts=ended.retry.attempts,
-        outcomes=ended.outcomes,
-        run_dir=ended.run_dir,
+        **ended.facts(),
     )
 
 

@@ -493,10 +493,7 @@ class Participant:
             lost,
             when=ended.when("peer-lost"),
             details=_OWN_NETWORK if lost.is_silent and len(self._round.nodes) > 2 else (),  # noqa: PLR2004 - of two nodes, each names the other
-            attempt=self._number,
-            attempts=ended.retry.attempts,
-            outcomes=ended.outcomes,
-            run_dir=ended.run_dir,
+            **ended.facts(),
         )
         own = [outcome for outcome in ended.outcomes.values() if broke_by_itself(outcome)]
         # A connection that a rank had opened itself may have broken because node 0 is lost.

@@ -376,8 +376,8 @@ class NodeRendezvous:
 
     def wait_until(
         self, holds: Callable[[], bool], limit: Deadline, *, heeds_signals: bool = True
-    ) -> bool:
-        """Take in what arrives until a condition holds; return whether it does in time.
+    ) -> None:
+        """Take in what arrives until a condition holds, or the time is over.
 
         Raises:
             Interrupted: A signal has arrived.
@@ -385,11 +385,11 @@ class NodeRendezvous:
         while True:
             self.look()
             if holds():
-                return True
+                return
             if heeds_signals:
                 self.require_no_signal()
             if limit.expired():
-                return False
+                return
             wait([self.channel.fileno()], min(_POLL_S, limit.remaining_s()))
 
     def send_plan(self, plan: RoundPlan) -> RoundChannel:

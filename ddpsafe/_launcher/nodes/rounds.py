@@ -292,8 +292,8 @@ class NodeLaunch:
             listen_at(nodes[0].address, self._plan.config.rendezvous.ports) as listening,
         ):
             check = FolderCheck(file=file, folders=folders, port=listening.getsockname()[1])
-            rendezvous.perform(lobby.check(check, [node.launcher for node in new]))
             callers = [node.launcher for node in new]
+            rendezvous.perform(lobby.check(check, callers))
             rendezvous.wait_until(
                 lambda: all(
                     lobby.of(caller).seen is not None or caller in lobby.out for caller in callers
@@ -436,23 +436,26 @@ class NodeLaunch:
         lobby = rendezvous.lobby
         others = {facts.launcher: node for node, facts in enumerate(plan.nodes) if node}
 
+        def find_missing() -> list[str]:
+            return [launcher for launcher in others if not lobby.is_present(launcher)]
+
         def is_decided() -> bool:
-            missing = [launcher for launcher in others if not lobby.is_present(launcher)]
+            missing = find_missing()
             return not missing or any(map(lobby.has_answered, missing))
 
         rendezvous.wait_until(
             is_decided, Deadline.after(self._plan.config.timeouts.start + _REFUSAL_READ)
         )
-        missing = {launcher for launcher in others if not lobby.is_present(launcher)}
+        missing = find_missing()
         if not missing:
             tell_who_joined(plan, 0)
             return
         explained: Explanation | None = None
-        launcher = min(missing, key=others.__getitem__)
+        launcher = missing[0]
         lost = Lost(
             why="it joined, but has not begun the round", how="ended", seen_ns=time.monotonic_ns()
         )
-        for candidate in sorted(missing, key=others.__getitem__):
+        for candidate in missing:
             caller = lobby.of(candidate)
             if caller.unable is not None:
                 error = error_of(caller.unable.result)

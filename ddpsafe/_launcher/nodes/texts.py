@@ -49,10 +49,7 @@ def node_lost(ended: EndedAttempt, plan: RoundPlan, lost: dict[int, Lost]) -> No
         first,
         when=ended.when("peer-lost"),
         details=details,
-        attempt=ended.attempt,
-        attempts=ended.retry.attempts,
-        outcomes=ended.outcomes,
-        run_dir=ended.run_dir,
+        **ended.facts(),
     )
 
 
