@@ -910,6 +910,9 @@ class Channel(Generic[NameT, MessageT]):
             if left_s > 0:
                 self._next_look_s = min(self._next_look_s, self._looked_s + left_s)
             else:
+                # The other host may not have noticed yet. Once the network is back, its kernel would
+                # take a plain end, which this one repeats until then, for the end of this process.
+                _reset_at_close(connection.socket)
                 timed_out = OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
                 self._note_end_of(connection, timed_out)
 

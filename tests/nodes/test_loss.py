@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from hosts import Host
+
 pytestmark = pytest.mark.root
 
 AGAIN: Final = 75
@@ -245,6 +247,47 @@ def test_an_attempt_after_an_outage_takes_place(network: Network, tmp_path: Path
     (tmp_path / "release-held").touch()
     for results in finish_job(network, [case], launchers):
         assert results["held"].get("attempts") == 2, results
+
+
+def queued_bytes(host: Host, port: int) -> dict[str, int]:
+    """Return what each open connection of a host with that port, of either side, has not delivered."""
+    words = map(str.split, host.run("ss", "-Htn", "state", "established").splitlines())
+    return {
+        f"{own} {other}": int(queued)
+        for _, queued, own, other in words
+        if f"{port}" in {own.rpartition(":")[2], other.rpartition(":")[2]}
+    }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("unaware", [0, 1])
+def test_a_node_that_has_not_seen_an_outage_does_not_take_it_for_the_end_of_the_other(
+    own_network: Network, tmp_path: Path, unaware: int
+) -> None:
+    """The other has ended its side of the connection meanwhile, which must not look like its own end."""
+    port = 29777
+    launchers = start_job(own_network, [HELD], tmp_path, nproc=[1, 1], port=port)
+    await_files(launchers, tmp_path, "running-held-1-*", 2)
+    (before,) = queued_bytes(own_network[unaware], port)
+    own_network[1].unplug()
+    scripts.wait_until(lambda: queued_bytes(own_network[unaware], port).get(before, 1), every_s=0.1)
+    os.kill(launchers[unaware].pid, signal.SIGSTOP)
+    try:
+        aware = launchers[1 - unaware]
+        text = "cannot be reached (Connection timed out)"
+        scripts.wait_until(lambda: text in aware.err, otherwise=lambda: aware.err)
+        own_network[1].plug_in()
+        # Its kernel knows by now what it will tell the launcher.
+        scripts.wait_until(
+            lambda: before not in queued_bytes(own_network[unaware], port), every_s=0.1
+        )
+    finally:
+        os.kill(launchers[unaware].pid, signal.SIGCONT)
+    scripts.wait_until(
+        lambda: "can be reached again" in aware.err,
+        otherwise=lambda: [(each.err, each.lines) for each in launchers],
+    )
+    require_no_failure(own_network, tmp_path, [HELD], launchers)
 
 
 @pytest.mark.full

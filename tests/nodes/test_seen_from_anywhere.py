@@ -86,7 +86,7 @@ def test_the_status_on_a_node_that_node_0_does_not_answer_shows_its_own_ranks(
         own_network[1].plug_in()
         scripts.wait_until(
             lambda: "can be reached again" in launchers[1].err,
-            otherwise=lambda: [each.err for each in launchers],
+            otherwise=lambda: [(each.err, each.lines) for each in launchers],
         )
     else:
         os.kill(launchers[0].pid, signal.SIGCONT)
