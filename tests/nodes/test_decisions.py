@@ -21,6 +21,7 @@ from ddpsafe._launcher.nodes.decisions import (
     Follower,
     Looked,
     NodeZero,
+    OwnFailure,
     PutSignal,
     Send,
     Until,
@@ -375,7 +376,7 @@ AGAIN: Final = replace(BAD, is_final=False)
 SIGNALLED: Final = of_node(SIGTERM)
 INSISTED: Final = of_node(SIGINT, insists=True)
 FAILS: Final = "a rank fails"
-FAILED: Final = "this node fails"
+FAILED: Final = OwnFailure(failed(), 1)
 SILENCE: Final = "silence of node 0"
 ENDS_HERE: Final = RanksEnded()
 AFTER: Final = 150.0 + ELASTIC.timeouts.grace.total_seconds()  # a decision, and what leaving takes
@@ -389,9 +390,9 @@ FOLLOWS: Final = {
     "lost": ([(1, ENDED), (2, ENDS_HERE)], "node-0-lost", 2, [Send]),
     "lost after the last return": ([(1, LetRanksExit()), (2, ENDED), (3, ENDS_HERE)], "returned", 3, [Warn, Send]),
     "no word after it": ([(1, LetRanksExit()), (2, ENDS_HERE), (5000, GOOD)], "returned", 5000, [Send]),
-    "own failure": ([(1, FAILED), (1, ENDS_HERE), (2, BAD), (3, AGAIN)], "decided", 3, [Send]),
-    "own failure, lost": ([(1, FAILED), (1, ENDS_HERE), (2, ENDED)], "own-failure", 2, [Send]),
-    "own failure, too late": ([(1, LetRanksExit()), (2, FAILED), (2, ENDS_HERE), (3, GOOD)], "own-failure", 3, [Send]),
+    "own failure": ([(1, FAILED), (1, ENDS_HERE), (2, BAD), (3, AGAIN)], "decided", 3, [Send, Send]),
+    "own failure, lost": ([(1, FAILED), (1, ENDS_HERE), (2, ENDED)], "own-failure", 2, [Send, Send]),
+    "own failure, too late": ([(1, LetRanksExit()), (2, FAILED), (2, ENDS_HERE), (3, GOOD)], "own-failure", 3, [Send, Send]),
     "asked": ([(1, ReportOutcomes()), (2, BAD), (3, ENDS_HERE), (4, AGAIN)], "decided", 4, [Do.ASK_RANKS, Send]),
     "run on": ([(1, LetRanksRunOn(grace_s=9.0)), (2, BAD), (3, ENDS_HERE), (4, AGAIN)], "decided", 4, [Do.LET_RANKS_RUN, Send]),
     # Outages: node 0 is given up only for a rank that has failed, after a reset not at once.
@@ -437,8 +438,6 @@ def test_another_node_follows_node_0_as_long_as_it_can_decide(row: tuple[Any, ..
                 silent_since_s = now_s
             elif isinstance(event, RoundResult):
                 silent_since_s = math.inf
-            elif event == FAILED:
-                core.failed = failed()
             found += core.take(event, now_s)
         looked = Looked(
             has_failed=has_failed and not core.is_over,

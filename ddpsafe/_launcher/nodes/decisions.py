@@ -446,6 +446,19 @@ class Looked:
     silent_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class OwnFailure:
+    """What this node cannot do, so that all nodes end with the same error.
+
+    Attributes:
+        error: The error.
+        node: This node.
+    """
+
+    error: DDPSafeError | Interrupted
+    node: int
+
+
 class _Reported(NamedTuple):
     """A signal that node 0 has been sent.
 
@@ -554,6 +567,9 @@ class Follower:
             case RanksEnded():
                 self._note_ends(now_s)
                 yield Send(event)
+            case OwnFailure():
+                self.failed = event.error
+                yield Send(NodeFailed(result=round_result_of(event.error, failed_node=event.node)))
             case Looked():
                 yield from self._look(event, now_s)
 

@@ -257,7 +257,6 @@ class OtherNodes(Peers):
         }
         self._requests = RelayedRequests(channel)
         self._silence = SilenceWatch({node: plan.name_of(node) for node in self.core.nodes})
-        self._ask_ranks: Callable[[], object] = tuple
 
     # During the attempt.
 
@@ -354,15 +353,15 @@ class OtherNodes(Peers):
                 case Do.GIVE_UP_AWAY:
                     self._channel.give_up_away()
                     self.take_news()
-                case Do.ASK_RANKS:
-                    self._ask_ranks()
                 case PutSignal():
                     self._inbox.insists |= action.signal.insists
                     self._inbox.put(action.signal.number, None, self._plan.name_of(action.node))
                 case _:
                     raise TypeError(action)
 
-    def _decide(self, decision: Generator[Action, None, T]) -> T:
+    def _decide(
+        self, decision: Generator[Action, None, T], ask_ranks: Callable[[], object] = tuple
+    ) -> T:
         """Perform the actions of a decision, one by one; return it."""
         while True:
             try:
@@ -370,7 +369,10 @@ class OtherNodes(Peers):
             except StopIteration as end:
                 decided: T = end.value
                 return decided
-            self._perform([action])
+            if action is Do.ASK_RANKS:
+                ask_ranks()
+            else:
+                self._perform([action])
 
     def _wait_until(self, holds: Callable[[], bool], deadline: Deadline) -> None:
         self.take_news()
@@ -389,13 +391,12 @@ class OtherNodes(Peers):
         ask_where: Callable[[Sequence[RankProcess]], None],
     ) -> Ending:
         """Have the ranks of all nodes asked where they are; wait until the cause can be known."""
-        self._ask_ranks = lambda: ask_where(processes)
         decision = self.core.gather_evidence(
             ending.reason,
             hears=lambda: self._channel.has_heard(within_s=LOSS_S - BEAT_S),
             outcomes=lambda: (*outcomes_of(processes).values(), *self.outcomes().values()),
         )
-        return replace(ending, reason=self._decide(decision))
+        return replace(ending, reason=self._decide(decision, lambda: ask_where(processes)))
 
     def longest_grace_s(self, own_s: float | None) -> float | None:
         """Return the longest ``join(grace_period=…)`` of any node; ``None`` if no node asks for one."""

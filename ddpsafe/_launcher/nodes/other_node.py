@@ -32,12 +32,12 @@ from ddpsafe._launcher.nodes.decisions import (
     Do,
     Follower,
     Looked,
+    OwnFailure,
     Send,
     Warn,
     broke_by_itself,
 )
 from ddpsafe._launcher.nodes.node_messages import (
-    NodeFailed,
     NodeOutcomes,
     NodeProgress,
     RankEnded,
@@ -52,7 +52,6 @@ from ddpsafe._launcher.nodes.node_messages import (
     as_error,
     error_of,
     rank_report,
-    round_result_of,
 )
 from ddpsafe._launcher.nodes.texts import (
     lost_node_error,
@@ -220,8 +219,7 @@ class Participant:
         error = as_error(exc, who, failure, phase=phase)
         if error is exc:
             name_failed_node(error, who, failure)
-        self.core.failed = error
-        self._channel.send(NodeFailed(result=round_result_of(error, failed_node=node)))
+        self._take(OwnFailure(error, node))
 
     def _take(self, event: object) -> None:
         """Give the core an event, and do what it says."""
