@@ -22,7 +22,7 @@ from ddpsafe._config.problems import Part, show, wrong
 from ddpsafe._config.wait_for_paths import PATIENCE, PathWatch, find_not_ready, preflight_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from ddpsafe._config.durations import DurationLike
 
@@ -193,39 +193,28 @@ class DataPath(Part):
         """
         return [str(reason) for reason in PathWatch(self).look(patience)]
 
-    def require(
-        self,
-        name: str = "data",
-        *,
-        deadline: Deadline | None = None,
-        report: Callable[[str], None] | None = None,
-    ) -> Path:
-        """Return the path once it is ready; wait for it up to `wait`.
+    def require(self, name: str = "data", *, deadline: Deadline | None = None) -> Path:
+        """Return the path once it is ready; wait for it up to `wait`, with a warning now and then.
 
         Args:
             name: Name of the path in messages.
             deadline: Ends the wait before `wait` does.
-            report: Called with a line now and then during a long wait; logs a warning by default.
 
         Raises:
             PreflightError: It is not ready by then; the error's kind is "mount".
         """
-        require_data_paths({name: self}, deadline=deadline, report=report)
+        require_data_paths({name: self}, deadline=deadline)
         return self.path
 
 
 def require_data_paths(
-    data_paths: Mapping[str, DataPath],
-    *,
-    deadline: Deadline | None = None,
-    report: Callable[[str], None] | None = None,
+    data_paths: Mapping[str, DataPath], *, deadline: Deadline | None = None
 ) -> None:
     """Wait until all data paths are ready, for each up to its own `wait`.
 
     Args:
         data_paths: The paths by name.
         deadline: Ends every wait; none by default.
-        report: Called with a line now and then during a long wait; logs a warning by default.
 
     Raises:
         PreflightError: Some are not ready; it lists all of them, and its kind is "mount".
@@ -237,7 +226,7 @@ def require_data_paths(
         for name, data_path in data_paths.items()
     }
     reasons_of = {
-        name: find_not_ready(data_path, name=name, deadline=own[name], report=report)
+        name: find_not_ready(data_path, name=name, deadline=own[name])
         for name, data_path in data_paths.items()
     }
     not_ready = [

@@ -19,7 +19,7 @@ from ddpsafe._host import find_mount_point
 from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 logger = get_logger(__name__)
@@ -100,22 +100,19 @@ class PathWatch:
         return call.result()
 
 
-def find_not_ready(
-    wanted: Wanted, *, name: str, deadline: Deadline, report: Callable[[str], None] | None = None
-) -> list[NotReady]:
-    """Wait until a path is ready.
+def find_not_ready(wanted: Wanted, *, name: str, deadline: Deadline) -> list[NotReady]:
+    """Wait until a path is ready; a long wait is logged now and then.
 
     Args:
         wanted: The path and its conditions.
         name: Name of the path in messages.
         deadline: When to give up; an expired one means a single check.
-        report: Called with a line now and then during a long wait; logs a warning by default.
 
     Returns:
         What is still not ready; empty if the path is ready.
     """
     watch = PathWatch(wanted)
-    progress = _WaitReport(name, wanted.path, deadline, report or _log)
+    progress = _WaitReport(name, wanted.path, deadline)
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_result(bool),
         stop=lambda _: deadline.expired(),
@@ -139,19 +136,12 @@ def find_not_ready(
 _backoff: Final = tenacity.wait_exponential(multiplier=_POLL_FIRST_S, max=_POLL_MAX_S)
 
 
-def _log(line: str) -> None:
-    logger.warning("%s", line)
-
-
 class _WaitReport:
     """Reports now and then what a long wait is waiting for."""
 
-    def __init__(
-        self, name: str, path: Path, deadline: Deadline, report: Callable[[str], None]
-    ) -> None:
+    def __init__(self, name: str, path: Path, deadline: Deadline) -> None:
         self._subject = f"data path {name!r} ({path})"
         self._deadline = deadline
-        self._report = report
         self._next_s = _FIRST_REPORT_S
         self._has_reported = False
 
@@ -162,12 +152,14 @@ class _WaitReport:
         self._next_s, self._has_reported = waited_s + _REPORT_EVERY_S, True
         total_s = waited_s + self._deadline.remaining_s()
         reasons = "; ".join(reason.what for reason in state.outcome.result())
-        self._report(f"waiting for {self._subject}: {reasons}; {waited_s:.0f} s of {total_s:.0f} s")
+        logger.warning(
+            "waiting for %s: %s; %.0f s of %.0f s", self._subject, reasons, waited_s, total_s
+        )
 
     def finish(self) -> None:
         """Report the end of the wait, if the wait was reported."""
         if self._has_reported:
-            self._report(f"{self._subject} is ready after {self._deadline.waited_s():.1f} s")
+            logger.warning("%s is ready after %.1f s", self._subject, self._deadline.waited_s())
 
 
 def preflight_error(

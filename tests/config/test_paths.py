@@ -168,21 +168,27 @@ def test_deadline_of_the_caller_ends_a_longer_wait(tmp_path: Path) -> None:
     assert deadline.waited_s() < 5
 
 
-def test_long_wait_reports_what_it_waits_for(tmp_path: Path) -> None:
+def test_long_wait_reports_what_it_waits_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """One line has the name, path, reason and progress of the wait; another reports its end."""
     late = tmp_path / "late"
-    lines: list[str] = []
+    ready = threading.Event()
 
-    def report(line: str) -> None:
-        lines.append(line)
-        late.mkdir(exist_ok=True)
+    def make() -> None:
+        while not caplog.messages:
+            ready.wait(0.01)
+        late.mkdir()
 
+    thread = threading.Thread(target=make)
+    thread.start()
     hurried = Deadline.after(timedelta(hours=1), clock=lambda: 20 * time.monotonic())
-    DataPath(path=late, wait=60).require("train", deadline=hurried, report=report)
-    assert "waiting for data path 'train'" in lines[0]
-    assert "does not exist" in lines[0]
-    assert "of 60 s" in lines[0]
-    assert "is ready after" in lines[-1]
+    DataPath(path=late, wait=60).require("train", deadline=hurried)
+    thread.join()
+    assert f"waiting for data path 'train' ({late}): " in caplog.messages[0]
+    assert "does not exist" in caplog.messages[0]
+    assert "of 60 s" in caplog.messages[0]
+    assert "is ready after" in caplog.messages[-1]
 
 
 class Hanging(type(Path())):  # type: ignore[misc] # type: ignore[misc] # the class of a path differs between systems
