@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import signal
 from pathlib import Path
 
 import pytest
 import scripts
 
-from ddpsafe._host import is_loopback
+from ddpsafe._host import is_handled_in_c, is_loopback
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,22 @@ def test_the_exit_code_is_that_of_the_signal(tmp_path: Path, before: str, code: 
     """
     run = scripts.run(tmp_path, source)
     assert (run.code, run.out) == (code, ""), run.err
+
+
+def test_a_signal_that_only_c_handles_is_told_apart() -> None:
+    """Not one with a handler of Python's, or none."""
+    found = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
+    try:
+        found.append(is_handled_in_c(signal.SIGUSR2))
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        found.append(is_handled_in_c(signal.SIGUSR2))
+        faulthandler.register(signal.SIGUSR2)
+        found.append(is_handled_in_c(signal.SIGUSR2))
+        faulthandler.unregister(signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert found == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,8 @@ def test_config_names_the_source_of_each_value(
     assert found["seed"] == {"value": "7", "source": "DDPSAFE_SEED"}
     assert found["timeouts.grace"] == {"value": "10 s", "source": "my.toml"}
     assert found["backend"] == {"value": "auto", "source": "default"}
+    assert cli.main(["config", "--config", "my.toml"]) == 0
+    assert re.search(r"timeouts\.grace +10 s +\(my\.toml\)", capsys.readouterr().out)
 
 
 def test_only_the_first_process_of_a_node_examines_it(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddpsafe._wire.messages import Entered, Position, Recovered, Returned
-from ddpsafe._wire.rank_pipe import Receiver, Sender
+from ddpsafe._wire.rank_pipe import Receiver, Sender, StepCounter
 
 
 class HandlerError(TimeoutError):
@@ -26,6 +27,21 @@ def pipe() -> Iterator[tuple[Sender, Receiver]]:
     yield Sender(write_fd), receiver
     receiver.close()
     os.close(write_fd)
+
+
+def test_what_a_rank_continues_from_outlasts_its_next_checkpoints() -> None:
+    """The step and the place, also if the step is 0."""
+    with tempfile.TemporaryFile() as file:
+        file.write(StepCounter.EMPTY)
+        file.flush()
+        counter = StepCounter(file.fileno())
+        said = [counter.read().resumed_from]
+        for step, in_memory in ((0, False), (7, True)):
+            counter.note_checkpoint(step, is_new=False, in_memory=in_memory)
+            counter.note_checkpoint(step + 1, is_new=True)
+            said.append(counter.read().resumed_from)
+        counter.close()
+    assert said == ["", "step 0 on disk", "step 7 in memory"]
 
 
 def test_nothing_follows_a_truncated_report(pipe: tuple[Sender, Receiver]) -> None:
