@@ -21,7 +21,6 @@ from ddpsafe._launcher.nodes.decisions import (
     Follower,
     Looked,
     NodeZero,
-    OwnFailure,
     PutSignal,
     Send,
     Until,
@@ -376,7 +375,7 @@ AGAIN: Final = replace(BAD, is_final=False)
 SIGNALLED: Final = of_node(SIGTERM)
 INSISTED: Final = of_node(SIGINT, insists=True)
 FAILS: Final = "a rank fails"
-FAILED: Final = OwnFailure(failed(), 1)
+FAILED: Final = NodeFailed(result=round_result_of(failed(), failed_node=1))
 SILENCE: Final = "silence of node 0"
 ENDS_HERE: Final = RanksEnded()
 AFTER: Final = 150.0 + ELASTIC.timeouts.grace.total_seconds()  # a decision, and what leaving takes
@@ -431,7 +430,7 @@ def test_another_node_follows_node_0_as_long_as_it_can_decide(row: tuple[Any, ..
         assert now_s < 10_000, "it waits for ever"
         while script and script[0][0] <= now_s:
             event = script.pop(0)[1]
-            assert event != ENDS_HERE or core.is_over or core.may_leave or core.failed
+            assert event != ENDS_HERE or core.is_over or core.may_leave or core.has_failed
             has_failed |= event == FAILS
             has_ended |= event == ENDS_HERE
             if event == SILENCE:

@@ -446,19 +446,6 @@ class Looked:
     silent_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class OwnFailure:
-    """What this node cannot do, so that all nodes end with the same error.
-
-    Attributes:
-        error: The error.
-        node: This node.
-    """
-
-    error: DDPSafeError | Interrupted
-    node: int
-
-
 class _Reported(NamedTuple):
     """A signal that node 0 has been sent.
 
@@ -495,7 +482,7 @@ class Follower:
         lost: How node 0 was lost.
         result: What node 0 has decided, as far as it has.
         may_leave: Whether all ranks of the job have returned.
-        failed: Why this node itself has failed.
+        has_failed: Whether this node itself has failed.
         ends_alone_by: The signal for which this node ends without node 0.
         grace: How long ranks have after SIGTERM.
     """
@@ -506,7 +493,7 @@ class Follower:
         self.lost: Lost | None = None
         self.result: RoundResult | None = None
         self.may_leave = False
-        self.failed: DDPSafeError | Interrupted | None = None
+        self.has_failed = False
         self.ends_alone_by: Signals | None = None
         self._reported: _Reported | None = None
         # Once this has passed and a rank here has failed, node 0 counts as lost, although it may come back.
@@ -567,9 +554,9 @@ class Follower:
             case RanksEnded():
                 self._note_ends(now_s)
                 yield Send(event)
-            case OwnFailure():
-                self.failed = event.error
-                yield Send(NodeFailed(result=round_result_of(event.error, failed_node=event.node)))
+            case NodeFailed():
+                self.has_failed = True
+                yield Send(event)
             case Looked():
                 yield from self._look(event, now_s)
 
@@ -610,7 +597,7 @@ class Follower:
             is_stopping: Whether a rank of this node has agreed to stop, so that its return is not the end of the job.
         """
         is_good = self.result is not None and self.result.is_good
-        if self.failed is not None and (self.result is None or is_good):
+        if self.has_failed and (self.result is None or is_good):
             return "own-failure"
         if self.result is not None:
             return "returned" if is_good else "decided"

@@ -32,12 +32,12 @@ from ddpsafe._launcher.nodes.decisions import (
     Do,
     Follower,
     Looked,
-    OwnFailure,
     Send,
     Warn,
     broke_by_itself,
 )
 from ddpsafe._launcher.nodes.node_messages import (
+    NodeFailed,
     NodeOutcomes,
     NodeProgress,
     RankEnded,
@@ -52,6 +52,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     as_error,
     error_of,
     rank_report,
+    round_result_of,
 )
 from ddpsafe._launcher.nodes.texts import (
     lost_node_error,
@@ -149,6 +150,7 @@ class Participant:
         self._node_0 = round_plan.name_of(0)
         self.core = Follower(self._node_0, plan.config.timeouts)
         self._processes: Sequence[RankProcess] = ()
+        self._failure: DDPSafeError | Interrupted | None = None
         self._native_sent: set[int] = set()
         self._values: dict[int, object] = {}
         self._next_progress_s = 0.0
@@ -219,7 +221,8 @@ class Participant:
         error = as_error(exc, who, failure, phase=phase)
         if error is exc:
             name_failed_node(error, who, failure)
-        self._take(OwnFailure(error, node))
+        self._failure = error
+        self._take(NodeFailed(result=round_result_of(error, failed_node=node)))
 
     def _take(self, event: object) -> None:
         """Give the core an event, and do what it says."""
@@ -427,7 +430,7 @@ class Participant:
         conclusion = self.core.conclude(is_stopping=is_stopping)
         error: DDPSafeError | Interrupted | None = None
         if conclusion == "own-failure":
-            error = self.core.failed
+            error = self._failure
         elif conclusion == "interrupted" and self.core.ends_alone_by is not None:
             where = self._round.name_of(self._plan.worlds[0].node_rank)
             error = Interrupted(self.core.ends_alone_by, where, NONE_LEFT_HERE)
@@ -454,8 +457,7 @@ class Participant:
         )
         if result.failed_node == self._plan.worlds[0].node_rank:
             # It is this node's own error, which went to node 0 and back.
-            own = self.core.failed
-            error.__cause__ = None if own is None else own.__cause__
+            error.__cause__ = None if self._failure is None else self._failure.__cause__
         elif isinstance(error, LaunchError) and not result.is_preempted:
             self._directory.note_tracebacks(outcomes.values())
             self._directory.report(self._number, error)
