@@ -466,7 +466,7 @@ BUDGETS: Final = {
     "tests/kits": (5_250, "what several tests use: machines, networks, launches"),
     "tests/launcher": (6_900, "the folder of the same name, with the table of root causes"),
     "tests/nccl_on_cpu": (1_400, "torch's NCCL code without a GPU"),
-    "tests/nodes": (6_350, "several launchers: joins, losses, networks that break"),
+    "tests/nodes": (6_370, "several launchers: joins, losses, networks that break"),
     "tests/nodes/simulation": (2_310, "hosts, network and clocks of jobs in virtual time"),
     "tests/programs": (9_150, "what runs in ranks"),
     "tests/slurm": (450, "a Slurm of this machine alone"),
