@@ -6,6 +6,7 @@ relays what its ranks report, and follows node 0's decisions. Each module import
     node_messages    the messages between nodes, as JSON
     links            a broken link between two nodes, by what their ranks report
     texts            what is said of nodes: errors, warnings, events
+    limits           what bounds each wait of one launcher for another
     decisions        what node 0 and the others decide in an attempt: no thread, socket or clock
     lobby            who is there, who cannot take part, and what node 0 decides, outside of attempts
     torchs_rendezvous  TorchElastic's rendezvous over a state that node 0 keeps

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from signal import SIGINT, Signals
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from ddpsafe._errors import PreemptedError
-from ddpsafe._job.channel import BEAT_S, Away, Back, Lost
+from ddpsafe._job.channel import Away, Back, Lost
 from ddpsafe._launcher.diagnosis.root_cause import is_own_fault
+from ddpsafe._launcher.nodes import limits
 from ddpsafe._launcher.nodes.links import find_broken_link, link_error
 from ddpsafe._launcher.nodes.node_messages import (
     LetRanksExit,
@@ -43,29 +44,6 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt, EndReason
     from ddpsafe._launcher.nodes.node_messages import NodeMessage, RoundPlan
     from ddpsafe._wire.messages import RankOutcome
-
-_EVIDENCE: Final = timedelta(seconds=3)
-_LATE_EVIDENCE: Final = timedelta(seconds=12)
-"""Both together are the 15 s after which a silent launcher is named, see `SilenceWatch`."""
-
-_OTHER_LOSSES: Final = timedelta(seconds=2 * BEAT_S)
-"""A network failure ends connections up to a beat apart: each once its next packet is not acknowledged."""
-
-_REDIAL: Final = timedelta(seconds=0.7)
-"""A reset connection, as by a firewall, is dialled again at once: so long a rank that fails waits for that."""
-
-_AFTER_GRACE: Final = timedelta(seconds=10)
-"""After the grace period come SIGKILL and the removal of what the ranks left behind."""
-
-_NO_ANSWER_S: Final = 3.0
-"""A launcher that runs sends something every 2 s: after so long a node may end without node 0."""
-
-_DECISION: Final = timedelta(minutes=2)
-"""How long node 0 may take from the end of all ranks to its decision on another attempt.
-
-Its retry policy decides at once. It may take as long to act on a Ctrl-C, whatever holds it up.
-"""
-
 
 # What a shell does.
 
@@ -320,12 +298,12 @@ class NodeZero:
             yield from self._give_up_away()
         if any(lost.is_silent for lost in self.lost.values()):
             # If another node still sends, the silent node is cut off; if all nodes are silent, this one is.
-            yield Until(lambda: not self.connected or hears(), _OTHER_LOSSES)
+            yield Until(lambda: not self.connected or hears(), limits.OTHER_LOSSES)
         if reason in ("done", "signal", "node-lost") or self.has_lost_node:
             return reason
         yield Send(ReportOutcomes())
         yield Do.ASK_RANKS
-        for limit in (_EVIDENCE, _LATE_EVIDENCE):
+        for limit in (limits.EVIDENCE, limits.LATE_EVIDENCE):
             is_cut_short = yield from self._await_outcomes(limit)
             # If so far only peer errors are known, a launcher that is late may have the cause.
             if any(map(broke_by_itself, outcomes())):
@@ -350,7 +328,8 @@ class NodeZero:
         # A firewall that resets connections makes ranks fail at the same moment. Once the node is
         # connected again, node 0 decides for all; without this wait, each node named another one.
         yield Until(
-            lambda: not any(away.how == "reset" for away in self._which("away").values()), _REDIAL
+            lambda: not any(away.how == "reset" for away in self._which("away").values()),
+            limits.REDIAL,
         )
         yield Do.GIVE_UP_AWAY
 
@@ -412,7 +391,7 @@ class NodeZero:
         # The store ends with the attempt, and the other nodes' ranks use it to the end.
         is_done, finish = ended.ending.reason == "done", self._config.timeouts.finish
         is_good = is_done and error is None
-        limit: timedelta | None = grace + _AFTER_GRACE + (LEAVE if is_done else timedelta(0))
+        limit: timedelta | None = grace + limits.AFTER_GRACE + (LEAVE if is_done else timedelta(0))
         if is_good and limit is not None:
             # What the ranks of other nodes still do is part of the job.
             limit = None if finish is None else limit + finish
@@ -536,7 +515,7 @@ class Follower:
                     returned = "was lost after all ranks of the job had returned"
                     yield Warn(f"{self._node_0} {returned}: {event.why}")
             case Away():
-                self._gives_up_s = now_s + _REDIAL.total_seconds() * (event.how == "reset")
+                self._gives_up_s = now_s + limits.REDIAL.total_seconds() * (event.how == "reset")
             case Back():
                 self._gives_up_s = math.inf
             case ReportOutcomes():
@@ -561,7 +540,7 @@ class Follower:
                 yield from self._look(event, now_s)
 
     def _note_ends(self, now_s: float) -> None:
-        limit: timedelta | None = _DECISION + self._timeouts.grace + LEAVE
+        limit: timedelta | None = limits.DECISION + self._timeouts.grace + LEAVE
         if self.may_leave and limit is not None:  # node 0 waits for what its own ranks still do
             finish = self._timeouts.finish
             limit = None if finish is None else limit + finish
@@ -574,8 +553,8 @@ class Follower:
         if self._reported is None or self.ends_alone_by is not None:
             return
         reported, at_s, has_warned = self._reported
-        is_running = min(looked.silent_s, now_s - at_s) < _NO_ANSWER_S
-        is_in_time = now_s - at_s < _DECISION.total_seconds()
+        is_running = min(looked.silent_s, now_s - at_s) < limits.NO_ANSWER.total_seconds()
+        is_in_time = now_s - at_s < limits.DECISION.total_seconds()
         if is_running and (is_in_time or self.result is not None):
             return  # once node 0 has answered, its ranks have their grace period to end
         received = Signals(reported.number)

@@ -517,7 +517,12 @@ _MAX_CALLS: Final = 8
 
 
 def as_error(
-    exc: BaseException, node: str, failure: str, *, phase: Literal["start", "attempt", "retry"]
+    exc: BaseException,
+    node: str,
+    failure: str,
+    *,
+    phase: Literal["start", "attempt", "retry"],
+    names_node: bool = False,
 ) -> DDPSafeError | Interrupted:
     """Return an error that all nodes can end with, whatever was raised on one of them.
 
@@ -527,8 +532,12 @@ def as_error(
         failure: What it could not do, as a clause.
         phase: When it was raised: before the ranks ran, where another attempt may help, in the
             attempt, or by the caller's code between two attempts.
+        names_node: Whether to add the node to an error that is about a machine without naming it.
     """
     if isinstance(exc, (Interrupted, ConfigError, PreflightError, LaunchError)):
+        if names_node and isinstance(exc, PreflightError):
+            what = f"{node} {failure}: {exc.explanation.what}"
+            exc.explanation = replace(exc.explanation, what=what)
         return exc
     # The other nodes do not get the traceback, a user does not see it in the error, and with
     # console="none" this launcher has no log: so the error itself shows the last calls.

@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 import psutil
 
 from ddpsafe._clock import Deadline
-from ddpsafe._errors import (
-    DDPSafeError,
-    NodeLostError,
-)
+from ddpsafe._errors import DDPSafeError, NodeLostError
 from ddpsafe._job.channel import (
     BEAT_S,
     LOSS_S,
@@ -28,13 +25,7 @@ from ddpsafe._job.channel import (
     SilenceWatch,
 )
 from ddpsafe._launcher.attempt import outcomes_of, run_attempt
-from ddpsafe._launcher.nodes.decisions import (
-    Do,
-    NodeZero,
-    PutSignal,
-    Send,
-    Until,
-)
+from ddpsafe._launcher.nodes.decisions import Do, NodeZero, PutSignal, Send, Until
 from ddpsafe._launcher.nodes.node_messages import (
     LetRanksExit,
     LetRanksRunOn,
@@ -52,7 +43,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     shift_outcome,
     shift_progress,
 )
-from ddpsafe._launcher.nodes.texts import name_failed_node, note_loss, warn_of_outage
+from ddpsafe._launcher.nodes.texts import note_loss, warn_of_outage
 from ddpsafe._launcher.processes.rank_process import Activity, RankState
 from ddpsafe._launcher.watch.supervisor import Peers
 from ddpsafe._wire.messages import RankOutcome, Whereabouts
@@ -447,13 +438,11 @@ class OtherNodes(Peers):
         """Send all nodes what node 0 could not do, unless they know; return what node 0 raises."""
         if exc is self.core.error:
             return exc
-        who = self._plan.name_of(0)
         failure = "could not start its ranks"
         if self.phase == "attempt":
             failure = "could not continue the attempt"
-        shared = as_error(exc, who, failure, phase=self.phase)
-        if shared is exc:
-            name_failed_node(shared, who, failure)
+        who = self._plan.name_of(0)
+        shared = as_error(exc, who, failure, phase=self.phase, names_node=True)
         self._perform(self.core.send_error(shared))
         return shared  # type: ignore[return-value]  # only an Exception has been caught
 

@@ -28,14 +28,7 @@ from ddpsafe._launcher.diagnosis.attempt_error import (
     set_cause,
 )
 from ddpsafe._launcher.diagnosis.root_cause import CONNECTION_KINDS, is_own_fault, kind_of
-from ddpsafe._launcher.nodes.decisions import (
-    Do,
-    Follower,
-    Looked,
-    Send,
-    Warn,
-    broke_by_itself,
-)
+from ddpsafe._launcher.nodes.decisions import Do, Follower, Looked, Send, Warn, broke_by_itself
 from ddpsafe._launcher.nodes.node_messages import (
     NodeFailed,
     NodeOutcomes,
@@ -54,12 +47,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     rank_report,
     round_result_of,
 )
-from ddpsafe._launcher.nodes.texts import (
-    lost_node_error,
-    name_failed_node,
-    note_loss,
-    warn_of_outage,
-)
+from ddpsafe._launcher.nodes.texts import lost_node_error, note_loss, warn_of_outage
 from ddpsafe._launcher.processes.descendants import reap_orphans
 from ddpsafe._launcher.watch import deadlock_watch
 from ddpsafe._launcher.watch.console import open_console
@@ -67,11 +55,7 @@ from ddpsafe._launcher.watch.hang_detection import StderrWatch
 from ddpsafe._launcher.watch.idleness import IdleWatch
 from ddpsafe._launcher.watch.signals import NONE_LEFT_HERE, Interrupted
 from ddpsafe._launcher.watch.status_socket import StatusSocket
-from ddpsafe._launcher.watch.supervisor import (
-    has_failed,
-    let_ranks_leave,
-    warn_of_late_ends,
-)
+from ddpsafe._launcher.watch.supervisor import has_failed, let_ranks_leave, warn_of_late_ends
 from ddpsafe._logging import get_logger
 from ddpsafe._wire.messages import Whereabouts
 
@@ -218,11 +202,8 @@ class Participant:
         """Report to node 0 that this node has failed, so that all nodes end with the same error."""
         node = self._plan.worlds[0].node_rank
         who = self._round.name_of(node)
-        error = as_error(exc, who, failure, phase=phase)
-        if error is exc:
-            name_failed_node(error, who, failure)
-        self._failure = error
-        self._take(NodeFailed(result=round_result_of(error, failed_node=node)))
+        self._failure = as_error(exc, who, failure, phase=phase, names_node=True)
+        self._take(NodeFailed(result=round_result_of(self._failure, failed_node=node)))
 
     def _take(self, event: object) -> None:
         """Give the core an event, and do what it says."""

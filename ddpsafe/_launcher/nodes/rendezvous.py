@@ -19,7 +19,6 @@ import socket
 import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -34,6 +33,7 @@ from ddpsafe._errors import (
 from ddpsafe._host import list_interfaces
 from ddpsafe._job.channel import Away, Back, Channel, Hello, Lost, RefusedError
 from ddpsafe._job.endpoint import NO_ANSWER_WARNING_S, JobEndpoint
+from ddpsafe._launcher.nodes import limits
 from ddpsafe._launcher.nodes.decisions import Send, Warn
 from ddpsafe._launcher.nodes.lobby import (
     Lobby,
@@ -74,11 +74,9 @@ logger = get_logger(__name__)
 
 _POLL_S: Final = 0.05
 _LOOK_S: Final = 0.5
-_DIAL: Final = timedelta(seconds=10)
 _SPARE_S: Final = 0.5
 """How much later a spare node joins than those of the last round, which keep their places."""
 
-_DISMISSAL_READ: Final = timedelta(seconds=3)
 _FIRST_WARNING_S: Final = 10.0
 _NEXT_WARNINGS_S: Final = 60.0
 _MAX_REFUSED_NAMES: Final = 8
@@ -425,7 +423,7 @@ class NodeRendezvous:
             codec=CODEC,
             node=self._launcher,
             hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
-            deadline=Deadline.after(_DIAL),
+            deadline=Deadline.after(limits.DIAL),
             node_loss=self._config.timeouts.node_loss,
             about={"hostname": socket.gethostname()},
             at_once={Answered: self._questions.take},
@@ -681,7 +679,7 @@ class NodeRendezvous:
             RendezvousTimeoutError: The limit has passed.
         """
         limit, deadline = self._config.rendezvous.join, self._join_by
-        if not self.serves and deadline.waited_s() < (limit + _DISMISSAL_READ).total_seconds():
+        if not self.serves and deadline.waited_s() < (limit + limits.READ).total_seconds():
             return
         what = f"{self._arrivals_text()}, within {limit.total_seconds():g} s (rendezvous.join)."
         cause = "a node has not started its launcher, or cannot reach the endpoint."

@@ -12,7 +12,6 @@ import socket
 import time
 from collections import Counter
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +30,7 @@ from ddpsafe._errors import (
 from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._job.channel import Lost
 from ddpsafe._job.endpoint import listen_at, rank_store, trouble_of
+from ddpsafe._launcher.nodes import limits
 from ddpsafe._launcher.nodes.decisions import leaves_alone
 from ddpsafe._launcher.nodes.lobby import SCRIPT
 from ddpsafe._launcher.nodes.node_messages import (
@@ -60,6 +60,7 @@ from ddpsafe._wire.spec import StorePlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from datetime import timedelta
 
     from ddpsafe._launcher.launch_parts import LaunchParts
     from ddpsafe._launcher.nodes.lobby import Membership
@@ -69,12 +70,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_REFUSAL_READ: Final = timedelta(seconds=3)
-_FILE_APPEARS: Final = timedelta(seconds=5)
-"""Network file systems show a new file on another host after some seconds."""
-
-_CONNECT: Final = timedelta(seconds=4)
-_EXAMINATION_READ: Final = timedelta(seconds=10)
 _AGAIN_S: Final = 1.0
 
 _COMPARED_VARIABLES: Final = ("NCCL_", "GLOO_", "TORCH_")
@@ -286,7 +281,7 @@ class NodeLaunch:
         new = [node for node in nodes[1:] if lobby.is_new(node.launcher)]
         if not new:
             return True
-        limit = min(2 * _FILE_APPEARS, self._plan.config.timeouts.start)
+        limit = min(2 * limits.FILE_APPEARS, self._plan.config.timeouts.start)
         with (
             _file_in(self._checkpoint_folders) as (file, folders),
             listen_at(nodes[0].address, self._plan.config.rendezvous.ports) as listening,
@@ -370,7 +365,8 @@ class NodeLaunch:
         except PreflightError as exc:
             # The others read the findings from the store of this node.
             rendezvous.wait_until(
-                lambda: all(map(lobby.has_answered, others)), Deadline.after(_EXAMINATION_READ)
+                lambda: all(map(lobby.has_answered, others)),
+                Deadline.after(limits.EXAMINATION_READ),
             )
             new = [number for number, node in enumerate(plan.nodes) if lobby.is_new(node.launcher)]
             if not new:
@@ -444,7 +440,7 @@ class NodeLaunch:
             return not missing or any(map(lobby.has_answered, missing))
 
         rendezvous.wait_until(
-            is_decided, Deadline.after(self._plan.config.timeouts.start + _REFUSAL_READ)
+            is_decided, Deadline.after(self._plan.config.timeouts.start + limits.READ)
         )
         missing = find_missing()
         if not missing:
@@ -504,7 +500,7 @@ class NodeLaunch:
                 except Interrupted as exc:
                     if self._earlier and membership.running is None:  # node 0 waits for this node
                         received = Interrupted(exc.signum, socket.gethostname())
-                        self._tell_cannot_take_part(rendezvous, received, _REFUSAL_READ)
+                        self._tell_cannot_take_part(rendezvous, received, limits.READ)
                     raise
                 except RendezvousTimeoutError as exc:
                     rendezvous.look()
@@ -570,7 +566,7 @@ class NodeLaunch:
         except DDPSafeError as exc:
             # The others wait for this node, unless it is new and was to replace another one.
             is_awaited = self._round_plan is not None
-            self._tell_cannot_take_part(rendezvous, exc, None if is_awaited else _REFUSAL_READ)
+            self._tell_cannot_take_part(rendezvous, exc, None if is_awaited else limits.READ)
             raise
 
     def _failed_to_begin(
@@ -595,13 +591,13 @@ class NodeLaunch:
         result = self._tell_cannot_take_part(
             rendezvous,
             error,
-            _REFUSAL_READ + _EXAMINATION_READ,
+            limits.READ + limits.EXAMINATION_READ,
             round_id="" if plan is None or isinstance(error, Interrupted) else plan.round_id,
         )
         if membership.joins_again:
             if rendezvous.inbox.received is not None and self._earlier:
                 received = Interrupted(rendezvous.inbox.received, socket.gethostname())
-                self._tell_cannot_take_part(rendezvous, received, _REFUSAL_READ)
+                self._tell_cannot_take_part(rendezvous, received, limits.READ)
             rendezvous.require_no_signal()
             return None
         if result is None or result == round_result_of(error, is_final=True):
@@ -637,7 +633,7 @@ class NodeLaunch:
 
     def _read_plan(self, rendezvous: NodeRendezvous) -> RoundPlan:
         # Node 0 gives up first and reports why: it knows which nodes are missing.
-        deadline = Deadline.after(self._plan.config.timeouts.start + _REFUSAL_READ)
+        deadline = Deadline.after(self._plan.config.timeouts.start + limits.READ)
         membership = rendezvous.membership
         checking: BoundedCall[FoldersSeen] | None = None
 
@@ -670,7 +666,7 @@ class NodeLaunch:
         Raises:
             PreflightError: It cannot.
         """
-        limit = min(_CONNECT, self._plan.config.timeouts.start)
+        limit = min(limits.CONNECT, self._plan.config.timeouts.start)
         what = rendezvous.endpoint.call(
             lambda: _unreached(plan.address, plan.store_port, limit), 2 * limit
         )
@@ -736,8 +732,8 @@ def _no_way(what: str, host: str, address: str) -> PreflightError:
 
 def _look_at(check: FolderCheck, address: str) -> FoldersSeen:
     """Return what a new node finds of what it has to see; hangs if a file system does."""
-    unreached = _unreached(address, check.port, _CONNECT)
-    deadline = Deadline.after(_FILE_APPEARS)
+    unreached = _unreached(address, check.port, limits.CONNECT)
+    deadline = Deadline.after(limits.FILE_APPEARS)
     missing = []
     for folder in check.folders:
         for pause_s in deadline.pauses_s():
@@ -773,18 +769,18 @@ def _file_in(folders: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
             with contextlib.suppress(OSError):
                 Path(folder, file).unlink()
 
-    has_written = writing.wait(_FILE_APPEARS.total_seconds())
+    has_written = writing.wait(limits.FILE_APPEARS.total_seconds())
     if not has_written:
         logger.warning(
             "no file could be written within %.0f s to %s, so new nodes are not checked for access to the "
             "checkpoints there",
-            _FILE_APPEARS.total_seconds(),
+            limits.FILE_APPEARS.total_seconds(),
             " and ".join(sorted(folders)),
         )
     try:
         yield file, writing.result() if has_written else ()
     finally:
-        BoundedCall(remove, name="ddpsafe-folders").wait(_FILE_APPEARS.total_seconds())
+        BoundedCall(remove, name="ddpsafe-folders").wait(limits.FILE_APPEARS.total_seconds())
 
 
 def _with_own_report(
@@ -832,17 +828,13 @@ def setup_of(plan: LaunchPlan, command: Sequence[str]) -> dict[str, str]:
     }
 
 
-_EARLY: Final = timedelta(seconds=3)
-"""How long a node that cannot even begin tries to tell node 0 so."""
-
-
 def tell_node_0(config: LaunchConfig, error: DDPSafeError) -> None:
     """Tell node 0, if it can be reached, that this node does not join, and why."""
     if config.node_rank == 0 or config.rendezvous.parsed() is None:
         return
     what = f"{socket.gethostname()} does not join: {error.explanation.what}"
     preflight_error = PreflightError(replace(error.explanation, what=what), kind=error.kind)
-    short = {"join": _EARLY}, {"start": _EARLY}
+    short = {"join": limits.READ}, {"start": limits.READ}
     # Whatever goes wrong here, the error itself is what the user has to see.
     with contextlib.suppress(Exception, Interrupted), open_inbox() as inbox:
         brief = LaunchConfig.resolve(config, rendezvous=short[0], timeouts=short[1])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._errors import DDPSafeError, Explanation, NodeLostError, PreflightError
+from ddpsafe._errors import Explanation, NodeLostError
 from ddpsafe._job.channel import Away, Back, EndOfConnection, Lost
 from ddpsafe._launcher.attempt import CAUSE_OF_STOP
 from ddpsafe._launcher.watch.console import note_event
-from ddpsafe._launcher.watch.signals import NONE_LEFT, Interrupted
+from ddpsafe._launcher.watch.signals import NONE_LEFT
 from ddpsafe._logging import get_logger
 from ddpsafe._text import listed, ranks_text
 
@@ -24,13 +23,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 OTHERS_CONTINUE: Final = "The other nodes continue (rendezvous.signal_scope)."
-
-
-def name_failed_node(error: DDPSafeError | Interrupted, who: str, failure: str) -> None:
-    """Add the node to an error that is about a machine without naming it."""
-    if isinstance(error, PreflightError):
-        what = f"{who} {failure}: {error.explanation.what}"
-        error.explanation = replace(error.explanation, what=what)
 
 
 def node_lost(ended: EndedAttempt, plan: RoundPlan, lost: dict[int, Lost]) -> NodeLostError:
