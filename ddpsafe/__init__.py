@@ -41,11 +41,7 @@ if TYPE_CHECKING:
         RankRaisedError as RankRaisedError,
         RendezvousTimeoutError as RendezvousTimeoutError,
     )
-    from ddpsafe._launch import (
-        LaunchResult as LaunchResult,
-        launch as launch,
-        spawn as spawn,
-    )
+    from ddpsafe._launch import LaunchResult as LaunchResult, launch as launch, spawn as spawn
     from ddpsafe._world import clean_environment as clean_environment
     from ddpsafe._worker.environment import seed_all as seed_all
     from ddpsafe._worker.join.attached import (
@@ -54,9 +50,7 @@ if TYPE_CHECKING:
         process_group as process_group,
         setup as setup,
     )
-    from ddpsafe._worker.context import (
-        RankContext as RankContext,
-    )
+    from ddpsafe._worker.context import RankContext as RankContext
 
 __version__: Final = "0.2.0"
 

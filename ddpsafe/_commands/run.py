@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ddpsafe._config import LaunchConfig
 from ddpsafe._config.endpoint import complete_endpoint
 from ddpsafe._config.parts import DETERMINISTIC
-from ddpsafe._errors import (
-    FAILURE_KINDS,
-    ConfigError,
-    DDPSafeError,
-    Explanation,
-)
+from ddpsafe._errors import FAILURE_KINDS, ConfigError, DDPSafeError, Explanation
 from ddpsafe._host import is_directory_gone, plain_host, show_endpoint
 from ddpsafe._launch import run_processes, telling_node_0
 from ddpsafe._launcher.uncaught import without_frames

@@ -6,13 +6,7 @@ import builtins
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    ValidationInfo,
-    field_serializer,
-    field_validator,
-)
+from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, field_validator
 
 from ddpsafe._config.durations import Duration, DurationLike, DurationOrAuto, Wait, show_duration
 from ddpsafe._config.endpoint import Endpoint, parse_endpoint, parse_ports

@@ -13,13 +13,7 @@ from tenacity.stop import stop_base
 
 from ddpsafe._clock import Deadline
 from ddpsafe._config.parts import DETERMINISTIC
-from ddpsafe._errors import (
-    STARTUP_KINDS,
-    DDPSafeError,
-    LaunchError,
-    PreflightError,
-    causes_of,
-)
+from ddpsafe._errors import STARTUP_KINDS, DDPSafeError, LaunchError, PreflightError, causes_of
 from ddpsafe._launcher.watch.signals import Interrupted, open_inbox
 from ddpsafe._logging import get_logger
 

@@ -32,13 +32,7 @@ from ddpsafe.checkpoint._format import (
     read_manifest,
 )
 from ddpsafe.checkpoint._slots import Candidate, Held, candidates
-from ddpsafe.checkpoint._state import (
-    PerRank,
-    is_stateful,
-    load_rng_state,
-    named_for,
-    state_of,
-)
+from ddpsafe.checkpoint._state import PerRank, is_stateful, load_rng_state, named_for, state_of
 from ddpsafe.checkpoint._trees import leaves, pieces, replace_leaves
 from ddpsafe.checkpoint.errors import (
     CheckpointError,

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Final
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import TRY_AGAIN_EXIT_CODE, DDPSafeError, Explanation, PreemptedError
 from ddpsafe._logging import get_logger
-from ddpsafe._wire.exception_facts import (
-    clip,
-    exit_code_of,
-    read_chain,
-    text_of,
-    type_name_of,
-)
+from ddpsafe._wire.exception_facts import clip, exit_code_of, read_chain, text_of, type_name_of
 from ddpsafe._worker import environment, stop_agreement
 from ddpsafe._worker import process_group as groups
 from ddpsafe._worker.context import barrier_timeout_error, peer_failed_error, peer_failure_line

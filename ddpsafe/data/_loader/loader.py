@@ -31,11 +31,7 @@ from ddpsafe.data._loader.position import (
     TrackedIndices,
     is_stateful,
 )
-from ddpsafe.data._loader.reading import (
-    FollowedDataset,
-    NamingDataset,
-    SharedProgress,
-)
+from ddpsafe.data._loader.reading import FollowedDataset, NamingDataset, SharedProgress
 from ddpsafe.data._loader.sampler_search import (
     check_population,
     find_epoch_holder,

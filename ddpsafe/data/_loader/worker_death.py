@@ -27,11 +27,7 @@ from ddpsafe._torch_private import (
     workers_of,
 )
 from ddpsafe._wire.exception_facts import read_last_error
-from ddpsafe.data._loader.machine_limits import (
-    SHARED_MEMORY,
-    note_limits,
-    shared_memory_bytes,
-)
+from ddpsafe.data._loader.machine_limits import SHARED_MEMORY, note_limits, shared_memory_bytes
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data.errors import WorkerDiedError, WorkerTimeoutError
 

@@ -10,10 +10,7 @@ import numpy as np
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._arguments import require_amounts, require_choice, require_int
-from ddpsafe.data._samplers.base import (
-    DrawnSampler,
-    digest,
-)
+from ddpsafe.data._samplers.base import DrawnSampler, digest
 from ddpsafe.data._samplers.batch_plans import (
     Cost,
     EpochPosition,

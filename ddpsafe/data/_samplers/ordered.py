@@ -11,11 +11,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe.data._arguments import require_choice, require_int
 from ddpsafe.data._samplers.base import PositionSampler
-from ddpsafe.data._samplers.permutation import (
-    Algorithm,
-    open_order,
-    torchs_permutation,
-)
+from ddpsafe.data._samplers.permutation import Algorithm, open_order, torchs_permutation
 from ddpsafe.data.errors import DatasetChangedError, DataWarning
 
 if TYPE_CHECKING:

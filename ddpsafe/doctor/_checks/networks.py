@@ -7,12 +7,7 @@ import shlex
 import socket
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe._config.interfaces import (
-    GLOO,
-    NCCL,
-    check_interface,
-    check_interfaces,
-)
+from ddpsafe._config.interfaces import GLOO, NCCL, check_interface, check_interfaces
 from ddpsafe._config.problems import find_near
 from ddpsafe._host import (
     as_setting,
