@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+MAY_DIFFER_IN_SIZE: Final = re.compile(r"(?:^|:)(?:gather|scatter|all_?to_?all)")
+"""How torch records collectives in which ranks may pass different shapes; uneven lists of all_gather have another name."""
+
 
 def name_cells(text: str) -> str:
     """Replace the file names of notebook cells with ``Cell In[5]``, as IPython shows them.

@@ -6,7 +6,6 @@ pickle may come from anywhere, so the unpickler refuses every class and function
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import pickle
@@ -14,7 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from ddpsafe._text import ranks_text
+from ddpsafe._text import MAY_DIFFER_IN_SIZE, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -28,8 +27,6 @@ _JSON: Final = re.compile(
 _PICKLE: Final = re.compile(rb"^\x80[\x02-\x05]")
 _LAST_NUMBER: Final = re.compile(r"(\d+)(?:\.\w+)?$")
 _LIBRARY: Final = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen|/torch/")
-_SAME_SIZES: Final = ("allreduce", "broadcast", "reduce", "reducescatter")
-"""Collectives that need the same shape on every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +53,19 @@ class _Recorded:
     where: str
 
     def __str__(self) -> str:
-        return f"{self.name} number {self.number} of shape {self.sizes}{self.where} ({self.state})"
+        return f"number {self.number}, {self.call} ({self.state})"
+
+    @property
+    def call(self) -> str:
+        """What was called with what, and where."""
+        dtype = f" and dtype {self.dtypes}" if self.dtypes else ""
+        return f"{self.name} of shape {self.sizes}{dtype}{self.where}"
 
     def matches(self, other: _Recorded) -> bool:
         """Return whether two ranks' calls may belong to the same collective."""
         if self.name != other.name or self.dtypes != other.dtypes:
             return False
-        return _plain(self.name) not in _SAME_SIZES or self.sizes == other.sizes
+        return self.sizes == other.sizes or MAY_DIFFER_IN_SIZE.search(self.name) is not None
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -242,9 +245,9 @@ def _find_mismatch(group: str, calls: dict[int, dict[int, _Recorded]]) -> Record
                 "group": group,
                 "number": str(number),
                 "rank": str(rank),
-                "call": f"{other.name} of shape {other.sizes}{other.where}",
+                "call": other.call,
                 "waiting": ranks_text(sorted(set(inside) - set(others))),
-                "usual": f"{usual.name} of shape {usual.sizes}{usual.where}",
+                "usual": usual.call,
             }
             lines = [
                 (entry.record, f"rank {who}: {entry}") for who, entry in sorted(inside.items())
@@ -278,8 +281,3 @@ def _where(frames: Iterable[dict[str, Any]]) -> str:
         if file and not _LIBRARY.search(file):
             return f" at {file}:{frame.get('line')} in {frame.get('name')}"
     return ""
-
-
-@functools.cache  # there are few names, but one call for each pair of records
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z]|base|coalesced|tensor", "", name.lower())

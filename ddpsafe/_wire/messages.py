@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import re
 from collections.abc import Mapping  # noqa: TC003 - pydantic reads it for messages between nodes
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from ddpsafe._errors import DDPSafeError, Explanation, FailureKind, LaunchTimeoutError, Origin
-from ddpsafe._text import signal_name
+from ddpsafe._text import MAY_DIFFER_IN_SIZE, signal_name
 from ddpsafe._wire.exception_facts import (
     MAX_MESSAGE,
     PointToPoint,
@@ -128,8 +127,6 @@ StopMessage = AcceptsStop | AskedToStop | StopPromise | Stops
 Phase = Literal["starting", "loading", "joining", "running", "leaving"]
 """In order: process started, unpickling, rendezvous, the user's function, after its report."""
 
-_MAY_DIFFER_IN_SIZE: Final = re.compile(r":(?:gather|scatter|all_?to_?all)")
-
 CollectiveState = Literal["queued", "started", "completed"]
 """``queued``: the call has returned, but the GPU has not started it. ``started``: it runs or waits for
 other ranks. A collective of gloo is ``started`` as soon as it is entered."""
@@ -195,7 +192,7 @@ class Collective:
     @property
     def has_one_size(self) -> bool:
         """Whether every rank has to pass the same shapes, the source of a scatter included."""
-        return _MAY_DIFFER_IN_SIZE.search(self.name) is None
+        return MAY_DIFFER_IN_SIZE.search(self.name) is None
 
     @property
     def required_size(self) -> int | None:

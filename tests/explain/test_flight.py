@@ -21,7 +21,7 @@ TORCHS: Final = "torch.distributed.flight_recorder.fr_trace"
 HAS_TORCHS: Final = find_spec("torch.distributed.flight_recorder") is not None
 
 
-def call(number: int, *, op: str = "all_reduce", size: int = 4, state: str = "completed", line: int = 9) -> dict[str, Any]:  # fmt: skip
+def call(number: int, *, op: str = "all_reduce", size: int = 4, dtype: str = "Float", state: str = "completed", line: int = 9) -> dict[str, Any]:  # fmt: skip
     """Return one entry with the keys that torch 2.5 to 2.13 write."""
     return {
         "record_id": number - 1,
@@ -32,9 +32,9 @@ def call(number: int, *, op: str = "all_reduce", size: int = 4, state: str = "co
         "op_id": number,
         "profiling_name": f"nccl:{op}",
         "input_sizes": [[size]],
-        "input_dtypes": ["Float"],
-        "output_sizes": [[size]],
-        "output_dtypes": ["Float"],
+        "input_dtypes": [dtype],
+        "output_sizes": [[size * (len(RANKS) if "gather" in op else 1)]],
+        "output_dtypes": [dtype],
         "state": state,
         "retired": state == "completed",
         "is_p2p": False,
@@ -64,10 +64,18 @@ ROWS: Final[dict[str, tuple[dict[int, dict[str, Any]], str, int | None, str]]] =
     "a rank called another collective": ({0: WAITING,
         1: dump(call(1), call(2, op="broadcast", state="started", line=7)), 2: WAITING}, "FLIGHT-mismatch",
         1,
-        "rank 1 calls broadcast of shape [4] at /w/train.py:7 in step. Of ranks 0 and 2 it is all_reduce of shape [4]"),
+        "rank 1 calls broadcast of shape [4] and dtype Float at /w/train.py:7 in step. Of ranks 0 and 2 it is all_reduce of shape [4]"),
     "a rank passed another shape": ({0: WAITING, 1: WAITING,
         2: dump(call(1), call(2, size=3, state="scheduled"))}, "FLIGHT-mismatch", 2,
         "rank 2 calls all_reduce of shape [3]"),
+    "a rank passed another dtype": ({0: WAITING, 1: dump(call(1), call(2, dtype="Half", state="started")),
+        2: WAITING}, "FLIGHT-mismatch", 1,
+        "rank 1 calls all_reduce of shape [4] and dtype Half at /w/train.py:9 in step. Of ranks 0 and 2 it is all_reduce of shape [4] and dtype Float"),
+    "a rank gathers another shape": ({rank: dump(call(1, op="_all_gather_base", size=size, state="started"))
+        for rank, size in enumerate((4, 5, 4))}, "FLIGHT-mismatch", 1,
+        "rank 1 calls _all_gather_base of shape [5]"),
+    "shapes of an all_to_all may differ": ({rank: dump(call(1, op="all_to_all", size=size, state="started"))
+        for rank, size in enumerate((4, 5, 4))}, "FLIGHT-stuck", None, "All ranks are in all_to_all number 1"),
     "a rank left no dump": ({0: WAITING, 2: WAITING}, "FLIGHT-no-dump", 1,
         "There is no recording of rank 1. Waiting in all_reduce number 2 of group 0: ranks 0 and 2."),
     "a GPU is behind": ({0: WAITING, 1: dump(call(1), call(2, state="scheduled")), 2: WAITING},
@@ -114,6 +122,8 @@ def test_the_dumps_name_the_rank_that_the_others_wait_for(
         ("a rank never came", "missing ranks: {1}"),
         ("a rank called another collective", "Error type: COLLECTIVE_TYPE_MISMATCH"),
         ("a rank passed another shape", "Error type: SIZE_OR_SYNTAX_MISMATCH"),
+        ("a rank passed another dtype", "Error type: COLLECTIVE_DTYPE_MISMATCH"),
+        ("a rank gathers another shape", "Error type: SIZE_OR_SYNTAX_MISMATCH"),
         ("a GPU is behind", "Error type: COLLECTIVE_STATE_MISMATCH"),
         ("a rank left no dump", "Missing dump files from ranks {1}"),
         ("all are in it", ""),
