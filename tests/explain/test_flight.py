@@ -115,7 +115,7 @@ def test_the_dumps_name_the_rank_that_the_others_wait_for(
         assert "DS-HANG-watchdog" not in [each["code"] for each in others]
 
 
-@pytest.mark.skipif(not HAS_TORCHS, reason="torch before 2.13 has no reader of dumps")
+@pytest.mark.skipif(not HAS_TORCHS, reason="torch before 2.10 has no reader of dumps")
 @pytest.mark.parametrize(
     ("name", "said"),
     [
