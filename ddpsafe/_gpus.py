@@ -337,6 +337,8 @@ def nccl_variables(
         settings["TORCH_NCCL_USE_COMM_NONBLOCKING"] = "0"
     if version < (2, 9):
         settings["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"  # the recorder was off by default
+    elif version < (2, 11):
+        settings["TORCH_FR_BUFFER_SIZE"] = "2000"  # its new name; still off in 2.10
     if debug_file is not None:
         settings["NCCL_DEBUG_FILE"] = debug_file
     dumps = ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]

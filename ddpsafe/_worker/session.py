@@ -55,6 +55,7 @@ def install_hooks(spec: RankSpec) -> None:
     if spec.style == "launch" or "collective" in spec.timeouts.chosen:
         torch_hooks.limit_collectives(spec.timeouts.collective)
     protect_torchs_helper()
+    torch_hooks.record_collectives()
     torch_hooks.before_destroy(_leaving_group)
     torch_hooks.around_waits(pending_exception.waiting)
     torch_hooks.before_ddp(collectives.prepare_ddp)

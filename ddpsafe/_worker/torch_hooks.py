@@ -243,6 +243,18 @@ def limit_collectives(timeout: timedelta) -> None:
             setattr(c10d, name, timeout)
 
 
+def record_collectives() -> None:
+    """Turn torch's flight recorder on where it is off by default, as in torch 2.10."""
+    import torch
+    from torch.torch_version import TorchVersion
+
+    if (
+        TorchVersion(torch.__version__) < "2.11"
+        and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ
+    ):
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+
+
 def is_default_timeout(timeout: timedelta) -> bool:
     """Return whether ``init_process_group`` has this timeout because the script passed none."""
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
@@ -407,7 +419,7 @@ def read_recorders(*, asks_events: bool) -> tuple[tuple[Collective, ...], tuple[
     """Read torch's flight recorders.
 
     gloo writes to one and NCCL to another (`FlightRecorder` is a template with one instance for
-    each type of event); a build for CUDA has both. They are on by default since torch 2.9. An empty
+    each type of event); a build for CUDA has both. They are on by default since torch 2.11. An empty
     result may just mean that they are off.
 
     Args:

@@ -290,6 +290,7 @@ def test_gpu_that_torch_does_not_see_gives_a_warning(
     ("version", "given", "expected", "absent"),
     [
         ("2.13.0+cu128", {}, {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000", "TORCH_FR_DUMP_TEMP_FILE": "/run/nccl_trace_rank_", "NCCL_DEBUG_FILE": "/run/rank-1.nccl"}, {"TORCH_NCCL_USE_COMM_NONBLOCKING", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}),
+        ("2.10.0+cu128", {}, {"TORCH_FR_BUFFER_SIZE": "2000"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE"}),
         ("2.8.0", {}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/run/nccl_trace_rank_"}, {"TORCH_NCCL_USE_COMM_NONBLOCKING"}),
         ("2.7.1+cu126", {}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}, {"TORCH_NCCL_USE_COMM_NONBLOCKING"}),
         ("2.7.0", {}, {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"}, set()),
