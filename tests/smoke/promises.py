@@ -52,6 +52,16 @@ def hang_on_rank_one(ctx: ddpsafe.RankContext) -> None:
     ctx.all_reduce(1.0)
 
 
+def leave_as_rank_one(ctx: ddpsafe.RankContext) -> None:
+    """Return on rank 1 while rank 0 waits in a collective."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(1))
+    if ctx.rank == 0:
+        dist.all_reduce(torch.ones(1))
+
+
 def die_on_rank_one(ctx: ddpsafe.RankContext) -> None:
     """Kill rank 1 with SIGKILL."""
     if ctx.rank == 1:
@@ -110,6 +120,19 @@ def hang() -> None:
     assert error.setting == "collective", error
     assert error.missing_ranks == (1,)
     assert "hang_on_rank_one" in str(error)
+
+
+def left_early() -> None:
+    """Since torch 2.9, the rank that has returned is named long before the timeout."""
+    import torch
+    from torch.torch_version import TorchVersion
+
+    if TorchVersion(torch.__version__) >= "2.9":
+        before_s = time.monotonic()
+        error = _error(leave_as_rank_one, timeouts={"collective": 240})
+        assert isinstance(error, ddpsafe.RankLeftEarlyError), error
+        assert error.rank == 1
+        assert time.monotonic() - before_s < 240
 
 
 def checkpoint_and_loader() -> None:
@@ -175,6 +198,7 @@ PROMISES: Final = (
     exception,
     killed,
     hang,
+    left_early,
     checkpoint_and_loader,
     spawned,
     attached,
