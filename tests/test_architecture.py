@@ -470,7 +470,7 @@ BUDGETS: Final = {
     "tests/nodes/simulation": (2_310, "hosts, network and clocks of jobs in virtual time"),
     "tests/programs": (9_150, "what runs in ranks"),
     "tests/slurm": (450, "a Slurm of this machine alone"),
-    "tests/smoke": (250, "the installed wheel"),
+    "tests/smoke": (262, "the installed wheel"),
     "tests/testing": (500, "the pytest plugin"),
     "tests/typing": (100, "what mypy must accept and refuse"),
     "tests/wire": (700, "the folder of the same name"),
