@@ -178,8 +178,8 @@ ONLY_ROOT: Final = "needs root: hosts, mounts, other users"
 def _missing_here() -> dict[str, str]:
     """Return why tests with these markers cannot run here."""
     missing = {}
-    if tuple(int(part) for part in version("torch").split(".")[:2]) < (2, 9):
-        missing["recorder"] = "torch before 2.9 does not record gloo's collectives"
+    if tuple(int(part) for part in version("torch").split(".")[:2]) < (2, 8):
+        missing["recorder"] = "torch before 2.8 does not record gloo's collectives"
     if "DDPSAFE_REHEARSE_GPU" not in os.environ and not _has_gpu():
         missing["gpu"] = "needs a CUDA device; torch sees none"
     if os.geteuid() == 0:

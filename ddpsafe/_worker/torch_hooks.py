@@ -244,7 +244,7 @@ def limit_collectives(timeout: timedelta) -> None:
 
 
 def record_collectives() -> None:
-    """Turn torch's flight recorder on where it is off by default, as in torch 2.10."""
+    """Turn torch's flight recorder on where it is off by default, as in torch 2.8 to 2.10."""
     import torch
     from torch.torch_version import TorchVersion
 

@@ -123,11 +123,11 @@ def hang() -> None:
 
 
 def left_early() -> None:
-    """Since torch 2.9, the rank that has returned is named long before the timeout."""
+    """Since torch 2.8, the rank that has returned is named long before the timeout."""
     import torch
     from torch.torch_version import TorchVersion
 
-    if TorchVersion(torch.__version__) >= "2.9":
+    if TorchVersion(torch.__version__) >= "2.8":
         before_s = time.monotonic()
         error = _error(leave_as_rank_one, timeouts={"collective": 240})
         assert isinstance(error, ddpsafe.RankLeftEarlyError), error
