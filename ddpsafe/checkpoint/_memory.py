@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
 
-    from ddpsafe.checkpoint._format import FileFacts, Manifest, ShardedTensor
+    from ddpsafe.checkpoint._format import FileFacts, ShardedTensor
     from ddpsafe.checkpoint._ranks import Ranks
-    from ddpsafe.checkpoint._slots import Candidate, Slot
+    from ddpsafe.checkpoint._slots import Candidate, Held, Slot
     from ddpsafe.checkpoint._state import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -311,13 +311,17 @@ class StateMemory:
                     os.ftruncate(file, held.files[name])
         return slot.number
 
-    def note_restored(self, manifest: Manifest, *, from_memory: bool) -> None:
-        """Continue from a state, which makes newer ones in memory those of another training."""
-        step = manifest.step
+    def note_restored(self, step: int, held: Held | None, *, from_memory: bool) -> None:
+        """Continue from a state, which makes newer ones in memory those of another training.
+
+        Args:
+            step: Its step.
+            held: The newest in memory; what it knows of costs holds for this attempt, too.
+            from_memory: Whether it came from memory.
+        """
         self.newest = step if from_memory else None
-        costs: Any = manifest.metadata.get("costs")
-        if from_memory and costs:
-            self.schedule.resume(step, Costs(*costs))
+        if held is not None and held.costs:
+            self.schedule.resume(step, Costs(*held.costs))
         if self._is_first:
             self.slots.drop_newer(step)
 

@@ -170,9 +170,8 @@ def restore(request: RestoreRequest) -> Restored | None:
     seen: list[int] = answer["seen"]  # those that at least one rank sees
     problems: list[str] = []
     sources: list[tuple[int, Candidate | None]] = [(step, None) for step in steps]
-    for plain in answer["memory"]:
-        found = Candidate.of(plain)
-        sources.append((found.held.step, found))
+    in_memory = [Candidate.of(plain) for plain in answer["memory"]]  # the newest first
+    sources += [(found.held.step, found) for found in in_memory]
     # Of one step, that in memory first.
     sources.sort(key=lambda source: (source[0], source[1] is not None), reverse=True)
     for step, candidate in sources:
@@ -205,7 +204,8 @@ def restore(request: RestoreRequest) -> Restored | None:
             newer = [other for other in seen if other > step]
             _set_aside(request, newer, problems)
             if memory is not None:
-                memory.note_restored(loaded.manifest, from_memory=candidate is not None)
+                newest = in_memory[0].held if in_memory else None
+                memory.note_restored(step, newest, from_memory=candidate is not None)
             logger.info("restored step %d from %s", step, loaded.folder)
             return Restored(
                 manifest=loaded.manifest, in_memory=candidate is not None, on_disk=step in steps

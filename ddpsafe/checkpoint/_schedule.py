@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _SHARE: Final = 0.008
 """The share of the time that states in memory are to take with ``"auto"``; less than the promised 1 %, since
 the next save may take longer than the last."""
+_FIRST_STEPS: Final = 10
+"""Steps to the second save: it reports what the first one took, and what a step takes, which one step alone does not
+show (the first steps after a save are slower)."""
 
 
 class Costs(NamedTuple):
@@ -88,7 +91,7 @@ class Schedule:
         if self._saving is not None:
             step, began_s = self._saving
             self._spent_s += self._saved_s - began_s
-            self._next_step = step + steps_between([costs] if costs else [])
+            self._next_step = step + (steps_between([costs]) if costs else _FIRST_STEPS)
 
     def resume(self, step: int, costs: Costs) -> None:
         """Continue after the save of a step, as if these costs of an earlier attempt were this one's."""

@@ -79,6 +79,7 @@ class Held:
         token: A checksum of its files: equal on two nodes only if the states are.
         files: The lengths of its files, by name; the manifest last.
         slot: The number of its slot on that node.
+        costs: The `Costs` of saves that were known when it was saved, if any.
     """
 
     step: int
@@ -86,6 +87,7 @@ class Held:
     token: int
     files: dict[str, int]
     slot: int
+    costs: list[float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,8 +217,16 @@ class NodeSlots:
             content = json.dumps(manifest.model_dump()["files"], sort_keys=True).encode()
             files = {name: facts.size_bytes for name, facts in manifest.files.items()}
             files[NAME] = self._slots[number].path(NAME).stat().st_size
-            token = zlib.crc32(content)
-            return Held(step=step, attempt=attempt, token=token, files=files, slot=number), problems
+            costs: Any = manifest.metadata.get("costs")
+            held = Held(
+                step=step,
+                attempt=attempt,
+                token=zlib.crc32(content),
+                files=files,
+                slot=number,
+                costs=costs,
+            )
+            return held, problems
         return None, problems
 
     def drop_newer(self, step: int) -> None:

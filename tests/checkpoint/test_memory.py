@@ -397,6 +397,18 @@ def test_a_slot_that_is_written_again_changes_nothing_else(
     assert result.values == {0: value, 1: value}
 
 
+def test_what_saves_cost_is_known_after_a_restore_from_the_directory(tmp_path: Path) -> None:
+    """Step 12 is on disk, and what was saved to measure it in memory: the next attempt does not measure again."""
+    result = ddpsafe.launch(
+        programs.measure_once,
+        args=(tmp_path,),
+        nproc_per_node=2,
+        backend="gloo",
+        retry={"attempts": 2, "on": {"killed"}, "no_progress": None},
+    )
+    assert result.values == {0: [12], 1: [12]}
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("restarts", [8, pytest.param(200, marks=pytest.mark.soak)])
