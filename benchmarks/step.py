@@ -50,6 +50,8 @@ FOLDER: Final = "STEP_FOLDER"
 QUIET_S: Final = 20.0
 PAUSE_S: Final = 0.1
 SIZES: Final = (2, 8, 64)
+MEMORY_S: Final = 60.0
+MEMORY_MB: Final = (0, 10, 100)
 
 
 class Step(NamedTuple):
@@ -140,13 +142,47 @@ def measure_steps(ctx: Any) -> None:
     note(ctx.rank, training(ctx.rank)(STEPS))
 
 
-def measure_with_memory(ctx: Any) -> None:
-    """Train under ddpsafe, with states in memory."""
+class TimedCheckpointer:
+    """Saves a state of the model and so many bytes beside it, and measures what a training waits for."""
+
+    def __init__(self, checkpointer: Any, more_bytes: int) -> None:
+        import torch
+
+        self.began_s = self.due_s = self.save_s = 0.0
+        self.saves = 0
+        self._checkpointer = checkpointer
+        self._more = {"more": torch.zeros(more_bytes // 4)}
+
+    def is_due(self, step: int) -> bool:
+        """Ask whether it is time."""
+        started_s = time.perf_counter()
+        self.began_s = self.began_s or started_s
+        due = self._checkpointer.is_due(step)
+        self.due_s += time.perf_counter() - started_s
+        return bool(due)
+
+    def save(self, state: dict[str, Any], step: int) -> None:
+        """Save."""
+        started_s = time.perf_counter()
+        self._checkpointer.save({**state, **self._more}, step)
+        self.saves += 1
+        self.save_s += time.perf_counter() - started_s
+
+
+def measure_with_memory(ctx: Any, more_bytes: int) -> None:
+    """Train under ddpsafe, with states in memory; record the time that they take."""
     from ddpsafe.checkpoint import Checkpointer
 
     folder = Path(os.environ[FOLDER]) / "checkpoints"
     with Checkpointer(folder, every=10**9, memory_every="auto") as checkpointer:
-        note(ctx.rank, training(ctx.rank, checkpointer)(STEPS))
+        timed = TimedCheckpointer(checkpointer, more_bytes)
+        train = training(ctx.rank, timed)
+        steps, lasted_s = WARM_UP, 0.0
+        while ctx.all_reduce(lasted_s, op="max") < MEMORY_S:
+            train(BLOCK)
+            steps += BLOCK
+            lasted_s = time.perf_counter() - timed.began_s
+        note(ctx.rank, [steps, timed.saves, timed.save_s, timed.due_s, lasted_s])
 
 
 def steps_of_spawn(rank: int) -> None:
@@ -227,7 +263,6 @@ SCRIPTS: Final = {"plain": steps_of_script, "attached": steps_attached}
 JOBS: Final[dict[str, Callable[[], None]]] = {
     "mp.spawn": launch_by_hand,
     "launch": lambda: launch(measure_steps),
-    'launch, memory_every="auto"': lambda: launch(measure_with_memory),
     "spawn": spawn,
     "torchrun": lambda: run_script("torch.distributed.run", "plain"),
     "ddpsafe run": lambda: run_script("ddpsafe", "plain"),
@@ -235,7 +270,6 @@ JOBS: Final[dict[str, Callable[[], None]]] = {
 }
 COMPARED: Final = (
     ("launch", "mp.spawn"),
-    ('launch, memory_every="auto"', "launch"),
     ("spawn", "mp.spawn"),
     ("ddpsafe run", "torchrun"),
     ("process_group under torchrun", "torchrun"),
@@ -326,6 +360,14 @@ JOBS |= {"switched": lambda: launch(switched)}
 JOBS |= {f"quiet {ranks}": quiet_job(ranks) for ranks in SIZES}
 
 
+def memory_job(megabytes: int) -> Callable[[], None]:
+    """Return a job with states in memory."""
+    return lambda: launch(measure_with_memory, args=(megabytes * 10**6,))
+
+
+JOBS |= {f"memory {megabytes}": memory_job(megabytes) for megabytes in MEMORY_MB}
+
+
 def rows_of_switched() -> Iterator[str]:
     """Measure within one launch; yield the rows of the table."""
     pairs = [(Step(*on), Step(*off)) for on, off in run("switched")]
@@ -373,10 +415,23 @@ def rows_of_quiet() -> Iterator[str]:
         yield f"| {ranks} | {rate['launcher']:.2%} | {' | '.join(cells)} |"
 
 
+def rows_of_memory() -> Iterator[str]:
+    """Measure states in memory; yield the rows of the table."""
+    yield "| state | a step | saves | a save | all saves, of the time | a call of `is_due` | all of them |"
+    yield "|--:|--:|--:|--:|--:|--:|--:|"
+    for megabytes in MEMORY_MB:
+        steps, saves, save_s, due_s, lasted_s = run(f"memory {megabytes}")
+        yield (
+            f"| {megabytes or 0.1:g} MB | {1000 * (lasted_s - save_s - due_s) / steps:.2f} ms "
+            f"| {saves} | {1000 * save_s / saves:.1f} ms | {save_s / lasted_s:.2%} "
+            f"| {1e6 * due_s / steps:.1f} µs | {due_s / lasted_s:.2%} |"
+        )
+
+
 def page_of(rounds: int) -> str:
     """Measure everything; return the page."""
-    switched_rows, pairs, quiet = map(
-        "\n".join, (rows_of_switched(), rows_of_pairs(rounds), rows_of_quiet())
+    switched_rows, memory, pairs, quiet = map(
+        "\n".join, (rows_of_switched(), rows_of_memory(), rows_of_pairs(rounds), rows_of_quiet())
     )
     return f"""\
 ---
@@ -391,6 +446,12 @@ A step of six linear layers of 64 under DDP, with SGD: {RANKS} ranks, {backend()
 
 {BLOCKS} pairs of blocks of {BLOCK} steps, with everything that ddpsafe adds to a step and without it.
 {switched_rows}
+
+## States in memory
+
+Trainings of {MEMORY_S:.0f} s with `memory_every="auto"`: the first saves, which it makes to measure them, are counted.
+
+{memory}
 
 ## Whole processes
 
@@ -414,7 +475,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Cost of a step.")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--save", type=Path, help="write the page to this file")
-    parser.add_argument("--only", choices=("switched", "pairs", "quiet"), help="print one table")
+    parser.add_argument(
+        "--only", choices=("switched", "memory", "pairs", "quiet"), help="print one table"
+    )
     parser.add_argument("--backend", choices=("gloo", "nccl"), default=backend())
     parser.add_argument("--job", choices=JOBS, help="internal")
     parser.add_argument("--script", choices=SCRIPTS, help="internal")
@@ -427,6 +490,7 @@ def main() -> None:
     elif options.only:
         tables = {
             "switched": rows_of_switched,
+            "memory": rows_of_memory,
             "pairs": lambda: rows_of_pairs(options.rounds),
             "quiet": rows_of_quiet,
         }
