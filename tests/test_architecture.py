@@ -468,7 +468,7 @@ BUDGETS: Final = {
     "tests/nccl_on_cpu": (1_400, "torch's NCCL code without a GPU"),
     "tests/nodes": (6_370, "several launchers: joins, losses, networks that break"),
     "tests/nodes/simulation": (2_310, "hosts, network and clocks of jobs in virtual time"),
-    "tests/programs": (9_150, "what runs in ranks"),
+    "tests/programs": (9_170, "what runs in ranks"),
     "tests/slurm": (450, "a Slurm of this machine alone"),
     "tests/smoke": (262, "the installed wheel"),
     "tests/testing": (500, "the pytest plugin"),
