@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import network as net
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.plan import LaunchPlan
 
 PORT = 29400
+_SLOW_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +246,7 @@ class Job(ranks.Cluster):
         return None
 
     def rank(self, fault: Fault, host: net.Host) -> None:
-        """A rank raises, is killed, or exits."""
+        """A rank raises, is killed, exits, hangs, or returns before the others."""
         found = ranks.of_host(self, host)
         if not found:
             return
@@ -253,10 +254,12 @@ class Job(ranks.Cluster):
         self.culprits.add(rank)
         if fault.how == "raises":
             rank.raise_("a bug")
-        elif fault.how == "killed":
-            rank.exit(-signal.SIGKILL)
+        elif fault.how == "hangs":
+            rank.hangs = True
+        elif fault.how == "returns":
+            rank.finish()
         else:
-            rank.exit(3)
+            rank.exit(-signal.SIGKILL if fault.how == "killed" else 3)
 
     def launcher(self, fault: Fault, host: net.Host) -> None:
         """A launcher is killed; its ranks end with it. It is started again later."""
@@ -296,12 +299,14 @@ class Job(ranks.Cluster):
             self._end_later(fault, restart)
 
     def signal(self, fault: Fault, host: net.Host) -> None:
-        """A launcher receives a signal."""
-        launcher = self._launcher_on(host)
+        """A launcher receives a signal, and perhaps another one after it."""
+        launcher, (name, *more) = self._launcher_on(host), fault.how.split()
         if launcher is not None and launcher.inbox is not None:
             with self.kernel.at(launcher):
-                launcher.inbox.put(signal.Signals[fault.how], None)
+                launcher.inbox.put(signal.Signals[name], None)
             self.kernel.news(launcher)
+        if more:
+            self._end_later(fault, lambda: self.signal(replace(fault, how=more[0]), host))
 
     def pause(self, fault: Fault, host: net.Host) -> None:
         """A launcher is stopped for a while; its kernel answers for it."""
@@ -316,20 +321,42 @@ class Job(ranks.Cluster):
 
         self._end_later(fault, resume)
 
+    def slow(self, fault: Fault, host: net.Host) -> None:
+        """A launcher reads late for a while; its kernel answers for it."""
+        launcher = self._launcher_on(host)
+        if launcher is not None:
+            launcher.reads_within_s = _SLOW_S
+            self._end_later(fault, lambda: setattr(launcher, "reads_within_s", 0.0))
+
     def outage(self, fault: Fault, host: net.Host) -> None:
-        """A host reaches no other one, or not node 0's, for a while."""
+        """A host is cut off from all others, or from node 0's, for a while: in both directions, or in one."""
         others = [other for other in self.hosts if other is not host]
         if fault.how.endswith("node-0"):
             others = [self.hosts[0]] if host is not self.hosts[0] else []
-        how = fault.how.partition(" ")[0]
-        for other in others:
-            self.network.cut(host, other, how)
+        how, _, way = fault.how.partition(" ")[0].partition("-")
+        ways = [(host, other) for other in others if way != "in"]
+        ways += [(other, host) for other in others if way != "out"]
+        for sender, to in ways:
+            self.network.cut(sender, to, how)
 
         def repair() -> None:
-            for other in others:
-                self.network.repair(host, other)
+            for sender, to in ways:
+                self.network.repair(sender, to)
 
         self._end_later(fault, repair)
+
+    def freeze(self, fault: Fault, host: net.Host) -> None:
+        """A host stops for a while, its kernel included, as a virtual machine that is moved."""
+        self.outage(fault, host)
+        self.pause(fault, host)
+
+    def clock(self, _: Fault, host: net.Host) -> None:
+        """The wall clock of a host is set."""
+        host.wall_ahead_s += self.kernel.random.uniform(-7200, 7200)
+
+    def unmount(self, *_: object) -> None:
+        """The last spare host does not have the folder of the checkpoints."""
+        self.hosts[-1].has_mount = not self.scenario.spares
 
     # The whole.
 
@@ -370,7 +397,7 @@ def _plan_of(scenario: Scenario) -> LaunchPlan:
         "backend": "gloo",
         "preflight": "off",
         "rendezvous": {"endpoint": f"h0:{PORT}", "join": 120, "last_call": 8, "id": "job"},
-        "timeouts": {"start": 60, "node_loss": 20, "stop": 30},
+        "timeouts": {"start": 60, "node_loss": 20, "stop": 30, "progress": 60},
         "retry": {
             "attempts": scenario.attempts,
             "on": ["startup-network", "port", "peer-lost", "killed", ValueError],

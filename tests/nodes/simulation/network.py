@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ class Host:
     monotonic_ahead_s: float = 0.0
     wall_ahead_s: float = 0.0
     is_up: bool = True
+    has_mount: bool = True
     boots: int = 0
 
 
@@ -48,6 +49,7 @@ class Launcher:
     host: Host
     is_dead: bool = False
     is_paused: bool = False
+    reads_within_s: float = 0.0
     inbox: Any = None
     channel: Channel | None = None
     failures: list[Any] = field(default_factory=list)
@@ -73,19 +75,20 @@ class Network:
         self.listeners: dict[tuple[str, int], Channel] = {}
         self.links: list[Link] = []
         self.note_sent: Callable[[object], None] = id
-        self._cuts: dict[frozenset[str], int] = {}
+        self._cuts: Counter[tuple[str, str]] = Counter()
         self._was_up_s: dict[frozenset[str], float] = {}
 
     def add(self, host: Host) -> None:
         """Connect a host."""
         self.hosts[host.address] = host
 
+    def travels(self, sender: Host, to: Host) -> bool:
+        """Return whether packets travel from one host to another."""
+        return sender.is_up and to.is_up and not self._cuts[sender.address, to.address]
+
     def is_open(self, one: Host, other: Host) -> bool:
-        """Return whether packets travel between two hosts."""
-        if one is other:
-            return one.is_up
-        pair = frozenset((one.address, other.address))
-        return one.is_up and other.is_up and not self._cuts.get(pair)
+        """Return whether packets travel between two hosts, in both directions."""
+        return self.travels(one, other) and self.travels(other, one)
 
     def unheard_s(self, one: Host, other: Host) -> float:
         """Return for how long the kernel of a host has heard nothing of another one."""
@@ -99,21 +102,19 @@ class Network:
             link for link in self.links if {one, other} == {end.launcher.host for end in link.ends}
         ]
 
-    def cut(self, one: Host, other: Host, how: str) -> None:
-        """Stop all packets between two hosts, without an answer or with a reset."""
-        pair = frozenset((one.address, other.address))
-        if self.is_open(one, other):
-            self._was_up_s[pair] = self.kernel.now_s
-        self._cuts[pair] = self._cuts.get(pair, 0) + 1
-        for link in self._links_between(one, other):
+    def cut(self, sender: Host, to: Host, how: str) -> None:
+        """Stop all packets from one host to another, without an answer or with a reset."""
+        if self.is_open(sender, to):
+            self._was_up_s[frozenset((sender.address, to.address))] = self.kernel.now_s
+        self._cuts[sender.address, to.address] += 1
+        for link in self._links_between(sender, to):
             link.lose_packets(how)
 
-    def repair(self, one: Host, other: Host) -> None:
-        """Let packets travel again."""
-        pair = frozenset((one.address, other.address))
-        self._cuts[pair] = max(0, self._cuts.get(pair, 0) - 1)
-        if self.is_open(one, other):
-            for link in self._links_between(one, other):
+    def repair(self, sender: Host, to: Host) -> None:
+        """Let them travel again."""
+        self._cuts[sender.address, to.address] -= 1
+        if self.is_open(sender, to):
+            for link in self._links_between(sender, to):
                 link.find_packets()
 
     def stop_host(self, host: Host) -> None:
@@ -174,8 +175,10 @@ class Link:
     def _is_open(self) -> bool:
         return self._network.is_open(self.node_0.launcher.host, self.other.launcher.host)
 
-    def _carries(self) -> bool:
-        return self._is_open() and self.node_0.is_connected and self.other.is_connected
+    def _carries(self, end: End) -> bool:
+        """Return whether what an end sends arrives."""
+        travels = self._network.travels(end.launcher.host, self.opposite(end).launcher.host)
+        return travels and self.node_0.is_connected and self.other.is_connected
 
     # Messages.
 
@@ -188,14 +191,17 @@ class Link:
         self._pump(end)
 
     def _pump(self, end: End) -> None:
-        if end.outbox and not end.is_sending and self._carries():
+        if end.outbox and not end.is_sending and self._carries(end):
             end.is_sending = True
-            self._kernel.after(self._kernel.random.uniform(*_DELAY_S), lambda: self._deliver(end))
+            delay_s = self._kernel.random.uniform(*_DELAY_S)
+            reads_within_s = self.opposite(end).launcher.reads_within_s
+            delay_s += self._kernel.random.uniform(0, reads_within_s) if reads_within_s else 0.0
+            self._kernel.after(delay_s, lambda: self._deliver(end))
 
     def _deliver(self, end: End) -> None:
         end.is_sending = False
         to = self.opposite(end)
-        if not self._carries() or to.launcher.is_dead:
+        if not self._carries(end) or to.launcher.is_dead:
             return
         if to.launcher.is_paused:
             self._kernel.deferred.append((to.launcher, lambda: self._pump(end)))
@@ -352,7 +358,7 @@ class Link:
         if end.is_connected and not self._is_open():
             self._leaving = end  # its kernel sends what is left once it can
             return
-        if not self._carries():
+        if not self._carries(end):
             self.vanish(end)
             return
 
@@ -376,7 +382,7 @@ class Link:
             if other.is_connected:
                 self.lose_packets("drop")
             return
-        if not self._is_open():
+        if not self._network.travels(end.launcher.host, other.launcher.host):
             return  # it is noticed by what the host answers, once it is reached
         how = self._kernel.random.choice(["ended", "reset"])
         socket = self._socket
@@ -493,7 +499,7 @@ class Channel:
         for name, (link, end) in self._links.items():
             other = link.opposite(end)
             runs = not (other.launcher.is_paused or other.launcher.is_dead)
-            if end.is_connected and runs and link._carries() and now_s - end.heard_s >= real.BEAT_S:
+            if runs and link._carries(other) and now_s - end.heard_s >= real.BEAT_S:
                 end.heard_s = now_s
                 self._events.append((name, real.Alive(sent_ns=0, epoch_ns=0)))
         while self._events:
@@ -571,10 +577,11 @@ class Channel:
 
     def has_heard(self, *, within_s: float) -> bool:
         """Return whether the kernel of any connected node was heard of lately."""
+        here = self.launcher.host
         return any(
-            self.network.unheard_s(*(each.launcher.host for each in link.ends)) < within_s
+            self.network.travels(host, here) or self.network.unheard_s(host, here) < within_s
             for link, end in self._links.values()
-            if end.is_connected
+            if end.is_connected and (host := link.opposite(end).launcher.host)
         )
 
     def _stop(self) -> None:

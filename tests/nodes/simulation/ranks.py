@@ -17,7 +17,10 @@ import virtual_time
 from ddpsafe._launcher.processes.rank_process import Activity, RankState
 from ddpsafe._wire import payload
 from ddpsafe._wire.messages import (
+    MAIN_GROUP,
     AcceptsStop,
+    CheckpointFolder,
+    Collective,
     Entered,
     Position,
     Raised,
@@ -41,7 +44,6 @@ _NOTICE: Final = 0.8
 _LOST: Final = "Connection closed by peer"
 _handles = itertools.count(2_000_000)
 _VALUE = bytes(payload.dumps_result(None))
-_NOWHERE = Position(collectives=())
 
 
 class Rank(RankState):
@@ -63,7 +65,8 @@ class Rank(RankState):
         self.result: bytes | None = None
         self.relay: Callable[[Any], None] | None = None
         self.runs = True  # its process
-        self.is_broken = False  # it has raised, or has lost a peer
+        self.is_broken = False  # it has raised, has lost a peer, or has returned
+        self.hangs = False
         self.asked_to_stop = False
         self.stops_at: int | None = None
         self.steps = self.questions = 0
@@ -111,7 +114,7 @@ class Rank(RankState):
         """Take a request of the launcher."""
         if data == ASK_POSITION:
             self.questions += 1
-            self.report(_NOWHERE)
+            self.report(self.where())
         elif data == ASK_STOP:
             self.asked_to_stop = True
             self.report(StopPromise(call=self.steps + 1))
@@ -170,6 +173,20 @@ class Rank(RankState):
             self._reports.append(message)
             self.training.kernel.news(self.launcher)
 
+    def where(self) -> Position:
+        """Return where it is: in the all-reduce of the next step, with which all ranks begin it."""
+        waits = self.training.has_joined and not (self.is_broken or self.hangs)
+        waits = waits and not self.training.is_over
+        call = Collective(
+            group=MAIN_GROUP,
+            number=self.steps + waits,
+            name="gloo:all_reduce",
+            sizes="[[8]]",
+            state="started" if waits else "completed",
+            entered_ns=0,
+        )
+        return Position(collectives=(call,) if call.number else ())
+
     def exit(self, code: int) -> None:
         """End the process."""
         if self.runs:
@@ -181,6 +198,7 @@ class Rank(RankState):
         """Raise an exception, which ends the process soon."""
         if self.is_broken or not self.is_there or self.returned is not None:
             return
+        position = self.where()
         self.is_broken = True
         with self.training.kernel.at(self.launcher):
             at_ns = int(virtual_time.monotonic_s() * 1e9)
@@ -191,7 +209,7 @@ class Rank(RankState):
             payload=None,
             phase="running",
             where="train.py:1",
-            position=_NOWHERE,
+            position=position,
             at_ns=at_ns,
             origin=origin,
         )
@@ -202,8 +220,8 @@ class Rank(RankState):
         """Return, unless it has raised meanwhile."""
         if self.is_broken:
             return
-        self.report(Returned(payload=_VALUE, position=_NOWHERE, stop_calls=self.steps))
         self.is_broken = True
+        self.report(Returned(payload=_VALUE, position=self.where(), stop_calls=self.steps))
         self.training.later(0.02, 0.6, lambda: self.exit(0))
 
 
@@ -215,7 +233,7 @@ class Training:
         self.cluster, self.kernel, self.attempt = cluster, cluster.kernel, attempt
         self.world_size = world_size
         self.ranks: dict[int, Rank] = {}
-        self.has_joined = False
+        self.has_joined = self.is_over = False
         self.steps = 0
         self._done: set[tuple[int, int]] = set()
         self.kernel.after(STEP_S, self._step)
@@ -235,7 +253,7 @@ class Training:
         if len(ranks) == self.world_size and not any(rank.is_there for rank in ranks):
             return
         whole = len(ranks) == self.world_size and all(
-            rank.is_there and not rank.is_broken for rank in ranks
+            rank.is_there and not (rank.is_broken or rank.hangs) for rank in ranks
         )
         if whole and self._all_reach_each_other():
             if not self.has_joined:
@@ -244,6 +262,7 @@ class Training:
                     rank.report(Entered(phase="running"))
                     if self.cluster.scenario.saves:
                         rank.report(AcceptsStop())
+                        rank.report(CheckpointFolder(path="/checkpoints"))
             else:
                 self._train(ranks)
         self.kernel.after(STEP_S, self._step)
@@ -256,10 +275,12 @@ class Training:
             rank for rank in ranks if rank.stops_at is not None and self.steps >= rank.stops_at
         ]
         if len(stops) == len(ranks):
+            self.is_over = True
             for rank in ranks:
                 rank.report(Stops())
                 self.later(0.0, 0.3, rank.finish)
         elif self.steps >= self.cluster.scenario.steps:
+            self.is_over = True
             for rank in ranks:
                 self.later(0.0, 0.3, rank.finish)
         self.cluster.note_step(self)
@@ -270,7 +291,7 @@ class Training:
             return
         host = ended.launcher.host
         for rank in self.ranks.values():
-            is_connected = self.cluster.network.is_open(host, rank.launcher.host)
+            is_connected = self.cluster.network.travels(host, rank.launcher.host)
             # The others wait for ever.
             if rank is not ended and is_connected and self.kernel.random.random() < _NOTICE:
                 self.later(0.001, 0.4, lambda rank=rank: rank.raise_(_LOST, "peer-lost"))
@@ -301,6 +322,13 @@ def end_processes(processes: Sequence[Rank], kernel: Kernel, *, grace: timedelta
     for rank in processes:
         with_ns = int(virtual_time.monotonic_s() * 1e9)
         rank.note_end(with_ns)
+
+
+def ask_where(processes: Sequence[Rank]) -> None:
+    """Ask ranks where they are before they are ended, as `attempt.ask_where` does."""
+    for rank in processes:
+        if rank.is_there and rank.alive:
+            rank.position = rank.where()
 
 
 @contextmanager

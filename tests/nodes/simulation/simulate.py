@@ -9,7 +9,7 @@ import random
 import sys
 import traceback
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jobs
 import stand_ins
@@ -19,12 +19,14 @@ from jobs import Fault, Interrupted, Job, Scenario
 from ddpsafe import (
     DDPSafeError,
     LaunchError,
+    LaunchTimeoutError,
     NodeLostError,
     PreemptedError,
     PreflightError,
     RankExitedError,
     RankFailedError,
     RankKilledError,
+    RankLeftEarlyError,
     RankRaisedError,
     RendezvousTimeoutError,
 )
@@ -40,6 +42,8 @@ _RANK_ERRORS: Final = {
     "raises": RankRaisedError,
     "killed": RankKilledError,
     "exits": RankExitedError,
+    "hangs": LaunchTimeoutError,
+    "returns": RankLeftEarlyError,
 }
 _MOST_QUESTIONS: Final = 3
 """In the half second in which all ranks of a job return."""
@@ -56,9 +60,17 @@ _MOMENTS: Final = (
     "LetRanksExit",
     "RoundResult",
     "RanksEnded",
+    "SignalReceived",
+    "FoldersSeen",
 )
 """Messages on which faults happen: from the first meeting to the end of the job."""
 
+_KINDS: Final = (
+    *("rank", "rank", "rank", "launcher", "power", "signal", "signal", "pause", "slow"),
+    *("outage", "outage", "outage", "outage", "freeze", "clock", "unmount"),
+)
+_CUTS: Final = ("pause", "freeze", "outage")
+_PASSING: Final = ("slow", "clock", "unmount")
 _TOO_LATE: Final = (PreflightError, RendezvousTimeoutError)
 """How a node ends that comes when an elastic job runs without it, or has ended."""
 
@@ -99,9 +111,7 @@ def draw(seed: int) -> Scenario:
 
 
 def _draw_fault(pick: random.Random, scenario: Scenario) -> Fault:
-    kind = pick.choice(
-        ["rank", "rank", "launcher", "power", "signal", "pause", "outage", "outage", "outage"]
-    )
+    kind = pick.choice(_KINDS)
     for_s, how = 0.0, ""
     if kind == "rank":
         how = pick.choice(list(_RANK_ERRORS))
@@ -109,10 +119,14 @@ def _draw_fault(pick: random.Random, scenario: Scenario) -> Fault:
         for_s = pick.choice([0.0, pick.uniform(1, 40)])
     elif kind == "signal":
         how = pick.choice(["SIGINT", "SIGTERM", "SIGTERM", "SIGUSR1"])
-    elif kind == "pause":
-        for_s = pick.uniform(0.5, 40)
-    else:
-        how = pick.choice(["drop", "drop", "reset"]) + pick.choice([" to all", " to node-0"])
+        if pick.random() < 0.4:
+            how, for_s = f"{how} {pick.choice(['SIGINT', 'SIGTERM'])}", pick.uniform(0.2, 8)
+    elif kind in ("pause", "freeze", "slow"):
+        how = "drop to all" if kind == "freeze" else ""
+        for_s = pick.choice([pick.uniform(0.5, _BRIEF_S), pick.uniform(0.5, 40)])
+    elif kind == "outage":
+        how = pick.choice(["drop", "drop", "drop-in", "drop-out", "reset", "reset"])
+        how += pick.choice([" to all", " to node-0"])
         longest_s = (
             pick.choice([1.0, _BRIEF_S, 60.0])
             if how.startswith("drop")
@@ -145,7 +159,16 @@ def is_harmless(fault: Fault) -> bool:
     if fault.kind == "outage":
         return fault.for_s <= (_BRIEF_S if fault.how.startswith("drop") else _BRIEF_RESET_S)
     # A launcher that is stopped does not dial again.
-    return fault.kind == "pause" and fault.for_s <= _BRIEF_S
+    is_brief = fault.kind in ("pause", "freeze") and fault.for_s <= _BRIEF_S
+    return is_brief or fault.kind in _PASSING
+
+
+def _harmful(scenario: Scenario) -> list[Fault]:
+    """Return the faults that may end an attempt."""
+    kinds = {fault.how[:4] for fault in scenario.faults if fault.kind in _CUTS}
+    # A reset in an outage makes that one count as a launcher that has ended.
+    mixed = _CUTS if len(kinds) > 1 else ()
+    return [fault for fault in scenario.faults if fault.kind in mixed or not is_harmless(fault)]
 
 
 def judge(job: Job) -> Iterator[str]:
@@ -177,8 +200,8 @@ def _is_spare(job: Job, end: jobs.End) -> bool:
 def _judge_healthy(job: Job) -> Iterator[str]:
     """A job that only meets what passes ends well, in its first attempt."""
     faults = job.scenario.faults
-    if not all(map(is_harmless, faults)) or len({fault.how[:4] for fault in faults}) > 1:
-        return  # a reset in an outage makes that one count as a launcher that has ended
+    if _harmful(job.scenario):
+        return
     for end in job.ends:
         if job.scenario.min_nodes and isinstance(end.error, _TOO_LATE):
             continue
@@ -194,8 +217,8 @@ def _judge_healthy(job: Job) -> Iterator[str]:
 def _judge_cause(job: Job) -> Iterator[str]:
     """Of one fault in the first attempt, every launcher that can know it names the cause."""
     scenario = job.scenario
-    harmful = [fault for fault in scenario.faults if not is_harmless(fault)]
-    if len(harmful) != 1 or any(fault.kind == "outage" for fault in scenario.faults):
+    harmful = _harmful(scenario)
+    if len(harmful) != 1 or any(fault.kind in ("outage", "freeze") for fault in scenario.faults):
         return
     (fault,) = harmful
     # The ranks may have returned by then, or the node 0 that pauses does not look.
@@ -214,18 +237,23 @@ def _judge_cause(job: Job) -> Iterator[str]:
     ]
     for end, error in errors:
         if fault.kind == "rank":
+            named = getattr(error, "missing_ranks", ()) or (getattr(error, "rank", -1),)
             is_right = isinstance(error, _RANK_ERRORS[fault.how])
-            is_right = is_right and error.rank // scenario.nproc == fault.host
+            is_right = is_right and {rank // scenario.nproc for rank in named} == {fault.host}
         elif fault.kind in ("launcher", "power"):
             is_right = isinstance(error, NodeLostError) and error.hostname == f"h{fault.host}"
         else:
             continue
         if not is_right:
             yield f"{fault}, but {end.launcher.name} saw: {error.explanation.what}"
-    if fault.kind != "signal" or fault.how == "SIGUSR1" or fault.host >= scenario.nnodes:
+    if fault.kind != "signal" or "USR1" in fault.how or fault.host >= scenario.nnodes:
         return
-    expected = PreemptedError if scenario.saves and fault.how == "SIGTERM" else Interrupted
-    leaves = fault.how == "SIGTERM" and 0 < scenario.min_nodes < scenario.nnodes and fault.host
+    first, *more = fault.how.split()
+    leaves = first == "SIGTERM" and 0 < scenario.min_nodes < scenario.nnodes and fault.host
+    if leaves and "SIGINT" in more:
+        return  # it may have left by then
+    expected: Any = PreemptedError if scenario.saves and first == "SIGTERM" else Interrupted
+    expected = (Interrupted, PreemptedError) if more else expected
     for end in job.ends:
         has_signal = end.launcher.host is job.hosts[fault.host]
         if _is_spare(job, end):
@@ -248,7 +276,7 @@ def _judge_blame(job: Job) -> Iterator[str]:
 
 def _judge_count(job: Job) -> Iterator[str]:
     """Each fault ends at most one attempt."""
-    harmful = [fault for fault in job.scenario.faults if not is_harmless(fault)]
+    harmful = _harmful(job.scenario)
     attempts = len({training.attempt for training in job.trainings.values()})
     if attempts > 1 + len(harmful):
         yield f"{attempts} attempts for {len(harmful)} faults"
@@ -257,7 +285,7 @@ def _judge_count(job: Job) -> Iterator[str]:
 def _judge_same(job: Job) -> Iterator[str]:
     """Where nothing is cut off or lost, all launchers end with one result."""
     scenario = job.scenario
-    kinds = {fault.kind for fault in scenario.faults}
+    kinds = {fault.kind for fault in scenario.faults} - {"clock", "unmount"}
     if kinds <= {"rank", "signal", "launcher", "power"} and all(
         fault.host for fault in scenario.faults if fault.kind in ("launcher", "power")
     ):
@@ -294,7 +322,7 @@ def _judge_attempts(job: Job) -> Iterator[str]:
 def _judge_retries(job: Job) -> Iterator[str]:
     """A job with enough attempts, whose nodes come back, ends well."""
     scenario = job.scenario
-    harmful = [fault for fault in scenario.faults if not is_harmless(fault)]
+    harmful = _harmful(scenario)
     comes_back = all(
         (fault.kind == "rank" and fault.how == "killed")
         or (fault.kind not in ("rank", "signal") and fault.for_s)

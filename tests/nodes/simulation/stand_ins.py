@@ -28,6 +28,8 @@ from ddpsafe._launcher.nodes import (
     texts,
     torchs_rendezvous,
 )
+from ddpsafe._launcher.nodes.limits import CONNECT
+from ddpsafe._launcher.nodes.node_messages import FolderCheck, FoldersSeen
 from ddpsafe._launcher.watch import signals, supervisor
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ def install() -> None:
     _threads()
     _signals()
     _ports()
+    _folders()
     _processes()
     _torch()
 
@@ -155,6 +158,16 @@ def _ports() -> None:
     rounds._unreached = unreached
 
 
+def _folders() -> None:
+    def look_at(check: FolderCheck, address: str) -> FoldersSeen:
+        missing = () if _here().host.has_mount else check.folders
+        _kernel().pause(5.0 if missing else 0.1)
+        return FoldersSeen(missing=missing, unreached=rounds._unreached(address, 0, CONNECT))
+
+    rounds._file_in = lambda folders: contextlib.nullcontext(("file", tuple(sorted(folders))))
+    rounds._look_at = look_at
+
+
 class _NoWatch:
     """A watch that sees nothing: deadlocks, texts on stderr and ``ddpsafe status`` are not simulated."""
 
@@ -195,7 +208,7 @@ def _processes() -> None:
     attempt.rank_readings.count_oom_kills = lambda: 0
     supervisor.StderrWatch = other_node.StderrWatch = _NoWatch
     supervisor.LiveWatch = other_node.StatusSocket = _NoWatch
-    attempt.ask_where = attempt.log_stragglers = _nothing
+    attempt.ask_where, attempt.log_stragglers = ranks.ask_where, _nothing
     attempt.rank_readings.continue_suspended = _nothing
     supervisor.reap_orphans = other_node.reap_orphans = _nothing
     rounds.note_event = texts.note_event = rounds.note_attempt = _nothing
