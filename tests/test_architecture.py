@@ -443,7 +443,7 @@ BUDGETS: Final = {
     "ddpsafe/_explain": (2_800, "reads any log once, in any launcher's form; the rules are data"),
     "ddpsafe/_job": (3_350, "the channel, the endpoint and the network that all parts use"),
     "ddpsafe/_launcher": (11_550, "52 rows of guarantees.md: start, watch, diagnosis, report"),
-    "ddpsafe/_launcher/nodes": (5_155, "12 rows: who takes part, and one result on all nodes"),
+    "ddpsafe/_launcher/nodes": (5_015, "12 rows: who takes part, and one result on all nodes"),
     "ddpsafe/_wire": (2_850, "what crosses a process, as plain data"),
     "ddpsafe/_worker": (6_150, "what runs in a rank: the context, hooks in torch, waits"),
     "ddpsafe/checkpoint": (

@@ -25,12 +25,12 @@ from ddpsafe._errors import (
     RendezvousTimeoutError,
     describes,
 )
-from ddpsafe._job.channel import Channel, Hello, RefusedError
+from ddpsafe._job.channel import Channel, Hello
 from ddpsafe._launcher.nodes.lobby import Lobby, Membership
 from ddpsafe._launcher.nodes.node_messages import (
     CODEC,
     CannotTakePart,
-    Joining,
+    Introduction,
     NodeFacts,
     NodeMessage,
     Ready,
@@ -119,7 +119,7 @@ class Job:
         other: Any = NodeRendezvous(self.rendezvous._config, self.inbox)
         other._channel = self.open_channel(node.launcher)
         other.membership = Membership(NODES[0])
-        other.channel.send(Joining(node=node))
+        other.channel.send(Introduction(node=node))
         self.others[len(self.others) + 1] = other
         self.wait_until(lambda: self.lobby.has_come_or_left(node.launcher))
         return other.membership
@@ -204,7 +204,7 @@ def test_the_first_that_cannot_take_part_is_named() -> None:
     lobby = Lobby(NODES[0])
     for node, text in ((1, "joins"), (2, "joins"), (2, "cause"), (1, "consequence")):
         launcher = NODES[node].launcher
-        event: Any = Joining(node=NODES[node])
+        event: Any = Introduction(node=NODES[node])
         if text != "joins":
             result = round_result_of(PreflightError(Explanation(text)))
             event = CannotTakePart(node=NODES[node], result=result)
@@ -213,12 +213,15 @@ def test_the_first_that_cannot_take_part_is_named() -> None:
         [*lobby.refuse_unable(LaunchConfig.resolve(backend="gloo"))]
 
 
-def test_an_old_node_that_cannot_begin_ends_all(job: Job) -> None:
+@pytest.mark.parametrize("unable", [(1,), (2, 1)])
+def test_an_old_node_that_cannot_begin_ends_all(job: Job, unable: tuple[int, ...]) -> None:
     """No other node could take its place: the error is its own, on all of them."""
     job.dial_both()
     job.lobby.settled = frozenset(OLD)
     job.rendezvous.send_plan(PLAN)
-    job.object(1, round_id="round")
+    for node in unable:  # a new one may be unable as well
+        job.object(node, round_id="round")
+    job.wait_until(lambda: len(job.lobby.unable) == len(unable))
     with pytest.raises(PreflightError, match="cannot open a port"):
         job.launch._await_nodes(job.rendezvous, PLAN)
 
@@ -286,25 +289,23 @@ def test_a_new_node_joins_again_if_a_finding_names_it(
 
 
 @pytest.mark.parametrize(
-    ("hosts", "cause"),
+    ("hosts", "refusal", "cause"),
     [
-        ((), "a node has not started its launcher, or cannot reach the endpoint."),
-        (("h1",), "the launcher on 'h1' was refused: it has another job secret or id."),
+        ((), "", "a node has not started its launcher, or cannot reach the endpoint."),
+        (("h1",), "secret", "the launcher on 'h1' was refused: it has another job secret or id."),
         (
             ("h1", "h2"),
+            "secret",
             "the launchers on 'h1' and 'h2' were refused: they have another job secret or id.",
         ),
     ],
 )
-def test_a_launcher_without_the_secret_is_the_likely_cause_of_a_missing_node(
-    job: Job, hosts: tuple[str, ...], cause: str
+def test_a_launcher_that_was_refused_is_the_likely_cause_of_a_missing_node(
+    job: Job, hosts: tuple[str, ...], refusal: Any, cause: str
 ) -> None:
     """The refused node is the one that is missing, not a node that never started."""
-    for host in hosts:
-        with pytest.raises(RefusedError):
-            job.open_channel("x", secret=b"another", about={"hostname": host})
-    wait_until(lambda: len(job.channel.refused) == len(hosts))
-    job.rendezvous._warn_of_refused_names()
+    job.channel.refused.extend((refusal, {"hostname": host}) for host in hosts)
+    job.rendezvous._warn_of_refused()
     job.rendezvous._join_by = Deadline.after(timedelta(0))
     with pytest.raises(RendezvousTimeoutError) as raised:
         job.rendezvous._require_more_time()

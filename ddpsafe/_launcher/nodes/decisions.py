@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from signal import SIGINT, Signals
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from ddpsafe._errors import PreemptedError
 from ddpsafe._job.channel import Away, Back, Lost
@@ -32,7 +32,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     error_of,
     round_result_of,
 )
-from ddpsafe._launcher.nodes.texts import OTHERS_CONTINUE, left_error, node_lost, who_is_left
+from ddpsafe._launcher.nodes.texts import OTHERS_CONTINUE, left_error, lost_nodes_error, who_is_left
 from ddpsafe._launcher.watch.signals import NONE_LEFT_HERE, Interrupted, is_order
 from ddpsafe._launcher.watch.supervisor import LEAVE
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ddpsafe._errors import DDPSafeError
     from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt, EndReason
     from ddpsafe._launcher.nodes.node_messages import NodeMessage, RoundPlan
+    from ddpsafe._launcher.watch.signals import SignalInbox
     from ddpsafe._wire.messages import RankOutcome
 
 # What a shell does.
@@ -84,12 +85,7 @@ class Do(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PutSignal:
-    """Treat a signal to the launcher of another node as one to this one.
-
-    Attributes:
-        signal: The signal.
-        node: The node.
-    """
+    """Treat a signal to the launcher of another node as one to this one."""
 
     signal: SignalReceived
     node: int
@@ -139,14 +135,6 @@ def leaves_alone(
     return scope == "node" and signum != SIGINT
 
 
-class Received(Protocol):
-    """The signal to this launcher, as `SignalInbox` has it."""
-
-    received: Signals | None
-    insists: bool
-    where: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
     """What node 0 knows of another node.
@@ -186,7 +174,7 @@ class NodeZero:
         error: The error that all nodes have been sent.
     """
 
-    def __init__(self, plan: RoundPlan, config: LaunchConfig, inbox: Received) -> None:
+    def __init__(self, plan: RoundPlan, config: LaunchConfig, inbox: SignalInbox) -> None:
         """Know nothing of the other nodes yet."""
         self._plan, self._config, self._inbox = plan, config, inbox
         self.nodes = {node: NodeView() for node in range(1, len(plan.nodes))}
@@ -349,7 +337,7 @@ class NodeZero:
         # A node that got an insistent signal while this launcher was stopped has ended on its own.
         lost = {node: why for node, why in lost.items() if not self.nodes[node].insists}
         if lost:
-            return node_lost(ended, self._plan, lost)
+            return lost_nodes_error(ended, self._plan, lost)
         order = self._inbox.received
         return Interrupted(order if is_order(order) else next(iter(self.leaving.values())))
 
@@ -488,6 +476,11 @@ class Follower:
     def is_over(self) -> bool:
         """Whether node 0 has ended the attempt or is lost, or this node ends without it."""
         return self.must_end or self.lost is not None
+
+    @property
+    def is_another_to_follow(self) -> bool:
+        """Whether node 0 begins another attempt."""
+        return self.result is not None and self.result.is_final is False
 
     @property
     def is_alone(self) -> bool:

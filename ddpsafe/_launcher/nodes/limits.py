@@ -27,7 +27,7 @@ EXAMINATION_READ: Final = timedelta(seconds=10)
 READ: Final = timedelta(seconds=3)
 """What a launcher says last, such as why it cannot take part, until another one has read it."""
 
-# At the end of an attempt.
+# In an attempt, and at its end.
 
 EVIDENCE: Final = timedelta(seconds=3)
 LATE_EVIDENCE: Final = timedelta(seconds=12)
@@ -44,6 +44,9 @@ AFTER_GRACE: Final = timedelta(seconds=10)
 
 NO_ANSWER: Final = timedelta(seconds=3)
 """A launcher that runs sends something every 2 s: after so long a node may end without node 0."""
+
+STATUS: Final = timedelta(seconds=6)
+"""Node 0, which gives the ranks 5 s to answer, for ``ddpsafe status``, which waits for 10 s."""
 
 DECISION: Final = timedelta(minutes=2)
 """Node 0, from the end of all ranks to its decision on another attempt.

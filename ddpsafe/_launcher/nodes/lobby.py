@@ -17,7 +17,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     CannotTakePart,
     FolderCheck,
     FoldersSeen,
-    Joining,
+    Introduction,
     NodeFacts,
     Ready,
     RoundPlan,
@@ -26,6 +26,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     error_of,
     round_result_of,
 )
+from ddpsafe._launcher.nodes.texts import outage_text
 from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._wire.exception_facts import clip
 
@@ -141,7 +142,7 @@ class Lobby:
         is_in_attempt = self._running is not None and launcher in self.settled
         if isinstance(event, (Away, Back)):
             self._note(launcher, is_away=isinstance(event, Away))
-        if isinstance(event, Joining):
+        if isinstance(event, Introduction):
             yield from self._admit(launcher, event.node)
         elif isinstance(event, CannotTakePart):
             # A refusal may arrive after its round was given up.
@@ -211,18 +212,28 @@ class Lobby:
         self._note(launcher, unable=None)
         self.out |= {launcher}
 
-    def refuse_unable(self, config: LaunchConfig) -> Iterator[Action]:
+    def refuse_unable(
+        self, config: LaunchConfig, round_plan: RoundPlan | None = None
+    ) -> Iterator[Action]:
         """Refuse new nodes that cannot take part, and let nodes leave that have received a signal.
+
+        Args:
+            config: What node 0 was configured with.
+            round_plan: The round that does not begin because of its nodes; ``None`` while nodes join.
 
         Raises:
             DDPSafeError: The error of a node that is not new.
             Interrupted: Its launcher has received a signal that is for the job.
         """
+        nodes = None if round_plan is None else {node.launcher for node in round_plan.nodes}
+        attempt = None if round_plan is None else round_plan.attempt
         for launcher, refusal in self.unable.items():
+            if nodes is not None and launcher not in nodes:
+                continue
             error = error_of(refusal.result)
             staying = 1 + len(self.nodes.keys() - {launcher})
             leaves = isinstance(error, Interrupted) and leaves_alone(
-                config, error.signum, staying=staying
+                config, error.signum, staying=staying, attempt=attempt
             )
             if not leaves and not self.is_new(launcher):
                 raise error
@@ -319,10 +330,8 @@ class Membership:
 
 
 def outage_of(node: NodeFacts, event: Away | Back) -> Warn:
-    """Return the warning of an outage between attempts; for one during an attempt, see `texts`."""
-    if isinstance(event, Back):
-        return Warn(f"{node} can be reached again after {event.away_s:.0f} s", event="back")
-    return Warn(f"{node} cannot be reached ({event.why})", event="away")
+    """Return the warning of an outage between attempts."""
+    return Warn(outage_text(str(node), event), "back" if isinstance(event, Back) else "away")
 
 
 def same_rank(

@@ -103,23 +103,8 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
-    """What node 0 sends each node first.
-
-    Attributes:
-        node: Node 0.
-    """
-
-    node: NodeFacts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joining:
-    """A launcher wants to take part in the job.
-
-    Attributes:
-        node: Its node.
-    """
+class Introduction:
+    """A launcher says who it is: node 0 to each that connects, another one to take part in the job."""
 
     node: NodeFacts
 
@@ -173,18 +158,14 @@ class RunsWithout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """The node has read the plan of a round, and starts its ranks.
-
-    Attributes:
-        round_id: The round.
-    """
+    """The node has read the plan of a round, and starts its ranks."""
 
     round_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundPlan:
-    """What node 0 has decided for one round; it overrides what the rendezvous reports.
+    """What node 0 has decided for one round, whose nodes are those that the rendezvous has found.
 
     Attributes:
         round_id: Random; the prefix of the keys in this round's store.
@@ -283,7 +264,7 @@ class FoldersSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """A message of a rank, relayed by its launcher.
+    """A message of a rank, relayed by its launcher, or an error that native code of it has printed.
 
     Attributes:
         rank: The rank.
@@ -314,19 +295,6 @@ class RankEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankNativeError:
-    """Native code of a rank has printed an error that will end the process.
-
-    Attributes:
-        rank: The rank.
-        native: The error.
-    """
-
-    rank: int
-    native: NativeError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeProgress:
     """How far the ranks of a node are.
 
@@ -347,33 +315,21 @@ class NodeProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warned:
-    """Node 0 warns of something that concerns all nodes.
-
-    Attributes:
-        text: The warning.
-    """
+    """Node 0 warns of something that concerns all nodes."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusRequest:
-    """``ddpsafe status`` has been called on the node.
-
-    Attributes:
-        stacks: Whether it wants the stacks of all threads.
-    """
+    """``ddpsafe status`` has been called on the node, perhaps for the stacks of all threads."""
 
     stacks: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusAnswer:
-    """What node 0 knows of all ranks.
-
-    Attributes:
-        facts: As `StatusSocket.answer` sends them, in JSON.
-    """
+    """What node 0 knows of all ranks: the JSON that `StatusSocket.answer` sends."""
 
     facts: str
 
@@ -488,11 +444,7 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFailed:
-    """The node could not start its ranks, watch them, or load what they returned.
-
-    Attributes:
-        result: Why not, as node 0 sends it to all nodes.
-    """
+    """The node could not start its ranks, watch them, or load what they returned, and why, for all nodes."""
 
     result: RoundResult
 
@@ -601,14 +553,13 @@ def error_of(result: RoundResult, **local: object) -> DDPSafeError | Interrupted
 
 
 NodeMessage: TypeAlias = (
+    Introduction
     # Before a round, to node 0.
-    Joining
     | Ask
     | CannotTakePart
     | FoldersSeen
     | Ready
     # Before a round, from node 0.
-    | Welcome
     | Answered
     | RunsWithout
     | FolderCheck
@@ -616,7 +567,6 @@ NodeMessage: TypeAlias = (
     # In an attempt, to node 0.
     | RankReport
     | RankEnded
-    | RankNativeError
     | NodeProgress
     | StatusRequest
     | SignalReceived
@@ -653,6 +603,7 @@ _RANK_MESSAGES: Final[dict[str, Any]] = {
         Finishing,
         LivingThreads,
         Whereabouts,
+        NativeError,
     )
 }
 
@@ -663,7 +614,7 @@ def prepare() -> None:
     CODEC.prepare(*_RANK_MESSAGES.values())
 
 
-def rank_report(rank: int, message: Message) -> RankReport:
+def rank_report(rank: int, message: Message | NativeError) -> RankReport:
     """Return a rank's message as it is sent, without pickled objects."""
     # No node unpickles what comes from the network.
     if isinstance(message, Returned):
@@ -673,8 +624,8 @@ def rank_report(rank: int, message: Message) -> RankReport:
     return RankReport(rank=rank, name=type(message).__name__, body=to_json(message))
 
 
-def read_rank_report(report: RankReport) -> Message:
-    """Return the message that a rank of another node has sent.
+def read_rank_report(report: RankReport) -> Message | NativeError:
+    """Return what a launcher has reported of its rank.
 
     Raises:
         GarbledError: It is of an unknown kind, or does not fit its class.
@@ -682,7 +633,7 @@ def read_rank_report(report: RankReport) -> Message:
     cls = _RANK_MESSAGES.get(report.name)
     if cls is None:
         raise GarbledError(report.name)
-    message: Message = from_json(cls, report.body)
+    message: Message | NativeError = from_json(cls, report.body)
     return message
 
 

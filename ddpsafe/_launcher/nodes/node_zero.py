@@ -31,7 +31,6 @@ from ddpsafe._launcher.nodes.node_messages import (
     LetRanksRunOn,
     NodeProgress,
     RankEnded,
-    RankNativeError,
     RankReport,
     RankRequest,
     StatusAnswer,
@@ -43,10 +42,10 @@ from ddpsafe._launcher.nodes.node_messages import (
     shift_outcome,
     shift_progress,
 )
-from ddpsafe._launcher.nodes.texts import note_loss, warn_of_outage
+from ddpsafe._launcher.nodes.texts import tell_of_connection
 from ddpsafe._launcher.processes.rank_process import Activity, RankState
 from ddpsafe._launcher.watch.supervisor import Peers
-from ddpsafe._wire.messages import RankOutcome, Whereabouts
+from ddpsafe._wire.messages import NativeError, RankOutcome, Whereabouts
 from ddpsafe._wire.rank_pipe import Progress
 from ddpsafe._world import World
 
@@ -82,7 +81,12 @@ class RemoteRank(RankState):
         hostname: Its host.
         exit_code: Exit status of its process, once that has ended.
         idle_s: For how long all ranks of its node had been idle at the last report.
+        is_seen_since_answer: Whether its launcher has reported since its last answer.
+        known_ns: Of which moment its launcher's last report is.
     """
+
+    is_seen_since_answer = False
+    known_ns = 0
 
     def __init__(
         self, world: World, plan: RoundPlan, channel: RoundChannel, everyone: tuple[int, ...]
@@ -106,10 +110,9 @@ class RemoteRank(RankState):
         self.exit_code: int | None = None
         self._progress = Progress()
         self._activity = Activity()
-        self._is_seen_since_answer = False
         self._everyone = everyone
         self.reports_every_s = plan.progress_every_s
-        self._known_ns = time.monotonic_ns()
+        self.known_ns = time.monotonic_ns()
 
     @property
     def rank(self) -> int:
@@ -119,7 +122,7 @@ class RemoteRank(RankState):
     def take(self, message: Message) -> None:
         """Record a message from the rank."""
         if isinstance(message, Whereabouts):
-            self._is_seen_since_answer = False
+            self.is_seen_since_answer = False
             # Its launcher sends a group of all ranks as an empty one.
             groups = {name: ranks or self._everyone for name, ranks in message.groups.items()}
             message = replace(message, groups=groups)
@@ -132,24 +135,14 @@ class RemoteRank(RankState):
         self.idle_s = report.idle_s
         self.unanswered = report.unanswered.get(self.rank, ())
         # What the launcher has relayed before is older: it looks at its ranks after that.
-        self._is_seen_since_answer = True
+        self.is_seen_since_answer = True
         # At the earliest: a proof must not take an old look for one that followed a rank's answer.
-        self._known_ns = report.at_ns + offset.mono_ns - _CLOCK_MARGIN_NS
-
-    @property
-    def is_seen_since_answer(self) -> bool:
-        """Whether its launcher has reported since its last answer."""
-        return self._is_seen_since_answer
-
-    @property
-    def known_ns(self) -> int:
-        """Of which moment its launcher's last report is."""
-        return self._known_ns
+        self.known_ns = report.at_ns + offset.mono_ns - _CLOCK_MARGIN_NS
 
     @property
     def is_heard(self) -> bool:
         """Whether its launcher has reported lately."""
-        age_s = (time.monotonic_ns() - self._known_ns) / 1e9
+        age_s = (time.monotonic_ns() - self.known_ns) / 1e9
         return age_s < _LATE_REPORTS * self.reports_every_s
 
     def progress(self) -> Progress:
@@ -299,10 +292,8 @@ class OtherNodes(Peers):
     def take_news(self) -> None:
         """Take in the messages that have arrived."""
         for node, event in self._channel.events():
-            if isinstance(event, Lost):
-                note_loss(self._plan, node, event)
-            elif isinstance(event, (Away, Back)):
-                warn_of_outage(self._plan, node, event)
+            if isinstance(event, (Lost, Away, Back)):
+                tell_of_connection(self._plan, node, event)
             else:
                 self._silence.heard(node)
                 self._take(node, event, self._channel.offset_of(node))
@@ -311,7 +302,7 @@ class OtherNodes(Peers):
 
     def _take(self, node: int, message: object, offset: ClockOffset) -> None:
         """Take in what a node says of its ranks, or asks."""
-        if isinstance(message, (RankReport, RankEnded, RankNativeError)):
+        if isinstance(message, (RankReport, RankEnded)):
             if message.rank in self._plan.ranks_of(node):
                 self._take_of_rank(self._by_rank[message.rank], message, offset)
         elif isinstance(message, NodeProgress):
@@ -322,15 +313,17 @@ class OtherNodes(Peers):
 
     @staticmethod
     def _take_of_rank(
-        rank: RemoteRank, message: RankReport | RankEnded | RankNativeError, offset: ClockOffset
+        rank: RemoteRank, message: RankReport | RankEnded, offset: ClockOffset
     ) -> None:
-        if isinstance(message, RankReport):
-            with contextlib.suppress(GarbledError):  # of a kind that is not handled here
-                rank.take(shift(read_rank_report(message), offset))
-        elif isinstance(message, RankEnded):
+        if isinstance(message, RankEnded):
             rank.exit_code, rank.ended_ns = message.exit_code, message.ended_ns + offset.mono_ns
-        else:
-            rank.note_native(message.native)
+            return
+        with contextlib.suppress(GarbledError):  # of a kind that is not handled here
+            reported = read_rank_report(message)
+            if isinstance(reported, NativeError):
+                rank.note_native(reported)
+            else:
+                rank.take(shift(reported, offset))
 
     # What the core says.
 

@@ -8,8 +8,7 @@ import json
 import math
 import os
 import time
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -28,13 +27,13 @@ from ddpsafe._launcher.diagnosis.attempt_error import (
     set_cause,
 )
 from ddpsafe._launcher.diagnosis.root_cause import CONNECTION_KINDS, is_own_fault, kind_of
+from ddpsafe._launcher.nodes import limits
 from ddpsafe._launcher.nodes.decisions import Do, Follower, Looked, Send, Warn, broke_by_itself
 from ddpsafe._launcher.nodes.node_messages import (
     NodeFailed,
     NodeOutcomes,
     NodeProgress,
     RankEnded,
-    RankNativeError,
     RankRequest,
     RanksEnded,
     RoundResult,
@@ -47,7 +46,7 @@ from ddpsafe._launcher.nodes.node_messages import (
     rank_report,
     round_result_of,
 )
-from ddpsafe._launcher.nodes.texts import lost_node_error, note_loss, warn_of_outage
+from ddpsafe._launcher.nodes.texts import lost_node_error, tell_of_connection
 from ddpsafe._launcher.processes.descendants import reap_orphans
 from ddpsafe._launcher.watch import deadlock_watch
 from ddpsafe._launcher.watch.console import open_console
@@ -76,31 +75,11 @@ _LOOK_S: Final = 1.0
 _AFTER_ANSWER_S: Final = 0.05
 """How soon a report follows the answer of a rank; the others mostly answer meanwhile."""
 
-_NO_STATUS: Final = timedelta(seconds=6)
-"""Node 0 gives the ranks 5 s to answer, and `ddpsafe status` waits for 10 s."""
-
 _MAX_LOG_CHARS: Final = 64 << 10
 _MAX_TRACEBACK_CHARS: Final = 8 << 10
 _OWN_NETWORK: Final = (
     "If the other nodes name this one instead, the network of this node is the cause.",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeResult:
-    """How an attempt ended on this node.
-
-    Attributes:
-        values: What its ranks returned; ``None`` if the attempt failed.
-        error: Why it failed.
-        is_another_to_follow: Whether node 0 begins another attempt.
-        is_alone: Whether node 0 was lost before it could decide that.
-    """
-
-    values: dict[int, object] | None
-    error: DDPSafeError | Interrupted | None
-    is_another_to_follow: bool
-    is_alone: bool = False
 
 
 class Participant:
@@ -144,8 +123,12 @@ class Participant:
         self._started = Deadline.after(None)
         self._oom_kills = rank_readings.count_oom_kills()
 
-    def run(self) -> NodeResult:
-        """Run the ranks until node 0 has reported how the attempt ended, and whether there is another."""
+    def run(self) -> dict[int, object] | DDPSafeError | Interrupted:
+        """Run the ranks until node 0 has reported how the attempt ended, and whether there is another.
+
+        Returns:
+            What the ranks of this node returned, by rank, or why the attempt failed.
+        """
         plan = self._plan
         processes: Sequence[RankProcess] = []
         outcomes: dict[int, RankOutcome] = {}
@@ -257,7 +240,7 @@ class Participant:
         for process in self._processes:
             if process.native is not None and process.rank not in self._native_sent:
                 self._native_sent.add(process.rank)
-                self._channel.send(RankNativeError(rank=process.rank, native=process.native))
+                self._channel.send(rank_report(process.rank, process.native))
 
     def _report_outcomes(self) -> None:
         """Ask the ranks where they are, and report what became of them."""
@@ -349,10 +332,8 @@ class Participant:
     def _take_messages(self) -> None:
         by_rank = {process.rank: process for process in self._processes}
         for _, event in self._channel.events():
-            if isinstance(event, Lost):
-                note_loss(self._round, 0, event)
-            elif isinstance(event, (Away, Back)):
-                warn_of_outage(self._round, 0, event)
+            if isinstance(event, (Lost, Away, Back)):
+                tell_of_connection(self._round, 0, event)
             else:
                 self._silence.heard(0)
             if isinstance(event, RankRequest) and event.rank in by_rank:
@@ -375,7 +356,7 @@ class Participant:
         if wants_stacks is not None:
             self._channel.send(StatusRequest(stacks=wants_stacks))
             self._asked = deadlock_watch.StatusOfNode(
-                self._processes, wants_stacks=wants_stacks, limit=_NO_STATUS
+                self._processes, wants_stacks=wants_stacks, limit=limits.STATUS
             )
         if self._asked is None or not socket.is_asked:
             return
@@ -405,7 +386,7 @@ class Participant:
 
     def _conclude(
         self, processes: Sequence[RankProcess], outcomes: dict[int, RankOutcome]
-    ) -> NodeResult:
+    ) -> dict[int, object] | DDPSafeError | Interrupted:
         result = self.core.result
         is_stopping = any(process.stop.is_stopping for process in processes)
         conclusion = self.core.conclude(is_stopping=is_stopping)
@@ -419,12 +400,7 @@ class Participant:
             error = self._without_node_0(self._ended(outcomes))
         elif conclusion == "decided" and result is not None:
             error = self._error_of(result, processes, outcomes)
-        return NodeResult(
-            values=self._values if error is None else None,
-            error=error,
-            is_another_to_follow=result is not None and result.is_final is False,
-            is_alone=self.core.is_alone,
-        )
+        return self._values if error is None else error
 
     def _error_of(
         self,

@@ -47,10 +47,9 @@ from ddpsafe._launcher.nodes.node_messages import (
     Answered,
     Ask,
     CannotTakePart,
-    Joining,
+    Introduction,
     NodeFacts,
     NodeMessage,
-    Welcome,
     error_of,
     prepare,
     round_result_of,
@@ -121,9 +120,8 @@ class Label(NamedTuple):
 class Questions:
     """Asks node 0 over the channel, from any thread."""
 
-    def __init__(self, is_left: Callable[[], bool]) -> None:
-        """Note what ends a wait for an answer."""
-        self._is_left = is_left
+    def __init__(self) -> None:
+        """Begin without any question."""
         self._numbers = itertools.count(1)
         self._open: dict[int, Answered | None] = {}
         self._news = threading.Condition()
@@ -136,14 +134,9 @@ class Questions:
                 self._news.notify_all()
 
     def ask(
-        self,
-        channel: Channel[int, NodeMessage],
-        question: Ask,
-        is_over: Callable[[], bool] = lambda: False,
+        self, channel: Channel[int, NodeMessage], question: Ask, is_over: Callable[[], bool]
     ) -> Answered | None:
-        """Wait for the answer; return ``None`` if node 0 is lost, this node leaves or `is_over` says so."""
-        if self._is_left():
-            return None
+        """Wait for the answer; return ``None`` if node 0 is lost, or `is_over` says so."""
         question = replace(question, number=next(self._numbers))
         with self._news:
             self._open[question.number] = None
@@ -152,7 +145,7 @@ class Questions:
             while (
                 (found := self._open[question.number]) is None
                 and channel.connected()
-                and not (is_over() or self._is_left())
+                and not is_over()
             ):
                 self._news.wait(_LOOK_S)
             del self._open[question.number]
@@ -285,14 +278,12 @@ class NodeRendezvous:
         self._channel: Channel[Any, NodeMessage] | None = None
         self._shared = SharedState(self._launcher, config.rendezvous.last_call, self._there)
         self._keys: dict[str, str] = {}
-        self._has_left = False
-        self._questions = Questions(lambda: self._has_left)
+        self._questions = Questions()
         self._part: TorchsPart | None = None
         self._call: BoundedCall[None] | None = None
         self._is_member = False
-        self._warned_of = 0
-        self._refused_names: set[str] = set()
-        self._join_by = Deadline.after(None)
+        self._refused: dict[str, str] = {}
+        self._join_by, self._next_warning_s = Deadline.after(None), _FIRST_WARNING_S
         self._has_warned_of_endpoint = False
 
     @property
@@ -410,7 +401,7 @@ class NodeRendezvous:
             codec=CODEC,
             nnodes=self._config.nnodes,
             node_loss=self._config.timeouts.node_loss,
-            first=Welcome(node=replace(self.facts, address=address, node_rank=0)),
+            first=Introduction(node=replace(self.facts, address=address, node_rank=0)),
             at_once={Ask: self._answer},
             warns=True,
         )
@@ -438,7 +429,7 @@ class NodeRendezvous:
         deadline, why = Deadline.after(self._config.timeouts.start), "it sent nothing"
         while not deadline.expired():
             for _, event in channel.events():
-                if isinstance(event, Welcome):
+                if isinstance(event, Introduction):
                     return event.node
                 if isinstance(event, Lost):
                     raise self.endpoint.lost(event.why, deadline)
@@ -449,7 +440,7 @@ class NodeRendezvous:
     def _become_member(self) -> None:
         """Tell node 0 who this is, and compare the settings."""
         node_0 = self.membership.node_0
-        self.channel.send(Joining(node=self.facts))
+        self.channel.send(Introduction(node=self.facts))
         try:
             require_same_settings(node_0, self.facts)
         except ConfigError as exc:
@@ -458,16 +449,16 @@ class NodeRendezvous:
         self.perform(differences(node_0, self.facts))
 
     def report_cannot_take_part(
-        self, error: DDPSafeError | Interrupted, round_id: str = ""
+        self,
+        error: DDPSafeError | Interrupted,
+        *,
+        round_id: str = "",
+        to: Channel[int, NodeMessage] | None = None,
     ) -> None:
         """Tell node 0 why this node cannot take part, in a round or at all."""
-        self.channel.send(self._cannot_take_part(error, round_id))
-
-    def _cannot_take_part(
-        self, error: DDPSafeError | Interrupted, round_id: str = ""
-    ) -> CannotTakePart:
         result = round_result_of(error, is_final=True)
-        return CannotTakePart(node=self.facts, result=result, round_id=round_id)
+        refusal = CannotTakePart(node=self.facts, result=result, round_id=round_id)
+        (to or self.channel).send(refusal)
 
     def keys_of(self, prefix: str) -> SharedKeys:
         """Return keys that all nodes share, for one purpose."""
@@ -479,7 +470,9 @@ class NodeRendezvous:
         if channel is None:  # this node has left
             return None
         if not self.serves:
-            return self._questions.ask(channel, question, is_over)
+            return self._questions.ask(
+                channel, question, lambda: self._channel is None or is_over()
+            )
         answers: list[Answered] = []
         self._answer_to(self._launcher, question, answers.append)
         return answers[0]
@@ -521,36 +514,37 @@ class NodeRendezvous:
             RendezvousTimeoutError: Too few nodes joined, or node 0 was lost.
             PreflightError: The job is over, or has all its nodes already.
         """
-        self._join_by = Deadline.after(self._config.rendezvous.join)
+        self._begin_to_wait()
         try:
             return self._gather() if self.serves else self._take_part()
         finally:
             self._leave()
 
+    def _begin_to_wait(self) -> None:
+        self._join_by = Deadline.after(self._config.rendezvous.join)
+        self._next_warning_s = _FIRST_WARNING_S
+
     def _gather(self) -> tuple[str, ...]:
         """Wait as node 0."""
         self._meet()
-        next_look_s, next_warning_s = 0.0, _FIRST_WARNING_S
+        next_look_s = 0.0
         while not self._shared.completed.wait(_POLL_S):
             self.require_no_signal()
             self.look()
             self.perform(self.lobby.refuse_unable(self._config))
-            self._require_running()
-            if self._join_by.expired():
-                self._require_more_time()
             waited_s = self._join_by.waited_s()
             if waited_s >= next_look_s:
                 next_look_s = waited_s + _LOOK_S
-                self._warn_of_refused_names()
+                self._warn_of_refused()
                 if self.endpoint.is_elsewhere:
                     self._require_only_node_0(waited_s)
-            next_warning_s = self._warn_of_missing_nodes(next_warning_s)
-        self._warn_of_refused_names()  # one may have been refused since the last look
+            self._go_on_waiting()
+        self._warn_of_refused()  # one may have come since the last look
         return self._shared.complete_round()
 
     def _take_part(self) -> tuple[str, ...] | None:
         """Wait as another node, until node 0 says what follows."""
-        membership, is_spare, next_warning_s = self.membership, False, _FIRST_WARNING_S
+        membership, is_spare = self.membership, False
         joins_s: float | None = time.monotonic()
         pause_s = 0.0
         while True:
@@ -575,20 +569,14 @@ class NodeRendezvous:
                 continue
             if is_spare:
                 is_spare, joins_s = False, time.monotonic() + _SPARE_S
-                self._join_by, next_warning_s = (
-                    Deadline.after(self._config.rendezvous.join),
-                    _FIRST_WARNING_S,
-                )
+                self._begin_to_wait()
             if joins_s is not None and time.monotonic() >= joins_s:
                 joins_s = None
                 self._meet()
             if self._part is not None and self._part.is_complete:
                 self._is_member = True
                 return ()
-            self._require_running()
-            if self._join_by.expired():
-                self._require_more_time()
-            next_warning_s = self._warn_of_missing_nodes(next_warning_s)
+            self._go_on_waiting()
 
     def _meet(self) -> None:
         """Begin to take part in torch's rendezvous, in a thread."""
@@ -611,19 +599,29 @@ class NodeRendezvous:
         if self._part is not None:
             self._part.is_over = True
 
-    def _require_running(self) -> None:
-        """Raise what torch's rendezvous has raised.
+    def _go_on_waiting(self) -> None:
+        """Warn of missing nodes if it is time to.
 
         Raises:
-            RendezvousTimeoutError: It has.
+            RendezvousTimeoutError: torch's rendezvous has failed, or the limit has passed.
         """
-        if self._call is None or not self._call.wait(0):
+        if self._call is not None and self._call.wait(0):
+            try:
+                self._call.result()
+            except Exception as exc:
+                why = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
+                raise self.endpoint.lost(why, self._join_by) from exc
+        self._require_more_time()
+        waited_s = self._join_by.waited_s()
+        if waited_s < self._next_warning_s:
             return
-        try:
-            self._call.result()
-        except Exception as exc:
-            why = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
-            raise self.endpoint.lost(why, self._join_by) from exc
+        self._next_warning_s = waited_s + _NEXT_WARNINGS_S
+        left_s, setting = self._join_by.remaining_s(), "rendezvous.join"
+        last_call_s = self._arrivals().left_s
+        if last_call_s is not None:  # min_nodes nodes have come
+            left_s, setting = max(0.0, last_call_s), "rendezvous.last_call"
+        text = self._arrivals_text()
+        logger.warning("%s; waiting for the others for %.0f s more (%s)", text, left_s, setting)
 
     def _arrivals(self) -> Arrivals:
         if self.serves:
@@ -633,22 +631,6 @@ class NodeRendezvous:
     def _present(self) -> list[Label]:
         """Return the nodes that have joined, in their order."""
         return [Label.read(text) for text in self._arrivals().labels]
-
-    def _warn_of_missing_nodes(self, next_s: float) -> float:
-        """Warn if it is time to; return after how many seconds it is again."""
-        if self._join_by.waited_s() < next_s:
-            return next_s
-        left_s, setting = self._join_by.remaining_s(), "rendezvous.join"
-        last_call_s = self._arrivals().left_s
-        if last_call_s is not None:  # min_nodes nodes have come
-            left_s, setting = max(0.0, last_call_s), "rendezvous.last_call"
-        logger.warning(
-            "%s; waiting for the others for %.0f s more (%s)",
-            self._arrivals_text(),
-            left_s,
-            setting,
-        )
-        return self._join_by.waited_s() + _NEXT_WARNINGS_S
 
     def require_member(self) -> bool:
         """Look what node 0 has decided; return whether the job continues.
@@ -679,16 +661,17 @@ class NodeRendezvous:
             RendezvousTimeoutError: The limit has passed.
         """
         limit, deadline = self._config.rendezvous.join, self._join_by
-        if not self.serves and deadline.waited_s() < (limit + limits.READ).total_seconds():
+        is_first = self.serves or deadline.waited_s() >= (limit + limits.READ).total_seconds()
+        if not (deadline.expired() and is_first):
             return
         what = f"{self._arrivals_text()}, within {limit.total_seconds():g} s (rendezvous.join)."
         cause = "a node has not started its launcher, or cannot reach the endpoint."
         fix = "check the logs of the missing nodes."
-        if self._refused_names:
-            hosts = listed(sorted(self._refused_names))
+        if self._refused:
+            hosts = listed(sorted(self._refused))
             cause = (
                 f"the launcher on {hosts} was refused: it has another job secret or id."
-                if len(self._refused_names) == 1
+                if len(self._refused) == 1
                 else f"the launchers on {hosts} were refused: they have another job secret or id."
             )
             fix = f"give every node the same {JOB_SECRET}, secret_file and --rdzv-id."
@@ -698,19 +681,15 @@ class NodeRendezvous:
             kind="startup-network",
         )
 
-    def _warn_of_refused_names(self) -> None:
-        """Warn once of each host whose launcher does not know the secret, by the name that it gives."""
-        channel = self.channel
-        for refusal, about in channel.refused[self._warned_of :]:
+    def _warn_of_refused(self) -> None:
+        """Warn once of each host whose launcher was refused, by the name that it gives."""
+        for refusal, about in self.channel.refused:
             name = ascii(str(about.get("hostname"))[:64]) if isinstance(about, dict) else "?"
-            if name in self._refused_names or len(self._refused_names) >= _MAX_REFUSED_NAMES:
-                continue
-            self._refused_names.add(name)
-            why = "version of ddpsafe" if refusal == "version" else "job secret or id"
-            logger.warning(
-                "a launcher that calls its host %s was refused: it has another %s", name, why
-            )
-        self._warned_of = len(channel.refused)
+            if name not in self._refused and len(self._refused) < _MAX_REFUSED_NAMES:
+                why = "version of ddpsafe" if refusal == "version" else "job secret or id"
+                self._refused[name] = why
+                text = "a launcher that calls its host %s was refused: it has another %s"
+                logger.warning(text, name, why)
 
     def _require_use_for_spare(self, hosts: Sequence[str]) -> None:
         """Let a surplus node wait if it may replace another one later.
@@ -771,7 +750,7 @@ class NodeRendezvous:
             error = same_rank(
                 self._welcomed(channel), self.facts, f"{self.endpoint} leads to the first of them."
             )
-            channel.send(self._cannot_take_part(error))
+            self.report_cannot_take_part(error, to=channel)
         raise error
 
     def _arrivals_text(self) -> str:
@@ -793,7 +772,6 @@ class NodeRendezvous:
     def close(self) -> None:
         """Leave: the other nodes hear at once that this one has ended."""
         self._leave()
-        self._has_left = True
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()

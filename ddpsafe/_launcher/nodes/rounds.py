@@ -31,7 +31,6 @@ from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._job.channel import Lost
 from ddpsafe._job.endpoint import listen_at, rank_store, trouble_of
 from ddpsafe._launcher.nodes import limits
-from ddpsafe._launcher.nodes.decisions import leaves_alone
 from ddpsafe._launcher.nodes.lobby import SCRIPT
 from ddpsafe._launcher.nodes.node_messages import (
     FolderCheck,
@@ -213,17 +212,17 @@ class NodeLaunch:
             inbox = stack.enter_context(open_inbox(rendezvous.inbox))
             rendezvous.inbox = inbox
             while True:
-                nodes = self._gather(rendezvous)
-                ports = stack.enter_context(contextlib.ExitStack())
+                ports, is_planned = stack.enter_context(contextlib.ExitStack()), False
                 try:
+                    nodes = self._gather(rendezvous)
                     plan = self._open_round(rendezvous, nodes, number, ports)
-                    self._round_channel = rendezvous.send_plan(plan)
+                    self._round_channel, is_planned = rendezvous.send_plan(plan), True
                     if self._examine_with_new_nodes(rendezvous, plan):
                         self._await_nodes(rendezvous, plan)
                         break
-                except NodeLostError:
-                    raise  # the retry policy decides whether there is another attempt
                 except (Exception, Interrupted) as exc:
+                    if is_planned and isinstance(exc, NodeLostError):
+                        raise  # the retry policy decides whether there is another attempt
                     raise _NoRound(self._reason(rendezvous, exc)) from exc
                 ports.close()
             rendezvous.begin(plan)
@@ -240,37 +239,26 @@ class NodeLaunch:
         """Wait for the nodes of a round; refuse new ones that do not see the others' checkpoints.
 
         Raises:
-            _NoRound: Too few nodes joined, or they cannot run together.
+            DDPSafeError: Too few nodes joined, or they cannot run together.
         """
         lobby = rendezvous.lobby
         least = self._plan.config.rendezvous.min_nodes or self._plan.config.nnodes
         while True:
-            try:
-                launchers = rendezvous.join()
-                assert launchers is not None  # noqa: S101 - only a replacement can find the job ended
-                others = launchers[1:]
-                limit = Deadline.after(self._plan.config.timeouts.start)
-                # Each has connected before it joined, and may have left since.
-                rendezvous.wait_until(
-                    lambda others=others: all(map(lobby.has_come_or_left, others)),  # type: ignore[misc]
-                    limit,
-                )
-                # torch's rendezvous may have completed with a host that has no power by now. One that is only
-                # away joins again once it is back.
-                there = lobby.nodes
-                nodes = (
-                    rendezvous.facts,
-                    *(
-                        there[launcher]
-                        for launcher in others
-                        if launcher in there and not lobby.of(launcher).is_away
-                    ),
-                )
-                is_whole = len(nodes) == len(launchers) >= least
-                if is_whole and self._are_fit(rendezvous, nodes):
-                    return nodes
-            except (Exception, Interrupted) as exc:
-                raise _NoRound(self._reason(rendezvous, exc)) from exc
+            launchers = rendezvous.join()
+            assert launchers is not None  # noqa: S101 - only a replacement can find the job ended
+            others = launchers[1:]
+            # Each has connected before it joined, and may have left since.
+            rendezvous.wait_until(
+                lambda others=others: all(map(lobby.has_come_or_left, others)),  # type: ignore[misc]
+                Deadline.after(self._plan.config.timeouts.start),
+            )
+            # torch's rendezvous may have completed with a host that has no power by now. One that is only
+            # away joins again once it is back.
+            there = lobby.nodes
+            here = [each for each in others if each in there and not lobby.of(each).is_away]
+            nodes = (rendezvous.facts, *(there[launcher] for launcher in here))
+            if len(nodes) == len(launchers) >= least and self._are_fit(rendezvous, nodes):
+                return nodes
             rendezvous.meet_again()
             rendezvous.perform(lobby.give_up_round(others))
 
@@ -310,10 +298,6 @@ class NodeLaunch:
                 )
                 cause = "a network file system does not answer there, or its launcher has ended or is stopped."
                 fix = f"on {name}:  ls {' '.join(folders)}  ; then start the launcher there again."
-            elif answer.unreached:
-                refusal = _no_way(answer.unreached, name, nodes[0].address)
-                rendezvous.perform(lobby.refuse(node.launcher, refusal))
-                return False
             else:
                 what = (
                     f"{' and '.join(answer.missing)} is missing on {who}, or is not the same storage as on "
@@ -321,8 +305,9 @@ class NodeLaunch:
                 )
                 cause = "the folder is not shared between the nodes, or a mount is missing there."
                 fix = f"mount it on {name}, and start the launcher there again."
-            explanation = Explanation(what, cause=cause, fix=fix)
-            refusal = PreflightError(explanation, kind="mount")
+            refusal = PreflightError(Explanation(what, cause=cause, fix=fix), kind="mount")
+            if answer is not None and answer.unreached:
+                refusal = _no_way(answer.unreached, name, nodes[0].address)
             rendezvous.perform(lobby.refuse(node.launcher, refusal))
             return False
         return True
@@ -363,7 +348,7 @@ class NodeLaunch:
         try:
             self._examine(rendezvous, plan, 0)
         except PreflightError as exc:
-            # The others read the findings from the store of this node.
+            # The others read the findings over the channel, from this node.
             rendezvous.wait_until(
                 lambda: all(map(lobby.has_answered, others)),
                 Deadline.after(limits.EXAMINATION_READ),
@@ -446,34 +431,25 @@ class NodeLaunch:
         if not missing:
             tell_who_joined(plan, 0)
             return
+        unable = [launcher for launcher in missing if launcher in lobby.unable]
+        gone = [launcher for launcher in missing if lobby.of(launcher).lost is not None]
+        launcher = (unable + gone + missing)[0]
+        refusal = lobby.unable.get(launcher)
+        rendezvous.perform(lobby.refuse_unable(self._plan.config, plan))
+        lost = lobby.of(launcher).lost
         explained: Explanation | None = None
-        launcher = missing[0]
-        lost = Lost(
-            why="it joined, but has not begun the round", how="ended", seen_ns=time.monotonic_ns()
-        )
-        for candidate in missing:
-            caller = lobby.of(candidate)
-            if caller.unable is not None:
-                error = error_of(caller.unable.result)
-                launcher, staying = candidate, len(plan.nodes) - 1
-                if isinstance(error, Interrupted):
-                    if not leaves_alone(
-                        self._plan.config, error.signum, staying=staying, attempt=plan.attempt
-                    ):
-                        raise error
-                    lost = replace(
-                        lost, why=f"its launcher received {error.signum.name}", how="goodbye"
-                    )
-                elif lobby.is_new(candidate):
-                    explained = error.explanation
-                    lost = replace(lost, why=explained.what.rstrip("."), how="goodbye")
-                else:
-                    raise error
-                rendezvous.perform(lobby.refuse(candidate, error))
-                break
-            if caller.lost is not None:
-                launcher, lost = candidate, caller.lost
-        error = lost_node_error(
+        if refusal is not None:
+            error = error_of(refusal.result)
+            if isinstance(error, Interrupted):
+                why = f"its launcher received {error.signum.name}"
+            else:
+                explained = error.explanation
+                why = explained.what.rstrip(".")
+            lost = Lost(why=why, how="goodbye", seen_ns=time.monotonic_ns())
+        elif lost is None:
+            why = "it joined, but has not begun the round"
+            lost = Lost(why=why, how="ended", seen_ns=time.monotonic_ns())
+        lost_error = lost_node_error(
             plan,
             others[launcher],
             lost,
@@ -484,8 +460,8 @@ class NodeLaunch:
             run_dir=self._parts.directory.path,
         )
         if launcher in lobby.nodes:  # it is there, and does nothing
-            rendezvous.perform(lobby.refuse(launcher, error))
-        raise error
+            rendezvous.perform(lobby.refuse(launcher, lost_error))
+        raise lost_error
 
     def _follow(self, rendezvous: NodeRendezvous) -> dict[int, object]:
         """Run attempts as another node, for as long as node 0 begins rounds."""
@@ -536,23 +512,23 @@ class NodeLaunch:
                     raise error from exc
                 rendezvous.channel.send(Ready(round_id=plan.round_id))
                 tell_who_joined(plan, node)
-                ended = Participant(
+                participant = Participant(
                     plan.attempt, parts, round_plan=plan, channel=rendezvous.channel, inbox=inbox
-                ).run()
-            if ended.error is None:
-                assert ended.values is not None  # noqa: S101 - without an error there are values
+                )
+                ended = participant.run()
+            if not isinstance(ended, (DDPSafeError, Interrupted)):
                 note_event("ended", "the job has ended")
-                return ended.values
-            if not ended.is_another_to_follow or isinstance(ended.error, Interrupted):
-                if isinstance(ended.error, DDPSafeError):
-                    ended.error.previous_attempts = tuple(self._earlier)
-                if ended.is_alone and isinstance(ended.error, (LaunchError, PreflightError)):
-                    self._error_without_node_0 = ended.error
-                raise ended.error
-            self._earlier.append(ended.error)
-            logger.warning("attempt %d failed: %s", self.attempts, ended.error.explanation.what)
+                return ended
+            if not participant.core.is_another_to_follow or isinstance(ended, Interrupted):
+                if isinstance(ended, DDPSafeError):
+                    ended.previous_attempts = tuple(self._earlier)
+                if participant.core.is_alone and isinstance(ended, (LaunchError, PreflightError)):
+                    self._error_without_node_0 = ended
+                raise ended
+            self._earlier.append(ended)
+            logger.warning("attempt %d failed: %s", self.attempts, ended.explanation.what)
             try:
-                self._parts.calls.change(ended.error)
+                self._parts.calls.change(ended)
             except BaseException as exc:
                 here = rendezvous.facts.named(node)
                 error = as_error(exc, here, "could not begin another attempt", phase="retry")
@@ -612,7 +588,7 @@ class NodeLaunch:
         round_id: str = "",
     ) -> RoundResult | None:
         """Tell node 0 why this node cannot take part, and wait for what it decides; return that."""
-        rendezvous.report_cannot_take_part(error, round_id)
+        rendezvous.report_cannot_take_part(error, round_id=round_id)
         membership = rendezvous.membership
         rendezvous.wait_until(
             lambda: membership.is_told, Deadline.after(limit), heeds_signals=limit is None
@@ -834,10 +810,11 @@ def tell_node_0(config: LaunchConfig, error: DDPSafeError) -> None:
         return
     what = f"{socket.gethostname()} does not join: {error.explanation.what}"
     preflight_error = PreflightError(replace(error.explanation, what=what), kind=error.kind)
-    short = {"join": limits.READ}, {"start": limits.READ}
     # Whatever goes wrong here, the error itself is what the user has to see.
     with contextlib.suppress(Exception, Interrupted), open_inbox() as inbox:
-        brief = LaunchConfig.resolve(config, rendezvous=short[0], timeouts=short[1])
+        brief = LaunchConfig.resolve(
+            config, rendezvous={"join": limits.READ}, timeouts={"start": limits.READ}
+        )
         rendezvous = NodeRendezvous(brief, inbox, may_serve=False)
         try:
             rendezvous.open(joins=False)

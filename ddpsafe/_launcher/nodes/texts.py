@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 OTHERS_CONTINUE: Final = "The other nodes continue (rendezvous.signal_scope)."
 
 
-def node_lost(ended: EndedAttempt, plan: RoundPlan, lost: dict[int, Lost]) -> NodeLostError:
+def lost_nodes_error(ended: EndedAttempt, plan: RoundPlan, lost: dict[int, Lost]) -> NodeLostError:
     """Return the error for lost nodes, named after the first one."""
     node, first = min(lost.items(), key=lambda item: item[1].seen_ns)
     others = [other for other in lost if other != node]
@@ -76,33 +76,23 @@ _OUTAGES: Final[dict[EndOfConnection, tuple[str, str]]] = {
 """What may have broken a connection to a node that may come back, and what limits the wait for it."""
 
 
-def note_loss(plan: RoundPlan, node: int, lost: Lost) -> None:
-    """Write the event that a node is lost; what follows from that comes later."""
-    note_event("lost", f"{plan.name_of(node)} was lost: {lost.why}", of_node=node)
-
-
-def warn_of_outage(plan: RoundPlan, node: int, event: Away | Back) -> None:
-    """Tell that a node cannot be reached, or can be again; training continues meanwhile."""
-    name = plan.name_of(node)
-    facts = {"event": "back" if isinstance(event, Back) else "away", "of_node": node}
+def outage_text(name: str, event: Away | Back) -> str:
+    """Return the warning that a node cannot be reached, or can be again; its ranks run meanwhile."""
     if isinstance(event, Back):
-        logger.warning(
-            "%s can be reached again after %.0f s, and nothing is missing",
-            name,
-            event.away_s,
-            extra=facts,
-        )
-    else:
-        why, limit = _OUTAGES[event.how]
-        logger.warning(
-            "%s cannot be reached (%s): %s; its ranks may still run. It counts as lost in %.0f s%s",
-            name,
-            event.why,
-            why,
-            event.limit_s,
-            limit,
-            extra=facts,
-        )
+        return f"{name} can be reached again after {event.away_s:.0f} s, and nothing is missing"
+    why, limit = _OUTAGES[event.how]
+    lost = f"It counts as lost in {event.limit_s:.0f} s{limit}"
+    return f"{name} cannot be reached ({event.why}): {why}; its ranks may still run. {lost}"
+
+
+def tell_of_connection(plan: RoundPlan, node: int, event: Lost | Away | Back) -> None:
+    """Tell what has become of the connection to a node; what follows from a loss comes later."""
+    name = plan.name_of(node)
+    if isinstance(event, Lost):
+        note_event("lost", f"{name} was lost: {event.why}", of_node=node)
+        return
+    facts = {"event": "back" if isinstance(event, Back) else "away", "of_node": node}
+    logger.warning("%s", outage_text(name, event), extra=facts)
 
 
 def lost_node_error(

@@ -49,7 +49,7 @@ _MOST_QUESTIONS: Final = 3
 """In the half second in which all ranks of a job return."""
 
 _MOMENTS: Final = (
-    "Joining",
+    "Introduction",
     "Answered",
     "RoundPlan",
     "Ready",
