@@ -295,8 +295,8 @@ def test_a_new_node_joins_again_if_a_finding_names_it(
         (("h1",), "secret", "the launcher on 'h1' was refused: it has another job secret or id."),
         (
             ("h1", "h2"),
-            "secret",
-            "the launchers on 'h1' and 'h2' were refused: they have another job secret or id.",
+            "version",
+            "the launchers on 'h1' and 'h2' were refused: they have another version of ddpsafe.",
         ),
     ],
 )

@@ -669,12 +669,13 @@ class NodeRendezvous:
         fix = "check the logs of the missing nodes."
         if self._refused:
             hosts = listed(sorted(self._refused))
+            whys = " or ".join(dict.fromkeys(self._refused.values()))
             cause = (
-                f"the launcher on {hosts} was refused: it has another job secret or id."
+                f"the launcher on {hosts} was refused: it has another {whys}."
                 if len(self._refused) == 1
-                else f"the launchers on {hosts} were refused: they have another job secret or id."
+                else f"the launchers on {hosts} were refused: they have another {whys}."
             )
-            fix = f"give every node the same {JOB_SECRET}, secret_file and --rdzv-id."
+            fix = f"give every node the same {JOB_SECRET}, secret_file, --rdzv-id and version of ddpsafe."
         raise RendezvousTimeoutError(
             Explanation(what, cause=cause, fix=fix),
             waited_s=deadline.waited_s(),
