@@ -199,7 +199,6 @@ def _is_spare(job: Job, end: jobs.End) -> bool:
 
 def _judge_healthy(job: Job) -> Iterator[str]:
     """A job that only meets what passes ends well, in its first attempt."""
-    faults = job.scenario.faults
     if _harmful(job.scenario):
         return
     for end in job.ends:
@@ -208,7 +207,7 @@ def _judge_healthy(job: Job) -> Iterator[str]:
         if end.error is not None and not _is_spare(job, end):
             yield f"healthy, but {end.launcher.name} ended: {end}"
     ranks = [rank for training in job.trainings.values() for rank in training.ranks.values()]
-    if not faults and any(rank.questions > _MOST_QUESTIONS for rank in ranks):
+    if not job.scenario.faults and any(rank.questions > _MOST_QUESTIONS for rank in ranks):
         yield "ranks were asked where they are at each return of another one"
     if any(training.attempt > 1 for training in job.trainings.values()):
         yield "healthy, but there was another attempt"
@@ -276,10 +275,9 @@ def _judge_blame(job: Job) -> Iterator[str]:
 
 def _judge_count(job: Job) -> Iterator[str]:
     """Each fault ends at most one attempt."""
-    harmful = _harmful(job.scenario)
-    attempts = len({training.attempt for training in job.trainings.values()})
-    if attempts > 1 + len(harmful):
-        yield f"{attempts} attempts for {len(harmful)} faults"
+    faults = len(_harmful(job.scenario))
+    if (attempts := len({training.attempt for training in job.trainings.values()})) > 1 + faults:
+        yield f"{attempts} attempts for {faults} faults"
 
 
 def _judge_same(job: Job) -> Iterator[str]:
