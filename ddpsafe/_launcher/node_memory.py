@@ -22,13 +22,15 @@ class NodeMemory:
         self.close = weakref.finalize(self, _close, self._fds)
 
     def files(self, nproc: int) -> tuple[int, ...]:
-        """Return the descriptors in this process, slot by slot; none where the system has no such files."""
-        # Twice: manifest, state, the ranks' own parts, and for each rank one for its shards.
-        count = 2 * (3 + nproc)
-        if len(self._fds) != count and hasattr(os, "memfd_create"):
-            _close(self._fds)
+        """Return the descriptors in this process, slot by slot; none where the system has no such files.
+
+        Args:
+            nproc: How many ranks this node has, in every attempt.
+        """
+        if not self._fds and hasattr(os, "memfd_create"):
             try:
-                for _ in range(count):
+                # Twice: manifest, state, the ranks' own parts, and for each rank one for its shards.
+                for _ in range(2 * (3 + nproc)):
                     self._fds.append(os.memfd_create("ddpsafe-state"))
             except OSError:  # the job runs without, and a Checkpointer that wants them says so
                 _close(self._fds)
