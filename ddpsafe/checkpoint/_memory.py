@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ddpsafe._errors import Explanation
 from ddpsafe._host import read_limits
-from ddpsafe._job.agreement import Message
+from ddpsafe._job.agreement import Message, as_line
 from ddpsafe.checkpoint import _directory, _save, _sharded
 from ddpsafe.checkpoint._checksums import BLOCK_BYTES
 from ddpsafe.checkpoint._format import NAME, PER_RANK, new_file, read_manifest
@@ -123,9 +123,9 @@ class StateMemory:
         )
         try:
             self._write(request, messages, costs)
-        except (OSError, MemoryError) as exc:
+        except Exception as exc:  # noqa: BLE001 - torch may raise anything if it lacks memory
             # The other ranks have gone on; if the training does, they learn of it at the next save.
-            self._problem = {"text": f"the memory could not be written: {exc}"}
+            self._problem = {"text": f"the memory could not be written: {as_line(exc)}"}
             if not self._may_give_up:
                 self._give_up(step, **self._problem)
             warn(f"step {step} was not kept in memory: {self._problem['text']}.")
@@ -215,11 +215,8 @@ class StateMemory:
             trouble = ""
             try:
                 own = _sharded.write_shards(snapshot.shards, slot, ranks.rank)
-            except (
-                OSError,
-                MemoryError,
-            ) as exc:  # all ranks learn of it, so that none waits for this one
-                trouble = f"rank {ranks.rank}: {exc}"
+            except Exception as exc:  # noqa: BLE001 - all ranks learn of it, so that none waits for this one
+                trouble = f"rank {ranks.rank}: {as_line(exc)}"
             written = self._exchange(Message(facts={"trouble": trouble, "own": own}))
             troubles = [message.facts["trouble"] for message in written.values()]
             if any(troubles):
@@ -235,10 +232,7 @@ class StateMemory:
         replicated = snapshot.replicated
         if _uses_gpu():
             # Through pinned memory, and all at once: torch.save copies tensor by tensor, and waits for each.
-            try:
-                replicated = self._copies.copy(replicated)
-            except RuntimeError as exc:  # no more memory could be pinned
-                raise MemoryError(str(exc)) from exc
+            replicated = self._copies.copy(replicated)
         request = replace(
             request,
             snapshot=replace(snapshot, replicated=replicated),
@@ -340,8 +334,8 @@ class StateMemory:
         if held is None or held.step != step:
             raise SaveError(
                 Explanation(
-                    f"Step {step} was not saved: it was in memory only, and is damaged.",
-                    cause="; ".join(problems) or "it was not written.",
+                    f"Step {step} was not saved: it should be in memory, and is not.",
+                    cause="; ".join(problems) or "it could not be written there.",
                     fix="start again; earlier checkpoints are unharmed.",
                 ),
                 step=step,

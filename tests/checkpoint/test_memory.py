@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,13 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ddpsafe
+from ddpsafe._errors import Explanation
 from ddpsafe._launcher.node_memory import NodeMemory
 from ddpsafe.checkpoint import Checkpointer, _checksums, _save, _slots
 from ddpsafe.checkpoint._format import NAME, RANKS, REPLICATED, STATE
+from ddpsafe.checkpoint._memory import StateMemory
 from ddpsafe.checkpoint._schedule import Costs, Schedule, highest, steps_between
 from ddpsafe.checkpoint._slots import Held, NodeSlots, candidates
 from ddpsafe.checkpoint._state import Snapshot
-from ddpsafe.checkpoint.errors import CheckpointWarning
+from ddpsafe.checkpoint.errors import CheckpointWarning, SaveError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,6 +168,55 @@ def test_memory_stays_the_same_after_many_states(memory: NodeMemory) -> None:
         write(slots, step, length=100_000 - step % 2)
     assert slots.reserved_bytes() <= before
     assert before < 2.2 * 800_000
+
+
+@contextlib.contextmanager
+def keeping(
+    folder: Path, memory: NodeMemory, every: Any = 1000, memory_every: Any = 1, **options: Any
+) -> Iterator[Checkpointer]:
+    """Make a checkpointer of this process alone that keeps states in memory; it ends as if it were killed."""
+    with contextlib.suppress(KilledError), Checkpointer(folder, every=every, **options) as made:
+        may_give_up = options.get("on_failure") == "warn"
+        made._memory = StateMemory(
+            made._ranks, slots_of(memory, folder), memory_every, may_give_up=may_give_up
+        )
+        yield made
+        raise KilledError
+
+
+def keep(checkpointer: Checkpointer, state: dict[str, Any], *steps: int, **facts: Any) -> None:
+    """Save steps, each of which has to be due."""
+    for step in steps:
+        assert checkpointer.is_due(step)
+        checkpointer.save(state, step, **facts)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        RuntimeError("can't allocate memory"),
+        SaveError(Explanation("The manifest could not be read back."), step=2),
+    ],
+)
+def test_a_write_to_memory_that_fails_leaves_the_rank_with_the_others(
+    tmp_path: Path, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """They have gone on, so this one neither ends nor saves to the directory alone; all do so at the next save."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with keeping(tmp_path, memory, on_failure="warn") as checkpointer:
+        keep(checkpointer, {"step": 1}, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(_save, "write_files", fail)
+            with pytest.warns(CheckpointWarning, match="step 2 was not kept in memory"):
+                keep(checkpointer, {"step": 2}, 2)
+        assert checkpointer.steps() == []
+        with pytest.warns(CheckpointWarning, match="to the directory only, not to memory"):
+            keep(checkpointer, {"step": 3}, 3)
+        assert checkpointer.steps() == [3]
 
 
 def held(step: int, *, attempt: int = 1, token: int = 7, slot: int = 0) -> Held:
