@@ -72,7 +72,7 @@ class StateMemory:
         self._copies = HostCopies()
         self._problem: dict[str, Any] | None = None
         self._next: Slot | None = None  # the one to write to, if it is known
-        self._length = self._reserved = 0  # of a state, in bytes
+        self._length = 0  # of a state, in bytes
 
     def save(self, take: Callable[[bool], _save.SaveRequest], step: int) -> bool:
         """Put the state into memory; return False, after a warning, if that is not to be used any more.
@@ -226,9 +226,7 @@ class StateMemory:
             )
         if not self._is_first:
             return
-        if self._length > self._reserved:
-            self.slots.reserve(self._length)
-            self._reserved = self._length
+        self.slots.reserve(self._length)
         replicated = snapshot.replicated
         if _uses_gpu():
             # Through pinned memory, and all at once: torch.save copies tensor by tensor, and waits for each.

@@ -14,7 +14,7 @@ import zlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe.checkpoint._checksums import DamagedFileError
+from ddpsafe.checkpoint._checksums import BLOCK_BYTES, DamagedFileError
 from ddpsafe.checkpoint._format import NAME, RANKS, STATE, Manifest, read_manifest
 from ddpsafe.checkpoint.errors import RestoreError
 
@@ -174,9 +174,11 @@ class NodeSlots:
         """
         for slot in self._slots:
             # A file becomes longer by it, and a state that is longer than it was written counts as damaged.
-            if self.manifest(slot.number) is None:
+            if slot.path(NAME).stat().st_size == 0:
                 with slot.path(STATE).open("r+b") as file:
-                    os.posix_fallocate(file.fileno(), 0, length)
+                    # In pieces: a signal undoes and repeats each call that it interrupts.
+                    for start in range(slot.path(STATE).stat().st_size, length, BLOCK_BYTES):
+                        os.posix_fallocate(file.fileno(), start, min(BLOCK_BYTES, length - start))
 
     def record(self, attempt: int, metadata: dict[str, Any], costs: Costs | None) -> dict[str, Any]:
         """Return the metadata of a manifest in memory: the user's, whose state it is, and what saves cost."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -217,6 +218,31 @@ def test_a_write_to_memory_that_fails_leaves_the_rank_with_the_others(
         with pytest.warns(CheckpointWarning, match="to the directory only, not to memory"):
             keep(checkpointer, {"step": 3}, 3)
         assert checkpointer.steps() == [3]
+
+
+def test_memory_is_taken_before_a_state_is_written_and_signals_do_not_prevent_it(
+    tmp_path: Path, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the states grow later, in both slots; a profiler's signals come every few milliseconds."""
+    taken: list[bool] = []
+    write_files = _save.write_files
+
+    def look(slot: _slots.Slot, request: _save.SaveRequest, *rest: Any) -> None:
+        held = slot.path(STATE).stat().st_blocks * 512
+        taken.append(held >= request.snapshot.replicated["x"].nbytes)
+        write_files(slot, request, *rest)
+
+    monkeypatch.setattr(_save, "write_files", look)
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
+    try:
+        with keeping(tmp_path, memory) as checkpointer:
+            keep(checkpointer, {"x": torch.zeros(10)}, 1, 2)
+            keep(checkpointer, {"x": torch.zeros(25_000_000)}, 3, 4)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert taken == [True] * 4
 
 
 def held(step: int, *, attempt: int = 1, token: int = 7, slot: int = 0) -> Held:
