@@ -141,12 +141,10 @@ def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
     import torch
 
     tensor = tensor.detach()
-    if tensor.is_nested:
-        if tensor.layout is torch.jagged:
-            jagged: Any = tensor
-            return [jagged.values(), jagged.offsets()]
-        return [tensor]
-    if tensor.layout is torch.strided:
+    flatten = getattr(tensor, "__tensor_flatten__", None)  # of a tensor that consists of others
+    if flatten is not None:
+        return [piece for name in flatten()[0] for piece in pieces(getattr(tensor, name))]
+    if tensor.is_nested or tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout is torch.sparse_coo:
         return sparse_parts(tensor)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ddpsafe
 from ddpsafe._errors import Explanation
@@ -243,6 +244,26 @@ def test_memory_is_taken_before_a_state_is_written_and_signals_do_not_prevent_it
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert taken == [True] * 4
+
+
+def test_a_tensor_that_consists_of_others_stays_as_it_was_restored(
+    tmp_path: Path, memory: NodeMemory
+) -> None:
+    """As the states of 8-bit optimizers do. Its slot is written again, so none of it may be mapped from there."""
+
+    def pair(step: int) -> TwoTensor:
+        return TwoTensor(torch.full((50_000,), step), torch.full((50_000,), -step))
+
+    with torch.serialization.safe_globals([TwoTensor]):
+        with keeping(tmp_path, memory) as checkpointer:
+            keep(checkpointer, {"pair": [pair(1)]}, 1)
+        state: dict[str, Any] = {"pair": []}
+        with keeping(tmp_path, memory) as checkpointer:
+            assert checkpointer.restore(state) == 1
+            for step in (2, 3):
+                keep(checkpointer, {"pair": [pair(step)]}, step)
+    (kept,) = state["pair"]
+    assert (kept.a.unique().tolist(), kept.b.unique().tolist()) == ([1], [-1])
 
 
 def held(step: int, *, attempt: int = 1, token: int = 7, slot: int = 0) -> Held:
