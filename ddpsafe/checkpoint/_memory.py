@@ -89,7 +89,8 @@ class StateMemory:
         request, error = None, None
         try:
             request = take(self._is_first)
-            facts |= {"names": request.snapshot.names}
+            facts |= {"names": request.snapshot.names, "metrics": request.metrics}
+            facts["metadata"] = request.metadata
             facts["problem"] = self._find_problem(request.snapshot)
             if self._is_first:
                 if self.newest is None:  # states of an attempt from which this one did not continue
@@ -231,10 +232,13 @@ class StateMemory:
         if _uses_gpu():
             # Through pinned memory, and all at once: torch.save copies tensor by tensor, and waits for each.
             replicated = self._copies.copy(replicated)
+        # Rank 0's count, also if its node is lost.
+        facts = messages[0].facts
         request = replace(
             request,
             snapshot=replace(snapshot, replicated=replicated),
-            metadata=self.slots.record(ranks.attempt, request.metadata, costs),
+            metrics=facts["metrics"],
+            metadata=self.slots.record(ranks.attempt, facts["metadata"], costs),
         )
         parts = [message.data for message in messages.values()]
         _save.write_files(slot, request, parts, files, shards)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -264,6 +265,29 @@ def test_a_tensor_that_consists_of_others_stays_as_it_was_restored(
                 keep(checkpointer, {"pair": [pair(step)]}, step)
     (kept,) = state["pair"]
     assert (kept.a.unique().tolist(), kept.b.unique().tolist()) == ([1], [-1])
+
+
+def test_each_node_keeps_the_metrics_and_metadata_of_rank_0(
+    tmp_path: Path, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 0 may be lost, and the other ranks need not pass any."""
+    said = {"metrics": {"loss": 0.5}, "metadata": {"commit": "a"}}
+    with keeping(tmp_path, memory) as checkpointer:
+        assert checkpointer._memory is not None
+        exchange = checkpointer._memory._exchange
+        monkeypatch.setattr(
+            checkpointer._memory,
+            "_exchange",
+            lambda own: exchange(replace(own, facts={**own.facts, **said})),
+        )
+        keep(checkpointer, {"x": 0}, 1)
+        checkpointer.restore({"x": 0})
+        assert checkpointer.restored is not None
+        found = {
+            "metrics": checkpointer.restored.metrics,
+            "metadata": checkpointer.restored.metadata,
+        }
+    assert found == said
 
 
 def held(step: int, *, attempt: int = 1, token: int = 7, slot: int = 0) -> Held:
