@@ -349,7 +349,8 @@ class Checkpointer:
                 metadata=_require_plain(metadata),
             )
 
-        if not memory.save(take, step):
+        assert self._schedule is not None  # noqa: S101 - `memory_every` needs `every`
+        if not memory.save(take, step, self._schedule.waited_s()):
             memory.close()
             self._memory = None
             return False
@@ -493,6 +494,9 @@ class Checkpointer:
         self._restored = _info_of(restored.manifest, in_memory=restored.in_memory)
         self._set_newest(restored.manifest.step, is_new=False, in_memory=restored.in_memory)
         self._is_on_disk = restored.on_disk
+        if self._schedule is not None:
+            waited_s: Any = 0.0 if self._is_on_disk else restored.manifest.metadata["waited_s"]
+            self._schedule = self._schedule.after_restore(waited_s)
         self._versions = _versions_of(state)
         return restored.manifest.step
 

@@ -74,18 +74,20 @@ class StateMemory:
         self._next: Slot | None = None  # the one to write to, if it is known
         self._length = 0  # of a state, in bytes
 
-    def save(self, take: Callable[[bool], _save.SaveRequest], step: int) -> bool:
+    def save(self, take: Callable[[bool], _save.SaveRequest], step: int, waited_s: float) -> bool:
         """Put the state into memory; return False, after a warning, if that is not to be used any more.
 
         Args:
             take: Takes the state; called with whether this rank writes what all share.
             step: Its step.
+            waited_s: How long ago the last save to the directory was.
 
         Raises:
             CheckpointError: It failed, on this rank or another one.
         """
         ranks = self._ranks
         facts: dict[str, Any] = {"step": step, "costs": self.schedule.begin(step)}
+        facts["waited_s"] = waited_s
         request, error = None, None
         try:
             request = take(self._is_first)
@@ -238,7 +240,7 @@ class StateMemory:
             request,
             snapshot=replace(snapshot, replicated=replicated),
             metrics=facts["metrics"],
-            metadata=self.slots.record(ranks.attempt, facts["metadata"], costs),
+            metadata=self.slots.record(ranks.attempt, facts["metadata"], costs, facts["waited_s"]),
         )
         parts = [message.data for message in messages.values()]
         _save.write_files(slot, request, parts, files, shards)
@@ -316,6 +318,7 @@ class StateMemory:
             from_memory: Whether it came from memory.
         """
         self.newest = step if from_memory else None
+        self.schedule = self.schedule.after_restore()
         if held is not None and held.costs:
             self.schedule.resume(step, Costs(*held.costs))
         if self._is_first:

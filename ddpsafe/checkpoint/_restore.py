@@ -38,7 +38,6 @@ from ddpsafe.checkpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CorruptCheckpointError,
-    DirectoryError,
     MissingCheckpointError,
     RestoreError,
     warn,
@@ -143,7 +142,7 @@ def restore(request: RestoreRequest) -> Restored | None:
         if memory is not None and request.step is None:
             held = memory.held()
         own = _directory.list_steps(request.directory)
-    except DirectoryError as exc:
+    except Exception as exc:
         exchange.fail(exc)
         raise
     exchange.send(

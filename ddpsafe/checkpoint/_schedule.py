@@ -57,18 +57,27 @@ class Schedule:
 
     Args:
         every: The steps or the duration; ``"auto"`` for what `note_saved` is told.
+        waited_s: How long ago the last save was, in seconds.
     """
 
-    def __init__(self, every: int | timedelta | Literal["auto"]) -> None:
+    def __init__(self, every: int | timedelta | Literal["auto"], waited_s: float = 0.0) -> None:
         self._every = every
         # With "auto":
         self._next_step = 0
         self._saving: tuple[int, float] | None = None
         self._first_s = self._spent_s = 0.0
-        self._saved_s = time.monotonic()
+        self._saved_s = time.monotonic() - waited_s
         self._first: tuple[int, float] | None = None
         self._next_check = 0
         self._last_step: int | None = None
+
+    def after_restore(self, waited_s: float = 0.0) -> Schedule:
+        """Return one that has chosen no step yet: the training continues from another one."""
+        return Schedule(self._every, waited_s)
+
+    def waited_s(self) -> float:
+        """Return how long ago the last save was, in seconds."""
+        return time.monotonic() - self._saved_s
 
     def begin(self, step: int) -> Costs | None:
         """Begin a save, and return what was measured before it; ``None`` if that was nothing."""

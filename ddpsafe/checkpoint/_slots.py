@@ -180,10 +180,13 @@ class NodeSlots:
                     for start in range(slot.path(STATE).stat().st_size, length, BLOCK_BYTES):
                         os.posix_fallocate(file.fileno(), start, min(BLOCK_BYTES, length - start))
 
-    def record(self, attempt: int, metadata: dict[str, Any], costs: Costs | None) -> dict[str, Any]:
-        """Return the metadata of a manifest in memory: the user's, whose state it is, and what saves cost."""
+    def record(
+        self, attempt: int, metadata: dict[str, Any], costs: Costs | None, waited_s: float
+    ) -> dict[str, Any]:
+        """Return the metadata of a manifest in memory: the user's, whose state it is, and for both schedules."""
         whose = {"attempt": attempt, "directory": self._directory}
-        return {**whose, "metadata": metadata, "costs": costs and list(costs)}
+        when = {"costs": costs and list(costs), "waited_s": waited_s}
+        return {**whose, **when, "metadata": metadata}
 
     def manifest(self, number: int) -> Manifest | None:
         """Return the manifest of a slot; ``None`` if it holds no whole state of this directory."""

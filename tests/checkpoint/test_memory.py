@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -65,7 +66,7 @@ def write(slots: NodeSlots, step: int, *, attempt: int = 1, length: int = 1000) 
         snapshot=snapshot,
         step=step,
         metrics={},
-        metadata=slots.record(attempt, {"note": step}, COSTS),
+        metadata=slots.record(attempt, {"note": step}, COSTS, 0.0),
     )
     slot = slots.target()
     slot.clear()
@@ -220,6 +221,31 @@ def test_a_write_to_memory_that_fails_leaves_the_rank_with_the_others(
         with pytest.warns(CheckpointWarning, match="to the directory only, not to memory"):
             keep(checkpointer, {"step": 3}, 3)
         assert checkpointer.steps() == [3]
+
+
+@pytest.mark.parametrize("every", ["auto", timedelta(microseconds=1)])
+def test_after_a_return_to_an_earlier_step_states_are_kept_as_before(
+    tmp_path: Path, memory: NodeMemory, every: object
+) -> None:
+    """The steps that the schedule has chosen are those of the training that was given up."""
+    with keeping(tmp_path, memory, memory_every=every) as checkpointer:
+        checkpointer.save({"x": 1}, 10)
+        keep(checkpointer, {"x": 2}, 1000, 1001)
+        assert checkpointer.restore({"x": 0}, step=10) == 10
+        keep(checkpointer, {"x": 3}, 11)
+
+
+def test_the_time_until_the_next_save_to_the_directory_goes_on_over_restarts(
+    tmp_path: Path, memory: NodeMemory
+) -> None:
+    """Else a job that fails more often than `every` would never save there."""
+    for attempt in range(1, 4):
+        with keeping(tmp_path, memory, every=timedelta(hours=1)) as checkpointer:
+            assert checkpointer.restore({"x": 0}) == (attempt - 1 or None)
+            assert checkpointer._schedule is not None
+            checkpointer._schedule._saved_s -= 1300
+            keep(checkpointer, {"x": 0}, attempt)
+            assert checkpointer.steps() == ([3] if attempt == 3 else [])
 
 
 def test_memory_is_taken_before_a_state_is_written_and_signals_do_not_prevent_it(
