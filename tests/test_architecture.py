@@ -453,7 +453,7 @@ BUDGETS: Final = {
     "ddpsafe/data": (7_200, "each sample once, and an exact resume"),
     "ddpsafe/doctor": (9_650, "checks of one host, and of all pairs of hosts"),
     "tests": (3_350, "what is true of all parts"),
-    "tests/checkpoint": (3_250, "the folder of the same name"),
+    "tests/checkpoint": (3_400, "the folder of the same name, with states in memory"),
     "tests/config": (1_150, "the folder of the same name"),
     "tests/data": (5_650, "the folder of the same name"),
     "tests/docs": (1_050, "every line of the documentation that runs"),
