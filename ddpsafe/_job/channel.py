@@ -46,6 +46,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from ddpsafe._clock import Deadline
 from ddpsafe._host import end_when_silent
+from ddpsafe._limits import LAUNCHER_SILENCE_S
+from ddpsafe._limits import LOSS_S as LOSS_S  # noqa: PLC0414 - launchers take it from here
 from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
@@ -56,13 +58,6 @@ T = TypeVar("T")
 NameT = TypeVar("NameT", bound="int | str")
 MessageT = TypeVar("MessageT")
 logger = get_logger(__name__)
-
-LOSS_S: Final = 3.5
-"""A connection ends after this time without any reply from the other host's kernel.
-
-The kernel retransmits a packet 0.2, 0.6, 1.4 and 3.0 s after the first time: the last one still
-reaches a network that is back by then.
-"""
 
 BEAT_S: Final = 1.0
 _BEAT: Final = timedelta(seconds=BEAT_S)
@@ -129,7 +124,6 @@ _UNACKED: Final = 24
 _LAST_RECEIVED: Final = 52
 """Offset of ``tcpi_last_data_recv`` and ``tcpi_last_ack_recv`` (ms) in ``struct tcp_info``."""
 
-_SILENCE_S: Final = 15.0
 _OWN_GAP_S: Final = 3.0
 """`SilenceWatch.look` is called every second: after a longer gap, this launcher itself was stopped or starved."""
 
@@ -347,13 +341,13 @@ class SilenceWatch:
         if self._looked_s - before_s > _OWN_GAP_S:
             self._heard_s = dict.fromkeys(self._names, self._looked_s)
         for node in sorted(set(connected) & self._names.keys() - self.silent):
-            if self._looked_s - self._heard_s[node] > _SILENCE_S:
+            if self._looked_s - self._heard_s[node] > LAUNCHER_SILENCE_S:
                 self.silent.add(node)
                 logger.warning(
                     "%s: its launcher has not responded for %.0f s (stopped, starved of CPU?); "
                     "its ranks may still run",
                     self._names[node],
-                    _SILENCE_S,
+                    LAUNCHER_SILENCE_S,
                     extra={"event": "silent", "of_node": node},
                 )
 

@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._host import boot_id, read_stat
+from ddpsafe._limits import BEAT_S, SILENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from ddpsafe._job.control import Control
 
-BEAT_S: Final = 5.0
-"""How often a rank renews the heartbeat that ranks on other hosts see."""
-SILENCE_S: Final = 30.0
-"""A rank on another host counts as lost if its heartbeat has not changed for this long."""
 _CHECK_S: Final = 0.25
 """How often a waiting rank checks that the others are alive."""
 _SEARCH_S: Final = 1.0

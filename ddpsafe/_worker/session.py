@@ -17,6 +17,7 @@ from ddpsafe._errors import ConfigError, Explanation
 from ddpsafe._host import ending_when_silent, without_cpp_warnings
 from ddpsafe._job.control import Control
 from ddpsafe._job.store_keys import FolderStore, ReopenedStore
+from ddpsafe._limits import STORE_SILENCE_S
 from ddpsafe._wire.exception_facts import own_line_of
 from ddpsafe._worker import collectives, context, pending_exception, process_group, torch_hooks
 from ddpsafe._worker.rank import this_rank
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from ddpsafe._wire.messages import Phase
     from ddpsafe._wire.spec import RankSpec, StorePlace
 
-
-_SILENCE_S: Final = 4
-"""After so long without an answer of its host, a connection to the launcher's store is opened again."""
 
 _CONNECT: Final = timedelta(minutes=5)
 _RENUMBERED: Final = "control/renumbered"
@@ -217,7 +215,7 @@ def _client(place: StorePlace, use: str, limit: timedelta = _CONNECT) -> Store:
 
 
 def _open_for_control(place: StorePlace, limit: timedelta) -> Store:
-    with ending_when_silent(place.port, _SILENCE_S):
+    with ending_when_silent(place.port, STORE_SILENCE_S):
         return _client(place, "control", limit)
 
 

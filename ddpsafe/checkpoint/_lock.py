@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import Explanation
 from ddpsafe._host import boot_id
+from ddpsafe._limits import BEAT_S, DYING_S, SILENCE_S
 from ddpsafe._world import job_variables, queue_variables
 from ddpsafe.checkpoint.errors import DirectoryError, DirectoryLockedError
 
@@ -36,12 +37,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NAME: Final = ".lock"
-BEAT_S: Final = 5.0
-"""How often the owner renews the heartbeat."""
-SILENCE_S: Final = 30.0
-"""An owner whose heartbeat has not changed for this long counts as dead."""
-DYING_S: Final = 5.0
-"""How long to wait for the record lock of an owner that may be about to end."""
 
 _BUSY: Final = (errno.EACCES, errno.EAGAIN)
 _POLL_S: Final = 0.05
