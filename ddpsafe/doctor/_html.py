@@ -1,14 +1,10 @@
-"""The report as one HTML file with the matrix and the findings. It loads and runs nothing.
-
-Parts of a report come from other hosts and programs. The template escapes all of them, and the page's
-Content-Security-Policy forbids the browser to run or load anything.
-"""
+"""The report as one HTML page with the matrix and the findings."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from ddpsafe._text import printable
+from ddpsafe._page import draw_page
 
 if TYPE_CHECKING:
     from ddpsafe.doctor._findings import Direction, Matrix, Report
@@ -30,17 +26,11 @@ _MOST_LARGE_CELLS: Final = 24
 _TOP_PX: Final = 26
 
 _STYLE: Final = """
-:root { color-scheme: light dark; --text: #1c2024; --back: #ffffff; --line: #d0d5db; --dim: #5b6470;
-  --open: #b7e2c3; --dropped: #c2362b; --refused: #e07b00; --no-route: #8e3bb5;
-  --wrong-peer: #c2187a; --large-lost: #2f6fd0; --absent: #6b7280; --self: #e9ecef; }
-@media (prefers-color-scheme: dark) { :root { --text: #e6e9ec; --back: #14171a; --line: #3a4149;
-  --dim: #9aa4af; --open: #1f5b36; --dropped: #f0685c; --refused: #f2a13c; --no-route: #c98be6;
-  --wrong-peer: #f078b6; --large-lost: #78a9f5; --absent: #9aa4af; --self: #23282d; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back);
-  max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.scroll { overflow-x: auto; }
-svg { display: block; } svg text { fill: var(--text); font: 12px system-ui, sans-serif; }
+:root { --open: #b7e2c3; --dropped: #c2362b; --refused: #e07b00; --no-route: #8e3bb5;
+  --wrong-peer: #c2187a; --large-lost: #2f6fd0; --absent: #6b7280; }
+@media (prefers-color-scheme: dark) { :root { --open: #1f5b36; --dropped: #f0685c; --refused: #f2a13c;
+  --no-route: #c98be6; --wrong-peer: #f078b6; --large-lost: #78a9f5; --absent: #9aa4af; } }
+svg { display: block; }
 svg .letter { fill: var(--back); font-weight: 700; text-anchor: middle; }
 svg .name { text-anchor: end; } svg .column { text-anchor: middle; fill: var(--dim); }
 svg .small { font-size: 10px; }
@@ -50,18 +40,10 @@ svg .small { font-size: 10px; }
 article { border-left: 4px solid var(--line); padding: .1rem 0 .1rem 1rem; margin: 1rem 0; }
 article.failed { border-color: var(--dropped); } article.warning { border-color: var(--refused); }
 article.ok { border-color: var(--open); }
-pre { background: var(--self); padding: .6rem .8rem; white-space: pre-wrap; border-radius: 4px; }
-.dim { color: var(--dim); }
 """
 
 
 _PAGE: Final = """\
-<!doctype html><html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>ddpsafe doctor on {{ report.hostname | printable }}</title>
-<style>{{ style }}</style></head><body>
-<h1>ddpsafe doctor on {{ report.hostname | printable }}</h1>
 <p>{{ report.failed | length }} failed, {{ report.warnings | length }} warnings, after {{ "%.1f" | format(report.took_s) }} s.</p>
 {% macro article(finding) %}
 {% set lines = finding.fix.split("\n") %}
@@ -84,7 +66,7 @@ _PAGE: Final = """\
 <svg width="{{ matrix.width }}" height="{{ matrix.height }}" viewBox="0 0 {{ matrix.width }} {{ matrix.height }}" role="img" aria-label="Which node reaches which">
 {% for host in matrix.axis %}<text class="name{{ matrix.small }}" x="{{ matrix.left - 8 }}" y="{{ host.y + 4 }}">{{ host.label | printable }}</text>
 {% if host.column_x is not none %}<text class="column{{ matrix.small }}" x="{{ host.column_x }}" y="{{ matrix.top - 8 }}">{{ host.node }}</text>{% endif %}
-<rect x="{{ host.own_x }}" y="{{ host.own_y }}" width="{{ matrix.size }}" height="{{ matrix.size }}" fill="var(--self)"/>
+<rect x="{{ host.own_x }}" y="{{ host.own_y }}" width="{{ matrix.size }}" height="{{ matrix.size }}" fill="var(--box)"/>
 {% endfor %}
 {% for cell in matrix.cells %}<g><title>{{ cell.title | printable }}</title><rect x="{{ cell.x }}" y="{{ cell.y }}" width="{{ matrix.size }}" height="{{ matrix.size }}" rx="2" fill="var(--{{ cell.result }})"/>
 {% if cell.letter %}<text class="letter{{ matrix.small }}" x="{{ cell.x + matrix.size / 2 }}" y="{{ cell.y + matrix.size / 2 + 4 }}">{{ cell.letter }}</text>{% endif %}</g>
@@ -95,22 +77,18 @@ _PAGE: Final = """\
 <details><summary>{{ passed | length }} passed</summary>
 {% for finding in passed %}{{ article(finding) }}{% endfor %}
 </details>
-</body></html>
 """
 
 
 def draw(report: Report) -> str:
     """Return the report as an HTML page."""
-    import jinja2
-    from markupsafe import Markup
-
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters["printable"] = printable
-    return environment.from_string(_PAGE).render(
+    return draw_page(
+        _PAGE,
+        style=_STYLE,
+        title=f"doctor on {report.hostname}",
         report=report,
         matrix=None if report.matrix is None else _layout(report.matrix),
         passed=[finding for finding in report.findings if finding.severity == "ok"],
-        style=Markup(_STYLE),  # noqa: S704 - the constant above
     )
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._launcher.diagnosis.report_files import RANKS, replace_file
-from ddpsafe._text import printable
+from ddpsafe._page import draw_page
 from ddpsafe._wire.spec import open_log
 
 if TYPE_CHECKING:
@@ -45,35 +44,21 @@ _STACKS_BYTES: Final = 60_000
 _MAX_ATTEMPTS: Final = 50
 _MAX_RANKS: Final = 256
 _STYLE: Final = """
-:root { color-scheme: light dark; --text: #1c2024; --back: #fff; --line: #8a94a0; --dim: #5b6470;
-  --box: #eef0f2; --bad: #b3261e; --starting: #e3e6ea; --loading: #d3d9e0; --joining: #c4d7f2;
-  --running: #cfe8d5; --waiting: #fff; --leaving: #e3e6ea; }
-@media (prefers-color-scheme: dark) { :root { --text: #e6e9ec; --back: #14171a; --line: #7b8693;
-  --dim: #9aa4af; --box: #23282d; --bad: #f0685c; --starting: #2b3036; --loading: #353c44;
+:root { --starting: #e3e6ea; --loading: #d3d9e0; --joining: #c4d7f2; --running: #cfe8d5;
+  --waiting: #fff; --leaving: #e3e6ea; }
+@media (prefers-color-scheme: dark) { :root { --starting: #2b3036; --loading: #353c44;
   --joining: #2b4468; --running: #1f4d30; --waiting: #14171a; --leaving: #2b3036; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back);
-  max-width: 60rem; margin: 1.5rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
-h1 { font-size: 1.3rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .cause { border-left: 5px solid var(--bad); padding: .1rem 0 .1rem 1rem; }
-.scroll { overflow-x: auto; } pre { background: var(--box); padding: .6rem .8rem;
-  border-radius: 4px; font-size: 13px; white-space: pre-wrap; }
 table { border-collapse: collapse; } td, th { text-align: left; vertical-align: top;
   padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); overflow-wrap: normal; }
 td { min-width: 2rem; max-width: 30rem; }
 svg { max-width: 100%; height: auto; }
-svg text { fill: var(--text); font: 12px system-ui, sans-serif; }
 svg rect { stroke: var(--line); } svg line { stroke: var(--line); }
 svg .end { stroke: var(--bad); stroke-width: 3; } svg .waiting { stroke-dasharray: 4 3; }
-.dim { color: var(--dim); }
 @media print { details { display: block; } }
 """
 
 _TEMPLATE: Final = """\
-<!doctype html><html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>ddpsafe: {{ title | printable }}</title><style>{{ style }}</style></head><body>
-<h1>{{ title | printable }}</h1>
 {% for attempt in attempts %}{% if loop.first %}
 <div{% if attempt.has_failed %} class="cause"{% endif %}><p><b>{{ attempt.report.what | printable }}</b></p>
 {% if attempt.report.cause %}<p>Likely cause: {{ attempt.report.cause | printable }}</p>{% endif %}
@@ -103,7 +88,6 @@ The thick line is a rank's end, the thin one its last step.</p>{% endif %}
 {% if rank.output %}<p>Last lines of its stderr:</p><pre>{{ rank.output | printable }}</pre>{% endif %}
 {% if rank.stacks %}<p>All threads, the last call first:</p><pre>{{ rank.stacks | printable }}</pre>{% endif %}
 </details>{% endif %}{% endfor %}{% endfor %}
-</body></html>
 """
 
 
@@ -120,16 +104,7 @@ def write_page(run_dir: Path) -> Path:
 
 def draw(run_dir: Path) -> str:
     """Return the page of a run directory, the newest attempt first."""
-    import jinja2
-    from markupsafe import Markup
-
     attempts = [_attempt(path) for path in _reports(run_dir)]
-    # The files contain text of scripts and libraries: all of it is escaped, and the page also
-    # forbids the browser to run or load anything. What a damaged file lacks is left out.
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.ChainableUndefined, trim_blocks=True
-    )
-    environment.filters["printable"] = partial(printable, keep="\n\t")
     count = sum(attempt["has_failed"] for attempt in attempts)
     failed = f"{count} failed attempt{'s' if count != 1 else ''}"
     newest = attempts[0]["report"] if attempts else {}
@@ -139,13 +114,15 @@ def draw(run_dir: Path) -> str:
         for row in attempt["chart"]["rows"]
         for bar in row["bars"]
     }
-    return environment.from_string(_TEMPLATE).render(
+    return draw_page(
+        _TEMPLATE,
+        style=_STYLE,
         title=newest.get("error")
         or ("the newest attempt did not fail" if count else "no attempt of this run has failed"),
+        has_all=False,  # what a damaged file lacks is left out
         summary=f"{failed}, {newest.get('written_at', '')} {run_dir}",
         attempts=attempts,
         legend=[_PHASES[phase] for phase in _PHASES if phase in phases],
-        style=Markup(_STYLE),  # noqa: S704 - the constant above
     )
 
 
