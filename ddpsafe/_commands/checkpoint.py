@@ -20,7 +20,7 @@ from ddpsafe.checkpoint._checksums import DamagedFileError
 from ddpsafe.checkpoint._directory import folder_name, list_steps, step_of
 from ddpsafe.checkpoint._format import NAME as MANIFEST
 from ddpsafe.checkpoint._format import read_manifest
-from ddpsafe.checkpoint._restore import Loaded, load_checkpoint, missing_step
+from ddpsafe.checkpoint._restore import load_checkpoint, missing_step
 from ddpsafe.checkpoint._trees import leaves
 from ddpsafe.checkpoint.errors import CheckpointError, CorruptCheckpointError, RestoreError
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+
+    from ddpsafe.checkpoint._compare import Loaded
 
 _MAX_VALUE_CHARS: Final = 60
 _RENAME: Final = "write --rename state_dict=model, once for each name."

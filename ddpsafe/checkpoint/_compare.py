@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._errors import ConfigError, Explanation
@@ -21,11 +22,13 @@ from ddpsafe.checkpoint.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from torch import nn
 
-    from ddpsafe.checkpoint._format import OptimizerFacts
-    from ddpsafe.checkpoint._restore import Loaded
+    from ddpsafe.checkpoint._format import Manifest, OptimizerFacts
+    from ddpsafe.checkpoint._sharded import SavedShards
+    from ddpsafe.checkpoint._slots import Slot
 
 _MAX_LISTED: Final = 8
 _ABSENT: Final = "nothing"
@@ -33,6 +36,32 @@ _ABSENT: Final = "nothing"
 Differences = dict[str, tuple[object, object]]
 Tensors = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of each tensor, by its path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A checkpoint that has been read and checked, before it is put into any object.
+
+    Attributes:
+        folder: The checkpoint's folder, or the slot in memory.
+        manifest: Its manifest.
+        replicated: State that all ranks share, by name. Its tensors may be mapped from the file.
+        own: This rank's own part, by name; ``None`` if the saved world had no such rank.
+        rng: This rank's random number generators; ``None`` if the saved world had no such rank, or
+            did not save them.
+        shards: The distributed tensors.
+        mapped: Addresses of the tensors' memory, which may belong to a mapped file.
+        left: Paths that a restore with ``strict=False`` leaves unchanged, each with the reason.
+    """
+
+    folder: Path | Slot
+    manifest: Manifest
+    replicated: dict[str, Any]
+    own: dict[str, Any] | None
+    rng: dict[str, Any] | None
+    shards: SavedShards
+    mapped: frozenset[int]
+    left: dict[str, str] = field(default_factory=dict)
 
 
 def compare(

@@ -17,7 +17,7 @@ import re
 import stat
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
@@ -34,8 +34,6 @@ from ddpsafe.checkpoint.errors import NewerFormatError, RestoreError
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
-
-    from ddpsafe.checkpoint._slots import Slot
 
 NAME: Final = "manifest.json"
 STATE: Final = "state.pt"
@@ -239,7 +237,7 @@ class Manifest(_Part):
         content = json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":")).encode()
         return b'{"crc32":%d,"content":%s}\n' % (zlib.crc32(content), content)
 
-    def open(self, folder: Path | Slot, name: str) -> VerifiedFile:
+    def open(self, folder: Path | Place, name: str) -> VerifiedFile:
         """Open one of its files for reading.
 
         Raises:
@@ -248,6 +246,16 @@ class Manifest(_Part):
         facts = self.files[name]
         fd = open_regular(folder, name)
         return VerifiedFile(fd, name, size=facts.size_bytes, crc32=facts.crc32)
+
+
+class Place(Protocol):
+    """What holds the files of a checkpoint in place of its folder: a slot in memory."""
+
+    def open(self, name: str) -> int:
+        """Open a file for reading; return the descriptor."""
+
+    def path(self, name: str) -> Path:
+        """Return where a file is."""
 
 
 NOT_DAMAGE: Final = (
@@ -262,7 +270,7 @@ NOT_DAMAGE: Final = (
 """Errors that keep a process from reading a file that may be undamaged."""
 
 
-def open_regular(folder: Path | Slot, name: str) -> int:
+def open_regular(folder: Path | Place, name: str) -> int:
     """Open a regular file below a folder for reading, without following links; or one of a slot.
 
     Returns:
@@ -300,7 +308,7 @@ def open_regular(folder: Path | Slot, name: str) -> int:
     return fd
 
 
-def new_file(folder: Path | Slot, name: str) -> ChecksumWriter:
+def new_file(folder: Path | Place, name: str) -> ChecksumWriter:
     """Open a new file of a checkpoint for writing."""
     if not isinstance(folder, Path):
         return ChecksumWriter(folder.path(name), replaces=True)
@@ -309,7 +317,7 @@ def new_file(folder: Path | Slot, name: str) -> ChecksumWriter:
     return ChecksumWriter(path)
 
 
-def read_manifest(folder: Path | Slot) -> Manifest:
+def read_manifest(folder: Path | Place) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
@@ -321,7 +329,7 @@ def read_manifest(folder: Path | Slot) -> Manifest:
         return parse_manifest(file.read(_MAX_MANIFEST_BYTES + 1), folder)
 
 
-def parse_manifest(data: bytes, folder: Path | Slot) -> Manifest:
+def parse_manifest(data: bytes, folder: Path | Place) -> Manifest:
     """Read the bytes of a manifest; for errors see `read_manifest`."""
     if len(data) > _MAX_MANIFEST_BYTES:
         raise DamagedFileError(f"{NAME} is larger than {_MAX_MANIFEST_BYTES} bytes")

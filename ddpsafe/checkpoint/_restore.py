@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections.abc import MutableMapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +22,7 @@ from ddpsafe._job.agreement import Message
 from ddpsafe._text import listed, shortened
 from ddpsafe.checkpoint import _compare, _directory, _sharded
 from ddpsafe.checkpoint._checksums import DamagedFileError
+from ddpsafe.checkpoint._compare import Loaded
 from ddpsafe.checkpoint._format import (
     NAME,
     NOT_DAMAGE,
@@ -98,32 +99,6 @@ class Restored:
     manifest: Manifest
     in_memory: bool
     on_disk: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """A checkpoint that has been read and checked, before it is put into any object.
-
-    Attributes:
-        folder: The checkpoint's folder, or the slot in memory.
-        manifest: Its manifest.
-        replicated: State that all ranks share, by name. Its tensors may be mapped from the file.
-        own: This rank's own part, by name; ``None`` if the saved world had no such rank.
-        rng: This rank's random number generators; ``None`` if the saved world had no such rank, or
-            did not save them.
-        shards: The distributed tensors.
-        mapped: Addresses of the tensors' memory, which may belong to a mapped file.
-        left: Paths that a restore with ``strict=False`` leaves unchanged, each with the reason.
-    """
-
-    folder: Path | Slot
-    manifest: Manifest
-    replicated: dict[str, Any]
-    own: dict[str, Any] | None
-    rng: dict[str, Any] | None
-    shards: _sharded.SavedShards
-    mapped: frozenset[int]
-    left: dict[str, str] = field(default_factory=dict)
 
 
 def restore(request: RestoreRequest) -> Restored | None:
