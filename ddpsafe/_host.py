@@ -334,6 +334,11 @@ def look_up(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    """Return whether an address is of IPv4 or of IPv6."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def find_listener(port: int) -> psutil.Process | None:
     """Return the process that listens on a port, if this user may see it."""
     import psutil
@@ -460,8 +465,7 @@ def source_address(target: str, port: int = _DISCARD_PORT) -> str:
     Raises:
         OSError: There is no route to it.
     """
-    family = socket.AF_INET6 if ":" in target else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family_of(target), socket.SOCK_DGRAM) as probe:
         probe.connect((target, port))  # sends nothing: UDP only looks up the route
         return str(probe.getsockname()[0])
 

@@ -20,6 +20,7 @@ from ddpsafe._config.interfaces import NCCL
 from ddpsafe._errors import ConfigError, Explanation, PreflightError, RendezvousTimeoutError
 from ddpsafe._host import (
     bind_in,
+    family_of,
     find_address_towards,
     find_interface_of,
     interface_variables,
@@ -533,10 +534,11 @@ def rank_store(address: str, ports: str | None = None) -> Iterator[int]:
 
 def listen_at(address: str, ports: str | None) -> socket.socket:
     """Listen at one address, on a free port of a range, or on any if there is none."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return bind_in(
         ports,
-        lambda port: socket.create_server((address, port), family=family, backlog=_BACKLOG),
+        lambda port: socket.create_server(
+            (address, port), family=family_of(address), backlog=_BACKLOG
+        ),
     )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import Explanation, PreflightError
-from ddpsafe._host import bind_in, is_locked
+from ddpsafe._host import bind_in, family_of, is_locked
 from ddpsafe._launcher.plan import LOOPBACK
 from ddpsafe._wire.rank_pipe import open_memory
 
@@ -133,7 +133,7 @@ def reserved_port(address: str = LOOPBACK, ports: str | None = None) -> Iterator
     """
 
     def bind(port: int) -> socket.socket:
-        holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        holder = socket.socket(family_of(address))
         try:
             holder.bind((address, port))
         except BaseException:

@@ -15,7 +15,7 @@ import tenacity
 from ddpsafe._advice import ADVICE
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import Explanation, PreflightError, RendezvousTimeoutError
-from ddpsafe._host import listener_text, look_up, open_tcp_store, serves_by_libuv
+from ddpsafe._host import family_of, listener_text, look_up, open_tcp_store, serves_by_libuv
 from ddpsafe._job.agreement import Absence
 from ddpsafe._job.control import Control
 from ddpsafe._job.store_keys import SignedKeys
@@ -317,9 +317,9 @@ def _listen(endpoint: StoreEndpoint, world: World) -> socket.socket:
                 )
             return socket.create_server(("", endpoint.port), backlog=_BACKLOG)
         # Not on every interface: torch accepts whoever can connect.
-        addresses = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = addresses[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        address = look_up(endpoint.host, endpoint.port)[0]
+        place = (address, endpoint.port)
+        return socket.create_server(place, family=family_of(address), backlog=_BACKLOG)
     except OSError as exc:
         what = f"{world} cannot serve the store at {endpoint}: {exc.strerror or exc}."
         cause = "MASTER_ADDR is not an address of this host, or its name resolves to another one."

@@ -21,9 +21,11 @@ from ddpsafe._host import (
     Interface,
     boot_id,
     expand_nccl,
+    family_of,
     find_address_towards,
     is_loopback,
     list_interfaces,
+    look_up,
     look_up_name,
     port_range,
     source_address,
@@ -171,10 +173,10 @@ class _Host:
         hostname = socket.gethostname()
         chosen_by = f"the host's name {hostname}"
         flaw: Flaw = "unresolved"
-        resolved = []
+        resolved: list[str] = []
         try:
             resolved = await bounded(
-                lambda: socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM),
+                lambda: look_up(hostname, 0),
                 deadline=Deadline.after(_RESOLVE_LIMIT),
                 name="ddpsafe-own-name",
             )
@@ -182,13 +184,12 @@ class _Host:
             flaw = "silent-resolver"
         except (OSError, UnicodeError):
             pass
-        for family, _, _, _, address in resolved:
+        for address in resolved:
             try:
-                with socket.socket(family, socket.SOCK_STREAM) as trial:
-                    trial.bind((str(address[0]), 0))
+                socket.create_server((address, 0), family=family_of(address)).close()
             except OSError:
                 continue
-            return self.of_address(str(address[0]), chosen_by)
+            return self.of_address(address, chosen_by)
         # torch uses loopback if the host's name does not resolve.
         return self._instead(flaw, "127.0.0.1", chosen_by)
 

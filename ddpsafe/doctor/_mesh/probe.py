@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe._host import family_of
 from ddpsafe._job.channel import from_json, oldest_of_busiest_host, prove
 from ddpsafe._job.secret import key_of_secret
 from ddpsafe.doctor._mesh.protocol import Contact, Dialled, Hex, Rank
@@ -83,8 +84,7 @@ class Listener:
         Raises:
             OSError: This host does not have the address.
         """
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listening = socket.create_server((address, 0), family=family, backlog=1024)
+        listening = socket.create_server((address, 0), family=family_of(address), backlog=1024)
         self._server = await asyncio.start_server(
             self._receive, sock=listening, limit=_LONGEST_LINE_BYTES
         )
@@ -277,8 +277,7 @@ class _Dial:
             connected.close()
 
     async def _connect(self, mss_bytes: int, limit_s: float) -> socket.socket | Dialled:
-        family = socket.AF_INET6 if ":" in self.contact.address else socket.AF_INET
-        connection = socket.socket(family, socket.SOCK_STREAM)
+        connection = socket.socket(family_of(self.contact.address))
         connection.settimeout(0)
         loop = asyncio.get_running_loop()
         try:

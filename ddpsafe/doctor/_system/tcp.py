@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ddpsafe._clock import BoundedCall
 from ddpsafe._config.endpoint import find_address
-from ddpsafe._host import look_up
+from ddpsafe._host import family_of, look_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,7 +122,7 @@ _IPV4_ROUTES: Final = Path("/proc/net/route")
 
 def is_silent_neighbour(address: str) -> bool:
     """Return whether an address in a network of this host does not even answer ARP or NDP."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    family = family_of(address)
     wanted = socket.inet_pton(family, address)
     request = _NDMSG.pack(family, 0, 0, 0, 0, 0, 0)
     for kind, body in _query_kernel(_GET_NEIGHBOUR, request, flags=_DUMP):
@@ -158,7 +158,7 @@ def find_route(address: str, source: str = "") -> FoundRoute | None:
     Returns:
         The route, or None if the system does not report it.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    family = family_of(address)
     ends = [(_DST, address)] + ([(_SRC, source)] if (":" in source) is (":" in address) else [])
     packed = [(kind, socket.inet_pton(family, end)) for kind, end in ends if end]
     attributes = b"".join(_RTATTR.pack(_RTATTR.size + len(raw), kind) + raw for kind, raw in packed)
