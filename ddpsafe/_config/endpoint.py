@@ -107,10 +107,10 @@ def parse_ports(text: str) -> str:
     return f"{first}-{last}"
 
 
-def complete_endpoint(text: str, port: int = DEFAULT_PORT) -> str:
-    """Add a port to an endpoint that is a host alone; return others unchanged."""
+def complete_endpoint(text: str) -> str:
+    """Add the default port to an endpoint that is a host alone; return others unchanged."""
     host, given = split_endpoint(text)
-    return text if given or not host else show_endpoint(host, port)
+    return text if given or not host else show_endpoint(host, DEFAULT_PORT)
 
 
 def split_endpoint(text: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict, Unpack
 from ddpsafe._clock import Deadline
 from ddpsafe._config.durations import Duration
 from ddpsafe._config.problems import Part, show, wrong
-from ddpsafe._config.wait_for_paths import PATIENCE, PathWatch, find_not_ready, preflight_error
+from ddpsafe._config.wait_for_paths import PathWatch, find_not_ready, preflight_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -176,16 +176,13 @@ class DataPath(Part):
             path = os.path.normpath((Path.cwd() if base is None else Path(base)) / text)
         return cls(path=path, **fields)
 
-    def check(self, *, patience: timedelta = PATIENCE) -> list[str]:
+    def check(self) -> list[str]:
         """Check the path once, without waiting for it to become ready.
-
-        Args:
-            patience: How long the file system may take to respond before it counts as hung.
 
         Returns:
             What is not ready and what to do about it; empty if the path is ready.
         """
-        return [str(reason) for reason in PathWatch(self).look(patience)]
+        return [str(reason) for reason in PathWatch(self).look()]
 
     def require(self, name: str = "data", *, deadline: Deadline | None = None) -> Path:
         """Return the path once it is ready; wait for it up to `wait`, with a warning now and then.

@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 import stat
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol
@@ -55,33 +55,15 @@ class Wanted(Protocol):
         """Name of a file that must exist inside."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotReady:
-    """One reason why a path is not ready.
-
-    Attributes:
-        what: The observation.
-        cause: The likely cause.
-        fix: What to do about it.
-    """
-
-    what: str
-    cause: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.cause}. {self.fix}."
-
-
 class PathWatch:
     """Checks one path repeatedly, without ever hanging when its file system does."""
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
-        self._call: BoundedCall[list[NotReady]] | None = None
+        self._call: BoundedCall[list[Explanation]] | None = None
         self._looking_since = Deadline.after(None)
 
-    def look(self, patience: timedelta = PATIENCE) -> list[NotReady]:
+    def look(self, patience: timedelta = PATIENCE) -> list[Explanation]:
         """Check once; return what is not ready."""
         # A check that hangs continues in its own daemon thread, and the next call waits for the same
         # thread. So however long a file system hangs, only one thread hangs with it.
@@ -90,17 +72,17 @@ class PathWatch:
             self._call = BoundedCall(lambda: list(_look(self._wanted)), name="ddpsafe-look")
         if not self._call.wait(patience.total_seconds()):
             return [
-                NotReady(
+                Explanation(
                     what=f"{self._wanted.path} has not answered for {self._looking_since.waited_s():.1f} s",
-                    cause="it is on a network file system whose server does not respond",
-                    fix=f"Check the server and the mount (`findmnt -T {self._wanted.path}`), then remount",
+                    cause="it is on a network file system whose server does not respond.",
+                    fix=f"Check the server and the mount (`findmnt -T {self._wanted.path}`), then remount.",
                 )
             ]
         call, self._call = self._call, None
         return call.result()
 
 
-def find_not_ready(wanted: Wanted, *, name: str, deadline: Deadline) -> list[NotReady]:
+def find_not_ready(wanted: Wanted, *, name: str, deadline: Deadline) -> list[Explanation]:
     """Wait until a path is ready; a long wait is logged now and then.
 
     Args:
@@ -121,13 +103,13 @@ def find_not_ready(wanted: Wanted, *, name: str, deadline: Deadline) -> list[Not
         retry_error_callback=lambda state: state.outcome.result() if state.outcome else [],
     )
 
-    def look() -> list[NotReady]:
+    def look() -> list[Explanation]:
         # After the deadline there is still one full check. Before it, a check ends with the wait.
         remaining = deadline.remaining_s()
         shortened = min(PATIENCE, timedelta(seconds=max(remaining, 0.1)))
         return watch.look(PATIENCE if remaining <= 0 else shortened)
 
-    not_ready: list[NotReady] = retrying(look)
+    not_ready: list[Explanation] = retrying(look)
     if not not_ready:
         progress.finish()
     return not_ready
@@ -163,32 +145,31 @@ class _WaitReport:
 
 
 def preflight_error(
-    not_ready: list[tuple[str, Path, list[NotReady]]], *, waited_s: float
+    not_ready: list[tuple[str, Path, list[Explanation]]], *, waited_s: float
 ) -> PreflightError:
     """Make one error for all paths that are not ready."""
     reasons = [(name, path, reason) for name, path, left in not_ready for reason in left]
     (name, _, first), *others = reasons
-    message = Explanation(
-        f"data path {name!r} is not ready on {socket.gethostname()} after {waited_s:.1f} s: "
+    message = replace(
+        first,
+        what=f"data path {name!r} is not ready on {socket.gethostname()} after {waited_s:.1f} s: "
         f"{first.what}.",
-        cause=f"{first.cause}.",
-        fix=f"{first.fix}.",
         details=[f"Also: data path {other!r}: {reason}" for other, _, reason in others],
     )
     report = {name: [str(reason) for reason in left] for name, _, left in not_ready}
     return PreflightError(message, report=report, kind="mount")
 
 
-def _look(wanted: Wanted) -> Iterator[NotReady]:
+def _look(wanted: Wanted) -> Iterator[Explanation]:
     try:
         mode = wanted.path.stat().st_mode
         is_right = {"directory": stat.S_ISDIR, "file": stat.S_ISREG}.get(wanted.kind)
         if is_right is not None and not is_right(mode):
             kind = "directory" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "device"
-            yield NotReady(
+            yield Explanation(
                 what=f"{wanted.path} is a {kind}, not a {wanted.kind}",
-                cause="the path is wrong, or an unpacking step is missing",
-                fix=f'Use the path of a {wanted.kind}, or kind="any"',
+                cause="the path is wrong, or an unpacking step is missing.",
+                fix=f'Use the path of a {wanted.kind}, or kind="any".',
             )
         if wanted.mount != "any":
             point = find_mount_point(wanted.path)
@@ -196,12 +177,12 @@ def _look(wanted: Wanted) -> Iterator[NotReady]:
                 point == wanted.path.resolve() if wanted.mount == "point" else point.parent != point
             )
             if not is_mounted:
-                yield NotReady(
+                yield Explanation(
                     what=f"nothing is mounted on {wanted.path}"
                     + (" or above it" if wanted.mount == "inside" else ""),
-                    cause=f"the mount has not happened yet or failed; the directory is on {point}",
+                    cause=f"the mount has not happened yet or failed; the directory is on {point}.",
                     fix=f"Mount it (`findmnt -T {wanted.path}` shows what is mounted), or give the data "
-                    'path a longer wait, or mount="any" if no mount is expected',
+                    'path a longer wait, or mount="any" if no mount is expected.',
                 )
         if stat.S_ISDIR(mode):
             least = wanted.min_entries or 0
@@ -209,16 +190,16 @@ def _look(wanted: Wanted) -> Iterator[NotReady]:
             with os.scandir(wanted.path) as entries:
                 count = sum(1 for _ in islice(entries, least))
             if count < least:
-                yield NotReady(
+                yield Explanation(
                     what=f"{wanted.path} has {count} of at least {least} entries",
-                    cause="a copy is not finished, or this is the directory under a missing mount",
-                    fix="Wait for the copy (field wait), or correct min_entries",
+                    cause="a copy is not finished, or this is the directory under a missing mount.",
+                    fix="Wait for the copy (field wait), or correct min_entries.",
                 )
             if wanted.marker is not None and not (wanted.path / wanted.marker).exists():
-                yield NotReady(
+                yield Explanation(
                     what=f"{wanted.path / wanted.marker} does not exist",
-                    cause="the program that writes the data has not finished, as it writes the marker last",
-                    fix="Wait for it (field wait), or correct marker",
+                    cause="the program that writes the data has not finished, as it writes the marker last.",
+                    fix="Wait for it (field wait), or correct marker.",
                 )
         elif stat.S_ISREG(mode):
             wanted.path.open("rb").close()  # stat() needs no permission to read the file
@@ -226,33 +207,33 @@ def _look(wanted: Wanted) -> Iterator[NotReady]:
         yield _unreadable(wanted.path, error)
 
 
-def _unreadable(path: Path, error: OSError) -> NotReady:
+def _unreadable(path: Path, error: OSError) -> Explanation:
     if error.errno in {errno.ENOENT, errno.ENOTDIR}:
         return _absent(path)
     reason = error.strerror or str(error)
     if error.errno in {errno.EACCES, errno.EPERM}:
-        return NotReady(
+        return Explanation(
             what=f"{path} cannot be read ({reason})",
-            cause=f"user id {os.getuid() if hasattr(os, 'getuid') else '?'} has no permission there",
-            fix=f"Check the permissions (`namei -l {path}`) and grant read access",
+            cause=f"user id {os.getuid() if hasattr(os, 'getuid') else '?'} has no permission there.",
+            fix=f"Check the permissions (`namei -l {path}`) and grant read access.",
         )
-    return NotReady(
+    return Explanation(
         what=f"{path} cannot be read ({reason})",
-        cause="the mount is stale or the storage is failing",
-        fix=f"Check the mount (`findmnt -T {path}`) and the kernel log, then remount",
+        cause="the mount is stale or the storage is failing.",
+        fix=f"Check the mount (`findmnt -T {path}`) and the kernel log, then remount.",
     )
 
 
-def _absent(path: Path) -> NotReady:
+def _absent(path: Path) -> Explanation:
     if path.is_symlink():
-        return NotReady(
+        return Explanation(
             what=f"{path} is a link to {path.readlink()}, which does not exist",
-            cause="the target is not mounted here or was moved",
-            fix="Mount the target on this node, or correct the link",
+            cause="the target is not mounted here or was moved.",
+            fix="Mount the target on this node, or correct the link.",
         )
     deepest = next(parent for parent in path.parents if parent.exists())
-    return NotReady(
+    return Explanation(
         what=f"{path} does not exist",
-        cause=f"the path is misspelt or not mounted on this node; it exists up to {deepest}",
-        fix=f"Compare with `ls {deepest}`; for a late mount, give the data path a wait",
+        cause=f"the path is misspelt or not mounted on this node; it exists up to {deepest}.",
+        fix=f"Compare with `ls {deepest}`; for a late mount, give the data path a wait.",
     )

@@ -56,7 +56,6 @@ class PerProcess(Generic[T]):
         args: Its positional arguments.
         close: Called with the value when its process ends; by default nothing is called.
         scope: ``"thread"`` makes one value for each thread of each process.
-        name: Its name in errors; the factory's name by default.
 
     Raises:
         ConfigError: The factory cannot be called, or the scope is unknown.
@@ -68,7 +67,6 @@ class PerProcess(Generic[T]):
         *args: object,
         close: Callable[[T], object] | None = None,
         scope: Scope = "process",
-        name: str | None = None,
     ) -> None:
         if not callable(factory):
             raise ConfigError(
@@ -83,7 +81,7 @@ class PerProcess(Generic[T]):
         self._args = args
         self._close = close
         self._scope: Scope = scope
-        self.name = name or str(getattr(factory, "__qualname__", factory))
+        self.name = str(getattr(factory, "__qualname__", factory))
         self._start_empty()
 
     def _start_empty(self, *, inherited: bool = False) -> None:
@@ -97,11 +95,6 @@ class PerProcess(Generic[T]):
         if not _hook_installed.is_set():
             _hook_installed.set()
             os.register_at_fork(after_in_child=_park_all)
-
-    @property
-    def opened_before_fork(self) -> bool:
-        """Whether the parent process opened it before this process was forked."""
-        return self._inherited
 
     def get(self) -> T:
         """Return this process's (or thread's) value; the first call makes it.

@@ -21,7 +21,7 @@ from ddpsafe._launcher.diagnosis.rank_readings import is_alone_in_job
 from ddpsafe._launcher.watch.unanswered import read_unanswered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from ddpsafe._launcher.processes.rank_process import RankProcess
 
@@ -186,20 +186,12 @@ class IdleWatch:
     Args:
         processes: The ranks.
         sample_s: The time between two samples, in seconds.
-        read: Reads what the ranks have used.
     """
 
-    def __init__(
-        self,
-        processes: Sequence[RankProcess],
-        *,
-        sample_s: float = _SAMPLE_S,
-        read: Callable[[Sequence[int]], Mapping[int, Usage | None]] = read_usage,
-    ) -> None:
+    def __init__(self, processes: Sequence[RankProcess], *, sample_s: float = _SAMPLE_S) -> None:
         """Know nothing yet."""
         self._processes = processes
         self._sample_s = sample_s
-        self._read = read
         self._last: Mapping[int, Usage | None] = {}
         self._answers: Sequence[tuple[object, object]] = ()
         self._last_s = 0.0
@@ -255,7 +247,7 @@ class IdleWatch:
             if process.pid is not None and process.alive and process.returned is None
         ]
         answers = [(process.whereabouts, process.position) for process in self._processes]
-        usage = self._read(ranks)
+        usage = read_usage(ranks)
         has_answered = len(answers) != len(self._answers) or any(
             one is not other
             for pair, before in zip(answers, self._answers, strict=True)

@@ -480,7 +480,7 @@ def _worker_methods(cls: type) -> tuple[types.FunctionType, ...]:
     return tuple(methods.values())
 
 
-def check_worker_safety(dataset: object, *, name: str = "dataset") -> tuple[WorkerHazard, ...]:
+def check_worker_safety(dataset: object) -> tuple[WorkerHazard, ...]:
     """Find what a dataset holds that must not be inherited by, or sent to, workers.
 
     Files open for reading, sockets, databases, started pools and CUDA tensors are shared by a
@@ -491,14 +491,13 @@ def check_worker_safety(dataset: object, *, name: str = "dataset") -> tuple[Work
 
     Args:
         dataset: The dataset, or anything else that is passed to workers.
-        name: What to call it in paths.
 
     Returns:
         The hazards found, the worst first.
     """
-    hazards = list(find_handles(dataset, name=name))
+    hazards = list(find_handles(dataset, name="dataset"))
     if not any(hazard.severity == "unsafe" for hazard in hazards):
-        where = find_unpicklable(dataset, name=name)
+        where = find_unpicklable(dataset, name="dataset")
         if where is not None and all(hazard.path != where[0] for hazard in hazards):
             path, error = where
             hazards.append(

@@ -50,8 +50,8 @@ def check_ready(subject: Subject) -> Iterator[Finding]:
             yield failed(
                 "DS-PATH-001",
                 f"Data path {name!r} is not ready: {problem.what}.",
-                cause=f"{problem.cause}.",
-                fix=to_copy(f"{problem.fix}.", shlex.join(["namei", "-l", str(data_path.path)])),
+                cause=problem.cause,
+                fix=to_copy(problem.fix, shlex.join(["namei", "-l", str(data_path.path)])),
             )
         if not problems:
             yield ok("DS-PATH-001", f"Data path {name!r} ({data_path.path}) is ready.")
