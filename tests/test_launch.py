@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
-import random
 import re
 import shutil
 import signal
@@ -26,7 +24,6 @@ import scripts
 import spawn_programs
 
 import ddpsafe
-from ddpsafe import LaunchConfig
 from ddpsafe._config.backend_names import KNOWN_TO_EVERY_TORCH
 
 TWO: Final[dict[str, Any]] = {
@@ -134,21 +131,6 @@ def test_a_launch_may_have_a_single_rank() -> None:
 
 
 @pytest.mark.full
-def test_results_of_200_megabytes_arrive_completely() -> None:
-    """Tensors, arrays and bytes may have any size, because the launcher reads while it waits."""
-    import numpy as np
-
-    size = 200_000_000
-    values = ddpsafe.launch(programs.large_result, (size,), **TWO).values
-    assert [type(value).__name__ for value, _ in values.values()] == ["Tensor", "ndarray"]
-    for value, data in values.values():
-        array = np.asarray(value)
-        assert (len(array), array[-1]) == (size, 7)
-        assert np.count_nonzero(array == 1) == size - 1
-        assert data == b"\x01" * (size // 8)
-
-
-@pytest.mark.full
 def test_results_keep_types_that_the_script_itself_defines(tmp_path: Path) -> None:
     """A result or an exception of a class in the script's `__main__` has that class in the caller.
 
@@ -193,48 +175,8 @@ def test_results_keep_types_that_the_script_itself_defines(tmp_path: Path) -> No
 # What may go wrong in a rank.
 
 
-@pytest.mark.full(but=["raise_plain-PlainError-texts0", "raise_locked-None-texts2"])
-@pytest.mark.parametrize(
-    ("fail", "travels_as", "texts"),
-    [
-        (programs.raise_plain, programs.PlainError, ["PlainError", "plain text", "42"]),
-        (programs.raise_keyword, None, ["KeywordError", "keyword code 7"]),
-        (programs.raise_locked, None, ["LockedError", "locked text"]),
-        (programs.raise_chained, ValueError, ["ValueError", "second text"]),
-        (programs.raise_rude, programs.RudeError, ["RudeError", "rude text"]),
-        (programs.raise_silent, programs.SilentError, ["SilentError", "__str__ raised"]),
-        pytest.param(programs.raise_group, "ExceptionGroup", ["ExceptionGroup", "both parts"],
-            marks=pytest.mark.skipif(sys.version_info < (3, 11),
-            reason="exception groups came with Python 3.11")),
-    ],
-)  # fmt: skip
-def test_an_exception_keeps_its_type_where_possible_and_its_text_always(
-    run_dir: Path,
-    fail: Callable[[], None],
-    travels_as: type[BaseException] | str | None,
-    texts: list[str],
-) -> None:
-    """The blamed rank's exception is the cause, and its remote traceback the cause of that."""
-    with pytest.raises(ddpsafe.RankRaisedError) as caught:
-        ddpsafe.launch(programs.fail_on_rank_one, (fail,), run_dir=run_dir, **TWO)
-    error = caught.value
-    assert (error.rank, error.local_rank, error.kind, error.attempt) == (1, 1, "user-error", 1)
-    assert error.hostname == socket.gethostname()
-    first_line = str(error).splitlines()[0]
-    assert first_line.startswith("rank 1 (world_size 2) raised ")
-    assert all(text in first_line for text in texts)
-    remote = error.__cause__
-    if travels_as is not None:
-        assert remote is not None
-        assert travels_as in {type(remote), type(remote).__name__}
-        remote = remote.__cause__
-    assert f"in {fail.__name__}\n" in str(remote)
-    assert "launch_programs.py" in str(remote)
-
-
-@pytest.mark.full
-def test_an_exception_keeps_its_facts_and_its_chain(run_dir: Path) -> None:
-    """Attributes and notes are kept; the exceptions it was raised from are in the traceback."""
+def test_an_exception_keeps_its_facts_and_may_refuse_to_be_shown(run_dir: Path) -> None:
+    """Its attributes and notes are those that it had in the rank; a text that cannot be made is said."""
     with pytest.raises(ddpsafe.RankRaisedError) as plain:
         ddpsafe.launch(programs.fail_on_rank_one, (programs.raise_plain,), run_dir=run_dir, **TWO)
     cause = plain.value.__cause__
@@ -242,12 +184,12 @@ def test_an_exception_keeps_its_facts_and_its_chain(run_dir: Path) -> None:
     assert cause.fact == 42
     if sys.version_info >= (3, 11):
         assert cause.__notes__ == ["a note from the rank"]
-    with pytest.raises(ddpsafe.RankRaisedError) as chained:
-        ddpsafe.launch(programs.fail_on_rank_one, (programs.raise_chained,), run_dir=run_dir, **TWO)
-    assert chained.value.__cause__ is not None
-    remote = str(chained.value.__cause__.__cause__)
-    assert "KeyError: 'key of the first'" in remote
-    assert "direct cause of the following exception" in remote
+    with pytest.raises(ddpsafe.RankRaisedError) as silent:
+        ddpsafe.launch(programs.fail_on_rank_one, (programs.raise_silent,), run_dir=run_dir, **TWO)
+    assert isinstance(silent.value.__cause__, programs.SilentError)
+    first_line = str(silent.value).splitlines()[0]
+    assert "SilentError" in first_line
+    assert "__str__ raised" in first_line
 
 
 @pytest.mark.full
@@ -297,79 +239,7 @@ def test_a_result_that_cannot_be_loaded_is_a_failure_of_its_rank() -> None:
     shutil.rmtree(error.run_dir)
 
 
-def test_a_taken_port_that_the_function_needs_is_explained(run_dir: Path, tmp_path: Path) -> None:
-    """The function has run, so it does not run again, although a lost port is retried by default."""
-    journal = tmp_path / "journal"
-    with socket.create_server(("127.0.0.1", 0)) as owner:
-        port = owner.getsockname()[1]
-        with pytest.raises(ddpsafe.RankRaisedError) as caught:
-            ddpsafe.launch(
-                programs.fail_at_the_port,
-                (port, journal),
-                run_dir=run_dir,
-                **{**TWO, "nproc_per_node": 1},
-            )
-    assert "another program holds the port" in str(caught.value)
-    assert journal.read_text() == "tried\n"
-
-
-@pytest.mark.full
-def test_a_taken_master_port_of_the_caller_does_not_matter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Ranks use a port of the launch, and the caller's MASTER_PORT is unchanged."""
-    with socket.create_server(("127.0.0.1", 0)) as owner:
-        port = str(owner.getsockname()[1])
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", port)
-        values = ddpsafe.launch(programs.surroundings, ("MASTER_PORT",), **TWO).values
-        assert os.environ["MASTER_PORT"] == port
-    ports = {value["env"]["MASTER_PORT"] for value in values.values()}
-    assert len(ports) == 1
-    assert port not in ports
-
-
 # The environment of ranks.
-
-
-@pytest.mark.full
-def test_a_field_wins_over_the_config_and_tables_are_merged() -> None:
-    """`config` supplies the values that the fields do not set."""
-    config = LaunchConfig(
-        nproc_per_node=1,
-        start_method="forkserver",
-        backend="gloo",
-        env={"FROM_CONFIG": "config", "FROM_BOTH": "config"},
-    )
-    values = ddpsafe.launch(
-        programs.surroundings,
-        ("FROM_CONFIG", "FROM_BOTH", "FROM_FIELD"),
-        config=config,
-        nproc_per_node=2,
-        env={"FROM_BOTH": "field", "FROM_FIELD": "field"},
-    ).values
-    expected = {"FROM_CONFIG": "config", "FROM_BOTH": "field", "FROM_FIELD": "field"}
-    assert [value["env"] for value in values.values()] == [expected, expected]
-
-
-@pytest.mark.full
-def test_a_seed_is_the_same_for_models_and_differs_by_rank_for_data() -> None:
-    """All ranks draw the same from torch, but not from random and numpy; a second launch repeats both."""
-    import numpy as np
-    import torch
-
-    before = (torch.get_rng_state(), random.getstate(), np.random.get_state())  # noqa: NPY002 - theirs
-    first = ddpsafe.launch(programs.draw, seed=0, **TWO).values
-    second = ddpsafe.launch(programs.draw, seed=0, **TWO).values
-    other = ddpsafe.launch(programs.draw, seed=1, **TWO).values
-    assert first == second
-    assert first[0][0] == first[1][0]
-    assert first[0][1] != first[1][1]
-    assert first[0][2] != first[1][2]
-    assert all(a != b for a, b in zip(first[0], other[0], strict=True))
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1] == random.getstate()
-    assert np.array_equal(before[2][1], np.random.get_state()[1])  # noqa: NPY002 - as above
 
 
 @pytest.mark.full
@@ -382,18 +252,6 @@ def test_ranks_share_the_cores_unless_the_user_has_chosen(monkeypatch: pytest.Mo
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     value = ddpsafe.launch(programs.surroundings, ("OMP_NUM_THREADS",), **TWO).values[1]
     assert (value["threads"], value["env"]) == (3, {"OMP_NUM_THREADS": "3"})
-
-
-@pytest.mark.full
-def test_the_users_number_of_threads_may_be_in_the_field_env(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`env` wins over the caller's environment, for torch too."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    value = ddpsafe.launch(
-        programs.surroundings, ("OMP_NUM_THREADS",), env={"OMP_NUM_THREADS": "5"}, **TWO
-    ).values[0]
-    assert (value["threads"], value["env"]) == (5, {"OMP_NUM_THREADS": "5"})
 
 
 def test_ranks_have_the_callers_current_directory_and_variables(
@@ -531,23 +389,6 @@ def test_a_launch_inside_a_rank_runs_in_that_rank() -> None:
         assert total == 2.0 + rank
 
 
-@pytest.mark.full
-def test_launches_in_a_row_are_independent_even_after_a_failure(run_dir: Path) -> None:
-    """No launch sees another launch's processes, store or error."""
-    pids = set()
-    for fails in (False, True, False):
-        context = pytest.raises(ddpsafe.RankRaisedError) if fails else contextlib.nullcontext()
-        with context:
-            ddpsafe.launch(
-                programs.fail_on_rank_one,
-                (programs.raise_rude if fails else int,),
-                run_dir=run_dir,
-                **TWO,
-            )
-        pids.update(ddpsafe.launch(programs.pid_of, **TWO).values.values())
-    assert len(pids) == 6
-
-
 # Wrong calls, which start nothing.
 
 
@@ -582,18 +423,6 @@ def test_asking_for_gpus_where_there_are_none_is_refused(
     with pytest.raises(ddpsafe.ConfigError, match="needs a GPU, but torch sees none") as caught:
         ddpsafe.launch(programs.pid_of, run_dir=run_dir, **fields)
     assert re.search(r'What to do: write .*backend="gloo"', str(caught.value))
-    assert not run_dir.exists()
-
-
-@pytest.mark.gpu
-@pytest.mark.gpu
-def test_more_ranks_than_gpus_is_refused_with_nccl(run_dir: Path) -> None:
-    """NCCL would refuse two ranks on one device much later and less clearly."""
-    import torch
-
-    gpus = torch.cuda.device_count()
-    with pytest.raises(ddpsafe.ConfigError, match=f"{gpus + 1} ranks with nccl need {gpus + 1}"):
-        ddpsafe.launch(programs.pid_of, nproc_per_node=gpus + 1, backend="nccl", run_dir=run_dir)
     assert not run_dir.exists()
 
 

@@ -313,14 +313,14 @@ def test_every_kind_of_field_can_come_from_the_environment(
 
 def test_resolve_applies_fields_on_top_of_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     """An existing config is not changed by the environment later."""
-    config = LaunchConfig(seed=1, timeouts={"finish": 20}, env={"A": "1"})
+    config = LaunchConfig(seed=1, timeouts={"finish": 20}, env={"A": "1", "C": "1"})
     monkeypatch.setenv("DDPSAFE_SEED", "9")
     monkeypatch.setenv("DDPSAFE_TIMEOUTS__FINISH", "90")
-    resolved = LaunchConfig.resolve(config, timeouts={"grace": 2}, env={"B": "2"})
+    resolved = LaunchConfig.resolve(config, timeouts={"grace": 2}, env={"B": "2", "C": "2"})
     assert resolved.seed == 1
     assert resolved.timeouts.finish == timedelta(seconds=20)
     assert resolved.timeouts.grace == timedelta(seconds=2)
-    assert resolved.env == {"A": "1", "B": "2"}
+    assert resolved.env == {"A": "1", "B": "2", "C": "2"}
     assert LaunchConfig.resolve(None).seed == 9
 
 

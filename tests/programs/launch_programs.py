@@ -5,15 +5,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import random
-import socket
 import sys
 import threading
 import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import scripts
 import torch
 import torch.distributed as dist
@@ -52,11 +49,6 @@ def surroundings(ctx: RankContext, *names: str) -> dict[str, object]:
     }
 
 
-def draw(_ctx: RankContext) -> tuple[float, float, float]:
-    """Return one number from each generator: torch, random, numpy."""
-    return torch.rand(()).item(), random.random(), float(np.random.random())  # noqa: NPY002 - seeded
-
-
 def add_up(ctx: RankContext, number: int) -> float:
     """Return the sum of the numbers of all ranks."""
     total = torch.tensor([float(number)])
@@ -91,13 +83,6 @@ def give(_ctx: RankContext, value: object) -> object:
     return value
 
 
-def large_result(ctx: RankContext, size: int) -> tuple[object, bytes]:
-    """Return `size` bytes as a tensor on rank 0, as an array on rank 1, and some as bytes."""
-    value = torch.full((size,), 1, dtype=torch.uint8)
-    value[-1] = 7
-    return (value if ctx.is_main else np.asarray(value)), b"\x01" * (size // 8)
-
-
 def where_it_runs(ctx: RankContext) -> Path | None:
     """Return the run directory."""
     return ctx.run_dir
@@ -110,14 +95,6 @@ def write_everywhere(ctx: RankContext, word: str) -> None:
     os.write(1, f"system {word} {ctx.rank}\n".encode())
     os.write(2, f"system error {word} {ctx.rank}\n".encode())
     ctypes.CDLL(None).puts(f"libc {word} {ctx.rank}".encode())
-
-
-def fail_at_the_port(_ctx: RankContext, port: int, journal: Path) -> None:
-    """Serve a hard-coded port that is taken, and record each attempt."""
-    with journal.open("a") as file:
-        file.write("tried\n")
-    with socket.create_server(("127.0.0.1", port)):
-        pass
 
 
 def give_a_lock(ctx: RankContext, journal: Path) -> dict[str, object]:
@@ -157,27 +134,6 @@ class PlainError(Exception):
         self.fact = fact
 
 
-class KeywordError(Exception):
-    """An exception that can be pickled but not loaded."""
-
-    def __init__(self, *, code: int) -> None:
-        """Accept only keyword arguments."""
-        super().__init__(f"keyword code {code}")
-
-
-class LockedError(Exception):
-    """An exception that cannot be pickled."""
-
-    def __init__(self, message: str) -> None:
-        """Hold a lock."""
-        super().__init__(message)
-        self.lock = threading.Lock()
-
-
-class RudeError(BaseException):
-    """Not an `Exception`: ``except Exception`` does not catch it."""
-
-
 class SilentError(Exception):
     """An exception that cannot even be shown."""
 
@@ -195,41 +151,9 @@ def raise_plain() -> NoReturn:
     raise error
 
 
-def raise_keyword() -> NoReturn:
-    """Raise an error that cannot be loaded."""
-    raise KeywordError(code=7)
-
-
-def raise_locked() -> NoReturn:
-    """Raise an error that cannot be pickled."""
-    msg = "locked text"
-    raise LockedError(msg)
-
-
-def raise_chained() -> NoReturn:
-    """Raise one error from another."""
-    try:
-        _ = {}["key of the first"]
-    except KeyError as exc:
-        msg = "second text"
-        raise ValueError(msg) from exc
-
-
-def raise_rude() -> NoReturn:
-    """Raise a bare `BaseException`."""
-    msg = "rude text"
-    raise RudeError(msg)
-
-
 def raise_silent() -> NoReturn:
     """Raise an error without a text."""
     raise SilentError
-
-
-def raise_group() -> NoReturn:
-    """Raise several errors at once."""
-    parts = [ValueError("left part"), TypeError("right part")]
-    raise ExceptionGroup("both parts", parts)  # noqa: F821 - Python 3.11 has it
 
 
 def fail_on_rank_one(ctx: RankContext, fail: Any) -> None:
