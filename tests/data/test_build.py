@@ -10,7 +10,6 @@ from data_programs import (
     Numbers,
     Records,
     Renamed,
-    Stream,
     differing_samplers,
     loader_of_another_dataset,
     loaders_of_context,
@@ -37,14 +36,6 @@ def test_context_makes_loaders_for_training_and_evaluation(n: int) -> None:
     for rank in (0, 1):
         assert values[rank][1] == [3 * i for i in range(n)]
         assert values[rank][2] == values[0][2]
-
-
-def test_world_of_one_reads_all_data() -> None:
-    """A script runs without a launcher, unchanged."""
-    loader = build_loader(Numbers(10), batch_size=4, seed=1)
-    assert sorted(int(x) for batch in loader for x in batch) == list(range(10))
-    evaluation = build_loader(Numbers(10), batch_size=4, train=False)
-    assert [int(x) for batch in evaluation for x in batch] == list(range(10))
 
 
 def test_context_refuses_ranks_with_different_data() -> None:
@@ -115,11 +106,6 @@ def test_consistency_check_leaves_nothing_open(tmp_path: Any) -> None:
     loader = build_loader(dataset, batch_size=4, num_workers=1)
     assert not dataset.file.is_open()
     assert sorted(int(v) for _, values, _ in loader for v in values) == list(range(40))
-
-
-def test_stream_has_no_sampler_and_no_items_to_compare() -> None:
-    """Nothing is read before the first iteration."""
-    assert len(list(build_loader(Stream(), batch_size=5))) == 2
 
 
 class Bug(Numbers):

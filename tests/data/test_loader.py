@@ -196,11 +196,6 @@ def test_generator_of_the_user_is_used() -> None:
     assert ours == theirs
 
 
-def test_undivided_stream_works_in_a_world_of_one() -> None:
-    """There, any IterableDataset is fine."""
-    assert read(DataLoader(Stream(), 4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
 class _Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         """Yield 100 numbers."""

@@ -134,8 +134,3 @@ def test_sampler_before_the_process_group_exists_is_refused(
     with pytest.raises(ConfigError, match="no process group yet"):
         DistributedSampler(10)
     assert len(DistributedSampler(10, 1, 0)) == 10
-
-
-def test_world_is_one_without_a_group_or_launcher() -> None:
-    """A script runs without a launcher, unchanged."""
-    assert sorted(DistributedSampler(10)) == list(range(10))

@@ -458,31 +458,6 @@ def test_constant_global_batch_size_gives_the_uninterrupted_batches(
     assert set(got[-1]) <= set(range(N))  # filled differently
 
 
-# An orthogonal array: any two columns contain every pair of levels.
-LEVELS = [(a, b, (a + b) % 3, (a + 2 * b) % 3) for a in range(3) for b in range(3)]
-
-
-@pytest.mark.full(but=["shift0-1-0-1-1", "shift0-2-1-0-1"])
-@pytest.mark.parametrize("row", LEVELS, ids=lambda row: "-".join(map(str, row)))
-@pytest.mark.parametrize("shift", [(1, 0, 0), (2, 1, 1), (0, 2, 1)])
-def test_world_batch_size_and_workers_may_all_change_at_once(row: Any, shift: Any) -> None:
-    """After two batches, a resume that changes all of them reads every sample exactly once."""
-
-    def made(levels: tuple[int, ...]) -> list[DataLoader[int]]:
-        kind = ("ordered", "feistel", "stream")[levels[3]]
-        options = {"num_workers": levels[2], "persistent_workers": levels[2] == 2}
-        return ranks_of(kind, (1, 2, 3)[levels[0]], (1, 4, 7)[levels[1]], **options)
-
-    changed = tuple((level + by) % 3 for level, by in zip(row, shift, strict=False))
-    before, after = made(row), made((*changed, row[3]))
-    parts = [read(loader, 2) for loader in before]
-    state = saved(before)
-    for loader in after:
-        loader.load_state_dict(state)
-    parts += [read(loader) for loader in after]
-    assert Counter(x for part in parts for x in part) == Counter(range(N))
-
-
 def sampler_of(kind: str, replicas: int, size: int = 4) -> Any:
     """Make the sampler of rank 0."""
     loader = loader_of(kind, replicas, 0, size)
@@ -567,15 +542,6 @@ def test_state_of_other_data_is_refused_or_gives_a_warning(
     assert key in caught.value.differences
     with pytest.warns(DataWarning, match=key):
         other.load_state_dict(state, strict=False)
-
-
-def test_fingerprint_of_other_files_is_refused() -> None:
-    """Equal length is not enough if the dataset has a fingerprint."""
-    left, right = ranks_of("ordered", 2, 8)
-    left.remember_fingerprint("a" * 32)
-    right.remember_fingerprint("b" * 32)
-    with pytest.raises(StateMismatchError, match="fingerprint"):
-        right.load_state_dict(left.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["ordered", "balanced", "stream"])
