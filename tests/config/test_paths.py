@@ -13,6 +13,7 @@ from pathlib import Path
 import pydantic
 import pytest
 import scripts
+from doctor_kit import needs_namespaces
 from hypothesis import given
 from hypothesis import strategies as st
 from texts import any_text
@@ -242,17 +243,8 @@ assert not wanted.check()
 """
 
 
-def _may_mount() -> bool:
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return False
-    tried = subprocess.run(
-        ["unshare", "--mount", "true"], check=False, capture_output=True, timeout=scripts.LIMIT_S
-    )
-    return tried.returncode == 0
-
-
 @pytest.mark.root
-@pytest.mark.skipif(not _may_mount(), reason="needs root, to mount in a namespace of its own")
+@needs_namespaces
 def test_late_mount_is_distinguished_from_its_mount_point(tmp_path: Path) -> None:
     """Only a real file system mounted during the wait ends it; the empty directory does not."""
     place = tmp_path / "with blank"

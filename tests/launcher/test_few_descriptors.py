@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import scripts
+from doctor_kit import needs_namespaces
 from machine import require_in_time
 
 LAUNCH_S = 20.0
@@ -93,18 +92,9 @@ if __name__ == "__main__":
 """
 
 
-def _may_mount() -> bool:
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        return False
-    tried = subprocess.run(
-        ["unshare", "--mount", "true"], check=False, capture_output=True, timeout=scripts.LIMIT_S
-    )
-    return tried.returncode == 0
-
-
 @pytest.mark.full
 @pytest.mark.root
-@pytest.mark.skipif(not _may_mount(), reason="needs root, to mount in a separate namespace")
+@needs_namespaces
 def test_a_machine_without_proc_raises_preflight_error(tmp_path: Path) -> None:
     """Without it, the processes that a rank starts cannot be found, and psutil raises IndexError.
 

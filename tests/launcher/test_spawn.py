@@ -307,10 +307,12 @@ def test_a_handle_shows_the_ranks_and_whether_they_have_ended(
     assert all(process.is_alive() for process in gated.processes)
     assert gated.join(timeout=0.1) is False
     assert gated.join(0) is False
+    assert set(gated.sentinels.values()) == {0, 1}
     (tmp_path / "gate").touch()
     assert gated.join(timeout=scripts.LIMIT_S) is True
     assert [process.exitcode for process in gated.processes] == [0, 0]
     assert gated.join() is True
+    assert (gated.sentinels, len(gated.error_files)) == ({}, 2)
     assert not any(psutil.pid_exists(pid) for pid in gated.pids())
 
 

@@ -82,22 +82,6 @@ def test_the_exit_status_of_a_script_follows_the_shell(tmp_path: Path) -> None:
     assert "ddpsafe.RankKilledError: rank 0" in run.err
 
 
-@METHODS
-def test_ranks_receive_their_index_and_join_reports_success(start_method: str) -> None:
-    """The index is the first argument, and every later join is true as well."""
-    queue = multiprocessing.get_context(start_method).SimpleQueue()
-    handle = ddpsafe.spawn(programs.put_index, (queue,), 2, join=False, start_method=start_method)
-    ready = multiprocessing.connection.wait(list(handle.sentinels), timeout=scripts.LIMIT_S)
-    assert {handle.sentinels[sentinel] for sentinel in ready if isinstance(sentinel, int)} <= {0, 1}
-    assert ready
-    while not handle.join(timeout=scripts.LIMIT_S):
-        pass
-    assert handle.join(timeout=None)
-    assert handle.join()
-    assert sorted([queue.get(), queue.get()]) == [0, 1]
-    assert (handle.sentinels, len(handle.error_files)) == ({}, 2)
-
-
 @pytest.mark.full
 @METHODS
 def test_children_of_a_killed_rank_end_with_it(tmp_path: Path, start_method: str) -> None:

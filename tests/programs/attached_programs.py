@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import scripts
@@ -168,15 +168,6 @@ def set_up_twice() -> list[bool]:
     return [second is first, dist.is_initialized()]
 
 
-def fail_inside(folder: str) -> None:
-    """Let rank 1 raise inside the group while rank 0 waits for it in a collective."""
-    with ddpsafe.process_group(timeouts=PATIENT) as ctx:
-        if ctx.rank == 1:
-            msg = f"bad batch in {folder}"
-            raise ValueError(msg)
-        dist.all_reduce(torch.ones(1))
-
-
 def fail_first() -> None:
     """Let rank 0 fail in rank_zero_first; its process, which serves the store, exits at once."""
     with ddpsafe.process_group(timeouts=PATIENT) as ctx, ctx.rank_zero_first():
@@ -274,7 +265,7 @@ def _use_adopted_group() -> dict[str, Any]:
     return found
 
 
-def run_jobs(name: str, other: str, style: str, rounds: int, port: int) -> None:
+def run_jobs(name: str, other: str, rounds: int, port: int) -> None:
     """Launch one of two jobs that start at the same moment, repeatedly.
 
     Every rank sums its job's value and writes down the result.
@@ -282,8 +273,6 @@ def run_jobs(name: str, other: str, style: str, rounds: int, port: int) -> None:
     Args:
         name: The job, whose value is its number.
         other: The job that starts at the same time.
-        style: ``setup`` for plain torch.multiprocessing and ddpsafe.setup, ``spawn`` for
-            ddpsafe.spawn and the script's own init_process_group.
         rounds: How often to repeat.
         port: The MASTER_PORT that both jobs have in their source.
     """
@@ -296,28 +285,20 @@ def run_jobs(name: str, other: str, style: str, rounds: int, port: int) -> None:
     for number in range(rounds):
         Path(f"ready-{name}-{number}").touch()
         scripts.wait_until(Path(f"ready-{other}-{number}").exists)
-        args = (2, float(name), port, f"{name}-{number}", style)
-        if style == "spawn":
-            ddpsafe.spawn(be_job, args=args, nprocs=2, start_method="forkserver")
-        else:
-            mp.start_processes(be_job, args=args, nprocs=2, start_method="forkserver")
+        args = (2, float(name), port, f"{name}-{number}")
+        mp.start_processes(be_job, args=args, nprocs=2, start_method="forkserver")
 
 
-def be_job(
-    rank: int, world_size: int, value: float, port: int, name: str, style: Literal["setup", "spawn"]
-) -> None:
+def be_job(rank: int, world_size: int, value: float, port: int, name: str) -> None:
     """Run a rank of a script with a hard-coded port."""
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     result: object
     try:
-        if style == "spawn":
-            dist.init_process_group("gloo", rank=rank, world_size=world_size)
-        else:
-            ddpsafe.setup(rank, world_size, timeouts=PATIENT)
+        ddpsafe.setup(rank, world_size, timeouts=PATIENT)
         total = torch.tensor([value])
         dist.all_reduce(total)
         result = total.item()
-        (dist.destroy_process_group if style == "spawn" else ddpsafe.cleanup)()
+        ddpsafe.cleanup()
     except ddpsafe.DDPSafeError as error:
         result = [type(error).__name__, str(error)]
     Path(f"rank-{name}-{rank}.json").write_text(json.dumps(result))

@@ -24,11 +24,6 @@ def call_each(ctx: RankContext, functions: list[Callable[[int], object]]) -> lis
     return [function(ctx.rank + 10) for function in functions]
 
 
-def summary(_ctx: RankContext, data: Any, tensor: Any) -> tuple[int, int, float]:
-    """Return facts about large arguments."""
-    return len(data), data[-1], float(tensor.double().sum())
-
-
 class Trainer:
     """An object whose method is launched."""
 

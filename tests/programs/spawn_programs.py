@@ -186,11 +186,6 @@ def end_in_a_way(rank: int, fault: str) -> None:
         scripts.wait_until(lambda: False, within_s=1)
 
 
-def put_index(rank: int, queue: Any) -> None:
-    """Put the rank's index into the queue."""
-    queue.put(rank)
-
-
 def spawn_and_die(rank: int, folder: Path, start_method: str) -> None:
     """Spawn ranks, and die by a signal once they have started."""
     tempfile.tempdir = str(folder)  # a process killed with its helpers removes nothing

@@ -7,7 +7,6 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -69,21 +68,6 @@ def test_nothing_follows_a_truncated_report(pipe: tuple[Sender, Receiver]) -> No
         assert receiver.receive() == []
 
 
-def test_reports_arrive_intact_and_in_order(pipe: tuple[Sender, Receiver]) -> None:
-    """Their size does not matter."""
-    sender, receiver = pipe
-    large = Returned(payload=bytes(1 << 21), position=Position(collectives=()))
-    writing = threading.Thread(
-        target=lambda: [sender.send(large), sender.send(Entered(phase="running"))]
-    )
-    writing.start()
-    received: list[object] = []
-    while len(received) < 2:
-        received += receiver.receive()
-    writing.join()
-    assert received == [large, Entered(phase="running")]
-
-
 def test_a_forked_child_of_the_rank_sends_nothing(pipe: tuple[Sender, Receiver]) -> None:
     """It inherits the pipe, but its reports are not the rank's."""
     sender, receiver = pipe
@@ -93,19 +77,3 @@ def test_a_forked_child_of_the_rank_sends_nothing(pipe: tuple[Sender, Receiver])
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert receiver.receive() == []
-
-
-def test_nothing_is_written_to_a_file_that_reuses_the_descriptor_of_the_pipe(
-    tmp_path: Path,
-) -> None:
-    """A script that closes all descriptors may get the same numbers for its own files."""
-    read_fd, write_fd = os.pipe()
-    sender = Sender(write_fd)
-    own = tmp_path / "own"
-    with own.open("wb") as file:
-        os.dup2(file.fileno(), write_fd)  # also closes the pipe
-        sender.send(Recovered())
-    os.close(write_fd)
-    os.close(read_fd)
-    assert own.read_bytes() == b""
-    assert sender.is_lost

@@ -13,9 +13,7 @@ import pytest
 import scripts
 from forked_ranks import by_hand, free_port
 
-import ddpsafe
 from ddpsafe._job.store_keys import FolderStore, SignedKeys
-from ddpsafe._worker.join.store_endpoint import job_secret
 
 NAME: Final = "DDPSAFE_JOB_SECRET"
 SECRET: Final = "a secret of 24 characters"
@@ -80,17 +78,6 @@ def test_a_rank_with_another_secret_is_refused_at_once(
     assert said in second.value
     assert first.value.startswith("RendezvousTimeoutError: ")
     assert "rank 1" in first.value
-
-
-def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fifteen characters are too few; an empty variable means no secret."""
-    monkeypatch.setenv(NAME, "x" * 15)
-    with pytest.raises(ddpsafe.ConfigError, match=f"{NAME} has 15 characters"):
-        job_secret()
-    monkeypatch.setenv(NAME, "")
-    assert job_secret() is None
-    monkeypatch.delenv(NAME)
-    assert job_secret() is None
 
 
 def test_programs_started_by_a_rank_of_another_launcher_do_not_inherit_the_secret(
