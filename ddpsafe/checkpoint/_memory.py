@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
 
+    from ddpsafe._job.agreement import Absence
     from ddpsafe.checkpoint._format import FileFacts, ShardedTensor
     from ddpsafe.checkpoint._ranks import Ranks
     from ddpsafe.checkpoint._slots import Candidate, Held, Slot
     from ddpsafe.checkpoint._state import Snapshot
+    from ddpsafe.checkpoint.errors import RestoreError
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +88,8 @@ class StateMemory:
             CheckpointError: It failed, on this rank or another one.
         """
         ranks = self._ranks
-        facts: dict[str, Any] = {"step": step, "costs": self.schedule.begin(step)}
-        facts["waited_s"] = waited_s
+        measured = self.schedule.begin(step)
+        facts: dict[str, Any] = {"step": step, "costs": measured, "waited_s": waited_s}
         request, error = None, None
         try:
             request = take(self._is_first)
@@ -119,11 +121,8 @@ class StateMemory:
         if problem is not None:
             self._give_up(step, **problem)
             return False
-        costs = highest(
-            Costs(*message.facts["costs"])
-            for message in messages.values()
-            if message.facts["costs"]
-        )
+        measured_by_all = [message.facts["costs"] for message in messages.values()]
+        costs = highest(Costs(*each) for each in measured_by_all if each)
         try:
             self._write(request, messages, costs)
         except Exception as exc:  # noqa: BLE001 - torch may raise anything if it lacks memory
@@ -258,26 +257,45 @@ class StateMemory:
             )
         return None if held is None else asdict(held)
 
-    def provide(self, candidate: Candidate) -> int:
-        """Return the number of this node's slot with a state; first send it to the nodes that lack it.
+    def provide(
+        self, candidate: Candidate, absence_error: Callable[[Absence], RestoreError]
+    ) -> Slot | str:
+        """Return this node's slot with a state; first send it to the nodes that lack it.
 
-        All ranks call this; only the first one of a node that lacks it knows the slot. If the state does not
-        fit there, the slot is left without one.
+        All ranks call this. If one of those nodes has too little memory, it returns that instead.
+
+        Raises:
+            CheckpointError: That, if `may_give_up` is false; or a rank failed.
         """
         ranks, held = self._ranks, candidate.held
+        numbers, total = dict(candidate.slots), sum(held.files.values())
         if not candidate.lacking:
-            return candidate.slots[self._first]
+            return self.slots[numbers[self._first]]
         import torch
         import torch.distributed as dist
 
-        sends = ranks.rank == candidate.source
-        writes = ranks.rank in candidate.lacking
-        known = candidate.slots.get(self._first, 0)
-        slot = self.slots.target() if writes else self.slots[known]
-        total = sum(held.files.values())
-        if writes:
-            slot.clear()
-            writes = self._find_lack(total) is None
+        sends, writes = ranks.rank == candidate.source, ranks.rank in candidate.lacking
+        exchange = ranks.begin("restore()")
+        try:
+            if writes:
+                numbers[ranks.rank] = self.slots.target().number
+                self.slots[numbers[ranks.rank]].clear()
+            lack = self._find_lack(total) if writes else None
+        except Exception as exc:
+            exchange.fail(exc)
+            raise
+        exchange.send(Message(facts={"slot": numbers.get(ranks.rank), "lack": lack}))
+        facts: dict[str, Any] = exchange.agree(
+            lambda sent: {str(rank): each.facts for rank, each in sent.items()},
+            absence_error,
+            ranks.deadline(),
+        )
+        lack = next(filter(None, (each["lack"] for each in facts.values())), None)
+        if lack is not None:
+            if not self._may_give_up:
+                self._give_up(held.step, **lack)
+            return f"step {held.step} is in memory, and a node lacks it: {lack['text']}"
+        slot = self.slots[facts[str(self._first)]["slot"]]
         on_gpu = dist.get_backend() == "nccl"
         done, shown_s = 0, time.monotonic()
         for name in sorted(held.files, key=lambda name: name == NAME):  # the manifest last
@@ -307,7 +325,11 @@ class StateMemory:
                         )
                 if writes:
                     os.ftruncate(file, held.files[name])
-        return slot.number
+        # Until it is written there, the other ranks of a node that lacked it must not read it.
+        exchange = ranks.begin("restore()")
+        exchange.send(Message(facts={}))
+        exchange.agree(lambda _: {}, absence_error, ranks.deadline())
+        return slot
 
     def note_restored(self, step: int, held: Held | None, *, from_memory: bool) -> None:
         """Continue from a state, which makes newer ones in memory those of another training.

@@ -152,18 +152,13 @@ def restore(request: RestoreRequest) -> Restored | None:
         folder: Path | Slot = request.directory / _directory.folder_name(step)
         if candidate is not None:
             assert memory is not None  # noqa: S101 - all ranks use it
-            number = memory.provide(candidate)
-            # Until it is written there, the other ranks of a node that lacked it must not read it.
-            if candidate.lacking:
-                exchange = ranks.begin("restore()")
-                exchange.send(Message(facts={"slot": number}))
-                written = exchange.agree(
-                    lambda sent: {str(rank): sent[rank].facts["slot"] for rank in sent},
-                    absence_error,
-                    ranks.deadline(),
-                )
-                number = written[str(ranks.of_node[0])]
-            folder = memory.slots[number]
+            provided = memory.provide(candidate, absence_error)
+            if isinstance(provided, str):
+                if ranks.is_main:
+                    warn(f"{provided}.")
+                problems.append(provided)
+                continue
+            folder = provided
         exchange = ranks.begin("restore()")
         loaded, message = _load(request, step, folder)
         exchange.send(message)
@@ -189,7 +184,15 @@ def restore(request: RestoreRequest) -> Restored | None:
         return None
     # An error, not None: the script would begin at step 0, and days of training would be lost
     # silently.
-    what = f"All {len(sources)} checkpoints in {request.directory} are damaged."
+    if not steps:
+        raise RestoreError(
+            Explanation(
+                f"No state in memory can be restored, and {request.directory} has no checkpoint.",
+                cause="; ".join(problems[:4]),
+                fix="start the job again, with more memory if that is too little; it begins at step 0.",
+            )
+        )
+    what = f"All {len(steps)} checkpoints in {request.directory} are damaged."
     if request.step is not None:
         what = f"The checkpoint of step {request.step} in {request.directory} is damaged."
     raise CorruptCheckpointError(

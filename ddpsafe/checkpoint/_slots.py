@@ -53,9 +53,8 @@ class Slot:
         Raises:
             DamagedFileError: There is no such file.
         """
-        fixed = _FIXED.index(name) if name in _FIXED else None
         # The ranks of the one node that has shards are those of the job.
-        number = int(name[-9:-4]) + len(_FIXED) if fixed is None else fixed
+        number = _FIXED.index(name) if name in _FIXED else len(_FIXED) + int(name[-9:-4])
         if number >= len(self.files):
             raise DamagedFileError(f"{name} is missing")
         return self.files[number]

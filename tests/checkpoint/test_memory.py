@@ -530,6 +530,28 @@ def test_too_little_memory_is_one_error_or_one_warning(tmp_path: Path) -> None:
     assert found["warn"][1]["said"] == []
 
 
+@pytest.mark.parametrize(
+    ("on_failure", "on_disk", "restored", "said"),
+    [
+        ("raise", True, "NoSpaceError: The state of step 2 cannot be kept in memory", ""),
+        ("warn", True, 1, "step 2 is in memory, and a node lacks it: two states need 5 MB more"),
+        ("warn", False, "RestoreError: No state in memory can be restored", "a node lacks it"),
+    ],
+)
+def test_a_replacement_with_too_little_memory_is_one_error_or_one_warning(
+    tmp_path: Path, on_failure: str, on_disk: object, restored: object, said: str
+) -> None:
+    """It is the same on all ranks, and none calls the state damaged."""
+    plan = {"on_failure": on_failure, "on_disk": on_disk}
+    result = ddpsafe.launch(
+        programs.replace_a_node, args=(tmp_path, plan), nproc_per_node=2, backend="gloo"
+    )
+    for rank, (found, step, warned) in result.values.items():
+        assert str(found).startswith(str(restored))
+        assert step == (restored if restored == 1 else 2)
+        assert [said in each for each in warned] == [True] * bool(said and rank == 0)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("program", "value"), [("keep_a_table", True), ("begin_again", 1)])
 def test_a_slot_that_is_written_again_changes_nothing_else(

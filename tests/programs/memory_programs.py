@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -14,11 +15,20 @@ import psutil
 import torch
 
 import ddpsafe
+from ddpsafe._launcher.node_memory import NodeMemory
 from ddpsafe._worker.rank import this_rank
 from ddpsafe.checkpoint import Checkpointer, _checksums, _memory
 from ddpsafe.checkpoint._format import STATE
+from ddpsafe.checkpoint._memory import StateMemory
+from ddpsafe.checkpoint._ranks import Ranks
 from ddpsafe.checkpoint._slots import NodeSlots
-from ddpsafe.checkpoint.errors import CheckpointWarning, NoSpaceError, SaveError, StepOrderError
+from ddpsafe.checkpoint.errors import (
+    CheckpointWarning,
+    NoSpaceError,
+    RestoreError,
+    SaveError,
+    StepOrderError,
+)
 
 STEPS = 12
 
@@ -289,3 +299,32 @@ def measure_once(ctx: ddpsafe.RankContext, folder: Path) -> list[int]:
             ctx.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
     return [begin, *due]
+
+
+def replace_a_node(ctx: ddpsafe.RankContext, folder: Path, plan: dict[str, Any]) -> list[Any]:
+    """Let each rank be a node, of which the second is replaced; it has too little memory for the state of step 2."""
+    Ranks.of_node = property(lambda ranks: (ranks.rank,))  # type: ignore[assignment,method-assign]
+    state: dict[str, Any] = {"step": 1}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = Checkpointer(folder, every=1000, on_failure=plan["on_failure"])
+        with contextlib.suppress(ZeroDivisionError), made:
+            memories = [NodeMemory(), NodeMemory()]
+            paths = [[Path(f"/proc/{os.getpid()}/fd/{fd}") for fd in m.files(1)] for m in memories]
+            slots = [NodeSlots(each, folder) for each in paths]
+            may_give_up = plan["on_failure"] == "warn"
+            made._memory = StateMemory(made._ranks, slots[0], 1, may_give_up=may_give_up)
+            if plan["on_disk"]:
+                made.save(state, 1)
+            state["step"] = 2
+            assert made.is_due(2)
+            made.save(state, 2)
+            made._memory.slots = slots[ctx.rank]
+            lack = {"text": "two states need 5 MB more", "needed": 5, "free": 1}
+            made._memory._find_lack = lambda *_: lack  # type: ignore[method-assign]
+            try:
+                found: object = made.restore(state)
+            except (NoSpaceError, RestoreError) as exc:
+                found = f"{type(exc).__name__}: {exc}"
+            raise ZeroDivisionError  # it ends as if it were killed
+    return [found, state["step"], [str(each.message) for each in caught]]
