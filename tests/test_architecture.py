@@ -445,7 +445,7 @@ BUDGETS: Final = {
     "ddpsafe/_wire": (2_850, "what crosses a process, as plain data"),
     "ddpsafe/_worker": (6_150, "what runs in a rank: the context, hooks in torch, waits"),
     "ddpsafe/checkpoint": (
-        6_100,
+        6_115,
         "a save that survives any kill, its verification, and states in memory",
     ),
     "ddpsafe/data": (7_200, "each sample once, and an exact resume"),
