@@ -351,8 +351,6 @@ class Checkpointer:
 
         assert self._schedule is not None  # noqa: S101 - `memory_every` needs `every`
         if not memory.save(take, step, self._schedule.waited_s()):
-            memory.close()
-            self._memory = None
             return False
         environment.note_checkpoint(step, is_new=True)
         return True
@@ -432,6 +430,9 @@ class Checkpointer:
         self._set_newest(pending.step, is_new=not self._is_saved(pending.step))
         if self._schedule is not None:
             self._schedule.note_saved()
+        if self._memory is not None and self._memory.is_given_up:  # until now, a restart needed it
+            self._memory.close()
+            self._memory = None
         if pending.drift and not self._has_drifted:  # said once: some train so on purpose
             self._has_drifted = True
             warn(_DRIFT.format(step=pending.step, models="; ".join(pending.drift)))

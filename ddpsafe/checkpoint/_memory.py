@@ -53,6 +53,7 @@ class StateMemory:
     Attributes:
         newest: The step of the newest state in memory that this rank has saved or restored.
         slots: Those of its node.
+        is_given_up: Whether it has turned out that memory cannot be used.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class StateMemory:
     ) -> None:
         """Take part; every rank has to."""
         self.newest: int | None = None
+        self.is_given_up = False
         self.schedule = Schedule(every)
         self._ranks = ranks
         self._first = ranks.of_node[0]
@@ -137,10 +139,12 @@ class StateMemory:
         return True
 
     def close(self) -> None:
-        """Let another `Checkpointer` use the memory."""
+        """Let another `Checkpointer` use the memory, or the training if it was given up."""
         from ddpsafe._worker.rank import this_rank
 
         this_rank.uses_memory = False
+        if self.is_given_up and self._is_first:
+            self.slots.free()
 
     def _exchange(self, message: Message) -> dict[int, Message]:
         """Send every rank a message, and return those of all."""
@@ -201,6 +205,7 @@ class StateMemory:
             if needed:
                 raise NoSpaceError(explanation, step=step, needed_bytes=needed, free_bytes=free)
             raise SaveError(explanation, step=step)
+        self.is_given_up = True
         if self._ranks.is_main:
             warn(f"states are saved to the directory only, not to memory: {text}.")
 

@@ -179,6 +179,12 @@ class NodeSlots:
                     for start in range(slot.path(STATE).stat().st_size, length, BLOCK_BYTES):
                         os.posix_fallocate(file.fileno(), start, min(BLOCK_BYTES, length - start))
 
+    def free(self) -> None:
+        """Give up all states, and the memory that they take."""
+        for slot in self._slots:
+            for path in slot.files:  # the manifest first
+                os.truncate(path, 0)
+
     def record(
         self, attempt: int, metadata: dict[str, Any], costs: Costs | None, waited_s: float
     ) -> dict[str, Any]:
