@@ -454,7 +454,7 @@ BUDGETS: Final = {
     "tests/checkpoint": (3_250, "the folder of the same name"),
     "tests/config": (1_110, "the folder of the same name"),
     "tests/data": (5_580, "the folder of the same name"),
-    "tests/docs": (1_050, "every line of the documentation that runs"),
+    "tests/docs": (1_100, "every line of the documentation that runs"),
     "tests/doctor": (4_180, "the folder of the same name"),
     "tests/explain": (2_440, "160 known failures and 760 healthy lines"),
     "tests/faults": (5_950, "a file for each way to die: the specification"),
