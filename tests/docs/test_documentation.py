@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import shutil
+import signal
+import socket
 import sys
 import textwrap
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pytest
 import scripts
@@ -383,3 +386,54 @@ def test_tutorial_shows_the_output_of_its_commands(tmp_path: Path) -> None:
     assert ": this rank has seen enough" in printed.splitlines()[0]
     assert "Logs: " in printed
     shutil.rmtree(Path(re.findall(r"Logs: (\S+?/ddpsafe-\w+)", printed)[0]))
+
+
+@pytest.mark.full
+def test_tutorial_of_a_kill_shows_what_is_printed(tmp_path: Path) -> None:
+    """The lines of a killed rank and of a killed launcher, with the epochs that are done."""
+    pytest.importorskip("sklearn", reason="the examples need the extra: ddpsafe[examples]")
+    page = (CHECKOUT / "docs" / "tutorial" / "survive-a-kill.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    folder, said = tmp_path / "digits", tmp_path / "said"
+    shutil.copytree(CHECKOUT / "examples" / "digits", folder, ignore=shutil.ignore_patterns("out"))
+    begun = re.compile(r"ranks \[(\d+), (\d+)\], (\d+) epochs done\n")
+
+    def train(starts: int) -> list[list[int]]:
+        """Start the training; return the ranks and epochs of its starts, once there are so many."""
+        with said.open("wb") as file, Path(os.devnull).open("rb") as nothing:
+            streams = (nothing.fileno(), file.fileno(), file.fileno())
+            arguments = [str(folder / "train.py"), "--epochs", "400", "--nproc-per-node", "2"]
+            env = {**scripts.clean_environment(), "DDPSAFE_RUN_DIR": str(tmp_path / "run")}
+            jobs.append(scripts.start(arguments, folder=tmp_path, streams=streams, environment=env))
+        return wait_for(starts)
+
+    def wait_for(starts: int) -> list[list[int]]:
+        scripts.wait_until(lambda: len(begun.findall(said.read_text())) == starts)
+        return [[*map(int, numbers)] for numbers in begun.findall(said.read_text())]
+
+    jobs: list[Any] = []
+    try:
+        ((_, rank, epochs),) = train(1)
+        assert epochs == 0
+        scripts.wait_until(lambda: re.search(r"([5-9]|\d\d)/400", said.read_text()))
+        os.kill(rank, signal.SIGKILL)
+        (_, other, epochs) = wait_for(2)[1]
+        assert epochs >= 5
+        printed = said.read_text()
+        os.kill(jobs[0].pid, signal.SIGKILL)
+        os.kill(other, signal.SIGKILL)
+        jobs[0].wait()
+        ((*_, again),) = train(1)
+        assert again >= epochs
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    first, retried, resumed = (re.sub(r"\d+(\.\d+)?", "N", text) for text in shown)
+    line = re.search(r"attempt 1 of 10 failed.*\n", printed)
+    assert line is not None
+    host = line[0].replace(socket.gethostname(), "gpu-07")
+    assert re.sub(r"\d+(\.\d+)?", "N", host) == retried.splitlines(keepends=True)[0]
+    assert {first, resumed, *retried.splitlines(keepends=True)[1:]} == {
+        "ranks [N, N], N epochs done\n"
+    }
