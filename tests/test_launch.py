@@ -257,15 +257,22 @@ def test_ranks_share_the_cores_unless_the_user_has_chosen(monkeypatch: pytest.Mo
 def test_ranks_have_the_callers_current_directory_and_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fork server may have been started in another directory, with other variables."""
+    """The fork server may have been started in another directory, with other variables.
+
+    The port alone is the launch's own: the caller's may be taken, or be another job's.
+    """
     monkeypatch.setenv("FROM_CALLER", "old")
     monkeypatch.setenv("GONE", "old")
     ddpsafe.launch(programs.surroundings, **TWO)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FROM_CALLER", "new")
     monkeypatch.delenv("GONE")
-    names = ("FROM_CALLER", "GONE")
-    for value in ddpsafe.launch(programs.surroundings, names, **TWO).values.values():
+    monkeypatch.setenv("MASTER_PORT", "1024")
+    names = ("FROM_CALLER", "GONE", "MASTER_PORT")
+    values = ddpsafe.launch(programs.surroundings, names, **TWO).values
+    assert len(ports := {value["env"].pop("MASTER_PORT") for value in values.values()}) == 1
+    assert ports != {"1024"}
+    for value in values.values():
         assert value["cwd"] == str(tmp_path.resolve())
         assert value["env"] == {"FROM_CALLER": "new", "GONE": None}
 
