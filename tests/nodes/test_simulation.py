@@ -33,7 +33,8 @@ def simulate(*options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.full(but=["0-150", "150-150"])
 @pytest.mark.parametrize(
-    ("first", "jobs"), [(0, 150), (150, 150), *((first, 450) for first in range(300, 3000, 450))]
+    ("first", "jobs"),
+    [(0, 150), (150, 150), *((first, 450) for first in range(300, 3000, 450)), (3_001_264, 1)],
 )
 def test_jobs_end_as_promised(first: int, jobs: int) -> None:
     """No healthy job ends, the first cause is named, retries succeed, no rank is left, and nothing waits for ever."""

@@ -18,6 +18,9 @@ DIAL: Final = timedelta(seconds=10)
 CONNECT: Final = timedelta(seconds=4)
 """A new node that tries whether it reaches a port of node 0."""
 
+CONNECT_AGAIN: Final = timedelta(seconds=BEAT_S)
+"""The same once node 0 is heard: its kernel answers at once then."""
+
 FILE_APPEARS: Final = timedelta(seconds=5)
 """Network file systems show a new file on another host after some seconds."""
 

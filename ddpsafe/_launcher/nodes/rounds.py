@@ -28,7 +28,7 @@ from ddpsafe._errors import (
     RendezvousTimeoutError,
 )
 from ddpsafe._garbage import exempt_from_gc
-from ddpsafe._job.channel import Lost
+from ddpsafe._job.channel import BEAT_S, Lost
 from ddpsafe._job.endpoint import listen_at, rank_store, trouble_of
 from ddpsafe._launcher.nodes import limits
 from ddpsafe._launcher.nodes.lobby import SCRIPT
@@ -642,12 +642,24 @@ class NodeLaunch:
         Raises:
             PreflightError: It cannot.
         """
-        limit = min(limits.CONNECT, self._plan.config.timeouts.start)
-        what = rendezvous.endpoint.call(
-            lambda: _unreached(plan.address, plan.store_port, limit), 2 * limit
-        )
-        if what:
-            raise _no_way(what, socket.gethostname(), plan.address)
+
+        def find_trouble(limit: timedelta) -> str:
+            return rendezvous.endpoint.call(
+                lambda: _unreached(plan.address, plan.store_port, limit), 2 * limit
+            )
+
+        def is_heard() -> bool:
+            rendezvous.require_member()
+            return rendezvous.channel.has_heard(within_s=BEAT_S)
+
+        start = self._plan.config.timeouts.start
+        what = find_trouble(min(limits.CONNECT, start))
+        while what:
+            # In an outage no port is reached, nor for seconds after it, when the kernel tries again.
+            rendezvous.wait_until(is_heard, Deadline.after(start))
+            what = find_trouble(limits.CONNECT_AGAIN)
+            if what and is_heard():
+                raise _no_way(what, socket.gethostname(), plan.address)
 
     def _placed(self, round_plan: RoundPlan, node: int, rendezvous: NodeRendezvous) -> LaunchParts:
         """Return the parts with this node's ranks in the round, and the store where all ranks meet."""
