@@ -202,9 +202,9 @@ def _judge_healthy(job: Job) -> Iterator[str]:
     if _harmful(job.scenario):
         return
     for end in job.ends:
-        if job.scenario.min_nodes and isinstance(end.error, _TOO_LATE):
-            continue
-        if end.error is not None and not _is_spare(job, end):
+        is_late = isinstance(end.error, _TOO_LATE) or _is_of(end.error, 0)
+        is_excused = _is_spare(job, end) or (job.scenario.min_nodes and is_late)
+        if end.error is not None and not is_excused:
             yield f"healthy, but {end.launcher.name} ended: {end}"
     ranks = [rank for training in job.trainings.values() for rank in training.ranks.values()]
     if not job.scenario.faults and any(rank.questions > _MOST_QUESTIONS for rank in ranks):
@@ -296,7 +296,7 @@ def _judge_same(job: Job) -> Iterator[str]:
         yield "the launchers end differently"
 
 
-def _is_of(error: DDPSafeError, attempt: int) -> bool:
+def _is_of(error: BaseException | None, attempt: int) -> bool:
     """Return whether an error is what ended an attempt."""
     is_one = isinstance(error, LaunchError) and not isinstance(error, RendezvousTimeoutError)
     return is_one and error.attempt == attempt
