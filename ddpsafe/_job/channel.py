@@ -46,8 +46,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ddpsafe._clock import Deadline
 from ddpsafe._host import end_when_silent
-from ddpsafe._limits import LAUNCHER_SILENCE_S
-from ddpsafe._limits import LOSS_S as LOSS_S  # noqa: PLC0414 - launchers take it from here
+from ddpsafe._limits import LAUNCHER_SILENCE_S, LOSS_S
 from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:

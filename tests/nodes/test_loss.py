@@ -17,7 +17,7 @@ from hosts import Network, find_obstacle, require
 from machine import require_in_time
 from nodes_kit import Case, Launcher, finish_job, require_nothing_left, require_the_same, start_job
 
-from ddpsafe._job.channel import LOSS_S
+from ddpsafe._limits import LOSS_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable

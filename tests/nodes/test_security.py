@@ -49,6 +49,7 @@ from ddpsafe._launcher.nodes.node_messages import (
 )
 from ddpsafe._launcher.nodes.torchs_rendezvous import SharedState
 from ddpsafe._launcher.processes.store_folder import reserved_port
+from ddpsafe._limits import LOSS_S
 from ddpsafe._wire.messages import Position, Raised, Returned
 
 if TYPE_CHECKING:
@@ -288,7 +289,7 @@ def test_a_stopped_reader_is_not_a_host_that_does_not_answer(
         for _ in range(40):
             channel.send(Warned(text="x" * bytes_each))
         (connection,) = channel._connections()
-        beats = 2 * channel_module.LOSS_S / channel_module.BEAT_S
+        beats = 2 * LOSS_S / channel_module.BEAT_S
         scripts.wait_until(lambda: connection.unanswered > beats or channel.away())
         assert not channel.away()
         reader.send_signal(signal.SIGCONT)
@@ -367,12 +368,26 @@ def test_an_unknown_sender_is_dropped_whatever_it_sends(channel: Channel, said: 
         node.close()
 
 
+def is_open(sender: socket.socket) -> bool:
+    """Return whether the other side has not ended a connection."""
+    sender.settimeout(0)
+    try:
+        while sender.recv(1000):
+            pass
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        pass
+    return False
+
+
 def test_a_flood_of_connections_keeps_no_node_out(channel: Channel) -> None:
     """The number of silent unknown senders is limited, and connected nodes stay."""
     first = dial(channel, node=1)
     senders = [socket.create_connection(("127.0.0.1", channel.port)) for _ in range(400)]
     second = dial(channel, node=2)
     assert channel.connected() == {1, 2}
+    assert 0 < sum(is_open(sender) for sender in senders) <= 200
     for sender in senders:
         sender.close()
     for node in (first, second):

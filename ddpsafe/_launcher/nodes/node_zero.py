@@ -16,7 +16,6 @@ from ddpsafe._clock import Deadline
 from ddpsafe._errors import DDPSafeError, NodeLostError
 from ddpsafe._job.channel import (
     BEAT_S,
-    LOSS_S,
     Away,
     Back,
     ClockOffset,
@@ -45,6 +44,7 @@ from ddpsafe._launcher.nodes.node_messages import (
 from ddpsafe._launcher.nodes.texts import tell_of_connection
 from ddpsafe._launcher.processes.rank_process import Activity, RankState
 from ddpsafe._launcher.watch.supervisor import Peers
+from ddpsafe._limits import LOSS_S
 from ddpsafe._wire.messages import NativeError, RankOutcome, Whereabouts
 from ddpsafe._wire.rank_pipe import Progress
 from ddpsafe._world import World

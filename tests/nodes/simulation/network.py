@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import virtual_time
 
 from ddpsafe._job import channel as real
+from ddpsafe._limits import LOSS_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from virtual_time import Kernel
 
 _DELAY_S = (0.0002, 0.02)
-_NOTICED_S = (real.LOSS_S, real.LOSS_S + 1.5)
+_NOTICED_S = (LOSS_S, LOSS_S + 1.5)
 _RESET_S = real._RESET_S
 _handles = itertools.count(1_000_000)
 
@@ -240,8 +241,8 @@ class Link:
             self._kernel.deferred.append((end.launcher, lambda: self._notice(end, socket)))
             return
         unheard_s = self._network.unheard_s(*(each.launcher.host for each in self.ends))
-        if unheard_s < real.LOSS_S:
-            left_s = real.LOSS_S - unheard_s + 0.1
+        if unheard_s < LOSS_S:
+            left_s = LOSS_S - unheard_s + 0.1
             self._kernel.after(left_s, lambda: self._notice(end, socket))
             return
         self._break(end, "silence", socket)
@@ -279,7 +280,7 @@ class Link:
     def _set_away(self, end: End, how: Any, why: str, limit_s: float) -> None:
         with self._kernel.at(end.launcher):
             seen_ns = int(virtual_time.monotonic_s() * 1e9)
-        silent_s = real.LOSS_S if how == "silence" else 0.0
+        silent_s = LOSS_S if how == "silence" else 0.0
         end.away = real.Lost(how=how, why=why, silent_s=silent_s, seen_ns=seen_ns)
         end.away_since_s, end.limit_s = self._kernel.now_s, limit_s
         if limit_s <= 0:
