@@ -334,8 +334,11 @@ def _judge_retries(job: Job) -> Iterator[str]:
         if living and not any(end.error is None for end in job.ends):
             yield "all faults can be retried, but no launcher ended well"
         return
+    # All ranks have returned, and node 0 has ended, while a node was cut off: it cannot learn the result.
+    has_ended = any(end.error is None for end in living)
+    may_miss_it = has_ended and any(fault.kind in _CUTS for fault in scenario.faults)
     for end in living:
-        if end.error is not None:
+        if end.error is not None and not (may_miss_it and isinstance(end.error, NodeLostError)):
             yield f"all faults can be retried, but {end.launcher.name} ended: {end}"
 
 
