@@ -158,7 +158,7 @@ class Checkpointer:
         self._ranks = Ranks(current(), self._directory, timeout, may_give_up=may_give_up)
         self._newest: int | None = None
         self._newest_is_ours = False
-        self._is_on_disk = True  # the newest one; not if it was restored from memory
+        self._newest_on_disk: int | None = None  # an older one, if that was restored from memory
         self._versions: dict[str, int] = {}
         self._publisher: _save.Publisher | None = None
         self._pending: _save.Save | None = None
@@ -174,6 +174,7 @@ class Checkpointer:
         self._restored: CheckpointInfo | None = None
         if access == "write":
             lock, self._newest = _directory.open_directory(self._ranks, self._directory)
+            self._newest_on_disk = self._newest
             # A node that joins later must see the same folder.
             environment.note_checkpoint_folder(str(self._directory))
             if lock is not None:
@@ -256,7 +257,10 @@ class Checkpointer:
                 "create it with every=1000 steps, or every=timedelta(minutes=10).",
             )
         step = _require_step(step, "is_due")
-        due = self._schedule.is_due(step, self._newest, self._ranks)
+        saved = self._newest_on_disk
+        if saved is None and self._newest is not None:
+            saved = 0  # the training goes on from memory, and nothing is in the directory yet
+        due = self._schedule.is_due(step, saved, self._ranks)
         memory = self._memory
         if memory is not None and memory.schedule.is_due(step, memory.newest, self._ranks):
             self._memory_due = step, due
@@ -431,7 +435,7 @@ class Checkpointer:
         if self._schedule is not None:
             self._schedule.note_saved()
         if self._memory is not None and self._memory.is_given_up:  # until now, a restart needed it
-            self._memory.close()
+            self._memory.close(frees=True)
             self._memory = None
         if pending.drift and not self._has_drifted:  # said once: some train so on purpose
             self._has_drifted = True
@@ -494,9 +498,10 @@ class Checkpointer:
             return None
         self._restored = _info_of(restored.manifest, in_memory=restored.in_memory)
         self._set_newest(restored.manifest.step, is_new=False, in_memory=restored.in_memory)
-        self._is_on_disk = restored.on_disk
+        self._newest_on_disk = restored.on_disk
         if self._schedule is not None:
-            waited_s: Any = 0.0 if self._is_on_disk else restored.manifest.metadata["waited_s"]
+            is_on_disk = restored.on_disk == restored.manifest.step
+            waited_s: Any = 0.0 if is_on_disk else restored.manifest.metadata["waited_s"]
             self._schedule = self._schedule.after_restore(waited_s)
         self._versions = _versions_of(state)
         return restored.manifest.step
@@ -518,8 +523,8 @@ class Checkpointer:
         """Put the newest state into the directory if it is in memory only; all ranks call this."""
         memory = self._memory
         step = None if memory is None else memory.newest
-        on_disk = -1 if self._newest is None or not self._is_on_disk else self._newest
-        if memory is None or step is None or step <= on_disk:
+        on_disk = self._newest_on_disk
+        if memory is None or step is None or (on_disk is not None and step <= on_disk):
             return
         with self._tolerating():
             exchange = self._ranks.begin("close()")
@@ -535,10 +540,7 @@ class Checkpointer:
                 return
             assert self._publisher is not None  # noqa: S101 - rank 0 of a checkpointer that writes
             with exchange.leading():
-                try:
-                    memory.publish(self._publisher, step)
-                except OSError as exc:
-                    raise _save.explain(exc, self._directory, step) from exc
+                memory.publish(self._publisher, step)
 
     def _release(self) -> None:
         self._closed = True
@@ -609,12 +611,12 @@ class Checkpointer:
     def _set_newest(self, step: int, *, is_new: bool, in_memory: bool = False) -> None:
         from ddpsafe._worker import environment
 
-        self._newest = step
-        self._newest_is_ours = self._is_on_disk = True
+        self._newest = self._newest_on_disk = step
+        self._newest_is_ours = True
         environment.note_checkpoint(step, is_new=is_new, in_memory=in_memory)
 
     def _is_saved(self, step: int) -> bool:
-        return self._newest_is_ours and self._is_on_disk and step == self._newest
+        return self._newest_is_ours and step == self._newest == self._newest_on_disk
 
 
 def _versions_of(state: Mapping[str, Any]) -> dict[str, int]:

@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from ddpsafe._clock import BoundedCall
 from ddpsafe._errors import Explanation
 from ddpsafe._host import read_limits
 from ddpsafe._job.agreement import Message, as_line
@@ -125,25 +126,26 @@ class StateMemory:
             return False
         measured_by_all = [message.facts["costs"] for message in messages.values()]
         costs = highest(Costs(*each) for each in measured_by_all if each)
+        trouble = ""
         try:
             self._write(request, messages, costs)
         except Exception as exc:  # noqa: BLE001 - torch may raise anything if it lacks memory
-            # The other ranks have gone on; if the training does, they learn of it at the next save.
-            self._problem = {"text": f"the memory could not be written: {as_line(exc)}"}
-            if not self._may_give_up:
-                self._give_up(step, **self._problem)
-            warn(f"step {step} was not kept in memory: {self._problem['text']}.")
+            trouble = f"the memory could not be written: {as_line(exc)}"
         # Also after such an error: all ranks have to expect the next save at the same step.
         self.newest = step
         self.schedule.note_saved(costs)
+        if trouble:
+            # The other ranks have gone on. They learn of it at the next save, which then fails on all of them.
+            self._problem = {"text": trouble}
+            warn(f"step {step} was not kept in memory: {trouble}.")
         return True
 
-    def close(self) -> None:
-        """Let another `Checkpointer` use the memory, or the training if it was given up."""
+    def close(self, *, frees: bool = False) -> None:
+        """Let another `Checkpointer` use the memory, or the training if no restart needs it any more."""
         from ddpsafe._worker.rank import this_rank
 
         this_rank.uses_memory = False
-        if self.is_given_up and self._is_first:
+        if frees and self._is_first:
             self.slots.free()
 
     def _exchange(self, message: Message) -> dict[int, Message]:
@@ -169,8 +171,9 @@ class StateMemory:
             return {"text": f"of {absent[0]!r}, only the node of rank 0 has the whole state"}
         self._length = size_bytes(snapshot.replicated)
         shards = _sharded.bytes_of(snapshot.shards) * len(ranks.of_node)
+        own = len(snapshot.own) * ranks.world_size  # each node has those of all
         pinned = self._length if _uses_gpu() else 0
-        return self._find_lack(self._length + shards, pinned)
+        return self._find_lack(self._length + shards + own, pinned)
 
     def _find_lack(self, length: int, pinned: int = 0) -> dict[str, Any] | None:
         """Return that the node has too little memory for two states of a length and a pinned copy, if so."""
@@ -355,9 +358,17 @@ class StateMemory:
         """Make the newest state in memory a checkpoint in the directory, on rank 0.
 
         Raises:
-            OSError: The file system refused it.
-            SaveError: It is not what was written, or the lock on the directory is lost.
+            SaveError: The file system refused it or does not respond, the state is not what was written, or the
+                lock on the directory is lost.
         """
+        deadline = self._ranks.deadline()
+        writing = _save.Writing(self._ranks, step, deadline)
+        call: BoundedCall[object] = BoundedCall(
+            lambda: self._publish(publisher, step, writing), name=f"ddpsafe-save-{step}"
+        )
+        writing.wait_for(call, deadline.remaining_s(), publisher.directory)
+
+    def _publish(self, publisher: _save.Publisher, step: int, writing: _save.Writing) -> None:
         held, problems = self.slots.newest()
         on_disk = max(_directory.list_steps(publisher.directory), default=-1)
         if held is not None and on_disk < held.step < step:
@@ -384,7 +395,7 @@ class StateMemory:
                     manifest.model_copy(update={"metadata": user_metadata(manifest)}).dumps()
                 )
             publisher.require_lock(step)
-            _directory.publish(folder, step)
+            writing.publish(folder, step)
         publisher.metrics[step] = manifest.metrics
         _directory.prune(publisher.directory, publisher.keep, publisher.metrics)
 

@@ -93,12 +93,12 @@ class Restored:
     Attributes:
         manifest: Its manifest.
         in_memory: Whether it came from memory.
-        on_disk: Whether the directory has a checkpoint of the step.
+        on_disk: The newest step up to this one that the directory has; ``None`` if it has none.
     """
 
     manifest: Manifest
     in_memory: bool
-    on_disk: bool
+    on_disk: int | None
 
 
 def restore(request: RestoreRequest) -> Restored | None:
@@ -177,7 +177,9 @@ def restore(request: RestoreRequest) -> Restored | None:
                 memory.note_restored(step, newest, from_memory=candidate is not None)
             logger.info("restored step %d from %s", step, loaded.folder)
             return Restored(
-                manifest=loaded.manifest, in_memory=candidate is not None, on_disk=step in steps
+                manifest=loaded.manifest,
+                in_memory=candidate is not None,
+                on_disk=max((other for other in steps if other <= step), default=None),
             )
         problems += answer["problems"]
     if not sources:

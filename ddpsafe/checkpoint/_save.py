@@ -50,6 +50,7 @@ from ddpsafe.checkpoint.errors import (
 )
 
 if TYPE_CHECKING:
+    from ddpsafe._clock import Deadline
     from ddpsafe._job.agreement import Absence, Exchange
     from ddpsafe.checkpoint._lock import DirectoryLock
     from ddpsafe.checkpoint._ranks import Ranks
@@ -126,6 +127,68 @@ class _GivenUpError(Exception):
     """The wait for this save ended, so it must not be published."""
 
 
+class Writing:
+    """What a thread writes to the directory: a rank that waits for it can give up.
+
+    Args:
+        ranks: The ranks.
+        step: The step.
+        deadline: How long this rank waits, for the error.
+    """
+
+    def __init__(self, ranks: Ranks, step: int, deadline: Deadline) -> None:
+        self._ranks, self._step, self._deadline = ranks, step, deadline
+        self._given_up = threading.Event()
+
+    def publish(self, folder: Path, step: int) -> None:
+        """Make a folder the checkpoint of a step, in the thread, unless the wait for it has ended."""
+        if not _directory.publish(folder, step, is_wanted=lambda: not self._given_up.is_set()):
+            raise _GivenUpError
+
+    def wait_for(self, call: BoundedCall[object], limit_s: float, directory: Path | None) -> None:
+        """Wait for the thread's call.
+
+        Raises:
+            CheckpointError: It failed or took too long; nothing is published later.
+        """
+        try:
+            ended = call.wait(limit_s)
+        except BaseException:  # Ctrl-C: an interrupted save must not be published later
+            self._given_up.set()
+            raise
+        if not ended:
+            self._given_up.set()
+            # A thread that is already publishing may still finish.
+            if not call.wait(_PUBLISH_TIME.total_seconds()):
+                raise self._timeout_error()
+        try:
+            call.result()
+        except _GivenUpError:
+            raise self._timeout_error() from None
+        except (CheckpointError, ConfigError):
+            raise
+        except Exception as exc:
+            error = exc if directory is None else explain(exc, directory, self._step)
+            if error is exc:
+                raise
+            raise error from exc
+
+    def _timeout_error(self) -> SaveTimeoutError:
+        waited_s = self._deadline.waited_s()
+        return SaveTimeoutError(
+            Explanation(
+                f"{self._ranks} could not write the checkpoint of step {self._step} in "
+                f"{waited_s:.1f} s.",
+                cause="the storage is slow or does not respond.",
+                fix="check that storage; raise the Checkpointer's timeout if it is only slow.",
+            ),
+            step=self._step,
+            missing_ranks=[self._ranks.rank],
+            waited_s=waited_s,
+            rank=self._ranks.rank,
+        )
+
+
 class Save:
     """This rank's part of a save that has begun.
 
@@ -144,7 +207,7 @@ class Save:
         self.step = request.step
         self.drift: list[str] = []
         self._deadline = request.ranks.deadline()
-        self._given_up = threading.Event()
+        self._writing = Writing(request.ranks, self.step, self._deadline)
         self._not_removed: list[str] = []
         # The exchange in which rank 0 answers next. With shards, the answer to the first exchange is
         # the folder and the answer to the second is the result; without, the first has the result.
@@ -195,10 +258,7 @@ class Save:
             write_files(folder, self._request, parts, files, shards)
             # A job that was suspended while it wrote may have lost the lock meanwhile.
             publisher.require_lock(self.step)
-            if not _directory.publish(
-                folder, self.step, is_wanted=lambda: not self._given_up.is_set()
-            ):
-                raise _GivenUpError
+            self._writing.publish(folder, self.step)
         publisher.metrics[self.step] = self._request.metrics
         self._not_removed = _directory.prune(directory, publisher.keep, publisher.metrics)
 
@@ -281,43 +341,9 @@ class Save:
 
     def _await(self, limit_s: float) -> None:
         assert self._call is not None  # noqa: S101 - only ranks that write wait here
-        try:
-            ended = self._call.wait(limit_s)
-        except BaseException:  # Ctrl-C: an interrupted save must not be published later
-            self._given_up.set()
-            raise
-        if not ended:
-            self._given_up.set()
-            # A thread that is already publishing may still finish.
-            if not self._call.wait(_PUBLISH_TIME.total_seconds()):
-                raise self._timeout_error()
-        try:
-            self._call.result()
-        except _GivenUpError:
-            raise self._timeout_error() from None
-        except (CheckpointError, ConfigError):
-            raise
-        except Exception as exc:
-            publisher = self._request.publisher
-            error = exc if publisher is None else explain(exc, publisher.directory, self.step)
-            if error is exc:
-                raise
-            raise error from exc
-
-    def _timeout_error(self) -> SaveTimeoutError:
-        waited_s = self._deadline.waited_s()
-        return SaveTimeoutError(
-            Explanation(
-                f"{self._ranks} could not write the checkpoint of step {self.step} in "
-                f"{waited_s:.1f} s.",
-                cause="the storage is slow or does not respond.",
-                fix="check that storage; raise the Checkpointer's timeout if it is only slow.",
-            ),
-            step=self.step,
-            missing_ranks=[self._ranks.rank],
-            waited_s=waited_s,
-            rank=self._ranks.rank,
-        )
+        publisher = self._request.publisher
+        directory = None if publisher is None else publisher.directory
+        self._writing.wait_for(self._call, limit_s, directory)
 
     def _absence_error(self, absence: Absence) -> SaveError:
         only_writer_missing = absence.ranks == [0] and not self._ranks.is_main

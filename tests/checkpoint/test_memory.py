@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,16 +21,16 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ddpsafe
 from ddpsafe._errors import Explanation
 from ddpsafe._launcher.node_memory import NodeMemory
-from ddpsafe.checkpoint import Checkpointer, _checksums, _save, _slots
+from ddpsafe.checkpoint import Checkpointer, PerRank, _checksums, _memory, _save, _slots
 from ddpsafe.checkpoint._format import NAME, RANKS, REPLICATED, STATE
 from ddpsafe.checkpoint._memory import StateMemory
 from ddpsafe.checkpoint._schedule import Costs, Schedule, highest, steps_between
 from ddpsafe.checkpoint._slots import Held, NodeSlots, candidates
 from ddpsafe.checkpoint._state import Snapshot
-from ddpsafe.checkpoint.errors import CheckpointWarning, SaveError
+from ddpsafe.checkpoint.errors import CheckpointWarning, SaveError, SaveTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 DIRECTORY: Final = Path("/checkpoints")
 LIMIT: Final = 60
@@ -188,6 +189,15 @@ def keeping(
         raise KilledError
 
 
+def raising(error: BaseException) -> Callable[..., object]:
+    """Return a function that raises an error."""
+
+    def fail(*_: object, **__: object) -> object:
+        raise error
+
+    return fail
+
+
 def keep(checkpointer: Checkpointer, state: dict[str, Any], *steps: int, **facts: Any) -> None:
     """Save steps, each of which has to be due."""
     for step in steps:
@@ -207,14 +217,10 @@ def test_a_write_to_memory_that_fails_leaves_the_rank_with_the_others(
     tmp_path: Path, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """They have gone on, so this one neither ends nor saves to the directory alone; all do so at the next save."""
-
-    def fail(*_: object) -> None:
-        raise error
-
     with keeping(tmp_path, memory, on_failure="warn") as checkpointer:
         keep(checkpointer, {"step": 1}, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(_save, "write_files", fail)
+            patch.setattr(_save, "write_files", raising(error))
             with pytest.warns(CheckpointWarning, match="step 2 was not kept in memory"):
                 keep(checkpointer, {"step": 2}, 2)
         assert checkpointer.steps() == []
@@ -225,6 +231,76 @@ def test_a_write_to_memory_that_fails_leaves_the_rank_with_the_others(
         assert slots.reserved_bytes() == 0  # the training may need it
 
 
+def test_a_write_to_memory_that_fails_raises_at_the_next_save(
+    tmp_path: Path, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On all ranks: if only this one raised, and the script went on, it would save at other steps than they."""
+    with keeping(tmp_path, memory, memory_every=5) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(_save, "write_files", raising(OSError(28, "No space left")))
+            with pytest.warns(CheckpointWarning, match="step 10 was not kept in memory"):
+                keep(checkpointer, {"step": 10}, 10)
+        assert not checkpointer.is_due(11)
+        with pytest.raises(SaveError, match="The state of step 15 cannot be kept in memory"):
+            keep(checkpointer, {"step": 15}, 15)
+
+
+def test_memory_that_was_given_up_is_kept_until_the_directory_has_the_state(
+    tmp_path: Path, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full, too, and a rank is killed: the next attempt continues from what memory has."""
+    with keeping(tmp_path, memory, on_failure="warn") as checkpointer:
+        keep(checkpointer, {"step": 1}, 1)
+        lack = {"text": "two states need 5 MB more", "needed": 5, "free": 1}
+        monkeypatch.setattr(StateMemory, "_find_lack", lambda *_: lack)
+        monkeypatch.setattr(_save, "write_files", raising(OSError(28, "No space left")))
+        with pytest.warns(CheckpointWarning):
+            keep(checkpointer, {"step": 2}, 2)
+    held, _ = slots_of(memory, tmp_path).newest()
+    assert held is not None
+    assert held.step == 1
+
+
+def test_a_save_to_the_directory_that_a_kill_prevented_is_made_up_for(
+    tmp_path: Path, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step was in memory already, from which the next attempt continues."""
+    for step in (100, 200):
+        with keeping(tmp_path, memory, every=100) as checkpointer, monkeypatch.context() as patch:
+            checkpointer.restore({"step": 0})
+            patch.setattr(checkpointer, "_begin", raising(KilledError()))
+            keep(checkpointer, {"step": step}, step)
+        with keeping(tmp_path, memory, every=100) as checkpointer:
+            assert checkpointer.restore({"step": 0}) == step
+            keep(checkpointer, {"step": step + 1}, step + 1, step + 2)
+            assert checkpointer.steps()[0] == step + 1
+
+
+def test_the_end_of_a_training_waits_only_so_long_for_a_disk(
+    tmp_path: Path, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in memory only is put into the directory then; storage that does not respond fails that."""
+    responds = threading.Event()
+    monkeypatch.setattr(_memory, "new_file", lambda *_: responds.wait())
+    with keeping(tmp_path, memory, timeout=timedelta(seconds=1)) as checkpointer:
+        keep(checkpointer, {"step": 1}, 1)
+        with pytest.raises(SaveTimeoutError, match="could not write the checkpoint of step 1"):
+            checkpointer.close()
+        responds.set()
+    assert checkpointer.steps() == []
+
+
+def test_what_each_rank_keeps_for_itself_counts_when_memory_is_asked_for(
+    tmp_path: Path, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each node has the parts of all ranks."""
+    asked: list[int] = []
+    monkeypatch.setattr(StateMemory, "_find_lack", lambda _, length, *__: asked.append(length))
+    with keeping(tmp_path, memory) as checkpointer:
+        keep(checkpointer, {"x": PerRank(torch.nn.Linear(1000, 1000))}, 1)
+    assert asked[0] > 4 * 10**6
+
+
 @pytest.mark.parametrize("every", ["auto", timedelta(microseconds=1)])
 def test_after_a_return_to_an_earlier_step_states_are_kept_as_before(
     tmp_path: Path, memory: NodeMemory, every: object
@@ -232,7 +308,7 @@ def test_after_a_return_to_an_earlier_step_states_are_kept_as_before(
     """The steps that the schedule has chosen are those of the training that was given up."""
     with keeping(tmp_path, memory, memory_every=every) as checkpointer:
         checkpointer.save({"x": 1}, 10)
-        keep(checkpointer, {"x": 2}, 1000, 1001)
+        keep(checkpointer, {"x": 2}, 1000, 1010)
         assert checkpointer.restore({"x": 0}, step=10) == 10
         keep(checkpointer, {"x": 3}, 11)
 
