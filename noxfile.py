@@ -262,13 +262,13 @@ FOR_GPU = ("nox", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "nvi
 def gpu(session: nox.Session) -> None:
     """Run on a GPU what needs one, in eight minutes, and write docs/benchmarks/gpu.md, row by row.
 
-    ``-- --torch-from system`` takes the torch of the Python that made this environment, and
-    ``--torch-from PYTHON`` that of another one; else that of this environment, or the index's.
+    torch is that of the environment of nox, or of the Python that made it, or the index's;
+    ``-- --torch-from PYTHON`` takes that of another one, and ``system`` that of the second first.
     ``--wheels DIR`` installs from a folder only, which ``--download DIR [--for 3.12]`` fills elsewhere.
     ``--rehearse`` needs no GPU. The options of benchmarks/gpu.py may follow.
     """
     options = argparse.ArgumentParser("nox -s gpu --", usage=gpu.__doc__)
-    options.add_argument("--torch-from", default=sys.executable)
+    options.add_argument("--torch-from")
     options.add_argument("--wheels", type=Path)
     options.add_argument("--download", type=Path)
     options.add_argument("--for", dest="python", default="{}.{}".format(*sys.version_info[:2]))
@@ -276,6 +276,11 @@ def gpu(session: nox.Session) -> None:
     project = nox.project.load_toml(ROOT / "pyproject.toml")
     own = [each for each in project["project"]["dependencies"] if not each.startswith("torch")]
     if given.download:
+        # pip reads the conditions of constraints.txt with its own version, and they differ for 3.10.
+        if (given.python == "3.10") != (sys.version_info < (3, 11)):
+            session.error(
+                f"download for Python {given.python} with that Python, or a newer than 3.10"
+            )
         platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (34, 28, 27, 17, 12, 5)]
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"]
         pip += ["--python-version", given.python, *platforms, "--dest", str(given.download)]
@@ -283,7 +288,20 @@ def gpu(session: nox.Session) -> None:
         session.run(*pip, "--constraint", CONSTRAINTS, *wanted)
         return
     base = getattr(sys, "_base_executable", sys.executable)
-    source = base if given.torch_from == "system" else given.torch_from
+    ask = "import importlib.util as i, sys; print(*sys.path if i.find_spec('torch') else [], sep='\\n')"
+    named = {None: [sys.executable, base], "system": [base, sys.executable]}
+    for source in named.get(given.torch_from, [given.torch_from]):
+        found = str(session.run(source, "-c", ask, silent=True, external=True)).splitlines()
+        packages = [path for path in found if path.endswith(("site-packages", "dist-packages"))]
+        if packages:
+            session.log(f"torch is that of {source}")
+            break
+    else:
+        source = sys.executable
+        if given.torch_from or (given.wheels and not list(given.wheels.glob("torch-*"))):
+            session.error(
+                "found no torch; pass --torch-from and the path of the Python that has it"
+            )
     folder = _folder(session, "environment")
     session.run(
         sys.executable, "-m", "virtualenv", "--quiet", "--clear", "--python", source, str(folder)
@@ -293,9 +311,6 @@ def gpu(session: nox.Session) -> None:
     if given.wheels:
         session.env.update(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(given.wheels.resolve()))
     # The rest of torch's environment comes after what is installed here, so that its versions do not matter.
-    ask = "import importlib.util as i, sys; print(*sys.path if i.find_spec('torch') else [], sep='\\n')"
-    found = str(session.run(source, "-c", ask, silent=True)).splitlines()
-    packages = [path for path in found if path.endswith(("site-packages", "dist-packages"))]
     (library,) = folder.glob("lib/python3*/site-packages")
     (library / "torch.pth").write_text("\n".join(packages), encoding="utf-8")
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
@@ -310,8 +325,9 @@ def gpu(session: nox.Session) -> None:
     session.run(*pip, "install", "--quiet", "--no-deps", str(wheel))
     session.chdir(_folder(session, "empty"))
     page = ROOT / "docs" / "benchmarks" / "gpu.md"
-    script = str(ROOT / "benchmarks" / "gpu.py")
-    session.run(python, script, "--save", str(page), *others, success_codes=[0, 1, 2])
+    if "--rehearse" in others and "\nRun on " in page.read_text(encoding="utf-8"):
+        page = folder / page.name  # a rehearsal replaces no run
+    session.run(python, str(ROOT / "benchmarks" / "gpu.py"), "--save", str(page), *others)
 
 
 @nox.session

@@ -214,6 +214,11 @@ def run_within(command: list[str], limit_s: float, *, captures: bool = False) ->
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(ENDS_WITHIN_S)
             code = TOO_LONG
+        except BaseException:  # Ctrl-C does not reach that session
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
         out.seek(0)
         return code, out.read()
 
@@ -267,9 +272,11 @@ def main() -> int:
         rows.write_text(facts(rehearses=options.rehearse) + "\n", encoding="utf-8")
         page = Page(rows, options.save.absolute())
         command = [sys.executable, __file__, "--tests-into", str(rows), "--save", str(page.save)]
-        run_within(
-            [*command, "--workers", options.workers], ends_s - FOR_BENCHMARKS_S - time.monotonic()
-        )
+        command += ["--workers", options.workers]
+        code, _ = run_within(command, ends_s - FOR_BENCHMARKS_S - time.monotonic())
+        if code not in (0, 1, TOO_LONG):
+            said = f"pytest ended with {code}; what it printed is above"
+            page.add([Row(part="All tests", name="pytest", outcome="failed", took_s=0, said=said)])
         if torch.cuda.device_count() < 2:
             os.environ[SHARING] = "1"  # the tests set it where they need it
         for number, part in enumerate(BENCHMARKS):
