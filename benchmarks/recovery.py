@@ -329,9 +329,9 @@ Medians of {rounds}.
 {table}
 
 Two nodes are two launchers with one rank each, on one host.
-The directory is on a local disk; on slower storage, the forms that restore from it lose more, and the others as much.
+The directory is on a local disk; on slower storage, the forms that restore from it lose more, and the others the same.
 With longer steps the ratio becomes smaller: what is repeated grows with them, and the restart does not.
-"auto" is for long trainings: here it has made two saves to measure them, and the next one is due after the kill.
+"auto" is for long trainings: with large states it has made two saves here to measure them, and the next one is due after the kill.
 torchft repeats no step, because its other rank continues alone until the killed one is back: the last column counts these steps, which have half of the batch.
 Its rank and those of torchrun are new processes; ddpsafe's are forked from a process that has imported torch.
 Where there is no result, the ranks did not come to step {DIES_AT} again in the benchmark's limit.

@@ -116,9 +116,10 @@ class Checkpointer:
         every: When `is_due` returns True: every so many steps, or about once per duration.
         memory_every: Also keep the newest state in the memory of each node, from where a restart
             continues: every so many steps, about once per duration, or ``"auto"``, as often as it takes
-            at most 1 % of the time. It needs `every`, ddpsafe's own launcher, and memory for two states
+            at most 1 % of the time in the long run. It needs `every`, ddpsafe's own launcher, and memory for two states
             on each node; ``None`` keeps no state in memory.
-        timeout: How long a save, or one step of a restore, may take.
+        timeout: How long a save to the directory, or one step of a restore, may take; one to memory
+            has the limit of collectives, ``timeouts.collective``.
         on_failure: What happens when a save fails: ``"raise"`` raises a `SaveError` on every rank,
             ``"warn"`` warns on rank 0 and lets the training continue. If the memory does not suffice for
             `memory_every`, ``"warn"`` uses the directory only.
@@ -279,8 +280,8 @@ class Checkpointer:
     ) -> None:
         """Save the state of the training. Once this returns, no crash loses it.
 
-        After an `is_due` that was True for memory alone, the state goes into memory only: what kills the
-        launchers of all nodes loses it. If the ``with`` block ends before a later state is in the
+        After an `is_due` that was True for memory alone, the state goes into memory only, where it is kept
+        once this has returned on the first rank of a node: what kills the launchers of all nodes loses it. If the ``with`` block ends before a later state is in the
         directory, it is put there then.
 
         Args:
@@ -474,6 +475,7 @@ class Checkpointer:
             CorruptCheckpointError: All checkpoints, or the requested one, are damaged.
             MissingCheckpointError: The ranks have no checkpoint in common, or not the requested one.
             NewerFormatError: A newer ddpsafe wrote it.
+            NoSpaceError: A node that replaces a lost one has too little memory for the newest state.
             CheckpointMismatchError: Its names, tensors or optimizers differ, and nothing was changed;
                 or an object's own ``load_state_dict`` raised after the objects before it in `state`
                 were changed.

@@ -128,7 +128,7 @@ class SaveError(CheckpointError):
 
 
 class NoSpaceError(SaveError):
-    """The disk, or a quota on it, is full.
+    """The disk, a quota on it, or the memory for `memory_every` does not suffice.
 
     Attributes:
         needed_bytes: Approximate size of the checkpoint.
