@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Final
@@ -160,12 +161,14 @@ def is_active_program(program: str, folder: Path, window_s: float = 1.5) -> bool
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
             wait([], 0.2)  # the rest of its start
+            began_s = time.monotonic()
             before = read_usage([process.pid])[process.pid]
             wait([], window_s)  # the time in which it is measured
             now = read_usage([process.pid])[process.pid]
+            elapsed_s = time.monotonic() - began_s
             if before is None or now is None:
                 return True  # a process ended while it was read: in doubt a rank is active
-            return is_active(before, now, elapsed_s=window_s, has_answered=False)
+            return is_active(before, now, elapsed_s=elapsed_s, has_answered=False)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
 
