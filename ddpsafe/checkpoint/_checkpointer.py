@@ -260,7 +260,7 @@ class Checkpointer:
         step = _require_step(step, "is_due")
         saved = self._newest_on_disk
         if saved is None and self._newest is not None:
-            saved = 0  # the training goes on from memory, and nothing is in the directory yet
+            saved = 0  # the training continues from memory, and nothing is in the directory yet
         due = self._schedule.is_due(step, saved, self._ranks)
         memory = self._memory
         if memory is not None and memory.schedule.is_due(step, memory.newest, self._ranks):
