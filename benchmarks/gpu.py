@@ -207,18 +207,17 @@ def run_within(command: list[str], limit_s: float, *, captures: bool = False) ->
         process = subprocess.Popen(command, start_new_session=True, **streams)  # type: ignore[call-overload]
         try:
             code = process.wait(max(1, limit_s))
-        except subprocess.TimeoutExpired:
-            for signum in (signal.SIGTERM, signal.SIGKILL):
+        except BaseException as exc:
+            is_late = isinstance(exc, subprocess.TimeoutExpired)
+            # Ctrl-C does not reach that session, and nox kills this process soon after it.
+            for signum in (signal.SIGTERM, signal.SIGKILL)[not is_late :]:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signum)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(ENDS_WITHIN_S)
+            if not is_late:
+                raise
             code = TOO_LONG
-        except BaseException:  # Ctrl-C does not reach that session
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
         out.seek(0)
         return code, out.read()
 

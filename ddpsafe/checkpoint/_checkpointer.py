@@ -116,8 +116,8 @@ class Checkpointer:
         every: When `is_due` returns True: every so many steps, or about once per duration.
         memory_every: Also keep the newest state in the memory of each node, from where a restart
             continues: every so many steps, about once per duration, or ``"auto"``, as often as it takes
-            at most 1 % of the time in the long run. It needs `every`, ddpsafe's own launcher, and memory for two states
-            on each node; ``None`` keeps no state in memory.
+            at most 1 % of the time in the long run. It needs `every`, ddpsafe's own launcher, and
+            memory for two states on each node; ``None`` keeps no state in memory.
         timeout: How long a save to the directory, or one step of a restore, may take; one to memory
             has the limit of collectives, ``timeouts.collective``.
         on_failure: What happens when a save fails: ``"raise"`` raises a `SaveError` on every rank,
@@ -280,9 +280,9 @@ class Checkpointer:
     ) -> None:
         """Save the state of the training. Once this returns, no crash loses it.
 
-        After an `is_due` that was True for memory alone, the state goes into memory only, where it is kept
-        once this has returned on the first rank of a node: what kills the launchers of all nodes loses it. If the ``with`` block ends before a later state is in the
-        directory, it is put there then.
+        After an `is_due` that was True for memory alone, the state goes into memory only, where it is
+        kept once this has returned on the first rank of a node; what kills all launchers loses it. If
+        the ``with`` block ends before a later state is in the directory, it is put there then.
 
         Args:
             state: Objects with ``state_dict`` and ``load_state_dict`` (models, optimizers,

@@ -17,7 +17,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ddpsafe._clock import BoundedCall
 from ddpsafe._errors import Explanation
 from ddpsafe._host import read_limits
 from ddpsafe._job.agreement import Message, as_line
@@ -126,18 +125,16 @@ class StateMemory:
             return False
         measured_by_all = [message.facts["costs"] for message in messages.values()]
         costs = highest(Costs(*each) for each in measured_by_all if each)
-        trouble = ""
         try:
             self._write(request, messages, costs)
         except Exception as exc:  # noqa: BLE001 - torch may raise anything if it lacks memory
-            trouble = f"the memory could not be written: {as_line(exc)}"
+            # The other ranks have gone on. They learn of it at the next save, which then fails on all of them.
+            self._problem = {"text": f"the memory could not be written: {as_line(exc)}"}
         # Also after such an error: all ranks have to expect the next save at the same step.
         self.newest = step
         self.schedule.note_saved(costs)
-        if trouble:
-            # The other ranks have gone on. They learn of it at the next save, which then fails on all of them.
-            self._problem = {"text": trouble}
-            warn(f"step {step} was not kept in memory: {trouble}.")
+        if self._problem is not None:
+            warn(f"step {step} was not kept in memory: {self._problem['text']}.")
         return True
 
     def close(self, *, frees: bool = False) -> None:
@@ -362,11 +359,9 @@ class StateMemory:
                 lock on the directory is lost.
         """
         deadline = self._ranks.deadline()
-        writing = _save.Writing(self._ranks, step, deadline)
-        call: BoundedCall[object] = BoundedCall(
-            lambda: self._publish(publisher, step, writing), name=f"ddpsafe-save-{step}"
-        )
-        writing.wait_for(call, deadline.remaining_s(), publisher.directory)
+        writing = _save.Writing(self._ranks, step, deadline, publisher.directory)
+        writing.start(lambda: self._publish(publisher, step, writing))
+        writing.wait()
 
     def _publish(self, publisher: _save.Publisher, step: int, writing: _save.Writing) -> None:
         held, problems = self.slots.newest()

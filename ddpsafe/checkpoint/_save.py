@@ -50,6 +50,8 @@ from ddpsafe.checkpoint.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ddpsafe._clock import Deadline
     from ddpsafe._job.agreement import Absence, Exchange
     from ddpsafe.checkpoint._lock import DirectoryLock
@@ -128,29 +130,40 @@ class _GivenUpError(Exception):
 
 
 class Writing:
-    """What a thread writes to the directory: a rank that waits for it can give up.
+    """What a thread writes to the directory: storage that does not respond would block the rank for ever.
 
     Args:
         ranks: The ranks.
         step: The step.
-        deadline: How long this rank waits, for the error.
+        deadline: How long this rank waits.
+        directory: The directory, if this rank explains the errors of its file system.
     """
 
-    def __init__(self, ranks: Ranks, step: int, deadline: Deadline) -> None:
+    def __init__(self, ranks: Ranks, step: int, deadline: Deadline, directory: Path | None) -> None:
         self._ranks, self._step, self._deadline = ranks, step, deadline
+        self._directory = directory
         self._given_up = threading.Event()
+        self._call: BoundedCall[object] | None = None
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Call a function in the thread."""
+        self._call = BoundedCall(work, name=f"ddpsafe-save-{self._step}")
 
     def publish(self, folder: Path, step: int) -> None:
         """Make a folder the checkpoint of a step, in the thread, unless the wait for it has ended."""
         if not _directory.publish(folder, step, is_wanted=lambda: not self._given_up.is_set()):
             raise _GivenUpError
 
-    def wait_for(self, call: BoundedCall[object], limit_s: float, directory: Path | None) -> None:
-        """Wait for the thread's call.
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Wait for the thread, if it was started, until the deadline or for another limit.
 
         Raises:
             CheckpointError: It failed or took too long; nothing is published later.
         """
+        call = self._call
+        if call is None:
+            return
+        limit_s = self._deadline.remaining_s() if limit is None else limit.total_seconds()
         try:
             ended = call.wait(limit_s)
         except BaseException:  # Ctrl-C: an interrupted save must not be published later
@@ -168,7 +181,8 @@ class Writing:
         except (CheckpointError, ConfigError):
             raise
         except Exception as exc:
-            error = exc if directory is None else explain(exc, directory, self._step)
+            folder = self._directory
+            error = exc if folder is None else explain(exc, folder, self._step)
             if error is exc:
                 raise
             raise error from exc
@@ -207,7 +221,8 @@ class Save:
         self.step = request.step
         self.drift: list[str] = []
         self._deadline = request.ranks.deadline()
-        self._writing = Writing(request.ranks, self.step, self._deadline)
+        directory = None if request.publisher is None else request.publisher.directory
+        self._writing = Writing(request.ranks, self.step, self._deadline, directory)
         self._not_removed: list[str] = []
         # The exchange in which rank 0 answers next. With shards, the answer to the first exchange is
         # the folder and the answer to the second is the result; without, the first has the result.
@@ -225,11 +240,10 @@ class Save:
             )
         )
         self._second = request.ranks.begin("save()") if snapshot.sharded else None
-        self._call: BoundedCall[object] | None = None
-        if request.ranks.is_main or self._second is not None:
-            work = self._lead if request.ranks.is_main else self._write_own_shards
-            # In a thread: storage that does not respond would block the rank for ever.
-            self._call = BoundedCall(work, name=f"ddpsafe-save-{request.step}")
+        if request.ranks.is_main:
+            self._writing.start(self._lead)
+        elif self._second is not None:
+            self._writing.start(self._write_own_shards)
 
     def _gather(self, exchange: Exchange) -> dict[int, Message]:
         return exchange.gather(self._deadline, self._absence_error)
@@ -312,15 +326,14 @@ class Save:
             CheckpointError: The save failed or took too long. It will not be published later.
         """
         if not self._ranks.is_main:
-            if self._call is not None:
-                self._await(self._deadline.remaining_s())
+            self._writing.wait()
             # If the step is already saved, `_write_own_shards` has received this answer instead of
             # a folder.
             if self._second is None or self._answering is self._second:
                 self._answering.receive(self._ranks.deadline(), self._absence_error)
             return
         try:
-            self._await(self._deadline.remaining_s())
+            self._writing.wait()
         except BaseException as exc:  # Ctrl-C too: the others wait for an answer
             self._answering.announce(error=exc)
             raise
@@ -337,13 +350,7 @@ class Save:
     def abandon(self, limit: timedelta) -> None:
         """Give a save that is nearly written a moment to end, without sending the others anything."""
         if self._request.publisher is not None:
-            self._await(limit.total_seconds())
-
-    def _await(self, limit_s: float) -> None:
-        assert self._call is not None  # noqa: S101 - only ranks that write wait here
-        publisher = self._request.publisher
-        directory = None if publisher is None else publisher.directory
-        self._writing.wait_for(self._call, limit_s, directory)
+            self._writing.wait(limit)
 
     def _absence_error(self, absence: Absence) -> SaveError:
         only_writer_missing = absence.ranks == [0] and not self._ranks.is_main
