@@ -178,7 +178,8 @@ class WarmPython:
             if watch and not select.select(watch, [], [], 0)[0]:
                 return
             ensure_running()
-            server._forkserver_pid = None
+            if watch:
+                server._forkserver_pid = None
 
         util.spawnv_passfds = start
         server.ensure_running = forkserver.ensure_running = ensure

@@ -254,13 +254,16 @@ def run(arguments: Sequence[str]) -> None:
 def asked_fork_server(arguments: Sequence[Any], fds: Sequence[int]) -> dict[str, Any] | None:
     """Return what a fork has to take over to be a fork server, None for another program.
 
-    That is one that `multiprocessing` starts as ``python -c "from multiprocessing.forkserver …"``.
+    That is one that `multiprocessing` starts as ``python -c "… from multiprocessing.forkserver …"``; since
+    3.14 what follows are the arguments of the script.
     """
-    code = os.fsdecode(arguments[-1])
-    if not code.startswith("from multiprocessing.forkserver import main"):
+    texts = [os.fsdecode(each) for each in arguments]
+    code, *argv = texts[texts.index("-c") + 1 :] if "-c" in texts else [""]
+    if "from multiprocessing.forkserver import main" not in code:
         return None
     return {
         "code": code,
+        "argv": ["-c", *argv],
         "fds": [*(fd for fd in (0, 1, 2) if is_open(fd)), *fds],
         "env": dict(os.environ),
         "folder": str(Path.cwd()),
@@ -278,7 +281,7 @@ def be_fork_server(asked: Mapping[str, Any], fds: Sequence[int]) -> None:
         if signum not in asked["ignored"]:
             signal.signal(signum, usual)
     take_over(asked["env"], asked["folder"])
-    module = be_main(["-c"], "")
+    module = be_main(asked["argv"], "")
     signal.pthread_sigmask(signal.SIG_SETMASK, asked["blocked"])
     exec(asked["code"], vars(module))
 
